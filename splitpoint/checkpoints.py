@@ -1,0 +1,224 @@
+"""Checkpoint folders in Hugging Face form: where one is, what it is called, whether two are equal.
+
+Opens no tensor: the worker loads weights, this only finds and fingerprints them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from splitpoint.errors import InvalidArgument, NotFound, PermissionDenied, Unavailable
+from splitpoint.shapes import read_config
+
+BUNDLED_MODEL = "stdlib-llama"
+INDEX_FILE = "model.safetensors.index.json"
+
+# Configuration, tokenizer and safetensors; never pickles, never other formats.
+_WANTED = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    INDEX_FILE,
+    "*.safetensors",
+]
+# The same weights again, in another project's naming.
+_UNWANTED = ["*/*", "consolidated*"]
+_HUB_NAME = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
+_SAMPLE_COUNT = 64
+_SAMPLE_BYTES = 4096
+
+
+def resolve_model(text: str | None, *, download: bool = True) -> Path:
+    """The checkpoint folder that `text` means.
+
+    Args:
+        text: a folder, or a name on the Hugging Face hub with an optional
+            revision (`owner/name`, `owner/name@revision`), or None for the
+            bundled model.
+        download: fetch a hub name that is not in the local cache (progress
+            on stderr). Without it only the cache is looked at.
+
+    Raises InvalidArgument (no such folder, no safetensors), NotFound (the hub
+    does not know the name), PermissionDenied (gated), Unavailable (not cached
+    and the hub cannot be reached).
+    """
+    if text is None:
+        return _bundled_folder()
+    folder = Path(text).expanduser()
+    if folder.is_dir():
+        read_config(folder)
+        return folder.resolve()
+    match = _HUB_NAME.fullmatch(text)
+    if match is None or text.startswith("."):
+        raise InvalidArgument(f"{text}: no such folder", field="model")
+    cached = _from_hub(match["name"], match["revision"], local_only=True)
+    if (
+        cached is not None
+        and (cached / "config.json").is_file()
+        and (not download or _is_complete(cached))
+    ):
+        return cached
+    if not download:
+        raise NotFound(f"{text} is neither a folder nor a model that was downloaded before")
+    fetched = _from_hub(match["name"], match["revision"], local_only=False)
+    if fetched is None:
+        raise Unavailable(
+            f"{text} is neither a folder nor in the local cache, and the Hugging Face hub "
+            "cannot be reached (offline?)"
+        )
+    read_config(fetched)
+    weight_files(fetched)
+    return fetched
+
+
+def _bundled_folder() -> Path:
+    package = Path(__file__).resolve().parent
+    for folder in (package / "bundled" / BUNDLED_MODEL, package.parent / "models" / BUNDLED_MODEL):
+        if (folder / "config.json").is_file():
+            return folder
+    raise NotFound(f"the bundled model {BUNDLED_MODEL} is missing from this installation")
+
+
+def _from_hub(name: str, revision: str | None, *, local_only: bool) -> Path | None:
+    """The snapshot's folder; None when it is not cached and cannot be fetched."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                name,
+                revision=revision,
+                local_files_only=local_only,
+                allow_patterns=_WANTED,
+                ignore_patterns=_UNWANTED,
+            )
+        )
+    except errors.GatedRepoError as error:
+        raise PermissionDenied(
+            f"{name} is gated: accept its licence on the hub and log in with `hf auth login`"
+        ) from error
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
+        raise NotFound(f"the Hugging Face hub has no model {name!r} (or it is private)") from error
+    except errors.HFValidationError as error:
+        raise InvalidArgument(f"{name!r} is not a model name: {error}", field="model") from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError):
+        # Not cached and offline, by choice or by accident; the caller knows
+        # whether that is an error.
+        return None
+    except Exception as error:
+        # The hub client's HTTP library has changed between versions and so
+        # have its exceptions; a full disk ends here, too.
+        raise Unavailable(f"downloading {name} failed: {error}") from error
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, in name order.
+
+    Those that the index names, when there is one. Raises InvalidArgument when
+    there are none, or one of them is missing.
+    """
+    index = folder / INDEX_FILE
+    if index.is_file():
+        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+    elif (folder / "model.safetensors").is_file():
+        names = ["model.safetensors"]
+    else:
+        names = sorted(
+            path.name
+            for path in folder.glob("*.safetensors")
+            if not path.name.startswith("consolidated")
+        )
+    if not names:
+        raise InvalidArgument(
+            f"{folder} has no safetensors file (pickled .bin weights are never loaded)",
+            field="model",
+        )
+    missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
+    if missing:
+        raise InvalidArgument(f"{folder} lacks {', '.join(missing)}", field="model")
+    return [folder / name for name in names]
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        return bool(weight_files(folder))
+    except InvalidArgument:
+        return False
+
+
+def model_fingerprint(folder: Path) -> bytes:
+    """32 bytes that differ when the weights do, without reading them all.
+
+    SHA-256 over config.json and, of every safetensors file, its name, size,
+    header and 64 evenly spread samples of 4 KiB. Two checkpoints of one shape
+    thus never share chunks; a change that touches only unsampled bytes (an
+    edited weight or two) is the one thing it cannot see.
+    """
+    read_config(folder)
+    digest = hashlib.sha256(b"splitpoint model v1\0")
+    _update(digest, (folder / "config.json").read_bytes())
+    for path in weight_files(folder):
+        size = path.stat().st_size
+        _update(digest, path.name.encode())
+        _update(digest, size.to_bytes(8, "little"))
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            if header_bytes > size - 8:
+                raise InvalidArgument(f"{path} is not a safetensors file", field="model")
+            _update(digest, file.read(header_bytes))
+            first = 8 + header_bytes
+            last = max(first, size - _SAMPLE_BYTES)
+            for sample in range(_SAMPLE_COUNT):
+                file.seek(first + (last - first) * sample // (_SAMPLE_COUNT - 1))
+                _update(digest, file.read(_SAMPLE_BYTES))
+    return digest.digest()
+
+
+def _update(digest: Any, part: bytes) -> None:
+    # Lengths are part of the message: moving bytes between parts changes it.
+    digest.update(len(part).to_bytes(8, "little"))
+    digest.update(part)
+
+
+def model_name(folder: Path) -> str:
+    """What people call it: the hub name for a cached download, else the folder's name."""
+    folder = folder.resolve()
+    if folder.parent.name == "snapshots" and folder.parents[1].name.startswith("models--"):
+        return folder.parents[1].name.removeprefix("models--").replace("--", "/")
+    return folder.name
+
+
+def eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """End-of-sequence ids: generation_config.json's, else config.json's; may be empty.
+
+    Raises InvalidArgument for anything but an id or a list of ids.
+    """
+    generation = folder / "generation_config.json"
+    found = _read_json(generation).get("eos_token_id") if generation.is_file() else None
+    if found is None:
+        found = read_config(folder).get("eos_token_id")
+    if found is None:
+        return ()
+    ids = found if isinstance(found, list) else [found]
+    if not all(type(item) is int and item >= 0 for item in ids):
+        raise InvalidArgument(f"{folder}: eos_token_id {found!r} is not a token id", field="model")
+    return tuple(dict.fromkeys(ids))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        loaded = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(f"{path} cannot be read: {error}", field="model") from error
+    if not isinstance(loaded, dict):
+        raise InvalidArgument(f"{path} is not a JSON object", field="model")
+    return loaded

@@ -1,0 +1,440 @@
+"""The Python clients: `Client` blocks, `AsyncClient` awaits, both with the same names.
+
+    with Client() as client:
+        for event in client.generate("def main():", max_tokens=32):
+            ...                                     # Tokens, ..., then one Completion
+        answer = client.generate("def main():").complete()
+
+Requests are built and answers read in one place for both; only the calls
+themselves are written twice. Errors are those of `splitpoint.errors`. Knows
+nothing of workers or stores: it speaks to a scheduler.
+
+Retries: gRPC repeats a call that failed with UNAVAILABLE before its first
+answer, at most twice, with back-off (the service config of `splitpoint.rpc`).
+Nothing else is ever repeated, and nothing after the first token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, Self, TypedDict, TypeVar, Unpack
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from splitpoint import answers, convert, rpc
+from splitpoint.answers import (
+    Completion,
+    CompletionBuilder,
+    Model,
+    Queue,
+    Tokenization,
+    Tokens,
+    Worker,
+    WorkerPlan,
+)
+from splitpoint.config import DEFAULT_ADDRESS, check_address
+from splitpoint.errors import DeadlineExceeded, Internal, InvalidArgument, Unavailable
+from splitpoint.planner import Residency
+from splitpoint.v1 import scheduler_pb2 as pb
+from splitpoint.v1 import scheduler_pb2_grpc, types_pb2
+
+DEFAULT_TIMEOUT_SECONDS = 10.0
+INFERENCE_SERVICE = "splitpoint.v1.InferenceService"
+_POLL_SECONDS = 0.1
+
+Prompt = str | Sequence[int]
+Event = Tokens | Completion
+_Result = TypeVar("_Result")
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Keyword arguments of `generate`; what is absent keeps the server's default.
+
+    Ranges and meanings are those of SamplingParams and GenerateRequest in
+    the proto files.
+    """
+
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float]
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    min_tokens: int
+    ignore_eos: bool
+    logprobs: int
+    # Served model; needed only when there are several.
+    model: str
+    # Drawn when absent. The same id with the same body attaches to one generation.
+    request_id: str
+    # Narrows prefix sharing to requests with the same salt.
+    cache_salt: bytes
+    # Run on this worker.
+    worker: str
+    # Rebuild this many cached tokens from activations instead of the plan's.
+    split: int
+    residency: Residency
+    # Seconds until DeadlineExceeded; absent: none.
+    timeout: float
+
+
+_SAMPLING_FIELDS = frozenset(field.name for field in types_pb2.SamplingParams.DESCRIPTOR.fields)
+
+
+def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
+    """The message for a prompt (text or token ids) and options.
+
+    Raises InvalidArgument for a value that its field cannot hold; whether the
+    values make sense is the scheduler's to say.
+    """
+    given: dict[str, Any] = {**options}
+    given.pop("timeout", None)
+    residency = given.pop("residency", None)
+    fields: dict[str, Any] = {
+        "request_id": given.pop("request_id", None) or uuid.uuid4().hex,
+        "model": given.pop("model", ""),
+        "cache_salt": given.pop("cache_salt", b""),
+        "worker_id": given.pop("worker", ""),
+        "split_tokens": given.pop("split", None),
+    }
+    unknown = sorted(set(given) - _SAMPLING_FIELDS)
+    if unknown:
+        raise TypeError(f"generate() got unexpected keyword arguments: {', '.join(unknown)}")
+    try:
+        if isinstance(prompt, str):
+            fields["text"] = prompt
+        else:
+            fields["token_ids"] = pb.TokenIds(ids=prompt)
+        return pb.GenerateRequest(
+            sampling=types_pb2.SamplingParams(**given),
+            residency=_residency(residency),
+            **fields,
+        )
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"not a valid request: {error}") from error
+
+
+def _residency(value: Any) -> types_pb2.Residency:
+    if value is None:
+        return types_pb2.RESIDENCY_UNSPECIFIED
+    return convert.residency_to_proto(Residency(value))
+
+
+class _Method(NamedTuple, Generic[_Result]):
+    """One unary call: where it is on the wire and how its answer is read."""
+
+    service: str
+    name: str
+    read: Callable[[Any], _Result]
+
+
+_TOKENIZE = _Method("inference", "Tokenize", answers.tokenization)
+_GET_MODEL = _Method("inference", "GetModel", answers.model)
+_LIST_MODELS = _Method("inference", "ListModels", answers.models)
+_EXPLAIN_PLAN = _Method("inference", "ExplainPlan", answers.worker_plans)
+_LIST_WORKERS = _Method("admin", "ListWorkers", answers.workers)
+_GET_QUEUE = _Method("admin", "GetQueue", answers.queue)
+_HEALTH = _Method("health", "Check", answers.is_serving)
+
+
+def _stubs(channel: Any) -> dict[str, Any]:
+    return {
+        "inference": scheduler_pb2_grpc.InferenceServiceStub(channel),
+        "admin": scheduler_pb2_grpc.AdminServiceStub(channel),
+        "health": health_pb2_grpc.HealthStub(channel),
+    }
+
+
+def _explain_request(
+    cached_tokens: int, new_tokens: int, max_tokens: int, model: str, residency: Residency | None
+) -> pb.ExplainPlanRequest:
+    return pb.ExplainPlanRequest(
+        model=model,
+        cached_tokens=cached_tokens,
+        new_tokens=new_tokens,
+        max_tokens=max_tokens,
+        residency=_residency(residency),
+    )
+
+
+def _not_ready(address: str, seconds: float) -> DeadlineExceeded:
+    return DeadlineExceeded(f"{address} was not ready within {seconds:g} s")
+
+
+_ENDED_EARLY = "the stream ended without its final message"
+
+
+class Generation:
+    """One running generation: iterate it for events, or `complete()` it.
+
+    Leaving it early (`close`, the end of a `with` block, garbage collection)
+    cancels the request; the worker stops within a step.
+    """
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._events = self._receive()
+
+    def __iter__(self) -> Iterator[Event]:
+        return self._events
+
+    def __next__(self) -> Event:
+        return next(self._events)
+
+    def _receive(self) -> Iterator[Event]:
+        builder = CompletionBuilder()
+        ended = False
+        try:
+            for message in self._call:
+                for event in builder.events(message):
+                    ended = isinstance(event, Completion)
+                    yield event
+            if not ended:
+                raise Internal(_ENDED_EARLY)
+        except grpc.RpcError as error:
+            raise rpc.error_of(error) from error
+        finally:
+            # Without effect on a call that is over.
+            self._call.cancel()
+
+    def complete(self) -> Completion:
+        """Wait for the whole answer (what was not yet iterated included)."""
+        for event in self._events:
+            if isinstance(event, Completion):
+                return event
+        raise Internal("this generation was closed or read to its end before")
+
+    def close(self) -> None:
+        self._call.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Client:
+    """Blocking client of a scheduler. Threads may share one; close it, or use `with`.
+
+    Args:
+        address: host:port or unix:/path.
+        timeout: seconds for every call but generate, which takes its own.
+    """
+
+    def __init__(
+        self, address: str = DEFAULT_ADDRESS, *, timeout: float = DEFAULT_TIMEOUT_SECONDS
+    ) -> None:
+        self.address = check_address(address)
+        self._timeout = timeout
+        self._channel = rpc.open_sync_channel(address)
+        self._services = _stubs(self._channel)
+
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
+        """Start generating; returns at once. See GenerateOptions."""
+        request = generate_request(prompt, options)
+        return Generation(
+            self._services["inference"].Generate(request, timeout=options.get("timeout"))
+        )
+
+    def tokenize(self, text: str, *, model: str = "") -> Tokenization:
+        """Token ids of a text, with the model's special tokens, as generate would see them."""
+        return self._call(_TOKENIZE, pb.TokenizeRequest(model=model, text=text))
+
+    def get_model(self, name: str = "") -> Model:
+        """One served model; without a name the only one."""
+        return self._call(_GET_MODEL, pb.GetModelRequest(model=name))
+
+    def list_models(self) -> tuple[Model, ...]:
+        return self._call(_LIST_MODELS, pb.ListModelsRequest())
+
+    def explain_plan(
+        self,
+        cached_tokens: int,
+        new_tokens: int,
+        *,
+        max_tokens: int = 0,
+        model: str = "",
+        residency: Residency | None = None,
+    ) -> tuple[WorkerPlan, ...]:
+        """The plan each worker would follow for K cached and T new tokens. Runs nothing."""
+        request = _explain_request(cached_tokens, new_tokens, max_tokens, model, residency)
+        return self._call(_EXPLAIN_PLAN, request)
+
+    def list_workers(self) -> tuple[Worker, ...]:
+        return self._call(_LIST_WORKERS, pb.ListWorkersRequest())
+
+    def get_queue(self) -> Queue:
+        return self._call(_GET_QUEUE, pb.GetQueueRequest())
+
+    def health(self, service: str = INFERENCE_SERVICE) -> bool:
+        """Whether the service says it is serving; "" asks for mere liveness."""
+        return self._call(_HEALTH, health_pb2.HealthCheckRequest(service=service))
+
+    def wait_ready(self, timeout: float = 60.0) -> None:
+        """Return once the scheduler serves. Raises DeadlineExceeded after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while not self._is_ready():
+            if time.monotonic() > deadline:
+                raise _not_ready(self.address, timeout)
+            time.sleep(_POLL_SECONDS)
+
+    def _is_ready(self) -> bool:
+        try:
+            return self.health()
+        except (Unavailable, DeadlineExceeded):
+            return False
+
+    def _call(self, method: _Method[_Result], request: Any) -> _Result:
+        try:
+            send = getattr(self._services[method.service], method.name)
+            return method.read(send(request, timeout=self._timeout))
+        except grpc.RpcError as error:
+            raise rpc.error_of(error) from error
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class AsyncGeneration:
+    """`Generation` for asyncio: `async for`, `await complete()`, `async with`."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._events = self._receive()
+
+    def __aiter__(self) -> AsyncIterator[Event]:
+        return self._events
+
+    async def __anext__(self) -> Event:
+        return await anext(self._events)
+
+    async def _receive(self) -> AsyncIterator[Event]:
+        builder = CompletionBuilder()
+        ended = False
+        try:
+            async for message in self._call:
+                for event in builder.events(message):
+                    ended = isinstance(event, Completion)
+                    yield event
+            if not ended:
+                raise Internal(_ENDED_EARLY)
+        except grpc.RpcError as error:
+            raise rpc.error_of(error) from error
+        finally:
+            self._call.cancel()
+
+    async def complete(self) -> Completion:
+        """Wait for the whole answer (what was not yet iterated included)."""
+        async for event in self._events:
+            if isinstance(event, Completion):
+                return event
+        raise Internal("this generation was closed or read to its end before")
+
+    async def close(self) -> None:
+        self._call.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+class AsyncClient:
+    """`Client` for asyncio. Create and use it inside one event loop."""
+
+    def __init__(
+        self, address: str = DEFAULT_ADDRESS, *, timeout: float = DEFAULT_TIMEOUT_SECONDS
+    ) -> None:
+        self.address = check_address(address)
+        self._timeout = timeout
+        self._channel = rpc.open_channel(address)
+        self._services = _stubs(self._channel)
+
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncGeneration:
+        """Start generating; returns at once. See GenerateOptions."""
+        request = generate_request(prompt, options)
+        return AsyncGeneration(
+            self._services["inference"].Generate(request, timeout=options.get("timeout"))
+        )
+
+    async def tokenize(self, text: str, *, model: str = "") -> Tokenization:
+        """As Client.tokenize."""
+        return await self._call(_TOKENIZE, pb.TokenizeRequest(model=model, text=text))
+
+    async def get_model(self, name: str = "") -> Model:
+        """As Client.get_model."""
+        return await self._call(_GET_MODEL, pb.GetModelRequest(model=name))
+
+    async def list_models(self) -> tuple[Model, ...]:
+        return await self._call(_LIST_MODELS, pb.ListModelsRequest())
+
+    async def explain_plan(
+        self,
+        cached_tokens: int,
+        new_tokens: int,
+        *,
+        max_tokens: int = 0,
+        model: str = "",
+        residency: Residency | None = None,
+    ) -> tuple[WorkerPlan, ...]:
+        """As Client.explain_plan."""
+        request = _explain_request(cached_tokens, new_tokens, max_tokens, model, residency)
+        return await self._call(_EXPLAIN_PLAN, request)
+
+    async def list_workers(self) -> tuple[Worker, ...]:
+        return await self._call(_LIST_WORKERS, pb.ListWorkersRequest())
+
+    async def get_queue(self) -> Queue:
+        return await self._call(_GET_QUEUE, pb.GetQueueRequest())
+
+    async def health(self, service: str = INFERENCE_SERVICE) -> bool:
+        """As Client.health."""
+        return await self._call(_HEALTH, health_pb2.HealthCheckRequest(service=service))
+
+    async def wait_ready(self, timeout: float = 60.0) -> None:
+        """As Client.wait_ready."""
+        deadline = time.monotonic() + timeout
+        while not await self._is_ready():
+            if time.monotonic() > deadline:
+                raise _not_ready(self.address, timeout)
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def _is_ready(self) -> bool:
+        try:
+            return await self.health()
+        except (Unavailable, DeadlineExceeded):
+            return False
+
+    async def _call(self, method: _Method[_Result], request: Any) -> _Result:
+        try:
+            send = getattr(self._services[method.service], method.name)
+            return method.read(await send(request, timeout=self._timeout))
+        except grpc.RpcError as error:
+            raise rpc.error_of(error) from error
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()

@@ -1,0 +1,184 @@
+"""Between the shared dataclasses and their messages; no logic of its own."""
+
+from __future__ import annotations
+
+from splitpoint.costs import Profile
+from splitpoint.errors import InvalidArgument
+from splitpoint.planner import Plan, Residency, RestoreMethod
+from splitpoint.shapes import ArenaLayout, DataType, ModelShape
+from splitpoint.v1 import types_pb2 as pb
+
+_DATA_TYPES = {
+    DataType.FLOAT32: pb.DATA_TYPE_FLOAT32,
+    DataType.BFLOAT16: pb.DATA_TYPE_BFLOAT16,
+    DataType.FLOAT16: pb.DATA_TYPE_FLOAT16,
+}
+_RESIDENCIES = {
+    Residency.RESIDENT: pb.RESIDENCY_RESIDENT,
+    Residency.STREAMED: pb.RESIDENCY_STREAMED,
+}
+_METHODS = {
+    RestoreMethod.NONE: pb.RESTORE_METHOD_NONE,
+    RestoreMethod.LOAD: pb.RESTORE_METHOD_LOAD,
+    RestoreMethod.SPLIT: pb.RESTORE_METHOD_SPLIT,
+    RestoreMethod.RECOMPUTE: pb.RESTORE_METHOD_RECOMPUTE,
+}
+_DATA_TYPES_BACK = {number: value for value, number in _DATA_TYPES.items()}
+_RESIDENCIES_BACK = {number: value for value, number in _RESIDENCIES.items()}
+_METHODS_BACK = {number: value for value, number in _METHODS.items()}
+
+
+def data_type_to_proto(value: DataType) -> pb.DataType:
+    return _DATA_TYPES[value]
+
+
+def data_type_from_proto(number: int) -> DataType:
+    try:
+        return _DATA_TYPES_BACK[pb.DataType.ValueType(number)]
+    except KeyError:
+        raise InvalidArgument(f"unknown data type {number}", field="data_type") from None
+
+
+def residency_to_proto(value: Residency) -> pb.Residency:
+    return _RESIDENCIES[value]
+
+
+def residency_from_proto(number: int) -> Residency:
+    """Raises InvalidArgument for anything but resident and streamed."""
+    try:
+        return _RESIDENCIES_BACK[pb.Residency.ValueType(number)]
+    except KeyError:
+        raise InvalidArgument(f"unknown residency {number}", field="residency") from None
+
+
+def method_to_proto(value: RestoreMethod) -> pb.RestoreMethod:
+    return _METHODS[value]
+
+
+def method_from_proto(number: int) -> RestoreMethod:
+    try:
+        return _METHODS_BACK[pb.RestoreMethod.ValueType(number)]
+    except KeyError:
+        raise InvalidArgument(f"unknown restore method {number}", field="method") from None
+
+
+def shape_to_proto(shape: ModelShape) -> pb.ModelShape:
+    return pb.ModelShape(
+        name=shape.name,
+        family=shape.family,
+        layer_count=shape.layer_count,
+        hidden_size=shape.hidden_size,
+        query_head_count=shape.query_head_count,
+        kv_head_count=shape.kv_head_count,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.intermediate_size,
+        vocabulary_size=shape.vocabulary_size,
+        context_length=shape.context_length,
+        data_type=data_type_to_proto(shape.data_type),
+        parameter_count=shape.parameter_count,
+        gated_mlp=shape.gated_mlp,
+        tied_embeddings=shape.tied_embeddings,
+    )
+
+
+def shape_from_proto(message: pb.ModelShape) -> ModelShape:
+    return ModelShape(
+        name=message.name,
+        family=message.family,
+        layer_count=message.layer_count,
+        hidden_size=message.hidden_size,
+        query_head_count=message.query_head_count,
+        kv_head_count=message.kv_head_count,
+        head_dim=message.head_dim,
+        intermediate_size=message.intermediate_size,
+        vocabulary_size=message.vocabulary_size,
+        context_length=message.context_length,
+        data_type=data_type_from_proto(message.data_type),
+        gated_mlp=message.gated_mlp,
+        tied_embeddings=message.tied_embeddings,
+    )
+
+
+def layout_to_proto(layout: ArenaLayout) -> pb.ArenaLayout:
+    return pb.ArenaLayout(
+        chunk_tokens=layout.chunk_tokens,
+        layer_count=layout.layer_count,
+        kv_head_count=layout.kv_head_count,
+        head_dim=layout.head_dim,
+        hidden_size=layout.hidden_size,
+        data_type=data_type_to_proto(layout.data_type),
+        has_activations=layout.has_activations,
+        model_fingerprint=layout.model_fingerprint,
+        layout_hash=layout.layout_hash,
+    )
+
+
+def layout_from_proto(message: pb.ArenaLayout) -> ArenaLayout:
+    return ArenaLayout(
+        chunk_tokens=message.chunk_tokens,
+        layer_count=message.layer_count,
+        kv_head_count=message.kv_head_count,
+        head_dim=message.head_dim,
+        hidden_size=message.hidden_size,
+        data_type=data_type_from_proto(message.data_type),
+        has_activations=message.has_activations,
+        model_fingerprint=message.model_fingerprint,
+    )
+
+
+def profile_to_proto(profile: Profile) -> pb.Profile:
+    return pb.Profile(
+        link_bytes_per_second=profile.link_bytes_per_second,
+        link_overhead_seconds=profile.link_overhead_seconds,
+        rebuild_flops_per_second=profile.rebuild_flops_per_second,
+        rebuild_overhead_seconds=profile.rebuild_overhead_seconds,
+        prefill_flops_per_second=profile.prefill_flops_per_second,
+        description=profile.description,
+    )
+
+
+def profile_from_proto(message: pb.Profile) -> Profile:
+    return Profile(
+        link_bytes_per_second=message.link_bytes_per_second,
+        link_overhead_seconds=message.link_overhead_seconds,
+        rebuild_flops_per_second=message.rebuild_flops_per_second,
+        rebuild_overhead_seconds=message.rebuild_overhead_seconds,
+        prefill_flops_per_second=message.prefill_flops_per_second,
+        description=message.description,
+    )
+
+
+def plan_to_proto(plan: Plan) -> pb.Plan:
+    return pb.Plan(
+        residency=residency_to_proto(plan.residency),
+        method=method_to_proto(plan.method),
+        split_tokens=plan.split_tokens,
+        reason=plan.reason,
+        cached_tokens=plan.cached_tokens,
+        new_tokens=plan.new_tokens,
+        footprint_bytes=plan.footprint_bytes,
+        predicted_restore_seconds=plan.predicted_restore_seconds,
+        predicted_load_seconds=plan.predicted_load_seconds,
+        predicted_ttft_seconds=plan.predicted_ttft_seconds,
+        split_slope=plan.split_slope,
+        split_intercept=plan.split_intercept,
+        split_cap=plan.split_cap,
+    )
+
+
+def plan_from_proto(message: pb.Plan) -> Plan:
+    return Plan(
+        residency=residency_from_proto(message.residency),
+        method=method_from_proto(message.method),
+        split_tokens=message.split_tokens,
+        reason=message.reason,
+        cached_tokens=message.cached_tokens,
+        new_tokens=message.new_tokens,
+        footprint_bytes=message.footprint_bytes,
+        predicted_restore_seconds=message.predicted_restore_seconds,
+        predicted_load_seconds=message.predicted_load_seconds,
+        predicted_ttft_seconds=message.predicted_ttft_seconds,
+        split_slope=message.split_slope,
+        split_intercept=message.split_intercept,
+        split_cap=message.split_cap,
+    )

@@ -1,0 +1,144 @@
+"""A worker's measured costs, and the durations that follow from them.
+
+Every cost is a line, `overhead + amount / rate`, fitted by least squares
+(KVPR's profiler, Section 4.2 there; the intercepts are ours). Knows no device.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from splitpoint.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Link and compute costs of one worker. Rates per second, overheads in seconds."""
+
+    link_bytes_per_second: float
+    link_overhead_seconds: float
+    rebuild_flops_per_second: float
+    rebuild_overhead_seconds: float
+    prefill_flops_per_second: float
+    description: str = ""
+
+    def __post_init__(self) -> None:
+        for field in ("link_bytes_per_second", "rebuild_flops_per_second"):
+            _require_finite(field, getattr(self, field), above_zero=True)
+        _require_finite("prefill_flops_per_second", self.prefill_flops_per_second, above_zero=True)
+        for field in ("link_overhead_seconds", "rebuild_overhead_seconds"):
+            _require_finite(field, getattr(self, field), above_zero=False)
+
+    def link_seconds(self, size_bytes: float) -> float:
+        """One copy of `size_bytes` over the link; no copy, no overhead."""
+        if size_bytes <= 0:
+            return 0.0
+        return self.link_overhead_seconds + size_bytes / self.link_bytes_per_second
+
+    def rebuild_seconds(self, flops: float) -> float:
+        """One rebuild GEMM of `flops`; no work, no overhead."""
+        if flops <= 0:
+            return 0.0
+        return self.rebuild_overhead_seconds + flops / self.rebuild_flops_per_second
+
+    def prefill_seconds(self, flops: float) -> float:
+        return flops / self.prefill_flops_per_second
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """Raises InvalidArgument for anything but an object with these fields."""
+        try:
+            loaded = json.loads(text)
+            known = {field.name for field in fields(cls)}
+            if not isinstance(loaded, dict) or not set(loaded) <= known:
+                raise ValueError(f"expected an object with the fields {', '.join(sorted(known))}")
+            return cls(**loaded)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(f"not a profile: {error}", field="profile") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """seconds = overhead + amount / rate."""
+
+    overhead: float
+    rate: float
+
+
+def fit_line(amounts: Sequence[float], seconds: Sequence[float]) -> Line:
+    """Least squares over (amount, seconds), weighted by 1/seconds².
+
+    The weights make relative errors count, so that a 64 KiB copy shapes the
+    intercept as much as a 64 MiB copy shapes the slope. The intercept is
+    clamped to zero, since a negative overhead would make tiny copies pay.
+    Needs at least two different amounts.
+    """
+    weights = [1.0 / (value * value) for value in seconds]
+    total = sum(weights)
+    mean_x = sum(w * x for w, x in zip(weights, amounts, strict=True)) / total
+    mean_y = sum(w * y for w, y in zip(weights, seconds, strict=True)) / total
+    covariance = sum(
+        w * (x - mean_x) * (y - mean_y) for w, x, y in zip(weights, amounts, seconds, strict=True)
+    )
+    variance = sum(w * (x - mean_x) ** 2 for w, x in zip(weights, amounts, strict=True))
+    if variance == 0:
+        raise ValueError("a line needs at least two different amounts")
+    slope = covariance / variance
+    overhead = mean_y - slope * mean_x
+    if overhead < 0 or slope <= 0:
+        # Through the origin: noise made the small sizes look free, or the
+        # sizes were too small to tell a slope from the overhead.
+        slope = sum(w * x * y for w, x, y in zip(weights, amounts, seconds, strict=True)) / sum(
+            w * x * x for w, x in zip(weights, amounts, strict=True)
+        )
+        overhead = 0.0
+    return Line(overhead, 1.0 / slope)
+
+
+def load_profile(name_or_path: str) -> Profile:
+    """A built-in profile by name, or a JSON file as `splitpoint status --json` prints it."""
+    built_in = BUILT_IN_PROFILES.get(name_or_path.lower())
+    if built_in is not None:
+        return built_in
+    try:
+        return Profile.from_json(Path(name_or_path).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument(
+            f"profile {name_or_path!r} is neither a file nor one of {', '.join(BUILT_IN_PROFILES)}",
+            field="profile",
+        ) from error
+
+
+def _require_finite(field: str, value: float, *, above_zero: bool) -> None:
+    if not math.isfinite(value) or value < 0 or (above_zero and value == 0):
+        raise InvalidArgument(
+            f"{field} must be {'above' if above_zero else 'at least'} 0, not {value}", field=field
+        )
+
+
+def _assumed(name: str, link_gb: float, peak_tflops: float) -> Profile:
+    # 60 % of the dense bf16 peak is what large GEMMs reach in practice, half of
+    # it over a whole prefill; 10 us are one pinned copy's launch and one kernel's.
+    return Profile(
+        link_bytes_per_second=link_gb * 1e9,
+        link_overhead_seconds=10e-6,
+        rebuild_flops_per_second=0.6 * peak_tflops * 1e12,
+        rebuild_overhead_seconds=10e-6,
+        prefill_flops_per_second=0.5 * peak_tflops * 1e12,
+        description=f"{name}: assumed from data sheets, not measured",
+    )
+
+
+BUILT_IN_PROFILES: dict[str, Profile] = {
+    "a100-pcie4": _assumed("A100, PCIe 4 x16", 25, 312),
+    "h100-pcie5": _assumed("H100, PCIe 5 x16", 52, 989),
+    "h200-pcie5": _assumed("H200, PCIe 5 x16", 54, 989),
+    "b200-pcie5": _assumed("B200, PCIe 5 x16", 55, 2250),
+}

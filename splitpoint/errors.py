@@ -1,0 +1,163 @@
+"""The exception tree, and its one table to gRPC status codes.
+
+SplitpointError
+├── InvalidArgument        the caller's input is wrong; names the field
+├── NotFound               no such model, request, session
+├── AlreadyExists          same request_id, other body
+├── OutOfRange             resume index beyond what was produced
+├── FailedPrecondition     stale epoch or generation, layout mismatch, unsealed
+├── Aborted                superseded attempt
+├── DataLoss               bytes differ from their checksum
+├── ResourceExhausted      does not fit, now or ever; retry_after_seconds says which
+├── Unavailable            not ready, draining, peer lost
+├── DeadlineExceeded
+├── Cancelled
+├── Unauthenticated
+├── PermissionDenied
+└── Internal               a bug; clients see an incident id only
+
+Nothing here imports grpc: `splitpoint.rpc` turns these into statuses with
+rich details and back again.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class SplitpointError(Exception):
+    """Base of every error this project raises on purpose.
+
+    Attributes:
+        message: what went wrong, fit to be shown to a client.
+        reason: stable UPPER_SNAKE_CASE name for google.rpc.ErrorInfo.
+        metadata: machine-readable facts (numbers as text).
+    """
+
+    code: ClassVar[int] = 2  # google.rpc.Code; UNKNOWN is never used on purpose
+
+    def __init__(self, message: str, *, reason: str = "", **metadata: object) -> None:
+        super().__init__(message)
+        self.message = message
+        self.reason = reason or _reason_of(type(self).__name__)
+        self.metadata = {key: str(value) for key, value in metadata.items()}
+
+
+class InvalidArgument(SplitpointError):
+    """The input is wrong whatever the state. `field` is its path in the message."""
+
+    code = 3
+
+    def __init__(
+        self, message: str, *, field: str = "", reason: str = "", **metadata: object
+    ) -> None:
+        super().__init__(message, reason=reason, **metadata)
+        self.field = field
+
+
+class DeadlineExceeded(SplitpointError):
+    code = 4
+
+
+class NotFound(SplitpointError):
+    code = 5
+
+
+class AlreadyExists(SplitpointError):
+    code = 6
+
+
+class PermissionDenied(SplitpointError):
+    code = 7
+
+
+class ResourceExhausted(SplitpointError):
+    """Does not fit. `retry_after_seconds` is None when it never will."""
+
+    code = 8
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        retry_after_seconds: float | None = None,
+        reason: str = "",
+        **metadata: object,
+    ) -> None:
+        super().__init__(message, reason=reason, **metadata)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class FailedPrecondition(SplitpointError):
+    code = 9
+
+
+class Aborted(SplitpointError):
+    code = 10
+
+
+class OutOfRange(SplitpointError):
+    code = 11
+
+
+class Internal(SplitpointError):
+    code = 13
+
+
+class Unavailable(SplitpointError):
+    """Try again. `retry_after_seconds` is a hint."""
+
+    code = 14
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        retry_after_seconds: float | None = None,
+        reason: str = "",
+        **metadata: object,
+    ) -> None:
+        super().__init__(message, reason=reason, **metadata)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class DataLoss(SplitpointError):
+    code = 15
+
+
+class Unauthenticated(SplitpointError):
+    code = 16
+
+
+class Cancelled(SplitpointError):
+    code = 1
+
+
+BY_CODE: dict[int, type[SplitpointError]] = {
+    kind.code: kind
+    for kind in (
+        Cancelled,
+        InvalidArgument,
+        DeadlineExceeded,
+        NotFound,
+        AlreadyExists,
+        PermissionDenied,
+        ResourceExhausted,
+        FailedPrecondition,
+        Aborted,
+        OutOfRange,
+        Internal,
+        Unavailable,
+        DataLoss,
+        Unauthenticated,
+    )
+}
+
+
+def from_code(code: int, message: str) -> SplitpointError:
+    """The error for a google.rpc.Code that came over the wire."""
+    return BY_CODE.get(code, Internal)(message)
+
+
+def _reason_of(name: str) -> str:
+    return "".join(f"_{char}" if char.isupper() else char for char in name).lstrip("_").upper()

@@ -1,0 +1,69 @@
+"""Chunk keys: a hash chain over token ids, so that equal prefixes meet.
+
+    key_i = SHA-256(domain || layout hash || salt || key_{i-1} || token ids)
+
+Layout hash and salt are inside every key: another layout (another checkpoint,
+dtype or chunk size) or another tenant can never meet a key by chance.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from array import array
+from collections.abc import Iterator, Sequence
+
+import xxhash
+
+KEY_BYTES = 32
+SALT_LIMIT = 128
+_DOMAIN = b"splitpoint chunk v1\0"
+
+
+def chunk_key(
+    layout_hash: bytes, salt: bytes, parent_key: bytes, token_ids: Sequence[int]
+) -> bytes:
+    """Key of the chunk `token_ids` after `parent_key` (empty for the first).
+
+    Lengths are part of the message, so no two field splits collide.
+    """
+    digest = hashlib.sha256(_DOMAIN)
+    digest.update(layout_hash)
+    digest.update(len(salt).to_bytes(2, "little") + salt)
+    digest.update(len(parent_key).to_bytes(2, "little") + parent_key)
+    digest.update(pack_tokens(token_ids))
+    return digest.digest()
+
+
+def chunk_keys(
+    layout_hash: bytes, salt: bytes, token_ids: Sequence[int], chunk_tokens: int
+) -> Iterator[bytes]:
+    """Keys of the full chunks of a sequence, first one first."""
+    parent = b""
+    for start in range(0, len(token_ids) - chunk_tokens + 1, chunk_tokens):
+        parent = chunk_key(layout_hash, salt, parent, token_ids[start : start + chunk_tokens])
+        yield parent
+
+
+def tenant_salt(server_key: bytes, tenant: str, client_salt: bytes = b"") -> bytes:
+    """Salt of a tenant's keys: HMAC(server key, tenant || client salt).
+
+    A client salt narrows sharing inside the tenant; without the server key
+    nobody can name another tenant's salt.
+    """
+    name = tenant.encode()
+    message = len(name).to_bytes(4, "little") + name + client_salt
+    return hmac.new(server_key, message, hashlib.sha256).digest()
+
+
+def fingerprint(token_ids: Sequence[int]) -> int:
+    """XXH3-64 of the ids: compared on a hit, independent of the key's hash."""
+    return xxhash.xxh3_64_intdigest(pack_tokens(token_ids))
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Little-endian int32, the form they have in the arena's token plane."""
+    packed = array("i", token_ids)
+    if packed.itemsize != 4:
+        raise RuntimeError("this platform's C int is not 32 bits wide")
+    return packed.tobytes()

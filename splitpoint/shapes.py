@@ -1,0 +1,395 @@
+"""Dimensions of a model, and every byte and FLOP formula that follows from them.
+
+This is the one home of size arithmetic: store, workers, planner and admission
+all call it. It knows nothing of tensors or devices. 1 MAC = 2 FLOP.
+
+Symbols in docstrings: h hidden size, n_q / n_kv query / KV heads, d head dim,
+d_kv = n_kv * d, p bytes per element, L layers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from splitpoint.errors import InvalidArgument
+
+PAGE_ALIGNMENT = 4096  # planes start at memory-page borders
+
+
+class DataType(Enum):
+    """Element type; the value is its name in checkpoints and on command lines."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+    @property
+    def size(self) -> int:
+        """Bytes per element (p)."""
+        return 4 if self is DataType.FLOAT32 else 2
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What the formulas need to know of a decoder-only transformer."""
+
+    name: str
+    family: str
+    layer_count: int
+    hidden_size: int
+    query_head_count: int
+    kv_head_count: int
+    head_dim: int
+    intermediate_size: int
+    vocabulary_size: int
+    context_length: int
+    data_type: DataType = DataType.BFLOAT16
+    gated_mlp: bool = True
+    tied_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        for field in (
+            "layer_count",
+            "hidden_size",
+            "query_head_count",
+            "kv_head_count",
+            "head_dim",
+            "intermediate_size",
+            "vocabulary_size",
+            "context_length",
+        ):
+            if getattr(self, field) < 1:
+                raise InvalidArgument(f"{field} must be at least 1", field=field)
+        if self.query_head_count % self.kv_head_count:
+            raise InvalidArgument(
+                f"{self.query_head_count} query heads cannot share {self.kv_head_count} KV heads",
+                field="kv_head_count",
+            )
+
+    # -- widths ---------------------------------------------------------------
+
+    @property
+    def kv_width(self) -> int:
+        """d_kv = n_kv * d."""
+        return self.kv_head_count * self.head_dim
+
+    @property
+    def query_width(self) -> int:
+        """n_q * d."""
+        return self.query_head_count * self.head_dim
+
+    @property
+    def rho(self) -> float:
+        """h / (2 d_kv): activation bytes over key-value bytes. At 1 or more,
+        sending activations over the link can never pay."""
+        return self.hidden_size / (2 * self.kv_width)
+
+    # -- bytes ----------------------------------------------------------------
+
+    @property
+    def kv_bytes_per_token_layer(self) -> int:
+        """K and V of one token in one layer: 2 * d_kv * p."""
+        return 2 * self.kv_width * self.data_type.size
+
+    @property
+    def activation_bytes_per_token_layer(self) -> int:
+        """X of one token in one layer: h * p."""
+        return self.hidden_size * self.data_type.size
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """B_kv = 2 * L * d_kv * p."""
+        return self.layer_count * self.kv_bytes_per_token_layer
+
+    @property
+    def activation_bytes_per_token(self) -> int:
+        return self.layer_count * self.activation_bytes_per_token_layer
+
+    def page_bytes(self, chunk_tokens: int) -> int:
+        """K and V of one chunk over all layers: a page of device memory."""
+        return chunk_tokens * self.kv_bytes_per_token
+
+    @property
+    def activations_can_pay(self) -> bool:
+        """Whether storing X can ever shorten a restore (rho < 1)."""
+        return self.rho < 1
+
+    # -- work -----------------------------------------------------------------
+
+    @property
+    def parameter_count(self) -> int:
+        """Matrix weights only: norms and biases are below 0.1 %."""
+        attention = self.hidden_size * (2 * self.query_width + 2 * self.kv_width)
+        mlp = (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
+        embedding = self.vocabulary_size * self.hidden_size
+        head = 0 if self.tied_embeddings else embedding
+        return self.layer_count * (attention + mlp) + embedding + head
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.parameter_count * self.data_type.size
+
+    @property
+    def rebuild_flops_per_token_layer(self) -> int:
+        """K and V of one token from X: 4 * h * d_kv (KVPR Eq. 8, general form)."""
+        return 4 * self.hidden_size * self.kv_width
+
+    def prefill_flops(self, new_tokens: int, cached_tokens: int = 0) -> int:
+        """2 * N_active per new token, plus attention over everything before it.
+
+        Attention reads (cached + half of the new ones) keys per token on
+        average, 4 * n_q * d FLOP each (scores and values).
+        """
+        embedding = self.vocabulary_size * self.hidden_size
+        active = self.parameter_count - embedding * (1 if self.tied_embeddings else 2)
+        context = cached_tokens + (new_tokens + 1) / 2
+        attention = 4 * self.query_width * self.layer_count * context
+        return int(new_tokens * (2 * active + attention)) + 2 * embedding
+
+    # -- construction ---------------------------------------------------------
+
+    @classmethod
+    def from_config(
+        cls, config: dict[str, Any], *, name: str = "", data_type: DataType | None = None
+    ) -> ModelShape:
+        """From a Hugging Face `config.json`.
+
+        Raises InvalidArgument for an architecture outside FAMILIES or a config
+        without the needed keys.
+        """
+        family = str(config.get("model_type", ""))
+        if family not in FAMILIES:
+            raise InvalidArgument(
+                f"model_type {family!r} is not supported (supported: {', '.join(FAMILIES)})",
+                field="model_type",
+            )
+        try:
+            hidden = int(config["hidden_size"])
+            query_heads = int(config["num_attention_heads"])
+            is_opt = family == "opt"
+            stored = config.get("dtype") or config.get("torch_dtype") or "float32"
+            return cls(
+                name=name or str(config.get("_name_or_path") or family),
+                family=family,
+                layer_count=int(config["num_hidden_layers"]),
+                hidden_size=hidden,
+                query_head_count=query_heads,
+                kv_head_count=int(config.get("num_key_value_heads") or query_heads),
+                head_dim=int(config.get("head_dim") or hidden // query_heads),
+                intermediate_size=int(config["ffn_dim" if is_opt else "intermediate_size"]),
+                vocabulary_size=int(config["vocab_size"]),
+                context_length=int(config["max_position_embeddings"]),
+                data_type=data_type or DataType(str(stored).removeprefix("torch.")),
+                gated_mlp=not is_opt,
+                tied_embeddings=bool(config.get("tie_word_embeddings", is_opt)),
+            )
+        except KeyError as error:
+            raise InvalidArgument(f"config.json has no {error.args[0]}", field="config") from error
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(f"config.json: {error}", field="config") from error
+
+
+FAMILIES = ("opt", "llama", "mistral", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """One tensor of one layer over all slots. `offset` is from the file's start."""
+
+    layer: int
+    tensor: str  # "K", "V" or "X"
+    offset: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaLayout:
+    """The bytes of one chunk: what store and workers must agree on.
+
+    Slots of K and V are `[n_kv, chunk_tokens, d]`, slots of X
+    `[chunk_tokens, h]`. See docs/arena-format.md.
+    """
+
+    chunk_tokens: int
+    layer_count: int
+    kv_head_count: int
+    head_dim: int
+    hidden_size: int
+    data_type: DataType
+    has_activations: bool
+    model_fingerprint: bytes = b""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.chunk_tokens <= 4096:
+            raise InvalidArgument("chunk_tokens must be in [1, 4096]", field="chunk_tokens")
+
+    @classmethod
+    def of(
+        cls,
+        shape: ModelShape,
+        *,
+        chunk_tokens: int,
+        has_activations: bool,
+        model_fingerprint: bytes = b"",
+    ) -> ArenaLayout:
+        return cls(
+            chunk_tokens=chunk_tokens,
+            layer_count=shape.layer_count,
+            kv_head_count=shape.kv_head_count,
+            head_dim=shape.head_dim,
+            hidden_size=shape.hidden_size,
+            data_type=shape.data_type,
+            has_activations=has_activations,
+            model_fingerprint=model_fingerprint,
+        )
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        return ("K", "V", "X") if self.has_activations else ("K", "V")
+
+    @property
+    def kv_slot_bytes(self) -> int:
+        """K, or V, of one chunk in one layer."""
+        return self.kv_head_count * self.chunk_tokens * self.head_dim * self.data_type.size
+
+    @property
+    def x_slot_bytes(self) -> int:
+        """X of one chunk in one layer."""
+        return self.chunk_tokens * self.hidden_size * self.data_type.size
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Payload of one slot over all planes."""
+        per_layer = 2 * self.kv_slot_bytes + (self.x_slot_bytes if self.has_activations else 0)
+        return self.layer_count * per_layer
+
+    @property
+    def layout_hash(self) -> bytes:
+        """16 bytes that differ whenever the bytes of a chunk would."""
+        packed = struct.pack(
+            "<6I?",
+            self.chunk_tokens,
+            self.layer_count,
+            self.kv_head_count,
+            self.head_dim,
+            self.hidden_size,
+            list(DataType).index(self.data_type),
+            self.has_activations,
+        )
+        digest = hashlib.sha256(b"splitpoint layout v1\0" + packed + self.model_fingerprint)
+        return digest.digest()[:16]
+
+    def planes(self, first_offset: int, slot_count: int) -> list[Plane]:
+        """All planes in file order: K0, V0, [X0], K1, ... each 4 KiB aligned."""
+        planes = []
+        offset = first_offset
+        for layer in range(self.layer_count):
+            for tensor in self.tensors:
+                slot_bytes = self.x_slot_bytes if tensor == "X" else self.kv_slot_bytes
+                planes.append(Plane(layer, tensor, offset, slot_bytes))
+                offset = align(offset + slot_bytes * slot_count)
+        return planes
+
+    def to_json(self) -> str:
+        fields = asdict(self)
+        fields["data_type"] = self.data_type.value
+        fields["model_fingerprint"] = self.model_fingerprint.hex()
+        return json.dumps(fields, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> ArenaLayout:
+        fields = json.loads(text)
+        fields["data_type"] = DataType(fields["data_type"])
+        fields["model_fingerprint"] = bytes.fromhex(fields["model_fingerprint"])
+        return cls(**fields)
+
+
+def align(offset: int, to: int = PAGE_ALIGNMENT) -> int:
+    """Round up to a multiple of `to`."""
+    return -(-offset // to) * to
+
+
+def chunks_of(tokens: int, chunk_tokens: int) -> int:
+    """Chunks that hold this many tokens, the last one perhaps in part."""
+    return -(-tokens // chunk_tokens)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """`config.json` of a checkpoint folder. Raises InvalidArgument."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise InvalidArgument(
+            f"{folder} is no checkpoint folder: it has no config.json", field="model"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(f"{path} cannot be read: {error}", field="model") from error
+    if not isinstance(config, dict):
+        raise InvalidArgument(f"{path} is not a JSON object", field="model")
+    return config
+
+
+# -- shapes by name, for planning without a checkpoint --------------------------
+
+
+def _shape(
+    name: str,
+    family: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    intermediate: int,
+    vocabulary: int,
+    context: int,
+    *,
+    gated: bool = True,
+    tied: bool = False,
+) -> ModelShape:
+    return ModelShape(
+        name=name,
+        family=family,
+        layer_count=layers,
+        hidden_size=hidden,
+        query_head_count=heads,
+        kv_head_count=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=intermediate,
+        vocabulary_size=vocabulary,
+        context_length=context,
+        gated_mlp=gated,
+        tied_embeddings=tied,
+    )
+
+
+BUILT_IN_SHAPES: dict[str, ModelShape] = {
+    shape.name.lower(): shape
+    for shape in (
+        _shape("OPT-125M", "opt", 12, 768, 12, 12, 64, 3072, 50272, 2048, gated=False, tied=True),
+        _shape(
+            "OPT-6.7B", "opt", 32, 4096, 32, 32, 128, 16384, 50272, 2048, gated=False, tied=True
+        ),
+        _shape("OPT-13B", "opt", 40, 5120, 40, 40, 128, 20480, 50272, 2048, gated=False, tied=True),
+        _shape("OPT-30B", "opt", 48, 7168, 56, 56, 128, 28672, 50272, 2048, gated=False, tied=True),
+        _shape("Llama-2-7B", "llama", 32, 4096, 32, 32, 128, 11008, 32000, 4096),
+        _shape("Llama-2-13B", "llama", 40, 5120, 40, 40, 128, 13824, 32000, 4096),
+        _shape("Llama-3-8B", "llama", 32, 4096, 32, 8, 128, 14336, 128256, 8192),
+        _shape("Llama-3-70B", "llama", 80, 8192, 64, 8, 128, 28672, 128256, 8192),
+        _shape("Llama-3.1-8B", "llama", 32, 4096, 32, 8, 128, 14336, 128256, 131072),
+        _shape("Llama-3.1-70B", "llama", 80, 8192, 64, 8, 128, 28672, 128256, 131072),
+        _shape("Mistral-7B", "mistral", 32, 4096, 32, 8, 128, 14336, 32000, 32768),
+        _shape("Qwen2-7B", "qwen2", 28, 3584, 28, 4, 128, 18944, 152064, 32768),
+        _shape("Qwen3-4B", "qwen3", 36, 2560, 32, 8, 128, 9728, 151936, 40960, tied=True),
+        _shape("Qwen3-8B", "qwen3", 36, 4096, 32, 8, 128, 12288, 151936, 40960),
+        # Planning only: the byte formulas hold, the family has no worker yet.
+        _shape("Gemma-2-9B", "gemma2", 42, 3584, 16, 8, 256, 14336, 256000, 8192, tied=True),
+    )
+}

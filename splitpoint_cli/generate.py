@@ -1,0 +1,205 @@
+"""`splitpoint generate`: one request to a running scheduler, streamed to the terminal."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from splitpoint.answers import Completion
+from splitpoint.client import Client, GenerateOptions, Generation, Prompt
+from splitpoint.config import DEFAULT_ADDRESS
+from splitpoint.errors import Cancelled, InvalidArgument
+from splitpoint.planner import Plan, Residency
+from splitpoint_cli.output import EXIT_HELP, err, print_json, seconds_text
+from splitpoint_cli.up import ResidencyChoice
+
+Address = Annotated[
+    str,
+    typer.Option(help="Of the scheduler: host:port or unix:/path.", envvar="SPLITPOINT_ADDRESS"),
+]
+
+
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="Absent: read from stdin.", show_default=False)
+    ] = None,
+    prompt_ids: Annotated[
+        str | None, typer.Option(help="Token ids instead of text.", metavar="1,2,3")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Generate at most this many tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep this much probability.")] = 1.0,
+    seed: Annotated[
+        int | None, typer.Option(help="Same seed, same text; absent: drawn by the server.")
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")
+    ] = False,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="End before this text; may be given up to 16 times.", metavar="S"),
+    ] = None,
+    worker: Annotated[
+        str, typer.Option(help="Run on this worker; absent: the scheduler chooses.", metavar="ID")
+    ] = "",
+    split: Annotated[
+        str,
+        typer.Option(
+            help="Cached tokens to rebuild from activations; auto: as planned.", metavar="N|auto"
+        ),
+    ] = "auto",
+    residency: Annotated[
+        ResidencyChoice, typer.Option(help="Where the cache lives while decoding.")
+    ] = ResidencyChoice.AUTO,
+    cache_salt: Annotated[
+        str, typer.Option(help="Share cached prefixes only with requests of the same salt.")
+    ] = "",
+    model: Annotated[str, typer.Option(help="Served model; absent: the only one.")] = "",
+    timeout: Annotated[
+        float | None, typer.Option(help="Give up after this many seconds.", metavar="SECONDS")
+    ] = None,
+    address: Address = DEFAULT_ADDRESS,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object when all is done.")
+    ] = False,
+) -> None:
+    """Complete a prompt, streaming the text."""
+    options: GenerateOptions = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "ignore_eos": ignore_eos,
+        "stop": stop or [],
+        "worker": worker,
+        "cache_salt": cache_salt.encode(),
+        "model": model,
+    }
+    if seed is not None:
+        options["seed"] = seed
+    if split != "auto":
+        options["split"] = parse_split(split)
+    if residency is not ResidencyChoice.AUTO:
+        options["residency"] = Residency(residency.value)
+    if timeout is not None:
+        options["timeout"] = timeout
+    text_or_ids = read_prompt(prompt, prompt_ids)
+    with Client(address) as client, client.generate(text_or_ids, **options) as generation:
+        interrupted = _cancel_on_signals(generation)
+        try:
+            completion = _collect(generation, stream=not as_json)
+        except Cancelled:
+            if not interrupted:
+                raise
+            raise Cancelled("interrupted") from None
+    if as_json:
+        print_json(completion_json(completion))
+    elif sys.stderr.isatty():
+        err.print(f"[dim]{_summary(completion)}[/dim]")
+
+
+generate.__doc__ = f"{generate.__doc__}\n\n{EXIT_HELP}"
+
+
+def read_prompt(prompt: str | None, prompt_ids: str | None) -> Prompt:
+    """The prompt from the argument, the ids, or stdin. Raises InvalidArgument."""
+    if prompt_ids is not None:
+        if prompt is not None:
+            raise InvalidArgument("give a PROMPT or --prompt-ids, not both", field="prompt")
+        try:
+            return [int(part) for part in prompt_ids.split(",")]
+        except ValueError:
+            raise InvalidArgument(
+                f"--prompt-ids {prompt_ids!r} is not a list of token ids such as 1,2,3",
+                field="prompt_ids",
+            ) from None
+    if prompt is not None:
+        return prompt
+    if sys.stdin.isatty():
+        raise InvalidArgument("no PROMPT was given, and stdin is a terminal", field="prompt")
+    return sys.stdin.read()
+
+
+def parse_split(text: str) -> int:
+    """`--split N`. Raises InvalidArgument for anything but a count."""
+    try:
+        split = int(text)
+    except ValueError:
+        split = -1
+    if split < 0:
+        raise InvalidArgument(
+            f"--split {text!r} is neither auto nor a number of tokens", field="split_tokens"
+        )
+    return split
+
+
+def _cancel_on_signals(generation: Generation) -> list[int]:
+    """Ctrl-C and SIGTERM cancel the request; the list tells whether one came."""
+    seen: list[int] = []
+
+    def cancel(number: int, _: FrameType | None) -> None:
+        seen.append(number)
+        generation.close()
+
+    signal.signal(signal.SIGINT, cancel)
+    signal.signal(signal.SIGTERM, cancel)
+    return seen
+
+
+def _collect(generation: Generation, *, stream: bool) -> Completion:
+    if not stream:
+        return generation.complete()
+    for event in generation:
+        if isinstance(event, Completion):
+            if not event.text and event.token_ids:
+                # A model without a tokenizer answers in token ids.
+                sys.stdout.write(",".join(str(token) for token in event.token_ids))
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+            return event
+        sys.stdout.write(event.text)
+        sys.stdout.flush()
+    raise Cancelled("the generation ended without an answer")
+
+
+def _summary(completion: Completion) -> str:
+    usage = completion.usage
+    return (
+        f"{usage.completion_tokens} tokens ({completion.finish_reason.value}), "
+        f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached, "
+        f"worker {completion.worker}, first token after {seconds_text(completion.ttft_seconds)}, "
+        f"{seconds_text(completion.seconds)} in all, seed {completion.seed}"
+    )
+
+
+def completion_json(completion: Completion) -> dict[str, object]:
+    """The object that `--json` prints."""
+    usage = completion.usage
+    return {
+        "token_ids": list(completion.token_ids),
+        "text": completion.text,
+        "finish_reason": completion.finish_reason.value,
+        "usage": {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "cached_tokens": usage.cached_tokens,
+        },
+        "worker": completion.worker,
+        "plan": None if completion.plan is None else plan_json(completion.plan),
+        "ttft_seconds": completion.ttft_seconds,
+        "seconds": completion.seconds,
+    }
+
+
+def plan_json(plan: Plan) -> dict[str, object]:
+    return {
+        "residency": plan.residency.value,
+        "split_tokens": plan.split_tokens,
+        "method": plan.method.value,
+        "reason": plan.reason,
+    }

@@ -1,0 +1,65 @@
+"""The `splitpoint` command: its subcommands, and errors without tracebacks."""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+from typing import Annotated
+
+import typer
+
+from splitpoint.errors import SplitpointError
+from splitpoint_cli import bench, generate, plan, status, up
+from splitpoint_cli.output import EXIT_HELP, exit_code, print_error
+
+app = typer.Typer(
+    help="Serves language models whose KV cache lives in host memory.\n\n" + EXIT_HELP,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(up.up)
+app.command()(generate.generate)
+app.command()(plan.plan)
+app.command()(status.status)
+app.add_typer(bench.app, name="bench")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"splitpoint {version()}")
+        raise typer.Exit
+
+
+def version() -> str:
+    """The installed version; "unknown" when the packages run from a bare source tree."""
+    try:
+        return metadata.version("splitpoint")
+    except metadata.PackageNotFoundError:
+        return "unknown (not installed)"
+
+
+@app.callback()
+def options(
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    # The docstring of the callback would replace the app's help.
+    del show_version
+
+
+def main() -> None:
+    """Run the command line; a SplitpointError ends in one line and its exit code."""
+    try:
+        app()
+    except SplitpointError as error:
+        print_error(error)
+        sys.exit(exit_code(error))
+
+
+if __name__ == "__main__":
+    main()

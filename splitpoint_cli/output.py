@@ -1,0 +1,62 @@
+"""What commands share in talking to people: consoles, exit codes, one-line errors."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+
+from google.rpc import code_pb2
+from rich.console import Console
+
+from splitpoint import errors
+from splitpoint.errors import SplitpointError
+
+# Results go to stdout, everything about them to stderr.
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+EXIT_CODES: dict[type[SplitpointError], int] = {
+    errors.InvalidArgument: 2,
+    errors.OutOfRange: 2,
+    errors.NotFound: 2,
+    errors.Unavailable: 3,
+    errors.DeadlineExceeded: 4,
+    errors.ResourceExhausted: 5,
+    errors.Cancelled: 130,
+}
+EXIT_HELP = (
+    "Exit codes: 0 done; 2 wrong input (INVALID_ARGUMENT, NOT_FOUND, OUT_OF_RANGE); "
+    "3 UNAVAILABLE; 4 DEADLINE_EXCEEDED; 5 RESOURCE_EXHAUSTED; 130 interrupted; 1 anything else."
+)
+
+
+def exit_code(error: SplitpointError) -> int:
+    return EXIT_CODES.get(type(error), 1)
+
+
+def code_name(error: SplitpointError) -> str:
+    """INVALID_ARGUMENT and so on, as gRPC spells it."""
+    return str(code_pb2.Code.Name(error.code))
+
+
+def print_error(error: SplitpointError) -> None:
+    """One line on stderr: the code's name and what went wrong."""
+    message = " ".join(error.message.split())
+    if isinstance(error, errors.Unavailable) and message.startswith("failed to connect"):
+        # gRPC's own words; whose they are matters more than what they say.
+        message = f"no scheduler answers, is `splitpoint up` running? ({message})"
+    print(f"splitpoint: {code_name(error)}: {message}", file=sys.stderr)
+
+
+def print_json(value: Mapping[str, object]) -> None:
+    """One object on stdout, without anything around it."""
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def seconds_text(seconds: float) -> str:
+    """For people: "1.23 s", "45.6 ms", "7.8 µs"."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"

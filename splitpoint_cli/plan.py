@@ -1,0 +1,162 @@
+"""`splitpoint plan`: the split point for a model on a machine, without either of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from splitpoint.checkpoints import model_name, resolve_model
+from splitpoint.config import format_size
+from splitpoint.costs import BUILT_IN_PROFILES, Profile, load_profile
+from splitpoint.errors import InvalidArgument, NotFound
+from splitpoint.planner import Plan, PlanInput, Schedule, plan_request
+from splitpoint.shapes import BUILT_IN_SHAPES, ModelShape, read_config
+from splitpoint_cli.output import EXIT_HELP, out, print_json, seconds_text
+from splitpoint_cli.stack import parse_dtype
+from splitpoint_cli.up import Dtype
+
+_SCHEDULES = {
+    Schedule.SERIAL: "one after the other: X, rebuild, load",
+    Schedule.COLUMN: "X over the link first, then rebuilding beside loading",
+    Schedule.ROW: "X on the device already, rebuilding beside loading",
+}
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="A checkpoint folder, a hub name that was downloaded before, or one of "
+            f"{', '.join(BUILT_IN_SHAPES)}.",
+            metavar="DIR|SHAPE",
+        ),
+    ],
+    profile: Annotated[
+        str,
+        typer.Option(
+            help=f"A JSON file with measured costs, or one of {', '.join(BUILT_IN_PROFILES)}.",
+            metavar="NAME|FILE",
+        ),
+    ],
+    cached: Annotated[int, typer.Option(help="K: cached prefix tokens.", metavar="K")],
+    new: Annotated[int, typer.Option(help="T: new prompt tokens.", metavar="T")],
+    max_tokens: Annotated[
+        int, typer.Option(help="Tokens to generate, for the footprint.", min=1)
+    ] = 128,
+    schedule: Annotated[
+        str,
+        typer.Option(
+            help="What overlaps: serial (X, rebuild, load in turn; what workers do today), "
+            "column (X, then rebuild beside load), row (X already on the device).",
+            metavar="serial|column|row",
+        ),
+    ] = Schedule.SERIAL.value,
+    activations: Annotated[
+        bool,
+        typer.Option("--activations/--no-activations", help="Whether the store holds activations."),
+    ] = True,
+    dtype: Annotated[Dtype, typer.Option(help="Element type; auto: the model's.")] = Dtype.AUTO,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Where the split point would lie, and why. Needs no server and no GPU."""
+    shape = find_shape(model, dtype.value)
+    costs = load_profile(profile)
+    request = PlanInput(
+        cached_tokens=cached,
+        new_tokens=new,
+        has_activations=activations,
+        schedule=parse_schedule(schedule),
+        footprint_bytes=(cached + new + max_tokens) * shape.kv_bytes_per_token,
+    )
+    _check_context(shape, cached + new + max_tokens)
+    answer = plan_request(shape, costs, request)
+    if as_json:
+        print_json(plan_report(shape, costs, request, answer))
+    else:
+        _print_table(shape, costs, request, answer)
+
+
+plan.__doc__ = f"{plan.__doc__}\n\n{EXIT_HELP}"
+
+
+def find_shape(model: str, dtype: str = "auto") -> ModelShape:
+    """A built-in shape by name, else the shape of a checkpoint on this machine.
+
+    Raises NotFound when `model` is neither, InvalidArgument for a folder that
+    is no checkpoint.
+    """
+    data_type = parse_dtype(dtype)
+    built_in = BUILT_IN_SHAPES.get(model.lower())
+    if built_in is not None:
+        return built_in if data_type is None else dataclasses.replace(built_in, data_type=data_type)
+    try:
+        folder = resolve_model(model, download=False)
+    except NotFound as error:
+        raise NotFound(
+            f"{error.message}, nor one of the built-in shapes: {', '.join(BUILT_IN_SHAPES)}"
+        ) from error
+    return ModelShape.from_config(read_config(folder), name=model_name(folder), data_type=data_type)
+
+
+def parse_schedule(text: str) -> Schedule:
+    try:
+        return Schedule(text)
+    except ValueError:
+        names = ", ".join(kind.value for kind in Schedule)
+        raise InvalidArgument(
+            f"schedule {text!r} is not one of {names}", field="schedule"
+        ) from None
+
+
+def _check_context(shape: ModelShape, tokens: int) -> None:
+    if tokens > shape.context_length:
+        raise InvalidArgument(
+            f"{tokens:,} tokens (cached + new + max_tokens) are over {shape.name}'s context "
+            f"of {shape.context_length:,}",
+            field="cached_tokens",
+        )
+
+
+def plan_report(
+    shape: ModelShape, costs: Profile, request: PlanInput, answer: Plan
+) -> dict[str, object]:
+    """The object that `--json` prints: sizes in bytes, times in seconds."""
+    return {
+        "model": shape.name,
+        "profile": dataclasses.asdict(costs),
+        "schedule": request.schedule.value,
+        "has_activations": request.has_activations,
+        "kv_bytes_per_token": shape.kv_bytes_per_token,
+        "activation_bytes_per_token": shape.activation_bytes_per_token,
+        "rho": shape.rho,
+        "kappa_ratio": answer.kappa_ratio,
+        **dataclasses.asdict(answer),
+        "residency": answer.residency.value,
+        "method": answer.method.value,
+    }
+
+
+def _print_table(shape: ModelShape, costs: Profile, request: PlanInput, answer: Plan) -> None:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="dim")
+    table.add_column()
+    for name, value in (
+        ("model", f"{shape.name}, {shape.data_type.value}, {shape.layer_count} layers"),
+        ("profile", costs.description or "from a file"),
+        ("cached K / new T", f"{answer.cached_tokens:,} / {answer.new_tokens:,}"),
+        ("keys and values", f"{format_size(shape.kv_bytes_per_token)} a token"),
+        ("activations X", f"{format_size(shape.activation_bytes_per_token)} a token"),
+        ("rho = X / (K+V)", f"{shape.rho:.2f}"),
+        ("schedule", f"{request.schedule.value} ({_SCHEDULES[request.schedule]})"),
+        ("split", f"{answer.split_tokens:,} ({answer.method.value})"),
+        ("load everything", seconds_text(answer.predicted_load_seconds)),
+        ("restore as planned", seconds_text(answer.predicted_restore_seconds)),
+        ("first token after", seconds_text(answer.predicted_ttft_seconds)),
+        ("cache in memory", format_size(answer.footprint_bytes)),
+        ("reason", answer.reason),
+    ):
+        table.add_row(name, value)
+    out.print(table)

@@ -1,0 +1,241 @@
+"""One host's whole stack as data: which processes, with which arguments, listening where.
+
+Turns options into commands; starting them is the supervisor's business.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from splitpoint import config
+from splitpoint.checkpoints import model_name, resolve_model
+from splitpoint.errors import InvalidArgument
+from splitpoint.shapes import DataType, ModelShape, read_config
+from splitpoint_cli.supervisor import ServiceCommand
+
+# A worker lets running requests finish, then waits for write-back.
+_WORKER_STOP_SECONDS = 40.0
+_LOAD_SECONDS = 600.0  # a large checkpoint from a cold disk
+_MOST_DEFAULT_HOST_MEMORY = 8 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class StackOptions:
+    """What `splitpoint up` was asked for; None means "choose"."""
+
+    model: str | None = None
+    workers: int | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    device_memory: str | None = None
+    host_memory: str | None = None
+    chunk_tokens: int = 64
+    listen: str = config.DEFAULT_ADDRESS
+    residency: str = "auto"
+    activations: str = "auto"
+    keep_arena: bool = False
+    threads: int | None = None
+    prefill_chunk: int | None = None
+    max_batch: int | None = None
+    queue_capacity: int | None = None
+    reflection: bool = False
+    instance: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Everything that was decided, ready to start: store, then workers, then scheduler."""
+
+    model: Path
+    name: str
+    shape: ModelShape
+    devices: tuple[str, ...]
+    host_memory_bytes: int
+    instance: str
+    runtime: Path
+    arena: Path
+    keep_arena: bool
+    store_address: str
+    worker_addresses: tuple[str, ...]
+    listen: str
+    store: ServiceCommand
+    workers: tuple[ServiceCommand, ...]
+    scheduler: ServiceCommand
+
+
+def plan_stack(options: StackOptions) -> Stack:
+    """Decide what is left open and spell out every command. Makes the runtime folder.
+
+    Raises InvalidArgument for what cannot be, and what `resolve_model` raises.
+    """
+    listen = config.check_listen_address(options.listen)
+    if options.device_memory is not None:
+        config.parse_size(options.device_memory, field="device_memory")
+    host_memory = (
+        default_host_memory()
+        if options.host_memory is None
+        else config.parse_size(options.host_memory, field="host_memory")
+    )
+    folder = resolve_model(options.model)
+    shape = model_shape(folder, options.dtype)
+    devices = choose_devices(options.device, options.workers)
+    instance = config.check_instance(options.instance or _instance_of(listen))
+    runtime = config.runtime_directory(instance)
+    arena = config.arena_path(instance)
+    store_address = config.check_address(f"unix:{runtime}/store.sock")
+    worker_addresses = tuple(f"unix:{runtime}/worker-{i}.sock" for i in range(len(devices)))
+    common = ["--reflection"] if options.reflection else []
+
+    store = ServiceCommand(
+        "store",
+        [
+            *("-m", "kvstore_service"),
+            *("--listen", store_address),
+            *("--model", str(folder)),
+            *("--dtype", shape.data_type.value),
+            *("--activations", options.activations),
+            *("--chunk-tokens", str(options.chunk_tokens)),
+            *("--host-memory", str(host_memory)),
+            *("--arena", str(arena)),
+            *(["--keep-arena"] if options.keep_arena else []),
+            *common,
+        ],
+        # Every page of the arena is allocated before the store is ready.
+        ready_seconds=60.0 + host_memory / 1e9,
+    )
+    workers = tuple(
+        ServiceCommand(
+            f"worker {i}",
+            [
+                *("-m", "worker_service"),
+                *("--listen", worker_addresses[i]),
+                *("--worker-id", str(i)),
+                *("--model", str(folder)),
+                *("--kvstore", store_address),
+                *("--device", device),
+                *("--dtype", shape.data_type.value),
+                *_given("--device-memory", options.device_memory),
+                *_given("--max-batch", options.max_batch),
+                *_given("--prefill-chunk", options.prefill_chunk),
+                *_given("--threads", options.threads or default_threads(devices, device)),
+                *common,
+            ],
+            ready_seconds=_LOAD_SECONDS,
+            stop_seconds=_WORKER_STOP_SECONDS,
+        )
+        for i, device in enumerate(devices)
+    )
+    scheduler = ServiceCommand(
+        "scheduler",
+        [
+            *("-m", "scheduler_service"),
+            *("--listen", listen),
+            *(part for address in worker_addresses for part in ("--worker", address)),
+            *("--model", str(folder)),
+            *_given("--queue-capacity", options.queue_capacity),
+            *("--residency", options.residency),
+            *common,
+        ],
+    )
+    return Stack(
+        model=folder,
+        name=model_name(folder),
+        shape=shape,
+        devices=devices,
+        host_memory_bytes=host_memory,
+        instance=instance,
+        runtime=runtime,
+        arena=arena,
+        keep_arena=options.keep_arena,
+        store_address=store_address,
+        worker_addresses=worker_addresses,
+        listen=listen,
+        store=store,
+        workers=workers,
+        scheduler=scheduler,
+    )
+
+
+def _given(flag: str, value: object | None) -> list[str]:
+    return [] if value is None else [flag, str(value)]
+
+
+def model_shape(folder: Path, dtype: str) -> ModelShape:
+    """The checkpoint's shape in the element type asked for; "auto" is the stored one.
+
+    Decided here once, since store and workers must agree on it.
+    """
+    return ModelShape.from_config(
+        read_config(folder), name=model_name(folder), data_type=parse_dtype(dtype)
+    )
+
+
+def parse_dtype(text: str) -> DataType | None:
+    """An element type by name; None for "auto". Raises InvalidArgument."""
+    if text == "auto":
+        return None
+    try:
+        return DataType(text)
+    except ValueError:
+        names = ", ".join(kind.value for kind in DataType)
+        raise InvalidArgument(
+            f"dtype {text!r} is not one of auto, {names}", field="dtype"
+        ) from None
+
+
+def default_host_memory() -> int:
+    """A quarter of the memory this process may use, at most 8 GiB and half of what
+    /dev/shm has left: enough to be useful, little enough to live beside others."""
+    free = os.statvfs(config.SHARED_MEMORY)
+    shm_free = free.f_bavail * free.f_frsize
+    return min(config.memory_facts().usable_bytes // 4, shm_free // 2, _MOST_DEFAULT_HOST_MEMORY)
+
+
+def choose_devices(device: str, workers: int | None) -> tuple[str, ...]:
+    """One device per worker: GPUs in turn (cuda:0, cuda:1, ...), or cpu for all.
+
+    Without a count there is one worker per GPU, or one CPU worker.
+    """
+    if workers is not None and workers < 1:
+        raise InvalidArgument("at least one worker is needed", field="workers")
+    gpus = visible_gpu_count()
+    if device == "auto":
+        device = "cuda" if gpus and _torch_has_cuda() else "cpu"
+    if device == "cpu":
+        return ("cpu",) * (workers or 1)
+    if device == "cuda":
+        if not gpus:
+            raise InvalidArgument("there is no CUDA device here", field="device")
+        return tuple(f"cuda:{i % gpus}" for i in range(workers or gpus))
+    raise InvalidArgument(f"device {device!r} is not one of auto, cpu, cuda", field="device")
+
+
+def visible_gpu_count() -> int:
+    """GPUs this process may use, without loading a driver library or torch."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return len([part for part in chosen.split(",") if part.strip() not in ("", "-1")])
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def _torch_has_cuda() -> bool:
+    # CPU builds say so in their version: "2.13.0+cpu".
+    return not metadata.version("torch").endswith("+cpu")
+
+
+def default_threads(devices: tuple[str, ...], device: str) -> int | None:
+    """Threads of one CPU worker: the cores, divided among the CPU workers."""
+    if device != "cpu":
+        return None
+    return max(1, config.available_cores() // devices.count("cpu"))
+
+
+def _instance_of(listen: str) -> str:
+    """A name that two stacks on one host cannot share by accident: the public port."""
+    port = listen.rpartition(":")[2]
+    if listen.startswith("unix:") or port == "0":
+        return f"pid-{os.getpid()}"
+    return f"port-{port}"

@@ -1,0 +1,69 @@
+"""A child at the supervisor's seam: it starts, prints READY and ends as its arguments say.
+
+    python fake_service.py --behave NAME [--log FILE] --parent-fd N
+
+Every life is recorded in FILE as lines "start NAME PID" and "stop NAME".
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--name", default="fake")
+    parser.add_argument(
+        "--behave",
+        choices=("serve", "crash", "never-ready", "stubborn", "die-later", "parent-of-one"),
+        default="serve",
+    )
+    parser.add_argument("--log", type=Path)
+    parser.add_argument("--parent-fd", type=int, required=True)
+    options = parser.parse_args()
+
+    def record(event: str) -> None:
+        if options.log is not None:
+            with options.log.open("a") as file:
+                file.write(f"{event} {options.name} {os.getpid()}\n")
+
+    stop = threading.Event()
+    ignored = options.behave == "stubborn"
+    signal.signal(signal.SIGTERM, (lambda *_: None) if ignored else (lambda *_: stop.set()))
+    # Only the terminal sends this, and it must not reach children.
+    signal.signal(signal.SIGINT, lambda *_: record("interrupted"))
+    record("start")
+    print("2026-01-01T00:00:00.000Z INFO fake: starting", file=sys.stderr, flush=True)
+    if options.behave == "crash":
+        print("2026-01-01T00:00:00.000Z ERROR fake: no luck today", file=sys.stderr, flush=True)
+        return 7
+
+    def watch() -> None:
+        while os.read(options.parent_fd, 64):
+            pass
+        stop.set()
+
+    threading.Thread(target=watch, daemon=True).start()
+    if options.behave == "parent-of-one":
+        sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        with options.log.open("a") as file:
+            file.write(f"start grandchild {sleeper.pid}\n")
+    if options.behave != "never-ready":
+        print(f"READY unix:/fake/{options.name}", flush=True)
+    if options.behave == "die-later":
+        stop.wait(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    # A stubborn one outlives SIGTERM, but not the end of its parent.
+    stop.wait()
+    record("stop")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

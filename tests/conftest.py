@@ -1,0 +1,118 @@
+"""Fixtures that every test folder shares, and the guard against what tests leave behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED_MEMORY = Path("/dev/shm")
+
+# Helpers beside this file (tiny_models.py, ...) are imported by plain name.
+sys.path.insert(0, str(ROOT / "tests"))
+# Two threads on two cores only fight when several processes test at once;
+# child processes inherit this, and torch reads it when it is first imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The suite must behave the same without a network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
+
+
+def shared_memory_entries() -> set[str]:
+    """Names in /dev/shm that belong to this project."""
+    return {entry.name for entry in SHARED_MEMORY.glob("splitpoint-*")}
+
+
+def in_use_elsewhere(name: str) -> bool:
+    """Whether a process that is not ours maps the entry: another stack on this machine."""
+    ours = {os.getpid(), *child_processes()}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) in ours:
+            continue
+        try:
+            if f"{SHARED_MEMORY}/{name}/" in (entry / "maps").read_text():
+                return True
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+    # The folders of `shm_folder` say whose they are.
+    owner = re.match(r"splitpoint-test-(\d+)-", name)
+    return owner is not None and int(owner[1]) != os.getpid() and Path(f"/proc/{owner[1]}").exists()
+
+
+def child_processes(pid: int | None = None) -> set[int]:
+    """Living children of a process (default: this one), from /proc; zombies are not alive."""
+    parent = os.getpid() if pid is None else pid
+    children = set()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            # The command may contain anything; the fields after its last `)` do not.
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):  # it ended while we looked
+            continue
+        if int(fields[1]) == parent and fields[0] != "Z":
+            children.add(int(entry.name))
+    return children
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_left_behind() -> Iterator[None]:
+    """Fail the module that leaves a shared-memory file or a child process behind.
+
+    Fixtures that start processes are therefore of module scope at most.
+    """
+    shm_before, children_before = shared_memory_entries(), child_processes()
+    yield
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while True:
+        files = {n for n in shared_memory_entries() - shm_before if not in_use_elsewhere(n)}
+        children = child_processes() - children_before
+        # Anything may need a moment to go; nothing may stay.
+        if (not files and not children) or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    assert not files, f"left in /dev/shm: {sorted(files)}"
+    assert not children, f"still running: {sorted(children)}"
+
+
+@pytest.fixture
+def shm_folder() -> Iterator[Path]:
+    """A private folder on tmpfs for an arena, gone afterwards."""
+    folder = SHARED_MEMORY / f"splitpoint-test-{os.getpid()}-{time.monotonic_ns()}"
+    folder.mkdir(mode=0o700)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def socket_address(tmp_path: Path) -> str:
+    """A fresh `unix:` address (pytest's folders are short enough for sun_path)."""
+    path = tmp_path / "s"
+    if len(str(path)) > 100:
+        pytest.fail(f"temporary path too long for a socket: {path}")
+    return f"unix:{path}"
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A loopback port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def bundled_model() -> Path:
+    """The checkpoint that ships with the project."""
+    return ROOT / "models" / "stdlib-llama"

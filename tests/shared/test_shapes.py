@@ -1,0 +1,102 @@
+"""Byte and FLOP formulas against the tables of the papers, worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from splitpoint.errors import InvalidArgument
+from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout, DataType, ModelShape, chunks_of
+
+KIB = 1024
+
+
+@pytest.mark.parametrize(
+    ("name", "x_bytes", "kv_bytes", "rho"),
+    [
+        ("opt-6.7b", 8 * KIB, 16 * KIB, 0.5),
+        ("llama-2-7b", 8 * KIB, 16 * KIB, 0.5),
+        ("gemma-2-9b", 7 * KIB, 8 * KIB, 0.875),
+        ("qwen3-4b", 5 * KIB, 4 * KIB, 1.25),
+        ("llama-3-8b", 8 * KIB, 4 * KIB, 2.0),
+        ("mistral-7b", 8 * KIB, 4 * KIB, 2.0),
+        ("qwen3-8b", 8 * KIB, 4 * KIB, 2.0),
+        ("qwen2-7b", 7 * KIB, 2 * KIB, 3.5),
+        ("llama-3-70b", 16 * KIB, 4 * KIB, 4.0),
+    ],
+)
+def test_bytes_per_token_and_layer(name: str, x_bytes: int, kv_bytes: int, rho: float) -> None:
+    shape = BUILT_IN_SHAPES[name]
+    assert shape.activation_bytes_per_token_layer == x_bytes
+    assert shape.kv_bytes_per_token_layer == kv_bytes
+    assert shape.rho == rho
+    assert shape.activations_can_pay == (rho < 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("opt-125m", 0.125), ("opt-6.7b", 6.66), ("llama-3-8b", 8.03), ("llama-3-70b", 70.6)],
+)
+def test_parameter_count_is_the_published_one(name: str, billions: float) -> None:
+    assert BUILT_IN_SHAPES[name].parameter_count / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def test_kv_bytes_per_token_of_the_kappa_paper() -> None:
+    # Llama-3.1-70B: 327.7 KB a token in 16 bits.
+    assert BUILT_IN_SHAPES["llama-3.1-70b"].kv_bytes_per_token == 327_680
+
+
+def test_prefill_work_is_two_flops_a_weight_and_token() -> None:
+    shape = BUILT_IN_SHAPES["llama-3-8b"]
+    per_token = shape.prefill_flops(1000) / 1000
+    embeddings = 2 * shape.vocabulary_size * shape.hidden_size
+    assert per_token == pytest.approx(2 * (shape.parameter_count - embeddings), rel=0.05)
+    assert shape.prefill_flops(10, cached_tokens=5000) > shape.prefill_flops(10)
+
+
+def test_planes_are_aligned_in_file_order_and_do_not_overlap() -> None:
+    layout = ArenaLayout(
+        chunk_tokens=3,
+        layer_count=2,
+        kv_head_count=2,
+        head_dim=5,
+        hidden_size=7,
+        data_type=DataType.FLOAT16,
+        has_activations=True,
+    )
+    planes = layout.planes(8192, slot_count=11)
+    assert [(plane.layer, plane.tensor) for plane in planes] == [
+        (layer, tensor) for layer in (0, 1) for tensor in ("K", "V", "X")
+    ]
+    for before, after in zip(planes, planes[1:], strict=False):
+        assert after.offset % 4096 == 0
+        assert before.offset + 11 * before.slot_bytes <= after.offset
+    assert layout.chunk_bytes == sum(plane.slot_bytes for plane in planes)
+
+
+def test_layout_hash_differs_with_every_field() -> None:
+    base = ArenaLayout(64, 2, 2, 8, 16, DataType.FLOAT32, False, b"weights")
+    others = [
+        ArenaLayout(32, 2, 2, 8, 16, DataType.FLOAT32, False, b"weights"),
+        ArenaLayout(64, 3, 2, 8, 16, DataType.FLOAT32, False, b"weights"),
+        ArenaLayout(64, 2, 1, 8, 16, DataType.FLOAT32, False, b"weights"),
+        ArenaLayout(64, 2, 2, 4, 16, DataType.FLOAT32, False, b"weights"),
+        ArenaLayout(64, 2, 2, 8, 32, DataType.FLOAT32, False, b"weights"),
+        ArenaLayout(64, 2, 2, 8, 16, DataType.BFLOAT16, False, b"weights"),
+        ArenaLayout(64, 2, 2, 8, 16, DataType.FLOAT32, True, b"weights"),
+        ArenaLayout(64, 2, 2, 8, 16, DataType.FLOAT32, False, b"other weights"),
+    ]
+    hashes = {layout.layout_hash for layout in (base, *others)}
+    assert len(hashes) == len(others) + 1
+    assert ArenaLayout.from_json(base.to_json()) == base
+
+
+def test_config_without_a_key_names_it() -> None:
+    with pytest.raises(InvalidArgument, match="hidden_size"):
+        ModelShape.from_config({"model_type": "llama"})
+    with pytest.raises(InvalidArgument, match="gpt2"):
+        ModelShape.from_config({"model_type": "gpt2"})
+
+
+@pytest.mark.parametrize(("tokens", "chunks"), [(0, 0), (1, 1), (64, 1), (65, 2)])
+def test_chunks_of(tokens: int, chunks: int) -> None:
+    assert chunks_of(tokens, 64) == chunks

@@ -1,0 +1,1 @@
+"""One worker per device: weights, device memory, sampling, restore and write-back."""

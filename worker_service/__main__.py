@@ -1,0 +1,130 @@
+"""`python -m worker_service`: one worker process, from arguments to a drained stop."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from pathlib import Path
+
+from splitpoint.config import (
+    add_service_arguments,
+    announce_ready,
+    check_listen_address,
+    parse_size,
+    setup_logging,
+    stop_on_signals,
+    watch_parent,
+)
+from splitpoint.errors import Internal, SplitpointError
+from splitpoint.rpc import HealthReporter, create_server, enable_reflection, listen
+from splitpoint.shapes import DataType
+from splitpoint.v1 import worker_pb2_grpc
+from worker_service.server import DRAIN_SECONDS, SERVICE_NAME, WorkerServicer
+from worker_service.startup import DEFAULT_CHUNK_TOKENS, WorkerOptions, load_worker
+
+log = logging.getLogger(__name__)
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="worker_service", description=__doc__)
+    add_service_arguments(parser)
+    parser.add_argument("--worker-id", default="0", metavar="ID")
+    parser.add_argument("--model", required=True, type=Path, metavar="DIR")
+    parser.add_argument("--kvstore", metavar="ADDRESS", help="without one: no prefix reuse")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto")
+    parser.add_argument("--dtype", default="auto", choices=["auto", *(t.value for t in DataType)])
+    parser.add_argument("--device-memory", metavar="SIZE", help="weights and cache together")
+    parser.add_argument("--max-batch", type=int, default=32, metavar="N")
+    parser.add_argument("--prefill-chunk", type=int, default=512, metavar="N")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads")
+    parser.add_argument(
+        "--chunk-tokens", type=int, default=DEFAULT_CHUNK_TOKENS, metavar="N",
+        help="page size without a store; a store decides otherwise",
+    )
+    return parser.parse_args(arguments)
+
+
+def options_from(arguments: argparse.Namespace) -> WorkerOptions:
+    memory = arguments.device_memory
+    return WorkerOptions(
+        worker_id=arguments.worker_id,
+        model_folder=arguments.model,
+        kvstore_address=arguments.kvstore,
+        device=arguments.device,
+        data_type=None if arguments.dtype == "auto" else DataType(arguments.dtype),
+        device_memory_bytes=None if memory is None else parse_size(memory, field="device-memory"),
+        max_batch_size=arguments.max_batch,
+        prefill_chunk_tokens=arguments.prefill_chunk,
+        threads=arguments.threads,
+        chunk_tokens=arguments.chunk_tokens,
+    )
+
+
+async def serve(arguments: argparse.Namespace) -> None:
+    """Listen at once, load, be ready, and on a signal drain and stop."""
+    stop = asyncio.Event()
+    stop_on_signals(stop)
+    if arguments.parent_fd is not None:
+        watch_parent(arguments.parent_fd, stop)
+    servicer = WorkerServicer()
+    server = create_server()
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
+    health = HealthReporter(server)
+    await health.set("", True)
+    await health.set(SERVICE_NAME, False)
+    if arguments.reflection:
+        enable_reflection(server, [SERVICE_NAME])
+    address = listen(server, check_listen_address(arguments.listen))
+    await server.start()
+    try:
+        await _load_and_run(arguments, servicer, health, address, stop)
+    finally:
+        await server.stop(0)
+
+
+async def _load_and_run(
+    arguments: argparse.Namespace,
+    servicer: WorkerServicer,
+    health: HealthReporter,
+    address: str,
+    stop: asyncio.Event,
+) -> None:
+    loading = asyncio.create_task(load_worker(options_from(arguments)))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        loading.cancel()
+        return
+    worker = loading.result()
+    servicer.worker = worker
+    await health.set(SERVICE_NAME, True)
+    announce_ready(address)
+    failing = asyncio.create_task(worker.runtime.failed.wait())
+    await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
+    await health.shut_down()
+    if failing.done():
+        # Device memory is in an unknown state: end, and let a supervisor start anew.
+        raise Internal("the engine failed; see the log above")
+    cancelled = await servicer.drain(DRAIN_SECONDS)
+    if cancelled:
+        log.warning("%d requests were cancelled after %g s", cancelled, DRAIN_SECONDS)
+    await worker.runtime.stop()
+    stopping.cancel()
+    failing.cancel()
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    setup_logging(f"worker-{arguments.worker_id}")
+    try:
+        asyncio.run(serve(arguments))
+    except SplitpointError as error:
+        log.error("%s", error.message)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

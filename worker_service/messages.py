@@ -1,0 +1,126 @@
+"""What goes into the engine (commands) and what comes out of it (events).
+
+Frozen values: they cross threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from splitpoint.errors import SplitpointError
+from splitpoint.planner import RestoreMethod
+from worker_service.sampling import Choice
+from worker_service.sequence import Admission
+from worker_service.store_client import Match
+from worker_service.write_back import ChunksStored, Flushed, SequenceKey, WriteFailed, WriteJob
+
+# -- commands, besides those of write-back -------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Run a request. `match` is its leased prefix; None without a store."""
+
+    admission: Admission
+    match: Match | None
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """The prefix of a sequence whose chunks were lost, looked up again."""
+
+    key: SequenceKey
+    match: Match | None
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    key: SequenceKey
+
+
+@dataclass(frozen=True, slots=True)
+class SetPaused:
+    request_id: str
+    paused: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Run something between two steps, on the engine's thread."""
+
+    function: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Leave `run`."""
+
+
+Command = (
+    Admit
+    | Matched
+    | Cancel
+    | SetPaused
+    | Call
+    | Stop
+    | ChunksStored
+    | WriteFailed
+    | Flushed
+)
+
+
+# -- what a step produces --------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    key: SequenceKey
+    index: int
+    choice: Choice
+
+
+@dataclass(frozen=True, slots=True)
+class FinishEvent:
+    """`reason` is "stop", "length" or "cancelled", unless `error` is set."""
+
+    key: SequenceKey
+    reason: str = ""
+    matched_stop: str = ""
+    error: SplitpointError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreEvent:
+    key: SequenceKey
+    cached_tokens: int
+    split_tokens: int
+    method: RestoreMethod
+    seconds: float
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """Everything that leaves the engine. `ran` tells whether the model ran."""
+
+    tokens: list[TokenEvent] = field(default_factory=list)
+    finishes: list[FinishEvent] = field(default_factory=list)
+    restores: list[RestoreEvent] = field(default_factory=list)
+    writes: list[tuple[SequenceKey, list[WriteJob]]] = field(default_factory=list)
+    # Chains to flush, and prefixes to look up again (salt, and the tokens to match).
+    flushes: list[SequenceKey] = field(default_factory=list)
+    lookups: list[tuple[SequenceKey, bytes, list[int]]] = field(default_factory=list)
+    ran: bool = False
+    running_count: int = 0
+    cache_used_bytes: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not (
+            self.tokens
+            or self.finishes
+            or self.restores
+            or self.writes
+            or self.flushes
+            or self.lookups
+        )

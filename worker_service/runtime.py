@@ -1,0 +1,193 @@
+"""Joins the engine's thread with the event loop: store lookups, write-back, streams.
+
+All methods run on the event loop. The engine is reached through `Engine.post`
+only, and answers through `_on_output`, called in the loop's own turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from splitpoint.errors import Internal, SplitpointError, Unavailable
+from splitpoint.planner import Residency
+from worker_service.engine import Engine
+from worker_service.messages import (
+    Admit,
+    Call,
+    Cancel,
+    FinishEvent,
+    Matched,
+    SetPaused,
+    StepOutput,
+    Stop,
+)
+from worker_service.sequence import Admission
+from worker_service.store_client import Match, StoreClient
+from worker_service.write_back import SequenceKey, WriteBack
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class Runtime:
+    """One engine, its thread, its store. `start` before use, `stop` at the end."""
+
+    def __init__(self, engine: Engine, store: StoreClient | None) -> None:
+        self.engine = engine
+        self.store = store
+        self.outputs: asyncio.Queue[StepOutput] = asyncio.Queue()
+        # Requests from admit until their finish, and those still looking up.
+        self.live: set[SequenceKey] = set()
+        self._lookups: dict[SequenceKey, asyncio.Task[None]] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._loop = asyncio.get_running_loop()
+        self._write_back = (
+            WriteBack(store, engine.cache, engine.post) if store is not None else None
+        )
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.failed = asyncio.Event()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Finish write-back, end the session, stop the thread. Cancel requests first."""
+        if self._write_back is not None:
+            await self._write_back.close()
+        self.engine.post(Stop())
+        await asyncio.to_thread(self._thread.join)
+        if self.store is not None:
+            await self.store.close()
+
+    # -- requests -----------------------------------------------------------------
+
+    def admit(self, admission: Admission) -> None:
+        """Look the prefix up, then hand the request to the engine."""
+        key = admission.key
+        self.live.add(key)
+        self._idle.clear()
+        task = asyncio.create_task(self._look_up_and_admit(admission), name=f"match {key[0]}")
+        self._lookups[key] = task
+        task.add_done_callback(lambda _: self._lookups.pop(key, None))
+
+    def cancel(self, key: SequenceKey) -> None:
+        """Stop a request; its FinishEvent follows. Unknown keys are ignored."""
+        lookup = self._lookups.get(key)
+        if lookup is not None:
+            # The engine must hear of the request before it hears of its end.
+            lookup.add_done_callback(lambda _: self.engine.post(Cancel(key)))
+        else:
+            self.engine.post(Cancel(key))
+
+    def cancel_all(self) -> None:
+        for key in list(self.live):
+            self.cancel(key)
+
+    def set_paused(self, request_id: str, paused: bool) -> None:
+        self.engine.post(SetPaused(request_id, paused))
+
+    async def wait_idle(self, timeout: float) -> bool:
+        """Whether every request ended within `timeout` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+        return self._idle.is_set()
+
+    async def call(self, function: Callable[[], Result]) -> Result:
+        """Run `function` on the engine's thread, between two steps."""
+        future: asyncio.Future[Result] = self._loop.create_future()
+
+        def settle(setter: Callable[[], None]) -> None:
+            if not future.done():
+                setter()
+
+        def run() -> None:
+            try:
+                result = function()
+            except Exception as error:
+                failure = error
+                self._loop.call_soon_threadsafe(
+                    settle, lambda: future.set_exception(failure)
+                )
+            else:
+                self._loop.call_soon_threadsafe(settle, lambda: future.set_result(result))
+
+        self.engine.post(Call(run))
+        return await future
+
+    # -- the engine's side -----------------------------------------------------------
+
+    def _run(self) -> None:
+        """Body of the engine's thread."""
+        try:
+            self.engine.run(self._deliver)
+        except Exception:
+            # Device memory may be in any state: the process must be replaced.
+            log.exception("the engine failed")
+            self._loop.call_soon_threadsafe(self._on_failure)
+
+    def _deliver(self, output: StepOutput) -> None:
+        self._loop.call_soon_threadsafe(self._on_output, output)
+
+    def _on_failure(self) -> None:
+        error = Internal("the engine failed; the worker restarts", reason="ENGINE_FAILED")
+        output = StepOutput(finishes=[FinishEvent(key, error=error) for key in self.live])
+        self.live.clear()
+        self._idle.set()
+        self.outputs.put_nowait(output)
+        self.failed.set()
+
+    def _on_output(self, output: StepOutput) -> None:
+        if self._write_back is not None:
+            for key, jobs in output.writes:
+                self._write_back.submit(key, jobs)
+            for key in output.flushes:
+                self._write_back.flush(key)
+        for key, salt, tokens in output.lookups:
+            task = asyncio.create_task(self._look_up_again(key, salt, tokens))
+            self._lookups[key] = task
+            task.add_done_callback(lambda _, key=key: self._lookups.pop(key, None))
+        for event in output.finishes:
+            self.live.discard(event.key)
+        if not self.live:
+            self._idle.set()
+        if output.tokens or output.finishes or output.restores:
+            self.outputs.put_nowait(output)
+
+    # -- the store's side --------------------------------------------------------------
+
+    async def _look_up_and_admit(self, admission: Admission) -> None:
+        tokens = [*admission.prompt, *admission.delivered]
+        match = await self._match(admission.key, admission.salt, tokens)
+        if match is None and admission.residency is Residency.STREAMED:
+            error = Unavailable(
+                "streamed residency needs the KV store, which is away",
+                reason="STORE_LOST",
+                retry_after_seconds=1.0,
+            )
+            self._on_output(StepOutput(finishes=[FinishEvent(admission.key, error=error)]))
+            return
+        self.engine.post(Admit(admission, match))
+
+    async def _look_up_again(self, key: SequenceKey, salt: bytes, tokens: list[int]) -> None:
+        self.engine.post(Matched(key, await self._match(key, salt, tokens)))
+
+    async def _match(self, key: SequenceKey, salt: bytes, tokens: list[int]) -> Match | None:
+        """The leased prefix, with its chain open; None when the store is away."""
+        if self.store is None or self._write_back is None:
+            return None
+        try:
+            match = await self.store.match(salt, tokens)
+        except SplitpointError as error:
+            log.warning("%s: the prefix was not looked up: %s", key[0], error.message)
+            return None
+        # The last token is always computed, so it never counts as cached.
+        self._write_back.open(key, salt, match, min(match.cached_tokens, len(tokens) - 1))
+        return match

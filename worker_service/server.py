@@ -1,0 +1,198 @@
+"""WorkerService: the gRPC face of a runtime. Validates, translates, streams; decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import grpc
+
+from splitpoint.convert import layout_to_proto, profile_to_proto, shape_to_proto
+from splitpoint.costs import Profile
+from splitpoint.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    SplitpointError,
+    Unavailable,
+)
+from splitpoint.v1 import worker_pb2 as pb
+from splitpoint.v1 import worker_pb2_grpc
+from worker_service.messages import StepOutput
+from worker_service.profiler import measure
+from worker_service.startup import LoadedWorker
+from worker_service.wire import admission_from, refusal, response_from
+
+log = logging.getLogger(__name__)
+
+SERVICE_NAME = "splitpoint.v1.WorkerService"
+DRAIN_SECONDS = 30.0
+
+_RunCall = grpc.aio.ServicerContext[pb.RunRequest, pb.RunResponse]
+
+
+@dataclass(slots=True)
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """Answers UNAVAILABLE until `worker` is set, which happens once the model is loaded."""
+
+    worker: LoadedWorker | None = None
+    draining: bool = False
+    _stream_is_open: bool = field(default=False, init=False)
+
+    async def GetInfo(
+        self,
+        request: pb.GetInfoRequest,
+        context: grpc.aio.ServicerContext[pb.GetInfoRequest, pb.GetInfoResponse],
+    ) -> pb.GetInfoResponse:
+        worker = self._loaded()
+        plan = worker.engine.plan
+        return pb.GetInfoResponse(
+            worker_id=worker.worker_id,
+            instance_id=worker.instance_id,
+            shape=shape_to_proto(worker.engine.model.shape),
+            layout=layout_to_proto(worker.engine.cache.layout),
+            kvstore_address=worker.store.address if worker.store is not None else "",
+            device=worker.device_description,
+            device_memory_bytes=plan.budget_bytes,
+            weight_bytes=plan.weight_bytes,
+            cache_capacity_bytes=plan.cache_capacity_bytes,
+            page_bytes=plan.page_bytes,
+            streamed_page_count=plan.streamed_page_count,
+            max_batch_size=worker.engine.max_batch_size,
+            prefill_chunk_tokens=worker.engine.prefill_chunk_tokens,
+            profile=profile_to_proto(worker.profile),
+            draining=self.draining,
+            eos_token_ids=worker.engine.eos_token_ids,
+            model_path=str(worker.model_folder),
+        )
+
+    async def Profile(
+        self,
+        request: pb.ProfileRequest,
+        context: grpc.aio.ServicerContext[pb.ProfileRequest, pb.ProfileResponse],
+    ) -> pb.ProfileResponse:
+        worker = self._loaded()
+        if request.refresh:
+            worker.profile = await worker.runtime.call(lambda: _measure(worker))
+        return pb.ProfileResponse(profile=profile_to_proto(worker.profile))
+
+    async def Run(
+        self, request_iterator: AsyncIterator[pb.RunRequest], context: _RunCall
+    ) -> AsyncIterator[pb.RunResponse]:
+        worker = self._loaded()
+        if self.draining:
+            raise Unavailable("the worker is draining", reason="DRAINING")
+        if self._stream_is_open:
+            raise FailedPrecondition("another Run stream is open", reason="STREAM_OPEN")
+        self._stream_is_open = True
+        commands = asyncio.create_task(self._read_commands(worker, request_iterator))
+        try:
+            async for output in _outputs_until(worker.runtime.outputs, commands):
+                worker.steps += 1
+                yield response_from(output, worker.steps)
+        finally:
+            commands.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await commands
+            worker.runtime.cancel_all()
+            worker.steps = 0
+            self._stream_is_open = False
+            # What these requests still produce belongs to nobody.
+            await worker.runtime.wait_idle(DRAIN_SECONDS)
+            while not worker.runtime.outputs.empty():
+                worker.runtime.outputs.get_nowait()
+
+    async def Drain(
+        self,
+        request: pb.DrainRequest,
+        context: grpc.aio.ServicerContext[pb.DrainRequest, pb.DrainResponse],
+    ) -> pb.DrainResponse:
+        grace = DRAIN_SECONDS
+        if request.HasField("grace_duration"):
+            grace = request.grace_duration.ToTimedelta().total_seconds()
+            if grace < 0:
+                raise InvalidArgument("must be at least 0", field="grace_duration")
+        return pb.DrainResponse(cancelled_count=await self.drain(grace))
+
+    async def drain(self, grace_seconds: float) -> int:
+        """Refuse new requests, let running ones end; returns how many were cancelled."""
+        self.draining = True
+        if self.worker is None:
+            return 0
+        runtime = self.worker.runtime
+        if await runtime.wait_idle(grace_seconds):
+            return 0
+        cancelled = len(runtime.live)
+        runtime.cancel_all()
+        await runtime.wait_idle(DRAIN_SECONDS)
+        return cancelled
+
+    # -- below the calls ------------------------------------------------------------
+
+    def _loaded(self) -> LoadedWorker:
+        if self.worker is None:
+            raise Unavailable(
+                "the model is loading", reason="LOADING", retry_after_seconds=1.0
+            )
+        return self.worker
+
+    async def _read_commands(
+        self, worker: LoadedWorker, requests: AsyncIterator[pb.RunRequest]
+    ) -> None:
+        """Carry out commands in order until the scheduler ends its side."""
+        runtime = worker.runtime
+        async for request in requests:
+            match request.WhichOneof("command"):
+                case "admit":
+                    self._admit(worker, request.admit)
+                case "cancel":
+                    runtime.cancel((request.cancel.request_id, request.cancel.attempt))
+                case "pause":
+                    runtime.set_paused(request.pause.request_id, True)
+                case "resume":
+                    runtime.set_paused(request.resume.request_id, False)
+                case _:
+                    raise InvalidArgument("no command is set", field="command")
+
+    def _admit(self, worker: LoadedWorker, command: pb.AdmitCommand) -> None:
+        """A request that cannot run is finished with its error; the stream goes on."""
+        try:
+            if self.draining:
+                raise Unavailable("the worker is draining", reason="DRAINING")
+            layout = worker.engine.cache.layout
+            admission = admission_from(
+                command, worker.engine.model.shape, has_activations=layout.has_activations
+            )
+            if admission.key in worker.runtime.live:
+                raise InvalidArgument(
+                    "this attempt is running already", field="admit.request_id"
+                )
+        except SplitpointError as error:
+            worker.runtime.outputs.put_nowait(StepOutput(finishes=[refusal(command, error)]))
+        else:
+            worker.runtime.admit(admission)
+
+
+def _measure(worker: LoadedWorker) -> Profile:
+    engine = worker.engine
+    return measure(engine.model, engine.cache.device, worker.device_description)
+
+
+async def _outputs_until(
+    outputs: asyncio.Queue[StepOutput], commands: asyncio.Task[None]
+) -> AsyncIterator[StepOutput]:
+    """Step outputs until the command side ends; raises what it raised."""
+    while True:
+        getter = asyncio.ensure_future(outputs.get())
+        try:
+            await asyncio.wait({getter, commands}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not getter.done():
+                getter.cancel()
+        if getter.done() and not getter.cancelled():
+            yield getter.result()
+        elif commands.done():
+            commands.result()
+            return

@@ -1,0 +1,213 @@
+"""Builds a worker from its options: layout, weights, memory plan, engine, profile."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from splitpoint.checkpoints import eos_token_ids, model_fingerprint, model_name
+from splitpoint.config import format_size, memory_facts
+from splitpoint.costs import Profile
+from splitpoint.errors import FailedPrecondition, InvalidArgument
+from splitpoint.shapes import ArenaLayout, DataType, ModelShape, read_config
+from splitpoint.text import Tokenizer
+from worker_service.device_cache import TORCH_TYPES, DeviceCache
+from worker_service.engine import Engine
+from worker_service.memory import MemoryPlan, divide
+from worker_service.model.decoder import Decoder
+from worker_service.profiler import measure
+from worker_service.runtime import Runtime
+from worker_service.store_client import StoreClient
+
+log = logging.getLogger(__name__)
+
+DEFAULT_CHUNK_TOKENS = 64
+# A CPU worker without --device-memory takes this share of what is available.
+CPU_MEMORY_SHARE = 0.2
+# A GPU worker leaves this share to the driver, libraries and fragmentation.
+GPU_MEMORY_SHARE = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """What the command line says. `None`: decide at start."""
+
+    worker_id: str
+    model_folder: Path
+    kvstore_address: str | None = None
+    device: str = "auto"
+    data_type: DataType | None = None
+    device_memory_bytes: int | None = None
+    max_batch_size: int = 32
+    prefill_chunk_tokens: int = 512
+    threads: int | None = None
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_size", "prefill_chunk_tokens", "chunk_tokens"):
+            if getattr(self, name) < 1:
+                raise InvalidArgument(f"{name} must be at least 1", field=name)
+        if not 1 <= len(self.worker_id) <= 64:
+            raise InvalidArgument("worker_id must have 1 to 64 characters", field="worker_id")
+
+
+@dataclass(slots=True)
+class LoadedWorker:
+    """A worker that can serve. `profile` is replaced when it measures anew."""
+
+    worker_id: str
+    instance_id: bytes
+    model_folder: Path
+    engine: Engine
+    runtime: Runtime
+    store: StoreClient | None
+    profile: Profile
+    device_description: str
+    steps: int = 0
+
+
+async def load_worker(options: WorkerOptions) -> LoadedWorker:
+    """Everything between the command line and readiness.
+
+    Raises InvalidArgument (checkpoint, device), ResourceExhausted (memory),
+    FailedPrecondition (the store holds another model), Unavailable (no store).
+    """
+    device = choose_device(options.device)
+    if options.threads is not None and device.type == "cpu":
+        torch.set_num_threads(options.threads)
+    config = read_config(options.model_folder)
+    shape = ModelShape.from_config(
+        config, name=model_name(options.model_folder), data_type=options.data_type
+    )
+    store: StoreClient | None = None
+    if options.kvstore_address is None:
+        layout = ArenaLayout.of(shape, chunk_tokens=options.chunk_tokens, has_activations=False)
+    else:
+        store = StoreClient(options.kvstore_address, f"worker-{options.worker_id}")
+        layout = await store.layout()
+        await asyncio.to_thread(_check_layout, layout, shape, options.model_folder)
+    engine, profile, description = await asyncio.to_thread(
+        _build_engine, options, shape, layout, device
+    )
+    if store is not None:
+        await store.start(layout)
+    runtime = Runtime(engine, store)
+    runtime.start()
+    return LoadedWorker(
+        worker_id=options.worker_id,
+        instance_id=os.urandom(16),
+        model_folder=options.model_folder,
+        engine=engine,
+        runtime=runtime,
+        store=store,
+        profile=profile,
+        device_description=description,
+    )
+
+
+def choose_device(text: str) -> torch.device:
+    """`cpu`, `cuda`, `cuda:N` or `auto` (a GPU when there is one). Raises InvalidArgument."""
+    if text == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(text)
+    except RuntimeError as error:
+        raise InvalidArgument(f"{text!r} is not a device", field="device") from error
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidArgument(f"device {text!r} is neither cpu nor cuda", field="device")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise InvalidArgument(
+                f"device {text!r} does not exist: PyTorch sees {count} CUDA devices",
+                field="device",
+            )
+        return torch.device("cuda", device.index or 0)
+    return device
+
+
+def _check_layout(layout: ArenaLayout, shape: ModelShape, folder: Path) -> None:
+    """The store must have been made for exactly this checkpoint and dtype."""
+    expected = ArenaLayout.of(
+        shape,
+        chunk_tokens=layout.chunk_tokens,
+        has_activations=layout.has_activations,
+        model_fingerprint=model_fingerprint(folder),
+    )
+    if expected.layout_hash != layout.layout_hash:
+        differing = [
+            name
+            for name in ArenaLayout.__dataclass_fields__
+            if getattr(expected, name) != getattr(layout, name)
+        ]
+        raise FailedPrecondition(
+            f"the KV store was made for another model: {', '.join(differing)} differ",
+            reason="LAYOUT_MISMATCH",
+        )
+
+
+def _build_engine(
+    options: WorkerOptions, shape: ModelShape, layout: ArenaLayout, device: torch.device
+) -> tuple[Engine, Profile, str]:
+    budget = _budget(options, shape, device)
+    # The plan is made before the weights are read: a budget that cannot hold
+    # them is said at once, not after minutes of loading.
+    plan = _divide(options, shape, layout, budget, shape.weight_bytes)
+    model = Decoder.load(options.model_folder, device=device, dtype=TORCH_TYPES[shape.data_type])
+    plan = _divide(options, shape, layout, budget, model.weight_bytes)
+    cache = DeviceCache(layout, plan, device)
+    tokenizer = Tokenizer.load(options.model_folder)
+    engine = Engine(
+        model,
+        cache,
+        max_batch_size=options.max_batch_size,
+        prefill_chunk_tokens=options.prefill_chunk_tokens,
+        eos_token_ids=eos_token_ids(options.model_folder),
+        tokenizer=tokenizer,
+    )
+    description = describe_device(device)
+    profile = measure(model, device, description)
+    log.info(
+        "%s on %s: weights %s, cache %s in %d pages",
+        shape.name,
+        description,
+        format_size(plan.weight_bytes),
+        format_size(plan.cache_capacity_bytes),
+        plan.page_count,
+    )
+    return engine, profile, description
+
+
+def _divide(
+    options: WorkerOptions, shape: ModelShape, layout: ArenaLayout, budget: int, weights: int
+) -> MemoryPlan:
+    return divide(
+        shape,
+        layout,
+        budget_bytes=budget,
+        weight_bytes=weights,
+        max_batch_size=options.max_batch_size,
+        prefill_chunk_tokens=options.prefill_chunk_tokens,
+    )
+
+
+def _budget(options: WorkerOptions, shape: ModelShape, device: torch.device) -> int:
+    if options.device_memory_bytes is not None:
+        return options.device_memory_bytes
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(GPU_MEMORY_SHARE * free)
+    return shape.weight_bytes + int(CPU_MEMORY_SHARE * memory_facts().usable_bytes)
+
+
+def describe_device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device} {torch.cuda.get_device_name(device)}"
+    threads = torch.get_num_threads()
+    return f"cpu ({threads} thread{'s' if threads > 1 else ''})"
+

@@ -1,0 +1,302 @@
+"""The worker's end of the KV store: one session, kept alive, attached again when lost.
+
+Control calls only; bytes go through `ArenaTensors`. All methods run on the
+event loop. A store that is away costs reuse, never a request: `connection` is
+None then, and callers go on without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+
+from splitpoint.arena import Arena
+from splitpoint.convert import layout_from_proto
+from splitpoint.errors import InvalidArgument, SplitpointError, Unavailable
+from splitpoint.rpc import error_of, open_channel
+from splitpoint.shapes import ArenaLayout
+from splitpoint.v1 import kvstore_pb2 as pb
+from splitpoint.v1 import kvstore_pb2_grpc, types_pb2
+from worker_service.arena_tensors import ArenaTensors, StoredChunk
+
+log = logging.getLogger(__name__)
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+
+CALL_SECONDS = 10.0
+REATTACH_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """One session and the arena mapped for it. Handles are valid within it only."""
+
+    session_id: bytes
+    epoch: int
+    lease_seconds: float
+    tensors: ArenaTensors
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest cached prefix, leased. `cached_tokens` may end inside the last chunk."""
+
+    connection: Connection
+    cached_tokens: int
+    chunks: tuple[StoredChunk, ...]
+    lease_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenChunk:
+    """A slot whose payload is in place, ready to be sealed."""
+
+    slot: int
+    generation: int
+    parent_key: bytes
+    token_ids: tuple[int, ...]
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    chunks: tuple[StoredChunk, ...]
+    lease_id: int
+
+
+class StoreClient:
+    """Attach with `start`, which also learns the layout; end with `close`."""
+
+    def __init__(self, address: str, client_name: str, *, layout_hash: bytes = b"") -> None:
+        self.address = address
+        self.client_name = client_name
+        self.connection: Connection | None = None
+        self._layout_hash = layout_hash
+        self._channel = open_channel(address)
+        self._stub = kvstore_pb2_grpc.KvStoreServiceStub(self._channel)
+        self._request_numbers = itertools.count(1)
+        self._keeper: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
+
+    async def layout(self, timeout: float = 30.0) -> ArenaLayout:
+        """The store's layout, without attaching; waits for the store to be there."""
+        try:
+            stats = await self._stub.GetStats(
+                pb.GetStatsRequest(), timeout=timeout, wait_for_ready=True
+            )
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+        return layout_from_proto(stats.layout)
+
+    async def start(self, layout: ArenaLayout) -> None:
+        """Attach and keep the session alive. Raises what Attach raises."""
+        self._layout_hash = layout.layout_hash
+        self.connection = await self._attach(previous=b"")
+        self._keeper = asyncio.create_task(self._keep(), name="store-keep-alive")
+
+    async def close(self) -> None:
+        """End the session; the store frees what it held."""
+        self._closing.set()
+        if self._keeper is not None:
+            await self._keeper
+        await self._channel.close()
+
+    # -- calls ------------------------------------------------------------------
+
+    async def match(self, salt: bytes, token_ids: Sequence[int]) -> Match:
+        """Lease the longest cached prefix of the tokens."""
+        connection = self._require()
+        answer = await self._call(
+            self._stub.Match,
+            pb.MatchRequest(
+                session_id=connection.session_id,
+                request_id=self._request_id(),
+                tenant_salt=salt,
+                token_ids=token_ids,
+            ),
+        )
+        chunks = tuple(
+            _stored(handle, key)
+            for handle, key in zip(answer.chunks, answer.chunk_keys, strict=True)
+        )
+        return Match(connection, answer.cached_tokens, chunks, answer.lease_id)
+
+    async def reserve(self, connection: Connection, slot_count: int) -> list[tuple[int, int]]:
+        """Granted (slot, generation) pairs, in as few contiguous runs as there are."""
+        answer = await self._call(
+            self._stub.Reserve,
+            pb.ReserveRequest(
+                session_id=connection.session_id,
+                request_id=self._request_id(),
+                slot_count=slot_count,
+            ),
+        )
+        return [
+            (run.first_slot + index, generation)
+            for run in answer.runs
+            for index, generation in enumerate(run.generations)
+        ]
+
+    async def seal(
+        self, connection: Connection, salt: bytes, chunks: Sequence[WrittenChunk], lease_id: int
+    ) -> Sealed:
+        """Publish written slots; they stay leased until `release`."""
+        answer = await self._call(
+            self._stub.Seal,
+            pb.SealRequest(
+                session_id=connection.session_id,
+                request_id=self._request_id(),
+                tenant_salt=salt,
+                chunks=[
+                    pb.SealChunk(
+                        slot=chunk.slot,
+                        generation=chunk.generation,
+                        parent_key=chunk.parent_key,
+                        token_ids=chunk.token_ids,
+                        checksum=chunk.checksum,
+                    )
+                    for chunk in chunks
+                ],
+                lease_id=lease_id,
+                keep_leased=True,
+            ),
+        )
+        sealed = tuple(_stored(chunk.handle, chunk.key) for chunk in answer.chunks)
+        return Sealed(sealed, answer.lease_id)
+
+    async def release(
+        self,
+        connection: Connection,
+        *,
+        lease_ids: Sequence[int] = (),
+        slots: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """Give up leases and unwritten slots of this connection's session."""
+        lease_ids = [lease_id for lease_id in lease_ids if lease_id]
+        if not lease_ids and not slots:
+            return
+        await self._call(
+            self._stub.Release,
+            pb.ReleaseRequest(
+                session_id=connection.session_id,
+                request_id=self._request_id(),
+                lease_ids=lease_ids,
+                slots=[
+                    types_pb2.SlotHandle(slot=slot, generation=generation)
+                    for slot, generation in slots
+                ],
+            ),
+        )
+
+    # -- the session --------------------------------------------------------------
+
+    async def _attach(self, previous: bytes) -> Connection:
+        answer = await self._call(
+            self._stub.Attach,
+            pb.AttachRequest(
+                client_name=self.client_name,
+                process_id=os.getpid(),
+                process_start_ticks=process_start_ticks(),
+                layout_hash=self._layout_hash,
+                previous_session_id=previous,
+            ),
+        )
+        arena = Arena.attach(
+            Path(answer.arena_path),
+            layout=layout_from_proto(answer.layout),
+            slot_count=answer.slot_count,
+            instance_id=answer.instance_id,
+            epoch=answer.epoch,
+        )
+        return Connection(
+            session_id=answer.session_id,
+            epoch=answer.epoch,
+            lease_seconds=answer.lease_duration.ToTimedelta().total_seconds(),
+            tensors=ArenaTensors(arena),
+        )
+
+    async def _keep(self) -> None:
+        """Hold the session until closing; when it is lost, attach again and say so."""
+        while not self._closing.is_set():
+            connection = self.connection
+            if connection is None:
+                raise RuntimeError("keep-alive without a session")
+            await self._hold(connection)
+            if self._closing.is_set():
+                return
+            self.connection = None
+            log.warning("the KV store session was lost: serving without cached prefixes")
+            self.connection = await self._reattach(connection.session_id)
+            if self.connection is not None:
+                log.warning("attached to the KV store again, epoch %d", self.connection.epoch)
+
+    async def _hold(self, connection: Connection) -> None:
+        """One KeepAlive stream, until it breaks or the client closes."""
+
+        async def beats() -> AsyncIterator[pb.KeepAliveRequest]:
+            while not self._closing.is_set():
+                yield pb.KeepAliveRequest(session_id=connection.session_id)
+                try:
+                    async with asyncio.timeout(connection.lease_seconds / 3):
+                        await self._closing.wait()
+                except TimeoutError:
+                    continue
+
+        try:
+            async for _ in self._stub.KeepAlive(beats()):
+                pass
+        except grpc.RpcError as error:
+            log.warning("KeepAlive ended: %s", error_of(error).message)
+
+    async def _reattach(self, previous: bytes) -> Connection | None:
+        for attempt in itertools.count():
+            delay = REATTACH_SECONDS[min(attempt, len(REATTACH_SECONDS) - 1)]
+            try:
+                async with asyncio.timeout(delay):
+                    await self._closing.wait()
+                return None
+            except TimeoutError:
+                pass
+            try:
+                return await self._attach(previous)
+            except InvalidArgument:
+                previous = b""
+            except SplitpointError as error:
+                log.info("attaching again failed: %s", error.message)
+        return None
+
+    def _require(self) -> Connection:
+        if self.connection is None:
+            raise Unavailable("the KV store is away", reason="STORE_LOST")
+        return self.connection
+
+    def _request_id(self) -> bytes:
+        return next(self._request_numbers).to_bytes(8, "little")
+
+    async def _call(
+        self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Response], request: Request
+    ) -> Response:
+        try:
+            return await method(request, timeout=CALL_SECONDS)
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+
+
+def process_start_ticks() -> int:
+    """Start time of this process in clock ticks since boot (/proc/self/stat field 22)."""
+    stat = Path("/proc/self/stat").read_text()
+    # The command name, field 2, may hold spaces and parentheses.
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+def _stored(handle: types_pb2.SlotHandle, key: bytes) -> StoredChunk:
+    return StoredChunk(handle.slot, handle.generation, handle.token_count, key)

@@ -1,0 +1,128 @@
+"""Between the Run stream's messages and the engine's values; validates what comes in."""
+
+from __future__ import annotations
+
+from splitpoint.convert import method_to_proto, plan_from_proto
+from splitpoint.errors import InvalidArgument, SplitpointError
+from splitpoint.keys import SALT_LIMIT
+from splitpoint.shapes import ModelShape
+from splitpoint.v1 import types_pb2, worker_pb2
+from worker_service.messages import FinishEvent, StepOutput
+from worker_service.sampling import Sampling
+from worker_service.sequence import Admission
+
+_REASONS = {
+    "stop": types_pb2.FINISH_REASON_STOP,
+    "length": types_pb2.FINISH_REASON_LENGTH,
+    "cancelled": types_pb2.FINISH_REASON_CANCELLED,
+}
+
+
+def admission_from(
+    command: worker_pb2.AdmitCommand, shape: ModelShape, *, has_activations: bool
+) -> Admission:
+    """The engine's form of a command. Raises InvalidArgument naming the field."""
+    prompt = tuple(command.prompt_token_ids)
+    delivered = tuple(command.delivered_token_ids)
+    if not 1 <= len(command.request_id) <= 64:
+        raise InvalidArgument("request_id must have 1 to 64 characters", field="admit.request_id")
+    if not prompt:
+        raise InvalidArgument("the prompt is empty", field="admit.prompt_token_ids")
+    for field, ids in (("prompt_token_ids", prompt), ("delivered_token_ids", delivered)):
+        if ids and not (min(ids) >= 0 and max(ids) < shape.vocabulary_size):
+            raise InvalidArgument(
+                f"token ids must be in [0, {shape.vocabulary_size})", field=f"admit.{field}"
+            )
+    if len(command.tenant_salt) > SALT_LIMIT:
+        raise InvalidArgument(f"more than {SALT_LIMIT} bytes", field="admit.tenant_salt")
+    sampling = Sampling.from_proto(command.sampling)
+    if sampling.max_tokens < 1:
+        raise InvalidArgument("must be above 0", field="admit.sampling.max_tokens")
+    if len(delivered) >= sampling.max_tokens:
+        raise InvalidArgument(
+            "as many tokens were delivered as were asked for", field="admit.delivered_token_ids"
+        )
+    if len(prompt) + sampling.max_tokens > shape.context_length:
+        raise InvalidArgument(
+            f"{len(prompt)} prompt tokens and {sampling.max_tokens} new ones exceed the context "
+            f"of {shape.context_length}",
+            field="admit.prompt_token_ids",
+        )
+    plan = plan_from_proto(command.plan)
+    split = plan.split_tokens
+    if command.HasField("forced_split_tokens"):
+        split = command.forced_split_tokens
+    if split < 0:
+        raise InvalidArgument("must be at least 0", field="admit.forced_split_tokens")
+    if split > 0 and not has_activations:
+        raise InvalidArgument(
+            "the store holds no activations: only split 0 is possible",
+            field="admit.forced_split_tokens",
+            reason="NO_ACTIVATIONS",
+        )
+    return Admission(
+        request_id=command.request_id,
+        attempt=command.attempt,
+        prompt=prompt,
+        delivered=delivered,
+        sampling=sampling,
+        residency=plan.residency,
+        split_tokens=split,
+        salt=command.tenant_salt,
+    )
+
+
+def response_from(output: StepOutput, step: int) -> worker_pb2.RunResponse:
+    """One message for one step's output."""
+    response = worker_pb2.RunResponse(
+        step=step,
+        running_count=output.running_count,
+        cache_used_bytes=output.cache_used_bytes,
+    )
+    for event in output.tokens:
+        request_id, attempt = event.key
+        token = response.tokens.add(
+            request_id=request_id,
+            attempt=attempt,
+            first_index=event.index,
+            token_ids=[event.choice.token_id],
+        )
+        if event.choice.logprob is not None:
+            token.logprobs.add(
+                chosen_logprob=event.choice.logprob,
+                top=[
+                    types_pb2.TokenLogprob(token_id=token_id, logprob=logprob)
+                    for token_id, logprob in event.choice.top_logprobs
+                ],
+            )
+    for restore in output.restores:
+        request_id, attempt = restore.key
+        response.restores.add(
+            request_id=request_id,
+            attempt=attempt,
+            cached_tokens=restore.cached_tokens,
+            split_tokens=restore.split_tokens,
+            method=method_to_proto(restore.method),
+            restore_seconds=restore.seconds,
+        )
+    response.finishes.extend(finish_from(event) for event in output.finishes)
+    return response
+
+
+def finish_from(event: FinishEvent) -> worker_pb2.RequestFinish:
+    request_id, attempt = event.key
+    finish = worker_pb2.RequestFinish(request_id=request_id, attempt=attempt)
+    if event.error is not None:
+        finish.error_code = event.error.code
+        finish.error_message = event.error.message
+    else:
+        finish.reason = _REASONS[event.reason]
+        finish.matched_stop = event.matched_stop
+    return finish
+
+
+def refusal(
+    command: worker_pb2.AdmitCommand, error: SplitpointError
+) -> FinishEvent:
+    """The end of a request that was never admitted."""
+    return FinishEvent((command.request_id, command.attempt), error=error)

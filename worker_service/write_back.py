@@ -1,0 +1,240 @@
+"""Writes finished chunks back to the store in the background, in order.
+
+Each sequence has a chain: its chunks are reserved, copied, checksummed and
+sealed front to back, since a chunk's key contains its parent's. Copies run on
+one thread off the event loop. A chain that fails stops storing and says why;
+the request goes on without reuse.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from splitpoint.errors import FailedPrecondition, SplitpointError
+from splitpoint.keys import chunk_key
+from worker_service.arena_tensors import ArenaTensors, StoredChunk
+from worker_service.device_cache import DeviceCache
+from worker_service.store_client import Connection, Match, StoreClient, WrittenChunk
+
+log = logging.getLogger(__name__)
+
+# Chunks per Reserve/Seal: enough to amortise the calls, few enough that a long
+# prefill's first chunks are sealed while its last ones are computed.
+BATCH_CHUNKS = 32
+
+SequenceKey = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class WriteJob:
+    """One chunk that is complete on the device. `ready` is set once its kernels ran."""
+
+    chunk_index: int
+    page: int
+    input_page: int | None
+    token_ids: tuple[int, ...]
+    ready: torch.cuda.Event | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChunksStored:
+    """Command to the engine: chunks from `first_chunk` on are sealed and leased."""
+
+    key: SequenceKey
+    first_chunk: int
+    chunks: tuple[StoredChunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFailed:
+    """Command to the engine: nothing more of this sequence will be stored."""
+
+    key: SequenceKey
+    error: SplitpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """Command to the engine: no copy touches this sequence's pages any more."""
+
+    key: SequenceKey
+
+
+@dataclass(slots=True, eq=False)
+class _Chain:
+    key: SequenceKey
+    salt: bytes
+    connection: Connection
+    parent_key: bytes
+    lease_ids: list[int]
+    jobs: deque[WriteJob] = field(default_factory=deque)
+    writer: asyncio.Task[None] | None = None
+    failed: bool = False
+
+
+class WriteBack:
+    """All chains of one worker. Methods run on the event loop, except the copies."""
+
+    def __init__(
+        self,
+        store: StoreClient,
+        cache: DeviceCache,
+        post: Callable[[ChunksStored | WriteFailed | Flushed], None],
+    ) -> None:
+        self._store = store
+        self._cache = cache
+        self._post = post
+        self._chains: dict[SequenceKey, _Chain] = {}
+        self._closers: set[asyncio.Task[None]] = set()
+        self._lane = ThreadPoolExecutor(1, thread_name_prefix="write-back")
+
+    @property
+    def chain_count(self) -> int:
+        return len(self._chains)
+
+    def open(self, key: SequenceKey, salt: bytes, match: Match, cached_tokens: int) -> None:
+        """Begin a chain after the first `cached_tokens`, which the match holds."""
+        full = cached_tokens // self._cache.layout.chunk_tokens
+        self._chains[key] = _Chain(
+            key=key,
+            salt=salt,
+            connection=match.connection,
+            parent_key=match.chunks[full - 1].key if full else b"",
+            lease_ids=[match.lease_id],
+        )
+
+    def submit(self, key: SequenceKey, jobs: Sequence[WriteJob]) -> None:
+        """Queue chunks, in sequence order. A failed chain drops them: it said so."""
+        chain = self._chains[key]
+        if chain.failed:
+            return
+        chain.jobs.extend(jobs)
+        if chain.writer is None or chain.writer.done():
+            chain.writer = asyncio.create_task(self._write(chain), name=f"write-back {key[0]}")
+
+    def flush(self, key: SequenceKey) -> None:
+        """Write what is queued, end the chain, release its leases, then say Flushed."""
+        task = asyncio.create_task(self._close_chain(key), name=f"flush {key[0]}")
+        self._closers.add(task)
+        task.add_done_callback(self._closers.discard)
+
+    async def close(self) -> None:
+        """Wait for everything queued."""
+        while self._closers:
+            await asyncio.gather(*self._closers)
+        for key in list(self._chains):
+            await self._close_chain(key)
+        self._lane.shutdown()
+
+    async def _close_chain(self, key: SequenceKey) -> None:
+        chain = self._chains.pop(key, None)
+        if chain is not None:
+            if chain.writer is not None:
+                await chain.writer
+            try:
+                await self._store.release(chain.connection, lease_ids=chain.lease_ids)
+            except SplitpointError as error:
+                # The session is gone, and its leases with it.
+                log.warning("releasing the leases of %s failed: %s", key[0], error.message)
+        self._post(Flushed(key))
+
+    async def _write(self, chain: _Chain) -> None:
+        while chain.jobs:
+            jobs = [chain.jobs.popleft() for _ in range(min(BATCH_CHUNKS, len(chain.jobs)))]
+            try:
+                stored = await self._store_chunks(chain, jobs)
+            except SplitpointError as error:
+                log.warning(
+                    "%s: chunks from %d on are not stored: %s",
+                    chain.key[0],
+                    jobs[0].chunk_index,
+                    error.message,
+                )
+                chain.failed = True
+                chain.jobs.clear()
+                self._post(WriteFailed(chain.key, error))
+                return
+            self._post(ChunksStored(chain.key, jobs[0].chunk_index, stored))
+
+    async def _store_chunks(
+        self, chain: _Chain, jobs: Sequence[WriteJob]
+    ) -> tuple[StoredChunk, ...]:
+        if self._store.connection is not chain.connection:
+            raise FailedPrecondition("the KV store session changed", reason="STORE_LOST")
+        granted = await self._store.reserve(chain.connection, len(jobs))
+        try:
+            checksums = await asyncio.get_running_loop().run_in_executor(
+                self._lane,
+                copy_chunks,
+                self._cache,
+                chain.connection.tensors,
+                jobs,
+                [slot for slot, _ in granted],
+            )
+            written = self._chain_keys(chain, jobs, granted, checksums)
+            answer = await self._store.seal(
+                chain.connection, chain.salt, written, chain.lease_ids[-1]
+            )
+        except BaseException:
+            # Sealed slots among them are no longer granted: releasing is idempotent.
+            await self._store.release(chain.connection, slots=granted)
+            raise
+        if answer.lease_id not in chain.lease_ids:
+            chain.lease_ids.append(answer.lease_id)
+        if len(jobs[-1].token_ids) == self._cache.layout.chunk_tokens:
+            chain.parent_key = answer.chunks[-1].key
+        return answer.chunks
+
+    def _chain_keys(
+        self,
+        chain: _Chain,
+        jobs: Sequence[WriteJob],
+        granted: Sequence[tuple[int, int]],
+        checksums: Sequence[int],
+    ) -> list[WrittenChunk]:
+        """Name each chunk's parent; the store works the keys out again and compares."""
+        parent = chain.parent_key
+        written = []
+        for job, (slot, generation), checksum in zip(jobs, granted, checksums, strict=True):
+            written.append(WrittenChunk(slot, generation, parent, job.token_ids, checksum))
+            parent = chunk_key(
+                self._cache.layout.layout_hash, chain.salt, parent, job.token_ids
+            )
+        return written
+
+
+def copy_chunks(
+    cache: DeviceCache, tensors: ArenaTensors, jobs: Sequence[WriteJob], slots: Sequence[int]
+) -> list[int]:
+    """Copy pages into granted slots, all planes; returns each slot's checksum.
+
+    Rows past a chunk's tokens are written as zeros: the payload of a slot is a
+    function of its tokens alone.
+    """
+    for job in jobs:
+        if job.ready is not None:
+            job.ready.synchronize()
+    planes = [
+        (tensors.keys, cache.keys, 1),
+        (tensors.values, cache.values, 1),
+    ]
+    if tensors.inputs:
+        planes.append((tensors.inputs, cache.inputs, 0))
+    for job, slot in zip(jobs, slots, strict=True):
+        rows = len(job.token_ids)
+        for targets, sources, row_axis in planes:
+            page = job.page if row_axis == 1 else job.input_page
+            if page is None:
+                raise RuntimeError(f"chunk {job.chunk_index} has no activations to store")
+            for target, source in zip(targets, sources, strict=True):
+                target[slot].copy_(source[page])
+                if rows < cache.layout.chunk_tokens:
+                    target[slot].narrow(row_axis, rows, cache.layout.chunk_tokens - rows).zero_()
+    return [tensors.arena.checksum(slot) for slot in slots]
