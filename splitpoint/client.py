@@ -17,6 +17,7 @@ Nothing else is ever repeated, and nothing after the first token.
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -174,6 +175,55 @@ def _not_ready(address: str, seconds: float) -> DeadlineExceeded:
 _ENDED_EARLY = "the stream ended without its final message"
 
 
+# Functions, not methods: a generator that held its Generation would make a
+# cycle, and a loop left with `break` would cancel only when the collector runs.
+# The Completion is yielded when the call is over, so its status has been seen.
+def _receive(call: Any) -> Iterator[Event]:
+    builder = CompletionBuilder()
+    completion = None
+    try:
+        for message in call:
+            for event in builder.events(message):
+                if isinstance(event, Completion):
+                    completion = event
+                else:
+                    yield event
+    except grpc.RpcError as error:
+        raise rpc.error_of(error) from error
+    finally:
+        _cancel(call)
+    if completion is None:
+        raise Internal(_ENDED_EARLY)
+    yield completion
+
+
+async def _receive_async(call: Any) -> AsyncIterator[Event]:
+    builder = CompletionBuilder()
+    completion = None
+    try:
+        async for message in call:
+            for event in builder.events(message):
+                if isinstance(event, Completion):
+                    completion = event
+                else:
+                    yield event
+    except grpc.RpcError as error:
+        raise rpc.error_of(error) from error
+    finally:
+        _cancel(call)
+    if completion is None:
+        raise Internal(_ENDED_EARLY)
+    yield completion
+
+
+def _cancel(call: Any) -> None:
+    """Without effect on a call that is over."""
+    # At interpreter exit gRPC's threads may have died holding its locks; the
+    # connection ends with the process anyway.
+    if not sys.is_finalizing():
+        call.cancel()
+
+
 class Generation:
     """One running generation: iterate it for events, or `complete()` it.
 
@@ -183,29 +233,13 @@ class Generation:
 
     def __init__(self, call: Any) -> None:
         self._call = call
-        self._events = self._receive()
+        self._events = _receive(call)
 
     def __iter__(self) -> Iterator[Event]:
         return self._events
 
     def __next__(self) -> Event:
         return next(self._events)
-
-    def _receive(self) -> Iterator[Event]:
-        builder = CompletionBuilder()
-        ended = False
-        try:
-            for message in self._call:
-                for event in builder.events(message):
-                    ended = isinstance(event, Completion)
-                    yield event
-            if not ended:
-                raise Internal(_ENDED_EARLY)
-        except grpc.RpcError as error:
-            raise rpc.error_of(error) from error
-        finally:
-            # Without effect on a call that is over.
-            self._call.cancel()
 
     def complete(self) -> Completion:
         """Wait for the whole answer (what was not yet iterated included)."""
@@ -215,7 +249,8 @@ class Generation:
         raise Internal("this generation was closed or read to its end before")
 
     def close(self) -> None:
-        self._call.cancel()
+        """Cancel the request, if it still runs. Any thread or signal handler may call this."""
+        _cancel(self._call)
 
     def __enter__(self) -> Self:
         return self
@@ -317,28 +352,13 @@ class AsyncGeneration:
 
     def __init__(self, call: Any) -> None:
         self._call = call
-        self._events = self._receive()
+        self._events = _receive_async(call)
 
     def __aiter__(self) -> AsyncIterator[Event]:
         return self._events
 
     async def __anext__(self) -> Event:
         return await anext(self._events)
-
-    async def _receive(self) -> AsyncIterator[Event]:
-        builder = CompletionBuilder()
-        ended = False
-        try:
-            async for message in self._call:
-                for event in builder.events(message):
-                    ended = isinstance(event, Completion)
-                    yield event
-            if not ended:
-                raise Internal(_ENDED_EARLY)
-        except grpc.RpcError as error:
-            raise rpc.error_of(error) from error
-        finally:
-            self._call.cancel()
 
     async def complete(self) -> Completion:
         """Wait for the whole answer (what was not yet iterated included)."""
@@ -348,7 +368,7 @@ class AsyncGeneration:
         raise Internal("this generation was closed or read to its end before")
 
     async def close(self) -> None:
-        self._call.cancel()
+        _cancel(self._call)
 
     async def __aenter__(self) -> Self:
         return self

@@ -23,9 +23,9 @@ _METHODS = {
     RestoreMethod.SPLIT: pb.RESTORE_METHOD_SPLIT,
     RestoreMethod.RECOMPUTE: pb.RESTORE_METHOD_RECOMPUTE,
 }
-_DATA_TYPES_BACK = {number: value for value, number in _DATA_TYPES.items()}
-_RESIDENCIES_BACK = {number: value for value, number in _RESIDENCIES.items()}
-_METHODS_BACK = {number: value for value, number in _METHODS.items()}
+_DATA_TYPES_BACK: dict[int, DataType] = {number: value for value, number in _DATA_TYPES.items()}
+_RESIDENCIES_BACK: dict[int, Residency] = {number: value for value, number in _RESIDENCIES.items()}
+_METHODS_BACK: dict[int, RestoreMethod] = {number: value for value, number in _METHODS.items()}
 
 
 def data_type_to_proto(value: DataType) -> pb.DataType:
@@ -34,7 +34,7 @@ def data_type_to_proto(value: DataType) -> pb.DataType:
 
 def data_type_from_proto(number: int) -> DataType:
     try:
-        return _DATA_TYPES_BACK[pb.DataType.ValueType(number)]
+        return _DATA_TYPES_BACK[number]
     except KeyError:
         raise InvalidArgument(f"unknown data type {number}", field="data_type") from None
 
@@ -46,7 +46,7 @@ def residency_to_proto(value: Residency) -> pb.Residency:
 def residency_from_proto(number: int) -> Residency:
     """Raises InvalidArgument for anything but resident and streamed."""
     try:
-        return _RESIDENCIES_BACK[pb.Residency.ValueType(number)]
+        return _RESIDENCIES_BACK[number]
     except KeyError:
         raise InvalidArgument(f"unknown residency {number}", field="residency") from None
 
@@ -57,7 +57,7 @@ def method_to_proto(value: RestoreMethod) -> pb.RestoreMethod:
 
 def method_from_proto(number: int) -> RestoreMethod:
     try:
-        return _METHODS_BACK[pb.RestoreMethod.ValueType(number)]
+        return _METHODS_BACK[number]
     except KeyError:
         raise InvalidArgument(f"unknown restore method {number}", field="method") from None
 

@@ -339,6 +339,10 @@ def _encode(handler: Any, message: Any) -> bytes:
 async def _abort(context: _Context, method: str, error: Exception) -> NoReturn:
     if isinstance(error, grpc.aio.AbortError):
         raise error  # the handler has answered by itself
+    if isinstance(error, grpc.aio.InternalError):
+        # A message could not be sent: the peer has gone, and with it whoever
+        # could be answered. For gRPC, too, that is a cancellation.
+        raise asyncio.CancelledError from error
     if not isinstance(error, SplitpointError):
         incident = secrets.token_hex(8)
         _log.error("incident %s in %s", incident, method, exc_info=error)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from splitpoint.errors import SplitpointError
-from splitpoint_cli import bench, generate, plan, status, up
+from splitpoint_cli import bench, down, generate, plan, status, up
 from splitpoint_cli.output import EXIT_HELP, exit_code, print_error
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(up.up)
+app.command()(down.down)
 app.command()(generate.generate)
 app.command()(plan.plan)
 app.command()(status.status)

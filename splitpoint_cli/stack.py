@@ -16,7 +16,9 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import DataType, ModelShape, read_config
 from splitpoint_cli.supervisor import ServiceCommand
 
-# A worker lets running requests finish, then waits for write-back.
+# Longer than the grace the services themselves give running requests; a worker
+# also waits for write-back.
+_SCHEDULER_STOP_SECONDS = 15.0
 _WORKER_STOP_SECONDS = 40.0
 _LOAD_SECONDS = 600.0  # a large checkpoint from a cold disk
 _MOST_DEFAULT_HOST_MEMORY = 8 << 30
@@ -82,7 +84,7 @@ def plan_stack(options: StackOptions) -> Stack:
     folder = resolve_model(options.model)
     shape = model_shape(folder, options.dtype)
     devices = choose_devices(options.device, options.workers)
-    instance = config.check_instance(options.instance or _instance_of(listen))
+    instance = config.check_instance(options.instance or instance_of(listen))
     runtime = config.runtime_directory(instance)
     arena = config.arena_path(instance)
     store_address = config.check_address(f"unix:{runtime}/store.sock")
@@ -137,8 +139,11 @@ def plan_stack(options: StackOptions) -> Stack:
             *("--model", str(folder)),
             *_given("--queue-capacity", options.queue_capacity),
             *("--residency", options.residency),
+            # Chunk keys depend on this secret: a kept arena is of use only with it.
+            *(["--server-key-file", str(arena.parent / "key")] if options.keep_arena else []),
             *common,
         ],
+        stop_seconds=_SCHEDULER_STOP_SECONDS,
     )
     return Stack(
         model=folder,
@@ -233,7 +238,7 @@ def default_threads(devices: tuple[str, ...], device: str) -> int | None:
     return max(1, config.available_cores() // devices.count("cpu"))
 
 
-def _instance_of(listen: str) -> str:
+def instance_of(listen: str) -> str:
     """A name that two stacks on one host cannot share by accident: the public port."""
     port = listen.rpartition(":")[2]
     if listen.startswith("unix:") or port == "0":

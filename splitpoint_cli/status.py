@@ -11,7 +11,7 @@ import grpc
 import typer
 from rich.table import Table
 
-from splitpoint import rpc
+from splitpoint import convert, rpc
 from splitpoint.answers import Model, Queue, Worker
 from splitpoint.client import Client
 from splitpoint.config import DEFAULT_ADDRESS, format_size
@@ -122,7 +122,6 @@ def status_json(found: Status) -> dict[str, object]:
         "models": [
             {
                 "name": model.name,
-                "data_type": model.shape.data_type.value,
                 "context_length": model.context_length,
                 "ready_worker_count": model.ready_worker_count,
                 "has_tokenizer": model.has_tokenizer,
@@ -164,6 +163,9 @@ def _store_json(store: Store) -> dict[str, object]:
         return {"address": store.address, "message": store.message}
     return {
         "address": store.address,
+        "data_type": convert.data_type_from_proto(store.stats.layout.data_type).value,
+        "chunk_tokens": store.stats.layout.chunk_tokens,
+        "has_activations": store.stats.layout.has_activations,
         **{name: getattr(store.stats, name) for name in _STORE_FIELDS},
     }
 

@@ -31,6 +31,8 @@ from splitpoint.errors import SplitpointError
 TAIL_LINES = 20
 # Longer lines are cut; a traceback or a log record never needs more.
 _LINE_LIMIT = 64 * 1024
+# For the last lines of a dead child; its pipes close with its process group.
+_READ_SECONDS = 2.0
 _HEADER = re.compile(r"\S+Z (DEBUG|INFO|WARNING|ERROR|CRITICAL) ")
 
 
@@ -94,14 +96,17 @@ class Service:
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.readers: list[asyncio.Task[None]] = []
+        # Set once the process and all of its group are dead and read out.
+        self.gone = asyncio.Event()
 
     @property
     def name(self) -> str:
         return self.command.name
 
     @property
-    def running(self) -> bool:
-        return self.process.returncode is None
+    def status(self) -> int:
+        """Exit status, negative for a signal; only when gone."""
+        return self.process.returncode or 0
 
 
 class Supervisor:
@@ -188,12 +193,16 @@ class Supervisor:
             self._show(LogLine(service.name, line, important))
 
     async def _watch(self, service: Service) -> None:
-        status = await service.process.wait()
-        # What it wrote last explains why it ended; but a grandchild may hold
-        # the pipe open, so the wait is short.
-        await asyncio.wait(service.readers, timeout=1.0)
+        await _process_end(service.process)
+        # asyncio calls a process finished only when its pipes are closed, and
+        # a grandchild may hold them: the whole group goes with its leader.
+        _kill_group(service.process)
+        reaped = asyncio.create_task(service.process.wait())
+        await asyncio.wait([reaped, *service.readers], timeout=_READ_SECONDS)
+        reaped.cancel()
+        service.gone.set()
         if not service.ready.done():
-            service.ready.set_exception(ServiceExited(service.name, status, service.tail))
+            service.ready.set_exception(self._exit_of(service))
             service.ready.exception()  # seen here: nobody may be waiting for it
         if not self._stopping:
             self._exits.put_nowait(service)
@@ -202,9 +211,11 @@ class Supervisor:
 
     async def first_exit(self) -> ServiceExited:
         """Wait until a service ends that nobody stopped, and say which and how."""
-        service = await self._exits.get()
-        status = service.process.returncode
-        return ServiceExited(service.name, 0 if status is None else status, service.tail)
+        return self._exit_of(await self._exits.get())
+
+    @staticmethod
+    def _exit_of(service: Service) -> ServiceExited:
+        return ServiceExited(service.name, service.status, service.tail)
 
     # -- stopping -----------------------------------------------------------------
 
@@ -234,27 +245,49 @@ class Supervisor:
         self._watchers.clear()
 
     async def _stop_one(self, service: Service) -> None:
-        if service.running and not self._hurry.is_set():
-            service.process.terminate()
+        if not service.gone.is_set() and not self._hurry.is_set():
+            try:
+                service.process.terminate()
+            except ProcessLookupError:
+                pass  # it ended just now; its watcher is about to say so
             await self._gone_within(service, service.command.stop_seconds)
-        if service.running:
+        if not service.gone.is_set():
             self._show(LogLine(service.name, "did not stop in time: killed", True))
-        # Also when it is gone: its own children may not be.
-        try:
-            os.killpg(service.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        await service.process.wait()
+            _kill_group(service.process)
+        await service.gone.wait()
 
     async def _gone_within(self, service: Service, seconds: float) -> None:
         waits = [
-            asyncio.create_task(service.process.wait()),
+            asyncio.create_task(service.gone.wait()),
             asyncio.create_task(self._hurry.wait()),
         ]
         await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         for task in waits:
             task.cancel()
         await asyncio.gather(*waits, return_exceptions=True)
+
+
+async def _process_end(process: Process) -> None:
+    """Return when the process has ended, whoever still holds its pipes."""
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except ProcessLookupError:  # ended and reaped already
+        return
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    loop.add_reader(descriptor, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+def _kill_group(process: Process) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # nobody is left in it
 
 
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:

@@ -94,16 +94,19 @@ class StackRunner:
         death = asyncio.create_task(supervisor.first_exit())
         stopped = asyncio.create_task(stop.wait())
         tasks = (starting, death, stopped)
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        over = [task.done() for task in tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if over[1]:
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            has_died, has_started = death.done(), starting.done()
+        finally:
+            # Whatever ended the wait, nothing goes on starting processes.
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if has_died:
             raise death.result()
-        if over[0]:
-            return starting.result()  # its error, if there is one
-        raise Cancelled("stopped while starting")
+        if not has_started:
+            raise Cancelled("stopped while starting")
+        starting.result()  # its error, if there is one
 
     async def _start(self, supervisor: Supervisor) -> None:
         stack = self._stack
@@ -163,6 +166,8 @@ def exclusive(stack: Stack) -> Iterator[None]:
                 f"a stack named {stack.instance} is already running "
                 "(choose another --listen port or --instance)"
             ) from None
+        os.ftruncate(lock, 0)
+        os.write(lock, str(os.getpid()).encode())  # for `splitpoint down`
         for stale in stack.runtime.glob("*.sock"):
             stale.unlink()
         yield
@@ -180,7 +185,8 @@ def _prefix(service: str) -> str:
     return f"[{colour}]{service:>9}[/{colour}] │"
 
 
-async def _run(stack: Stack, verbose: bool) -> int:
+async def run(stack: Stack, *, verbose: bool) -> int:
+    """Run a stack until a signal or a death; returns the exit code."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -197,6 +203,8 @@ async def _run(stack: Stack, verbose: bool) -> int:
                 raise death.result()
             death.cancel()
             err.print("stopping (once more to stop at once) ...")
+    except Cancelled:
+        return 130
     except (ServiceExited, ServiceNotReady) as error:
         if error.tail and not verbose:
             err.print(f"last lines of {error.service}:")
@@ -325,4 +333,4 @@ def up(
         reflection=reflection,
         instance=instance,
     )
-    raise typer.Exit(asyncio.run(_run(plan_stack(options), verbose)))
+    raise typer.Exit(asyncio.run(run(plan_stack(options), verbose=verbose)))

@@ -26,6 +26,9 @@ from worker_service.startup import DEFAULT_CHUNK_TOKENS, WorkerOptions, load_wor
 
 log = logging.getLogger(__name__)
 
+# For streams to end by themselves once everything is drained.
+STOP_SECONDS = 0.5
+
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="worker_service", description=__doc__)
@@ -40,7 +43,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prefill-chunk", type=int, default=512, metavar="N")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads")
     parser.add_argument(
-        "--chunk-tokens", type=int, default=DEFAULT_CHUNK_TOKENS, metavar="N",
+        "--chunk-tokens",
+        type=int,
+        default=DEFAULT_CHUNK_TOKENS,
+        metavar="N",
         help="page size without a store; a store decides otherwise",
     )
     return parser.parse_args(arguments)
@@ -81,7 +87,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     try:
         await _load_and_run(arguments, servicer, health, address, stop)
     finally:
-        await server.stop(0)
+        await server.stop(STOP_SECONDS)
 
 
 async def _load_and_run(
@@ -110,6 +116,7 @@ async def _load_and_run(
     cancelled = await servicer.drain(DRAIN_SECONDS)
     if cancelled:
         log.warning("%d requests were cancelled after %g s", cancelled, DRAIN_SECONDS)
+    servicer.close()
     await worker.runtime.stop()
     stopping.cancel()
     failing.cancel()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from splitpoint.arena import Arena
@@ -60,9 +59,8 @@ class ArenaTensors:
         Readers call it before AND after copying: bytes copied from a slot that
         changed in between must never be used.
         """
-        slots = np.fromiter((chunk.slot for chunk in chunks), np.int64, len(chunks))
-        generations = np.fromiter((chunk.generation for chunk in chunks), np.int64, len(chunks))
-        if not self.arena.is_current(slots.tolist(), generations.tolist()):
+        slots = [chunk.slot for chunk in chunks]
+        if not self.arena.is_current(slots, [chunk.generation for chunk in chunks]):
             raise ChunkLost(
                 "a cached chunk was reused while it was being read", reason="CHUNK_LOST"
             )

@@ -22,7 +22,7 @@ from splitpoint.errors import (
     SplitpointError,
     Unavailable,
 )
-from splitpoint.planner import Residency, RestoreMethod
+from splitpoint.planner import RestoreMethod
 from splitpoint.shapes import chunks_of
 from splitpoint.text import TextStream, Tokenizer
 from worker_service.arena_tensors import ChunkLost, StoredChunk
@@ -43,11 +43,12 @@ from worker_service.messages import (
     TokenEvent,
 )
 from worker_service.model.decoder import Decoder
+from worker_service.paging import Pager
 from worker_service.restore import Puller, restore
 from worker_service.sampling import Choice, NonFiniteLogits, SamplingRow, choose
-from worker_service.sequence import Admission, Sequence
+from worker_service.sequence import Sequence
 from worker_service.store_client import Match
-from worker_service.write_back import ChunksStored, Flushed, SequenceKey, WriteFailed, WriteJob
+from worker_service.write_back import ChunksStored, Flushed, SequenceKey, WriteFailed
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class Engine:
         self.model = model
         self.cache = cache
         self.plan: MemoryPlan = cache.plan
+        self.pager = Pager(cache)
         self.chunk_tokens = cache.layout.chunk_tokens
         self.max_batch_size = max_batch_size
         self.prefill_chunk_tokens = prefill_chunk_tokens
@@ -81,6 +83,7 @@ class Engine:
         self._running: list[Sequence] = []
         # Finished or reset, until write-back lets go of their pages.
         self._flushing: dict[SequenceKey, tuple[Sequence, FinishEvent | None]] = {}
+        self._windows = {layer.window for layer in model.layers}
         self._puller: Puller | None = None
         self._output = StepOutput()
         self._stopped = False
@@ -133,8 +136,10 @@ class Engine:
                 for sequence in self._running:
                     if sequence.admission.request_id == request_id:
                         sequence.paused = paused
-            case ChunksStored():
-                self._chunks_stored(command)
+            case ChunksStored(key):
+                owner = self._find(key)
+                if owner is not None:
+                    self.pager.chunks_stored(owner, command)
             case WriteFailed(key, error):
                 self._write_failed(key, error)
             case Flushed(key):
@@ -164,23 +169,15 @@ class Engine:
         """First come, first served: a request that must wait holds those behind it."""
         while self._waiting and len(self._running) < self.max_batch_size:
             admit = self._waiting[0]
-            claim = self._claim_of(admit.admission)
+            claim = self.pager.claim_of(admit.admission)
             if claim > self.plan.page_count:
                 del self._waiting[0]
-                self._discard(
-                    admit, FinishEvent(admit.admission.key, error=self._too_big(claim))
-                )
+                self._discard(admit, FinishEvent(admit.admission.key, error=self._too_big(claim)))
                 continue
             if not self.cache.try_claim(claim):
                 return
             del self._waiting[0]
             self._running.append(self._begin(admit, claim))
-
-    def _claim_of(self, admission: Admission) -> int:
-        pages = chunks_of(admission.final_tokens, self.chunk_tokens)
-        if admission.residency is Residency.STREAMED:
-            return min(pages, self.plan.streamed_page_count)
-        return pages
 
     def _too_big(self, claim: int) -> ResourceExhausted:
         return ResourceExhausted(
@@ -201,7 +198,11 @@ class Engine:
         admission = admit.admission
         text = None
         if admission.sampling.stop and self.tokenizer is not None:
-            text = TextStream(self.tokenizer, admission.sampling.stop)
+            text = TextStream(
+                self.tokenizer,
+                admission.sampling.stop,
+                min_tokens=admission.sampling.min_tokens,
+            )
         return Sequence(
             admission=admission,
             tokens=[*admission.prompt, *admission.delivered],
@@ -253,13 +254,11 @@ class Engine:
         puller = self._puller_for(match)
         full = cached // self.chunk_tokens
         first = full if sequence.is_streamed else 0
-        sequence.pages = [None] * first
-        sequence.pages += [self.cache.pages.take() for _ in chunks[first:]]
+        self.pager.take_for_prefix(sequence, first, len(chunks))
         restore(puller, chunks, first, split, self.cache.keys, self.cache.values, sequence.pages)
         if cached % self.chunk_tokens and self.cache.inputs:
             # The tail's chunk will be sealed anew with more tokens, X included.
-            page = self.cache.input_pages.take()
-            sequence.input_pages[full] = page
+            page = self.pager.take_input_page(sequence, full)
             puller.pull_inputs(chunks[full], self.cache.inputs, page)
 
     def _report_restore(self, sequence: Sequence, cached: int, split: int, seconds: float) -> None:
@@ -285,33 +284,16 @@ class Engine:
                 continue
             remaining = len(sequence.tokens) - sequence.computed
             if remaining == 1:
-                if self._grow(sequence, 1):
+                if self.pager.grow(sequence, 1):
                     decodes.append(sequence)
             elif budget:
-                count = self._grow(sequence, min(remaining, budget))
+                count = self.pager.grow(sequence, min(remaining, budget))
                 if count:
                     segments.append(Segment(sequence, sequence.computed, count))
                     budget -= count
         if not decodes and not segments:
             return None
-        return build_batch(decodes, segments, self.cache, self.model)
-
-    def _grow(self, sequence: Sequence, count: int) -> int:
-        """Take pages for the next `count` tokens; returns for how many there are pages."""
-        chunk = self.chunk_tokens
-        for index in range(sequence.computed // chunk, chunks_of(sequence.computed + count, chunk)):
-            if index == len(sequence.pages):
-                if not self._may_take_page(sequence):
-                    return max(0, index * chunk - sequence.computed)
-                sequence.pages.append(self.cache.pages.take())
-            if sequence.writes_back and self.cache.inputs and index not in sequence.input_pages:
-                if not self.cache.input_pages.free_count:
-                    return max(0, index * chunk - sequence.computed)
-                sequence.input_pages[index] = self.cache.input_pages.take()
-        return count
-
-    def _may_take_page(self, sequence: Sequence) -> bool:
-        return sequence.device_page_count < sequence.claimed_pages
+        return build_batch(decodes, segments, self.cache, self._windows, self._puller)
 
     # -- the model ----------------------------------------------------------------------
 
@@ -321,8 +303,9 @@ class Engine:
         except ChunkLost as error:
             # Only a streamed read can lose a chunk; which one is asked again.
             log.warning("a streamed chunk was lost: %s", error.message)
-            for sequence in batch.streamed:
-                self._lose(sequence)
+            for sequence in batch.sequences:
+                if sequence.stored_front:
+                    self._lose(sequence)
             return
         finishes = self._sample(batch, logits)
         for sequence in batch.sequences:
@@ -339,15 +322,13 @@ class Engine:
             inputs = layer.attention_input(hidden)
             queries, keys, values = layer.project(inputs, rotary)
             batch.write(self.cache, index, inputs, keys, values)
-            attended = batch.attend(self.cache, index, layer, queries, keys, values, self._puller)
+            attended = batch.attend(self.cache, index, layer, queries, keys, values)
             hidden = layer.finish(hidden, attended)
         return model.logits(hidden[batch.logit_rows])
 
     # -- sampling ---------------------------------------------------------------------
 
-    def _sample(
-        self, batch: Batch, logits: torch.Tensor
-    ) -> list[tuple[Sequence, FinishEvent]]:
+    def _sample(self, batch: Batch, logits: torch.Tensor) -> list[tuple[Sequence, FinishEvent]]:
         """Append one token to every sequence that has computed all it has."""
         finishes: list[tuple[Sequence, FinishEvent]] = []
         rows: list[int] = []
@@ -356,7 +337,6 @@ class Engine:
             if sequence.computed == len(sequence.tokens):
                 rows.append(row)
             elif not bool(logits[row].isfinite().all()):
-                sequence.writes_back = False
                 finishes.append((sequence, self._non_finite(sequence)))
         if not rows:
             return finishes
@@ -365,8 +345,6 @@ class Engine:
         choices = choose(chosen, [self._sampling_row(sequence) for sequence in sequences])
         for sequence, choice in zip(sequences, choices, strict=True):
             if isinstance(choice, NonFiniteLogits):
-                # Nothing of it may be sealed: what made the NaN may be in the cache.
-                sequence.writes_back = False
                 finishes.append((sequence, self._non_finite(sequence)))
                 continue
             event = self._append(sequence, choice)
@@ -394,9 +372,15 @@ class Engine:
         return None
 
     def _sampling_row(self, sequence: Sequence) -> SamplingRow:
-        raise NotImplementedError
+        admission = sequence.admission
+        return SamplingRow(
+            admission.sampling, sequence.tokens, len(admission.prompt), self.eos_token_ids
+        )
 
     def _non_finite(self, sequence: Sequence) -> FinishEvent:
+        """Nothing of it may be sealed or left behind: the cache may hold its NaN."""
+        sequence.writes_back = False
+        self.pager.clear_pages(sequence)
         error = Internal("the model produced NaN or infinite logits", reason="NON_FINITE_LOGITS")
         return FinishEvent(sequence.key, error=error)
 
@@ -404,36 +388,10 @@ class Engine:
 
     def _write_back(self, sequence: Sequence, *, tail: bool = False) -> None:
         """Hand over every chunk that became full; with `tail`, the partial one too."""
-        if not sequence.writes_back:
-            return
-        chunk = self.chunk_tokens
-        end = chunks_of(sequence.computed, chunk) if tail else sequence.computed // chunk
-        jobs = []
-        for index in range(sequence.written_chunks, end):
-            page = sequence.pages[index]
-            if page is None:
-                raise RuntimeError(f"chunk {index} left the device before it was stored")
-            jobs.append(
-                WriteJob(
-                    chunk_index=index,
-                    page=page,
-                    input_page=sequence.input_pages.get(index),
-                    token_ids=tuple(
-                        sequence.tokens[index * chunk : min((index + 1) * chunk, sequence.computed)]
-                    ),
-                    ready=self._record_event(),
-                )
-            )
-        if jobs:
-            sequence.written_chunks = end
-            self._output.writes.append((sequence.key, jobs))
-
-    def _record_event(self) -> torch.cuda.Event | None:
-        if self.cache.device.type != "cuda":
-            return None
-        event = torch.cuda.Event()
-        event.record()
-        return event
+        if sequence.writes_back:
+            jobs = self.pager.full_chunks(sequence, tail=tail)
+            if jobs:
+                self._output.writes.append((sequence.key, jobs))
 
     def _finish(self, sequence: Sequence, event: FinishEvent) -> None:
         """Take a sequence out; its end is reported once write-back let go of its pages.
@@ -447,7 +405,7 @@ class Engine:
             self._write_back(sequence, tail=True)
             self._flush(sequence, event)
         else:
-            self._free(sequence)
+            self.pager.free(sequence)
             self._output.finishes.append(event)
 
     def _flush(self, sequence: Sequence, event: FinishEvent | None) -> None:
@@ -461,10 +419,10 @@ class Engine:
         sequence, event = entry
         sequence.chain_is_open = False
         if event is not None:
-            self._free(sequence)
+            self.pager.free(sequence)
             self._output.finishes.append(event)
             return
-        self._give_pages(sequence)
+        self.pager.give_pages(sequence)
         sequence.forget()
         self._output.lookups.append((key, sequence.admission.salt, list(sequence.tokens)))
 
@@ -494,28 +452,12 @@ class Engine:
         if match is not None:
             self._output.flushes.append(key)  # cancelled meanwhile
 
-    def _chunks_stored(self, command: ChunksStored) -> None:
-        sequence = self._find(command.key)
-        if sequence is None:
-            return
-        for index, chunk in enumerate(command.chunks, command.first_chunk):
-            input_page = sequence.input_pages.pop(index, None)
-            if input_page is not None:
-                self.cache.input_pages.give(input_page)
-            if chunk.token_count < self.chunk_tokens:
-                continue
-            sequence.stored.append(chunk)
-            page = sequence.pages[index]
-            if sequence.is_streamed and page is not None:
-                self.cache.pages.give(page)
-                sequence.pages[index] = None
-
     def _write_failed(self, key: SequenceKey, error: SplitpointError) -> None:
         sequence = self._find(key)
         if sequence is None:
             return
         sequence.writes_back = False
-        self._give_input_pages(sequence)
+        self.pager.give_input_pages(sequence)
         if sequence.is_streamed and sequence in self._running:
             self._finish(sequence, FinishEvent(key, error=error))
 
@@ -525,23 +467,6 @@ class Engine:
                 return sequence
         entry = self._flushing.get(key)
         return entry[0] if entry is not None else None
-
-    def _free(self, sequence: Sequence) -> None:
-        self._give_pages(sequence)
-        self.cache.unclaim(sequence.claimed_pages)
-        sequence.claimed_pages = 0
-
-    def _give_pages(self, sequence: Sequence) -> None:
-        for page in sequence.pages:
-            if page is not None:
-                self.cache.pages.give(page)
-        sequence.pages = []
-        self._give_input_pages(sequence)
-
-    def _give_input_pages(self, sequence: Sequence) -> None:
-        for page in sequence.input_pages.values():
-            self.cache.input_pages.give(page)
-        sequence.input_pages = {}
 
     def _hand_over(self, *, ran: bool) -> StepOutput:
         output, self._output = self._output, StepOutput()

@@ -91,7 +91,5 @@ def _workspace_bytes(
     step = rows * (4 * shape.hidden_size + widest + shape.intermediate_size) * shape.data_type.size
     logits = max_batch_size * shape.vocabulary_size * 4
     # Attention scores of one streamed prefill tile, in fp32.
-    scores = (
-        4 * shape.query_head_count * prefill_chunk_tokens * STAGING_PAGES * layout.chunk_tokens
-    )
+    scores = 4 * shape.query_head_count * prefill_chunk_tokens * STAGING_PAGES * layout.chunk_tokens
     return staging + step + 2 * logits + 2 * scores

@@ -57,17 +57,7 @@ class Stop:
     """Leave `run`."""
 
 
-Command = (
-    Admit
-    | Matched
-    | Cancel
-    | SetPaused
-    | Call
-    | Stop
-    | ChunksStored
-    | WriteFailed
-    | Flushed
-)
+Command = Admit | Matched | Cancel | SetPaused | Call | Stop | ChunksStored | WriteFailed | Flushed
 
 
 # -- what a step produces --------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -67,12 +68,8 @@ def _measure_rebuild(model: Decoder, device: torch.device) -> Line:
         )
         rotary = model.rotary(torch.arange(count, device=device))
         layer = model.layers[0]
-        seconds.append(
-            _median_seconds(
-                lambda layer=layer, inputs=inputs, rotary=rotary: layer.project_kv(inputs, rotary),
-                device,
-            )
-        )
+        rebuild = partial(layer.project_kv, inputs, rotary)
+        seconds.append(_median_seconds(rebuild, device))
     flops = [count * shape.rebuild_flops_per_token_layer for count in counts]
     if len(counts) < 2:
         return Line(0.0, flops[0] / seconds[0])

@@ -98,9 +98,7 @@ class Puller:
             self._rebuild(layer, tile, rebuilt, keys, values, pages)
         self.tensors.check_current(tile.chunks)
 
-    def pull_inputs(
-        self, chunk: StoredChunk, inputs: Sequence[torch.Tensor], page: int
-    ) -> None:
+    def pull_inputs(self, chunk: StoredChunk, inputs: Sequence[torch.Tensor], page: int) -> None:
         """Copy X of one chunk, all layers, into an input page."""
         self.tensors.check_current([chunk])
         for source, target in zip(self.tensors.inputs, inputs, strict=True):
@@ -133,9 +131,7 @@ class Puller:
         if self._inputs is None:
             raise RuntimeError("a split above zero was planned for an arena without activations")
         count = -(-rows // self.chunk_tokens)
-        self._load(
-            self.tensors.inputs[layer], self._inputs, tile.chunks[:count], range(count), 0
-        )
+        self._load(self.tensors.inputs[layer], self._inputs, tile.chunks[:count], range(count), 0)
         inputs = self._inputs[:count].flatten(0, 1)[:rows]
         first = tile.first_token
         positions = torch.arange(first, first + rows, device=self._device)
@@ -170,9 +166,7 @@ def restore(
             puller.pull(layer, tile, layer_keys, layer_values, targets)
 
 
-def _runs(
-    slots: Sequence[int], pages: Sequence[int], first: int
-) -> Iterator[tuple[int, int]]:
+def _runs(slots: Sequence[int], pages: Sequence[int], first: int) -> Iterator[tuple[int, int]]:
     """(start, length) of stretches where slots and pages both go up by one.
 
     One copy each: copies below 64 KiB reach a tenth of a PCIe link.

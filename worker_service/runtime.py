@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import TypeVar
 
 from splitpoint.errors import Internal, SplitpointError, Unavailable
@@ -73,9 +73,7 @@ class Runtime:
         key = admission.key
         self.live.add(key)
         self._idle.clear()
-        task = asyncio.create_task(self._look_up_and_admit(admission), name=f"match {key[0]}")
-        self._lookups[key] = task
-        task.add_done_callback(lambda _: self._lookups.pop(key, None))
+        self._track(key, self._look_up_and_admit(admission))
 
     def cancel(self, key: SequenceKey) -> None:
         """Stop a request; its FinishEvent follows. Unknown keys are ignored."""
@@ -113,9 +111,7 @@ class Runtime:
                 result = function()
             except Exception as error:
                 failure = error
-                self._loop.call_soon_threadsafe(
-                    settle, lambda: future.set_exception(failure)
-                )
+                self._loop.call_soon_threadsafe(settle, lambda: future.set_exception(failure))
             else:
                 self._loop.call_soon_threadsafe(settle, lambda: future.set_result(result))
 
@@ -151,9 +147,7 @@ class Runtime:
             for key in output.flushes:
                 self._write_back.flush(key)
         for key, salt, tokens in output.lookups:
-            task = asyncio.create_task(self._look_up_again(key, salt, tokens))
-            self._lookups[key] = task
-            task.add_done_callback(lambda _, key=key: self._lookups.pop(key, None))
+            self._track(key, self._look_up_again(key, salt, tokens))
         for event in output.finishes:
             self.live.discard(event.key)
         if not self.live:
@@ -162,6 +156,11 @@ class Runtime:
             self.outputs.put_nowait(output)
 
     # -- the store's side --------------------------------------------------------------
+
+    def _track(self, key: SequenceKey, lookup: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(lookup, name=f"match {key[0]}")
+        self._lookups[key] = task
+        task.add_done_callback(lambda _: self._lookups.pop(key, None))
 
     async def _look_up_and_admit(self, admission: Admission) -> None:
         tokens = [*admission.prompt, *admission.delivered]

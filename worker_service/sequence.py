@@ -85,6 +85,16 @@ class Sequence:
         return self.admission.residency is Residency.STREAMED
 
     @property
+    def stored_front(self) -> int:
+        """Leading chunks that are in the store only; 0 unless streamed."""
+        if not self.is_streamed:
+            return 0
+        for index, page in enumerate(self.pages):
+            if page is not None:
+                return index
+        return len(self.pages)
+
+    @property
     def device_page_count(self) -> int:
         return sum(page is not None for page in self.pages)
 

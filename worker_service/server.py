@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 
@@ -40,6 +41,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     worker: LoadedWorker | None = None
     draining: bool = False
     _stream_is_open: bool = field(default=False, init=False)
+    _closing: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     async def GetInfo(
         self,
@@ -88,13 +90,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             raise FailedPrecondition("another Run stream is open", reason="STREAM_OPEN")
         self._stream_is_open = True
         commands = asyncio.create_task(self._read_commands(worker, request_iterator))
+        closing = asyncio.create_task(self._closing.wait())
         try:
-            async for output in _outputs_until(worker.runtime.outputs, commands):
+            async for output in _outputs_until(worker.runtime.outputs, commands, closing):
                 worker.steps += 1
                 yield response_from(output, worker.steps)
         finally:
+            closing.cancel()
             commands.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
+            with contextlib.suppress(asyncio.CancelledError, SplitpointError):
                 await commands
             worker.runtime.cancel_all()
             worker.steps = 0
@@ -129,13 +133,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         await runtime.wait_idle(DRAIN_SECONDS)
         return cancelled
 
+    def close(self) -> None:
+        """End the Run stream; after `drain`, right before the server stops."""
+        self._closing.set()
+
     # -- below the calls ------------------------------------------------------------
 
     def _loaded(self) -> LoadedWorker:
         if self.worker is None:
-            raise Unavailable(
-                "the model is loading", reason="LOADING", retry_after_seconds=1.0
-            )
+            raise Unavailable("the model is loading", reason="LOADING", retry_after_seconds=1.0)
         return self.worker
 
     async def _read_commands(
@@ -166,9 +172,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 command, worker.engine.model.shape, has_activations=layout.has_activations
             )
             if admission.key in worker.runtime.live:
-                raise InvalidArgument(
-                    "this attempt is running already", field="admit.request_id"
-                )
+                raise InvalidArgument("this attempt is running already", field="admit.request_id")
         except SplitpointError as error:
             worker.runtime.outputs.put_nowait(StepOutput(finishes=[refusal(command, error)]))
         else:
@@ -181,18 +185,20 @@ def _measure(worker: LoadedWorker) -> Profile:
 
 
 async def _outputs_until(
-    outputs: asyncio.Queue[StepOutput], commands: asyncio.Task[None]
+    outputs: asyncio.Queue[StepOutput], *ends: asyncio.Task[Any]
 ) -> AsyncIterator[StepOutput]:
-    """Step outputs until the command side ends; raises what it raised."""
+    """Step outputs until one of the tasks ends; raises what it raised."""
     while True:
         getter = asyncio.ensure_future(outputs.get())
         try:
-            await asyncio.wait({getter, commands}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({getter, *ends}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             if not getter.done():
                 getter.cancel()
         if getter.done() and not getter.cancelled():
             yield getter.result()
-        elif commands.done():
-            commands.result()
-            return
+            continue
+        for end in ends:
+            if end.done():
+                end.result()
+                return

@@ -210,4 +210,3 @@ def describe_device(device: torch.device) -> str:
         return f"{device} {torch.cuda.get_device_name(device)}"
     threads = torch.get_num_threads()
     return f"cpu ({threads} thread{'s' if threads > 1 else ''})"
-

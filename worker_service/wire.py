@@ -121,8 +121,6 @@ def finish_from(event: FinishEvent) -> worker_pb2.RequestFinish:
     return finish
 
 
-def refusal(
-    command: worker_pb2.AdmitCommand, error: SplitpointError
-) -> FinishEvent:
+def refusal(command: worker_pb2.AdmitCommand, error: SplitpointError) -> FinishEvent:
     """The end of a request that was never admitted."""
     return FinishEvent((command.request_id, command.attempt), error=error)

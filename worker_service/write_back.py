@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-import torch
-
 from splitpoint.errors import FailedPrecondition, SplitpointError
 from splitpoint.keys import chunk_key
 from worker_service.arena_tensors import ArenaTensors, StoredChunk
@@ -34,13 +32,12 @@ SequenceKey = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class WriteJob:
-    """One chunk that is complete on the device. `ready` is set once its kernels ran."""
+    """One chunk that is complete on the device, in a page nobody writes any more."""
 
     chunk_index: int
     page: int
     input_page: int | None
     token_ids: tuple[int, ...]
-    ready: torch.cuda.Event | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +201,7 @@ class WriteBack:
         written = []
         for job, (slot, generation), checksum in zip(jobs, granted, checksums, strict=True):
             written.append(WrittenChunk(slot, generation, parent, job.token_ids, checksum))
-            parent = chunk_key(
-                self._cache.layout.layout_hash, chain.salt, parent, job.token_ids
-            )
+            parent = chunk_key(self._cache.layout.layout_hash, chain.salt, parent, job.token_ids)
         return written
 
 
@@ -216,11 +211,9 @@ def copy_chunks(
     """Copy pages into granted slots, all planes; returns each slot's checksum.
 
     Rows past a chunk's tokens are written as zeros: the payload of a slot is a
-    function of its tokens alone.
+    function of its tokens alone. The pages are complete: a step hands chunks
+    over only after it read its logits back, which waits for its kernels.
     """
-    for job in jobs:
-        if job.ready is not None:
-            job.ready.synchronize()
     planes = [
         (tensors.keys, cache.keys, 1),
         (tensors.values, cache.values, 1),

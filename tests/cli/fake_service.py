@@ -1,6 +1,6 @@
 """A child at the supervisor's seam: it starts, prints READY and ends as its arguments say.
 
-    python fake_service.py --behave NAME [--log FILE] --parent-fd N
+    python fake_service.py --behave NAME [--log FILE] [--health ADDRESS] --parent-fd N
 
 Every life is recorded in FILE as lines "start NAME PID" and "stop NAME".
 """
@@ -13,7 +13,11 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent import futures
 from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 
 def main() -> int:
@@ -25,6 +29,7 @@ def main() -> int:
         default="serve",
     )
     parser.add_argument("--log", type=Path)
+    parser.add_argument("--health", help="serve gRPC health at this address, as a scheduler does")
     parser.add_argument("--parent-fd", type=int, required=True)
     options = parser.parse_args()
 
@@ -54,8 +59,17 @@ def main() -> int:
         sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         with options.log.open("a") as file:
             file.write(f"start grandchild {sleeper.pid}\n")
+    if options.health:
+        server = grpc.server(futures.ThreadPoolExecutor(1))
+        servicer = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+        servicer.set(
+            "splitpoint.v1.InferenceService", health_pb2.HealthCheckResponse.ServingStatus.SERVING
+        )
+        server.add_insecure_port(options.health)
+        server.start()
     if options.behave != "never-ready":
-        print(f"READY unix:/fake/{options.name}", flush=True)
+        print(f"READY {options.health or f'unix:/fake/{options.name}'}", flush=True)
     if options.behave == "die-later":
         stop.wait(0.3)
         os.kill(os.getpid(), signal.SIGKILL)

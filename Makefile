@@ -1,0 +1,79 @@
+# Everything runs from a virtual environment that this file makes: `make setup`.
+# A second call of any target finds its stamps and starts at once.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+# A CPU-only machine gets torch's CPU build (a tenth of the size); override
+# with TORCH_INDEX= to take what the default index offers.
+TORCH_INDEX ?= $(if $(wildcard /dev/nvidia0),,https://download.pytorch.org/whl/cpu)
+# Extra arguments, as in: make up ARGS="--workers 2"
+ARGS   ?=
+PROTOS := $(wildcard proto/splitpoint/v1/*.proto)
+# A GPU node often has torch already, and may have no network: run from the
+# source tree with whatever Python is at hand.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check proto bench gpu up down clean
+# Nothing here gains from running side by side, and the tests time themselves.
+.NOTPARALLEL:
+
+help:  ## Show the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+setup: $(VENV)/.installed  ## Make .venv and install everything into it
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Python 3.11 or newer is needed (PYTHON=... make setup)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# torch first and alone, so that only this one lookup goes to its own index.
+$(VENV)/.torch: $(VENV)/.created constraints.txt
+	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt \
+	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --retries 1) torch
+	@touch $@
+
+# The editable install generates the gRPC stubs, too.
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml hatch_build.py
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.proto
+
+$(VENV)/.proto: $(VENV)/.installed $(PROTOS) hatch_build.py
+	$(BIN)/python hatch_build.py
+	@touch $@
+
+proto: setup $(VENV)/.proto  ## Generate the gRPC stubs from proto/
+
+demo: proto  ## Two CPU workers on one store: cold and warm, then everything stops
+	@$(BIN)/python -m splitpoint_cli.demo
+
+test: proto  ## Run the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+check: proto  ## Format, lint, types, and the contract's style
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_proto_style.py tests/test_imports.py
+
+bench: proto  ## Decode speed against transformers, on the CPU
+	$(BIN)/splitpoint bench decode $(ARGS)
+
+gpu:  ## Tests and benchmarks that need a CUDA device
+	@$(GPU_PYTHON) -c 'import splitpoint.v1.types_pb2' 2>/dev/null || $(GPU_PYTHON) hatch_build.py
+	$(GPU_PYTHON) -m pytest -m gpu tests
+	$(GPU_PYTHON) -m splitpoint_cli bench decode --device cuda $(ARGS)
+
+up: proto  ## Start the stack here; Ctrl-C stops it
+	@$(BIN)/splitpoint up $(ARGS)
+
+down: proto  ## Stop the stack that `make up` started in another terminal
+	@$(BIN)/splitpoint down $(ARGS)
+
+clean:  ## Remove everything that was built
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f splitpoint/v1/*_pb2* splitpoint/v1/__init__.py
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Measurements beside peers; see docs/measurements.md."""

@@ -1,0 +1,149 @@
+"""How much host memory one cache takes when several workers map it.
+
+Starts the real stack with two CPU workers, fills the arena through both of
+them, and reads the kernel's own accounting (/proc/PID/smaps): each process's
+resident pages of the arena (Rss), its share of them (Pss: pages divided by the
+number of processes that map them), and the machine's shared memory.
+
+    python -m benchmarks.shared_arena [--json FILE]
+
+One cache means: the Pss of all processes add up to the bytes written, however
+many processes map them, and private copies are zero.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from splitpoint.client import AsyncClient
+from splitpoint.config import format_size
+from splitpoint_cli.stack import Stack, StackOptions, plan_stack
+from splitpoint_cli.up import StackRunner
+
+PROMPT_TOKENS = 1500
+PROMPTS = 12
+VOCABULARY = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """One process's mapping of the arena, in bytes."""
+
+    process: str
+    resident_bytes: int
+    share_bytes: int
+    private_bytes: int
+
+
+def arena_mappings(arena: Path) -> list[Mapping]:
+    """Of every process that maps `arena`, from its smaps."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            smaps = (folder / "smaps").read_text()
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        totals = {"Rss": 0, "Pss": 0, "Private_Clean": 0, "Private_Dirty": 0, "Anonymous": 0}
+        inside = False
+        for line in smaps.splitlines():
+            name, _, rest = line.partition(":")
+            if name in totals and inside:
+                totals[name] += int(rest.split()[0]) * 1024
+            elif "-" in name.split(" ")[0] and " " in line and not rest.endswith("kB"):
+                inside = line.endswith(str(arena))
+        if totals["Rss"]:
+            service = next((w for w in command.split() if w.endswith("_service")), command)
+            found.append(Mapping(service, totals["Rss"], totals["Pss"], totals["Anonymous"]))
+    return sorted(found, key=lambda mapping: mapping.process)
+
+
+async def fill(client: AsyncClient) -> tuple[int, int]:
+    """Send the same prompts to both workers; returns (tokens sent, tokens found cached)."""
+    rng = random.Random(0)
+    sent = cached = 0
+    for index in range(PROMPTS):
+        prompt = [rng.randrange(2, VOCABULARY) for _ in range(PROMPT_TOKENS)]
+        for worker in (str(index % 2), str((index + 1) % 2)):
+            answer = await client.generate(
+                prompt, max_tokens=2, ignore_eos=True, worker=worker
+            ).complete()
+            sent += answer.usage.prompt_tokens
+            cached += answer.usage.cached_tokens
+    return sent, cached
+
+
+async def measure(stack: Stack) -> dict[str, object]:
+    runner = StackRunner(stack, quiet=True)
+    async with runner.running(asyncio.Event()), AsyncClient(runner.address) as client:
+        sent, cached = await fill(client)
+        mappings = arena_mappings(stack.arena)
+        arena_bytes = stack.arena.stat().st_size
+        shared = os.stat(stack.arena).st_blocks * 512
+    return {
+        "benchmark": "shared_arena",
+        "model": stack.name,
+        "workers": len(stack.workers),
+        "arena_bytes": arena_bytes,
+        "allocated_bytes": shared,
+        "tokens_sent": sent,
+        "tokens_found_cached": cached,
+        "sum_of_rss_bytes": sum(mapping.resident_bytes for mapping in mappings),
+        "sum_of_pss_bytes": sum(mapping.share_bytes for mapping in mappings),
+        "private_bytes": sum(mapping.private_bytes for mapping in mappings),
+        "processes": [asdict(mapping) for mapping in mappings],
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "seed": 0,
+    }
+
+
+def report(result: dict[str, object], mappings: list[dict[str, object]]) -> None:
+    print(f"{'process':<18} {'arena resident':>15} {'its share (Pss)':>16} {'private copy':>13}")
+    for mapping in mappings:
+        print(
+            f"{mapping['process']:<18} {format_size(int(str(mapping['resident_bytes']))):>15} "
+            f"{format_size(int(str(mapping['share_bytes']))):>16} "
+            f"{format_size(int(str(mapping['private_bytes']))):>13}"
+        )
+    total = int(str(result["sum_of_pss_bytes"]))
+    print(
+        f"all shares together: {format_size(total)} of an arena of "
+        f"{format_size(int(str(result['arena_bytes'])))}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the JSON line here, too")
+    arguments = parser.parse_args()
+    stack = plan_stack(
+        StackOptions(
+            workers=2,
+            device="cpu",
+            device_memory="256MB",
+            host_memory="256MB",
+            listen="127.0.0.1:0",
+            threads=1,
+            instance=f"shared-arena-{os.getpid()}",
+        )
+    )
+    result = asyncio.run(measure(stack))
+    processes = result["processes"]
+    report(result, processes if isinstance(processes, list) else [])
+    line = json.dumps(result)
+    if arguments.json is not None:
+        arguments.json.write_text(line + "\n")
+    print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

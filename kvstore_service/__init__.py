@@ -1,0 +1,1 @@
+"""The KV store: owns the arena, its slots, leases and prefix index."""

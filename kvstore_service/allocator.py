@@ -1,0 +1,95 @@
+"""Hands out contiguous runs of slots: as few as possible, longest first.
+
+Pure: knows numbers only, no arena and no states.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Slots [first, first + count)."""
+
+    first: int
+    count: int
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.first, self.first + self.count))
+
+
+class RunAllocator:
+    """Free slots of [0, slot_count) as maximal runs. All slots are free at first."""
+
+    def __init__(self, slot_count: int) -> None:
+        self.slot_count = slot_count
+        self.free_count = 0
+        self._count_at: dict[int, int] = {}  # first slot -> length
+        self._first_before: dict[int, int] = {}  # one past the last slot -> first slot
+        self._by_size: list[tuple[int, int]] = []  # (length, first slot), sorted
+        self._is_free = bytearray(b"\1" * slot_count)
+        self._add(0, slot_count)
+
+    def allocate(self, count: int) -> list[Run]:
+        """`count` slots in the fewest runs there are, longest first.
+
+        A run that holds everything is chosen by best fit, so that long runs
+        stay long. Otherwise the longest are used up whole, which no other
+        choice can beat in number. Raises ValueError unless
+        0 < count <= free_count: the caller makes room first.
+        """
+        if not 0 < count <= self.free_count:
+            raise ValueError(f"{count} slots of {self.free_count} free ones")
+        granted = []
+        while count:
+            index = bisect_left(self._by_size, (count, 0))
+            size, first = self._by_size[min(index, len(self._by_size) - 1)]
+            self._remove(size, first)
+            taken = min(size, count)
+            if taken < size:
+                self._add(first + taken, size - taken)
+            self._is_free[first : first + taken] = bytes(taken)
+            granted.append(Run(first, taken))
+            count -= taken
+        return granted
+
+    def free(self, slot: int) -> None:
+        """Give one slot back; it grows together with free neighbours.
+
+        Raises ValueError when it is free already or no slot of ours.
+        """
+        if not 0 <= slot < self.slot_count or self.is_free(slot):
+            raise ValueError(f"slot {slot} is not in use")
+        self._is_free[slot] = 1
+        first, count = slot, 1
+        before = self._first_before.get(slot)
+        if before is not None:
+            self._remove(slot - before, before)
+            first, count = before, slot - before + 1
+        after = self._count_at.get(slot + 1)
+        if after is not None:
+            self._remove(after, slot + 1)
+            count += after
+        self._add(first, count)
+
+    def is_free(self, slot: int) -> bool:
+        return self._is_free[slot] == 1
+
+    def runs(self) -> list[Run]:
+        """Free runs by position."""
+        return [Run(first, count) for first, count in sorted(self._count_at.items())]
+
+    def _add(self, first: int, count: int) -> None:
+        self._count_at[first] = count
+        self._first_before[first + count] = first
+        insort(self._by_size, (count, first))
+        self.free_count += count
+
+    def _remove(self, count: int, first: int) -> None:
+        del self._count_at[first]
+        del self._first_before[first + count]
+        del self._by_size[bisect_left(self._by_size, (count, first))]
+        self.free_count -= count

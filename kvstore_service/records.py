@@ -1,0 +1,127 @@
+"""The slot table: every slot's state, and the only writer of the arena's metadata.
+
+Carries out the changes of docs/arena-format.md in the order written there.
+Knows no keys' meaning, no sessions and no policy.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from splitpoint.arena import Arena
+from splitpoint.arena_format import RECORD_BYTES, RECORDS_OFFSET
+from splitpoint.arena_records import (
+    CHUNK_OFFSET,
+    GRANT_OFFSET,
+    ChunkBlock,
+    GrantBlock,
+    SlotState,
+    commit_word,
+    first_generation,
+)
+
+FREE, WRITING, SEALED, QUARANTINED = SlotState
+
+_CHANGES = {
+    (FREE, WRITING),
+    (WRITING, SEALED),
+    (WRITING, QUARANTINED),
+    (WRITING, FREE),
+    (QUARANTINED, FREE),
+    (SEALED, FREE),
+}
+
+
+class SlotTable:
+    """States and generations of all slots, mirrored from the arena's records.
+
+    Every slot is free at first. A change that the diagram of
+    docs/arena-format.md does not have raises RuntimeError: it is a bug.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._epoch = arena.superblock.epoch
+        self._states = [FREE] * arena.slot_count
+        self._generations = [0] * arena.slot_count
+        self._counts = Counter({FREE: arena.slot_count})
+        self._metadata = arena.metadata
+        self._words = arena.metadata.cast("Q")
+
+    def close(self) -> None:
+        """Let go of the mapping; the table may not be used afterwards."""
+        self._words.release()
+
+    def state(self, slot: int) -> SlotState:
+        return self._states[slot]
+
+    def generation(self, slot: int) -> int:
+        return self._generations[slot]
+
+    def count(self, state: SlotState) -> int:
+        return self._counts[state]
+
+    def in_state(self, state: SlotState) -> list[int]:
+        return [slot for slot, found in enumerate(self._states) if found is state]
+
+    # -- changes, each in the order of writes that the format asks for ----------------
+
+    def grant(
+        self, slot: int, session_id: bytes, process_id: int, process_start_ticks: int
+    ) -> int:
+        """FREE → WRITING under a new generation, which is returned."""
+        generation = max(self._generations[slot] + 1, first_generation(self._epoch))
+        block = GrantBlock(
+            generation, self._epoch, session_id, process_id, process_start_ticks
+        )
+        self._check(slot, WRITING)
+        self._write(RECORDS_OFFSET + slot * RECORD_BYTES + GRANT_OFFSET, block.encode())
+        self._generations[slot] = generation
+        self._commit(slot, WRITING)
+        return generation
+
+    def seal(self, slot: int, block: ChunkBlock, token_row: bytes) -> None:
+        """WRITING → SEALED. The payload must have been verified."""
+        self._check(slot, SEALED)
+        self._write(self._arena.geometry.tokens_offset + slot * len(token_row), token_row)
+        self._write(RECORDS_OFFSET + slot * RECORD_BYTES + CHUNK_OFFSET, block.encode())
+        self._commit(slot, SEALED)
+
+    def quarantine(self, slot: int) -> None:
+        """WRITING → QUARANTINED: the writer may still be writing."""
+        self._check(slot, QUARANTINED)
+        self._commit(slot, QUARANTINED)
+
+    def free(self, slot: int) -> None:
+        """Any state but FREE → FREE; the generation stays until the next grant."""
+        self._check(slot, FREE)
+        self._commit(slot, FREE)
+
+    def _check(self, slot: int, state: SlotState) -> None:
+        if (self._states[slot], state) not in _CHANGES:
+            raise RuntimeError(f"slot {slot} cannot go from {self._states[slot].name} to {state}")
+
+    def _commit(self, slot: int, state: SlotState) -> None:
+        word = commit_word(self._generations[slot], state)
+        # One aligned 8-byte store: nobody sees half of it.
+        self._words[(RECORDS_OFFSET + slot * RECORD_BYTES) // 8] = word
+        self._counts[self._states[slot]] -= 1
+        self._counts[state] += 1
+        self._states[slot] = state
+
+    def _write(self, offset: int, data: bytes) -> None:
+        # One copy of finished bytes: struct.pack_into would zero them first.
+        self._metadata[offset : offset + len(data)] = data
+
+    def check_integrity(self) -> list[str]:
+        """What is wrong: counts that differ, commit words other than the table's."""
+        violations = []
+        if Counter(self._states) != +self._counts:
+            violations.append("the counts of states differ from the states")
+        if sum(self._counts.values()) != self._arena.slot_count:
+            violations.append("free, writing, sealed and quarantined slots are not all slots")
+        for slot, state in enumerate(self._states):
+            word = self._arena.commit_word(slot)
+            if word != commit_word(self._generations[slot], state):
+                violations.append(f"slot {slot} has commit word {word:#x}, not {state.name}")
+        return violations

@@ -1,0 +1,1 @@
+"""The front door: validates, plans, admits by device memory, and delivers each token once."""

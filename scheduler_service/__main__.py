@@ -1,0 +1,151 @@
+"""`python -m scheduler_service`: one scheduler process, from arguments to a drained stop."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import secrets
+import stat
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from scheduler_service.limits import Limits
+from scheduler_service.server import ServedModel
+from scheduler_service.service import Scheduler, SchedulerOptions
+from splitpoint.checkpoints import eos_token_ids, model_name, resolve_model
+from splitpoint.config import (
+    add_service_arguments,
+    announce_ready,
+    check_address,
+    check_listen_address,
+    setup_logging,
+    stop_on_signals,
+    watch_parent,
+)
+from splitpoint.errors import InvalidArgument, PermissionDenied, SplitpointError
+from splitpoint.planner import Residency
+from splitpoint.shapes import ModelShape, read_config
+from splitpoint.text import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+_KEY_BYTES = 32
+_SHORTEST_KEY = 16
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 0 after a stop that was asked for, 2 for wrong arguments."""
+    setup_logging("scheduler")
+    try:
+        return asyncio.run(_serve(_parse(arguments)))
+    except SplitpointError as error:
+        _log.error("%s", error.message)
+        return 2 if isinstance(error, InvalidArgument | PermissionDenied) else 1
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    defaults = Limits()
+    parser = argparse.ArgumentParser(prog="scheduler_service", description=__doc__)
+    add_service_arguments(parser)
+    parser.add_argument(
+        "--worker", action="append", required=True, metavar="ADDRESS", help="repeatable"
+    )
+    parser.add_argument("--model", required=True, metavar="DIR", help="config and tokenizer")
+    parser.add_argument("--queue-capacity", type=int, default=defaults.queue_capacity, metavar="N")
+    parser.add_argument(
+        "--server-key-file",
+        metavar="PATH",
+        help="secret behind the chunk keys, made when missing; default: a new one at each start, "
+        "with which cached prefixes of earlier starts are not found",
+    )
+    parser.add_argument("--residency", choices=["auto", "resident", "streamed"], default="auto")
+    parser.add_argument(
+        "--grace-seconds", type=float, default=10.0, metavar="S", help="for running requests"
+    )
+    return parser.parse_args(arguments)
+
+
+def _options(arguments: argparse.Namespace) -> SchedulerOptions:
+    if arguments.queue_capacity < 0:
+        raise InvalidArgument("the queue capacity must be at least 0", field="queue_capacity")
+    if len(set(arguments.worker)) != len(arguments.worker):
+        raise InvalidArgument("a worker's address is given twice", field="worker")
+    for address in arguments.worker:
+        check_address(address, field="worker")
+    folder = resolve_model(arguments.model, download=False)
+    shape = ModelShape.from_config(read_config(folder), name=model_name(folder))
+    residency = None if arguments.residency == "auto" else Residency(arguments.residency)
+    return SchedulerOptions(
+        model=ServedModel(shape, Tokenizer.load(folder)),
+        worker_addresses=arguments.worker,
+        server_key=read_server_key(arguments.server_key_file),
+        eos_token_ids=frozenset(eos_token_ids(folder)),
+        limits=replace(Limits(), queue_capacity=arguments.queue_capacity),
+        default_residency=residency,
+        reflection=arguments.reflection,
+    )
+
+
+def read_server_key(path: str | None) -> bytes:
+    """The key in a file that only this user can read; made when missing; random without a file.
+
+    Raises PermissionDenied for a file that others can read, InvalidArgument for
+    one that is too short to be a secret.
+    """
+    if path is None:
+        return secrets.token_bytes(_KEY_BYTES)
+    try:
+        made = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise InvalidArgument(
+            f"the server key {path} cannot be made: {error.strerror}", field="server_key_file"
+        ) from error
+    else:
+        with os.fdopen(made, "wb") as file:
+            file.write(secrets.token_bytes(_KEY_BYTES))
+    try:
+        found = os.stat(path)
+        key = Path(path).read_bytes()
+    except OSError as error:
+        raise InvalidArgument(
+            f"the server key {path} cannot be read: {error.strerror}", field="server_key_file"
+        ) from error
+    if stat.S_IMODE(found.st_mode) & 0o077 or found.st_uid != os.getuid():
+        raise PermissionDenied(
+            f"the server key {path} is open to others (mode {stat.S_IMODE(found.st_mode):04o}): "
+            "it must belong to this user, with mode 0600"
+        )
+    if len(key) < _SHORTEST_KEY:
+        raise InvalidArgument(
+            f"the server key {path} has {len(key)} bytes, at least {_SHORTEST_KEY} are needed",
+            field="server_key_file",
+        )
+    return key
+
+
+async def _serve(arguments: argparse.Namespace) -> int:
+    check_listen_address(arguments.listen)
+    stop = asyncio.Event()
+    stop_on_signals(stop)
+    if arguments.parent_fd is not None:
+        watch_parent(arguments.parent_fd, stop)
+    scheduler = Scheduler(_options(arguments))
+    address = await scheduler.start(arguments.listen)
+    try:
+        announce_ready(address)
+        _log.info("listening on %s for %d workers", address, len(arguments.worker))
+        await stop.wait()
+        _log.info("draining")
+    finally:
+        await scheduler.stop(arguments.grace_seconds)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

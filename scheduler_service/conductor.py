@@ -1,0 +1,489 @@
+"""Leads every request from its arrival to its end: peek, queue, place, deliver, place again.
+
+All of it runs on one event loop. The decisions are made elsewhere (admission,
+routing, planning); this carries them out and keeps the books straight: each
+placement is granted once and released once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from scheduler_service.admission import Admission, Admitted, Rejected, Ticket
+from scheduler_service.answers import completion, rejection
+from scheduler_service.dispatch import Accepted, Duplicate, Gap, take
+from scheduler_service.footprint import Demand
+from scheduler_service.limits import Limits
+from scheduler_service.peek import StorePeeker
+from scheduler_service.planning import check_split, plan_attempt
+from scheduler_service.registry import ReadyWorker, Registry, WorkerConnection
+from scheduler_service.requests import Request, RequestTable
+from scheduler_service.transcript import Transcript
+from scheduler_service.validation import GenerateInput
+from splitpoint.convert import plan_to_proto
+from splitpoint.errors import Internal, NotFound, SplitpointError, Unavailable, from_code
+from splitpoint.keys import tenant_salt
+from splitpoint.planner import Plan, Residency
+from splitpoint.text import Tokenizer
+from splitpoint.v1 import types_pb2, worker_pb2
+
+_log = logging.getLogger(__name__)
+
+_TICK_SECONDS = 0.1
+_TENANT = ""  # until there are accounts, everybody is one tenant
+
+
+@dataclass(slots=True, eq=False)
+class Placement:
+    """One attempt of a request on one worker, from the grant to the release."""
+
+    request: Request
+    attempt: int
+    worker_id: str
+    # None until the worker was told.
+    plan: Plan | None = None
+    report: worker_pb2.RestoreReport | None = None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.request.request_id, self.attempt
+
+
+class Conductor:
+    """Owner of all requests and listener to all workers."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        peeker: StorePeeker,
+        limits: Limits,
+        *,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: frozenset[int],
+        server_key: bytes,
+        default_residency: Residency | None,
+        clock: Callable[[], float],
+        on_readiness: Callable[[], None],
+    ) -> None:
+        self.registry = registry
+        self.limits = limits
+        self.admission = Admission(limits.queue_capacity)
+        self.requests = RequestTable(limits)
+        self.is_draining = False
+        # Step messages that were not taken: of an attempt that no longer counts,
+        # or with tokens that had been delivered.
+        self.late_results = 0
+        self.duplicate_results = 0
+        self._peeker = peeker
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._server_key = server_key
+        self._default_residency = default_residency
+        self._clock = clock
+        self._on_readiness = on_readiness
+        self._arrivals = itertools.count()
+        # One count for all requests: no attempt is ever mistaken for another.
+        self._attempts = itertools.count(1)
+        self._last_arrival: asyncio.Task[None] | None = None
+        self._waiting: dict[int, Request] = {}  # by arrival
+        self._placements: dict[tuple[str, int], Placement] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # -- a request arrives -----------------------------------------------------------
+
+    def start(self, request: GenerateInput) -> Request:
+        """The running or remembered request of this id, or a new one. Attach to it at once.
+
+        Raises AlreadyExists (same id, other body), NotFound (unknown worker),
+        InvalidArgument (a split that no store can give), Unavailable (draining,
+        or no worker is ready).
+        """
+        self.requests.expire(self._clock())
+        known = self.requests.find(request)
+        if known is not None:
+            return known
+        self._check_workers(request)
+        created = Request(
+            request,
+            Transcript(request, self._tokenizer, self._eos_token_ids),
+            self,
+            arrival=next(self._arrivals),
+            now=self._clock(),
+            lag_tokens=self.limits.lag_tokens,
+        )
+        self.requests.add(created)
+        self._last_arrival = self._spawn(created, self._arrive(created, self._last_arrival))
+        return created
+
+    def _check_workers(self, request: GenerateInput) -> None:
+        retry = self.limits.retry_seconds
+        if self.is_draining:
+            raise Unavailable(
+                "the scheduler is draining", reason="DRAINING", retry_after_seconds=retry
+            )
+        ready = self.registry.ready()
+        if request.worker_id:
+            if self.registry.find(request.worker_id) is None and self.registry.all_names_known:
+                raise NotFound("no worker has this name", reason="WORKER_NOT_FOUND")
+            ready = [worker for worker in ready if worker.worker_id == request.worker_id]
+        if not ready:
+            raise Unavailable(
+                "the worker is not ready" if request.worker_id else "no worker is ready",
+                reason="NO_WORKER",
+                retry_after_seconds=retry,
+            )
+        check_split(request.split_tokens, [c.ready.facts for c in ready if c.ready is not None])
+
+    async def _arrive(self, request: Request, before: asyncio.Task[None] | None) -> None:
+        cached = await self._peek(request)
+        if before is not None:
+            # A store may answer the later of two peeks first; the queue may not.
+            await asyncio.wait({before})
+        if request.has_ended:
+            return
+        verdict = self.admission.submit(self._ticket(request, cached))
+        if isinstance(verdict, Rejected):
+            limits = self.limits
+            error = rejection(
+                verdict,
+                queue_capacity=limits.queue_capacity,
+                retry_seconds=limits.retry_seconds,
+            )
+            self._fail(request, error)
+            return
+        self._waiting[request.arrival] = request
+        self._place_waiting()
+
+    def _ticket(self, request: Request, cached_tokens: dict[str, int]) -> Ticket:
+        wanted = request.input.residency or self._default_residency
+        return Ticket(
+            arrival=request.arrival,
+            demand=Demand(request.input.token_count, wanted),
+            worker_id=request.input.worker_id,
+            cached_tokens=cached_tokens,
+        )
+
+    async def _peek(self, request: Request) -> dict[str, int]:
+        """Cached tokens of the request's sequence by worker."""
+        stores = {
+            worker.worker_id: worker.ready.facts.kvstore_address
+            for worker in self.registry.connections
+            if worker.ready is not None
+        }
+        tokens = [*request.input.prompt, *request.transcript.token_ids]
+        found = await self._peeker.cached_tokens(stores.values(), self._salt(request), tokens)
+        request.times.peeked = self._clock()
+        return {worker_id: found.get(address, 0) for worker_id, address in stores.items()}
+
+    def _salt(self, request: Request) -> bytes:
+        return tenant_salt(self._server_key, _TENANT, request.input.cache_salt)
+
+    def waiting_request(self, ticket: Ticket) -> Request:
+        """Whose ticket it is. The ticket must be in the queue."""
+        return self._waiting[ticket.arrival]
+
+    # -- a request is placed ------------------------------------------------------------
+
+    def _place_waiting(self) -> None:
+        """Everybody who may start now starts, in order."""
+        while (admitted := self.admission.admit()) is not None:
+            request = self._waiting.pop(admitted.ticket.arrival)
+            request.times.unplaceable = None
+            placement = Placement(request, next(self._attempts), admitted.worker_id)
+            self._placements[placement.key] = placement
+            peeked = request.times.peeked
+            if peeked is None or self._clock() - peeked > self.limits.peek_lifetime_seconds:
+                self._spawn(request, self._peek_and_dispatch(placement, admitted))
+                continue
+            with self._containing(request):
+                cached = admitted.ticket.cached_tokens.get(admitted.worker_id, 0)
+                self._dispatch(placement, admitted, cached)
+
+    async def _peek_and_dispatch(self, placement: Placement, admitted: Admitted) -> None:
+        cached = await self._peek(placement.request)
+        if placement.key in self._placements:  # neither abandoned nor lost meanwhile
+            self._dispatch(placement, admitted, cached.get(placement.worker_id, 0))
+
+    def _dispatch(self, placement: Placement, admitted: Admitted, cached_tokens: int) -> None:
+        request = placement.request
+        worker = self._ready_worker(placement)
+        if worker is None:
+            raise RuntimeError(f"a place was granted on {placement.worker_id}, which is away")
+        delivered = request.transcript.token_ids
+        try:
+            plan = plan_attempt(
+                worker.facts,
+                admitted,
+                token_count=len(request.input.prompt) + len(delivered),
+                cached_tokens=cached_tokens,
+                forced_split=request.input.split_tokens,
+            )
+        except SplitpointError as error:
+            self._release(placement)
+            self._fail(request, error)
+            return
+        placement.plan = plan
+        if request.times.dispatched is None:
+            request.times.dispatched = self._clock()
+        command = worker_pb2.AdmitCommand(
+            request_id=request.request_id,
+            attempt=placement.attempt,
+            prompt_token_ids=request.input.prompt,
+            delivered_token_ids=delivered,
+            sampling=request.input.sampling,
+            plan=plan_to_proto(plan),
+            tenant_salt=self._salt(request),
+        )
+        if request.input.split_tokens is not None:
+            command.forced_split_tokens = request.input.split_tokens
+        worker.stream.admit(command)
+        if request.is_paused:
+            worker.stream.set_paused(request.request_id, True)
+
+    def _ready_worker(self, placement: Placement) -> ReadyWorker | None:
+        worker = self.registry.find(placement.worker_id)
+        return worker.ready if worker is not None else None
+
+    def _placement_of(self, request: Request) -> Placement | None:
+        return next((p for p in self._placements.values() if p.request is request), None)
+
+    def _release(self, placement: Placement) -> None:
+        """The placement is over: its memory may be granted again."""
+        del self._placements[placement.key]
+        self.admission.release(placement.worker_id, placement.request.arrival)
+
+    def _withdraw(self, request: Request) -> None:
+        """Stop a placed request; its memory stays charged until the worker lets go of it."""
+        placement = self._placement_of(request)
+        if placement is None:
+            return
+        worker = self._ready_worker(placement)
+        if placement.plan is None or worker is None:
+            self._release(placement)  # the worker never heard of it
+        else:
+            worker.stream.cancel(*placement.key)
+
+    # -- a worker speaks ------------------------------------------------------------------
+
+    def on_worker_ready(self, worker: WorkerConnection) -> None:
+        if worker.ready is None:
+            raise RuntimeError("a worker was announced that is not ready")
+        self.admission.add_worker(worker.ready.facts)
+        self._place_waiting()
+        self._on_readiness()
+
+    def on_worker_draining(self, worker: WorkerConnection) -> None:
+        self.admission.close_worker(worker.worker_id)
+        self._on_readiness()
+
+    def on_worker_lost(self, worker: WorkerConnection) -> None:
+        """What ran there is placed again, its delivered tokens forced."""
+        self.admission.remove_worker(worker.worker_id)
+        lost = [p for p in self._placements.values() if p.worker_id == worker.worker_id]
+        if lost:
+            _log.warning("worker %s was lost with %d requests", worker.worker_id, len(lost))
+        for placement in lost:
+            self._release(placement)
+            self._place_again(placement, None)
+        self._place_waiting()
+        self._on_readiness()
+
+    def on_step(self, worker: WorkerConnection, response: worker_pb2.RunResponse) -> None:
+        for report in response.restores:
+            placement = self._placements.get((report.request_id, report.attempt))
+            if placement is not None:
+                placement.report = report
+        for result in response.tokens:
+            placement = self._placements.get((result.request_id, result.attempt))
+            if placement is None or placement.request.has_ended:
+                self.late_results += 1
+                continue
+            with self._containing(placement.request):
+                self._on_tokens(placement, result)
+        for finish in response.finishes:
+            placement = self._placements.get((finish.request_id, finish.attempt))
+            if placement is not None:  # else it was placed again
+                with self._containing(placement.request):
+                    self._on_finish(placement, finish)
+        if response.finishes:
+            self._place_waiting()
+
+    def _on_tokens(self, placement: Placement, result: worker_pb2.TokenResult) -> None:
+        request = placement.request
+        verdict = take(result.first_index, len(result.token_ids), len(request.transcript))
+        match verdict:
+            case Duplicate():
+                self.duplicate_results += 1
+            case Accepted(offset):
+                if request.times.first_token is None:
+                    request.times.first_token = self._clock()
+                request.transcript.append(result.token_ids[offset:], result.logprobs[offset:])
+                request.produced()
+            case Gap(expected, first):
+                _log.error(
+                    "worker %s skipped tokens of %s: index %d came where %d was due",
+                    placement.worker_id,
+                    request.request_id,
+                    first,
+                    expected,
+                )
+                self._withdraw(request)
+                if placement.key in self._placements:
+                    self._release(placement)
+                self._place_again(placement, None)
+
+    def _on_finish(self, placement: Placement, finish: worker_pb2.RequestFinish) -> None:
+        self._release(placement)
+        request = placement.request
+        if request.has_ended:
+            return
+        if finish.error_code:
+            error = from_code(finish.error_code, finish.error_message)
+            if isinstance(error, Unavailable):
+                self._place_again(placement, error)
+            else:
+                self._fail(request, error)
+        elif finish.reason in (types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH):
+            self._complete(placement, finish.reason, finish.matched_stop)
+        else:
+            cause = Unavailable("the worker ended the request", reason="WORKER_DRAINED")
+            self._place_again(placement, cause)
+
+    # -- a request goes on, or ends -----------------------------------------------------------
+
+    def _place_again(self, placement: Placement, cause: Unavailable | None) -> None:
+        """Queue a request whose placement was lost, at its old place in line."""
+        request = placement.request
+        if request.has_ended:
+            return
+        if placement.plan is not None:
+            # The last token may have come and only its finish be missing.
+            if len(request.transcript) and request.transcript.ends_in_stop:
+                matched = request.transcript.matched_stop
+                self._complete(placement, types_pb2.FINISH_REASON_STOP, matched)
+                return
+            if len(request.transcript) >= request.input.max_tokens:
+                self._complete(placement, types_pb2.FINISH_REASON_LENGTH, "")
+                return
+            request.losses += 1
+        if request.losses >= self.limits.loss_count:
+            quarantine = Internal(
+                f"{request.losses} workers were lost while this request ran; it is not tried again",
+                reason="REQUEST_QUARANTINED",
+            )
+            self._fail(request, cause or quarantine)
+            return
+        request.times.peeked = None
+        self._waiting[request.arrival] = request
+        self.admission.resubmit(self._ticket(request, {}))
+
+    def _complete(
+        self, placement: Placement, reason: types_pb2.FinishReason, matched_stop: str
+    ) -> None:
+        request = placement.request
+        if placement.plan is None:
+            raise RuntimeError(f"{request.request_id} ended before it was dispatched")
+        stopped = reason == types_pb2.FINISH_REASON_STOP
+        text = request.transcript.finish(stopped=stopped)
+        now = self._clock()
+        message = completion(
+            request,
+            worker_id=placement.worker_id,
+            plan=placement.plan,
+            report=placement.report,
+            reason=reason,
+            matched_stop=(matched_stop or request.transcript.matched_stop) if stopped else "",
+            text=text,
+            now=now,
+        )
+        request.complete(message, now)
+        self._ended(request)
+
+    def _fail(self, request: Request, error: SplitpointError) -> None:
+        if not request.has_ended:
+            _log.info("%s failed: %s", request.request_id, error.reason)
+            request.fail(error, self._clock())
+            self._ended(request)
+
+    def _ended(self, request: Request) -> None:
+        self.requests.ended(request)
+        if self._waiting.pop(request.arrival, None) is not None:
+            self.admission.withdraw(request.arrival)
+
+    # -- its readers speak -----------------------------------------------------------------
+
+    def on_pause(self, request: Request, paused: bool) -> None:
+        placement = self._placement_of(request)
+        if placement is None or placement.plan is None:
+            return  # told when it is dispatched
+        worker = self._ready_worker(placement)
+        if worker is not None:
+            worker.stream.set_paused(request.request_id, paused)
+
+    def on_abandoned(self, request: Request) -> None:
+        """Nobody reads it any more."""
+        self._fail(request, Unavailable("every reader left", reason="ABANDONED"))
+        self._withdraw(request)
+        self._place_waiting()
+
+    # -- time passes -------------------------------------------------------------------------
+
+    async def keep_house(self) -> None:
+        """Bounded waits and a bounded memory; until cancelled."""
+        while True:
+            await asyncio.sleep(_TICK_SECONDS)
+            self.tick()
+
+    def tick(self) -> None:
+        now = self._clock()
+        self.requests.expire(now)
+        for ticket in self.admission.queue():
+            request = self.waiting_request(ticket)
+            if self.admission.is_placeable(ticket):
+                request.times.unplaceable = None
+                continue
+            if request.times.unplaceable is None:
+                request.times.unplaceable = now
+            if now - request.times.unplaceable >= self.limits.worker_wait_seconds:
+                waited = f"{self.limits.worker_wait_seconds:g} s"
+                error = Unavailable(
+                    f"no worker that could run it was ready for {waited}", reason="NO_WORKER"
+                )
+                self._fail(request, error)
+
+    async def close(self) -> None:
+        """Fails what still runs."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for request in self.requests.running():
+            self._fail(request, Unavailable("the scheduler stopped", reason="STOPPED"))
+
+    def _spawn(self, request: Request, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        async def contained() -> None:
+            with self._containing(request):
+                await work
+
+        task = asyncio.create_task(contained(), name=request.request_id)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    @contextmanager
+    def _containing(self, request: Request) -> Iterator[None]:
+        """A bug ends its own request, with an incident id, and no other."""
+        try:
+            yield
+        except Exception:
+            incident = secrets.token_hex(8)
+            _log.exception("incident %s with %s", incident, request.request_id)
+            error = Internal(f"internal error, incident {incident}", incident=incident)
+            self._fail(request, error)
+            self._withdraw(request)

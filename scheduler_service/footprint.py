@@ -1,0 +1,150 @@
+"""Peak device bytes of a request on a worker, and the residency that follows.
+
+Pure: facts in, named answers out. All sizes are those of `splitpoint.shapes`;
+what is free at the moment is the ledger's business, not this file's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from splitpoint.config import format_size
+from splitpoint.costs import Profile
+from splitpoint.planner import Residency
+from splitpoint.shapes import ModelShape, chunks_of
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """One worker as policy sees it; from its GetInfo and its store's GetStats."""
+
+    worker_id: str
+    shape: ModelShape
+    profile: Profile
+    chunk_tokens: int
+    has_activations: bool
+    cache_capacity_bytes: int
+    page_bytes: int
+    # Pages that a streamed request occupies however long it is.
+    streamed_page_count: int
+    max_batch_size: int
+    # Empty: no store, so neither reuse nor streaming.
+    kvstore_address: str = ""
+    # Slots of the store's arena (None: it could not be asked), bytes of each.
+    store_slot_count: int | None = None
+    slot_bytes: int = 0
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that fit when one resident request has the whole cache."""
+        return self.cache_capacity_bytes // self.page_bytes * self.chunk_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a request asks of a worker."""
+
+    # Prompt and max_tokens together; at least 1.
+    token_count: int
+    # None: resident where that fits, streamed otherwise.
+    residency: Residency | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fits:
+    """The worker can run it once enough of its cache is free."""
+
+    residency: Residency
+    size_bytes: int
+    # Why this residency, for the plan.
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NeverFits:
+    """The worker could not run it with nothing else on it. The numbers that say so."""
+
+    reason: str
+    needed_bytes: int
+    capacity_bytes: int
+    needed_tokens: int
+    capacity_tokens: int
+
+
+def footprint_of(demand: Demand, worker: WorkerFacts) -> Fits | NeverFits:
+    """Which residency the request gets on this worker, and what that costs."""
+    resident = _resident(demand, worker)
+    if demand.residency is Residency.RESIDENT:
+        return resident
+    if demand.residency is None and isinstance(resident, Fits):
+        return resident
+    if demand.residency is None and not worker.kvstore_address:
+        return resident  # whose numbers say more than "no store"
+    return _streamed(demand, worker)
+
+
+def page_count(demand: Demand, worker: WorkerFacts, residency: Residency) -> int:
+    """Device pages: one per chunk of the whole sequence, or what streaming occupies."""
+    pages = chunks_of(demand.token_count, worker.chunk_tokens)
+    if residency is Residency.STREAMED:
+        return min(pages, worker.streamed_page_count)
+    return pages
+
+
+def _resident(demand: Demand, worker: WorkerFacts) -> Fits | NeverFits:
+    size = page_count(demand, worker, Residency.RESIDENT) * worker.page_bytes
+    capacity = worker.cache_capacity_bytes
+    if size <= capacity:
+        return Fits(
+            Residency.RESIDENT,
+            size,
+            f"resident: {format_size(size)} of cache fit the worker's {format_size(capacity)}",
+        )
+    return NeverFits(
+        f"{demand.token_count:,} tokens need {format_size(size)} of device cache, worker "
+        f"{worker.worker_id} has {format_size(capacity)} ({worker.capacity_tokens:,} tokens)",
+        needed_bytes=size,
+        capacity_bytes=capacity,
+        needed_tokens=demand.token_count,
+        capacity_tokens=worker.capacity_tokens,
+    )
+
+
+def _streamed(demand: Demand, worker: WorkerFacts) -> Fits | NeverFits:
+    tokens, slots = demand.token_count, chunks_of(demand.token_count, worker.chunk_tokens)
+    size = page_count(demand, worker, Residency.STREAMED) * worker.page_bytes
+    capacity = worker.cache_capacity_bytes
+    if not worker.kvstore_address:
+        return NeverFits(
+            f"worker {worker.worker_id} has no KV store, so it cannot stream",
+            needed_bytes=size,
+            capacity_bytes=0,
+            needed_tokens=tokens,
+            capacity_tokens=0,
+        )
+    held = worker.store_slot_count
+    if held is not None and slots > held:
+        return NeverFits(
+            f"{tokens:,} tokens need {slots:,} slots of the KV store's {held:,} "
+            f"({held * worker.chunk_tokens:,} tokens) to be streamed",
+            needed_bytes=slots * worker.slot_bytes,
+            capacity_bytes=held * worker.slot_bytes,
+            needed_tokens=tokens,
+            capacity_tokens=held * worker.chunk_tokens,
+        )
+    if size > capacity:
+        return NeverFits(
+            f"streaming needs {format_size(size)} of device cache, worker {worker.worker_id} "
+            f"has {format_size(capacity)}",
+            needed_bytes=size,
+            capacity_bytes=capacity,
+            needed_tokens=tokens,
+            capacity_tokens=worker.capacity_tokens,
+        )
+    whole = page_count(demand, worker, Residency.RESIDENT) * worker.page_bytes
+    why = (
+        f"{format_size(whole)} of cache exceed the worker's {format_size(capacity)}"
+        if whole > capacity
+        else "as asked for"
+    )
+    return Fits(Residency.STREAMED, size, f"streamed: {why}, so {format_size(size)} are charged")

@@ -1,0 +1,110 @@
+"""From a granted place to the worker's plan, and from what happened back to the plan.
+
+Pure, on top of `splitpoint.planner`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from scheduler_service.admission import Admitted
+from scheduler_service.footprint import Demand, Fits, NeverFits, WorkerFacts, footprint_of
+from splitpoint.convert import method_from_proto
+from splitpoint.errors import InvalidArgument
+from splitpoint.planner import Plan, PlanInput, Residency, plan_request
+from splitpoint.v1 import worker_pb2
+
+
+def plan_attempt(
+    worker: WorkerFacts,
+    admitted: Admitted,
+    *,
+    token_count: int,
+    cached_tokens: int,
+    forced_split: int | None,
+) -> Plan:
+    """The plan of one placement.
+
+    Args:
+        token_count: tokens known now: the prompt, and those already delivered.
+        cached_tokens: of these in the worker's store, as far as is known.
+
+    Raises InvalidArgument for a forced split that cannot be.
+    """
+    # The last token is always computed: its logits are needed.
+    cached = min(cached_tokens, token_count - 1)
+    return plan_request(
+        worker.shape,
+        worker.profile,
+        PlanInput(
+            cached_tokens=cached,
+            new_tokens=token_count - cached,
+            has_activations=worker.has_activations,
+            residency=admitted.residency,
+            footprint_bytes=admitted.size_bytes,
+            forced_split_tokens=forced_split,
+            residency_reason=admitted.reason,
+        ),
+    )
+
+
+def explain(
+    worker: WorkerFacts,
+    *,
+    cached_tokens: int,
+    new_tokens: int,
+    max_tokens: int,
+    residency: Residency | None,
+) -> Plan | NeverFits:
+    """The plan that a request with these counts would get from an empty worker."""
+    demand = Demand(cached_tokens + new_tokens + max_tokens, residency)
+    verdict = footprint_of(demand, worker)
+    if not isinstance(verdict, Fits):
+        return verdict
+    return plan_request(
+        worker.shape,
+        worker.profile,
+        PlanInput(
+            cached_tokens=cached_tokens,
+            new_tokens=new_tokens,
+            has_activations=worker.has_activations,
+            residency=verdict.residency,
+            footprint_bytes=verdict.size_bytes,
+            residency_reason=verdict.reason,
+        ),
+    )
+
+
+def check_split(split_tokens: int | None, workers: Collection[WorkerFacts]) -> None:
+    """Refuse a forced split before it waits in the queue. Raises InvalidArgument."""
+    if split_tokens and workers and not any(worker.has_activations for worker in workers):
+        raise InvalidArgument(
+            "the store holds no activations, so nothing can be rebuilt from them: only split 0 "
+            "is possible (start with --activations always)",
+            field="split_tokens",
+            reason="NO_ACTIVATIONS",
+        )
+
+
+def as_it_happened(plan: Plan, report: worker_pb2.RestoreReport | None) -> Plan:
+    """The plan with what the worker found and did in place of what was expected."""
+    if report is None or report.method == 0:
+        return plan
+    method = method_from_proto(report.method)
+    found = (report.cached_tokens, report.split_tokens, method)
+    if found == (plan.cached_tokens, plan.split_tokens, plan.method):
+        return plan
+    total = plan.cached_tokens + plan.new_tokens
+    return replace(
+        plan,
+        cached_tokens=report.cached_tokens,
+        new_tokens=max(1, total - report.cached_tokens),
+        split_tokens=report.split_tokens,
+        method=method,
+        reason=(
+            f"{plan.reason}; the worker found {report.cached_tokens:,} tokens cached instead of "
+            f"{plan.cached_tokens:,} and used method {method.value} with split "
+            f"{report.split_tokens:,}"
+        ),
+    )

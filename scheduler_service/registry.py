@@ -1,0 +1,230 @@
+"""The workers at their static addresses: who is ready, what each one is, and its Run stream.
+
+Each address has one connection that lives as long as the scheduler: it asks for
+GetInfo, opens the Run stream, watches the worker's health for a drain, and
+starts over when the stream ends. gRPC itself reconnects with back-off. Decides
+nothing: it tells its listener.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from scheduler_service.dispatch import RunStream
+from scheduler_service.footprint import WorkerFacts
+from scheduler_service.peek import StorePeeker
+from splitpoint import rpc
+from splitpoint.convert import layout_from_proto, profile_from_proto, shape_from_proto
+from splitpoint.errors import FailedPrecondition, SplitpointError
+from splitpoint.shapes import ModelShape
+from splitpoint.v1 import worker_pb2, worker_pb2_grpc
+
+_log = logging.getLogger(__name__)
+
+WORKER_SERVICE = "splitpoint.v1.WorkerService"
+_INFO_SECONDS = 5.0
+# Between attempts at a worker that answers but is not ready: loading, or still
+# busy with the stream of a scheduler that died.
+_FIRST_PAUSE_SECONDS = 0.1
+_LONGEST_PAUSE_SECONDS = 1.0
+
+
+class Listener(Protocol):
+    """Who places requests on workers."""
+
+    def on_worker_ready(self, worker: WorkerConnection) -> None: ...
+
+    def on_worker_draining(self, worker: WorkerConnection) -> None: ...
+
+    def on_worker_lost(self, worker: WorkerConnection) -> None: ...
+
+    def on_step(self, worker: WorkerConnection, response: worker_pb2.RunResponse) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyWorker:
+    """A worker between the opening and the end of one Run stream."""
+
+    info: worker_pb2.GetInfoResponse
+    facts: WorkerFacts
+    stream: RunStream
+
+
+class WorkerConnection:
+    """One address. `ready` is None while nothing can be sent there."""
+
+    def __init__(self, address: str, model: ModelShape, peeker: StorePeeker) -> None:
+        self.address = address
+        # Name given at the worker's start; empty until it was reached once.
+        self.worker_id = ""
+        self.ready: ReadyWorker | None = None
+        self.is_draining = False
+        # Why it is not ready.
+        self.message = "connecting"
+        self._model = model
+        self._peeker = peeker
+
+    async def run(self, registry: Registry) -> None:
+        """Connect, serve, reconnect; until cancelled."""
+        pause = _FIRST_PAUSE_SECONDS
+        async with rpc.open_channel(self.address) as channel:
+            while True:
+                was_ready = False
+                try:
+                    was_ready = await self._serve(channel, registry)
+                except SplitpointError as error:
+                    self._note(error.message)
+                except Exception:
+                    _log.exception("the connection to %s failed", self.address)
+                    self._note("internal error, see the log")
+                pause = (
+                    _FIRST_PAUSE_SECONDS if was_ready else min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                )
+                await asyncio.sleep(pause)
+
+    async def _serve(self, channel: grpc.aio.Channel, registry: Registry) -> bool:
+        """One Run stream from beginning to end; whether it was ever open."""
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        stream = RunStream(stub)
+        health = asyncio.create_task(self._watch_health(channel, registry))
+        was_ready = False
+        try:
+            info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=_INFO_SECONDS)
+            facts = await self._facts_of(info)
+            registry.claim_name(self, info.worker_id)
+
+            def opened() -> None:
+                nonlocal was_ready
+                was_ready = True
+                self.is_draining = info.draining
+                self.message = ""
+                self.ready = ReadyWorker(info, facts, stream)
+                _log.info("worker %s at %s is ready", self.worker_id, self.address)
+                registry.listener.on_worker_ready(self)
+                if self.is_draining:
+                    registry.listener.on_worker_draining(self)
+
+            def stepped(response: worker_pb2.RunResponse) -> None:
+                self._take_profile(response)
+                registry.listener.on_step(self, response)
+
+            await stream.serve(opened, stepped)
+            self._note("the worker ended its stream")
+        except grpc.RpcError as error:
+            self._note(rpc.error_of(error).message)
+        finally:
+            health.cancel()
+            if self.ready is not None:
+                self.ready = None
+                registry.listener.on_worker_lost(self)
+        return was_ready
+
+    async def _facts_of(self, info: worker_pb2.GetInfoResponse) -> WorkerFacts:
+        """What policy needs. Raises SplitpointError for a worker that cannot be used."""
+        shape, layout = shape_from_proto(info.shape), layout_from_proto(info.layout)
+        for name in ("layer_count", "hidden_size", "vocabulary_size", "context_length"):
+            theirs, ours = getattr(shape, name), getattr(self._model, name)
+            if theirs != ours:
+                raise FailedPrecondition(
+                    f"serves another model: its {name} is {theirs}, ours {ours}"
+                )
+        if not info.worker_id or info.page_bytes < 1 or info.max_batch_size < 1:
+            raise FailedPrecondition("its GetInfo lacks worker_id, page_bytes or max_batch_size")
+        slots = None
+        if info.kvstore_address:
+            slots = await self._peeker.slot_count(info.kvstore_address)
+        return WorkerFacts(
+            worker_id=info.worker_id,
+            shape=shape,
+            profile=profile_from_proto(info.profile),
+            chunk_tokens=layout.chunk_tokens,
+            has_activations=layout.has_activations and bool(info.kvstore_address),
+            cache_capacity_bytes=info.cache_capacity_bytes,
+            page_bytes=info.page_bytes,
+            streamed_page_count=info.streamed_page_count,
+            max_batch_size=info.max_batch_size,
+            kvstore_address=info.kvstore_address,
+            store_slot_count=slots,
+            slot_bytes=layout.chunk_bytes,
+        )
+
+    async def _watch_health(self, channel: grpc.aio.Channel, registry: Registry) -> None:
+        """NOT_SERVING on an open stream is a drain."""
+        request = health_pb2.HealthCheckRequest(service=WORKER_SERVICE)
+        stub: Any = health_pb2_grpc.HealthStub(channel)  # the type stubs know no Watch
+        call = stub.Watch(request, wait_for_ready=True)
+        try:
+            async for response in call:
+                not_serving = response.status == health_pb2.HealthCheckResponse.NOT_SERVING
+                if not_serving and self.ready is not None and not self.is_draining:
+                    self.is_draining = True
+                    _log.info("worker %s is draining", self.worker_id)
+                    registry.listener.on_worker_draining(self)
+        except grpc.RpcError as error:
+            # The stream's own end tells whether the worker is gone.
+            _log.info("no health from %s: %s", self.address, rpc.error_of(error).message)
+        finally:
+            call.cancel()
+
+    def _take_profile(self, response: worker_pb2.RunResponse) -> None:
+        """The worker measured itself anew."""
+        if self.ready is not None and response.HasField("profile"):
+            facts = replace(self.ready.facts, profile=profile_from_proto(response.profile))
+            self.ready = replace(self.ready, facts=facts)
+
+    def _note(self, message: str) -> None:
+        if message != self.message:
+            _log.warning("worker %s at %s: %s", self.worker_id or "?", self.address, message)
+        self.message = message
+
+
+class Registry:
+    """All connections. `start` them once there is a listener, `close` at the end."""
+
+    def __init__(self, addresses: Sequence[str], model: ModelShape, peeker: StorePeeker) -> None:
+        self.connections = [WorkerConnection(address, model, peeker) for address in addresses]
+        self.listener: Listener
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self, listener: Listener) -> None:
+        self.listener = listener
+        self._tasks = [
+            asyncio.create_task(connection.run(self), name=f"worker {connection.address}")
+            for connection in self.connections
+        ]
+
+    async def close(self) -> None:
+        """Ends every Run stream; the workers cancel what was admitted through them."""
+        for task in self._tasks:
+            task.cancel()
+        for result in await asyncio.gather(*self._tasks, return_exceptions=True):
+            if isinstance(result, Exception):
+                _log.error("a worker's connection failed", exc_info=result)
+
+    def ready(self) -> list[WorkerConnection]:
+        """Those that take new requests."""
+        return [c for c in self.connections if c.ready is not None and not c.is_draining]
+
+    def find(self, worker_id: str) -> WorkerConnection | None:
+        """By name, ready or not."""
+        return next((c for c in self.connections if c.worker_id == worker_id), None)
+
+    @property
+    def all_names_known(self) -> bool:
+        return all(connection.worker_id for connection in self.connections)
+
+    def claim_name(self, connection: WorkerConnection, worker_id: str) -> None:
+        """Raises FailedPrecondition when another address has this name."""
+        holder = self.find(worker_id)
+        if holder is not None and holder is not connection:
+            raise FailedPrecondition(
+                f"worker id {worker_id} is already that of the worker at {holder.address}"
+            )
+        connection.worker_id = worker_id

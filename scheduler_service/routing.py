@@ -1,0 +1,37 @@
+"""Which worker a request prefers: where its prefix lies, then where there is room.
+
+Pure. Takes only workers that can start the request now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A worker that could start the request now."""
+
+    worker_id: str
+    # Tokens of the request's prefix in the worker's store.
+    cached_tokens: int
+    free_bytes: int
+    running_count: int
+
+
+def choose_worker(candidates: Iterable[Candidate]) -> Candidate:
+    """Most cached tokens, then most free bytes, then fewest running; last by name.
+
+    At least one candidate. A worker that holds the prefix but is busy is not
+    waited for: recomputing now beats reusing later for all but extreme kappa.
+    """
+    return min(
+        candidates,
+        key=lambda worker: (
+            -worker.cached_tokens,
+            -worker.free_bytes,
+            worker.running_count,
+            worker.worker_id,
+        ),
+    )

@@ -1,0 +1,264 @@
+"""The gRPC face of the scheduler: messages in, conductor calls, messages out.
+
+Holds no state of its own but the count of open Generate calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+
+from scheduler_service.conductor import Conductor
+from scheduler_service.footprint import NeverFits
+from scheduler_service.planning import explain
+from scheduler_service.requests import Request
+from scheduler_service.validation import (
+    DEFAULT_MAX_TOKENS,
+    GenerateInput,
+    ModelFacts,
+    check_model,
+    check_text,
+    optional_residency,
+    validate_generate,
+)
+from splitpoint.convert import plan_to_proto, profile_to_proto, shape_to_proto
+from splitpoint.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
+from splitpoint.rpc import MESSAGE_LIMIT_BYTES
+from splitpoint.shapes import ModelShape
+from splitpoint.text import Tokenizer
+from splitpoint.v1 import scheduler_pb2 as pb
+from splitpoint.v1 import scheduler_pb2_grpc
+
+_log = logging.getLogger(__name__)
+
+INFERENCE_SERVICE = "splitpoint.v1.InferenceService"
+ADMIN_SERVICE = "splitpoint.v1.AdminService"
+
+# Larger requests are checked and tokenized beside the event loop.
+_SMALL_REQUEST_BYTES = 16 * 1024
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The one model, as its folder describes it."""
+
+    shape: ModelShape
+    tokenizer: Tokenizer | None
+
+    @property
+    def facts(self) -> ModelFacts:
+        shape = self.shape
+        return ModelFacts(shape.name, shape.vocabulary_size, shape.context_length)
+
+    @property
+    def encode(self) -> Callable[[str], list[int]] | None:
+        return None if self.tokenizer is None else self.tokenizer.encode
+
+
+class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
+    """What clients call."""
+
+    def __init__(self, model: ServedModel, conductor: Conductor) -> None:
+        self._model = model
+        self._conductor = conductor
+        self._open_calls = 0
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
+        _check_deadline(context)
+        with self._counted():
+            checked = await self._validated(request)
+            live = self._conductor.start(checked)
+            await self._deliver(live, context)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        check_model(request.model, self._model.facts)
+        if len(request.text) <= _SMALL_REQUEST_BYTES:
+            return self._tokenized(request.text)
+        return await asyncio.to_thread(self._tokenized, request.text)
+
+    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
+        check_model(request.model, self._model.facts)
+        return pb.GetModelResponse(model=self._model_message())
+
+    async def ListModels(
+        self, request: pb.ListModelsRequest, context: Context
+    ) -> pb.ListModelsResponse:
+        return pb.ListModelsResponse(models=[self._model_message()])
+
+    async def ExplainPlan(
+        self, request: pb.ExplainPlanRequest, context: Context
+    ) -> pb.ExplainPlanResponse:
+        check_model(request.model, self._model.facts)
+        residency = optional_residency(request.residency)
+        for field, least in (("cached_tokens", 0), ("new_tokens", 1), ("max_tokens", 0)):
+            if getattr(request, field) < least:
+                raise InvalidArgument(f"{field} must be at least {least}", field=field)
+        max_tokens = request.max_tokens or DEFAULT_MAX_TOKENS
+        context_length = self._model.shape.context_length
+        # Without max_tokens only the counts that were given must fit.
+        if request.cached_tokens + request.new_tokens + request.max_tokens > context_length:
+            raise InvalidArgument(
+                f"the tokens exceed the context of {context_length:,}",
+                field="new_tokens",
+                reason="CONTEXT_EXCEEDED",
+            )
+        response = pb.ExplainPlanResponse()
+        for worker in self._conductor.registry.ready():
+            if worker.ready is None:
+                continue
+            answer = explain(
+                worker.ready.facts,
+                cached_tokens=request.cached_tokens,
+                new_tokens=request.new_tokens,
+                max_tokens=max_tokens,
+                residency=residency,
+            )
+            entry = response.plans.add(worker_id=worker.worker_id)
+            if isinstance(answer, NeverFits):
+                entry.rejection = answer.reason
+            else:
+                entry.plan.CopyFrom(plan_to_proto(answer))
+        if not response.plans:
+            raise Unavailable(
+                "no worker is ready",
+                reason="NO_WORKER",
+                retry_after_seconds=self._conductor.limits.retry_seconds,
+            )
+        return response
+
+    # -- below the calls ---------------------------------------------------------------
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        limits = self._conductor.limits
+        if self._open_calls >= limits.concurrent_calls:
+            raise ResourceExhausted(
+                f"{limits.concurrent_calls} Generate calls are open",
+                reason="TOO_MANY_CALLS",
+                retry_after_seconds=limits.retry_seconds,
+            )
+        self._open_calls += 1
+        try:
+            yield
+        finally:
+            self._open_calls -= 1
+
+    async def _validated(self, request: pb.GenerateRequest) -> GenerateInput:
+        def check() -> GenerateInput:
+            return validate_generate(
+                request,
+                self._model.facts,
+                self._model.encode,
+                draw_seed=lambda: secrets.randbelow(1 << 63),
+                draw_request_id=lambda: secrets.token_hex(16),
+            )
+
+        if request.ByteSize() <= _SMALL_REQUEST_BYTES:
+            return check()
+        return await asyncio.to_thread(check)
+
+    async def _deliver(self, live: Request, context: Context) -> None:
+        stall_seconds = self._conductor.limits.stall_seconds
+        with live.attach() as reader:
+            async for response in reader:
+                try:
+                    async with asyncio.timeout(stall_seconds):
+                        await context.write(response)
+                except TimeoutError:
+                    _log.info("a reader of %s took nothing for too long", live.request_id)
+                    # A status would wait behind the message that is not taken;
+                    # ending the handler like this resets the stream.
+                    raise asyncio.CancelledError from None
+
+    def _tokenized(self, text: str) -> pb.TokenizeResponse:
+        ids = check_text(text, self._model.encode)
+        tokenizer = self._model.tokenizer
+        tokens = tokenizer.spelling(ids) if tokenizer is not None else []
+        response = pb.TokenizeResponse(token_ids=ids, tokens=tokens)
+        if response.ByteSize() > MESSAGE_LIMIT_BYTES:
+            raise ResourceExhausted("the tokens exceed a message", reason="MESSAGE_TOO_LARGE")
+        return response
+
+    def _model_message(self) -> pb.Model:
+        ready = [w.ready for w in self._conductor.registry.ready() if w.ready is not None]
+        shape = ready[0].facts.shape if ready else self._model.shape
+        message = pb.Model(
+            name=self._model.shape.name,
+            shape=shape_to_proto(shape),
+            ready_worker_count=len(ready),
+            context_length=shape.context_length,
+            has_tokenizer=self._model.tokenizer is not None,
+            has_activations=any(worker.facts.has_activations for worker in ready),
+            chunk_tokens=ready[0].facts.chunk_tokens if ready else 0,
+        )
+        message.shape.name = message.name
+        return message
+
+
+class AdminServicer(scheduler_pb2_grpc.AdminServiceServicer):
+    """What operators call; changes nothing."""
+
+    def __init__(self, conductor: Conductor, clock: Callable[[], float] = time.monotonic) -> None:
+        self._conductor = conductor
+        self._clock = clock
+
+    async def ListWorkers(
+        self, request: pb.ListWorkersRequest, context: Context
+    ) -> pb.ListWorkersResponse:
+        response = pb.ListWorkersResponse()
+        for worker in self._conductor.registry.connections:
+            entry = response.workers.add(
+                worker_id=worker.worker_id,
+                address=worker.address,
+                ready=worker.ready is not None and not worker.is_draining,
+                draining=worker.is_draining,
+                message="draining" if worker.is_draining else worker.message,
+            )
+            if worker.ready is not None:
+                entry.device = worker.ready.info.device
+                entry.cache_capacity_bytes = worker.ready.facts.cache_capacity_bytes
+                entry.kvstore_address = worker.ready.facts.kvstore_address
+                entry.profile.CopyFrom(profile_to_proto(worker.ready.facts.profile))
+            ledger = self._conductor.admission.ledger(worker.worker_id)
+            if ledger is not None:
+                entry.cache_charged_bytes = ledger.charged_bytes
+                entry.running_count = ledger.running_count
+        return response
+
+    async def GetQueue(self, request: pb.GetQueueRequest, context: Context) -> pb.GetQueueResponse:
+        admission = self._conductor.admission
+        response = pb.GetQueueResponse(capacity=admission.queue_capacity)
+        now = self._clock()
+        for position, ticket in enumerate(admission.queue()):
+            waiting = self._conductor.waiting_request(ticket)
+            response.requests.add(
+                request_id=waiting.request_id,
+                position=position,
+                footprint_bytes=admission.footprint_bytes(ticket),
+                waited_duration=_duration(now - waiting.times.arrived),
+                reason=admission.reason_to_wait(ticket),
+            )
+        return response
+
+
+def _check_deadline(context: Context) -> None:
+    remaining = context.time_remaining()
+    if remaining is not None and remaining <= 0:
+        raise DeadlineExceeded("the deadline had passed when the call arrived")
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(max(0, int(seconds * 1e9)))
+    return duration

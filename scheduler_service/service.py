@@ -1,0 +1,108 @@
+"""One scheduler, assembled: connections to the workers, the conductor, the gRPC server, health."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from scheduler_service.conductor import Conductor
+from scheduler_service.limits import Limits
+from scheduler_service.peek import StorePeeker
+from scheduler_service.registry import Registry
+from scheduler_service.server import (
+    ADMIN_SERVICE,
+    INFERENCE_SERVICE,
+    AdminServicer,
+    InferenceServicer,
+    ServedModel,
+)
+from splitpoint import rpc
+from splitpoint.planner import Residency
+from splitpoint.v1 import scheduler_pb2_grpc
+
+# Health, admin and reflection calls find room beside the Generate calls.
+_SPARE_CALLS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOptions:
+    """What a scheduler is started with."""
+
+    model: ServedModel
+    worker_addresses: Sequence[str]
+    # Secret from which the salts of chunk keys are derived.
+    server_key: bytes
+    eos_token_ids: frozenset[int] = frozenset()
+    limits: Limits = field(default_factory=Limits)
+    # For requests that leave it open. None: resident where that fits.
+    default_residency: Residency | None = None
+    reflection: bool = False
+
+
+class Scheduler:
+    """`start`, then `stop`. Belongs to the event loop that makes it."""
+
+    def __init__(
+        self, options: SchedulerOptions, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._options = options
+        self._readiness_changed = asyncio.Event()
+        self._peeker = StorePeeker(options.limits.peek_seconds)
+        self.registry = Registry(options.worker_addresses, options.model.shape, self._peeker)
+        self.conductor = Conductor(
+            self.registry,
+            self._peeker,
+            options.limits,
+            tokenizer=options.model.tokenizer,
+            eos_token_ids=options.eos_token_ids,
+            server_key=options.server_key,
+            default_residency=options.default_residency,
+            clock=clock,
+            on_readiness=self._readiness_changed.set,
+        )
+        self.server = rpc.create_server(
+            max_concurrent_rpcs=options.limits.concurrent_calls + _SPARE_CALLS
+        )
+        scheduler_pb2_grpc.add_InferenceServiceServicer_to_server(
+            InferenceServicer(options.model, self.conductor), self.server
+        )
+        scheduler_pb2_grpc.add_AdminServiceServicer_to_server(
+            AdminServicer(self.conductor, clock), self.server
+        )
+        self.health = rpc.HealthReporter(self.server)
+        if options.reflection:
+            rpc.enable_reflection(self.server, [INFERENCE_SERVICE, ADMIN_SERVICE])
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, address: str) -> str:
+        """Serves at once, ready once a worker is. Returns the address with its real port."""
+        bound = rpc.listen(self.server, address)
+        await self.health.set(ADMIN_SERVICE, True)
+        await self.health.set(INFERENCE_SERVICE, False)
+        await self.server.start()
+        self.registry.start(self.conductor)
+        self._tasks = [
+            asyncio.create_task(self._report_health(), name="health"),
+            asyncio.create_task(self.conductor.keep_house(), name="keep house"),
+        ]
+        return bound
+
+    async def stop(self, grace_seconds: float) -> None:
+        """No new requests; running ones may end within the grace period."""
+        self.conductor.is_draining = True
+        await self.health.shut_down()
+        await self.server.stop(grace_seconds)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.conductor.close()
+        await self.registry.close()
+        await self._peeker.close()
+
+    async def _report_health(self) -> None:
+        while True:
+            await self.health.set(INFERENCE_SERVICE, bool(self.registry.ready()))
+            await self._readiness_changed.wait()
+            self._readiness_changed.clear()

@@ -1,0 +1,248 @@
+"""The arena as a worker or the store maps it: planes, commit words, checksums.
+
+Attaching validates the file against docs/arena-format.md. Knows no gRPC and no
+torch, and never decides which slot may be used: it only tells whether a slot
+still is what a handle says.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from splitpoint.arena_format import (
+    RECORD_BYTES,
+    RECORDS_OFFSET,
+    SUPERBLOCK_BYTES,
+    ArenaFormatError,
+    BadSlotCount,
+    LayoutHashMismatch,
+    SizeMismatch,
+    Superblock,
+    choose_superblock,
+)
+from splitpoint.arena_records import SlotState, commit_word
+from splitpoint.errors import NotFound
+from splitpoint.shapes import ArenaLayout
+
+Bytes = npt.NDArray[np.uint8]
+
+_WORDS_PER_RECORD = RECORD_BYTES // 8
+_FIRST_WORD = RECORDS_OFFSET // 8
+
+
+class NotARegularFile(ArenaFormatError):
+    """A link, device or folder lies where the arena should be."""
+
+
+class ForeignOwner(ArenaFormatError):
+    """The file belongs to another user."""
+
+
+class OpenToOthers(ArenaFormatError):
+    """Group or others have permissions on the file."""
+
+
+class InstanceMismatch(ArenaFormatError):
+    """The file is another arena than the one expected."""
+
+
+class EpochMismatch(ArenaFormatError):
+    """The arena was adopted anew since the caller was told about it."""
+
+
+class Arena:
+    """One mapped arena. Slots are in [0, slot_count).
+
+    The metadata (superblocks, records, tokens) is mapped read-only unless
+    `write_metadata` is set, which only the store does; the payload is writable.
+
+    Attributes:
+        path, layout, slot_count, size_bytes: of the file.
+        geometry: where everything lies in it.
+        superblock: as it was when this arena was mapped.
+    """
+
+    def __init__(
+        self, path: Path, fd: int, superblock: Superblock, *, write_metadata: bool = False
+    ) -> None:
+        """Maps an open, validated file; `fd` stays the caller's. `attach` is for workers."""
+        self.path = path
+        self.superblock = superblock
+        self.geometry = superblock.geometry
+        self.layout = self.geometry.layout
+        self.slot_count = self.geometry.slot_count
+        self.size_bytes = self.geometry.size_bytes
+        payload_offset = self.geometry.payload_offset
+        metadata = mmap.mmap(
+            fd,
+            payload_offset,
+            prot=mmap.PROT_READ | (mmap.PROT_WRITE if write_metadata else 0),
+        )
+        self.metadata = memoryview(metadata)
+        self._words = self.metadata.cast("Q")
+        payload = mmap.mmap(fd, self.size_bytes - payload_offset, offset=payload_offset)
+        self.payload: Bytes = np.frombuffer(payload, dtype=np.uint8)
+        self._planes: dict[tuple[int, str], Bytes] = {}
+        for plane in self.geometry.planes:
+            start = plane.offset - payload_offset
+            rows = self.payload[start : start + self.slot_count * plane.slot_bytes]
+            self._planes[plane.layer, plane.tensor] = rows.reshape(
+                self.slot_count, plane.slot_bytes
+            )
+
+    @classmethod
+    def attach(
+        cls,
+        path: Path,
+        *,
+        layout: ArenaLayout,
+        slot_count: int,
+        instance_id: bytes,
+        epoch: int,
+    ) -> Arena:
+        """Maps the arena that the store's Attach told about.
+
+        Raises NotFound when the file is gone, and the ArenaFormatError of the
+        first invariant that does not hold.
+        """
+        fd = open_arena(path)
+        try:
+            superblock = read_superblock(fd)
+            if superblock.layout.layout_hash != layout.layout_hash:
+                raise LayoutHashMismatch(f"{path} was made for another layout")
+            if superblock.slot_count != slot_count:
+                raise BadSlotCount(f"{path} has {superblock.slot_count} slots, not {slot_count}")
+            if superblock.instance_id != instance_id:
+                raise InstanceMismatch(f"{path} is another arena than the store named")
+            if superblock.epoch != epoch:
+                raise EpochMismatch(f"{path} is in epoch {superblock.epoch}, not {epoch}")
+            return cls(path, fd, superblock)
+        finally:
+            os.close(fd)
+
+    def plane(self, layer: int, tensor: str) -> Bytes:
+        """Writable view `[slot_count, slot_bytes]` of one tensor ("K", "V" or "X") of a layer."""
+        return self._planes[layer, tensor]
+
+    # -- commit words ---------------------------------------------------------------
+
+    def is_current(self, slots: Sequence[int], generations: Sequence[int]) -> bool:
+        """Whether every slot is sealed under its generation.
+
+        Ask before reading and again after the last byte was read; what was read
+        between two different answers must never be used.
+        """
+        return self._all_in(SlotState.SEALED, slots, generations)
+
+    def is_writing(self, slots: Sequence[int], generations: Sequence[int]) -> bool:
+        """Whether every slot is granted for writing under its generation."""
+        return self._all_in(SlotState.WRITING, slots, generations)
+
+    def _all_in(self, state: SlotState, slots: Sequence[int], generations: Sequence[int]) -> bool:
+        words, slot_count = self._words, self.slot_count
+        return all(
+            0 <= slot < slot_count
+            and words[_FIRST_WORD + slot * _WORDS_PER_RECORD] == commit_word(generation, state)
+            for slot, generation in zip(slots, generations, strict=True)
+        )
+
+    def commit_word(self, slot: int) -> int:
+        """The slot's commit word as it is now: one aligned 8-byte load."""
+        return self._words[_FIRST_WORD + self._checked(slot) * _WORDS_PER_RECORD]
+
+    def record(self, slot: int) -> bytes:
+        """A copy of the slot's record, for `SlotRecord.decode`."""
+        start = RECORDS_OFFSET + self._checked(slot) * RECORD_BYTES
+        return bytes(self.metadata[start : start + RECORD_BYTES])
+
+    def token_row(self, slot: int) -> bytes:
+        """A copy of the slot's row of the token plane."""
+        size = self.geometry.token_row_bytes
+        start = self.geometry.tokens_offset + self._checked(slot) * size
+        return bytes(self.metadata[start : start + size])
+
+    # -- payload ----------------------------------------------------------------------
+
+    def checksum(self, slot: int) -> int:
+        """XXH3-64 of the slot over all planes in file order.
+
+        Safe to call from any thread; xxhash lets go of the GIL on large planes.
+        """
+        self._checked(slot)
+        digest = xxhash.xxh3_64()
+        for plane in self._planes.values():
+            digest.update(plane[slot])
+        return digest.intdigest()
+
+    def rows_past_are_zero(self, slot: int, token_count: int) -> bool:
+        """Whether every row at and past `token_count` is zero in every plane."""
+        self._checked(slot)
+        chunk_tokens = self.layout.chunk_tokens
+        for (_, tensor), plane in self._planes.items():
+            heads = 1 if tensor == "X" else self.layout.kv_head_count
+            if plane[slot].reshape(heads, chunk_tokens, -1)[:, token_count:].any():
+                return False
+        return True
+
+    def close(self) -> None:
+        """Drop this object's views. The mapping goes with the last view anybody holds."""
+        self._planes.clear()
+        self._words.release()
+        self.metadata.release()
+        self.payload = np.empty(0, dtype=np.uint8)
+
+    def _checked(self, slot: int) -> int:
+        if not 0 <= slot < self.slot_count:
+            raise IndexError(f"slot {slot} of an arena of {self.slot_count}")
+        return slot
+
+
+# -- opening -------------------------------------------------------------------------
+
+
+def open_arena(path: Path) -> int:
+    """A descriptor of the regular file at `path`, ours and closed to others.
+
+    Raises NotFound, NotARegularFile, ForeignOwner or OpenToOthers.
+    """
+    try:
+        # Non-blocking, so that a pipe planted in its place cannot hang us.
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise NotFound(f"there is no arena at {path}") from None
+    except PermissionError as error:
+        raise ForeignOwner(f"{path} may not be opened: {error.strerror}") from error
+    except OSError as error:  # ELOOP: a symbolic link; EISDIR, ENXIO: no file
+        raise NotARegularFile(f"{path} cannot be an arena: {error.strerror}") from error
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise NotARegularFile(f"{path} is not a regular file")
+        if found.st_uid != os.geteuid():
+            raise ForeignOwner(f"{path} belongs to user {found.st_uid}")
+        if found.st_mode & 0o077:
+            raise OpenToOthers(f"{path} has mode {found.st_mode & 0o777:o}, not 600")
+    except ArenaFormatError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def read_superblock(fd: int) -> Superblock:
+    """The superblock in force. Raises the ArenaFormatError of what is wrong."""
+    superblock = choose_superblock(
+        os.pread(fd, SUPERBLOCK_BYTES, 0),
+        os.pread(fd, SUPERBLOCK_BYTES, SUPERBLOCK_BYTES),
+    )
+    size = os.fstat(fd).st_size
+    if size != superblock.geometry.size_bytes:
+        raise SizeMismatch(f"the file has {size} bytes, not {superblock.geometry.size_bytes}")
+    return superblock

@@ -1,0 +1,185 @@
+"""A scheduler at the clients' seam: real stubs and a real server, scripted answers.
+
+It "generates" the prompt's own tokens again, one per message, and fails in the
+ways its fields say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from splitpoint import rpc
+from splitpoint.client import INFERENCE_SERVICE
+from splitpoint.errors import InvalidArgument, ResourceExhausted, SplitpointError, Unavailable
+from splitpoint.v1 import scheduler_pb2 as pb
+from splitpoint.v1 import scheduler_pb2_grpc, types_pb2
+
+PLAN = types_pb2.Plan(
+    residency=types_pb2.RESIDENCY_RESIDENT,
+    method=types_pb2.RESTORE_METHOD_LOAD,
+    reason="split 0: because this is a test",
+    cached_tokens=2,
+    new_tokens=1,
+)
+SHAPE = types_pb2.ModelShape(
+    name="tiny",
+    family="llama",
+    layer_count=1,
+    hidden_size=8,
+    query_head_count=2,
+    kv_head_count=2,
+    head_dim=4,
+    intermediate_size=16,
+    vocabulary_size=256,
+    context_length=64,
+    data_type=types_pb2.DATA_TYPE_FLOAT32,
+)
+
+
+@dataclass
+class Script:
+    """What the fake does, and what it saw."""
+
+    failures: list[SplitpointError] = field(default_factory=list)
+    fail_after: int | None = None
+    gap: bool = False
+    endless: bool = False
+    workers_ready: bool = True
+    tail: str = ""
+    requests: list[pb.GenerateRequest] = field(default_factory=list)
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    address: str = ""
+
+
+class FakeScheduler(
+    scheduler_pb2_grpc.InferenceServiceServicer, scheduler_pb2_grpc.AdminServiceServicer
+):
+    def __init__(self, script: Script) -> None:
+        self.script = script
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: Any
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        script = self.script
+        script.requests.append(request)
+        if script.failures:
+            raise script.failures.pop(0)
+        if not request.text and not request.token_ids.ids:
+            raise InvalidArgument("the prompt is empty", field="prompt")
+        ids = list(request.token_ids.ids) or list(request.text.encode())
+        try:
+            index = 0
+            while index < len(ids) or script.endless:
+                if index == script.fail_after:
+                    raise Unavailable("the worker is gone")
+                token = ids[index % len(ids)]
+                yield pb.GenerateResponse(
+                    chunk=pb.GenerateChunk(
+                        index=index + (1 if script.gap else 0), token_ids=[token], text=chr(token)
+                    )
+                )
+                index += 1
+                if script.endless:
+                    await asyncio.sleep(0.01)
+        except (asyncio.CancelledError, GeneratorExit):
+            script.cancelled.set()
+            raise
+        yield pb.GenerateResponse(
+            complete=pb.GenerateComplete(
+                finish_reason=types_pb2.FINISH_REASON_LENGTH,
+                usage=pb.Usage(prompt_tokens=3, completion_tokens=len(ids), cached_tokens=2),
+                seed=7,
+                plan=PLAN,
+                worker_id="0",
+                request_id=request.request_id,
+                ttft_seconds=0.25,
+                total_seconds=0.5,
+                text=script.tail,
+            )
+        )
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        if self.script.failures:
+            raise self.script.failures.pop(0)
+        return pb.TokenizeResponse(token_ids=list(request.text.encode()), tokens=list(request.text))
+
+    async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
+        return pb.GetModelResponse(model=self._model())
+
+    async def ListModels(
+        self, request: pb.ListModelsRequest, context: Any
+    ) -> pb.ListModelsResponse:
+        return pb.ListModelsResponse(models=[self._model()])
+
+    def _model(self) -> pb.Model:
+        return pb.Model(name="tiny", shape=SHAPE, ready_worker_count=1, context_length=64)
+
+    async def ExplainPlan(
+        self, request: pb.ExplainPlanRequest, context: Any
+    ) -> pb.ExplainPlanResponse:
+        if request.new_tokens > 64:
+            raise ResourceExhausted("never fits", needed_bytes=65)
+        return pb.ExplainPlanResponse(
+            plans=[
+                pb.WorkerPlan(worker_id="0", plan=PLAN),
+                pb.WorkerPlan(worker_id="1", rejection="never fits"),
+            ]
+        )
+
+    async def ListWorkers(
+        self, request: pb.ListWorkersRequest, context: Any
+    ) -> pb.ListWorkersResponse:
+        ready = self.script.workers_ready
+        return pb.ListWorkersResponse(
+            workers=[
+                pb.WorkerStatus(worker_id="0", ready=True, device="cpu"),
+                pb.WorkerStatus(worker_id="1", ready=ready, message="" if ready else "loading"),
+            ]
+        )
+
+    async def GetQueue(self, request: pb.GetQueueRequest, context: Any) -> pb.GetQueueResponse:
+        waiting = pb.QueuedRequest(request_id="r", footprint_bytes=2048, reason="memory is full")
+        waiting.waited_duration.FromMilliseconds(1500)
+        return pb.GetQueueResponse(requests=[waiting], capacity=8)
+
+
+@contextmanager
+def fake_scheduler(address: str) -> Iterator[Script]:
+    """Serves in a thread of its own while the block runs; `script.address` is where."""
+    script = Script()
+    started = threading.Event()
+    loop = asyncio.new_event_loop()
+    stop = asyncio.Event()
+
+    async def serve() -> None:
+        server = rpc.create_server()
+        fake = FakeScheduler(script)
+        scheduler_pb2_grpc.add_InferenceServiceServicer_to_server(fake, server)
+        scheduler_pb2_grpc.add_AdminServiceServicer_to_server(fake, server)
+        health = rpc.HealthReporter(server)
+        script.address = rpc.listen(server, address)
+        await health.set(INFERENCE_SERVICE, True)
+        await server.start()
+        started.set()
+        await rpc.serve_until(server, stop, 0.0)
+
+    def run() -> None:
+        asyncio.set_event_loop(loop)
+        loop.run_until_complete(serve())
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    if not started.wait(10):
+        raise RuntimeError("the fake scheduler did not start")
+    try:
+        yield script
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()

@@ -1,0 +1,224 @@
+"""plan, generate, status and the command itself, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_scheduler import Script, fake_scheduler
+
+from splitpoint.costs import BUILT_IN_PROFILES
+from splitpoint_cli.supervisor import child_environment
+
+COMMAND = [sys.executable, "-m", "splitpoint_cli"]
+
+
+def splitpoint(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=child_environment({}),
+        check=False,
+    )
+
+
+@pytest.fixture
+def script(socket_address: str) -> Iterator[Script]:
+    with fake_scheduler(socket_address) as script:
+        yield script
+
+
+def plan(*arguments: str) -> dict[str, object]:
+    done = splitpoint("plan", *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, object] = json.loads(done.stdout)
+    return answer
+
+
+H100 = ("--profile", "h100-pcie5", "--cached", "1500", "--new", "100")
+
+
+def test_plan_answers_zero_for_grouped_queries_and_says_why() -> None:
+    answer = plan("--model", "llama-3-8b", *H100)
+    assert answer["split_tokens"] == 0
+    assert answer["method"] == "load"
+    assert answer["rho"] == 2.0
+    assert "rho >= 1" in str(answer["reason"])
+
+
+@pytest.mark.parametrize("schedule", ["serial", "column", "row"])
+def test_plan_splits_multi_head_models(schedule: str) -> None:
+    answer = plan("--model", "opt-6.7b", "--schedule", schedule, *H100)
+    assert int(str(answer["split_tokens"])) > 0
+    predicted = float(str(answer["predicted_restore_seconds"]))
+    assert predicted < float(str(answer["predicted_load_seconds"]))
+
+
+def test_plan_reads_folders_and_profile_files(bundled_model: Path, tmp_path: Path) -> None:
+    profile = tmp_path / "mine.json"
+    profile.write_text(BUILT_IN_PROFILES["a100-pcie4"].to_json())
+    arguments = ("--model", str(bundled_model), "--cached", "1000", "--new", "64")
+    from_file = plan(*arguments, "--profile", str(profile))
+    assert from_file == plan(*arguments, "--profile", "a100-pcie4")
+    assert from_file["kv_bytes_per_token"] == 8 * 2 * 256 * 2
+    table = splitpoint("plan", *arguments, "--profile", str(profile))
+    assert table.returncode == 0
+    assert "8 KiB a token" in table.stdout
+    wide = plan(*arguments, "--profile", str(profile), "--dtype", "float32")
+    assert wide["kv_bytes_per_token"] == 8 * 2 * 256 * 4
+
+
+def test_plan_without_activations() -> None:
+    answer = plan("--model", "opt-6.7b", "--no-activations", *H100)
+    assert answer["split_tokens"] == 0
+    assert "holds no activations" in str(answer["reason"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "no-such-model", *H100), "NOT_FOUND: no-such-model"),
+        (("--model", "/no/such", *H100), "INVALID_ARGUMENT: /no/such: no such folder"),
+        (("--model", "opt-6.7b", *H100[2:], "--profile", "abacus"), "INVALID_ARGUMENT: profile"),
+        (("--model", "opt-6.7b", *H100, "--cached", "4000"), "INVALID_ARGUMENT: 4,228 tokens"),
+        (("--model", "opt-6.7b", *H100, "--new", "0"), "INVALID_ARGUMENT: new_tokens"),
+        (("--model", "opt-6.7b", *H100, "--schedule", "x"), "INVALID_ARGUMENT: schedule"),
+    ],
+)
+def test_plan_errors_are_one_line(arguments: tuple[str, ...], message: str) -> None:
+    done = splitpoint("plan", *arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"splitpoint: {message}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_generate_json_has_exactly_these_fields(script: Script) -> None:
+    done = splitpoint("generate", "abc", "--address", script.address, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {
+        "token_ids": [97, 98, 99],
+        "text": "abc",
+        "finish_reason": "length",
+        "usage": {"prompt_tokens": 3, "completion_tokens": 3, "cached_tokens": 2},
+        "worker": "0",
+        "plan": {
+            "residency": "resident",
+            "split_tokens": 0,
+            "method": "load",
+            "reason": "split 0: because this is a test",
+        },
+        "ttft_seconds": 0.25,
+        "seconds": 0.5,
+    }
+
+
+def test_generate_streams_text_and_reads_stdin(script: Script) -> None:
+    script.tail = "?"
+    done = splitpoint("generate", "--address", script.address, stdin="grüße"[:2])
+    assert (done.returncode, done.stdout) == (0, "gr?\n")
+
+
+def test_generate_passes_every_option_on(script: Script) -> None:
+    done = splitpoint(
+        *("generate", "--address", script.address, "--prompt-ids", "5,6", "--max-tokens", "9"),
+        *("--temperature", "0.5", "--seed", "3", "--ignore-eos", "--stop", "a", "--stop", "b"),
+        *("--worker", "1", "--split", "64", "--cache-salt", "s", "--residency", "streamed"),
+    )
+    assert done.returncode == 0, done.stderr
+    request = script.requests[0]
+    assert list(request.token_ids.ids) == [5, 6]
+    assert request.sampling.max_tokens == 9
+    assert request.sampling.temperature == 0.5
+    assert request.sampling.seed == 3
+    assert request.sampling.ignore_eos
+    assert list(request.sampling.stop) == ["a", "b"]
+    assert (request.worker_id, request.split_tokens, request.cache_salt) == ("1", 64, b"s")
+    assert request.residency == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("x", "--prompt-ids", "1"),
+        ("--prompt-ids", "1,x"),
+        ("x", "--split", "-1"),
+        ("x", "--split", "many"),
+        ("x", "--address", "nowhere"),
+        ("",),
+    ],
+)
+def test_generate_refuses_nonsense(script: Script, arguments: tuple[str, ...]) -> None:
+    address = () if "--address" in arguments else ("--address", script.address)
+    done = splitpoint("generate", *arguments, *address)
+    assert done.returncode == 2
+    assert done.stderr.startswith("splitpoint: INVALID_ARGUMENT: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_ctrl_c_cancels_a_generation(script: Script) -> None:
+    script.endless = True
+    with subprocess.Popen(
+        [*COMMAND, "generate", "abc", "--address", script.address],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=child_environment({}),
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(5) == "abcab"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert errors == "splitpoint: CANCELLED: interrupted\n"
+    assert script.cancelled.wait(5)
+
+
+def test_nobody_listening_is_exit_3() -> None:
+    for command in (("generate", "x"), ("status",)):
+        done = splitpoint(*command, "--address", "127.0.0.1:1")
+        assert done.returncode == 3
+        assert "is `splitpoint up` running?" in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+def test_status(script: Script) -> None:
+    done = splitpoint("status", "--address", script.address)
+    assert done.returncode == 0, done.stderr
+    assert "memory is full" in done.stdout
+    script.workers_ready = False
+    done = splitpoint("status", "--address", script.address, "--json")
+    assert done.returncode == 1
+    answer = json.loads(done.stdout)
+    assert answer["ready"] is False
+    assert answer["workers"][1]["message"] == "loading"
+    assert answer["queue"]["requests"][0]["waited_seconds"] == 1.5
+
+
+def test_version_and_help_are_quick_and_torchless() -> None:
+    assert splitpoint("--version").stdout.startswith("splitpoint ")
+    code = "import sys, splitpoint_cli.main; assert not {'torch', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, env=child_environment({}), timeout=60)
+    for command in ("up", "generate", "plan", "status", "bench"):
+        assert splitpoint(command, "--help").returncode == 0
+    assert "130 interrupted" in splitpoint("generate", "--help").stdout.replace("\n", " ")
+
+
+def test_up_refuses_before_it_starts_anything() -> None:
+    for arguments, message in (
+        (("--listen", "0.0.0.0:50050"), "not a loopback address"),
+        (("--host-memory", "lots"), "not a size"),
+        (("--model", "/no/such"), "no such folder"),
+        (("--instance", "a/b"), "not an instance name"),
+    ):
+        done = splitpoint("up", "--device", "cpu", *arguments)
+        assert done.returncode == 2
+        assert message in done.stderr

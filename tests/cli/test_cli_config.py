@@ -1,0 +1,182 @@
+"""Sizes, addresses, folders, memory facts, logs and the parent watch."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+import os
+import re
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from splitpoint import config
+from splitpoint.errors import FailedPrecondition, InvalidArgument
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        ("123", 123),
+        ("8GiB", 8 << 30),
+        ("8 gib", 8 << 30),
+        ("8g", 8 << 30),
+        ("512MB", 512_000_000),
+        ("1.5KiB", 1536),
+        ("7B", 7),
+        ("9007199254740993", 9007199254740993),
+    ],
+)
+def test_parse_size(text: str, size: int) -> None:
+    assert config.parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "1e9", "1 iB", "8GiBs", "GiB", "1.2.3", "inf"])
+def test_parse_size_refuses(text: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        config.parse_size(text, field="host_memory")
+    assert caught.value.field == "host_memory"
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "0.98 KiB"),
+        (1024, "1 KiB"),
+        (1536, "1.5 KiB"),
+        (8 << 30, "8 GiB"),
+        (100 << 20, "100 MiB"),
+        ((1 << 30) - 1, "1 GiB"),
+        (5 << 50, "5120 TiB"),
+    ],
+)
+def test_format_size(size: int, text: str) -> None:
+    assert config.format_size(size) == text
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:0", "localhost:1", "[::1]:65535", "unix:/tmp/store.sock"]
+)
+def test_listen_addresses(address: str) -> None:
+    assert config.check_listen_address(address) == address
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "host", ":1", "::1", "127.0.0.1:x", "h:65536", "unix:relative", "unix:/" + "a" * 120],
+)
+def test_not_addresses(address: str) -> None:
+    with pytest.raises(InvalidArgument):
+        config.check_address(address)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:1", "[::]:1", "10.0.0.1:1", "example.org:1"])
+def test_open_interfaces_are_refused(address: str) -> None:
+    assert config.check_address(address) == address
+    with pytest.raises(InvalidArgument, match="neither encrypted nor authenticated"):
+        config.check_listen_address(address)
+
+
+def write_proc(root: Path, cgroup: str) -> Path:
+    (root / "self").mkdir(parents=True)
+    (root / "self" / "cgroup").write_text(cgroup)
+    (root / "meminfo").write_text("MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 800 kB\n")
+    return root
+
+
+def test_memory_without_a_limit(tmp_path: Path) -> None:
+    facts = config.memory_facts(write_proc(tmp_path / "proc", "0::/\n"), tmp_path / "cgroup")
+    assert facts.total_bytes == 1000 * 1024
+    assert facts.usable_bytes == 800 * 1024
+    assert facts.cgroup_limit_bytes is None
+
+
+def test_memory_under_cgroup_v2_the_tightest_parent_counts(tmp_path: Path) -> None:
+    proc = write_proc(tmp_path / "proc", "0::/a/b\n")
+    for group, limit, used in (("a", "500000", "100000"), ("a/b", "max", "1")):
+        folder = tmp_path / "cgroup" / group
+        folder.mkdir(parents=True)
+        (folder / "memory.max").write_text(limit)
+        (folder / "memory.current").write_text(used)
+    facts = config.memory_facts(proc, tmp_path / "cgroup")
+    assert facts.cgroup_limit_bytes == 500_000
+    assert facts.usable_bytes == 400_000
+
+
+def test_memory_under_cgroup_v1(tmp_path: Path) -> None:
+    proc = write_proc(tmp_path / "proc", "3:cpu:/\n4:memory:/job\n")
+    folder = tmp_path / "cgroup" / "memory" / "job"
+    folder.mkdir(parents=True)
+    (folder / "memory.limit_in_bytes").write_text("300000")
+    (folder / "memory.usage_in_bytes").write_text("400000")
+    # The root's "no limit" of v1.
+    (folder.parent / "memory.limit_in_bytes").write_text("9223372036854771712")
+    (folder.parent / "memory.usage_in_bytes").write_text("1")
+    facts = config.memory_facts(proc, tmp_path / "cgroup")
+    assert facts.cgroup_limit_bytes == 300_000
+    assert facts.usable_bytes == 0
+
+
+def test_memory_of_this_machine() -> None:
+    facts = config.memory_facts()
+    assert 0 < facts.usable_bytes <= facts.total_bytes
+    assert config.available_cores() >= 1
+
+
+def test_runtime_directory_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folder = config.runtime_directory("one")
+    assert folder == tmp_path / "splitpoint" / "one"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.chmod(0o755)
+    assert config.runtime_directory("one") == folder
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    with pytest.raises(InvalidArgument):
+        config.runtime_directory("../else")
+
+
+def test_a_foreign_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    (tmp_path / "file").touch()
+    for name in ("link", "file"):
+        with pytest.raises(FailedPrecondition, match="not a folder of this user"):
+            config.make_private(tmp_path / name)
+
+
+def test_log_lines_cannot_be_forged(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    before = logging.root.handlers[:], logging.root.level
+    try:
+        config.setup_logging("store")
+        try:
+            raise ValueError("first\nsecond")
+        except ValueError:
+            logging.getLogger("x").exception("bad %s", "name\nINFO fake")
+        logging.getLogger("x").debug("not shown")
+    finally:
+        logging.root.handlers, logging.root.level = before
+        logging.captureWarnings(False)
+    lines = stream.getvalue().splitlines()
+    assert lines[0].endswith(r"ERROR store: bad name\nINFO fake")
+    header = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z ERROR store: ")
+    assert len(lines) > 3
+    assert all(header.match(line) for line in lines)
+
+
+async def test_the_end_of_the_parents_pipe_stops() -> None:
+    read, write = os.pipe()
+    stop = asyncio.Event()
+    config.watch_parent(read, stop)
+    os.write(write, b"data is not the end")
+    await asyncio.sleep(0.01)
+    assert not stop.is_set()
+    os.close(write)
+    await asyncio.wait_for(stop.wait(), 5)
+    os.close(read)

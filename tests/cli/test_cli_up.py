@@ -1,0 +1,136 @@
+"""`splitpoint up` around fake services: signals, deaths, locks, and nothing left behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from splitpoint.config import arena_path, runtime_directory
+from splitpoint_cli.supervisor import child_environment
+
+FAKE_STACK = str(Path(__file__).parent / "fake_stack.py")
+SECONDS = 20
+
+
+@contextmanager
+def stack(
+    log: Path, instance: str, store: str = "serve", worker: str = "serve", scheduler: str = "serve"
+) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, FAKE_STACK, instance, str(log), store, worker, scheduler],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=child_environment({}),
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def wait_until_up(process: subprocess.Popen[str]) -> str:
+    """Everything printed on stdout up to the last line of the summary."""
+    assert process.stdout is not None
+    printed = ""
+    for line in process.stdout:
+        printed += line
+        if line.startswith("Ctrl-C"):
+            return printed
+    raise AssertionError(f"up ended early: {printed}")
+
+
+def assert_nothing_left(log: Path, instance: str) -> None:
+    starts = [line.split()[-1] for line in log.read_text().splitlines() if "start" in line]
+    assert starts
+    assert not [pid for pid in starts if Path(f"/proc/{pid}").exists()]
+    assert not arena_path(instance).parent.exists()
+    folder = runtime_directory(instance)  # makes it anew
+    assert list(folder.iterdir()) == []
+    folder.rmdir()
+
+
+def test_ctrl_c_stops_in_order_and_exits_0(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with stack(log, "test-ctrl-c") as process:
+        printed = wait_until_up(process)
+        assert "worker 1" in printed
+        assert "splitpoint generate" in printed
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, errors
+    stops = [line.split()[1] for line in log.read_text().splitlines() if line.startswith("stop")]
+    assert stops[0] == "scheduler"
+    assert stops[-1] == "store"
+    assert len(stops) == 4
+    assert_nothing_left(log, "test-ctrl-c")
+
+
+def test_ctrl_c_twice_kills_what_hangs(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with stack(log, "test-twice", worker="stubborn") as process:
+        wait_until_up(process)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "stopping" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=SECONDS)
+    assert process.returncode == 0
+    assert_nothing_left(log, "test-twice")
+
+
+def test_ctrl_c_while_starting(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with stack(log, "test-early", worker="never-ready") as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "worker 1" in line:
+                break
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=SECONDS)
+    assert process.returncode == 130
+    assert_nothing_left(log, "test-early")
+
+
+def test_a_dead_worker_ends_everything_with_1(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with stack(log, "test-death", worker="die-later") as process:
+        _, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1
+    assert "UNAVAILABLE: worker" in errors
+    assert "SIGKILL" in errors
+    assert "last lines of worker" in errors
+    assert_nothing_left(log, "test-death")
+
+
+def test_a_service_that_cannot_start_says_why(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with stack(log, "test-crash", store="crash") as process:
+        _, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1
+    assert "no luck today" in errors
+    assert "store ended with status 7" in errors
+    assert_nothing_left(log, "test-crash")
+
+
+def test_two_stacks_cannot_share_a_name(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with stack(log, "test-shared") as first:
+        wait_until_up(first)
+        with stack(tmp_path / "other", "test-shared") as second:
+            _, errors = second.communicate(timeout=SECONDS)
+        assert second.returncode != 0
+        assert "already running" in errors
+        assert first.poll() is None
+        first.send_signal(signal.SIGTERM)
+        first.communicate(timeout=SECONDS)
+    assert first.returncode == 0
+    assert_nothing_left(log, "test-shared")

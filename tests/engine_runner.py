@@ -1,0 +1,110 @@
+"""Runs an Engine to its end in the test's own thread: no store, no sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from splitpoint.planner import Residency
+from splitpoint.shapes import ArenaLayout
+from worker_service.device_cache import DeviceCache
+from worker_service.engine import Engine
+from worker_service.memory import divide
+from worker_service.messages import Admit, FinishEvent, StepOutput
+from worker_service.model.decoder import Decoder
+from worker_service.sampling import Sampling
+from worker_service.sequence import Admission
+
+CPU = torch.device("cpu")
+
+
+def make_engine(
+    folder: Path,
+    *,
+    chunk_tokens: int = 16,
+    max_batch_size: int = 16,
+    prefill_chunk_tokens: int = 64,
+    cache_pages: int | None = None,
+    eos_token_ids: tuple[int, ...] = (),
+) -> Engine:
+    """An fp32 engine on the CPU; `cache_pages` sizes its budget exactly."""
+    model = Decoder.load(folder, CPU, torch.float32)
+    layout = ArenaLayout.of(model.shape, chunk_tokens=chunk_tokens, has_activations=False)
+
+    def plan_for(budget: int):  # type: ignore[no-untyped-def]
+        return divide(
+            model.shape,
+            layout,
+            budget_bytes=budget,
+            weight_bytes=model.weight_bytes,
+            max_batch_size=max_batch_size,
+            prefill_chunk_tokens=prefill_chunk_tokens,
+        )
+
+    plan = plan_for(1 << 30)
+    if cache_pages is not None:
+        fixed = plan.weight_bytes + plan.workspace_bytes
+        plan = plan_for(fixed + cache_pages * plan.page_bytes)
+    return Engine(
+        model,
+        DeviceCache(layout, plan, CPU),
+        max_batch_size=max_batch_size,
+        prefill_chunk_tokens=prefill_chunk_tokens,
+        eos_token_ids=eos_token_ids,
+    )
+
+
+def admission(
+    name: str,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    *,
+    delivered: Sequence[int] = (),
+    attempt: int = 0,
+) -> Admission:
+    return Admission(
+        request_id=name,
+        attempt=attempt,
+        prompt=tuple(prompt),
+        delivered=tuple(delivered),
+        sampling=sampling,
+        residency=Residency.RESIDENT,
+        split_tokens=0,
+        salt=b"",
+    )
+
+
+@dataclass
+class Transcript:
+    """What came out of an engine, by request id."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    first_index: dict[str, int] = field(default_factory=dict)
+    finishes: dict[str, FinishEvent] = field(default_factory=dict)
+
+    def add(self, output: StepOutput) -> None:
+        for event in output.tokens:
+            name = event.key[0]
+            expected = self.first_index.setdefault(name, event.index) + len(
+                self.tokens.setdefault(name, [])
+            )
+            assert event.index == expected, "token indices have a gap"
+            self.tokens[name].append(event.choice.token_id)
+        for finish in output.finishes:
+            assert finish.key[0] not in self.finishes, "finished twice"
+            self.finishes[finish.key[0]] = finish
+
+
+def run_all(engine: Engine, admissions: Sequence[Admission], *, limit: int = 5000) -> Transcript:
+    """Admit everything at once and step until idle."""
+    for each in admissions:
+        engine.post(Admit(each, None))
+    transcript = Transcript()
+    for _ in range(limit):
+        transcript.add(engine.step())
+        if engine.is_idle:
+            return transcript
+    raise AssertionError(f"not idle after {limit} steps")

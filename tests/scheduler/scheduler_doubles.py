@@ -1,0 +1,473 @@
+"""A worker and a store that speak the real protocol without a model, and a stack around them.
+
+The worker's tokens are a hash of (prompt, index), so any answer can be checked
+without having been there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import xxhash
+
+from scheduler_service.limits import Limits
+from scheduler_service.server import ServedModel
+from scheduler_service.service import Scheduler, SchedulerOptions
+from splitpoint import rpc
+from splitpoint.checkpoints import eos_token_ids
+from splitpoint.convert import layout_to_proto, profile_to_proto, shape_to_proto
+from splitpoint.costs import Profile
+from splitpoint.errors import FailedPrecondition, SplitpointError
+from splitpoint.keys import pack_tokens
+from splitpoint.planner import Residency
+from splitpoint.shapes import ArenaLayout, ModelShape, chunks_of, read_config
+from splitpoint.text import Tokenizer
+from splitpoint.v1 import (
+    kvstore_pb2,
+    kvstore_pb2_grpc,
+    scheduler_pb2,
+    scheduler_pb2_grpc,
+    types_pb2,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL_FOLDER = ROOT / "models" / "stdlib-llama"
+SHAPE = ModelShape.from_config(read_config(MODEL_FOLDER), name="stdlib-llama")
+TOKENIZER = Tokenizer.load(MODEL_FOLDER)
+MODEL = ServedModel(SHAPE, TOKENIZER)
+CHUNK_TOKENS = 16
+PAGE_BYTES = SHAPE.page_bytes(CHUNK_TOKENS)
+PROFILE = Profile(1e9, 1e-5, 1e10, 1e-5, 1e10, "a double")
+LAYOUT = ArenaLayout.of(SHAPE, chunk_tokens=CHUNK_TOKENS, has_activations=True)
+
+
+def token_at(prompt: Sequence[int], index: int, vocabulary: int = SHAPE.vocabulary_size) -> int:
+    """Never one of the two special tokens."""
+    seed = xxhash.xxh3_64_intdigest(pack_tokens([*prompt, index]))
+    return 2 + seed % (vocabulary - 2)
+
+
+def answer(prompt: Sequence[int], count: int) -> list[int]:
+    return [token_at(prompt, index) for index in range(count)]
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    command: worker_pb2.AdmitCommand
+    prompt: tuple[int, ...]
+    produced: int
+    pages: int
+    paused: bool = False
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.command.request_id, self.command.attempt
+
+
+class WorkerDouble(worker_pb2_grpc.WorkerServiceServicer):
+    """Runs requests without a model: one token of each per step.
+
+    Attributes to set: `pace` (awaited before each step), `token_of`,
+    `cached_tokens` (what restores report), `refusal` (an error for the next
+    admits), `mangle` (changes each outgoing message).
+    Attributes to read: `admits`, `cancels`, `pauses`, `resumes`, `most_pages`, `steps`.
+    """
+
+    def __init__(
+        self,
+        worker_id: str = "0",
+        *,
+        capacity_pages: int = 64,
+        streamed_pages: int = 3,
+        max_batch: int = 64,
+        kvstore_address: str = "",
+        shape: ModelShape = SHAPE,
+        has_activations: bool = True,
+    ) -> None:
+        self.worker_id = worker_id
+        self.capacity_pages = capacity_pages
+        self.streamed_pages = streamed_pages
+        self.max_batch = max_batch
+        self.kvstore_address = kvstore_address
+        self.shape = shape
+        self.layout = replace(LAYOUT, has_activations=has_activations)
+        self.pace: Callable[[], Any] = lambda: asyncio.sleep(0)
+        self.token_of: Callable[[Sequence[int], int], int] = token_at
+        self.cached_tokens: int | None = None
+        self.refusal: SplitpointError | None = None
+        self.mangle: Callable[[worker_pb2.RunResponse], list[worker_pb2.RunResponse]] = (
+            lambda response: [response]
+        )
+        self.reject_info: SplitpointError | None = None
+        self.admits: list[worker_pb2.AdmitCommand] = []
+        self.cancels: list[tuple[str, int]] = []
+        self.pauses: list[str] = []
+        self.resumes: list[str] = []
+        self.running: dict[tuple[str, int], Running] = {}
+        self.most_pages = 0
+        self.steps = 0
+        self.address = ""
+        self._finishes: list[worker_pb2.RequestFinish] = []
+        self._restores: list[worker_pb2.RestoreReport] = []
+        self._server: grpc.aio.Server | None = None
+        self._health: rpc.HealthReporter | None = None
+        self._work = asyncio.Event()
+        self._stream_open = False
+
+    # -- life ----------------------------------------------------------------------
+
+    async def start(self, address: str = "127.0.0.1:0") -> str:
+        self._server = rpc.create_server()
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
+        self._health = rpc.HealthReporter(self._server)
+        await self._health.set("splitpoint.v1.WorkerService", True)
+        self.address = rpc.listen(self._server, address)
+        await self._server.start()
+        return self.address
+
+    async def kill(self) -> None:
+        """Streams break at once; whatever ran is gone."""
+        if self._server is not None:
+            server, self._server = self._server, None
+            await server.stop(0)
+        self.running.clear()
+
+    async def drain(self) -> None:
+        if self._health is not None:
+            await self._health.set("splitpoint.v1.WorkerService", False)
+
+    # -- the service -----------------------------------------------------------------
+
+    async def GetInfo(self, request: Any, context: Any) -> worker_pb2.GetInfoResponse:
+        if self.reject_info is not None:
+            raise self.reject_info
+        return worker_pb2.GetInfoResponse(
+            worker_id=self.worker_id,
+            instance_id=b"i" * 16,
+            shape=shape_to_proto(self.shape),
+            layout=layout_to_proto(self.layout),
+            kvstore_address=self.kvstore_address,
+            device="double",
+            cache_capacity_bytes=self.capacity_pages * PAGE_BYTES,
+            page_bytes=PAGE_BYTES,
+            streamed_page_count=self.streamed_pages,
+            max_batch_size=self.max_batch,
+            prefill_chunk_tokens=64,
+            profile=profile_to_proto(PROFILE),
+        )
+
+    async def Run(self, requests: Any, context: Any) -> AsyncIterator[worker_pb2.RunResponse]:
+        if self._stream_open:
+            raise FailedPrecondition("another stream is open")
+        self._stream_open = True
+        await context.send_initial_metadata(())
+        reader = asyncio.create_task(self._read(requests))
+        try:
+            while True:
+                while not (self._finishes or self._restores or self._active()):
+                    self._work.clear()
+                    await self._work.wait()
+                await self.pace()
+                for message in self.mangle(self._step()):
+                    yield message
+        finally:
+            reader.cancel()
+            self.running.clear()
+            self._stream_open = False
+
+    def _active(self) -> list[Running]:
+        return [request for request in self.running.values() if not request.paused]
+
+    async def _read(self, requests: Any) -> None:
+        async for request in requests:
+            match request.WhichOneof("command"):
+                case "admit":
+                    self._admit(request.admit)
+                case "cancel":
+                    key = (request.cancel.request_id, request.cancel.attempt)
+                    self.cancels.append(key)
+                    if self.running.pop(key, None) is not None:
+                        self._finish(key, reason=types_pb2.FINISH_REASON_CANCELLED)
+                case "pause":
+                    self.pauses.append(request.pause.request_id)
+                    self._set_paused(request.pause.request_id, True)
+                case "resume":
+                    self.resumes.append(request.resume.request_id)
+                    self._set_paused(request.resume.request_id, False)
+            self._work.set()
+
+    def _set_paused(self, request_id: str, paused: bool) -> None:
+        for request in self.running.values():
+            if request.command.request_id == request_id:
+                request.paused = paused
+
+    def _admit(self, command: worker_pb2.AdmitCommand) -> None:
+        self.admits.append(command)
+        key = (command.request_id, command.attempt)
+        if self.refusal is not None:
+            self._finish(key, error=self.refusal)
+            return
+        prompt = tuple(command.prompt_token_ids)
+        pages = chunks_of(len(prompt) + command.sampling.max_tokens, CHUNK_TOKENS)
+        if command.plan.residency == types_pb2.RESIDENCY_STREAMED:
+            pages = min(pages, self.streamed_pages)
+        request = Running(command, prompt, len(command.delivered_token_ids), pages)
+        self.running[key] = request
+        self.most_pages = max(self.most_pages, sum(r.pages for r in self.running.values()))
+        cached = command.plan.cached_tokens if self.cached_tokens is None else self.cached_tokens
+        split = min(command.plan.split_tokens, cached)
+        if command.HasField("forced_split_tokens"):
+            split = min(command.forced_split_tokens, cached)
+        method = types_pb2.RESTORE_METHOD_NONE
+        if cached:
+            method = (
+                types_pb2.RESTORE_METHOD_LOAD
+                if split == 0
+                else types_pb2.RESTORE_METHOD_RECOMPUTE
+                if split == cached
+                else types_pb2.RESTORE_METHOD_SPLIT
+            )
+        self._restores.append(
+            worker_pb2.RestoreReport(
+                request_id=command.request_id,
+                attempt=command.attempt,
+                cached_tokens=cached,
+                split_tokens=split,
+                method=method,
+                restore_seconds=0.25,
+            )
+        )
+
+    def _finish(
+        self,
+        key: tuple[str, int],
+        *,
+        reason: Any = 0,
+        error: SplitpointError | None = None,
+    ) -> None:
+        finish = worker_pb2.RequestFinish(request_id=key[0], attempt=key[1], reason=reason)
+        if error is not None:
+            finish.error_code, finish.error_message = error.code, error.message
+        self._finishes.append(finish)
+
+    def _step(self) -> worker_pb2.RunResponse:
+        self.steps += 1
+        response = worker_pb2.RunResponse(step=self.steps)
+        for request in self._active():
+            command = request.command
+            token = self.token_of(request.prompt, request.produced)
+            result = response.tokens.add(
+                request_id=command.request_id,
+                attempt=command.attempt,
+                first_index=request.produced,
+                token_ids=[token],
+            )
+            if command.sampling.HasField("logprobs"):
+                result.logprobs.add(
+                    chosen_logprob=-1.0,
+                    top=[
+                        types_pb2.TokenLogprob(token_id=n, logprob=-n)
+                        for n in range(command.sampling.logprobs)
+                    ],
+                )
+            request.produced += 1
+            stopped = token in command.sampling.stop_token_ids
+            if stopped or request.produced >= command.sampling.max_tokens:
+                del self.running[request.key]
+                self._finish(
+                    request.key,
+                    reason=types_pb2.FINISH_REASON_STOP
+                    if stopped
+                    else types_pb2.FINISH_REASON_LENGTH,
+                )
+        response.restores.extend(self._restores)
+        response.finishes.extend(self._finishes)
+        self._restores, self._finishes = [], []
+        response.running_count = len(self.running)
+        return response
+
+
+class StoreDouble(kvstore_pb2_grpc.KvStoreServiceServicer):
+    """Says how many tokens are cached; forgets everything else."""
+
+    def __init__(self, cached_tokens: int = 0, slot_count: int = 1000) -> None:
+        self.cached_tokens = cached_tokens
+        self.slot_count = slot_count
+        self.salts: list[bytes] = []
+        self.stalled = False
+        self._server = rpc.create_server()
+
+    async def start(self) -> str:
+        kvstore_pb2_grpc.add_KvStoreServiceServicer_to_server(self, self._server)
+        address = rpc.listen(self._server, "127.0.0.1:0")
+        await self._server.start()
+        return address
+
+    async def stop(self) -> None:
+        await self._server.stop(0)
+
+    async def Match(self, request: Any, context: Any) -> kvstore_pb2.MatchResponse:
+        self.salts.append(request.tenant_salt)
+        if self.stalled:
+            await asyncio.Event().wait()
+        return kvstore_pb2.MatchResponse(
+            cached_tokens=min(self.cached_tokens, len(request.token_ids))
+        )
+
+    async def GetStats(self, request: Any, context: Any) -> kvstore_pb2.GetStatsResponse:
+        return kvstore_pb2.GetStatsResponse(slot_count=self.slot_count)
+
+
+class Steps:
+    """A pace that tests turn by hand: `allow(n)` steps, then the worker waits."""
+
+    def __init__(self) -> None:
+        self._permits = asyncio.Semaphore(0)
+
+    def allow(self, count: int) -> None:
+        for _ in range(count):
+            self._permits.release()
+
+    async def __call__(self) -> None:
+        await self._permits.acquire()
+
+
+class FakeClock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass(slots=True)
+class Answer:
+    """Everything one Generate call said."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    chunks: list[scheduler_pb2.GenerateChunk] = field(default_factory=list)
+    complete: scheduler_pb2.GenerateComplete | None = None
+
+    @property
+    def done(self) -> scheduler_pb2.GenerateComplete:
+        if self.complete is None:
+            raise RuntimeError("the answer is not complete")
+        return self.complete
+
+
+class Stack:
+    """A scheduler over workers, with a client's stubs."""
+
+    def __init__(self, scheduler: Scheduler, address: str, workers: list[WorkerDouble]) -> None:
+        self.scheduler = scheduler
+        self.address = address
+        self.workers = workers
+        self.channel = rpc.open_channel(address)
+        self.inference: Any = scheduler_pb2_grpc.InferenceServiceStub(self.channel)
+        self.admin: Any = scheduler_pb2_grpc.AdminServiceStub(self.channel)
+
+    @property
+    def conductor(self) -> Any:
+        return self.scheduler.conductor
+
+    async def generate(self, request: scheduler_pb2.GenerateRequest, timeout: float = 30) -> Answer:
+        """One whole answer; checks that indices count from 0 without gaps."""
+        result = Answer()
+        call = self.inference.Generate(request, timeout=timeout)
+        try:
+            async for response in call:
+                if result.complete is not None:
+                    raise RuntimeError("something followed `complete`")
+                if response.HasField("complete"):
+                    result.complete = response.complete
+                    result.text += response.complete.text
+                    continue
+                if response.chunk.index != len(result.token_ids):
+                    raise RuntimeError(f"index {response.chunk.index} is out of order")
+                result.chunks.append(response.chunk)
+                result.token_ids += response.chunk.token_ids
+                result.text += response.chunk.text
+        finally:
+            call.cancel()
+        return result
+
+    async def error(self, request: scheduler_pb2.GenerateRequest, **kw: Any) -> SplitpointError:
+        """What the call fails with."""
+        try:
+            await self.generate(request, **kw)
+        except grpc.RpcError as error:
+            return rpc.error_of(error)
+        raise RuntimeError("the call did not fail")
+
+    async def until(self, condition: Callable[[], Any], seconds: float = 20) -> None:
+        """Waits for a state that will come; fails loudly when it does not."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline:
+                raise TimeoutError("the awaited state did not come")
+            await asyncio.sleep(0.005)
+
+    async def all_ready(self) -> None:
+        await self.until(lambda: len(self.scheduler.registry.ready()) == len(self.workers))
+
+
+@asynccontextmanager
+async def stack(
+    *workers: WorkerDouble,
+    limits: Limits | None = None,
+    model: ServedModel = MODEL,
+    clock: Callable[[], float] = time.monotonic,
+    residency: Residency | None = None,
+    server_key: bytes = b"k" * 32,
+) -> AsyncIterator[Stack]:
+    """A running scheduler, its workers ready. Ends with its books checked."""
+    doubles = list(workers) or [WorkerDouble()]
+    for double in doubles:
+        if not double.address:
+            await double.start()
+    scheduler = Scheduler(
+        SchedulerOptions(
+            model=model,
+            worker_addresses=[double.address for double in doubles],
+            server_key=server_key,
+            eos_token_ids=frozenset(eos_token_ids(MODEL_FOLDER)),
+            limits=limits or Limits(),
+            default_residency=residency,
+            reflection=True,
+        ),
+        clock=clock,
+    )
+    address = await scheduler.start("127.0.0.1:0")
+    running = Stack(scheduler, address, doubles)
+    try:
+        await running.all_ready()
+        yield running
+        problems = scheduler.conductor.admission.check_integrity()
+        if problems:
+            raise RuntimeError(f"the ledger is wrong: {problems}")
+    finally:
+        await running.channel.close()
+        await scheduler.stop(0)
+        for double in doubles:
+            await double.kill()
+
+
+def ids_request(
+    prompt: Sequence[int], max_tokens: int | None = None, **fields: Any
+) -> scheduler_pb2.GenerateRequest:
+    request = scheduler_pb2.GenerateRequest(token_ids=scheduler_pb2.TokenIds(ids=prompt), **fields)
+    if max_tokens is not None:
+        request.sampling.max_tokens = max_tokens
+    return request

@@ -1,0 +1,394 @@
+"""A real scheduler over worker doubles: the ways a request can go well."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from scheduler_doubles import (
+    CHUNK_TOKENS,
+    MODEL_FOLDER,
+    PAGE_BYTES,
+    SHAPE,
+    TOKENIZER,
+    Steps,
+    StoreDouble,
+    WorkerDouble,
+    answer,
+    ids_request,
+    stack,
+)
+
+from scheduler_service.limits import Limits
+from splitpoint import rpc
+from splitpoint.errors import (
+    AlreadyExists,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
+from splitpoint.keys import tenant_salt
+from splitpoint.v1 import scheduler_pb2, types_pb2
+
+
+async def test_tokens_text_and_the_final_message() -> None:
+    async with stack() as running:
+        prompt = [5, 6, 7]
+        result = await running.generate(ids_request(prompt, 20, request_id="one"))
+        assert result.token_ids == answer(prompt, 20)
+        assert result.text == TOKENIZER.decode(answer(prompt, 20))
+        done = result.done
+        assert done.finish_reason == types_pb2.FINISH_REASON_LENGTH
+        assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (3, 20)
+        assert (done.worker_id, done.request_id) == ("0", "one")
+        assert done.plan.residency == types_pb2.RESIDENCY_RESIDENT
+        assert "nothing is cached" in done.plan.reason
+        assert done.plan.footprint_bytes == 2 * PAGE_BYTES
+        assert 0 <= done.queue_seconds <= done.ttft_seconds <= done.total_seconds
+        assert done.restore_seconds == 0.25
+
+
+async def test_text_prompts_and_what_is_left_open() -> None:
+    async with stack() as running:
+        request = scheduler_pb2.GenerateRequest(text="def read(path):")
+        result = await running.generate(request)
+        prompt = TOKENIZER.encode("def read(path):")
+        assert result.token_ids == answer(prompt, 128)
+        assert result.done.request_id
+        assert result.done.seed >= 0
+        admit = running.workers[0].admits[0]
+        assert admit.sampling.seed == result.done.seed
+        assert list(admit.prompt_token_ids) == prompt
+        # A prompt near the end of the context gets what is left of it.
+        long = [9] * (SHAPE.context_length - 3)
+        running.workers[0].capacity_pages = 10**6
+    async with stack(WorkerDouble(capacity_pages=1000)) as running:
+        result = await running.generate(ids_request(long))
+        assert len(result.token_ids) == 3
+
+
+async def test_salts_are_derived_and_narrow_sharing() -> None:
+    async with stack() as running:
+        await running.generate(ids_request([5], 1))
+        await running.generate(ids_request([5], 1, cache_salt=b"mine"))
+        plain, salted = (admit.tenant_salt for admit in running.workers[0].admits)
+        assert plain == tenant_salt(b"k" * 32, "", b"")
+        assert salted == tenant_salt(b"k" * 32, "", b"mine")
+
+
+async def test_stop_tokens_are_reported_but_are_no_text() -> None:
+    async with stack() as running:
+        prompt = [11]
+        tokens = answer(prompt, 6)
+        request = ids_request(prompt, 50)
+        request.sampling.stop_token_ids.append(tokens[5])
+        result = await running.generate(request)
+        assert result.token_ids == tokens
+        assert result.text == TOKENIZER.decode(tokens[:5])
+        assert result.done.finish_reason == types_pb2.FINISH_REASON_STOP
+
+
+async def test_logprobs_come_with_their_tokens() -> None:
+    async with stack() as running:
+        request = ids_request([3], 9)
+        request.sampling.logprobs = 2
+        result = await running.generate(request)
+        for chunk in result.chunks:
+            assert len(chunk.logprobs) == len(chunk.token_ids)
+            assert all(len(position.top) == 2 for position in chunk.logprobs)
+
+
+async def test_fifty_requests_against_a_ledger_for_eight() -> None:
+    pages = 2
+    worker = WorkerDouble(capacity_pages=8 * pages)
+    async with stack(worker) as running:
+        rng = random.Random(1)
+        prompts = [[rng.randrange(2, 4000) for _ in range(rng.randint(1, 12))] for _ in range(50)]
+        requests = [
+            ids_request(prompt, pages * CHUNK_TOKENS - len(prompt), request_id=f"r{n}")
+            for n, prompt in enumerate(prompts)
+        ]
+        results = await asyncio.gather(*(running.generate(request) for request in requests))
+        for prompt, request, result in zip(prompts, requests, results, strict=True):
+            assert result.token_ids == answer(prompt, request.sampling.max_tokens)
+        assert worker.most_pages <= 8 * pages
+        ledger = running.conductor.admission.ledger("0")
+        await running.until(lambda: ledger.charged_bytes == 0 and ledger.running_count == 0)
+
+
+async def test_first_come_first_served() -> None:
+    worker = WorkerDouble(capacity_pages=4)
+    worker.pace = steps = Steps()
+    async with stack(worker) as running:
+        # A holds three of four pages; B needs two, so C (one page) waits behind B.
+        sizes = {"a": 3, "b": 2, "c": 1, "d": 4, "e": 1}
+        tasks = []
+        for name, pages in sizes.items():
+            request = ids_request([7], pages * CHUNK_TOKENS - 1, request_id=name)
+            tasks.append(asyncio.create_task(running.generate(request)))
+            arrived = len(tasks)
+            await running.until(lambda arrived=arrived: len(running.conductor.requests) == arrived)
+        await running.until(lambda: len(running.conductor.admission.queue()) == 4)
+        queue = await running.admin.GetQueue(scheduler_pb2.GetQueueRequest())
+        assert [entry.request_id for entry in queue.requests] == ["b", "c", "d", "e"]
+        assert [entry.position for entry in queue.requests] == [0, 1, 2, 3]
+        assert queue.requests[0].footprint_bytes == 2 * PAGE_BYTES
+        assert "free" in queue.requests[0].reason
+        assert "earlier" in queue.requests[1].reason
+        assert queue.capacity == Limits().queue_capacity
+        steps.allow(1000)
+        await asyncio.gather(*tasks)
+        assert [admit.request_id for admit in worker.admits] == ["a", "b", "c", "d", "e"]
+
+
+async def test_a_full_queue_asks_to_come_again() -> None:
+    worker = WorkerDouble(capacity_pages=1)
+    worker.pace = steps = Steps()
+    async with stack(worker, limits=Limits(queue_capacity=1)) as running:
+        tasks = [asyncio.create_task(running.generate(ids_request([n], 4))) for n in (2, 3)]
+        await running.until(lambda: len(running.conductor.admission.queue()) == 1)
+        error = await running.error(ids_request([4], 4))
+        assert isinstance(error, ResourceExhausted)
+        assert error.reason == "QUEUE_FULL"
+        assert error.retry_after_seconds == 1.0
+        steps.allow(100)
+        await asyncio.gather(*tasks)
+
+
+async def test_what_can_never_fit_is_rejected_with_its_numbers() -> None:
+    async with stack(WorkerDouble(capacity_pages=4)) as running:
+        error = await running.error(ids_request([5], 4 * CHUNK_TOKENS))
+        assert isinstance(error, ResourceExhausted)
+        assert error.reason == "NEVER_FITS"
+        assert error.retry_after_seconds is None
+        assert error.metadata == {
+            "needed_bytes": str(5 * PAGE_BYTES),
+            "capacity_bytes": str(4 * PAGE_BYTES),
+            "needed_tokens": str(4 * CHUNK_TOKENS + 1),
+            "capacity_tokens": str(4 * CHUNK_TOKENS),
+        }
+        assert f"{5 * PAGE_BYTES:,} bytes" in error.message
+        fits = await running.generate(ids_request([5], 4 * CHUNK_TOKENS - 1))
+        assert len(fits.token_ids) == 4 * CHUNK_TOKENS - 1
+
+
+async def test_what_exceeds_the_device_is_streamed_if_the_store_can_hold_it() -> None:
+    store = StoreDouble(slot_count=8)
+    address = await store.start()
+    worker = WorkerDouble(capacity_pages=4, streamed_pages=3, kvstore_address=address)
+    async with stack(worker) as running:
+        result = await running.generate(ids_request([5], 8 * CHUNK_TOKENS - 1))
+        assert result.done.plan.residency == types_pb2.RESIDENCY_STREAMED
+        assert result.done.plan.footprint_bytes == 3 * PAGE_BYTES
+        assert "streamed" in result.done.plan.reason
+        error = await running.error(ids_request([5], 8 * CHUNK_TOKENS))
+        assert isinstance(error, ResourceExhausted)
+        assert error.metadata["capacity_tokens"] == str(8 * CHUNK_TOKENS)
+        assert "9 slots" in error.message
+        wish = ids_request([5], 8, residency=types_pb2.RESIDENCY_STREAMED)
+        result = await running.generate(wish)
+        assert result.done.plan.residency == types_pb2.RESIDENCY_STREAMED
+        wish = ids_request([5], 5 * CHUNK_TOKENS, residency=types_pb2.RESIDENCY_RESIDENT)
+        assert isinstance(await running.error(wish), ResourceExhausted)
+    await store.stop()
+
+
+async def test_the_plan_reports_what_really_happened() -> None:
+    store = StoreDouble(cached_tokens=32)
+    worker = WorkerDouble(kvstore_address=await store.start())
+    async with stack(worker) as running:
+        prompt = list(range(10, 50))
+        expected = await running.generate(ids_request(prompt, 2))
+        assert expected.done.usage.cached_tokens == 32
+        assert worker.admits[0].plan.cached_tokens == 32
+        assert "instead" not in expected.done.plan.reason
+        worker.cached_tokens = 16
+        other = await running.generate(ids_request(prompt, 2))
+        assert other.done.usage.cached_tokens == 16
+        assert other.done.plan.cached_tokens == 16
+        assert other.done.plan.new_tokens == 24
+        assert "16 tokens cached instead of 32" in other.done.plan.reason
+        # The last token is always computed.
+        worker.cached_tokens, store.cached_tokens = None, 999
+        whole = await running.generate(ids_request(prompt, 2))
+        assert whole.done.plan.cached_tokens == 39
+    await store.stop()
+
+
+async def test_forced_splits() -> None:
+    store = StoreDouble(cached_tokens=32)
+    address = await store.start()
+    prompt = list(range(10, 50))
+    async with stack(WorkerDouble(kvstore_address=address)) as running:
+        result = await running.generate(ids_request(prompt, 2, split_tokens=7))
+        assert result.done.plan.split_tokens == 7
+        assert result.done.plan.method == types_pb2.RESTORE_METHOD_SPLIT
+        assert running.workers[0].admits[0].forced_split_tokens == 7
+        capped = await running.generate(ids_request(prompt, 2, split_tokens=99))
+        assert capped.done.plan.split_tokens == 32
+        assert capped.done.plan.method == types_pb2.RESTORE_METHOD_RECOMPUTE
+    without = WorkerDouble(kvstore_address=address, has_activations=False)
+    async with stack(without) as running:
+        error = await running.error(ids_request(prompt, 2, split_tokens=1))
+        assert isinstance(error, InvalidArgument)
+        assert error.field == "split_tokens"
+        assert "no activations" in error.message
+        assert await running.generate(ids_request(prompt, 2, split_tokens=0))
+    await store.stop()
+
+
+async def test_a_silent_store_counts_as_empty(caplog: pytest.LogCaptureFixture) -> None:
+    store = StoreDouble(cached_tokens=32)
+    store.stalled = True
+    worker = WorkerDouble(kvstore_address=await store.start())
+    async with stack(worker, limits=Limits(peek_seconds=0.05)) as running:
+        result = await running.generate(ids_request(list(range(10, 50)), 2))
+        assert result.done.usage.cached_tokens == 0
+        assert "did not answer" in caplog.text
+    await store.stop()
+
+
+async def test_routing_prefers_the_prefix_then_room_and_obeys_pins() -> None:
+    full, empty = StoreDouble(cached_tokens=16), StoreDouble()
+    workers = [
+        WorkerDouble("0", capacity_pages=99, kvstore_address=await empty.start()),
+        WorkerDouble("1", capacity_pages=9, kvstore_address=await full.start()),
+    ]
+    async with stack(*workers) as running:
+        request = ids_request(list(range(10, 40)), 2)
+        assert (await running.generate(request)).done.worker_id == "1"
+        full.cached_tokens = 0
+        assert (await running.generate(request)).done.worker_id == "0"
+        pinned = ids_request([5], 2, worker_id="1")
+        assert (await running.generate(pinned)).done.worker_id == "1"
+        assert isinstance(await running.error(ids_request([5], 2, worker_id="2")), NotFound)
+    await full.stop()
+    await empty.stop()
+
+
+async def test_the_same_request_id_attaches_or_is_taken() -> None:
+    worker = WorkerDouble()
+    worker.pace = steps = Steps()
+    async with stack(worker) as running:
+        request = ids_request([5, 6], 10, request_id="same")
+        first = asyncio.create_task(running.generate(request))
+        await running.until(lambda: worker.admits)
+        steps.allow(5)
+        second = asyncio.create_task(running.generate(request))
+        await running.until(lambda: len(running.conductor.requests.running()[0]._readers) == 2)
+        other = await running.error(ids_request([5, 6], 11, request_id="same"))
+        assert isinstance(other, AlreadyExists)
+        steps.allow(50)
+        one, two = await asyncio.gather(first, second)
+        assert one.token_ids == two.token_ids == answer([5, 6], 10)
+        assert one.done == two.done
+        # And once more after its end.
+        three = await running.generate(request)
+        assert (three.token_ids, three.done) == (one.token_ids, one.done)
+        assert three.text == one.text
+        assert len(worker.admits) == 1
+
+
+async def test_models_tokens_workers_and_plans() -> None:
+    store = StoreDouble()
+    worker = WorkerDouble(capacity_pages=4, kvstore_address=await store.start())
+    async with stack(worker) as running:
+        inference = running.inference
+        model = (await inference.GetModel(scheduler_pb2.GetModelRequest())).model
+        assert (model.name, model.context_length) == ("stdlib-llama", SHAPE.context_length)
+        assert (model.ready_worker_count, model.chunk_tokens) == (1, CHUNK_TOKENS)
+        assert model.has_tokenizer
+        assert model.has_activations
+        models = await inference.ListModels(scheduler_pb2.ListModelsRequest())
+        assert list(models.models) == [model]
+
+        text = "import os\n"
+        tokens = await inference.Tokenize(scheduler_pb2.TokenizeRequest(text=text))
+        assert list(tokens.token_ids) == TOKENIZER.encode(text)
+        assert len(tokens.tokens) == len(tokens.token_ids)
+
+        plans = await inference.ExplainPlan(
+            scheduler_pb2.ExplainPlanRequest(cached_tokens=20, new_tokens=4, max_tokens=8)
+        )
+        assert plans.plans[0].plan.cached_tokens == 20
+        assert plans.plans[0].plan.footprint_bytes == 2 * PAGE_BYTES
+        rejected = await inference.ExplainPlan(
+            scheduler_pb2.ExplainPlanRequest(
+                cached_tokens=0,
+                new_tokens=70,
+                residency=types_pb2.RESIDENCY_RESIDENT,
+            )
+        )
+        assert not rejected.plans[0].HasField("plan")
+        assert "198 tokens" in rejected.plans[0].rejection
+
+        workers = await running.admin.ListWorkers(scheduler_pb2.ListWorkersRequest())
+        (status,) = workers.workers
+        assert (status.worker_id, status.ready, status.message) == ("0", True, "")
+        assert status.cache_capacity_bytes == 4 * PAGE_BYTES
+        assert status.profile.description == "a double"
+    await store.stop()
+
+
+async def test_a_model_without_a_tokenizer_takes_token_ids_only() -> None:
+    from scheduler_service.server import ServedModel
+
+    async with stack(model=ServedModel(SHAPE, None)) as running:
+        result = await running.generate(ids_request([5], 3))
+        assert result.token_ids == answer([5], 3)
+        assert result.text == ""
+        error = await running.error(scheduler_pb2.GenerateRequest(text="x"))
+        assert isinstance(error, FailedPrecondition)
+        with pytest.raises(grpc.RpcError) as caught:
+            await running.inference.Tokenize(scheduler_pb2.TokenizeRequest(text="x"))
+        assert isinstance(rpc.error_of(caught.value), FailedPrecondition)
+
+
+async def test_health_follows_the_workers() -> None:
+    statuses = health_pb2.HealthCheckResponse
+    async with stack(WorkerDouble("1"), limits=Limits(retry_seconds=0.01)) as running:
+        stub: Any = health_pb2_grpc.HealthStub(running.channel)
+        request = health_pb2.HealthCheckRequest(service="splitpoint.v1.InferenceService")
+        watch = stub.Watch(request)
+
+        async def until(status: int) -> None:
+            while (await watch.read()).status != status:
+                pass
+
+        await until(statuses.SERVING)
+        await running.workers[0].drain()
+        await until(statuses.NOT_SERVING)
+        watch.cancel()
+        for service in ("", "splitpoint.v1.AdminService"):
+            answered = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+            assert answered.status == statuses.SERVING
+        error = await running.error(ids_request([5], 1))
+        assert isinstance(error, Unavailable)
+        assert error.retry_after_seconds == 0.01
+        listed = await running.admin.ListWorkers(scheduler_pb2.ListWorkersRequest())
+        assert listed.workers[0].draining
+        assert not listed.workers[0].ready
+
+
+async def test_reflection_lists_the_services() -> None:
+    from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+    async with stack() as running:
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(running.channel)
+        call = stub.ServerReflectionInfo(
+            iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        )
+        response = await call.read()
+        names = {service.name for service in response.list_services_response.service}
+        assert "splitpoint.v1.InferenceService" in names
+        call.cancel()
+
+
+def test_the_model_folder_is_there() -> None:
+    assert (MODEL_FOLDER / "tokenizer.json").is_file()

@@ -1,0 +1,156 @@
+"""Tiny random checkpoints of every supported family, written by transformers itself.
+
+`write_tiny(case, folder)` gives a folder as one downloads it: config.json,
+generation_config.json and safetensors. Weights are seeded and wide enough that
+greedy choices are clear. Used by every test that compares with transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.utils import logging
+
+VOCABULARY = 128
+CONTEXT = 512
+EOS = 2
+
+
+def _sizes(**changes: Any) -> dict[str, Any]:
+    """The common tiny dimensions of the rotary families."""
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": CONTEXT,
+        "bos_token_id": 1,
+        "eos_token_id": EOS,
+        "pad_token_id": None,
+        "initializer_range": 0.1,
+        **changes,
+    }
+
+
+def _opt(**changes: Any) -> PreTrainedModel:
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "ffn_dim": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": CONTEXT,
+        "bos_token_id": EOS,
+        "eos_token_id": EOS,
+        "pad_token_id": 1,
+        "init_std": 0.1,
+    }
+    return OPTForCausalLM(OPTConfig(**{**sizes, **changes}))
+
+
+def _llama(**changes: Any) -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**_sizes(**changes)))
+
+
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+_BUILDERS: dict[str, Callable[[], PreTrainedModel]] = {
+    # Biases, learned positions, tied embeddings.
+    "opt": _opt,
+    # OPT-350M's way: norms after the sums, narrow embeddings; and no biases.
+    "opt-post-norm": lambda: _opt(do_layer_norm_before=False, word_embed_proj_dim=32),
+    "opt-no-bias": lambda: _opt(enable_bias=False, _remove_final_layer_norm=True),
+    # MHA, untied.
+    "llama": lambda: _llama(num_key_value_heads=4),
+    # GQA, tied, several shards, Llama 3.1's rope scaling.
+    "llama-3": lambda: _llama(rope_parameters=LLAMA3_SCALING, tie_word_embeddings=True),
+    "llama-linear": lambda: _llama(
+        rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    ),
+    "llama-dynamic": lambda: _llama(
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    ),
+    "llama-biases": lambda: _llama(attention_bias=True, mlp_bias=True, head_dim=32),
+    # A sliding window shorter than the sequences.
+    "mistral": lambda: MistralForCausalLM(
+        MistralConfig(**_sizes(sliding_window=24, rope_parameters={"rope_theta": 1e6}))
+    ),
+    "mistral-full": lambda: MistralForCausalLM(MistralConfig(**_sizes(sliding_window=None))),
+    # Biases on q, k and v.
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_sizes(tie_word_embeddings=True))),
+    # Windows in the upper layers only.
+    "qwen2-windows": lambda: Qwen2ForCausalLM(
+        Qwen2Config(
+            **_sizes(use_sliding_window=True, sliding_window=20, max_window_layers=1),
+        )
+    ),
+    # Norms on q and k, head_dim is not hidden / heads.
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_sizes(head_dim=24))),
+}
+CASES = tuple(_BUILDERS)
+# One case per family, together: GQA, sharded, tied, biases, q/k norm, odd head_dim.
+FAMILY_CASES = ("opt", "llama-3", "mistral", "qwen2", "qwen3")
+_SHARDED = ("llama-3", "qwen3")
+
+
+def build_tiny(case: str, seed: int = 0) -> PreTrainedModel:
+    """The transformers model of a case, fp32, in evaluation mode."""
+    torch.manual_seed(seed)
+    model = _BUILDERS[case]()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # transformers starts biases at 0 and norms at 1, which tests nothing.
+            if name.endswith(".bias"):
+                parameter.normal_(0.0, 0.1)
+            elif "norm" in name:
+                parameter.normal_(1.0, 0.1)
+    return model.eval()
+
+
+def write_tiny(case: str, folder: Path, seed: int = 0) -> Path:
+    """Write the case's checkpoint into `folder` (made if needed) and return it."""
+    model = build_tiny(case, seed)
+    logging.disable_progress_bar()
+    model.save_pretrained(folder, max_shard_size="100KB" if case in _SHARDED else "1GB")
+    return folder
+
+
+def greedy_reference(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    """`count` greedy tokens after the prompt, by transformers; end of sequence ignored."""
+    ids = torch.tensor([prompt])
+    # A generation config of its own: the checkpoint's eos must not stop it.
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return [int(token) for token in output[0, len(prompt) :]]

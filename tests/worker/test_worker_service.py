@@ -1,0 +1,204 @@
+"""WorkerService over a real socket: info, the Run stream, drain, bad input, random bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from fuzzing import call_with_bytes, random_messages
+from tiny_models import VOCABULARY, build_tiny, greedy_reference, write_tiny
+
+from splitpoint.rpc import create_server, error_of, open_channel
+from splitpoint.shapes import DataType
+from splitpoint.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+from worker_service.server import WorkerServicer
+from worker_service.startup import WorkerOptions, load_worker
+
+PROMPT = list(range(3, 23))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny("llama", tmp_path_factory.mktemp("llama"))
+
+
+@asynccontextmanager
+async def serving(folder: Path, *, load: bool = True) -> AsyncIterator[tuple[WorkerServicer, str]]:
+    servicer = WorkerServicer()
+    server = create_server()
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    if load:
+        servicer.worker = await load_worker(
+            WorkerOptions(
+                worker_id="w",
+                model_folder=folder,
+                device="cpu",
+                data_type=DataType.FLOAT32,
+                device_memory_bytes=64 << 20,
+                max_batch_size=4,
+                prefill_chunk_tokens=32,
+                chunk_tokens=16,
+            )
+        )
+    try:
+        yield servicer, f"127.0.0.1:{port}"
+    finally:
+        if servicer.worker is not None:
+            await servicer.drain(0)
+            await servicer.worker.runtime.stop()
+        await server.stop(None)
+
+
+def admit(name: str, **changes: object) -> worker_pb2.RunRequest:
+    fields: dict[str, object] = {
+        "request_id": name,
+        "prompt_token_ids": PROMPT,
+        "sampling": types_pb2.SamplingParams(max_tokens=12, ignore_eos=True),
+        "plan": types_pb2.Plan(
+            residency=types_pb2.RESIDENCY_RESIDENT, method=types_pb2.RESTORE_METHOD_NONE
+        ),
+        **changes,
+    }
+    return worker_pb2.RunRequest(admit=worker_pb2.AdmitCommand(**fields))  # type: ignore[arg-type]
+
+
+async def next_finish(
+    stream: grpc.aio.StreamStreamCall[worker_pb2.RunRequest, worker_pb2.RunResponse],
+) -> worker_pb2.RequestFinish:
+    while True:
+        response = await stream.read()
+        assert isinstance(response, worker_pb2.RunResponse), "the stream ended"
+        if response.finishes:
+            return response.finishes[0]
+
+
+async def test_unavailable_while_loading_then_info(folder: Path) -> None:
+    async with serving(folder, load=False) as (servicer, address), open_channel(address) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.GetInfo(worker_pb2.GetInfoRequest())
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert servicer.worker is None
+
+
+async def test_info_profile_and_run(folder: Path) -> None:
+    async with serving(folder) as (_, address), open_channel(address) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        info = await stub.GetInfo(worker_pb2.GetInfoRequest())
+        assert info.worker_id == "w"
+        assert info.cache_capacity_bytes % info.page_bytes == 0
+        assert info.cache_capacity_bytes + info.weight_bytes < info.device_memory_bytes == 64 << 20
+        fresh = await stub.Profile(worker_pb2.ProfileRequest(refresh=True))
+        assert fresh.profile.link_bytes_per_second > 0
+        stream = stub.Run()
+        await stream.write(admit("a"))
+        await stream.write(admit("b", prompt_token_ids=PROMPT[:7]))
+        tokens: dict[str, list[int]] = {"a": [], "b": []}
+        done = 0
+        async for response in stream:
+            for result in response.tokens:
+                assert result.first_index == len(tokens[result.request_id])
+                tokens[result.request_id] += result.token_ids
+            done += len(response.finishes)
+            if done == 2:
+                break
+        stream.cancel()
+        reference = build_tiny("llama")
+        assert tokens["a"] == greedy_reference(reference, PROMPT, 12)
+        assert tokens["b"] == greedy_reference(reference, PROMPT[:7], 12)
+
+
+BAD_ADMISSIONS: dict[str, Callable[[], worker_pb2.RunRequest]] = {
+    "empty prompt": lambda: admit("x", prompt_token_ids=[]),
+    "token outside the vocabulary": lambda: admit("x", prompt_token_ids=[VOCABULARY]),
+    "negative token": lambda: admit("x", prompt_token_ids=[-1]),
+    "no request id": lambda: admit(""),
+    "beyond the context": lambda: admit("x", sampling=types_pb2.SamplingParams(max_tokens=511)),
+    "no residency": lambda: admit("x", plan=types_pb2.Plan()),
+    "split without activations": lambda: admit("x", forced_split_tokens=4),
+    "salt too long": lambda: admit("x", tenant_salt=b"s" * 129),
+    "everything delivered": lambda: admit("x", delivered_token_ids=list(range(3, 15))),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ADMISSIONS)
+async def test_a_bad_admission_fails_alone(folder: Path, case: str) -> None:
+    async with serving(folder) as (_, address), open_channel(address) as channel:
+        stream = worker_pb2_grpc.WorkerServiceStub(channel).Run()
+        await stream.write(BAD_ADMISSIONS[case]())
+        await stream.write(admit("good"))
+        finishes = {}
+        async for response in stream:
+            finishes.update({finish.request_id: finish for finish in response.finishes})
+            if "good" in finishes:
+                break
+        stream.cancel()
+        (bad,) = [finish for name, finish in finishes.items() if name != "good"]
+        assert bad.error_code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+        assert bad.error_message
+        assert finishes["good"].reason == types_pb2.FINISH_REASON_LENGTH
+
+
+async def test_one_stream_at_a_time_and_its_end_cancels(folder: Path) -> None:
+    async with serving(folder) as (servicer, address), open_channel(address) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        stream = stub.Run()
+        long = types_pb2.SamplingParams(max_tokens=400, ignore_eos=True)
+        await stream.write(admit("long", sampling=long))
+        await stream.read()
+        second = stub.Run()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await second.read()
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        stream.cancel()
+        assert servicer.worker is not None
+        assert await servicer.worker.runtime.wait_idle(10)
+        assert servicer.worker.engine.cache.pages.used_count == 0
+
+
+async def test_drain_refuses_new_and_lets_running_end(folder: Path) -> None:
+    async with serving(folder) as (_, address), open_channel(address) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        stream = stub.Run()
+        await stream.write(admit("running"))
+        await stream.read()
+        drained = asyncio.ensure_future(stub.Drain(worker_pb2.DrainRequest()))
+        first = await next_finish(stream)
+        assert (first.request_id, first.reason) == ("running", types_pb2.FINISH_REASON_LENGTH)
+        assert (await drained).cancelled_count == 0
+        await stream.write(admit("late"))
+        refused = await next_finish(stream)
+        assert refused.error_code == grpc.StatusCode.UNAVAILABLE.value[0]
+        stream.cancel()
+
+
+@pytest.mark.parametrize("method", ["GetInfo", "Profile", "Run", "Drain"])
+async def test_2000_random_byte_strings_crash_nothing(folder: Path, method: str) -> None:
+    async with serving(folder) as (servicer, address), open_channel(address) as channel:
+        path = f"/splitpoint.v1.WorkerService/{method}"
+        seen = set()
+        for payload in random_messages(random.Random(method), 2000):
+            seen.add(await call_with_bytes(channel, path, payload, streams=method == "Run"))
+        assert grpc.StatusCode.INVALID_ARGUMENT in seen
+        assert not seen & {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL}
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        assert (await stub.GetInfo(worker_pb2.GetInfoRequest())).worker_id == "w"
+        assert servicer.worker is not None
+        assert not servicer.worker.runtime.failed.is_set()
+
+
+async def test_error_details_survive_the_wire(folder: Path) -> None:
+    async with serving(folder) as (_, address), open_channel(address) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        request = worker_pb2.DrainRequest()
+        request.grace_duration.seconds = -1
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Drain(request)
+        assert getattr(error_of(caught.value), "field", None) == "grace_duration"

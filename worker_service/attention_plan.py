@@ -1,0 +1,273 @@
+"""What a step's tokens attend to: which pages, whose they are, which rows are hidden.
+
+Plans are built once per step from page numbers and positions and shared by all
+layers. Pages that lie close together become ranges of the pool, to be read in
+place. Knows nothing of keys, values or requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+# Reading a foreign page costs one read; gathering costs a read, a write and a
+# read for every page: so a range may hold this many pages per wanted one.
+_SPREAD = 2.0
+
+Integers = Sequence[int] | npt.NDArray[np.int64]
+
+
+# -- decode: one query per request ------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PageView:
+    """The pages that B queries read in layers of one window.
+
+    Attributes:
+        pages: a range of the pool that is read in place, or page numbers to gather.
+        reader: int64 `[P]`, the query that meets each page read.
+        owner: int64 `[P]`, where the page's result goes: its reader, or B for a
+            foreign page inside the range, so that whatever that page holds
+            (even NaN) stays away from every query.
+        hidden: bool `[P, 1, C]`, rows that the reader must not see.
+    """
+
+    pages: slice | torch.Tensor
+    reader: torch.Tensor
+    owner: torch.Tensor
+    hidden: torch.Tensor
+
+    def of(self, pool: torch.Tensor) -> torch.Tensor:
+        """The view's pages of one plane, `[P, n_kv, C, d]`."""
+        if isinstance(self.pages, slice):
+            return pool[self.pages]
+        return pool.index_select(0, self.pages)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """What B queries attend to in one step, one view per distinct window."""
+
+    query_count: int
+    views: Mapping[int | None, PageView]
+
+    @classmethod
+    def of_sequences(
+        cls,
+        page_lists: Iterable[Sequence[int]],
+        lengths: Integers,
+        *,
+        chunk_tokens: int,
+        windows: Iterable[int | None],
+        device: torch.device,
+    ) -> DecodePlan:
+        """Whole sequences: `page_lists[b][i]` holds chunk i of sequence b.
+
+        `lengths[b]` counts the tokens whose K and V are in place, the query's
+        own included. Pages past the length are ignored.
+        """
+        sizes = np.asarray(lengths, dtype=np.int64)
+        counts = -(-sizes // chunk_tokens)
+        pages = np.concatenate(
+            [
+                np.asarray(listed[:count], dtype=np.int64)
+                for listed, count in zip(page_lists, counts.tolist(), strict=True)
+            ]
+        )
+        ends = np.cumsum(counts)
+        chunks = np.arange(len(pages)) - np.repeat(ends - counts, counts)
+        return cls.of_pages(
+            pages,
+            owners=np.repeat(np.arange(len(sizes)), counts),
+            first_positions=chunks * chunk_tokens,
+            query_positions=sizes - 1,
+            chunk_tokens=chunk_tokens,
+            windows=windows,
+            device=device,
+        )
+
+    @classmethod
+    def of_pages(
+        cls,
+        pages: Integers,
+        *,
+        owners: Integers,
+        first_positions: Integers,
+        query_positions: Integers,
+        chunk_tokens: int,
+        windows: Iterable[int | None],
+        device: torch.device,
+        row_counts: Integers | None = None,
+    ) -> DecodePlan:
+        """Any pages: a tile of one sequence, or the tails of streamed ones.
+
+        Page i belongs to query `owners[i]`; its row r is position
+        `first_positions[i] + r`, and only its first `row_counts[i]` rows are
+        in use (default: all up to the query). Query b stands at
+        `query_positions[b]` and sees no later position.
+        """
+        numbers, owner = np.asarray(pages, dtype=np.int64), np.asarray(owners, dtype=np.int64)
+        rows = np.arange(chunk_tokens)
+        position = np.asarray(first_positions, dtype=np.int64)[:, None] + rows
+        query = np.asarray(query_positions, dtype=np.int64)
+        behind = query[owner][:, None] - position
+        seen = behind >= 0
+        if row_counts is not None:
+            seen &= rows < np.asarray(row_counts, dtype=np.int64)[:, None]
+        return cls(
+            query_count=len(query),
+            views={
+                window: _view(
+                    numbers,
+                    owner,
+                    seen if window is None else seen & (behind < window),
+                    len(query),
+                    device,
+                )
+                for window in set(windows)
+            },
+        )
+
+
+# -- prefill: T consecutive queries of one request ----------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillView:
+    """What T new tokens read in layers of one window.
+
+    Attributes:
+        pages: pages of the visible prefix; None when nothing of it is seen.
+        row_count: how many of the pages' rows are in use, from the first one on.
+        mask: bool `[T, rows + T]`, True where a query sees a key; None when
+            plain causal order says it all.
+    """
+
+    pages: slice | torch.Tensor | None
+    row_count: int
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """What T new tokens after `prefix_tokens` attend to, one view per window."""
+
+    views: Mapping[int | None, PrefillView]
+
+    @classmethod
+    def of_prefix(
+        cls,
+        prefix_pages: Sequence[int],
+        prefix_tokens: int,
+        new_tokens: int,
+        *,
+        chunk_tokens: int,
+        windows: Iterable[int | None],
+        device: torch.device,
+    ) -> PrefillPlan:
+        """`prefix_pages[i]` holds chunk i of the sequence; pages past the prefix are ignored."""
+        return cls(
+            views={
+                window: _prefill_view(
+                    prefix_pages, prefix_tokens, new_tokens, chunk_tokens, window, device
+                )
+                for window in set(windows)
+            }
+        )
+
+
+# -- building the views ---------------------------------------------------------------
+
+
+def _view(
+    numbers: npt.NDArray[np.int64],
+    owner: npt.NDArray[np.int64],
+    seen: npt.NDArray[np.bool_],
+    query_count: int,
+    device: torch.device,
+) -> PageView:
+    """Reads pages in place when they lie close together, gathers them otherwise."""
+    used = seen.any(axis=1)
+    if not used.all():
+        numbers, owner, seen = numbers[used], owner[used], seen[used]
+    pages: slice | torch.Tensor = slice(0, 0)
+    if len(numbers):
+        first = int(numbers.min())
+        place = numbers - first
+        span = int(place.max()) + 1
+        if span <= _SPREAD * len(numbers) and len(np.unique(place)) == len(numbers):
+            pages = slice(first, first + span)
+            spread_owner = np.full(span, query_count, dtype=np.int64)
+            spread_owner[place] = owner
+            spread_seen = np.zeros((span, seen.shape[1]), dtype=np.bool_)
+            spread_seen[place] = seen
+            owner, seen = spread_owner, spread_seen
+        else:
+            pages = torch.from_numpy(numbers).to(device)
+    return PageView(
+        pages,
+        reader=torch.from_numpy(np.minimum(owner, query_count - 1)).to(device),
+        owner=torch.from_numpy(owner).to(device),
+        hidden=torch.from_numpy(~seen).unsqueeze(1).to(device),
+    )
+
+
+def _prefill_view(
+    prefix_pages: Sequence[int],
+    prefix_tokens: int,
+    new_tokens: int,
+    chunk_tokens: int,
+    window: int | None,
+    device: torch.device,
+) -> PrefillView:
+    # The first new token sees the fewest later and the most earlier tokens.
+    first_seen = 0 if window is None else max(0, prefix_tokens - window + 1)
+    first_chunk = first_seen // chunk_tokens
+    listed = prefix_pages[first_chunk : -(-prefix_tokens // chunk_tokens)]
+    first_row = first_chunk * chunk_tokens
+    pages = _selection(listed, device) if prefix_tokens > first_seen else None
+    rows = prefix_tokens - first_row if pages is not None else 0
+    mask = None
+    if rows or (window is not None and window < new_tokens):
+        hidden = hidden_rows(
+            prefix_tokens, new_tokens, prefix_tokens - rows, rows + new_tokens, window, device
+        )
+        mask = None if hidden is None else ~hidden
+        if mask is None:  # a single new token sees everything
+            mask = torch.ones((new_tokens, rows + new_tokens), dtype=torch.bool, device=device)
+    return PrefillView(pages, rows, mask)
+
+
+def _selection(pages: Sequence[int], device: torch.device) -> slice | torch.Tensor:
+    """Page numbers in this order, as a range where they are one."""
+    first = pages[0]
+    if list(pages) == list(range(first, first + len(pages))):
+        return slice(first, first + len(pages))
+    return torch.tensor(list(pages), dtype=torch.int64, device=device)
+
+
+def hidden_rows(
+    query_position: int,
+    query_count: int,
+    key_position: int,
+    key_count: int,
+    window: int | None,
+    device: torch.device,
+) -> torch.Tensor | None:
+    """bool `[T, S]`, True where a query must not see a key; None: all is seen."""
+    last_query = query_position + query_count - 1
+    causal = key_position + key_count - 1 > query_position
+    outside = window is not None and last_query - key_position >= window
+    if not causal and not outside:
+        return None
+    queries = torch.arange(query_position, last_query + 1, device=device).unsqueeze(1)
+    behind = queries - torch.arange(key_position, key_position + key_count, device=device)
+    hidden = behind < 0
+    if window is not None:
+        hidden |= behind >= window
+    return hidden

@@ -1,0 +1,1 @@
+"""Decoder models written for this project: one decoder, configured by data."""

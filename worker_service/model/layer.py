@@ -1,0 +1,89 @@
+"""One decoder layer, cut where the cache is: before, at and after attention.
+
+The cut is what the split point needs: `attention_input` gives the X that the
+arena stores, `project_kv` rebuilds K and V from it, `finish` goes on after
+attention. Attention itself, and where K and V live, is not known here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from worker_service.model.config import Activation
+from worker_service.model.linear import Linear
+from worker_service.model.norms import NormWeights
+from worker_service.model.rope import Rotary
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderLayer:
+    """Weights of one layer. N tokens, whatever requests they belong to.
+
+    Attributes:
+        scale: what scores are multiplied by, `d^-0.5`.
+        window: how many tokens a query sees, itself included; None: all.
+        norm_before: see DecoderConfig.
+    """
+
+    head_dim: int
+    scale: float
+    window: int | None
+    norm_before: bool
+    activation: Activation
+    query: Linear
+    key_value: Linear
+    output: Linear
+    gate: Linear | None
+    up: Linear
+    down: Linear
+    attention_norm: NormWeights
+    mlp_norm: NormWeights
+    query_norm: NormWeights | None
+    key_norm: NormWeights | None
+
+    def attention_input(self, hidden: torch.Tensor) -> torch.Tensor:
+        """X `[N, h]`: what q, k and v are projected from, and what the arena stores."""
+        return self.attention_norm(hidden) if self.norm_before else hidden
+
+    def project(
+        self, inputs: torch.Tensor, rotary: Rotary | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """X `[N, h]` to q `[N, n_q, d]`, k and v `[N, n_kv, d]`, q and k after RoPE."""
+        queries = self.query(inputs).view(inputs.shape[0], -1, self.head_dim)
+        if self.query_norm is not None:
+            queries = self.query_norm(queries)
+        if rotary is not None:
+            queries = rotary.rotate(queries)
+        keys, values = self.project_kv(inputs, rotary)
+        return queries, keys, values
+
+    def project_kv(
+        self, inputs: torch.Tensor, rotary: Rotary | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """X `[N, h]` to k and v `[N, n_kv, d]`: the rebuild GEMM (KVPR Eq. 7).
+
+        `K = RoPE(norm_k(X W_K + b_K))`, `V = X W_V + b_V`, with `rotary` for the
+        tokens' own positions. The same code that `project` runs.
+        """
+        both = self.key_value(inputs).view(inputs.shape[0], 2, -1, self.head_dim)
+        keys, values = both[:, 0], both[:, 1]
+        if self.key_norm is not None:
+            keys = self.key_norm(keys)
+        if rotary is not None:
+            keys = rotary.rotate(keys)
+        return keys, values
+
+    def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """The rest of the layer: `attended` `[N, n_q * d]` to the next hidden `[N, h]`."""
+        hidden = self.output.added_to(attended, hidden)
+        if self.norm_before:
+            return self.down.added_to(self._inner(self.mlp_norm(hidden)), hidden)
+        hidden = self.attention_norm(hidden)
+        return self.mlp_norm(self.down.added_to(self._inner(hidden), hidden))
+
+    def _inner(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.gate is None:
+            return self.up(rows, self.activation)
+        return self.up.times(rows, self.gate(rows, self.activation))

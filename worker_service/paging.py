@@ -1,0 +1,129 @@
+"""Which device pages a sequence has: claim, take, give back.
+
+Resident sequences keep every page until they end; streamed ones give a page up
+as soon as its chunk is sealed. X pages are held from a chunk's first token
+until it is sealed. Pure bookkeeping over `DeviceCache`'s allocators.
+"""
+
+from __future__ import annotations
+
+from splitpoint.planner import Residency
+from splitpoint.shapes import chunks_of
+from worker_service.device_cache import DeviceCache
+from worker_service.sequence import Admission, Sequence
+from worker_service.write_back import ChunksStored, WriteJob
+
+
+class Pager:
+    """The one place where sequences and page allocators meet."""
+
+    def __init__(self, cache: DeviceCache) -> None:
+        self._cache = cache
+        self._chunk_tokens = cache.layout.chunk_tokens
+        self._keeps_inputs = bool(cache.inputs)
+
+    def claim_of(self, admission: Admission) -> int:
+        """Pages a request may hold at once if it runs to max_tokens."""
+        pages = chunks_of(admission.final_tokens, self._chunk_tokens)
+        if admission.residency is Residency.STREAMED:
+            return min(pages, self._cache.plan.streamed_page_count)
+        return pages
+
+    def take_for_prefix(self, sequence: Sequence, first_chunk: int, chunk_count: int) -> None:
+        """Pages for restored chunks from `first_chunk` on; those before stay in the store."""
+        sequence.pages = [None] * first_chunk
+        for _ in range(first_chunk, chunk_count):
+            sequence.pages.append(self._cache.pages.take())
+
+    def take_input_page(self, sequence: Sequence, chunk_index: int) -> int:
+        page = self._cache.input_pages.take()
+        sequence.input_pages[chunk_index] = page
+        return page
+
+    def grow(self, sequence: Sequence, count: int) -> int:
+        """Take pages for the next `count` tokens; returns for how many there are pages.
+
+        A resident sequence always gets its K and V pages, which it claimed. A
+        streamed one, or any whose X is kept, may have to wait for write-back.
+        """
+        chunk = self._chunk_tokens
+        first = sequence.computed // chunk
+        for index in range(first, chunks_of(sequence.computed + count, chunk)):
+            if index == len(sequence.pages):
+                if sequence.device_page_count >= sequence.claimed_pages:
+                    return max(0, index * chunk - sequence.computed)
+                sequence.pages.append(self._cache.pages.take())
+            keeps_input = sequence.writes_back and self._keeps_inputs
+            if keeps_input and index not in sequence.input_pages:
+                if not self._cache.input_pages.free_count:
+                    return max(0, index * chunk - sequence.computed)
+                self.take_input_page(sequence, index)
+        return count
+
+    def full_chunks(self, sequence: Sequence, *, tail: bool) -> list[WriteJob]:
+        """Chunks complete since the last call; with `tail`, the partial last one too."""
+        chunk = self._chunk_tokens
+        end = chunks_of(sequence.computed, chunk) if tail else sequence.computed // chunk
+        jobs = []
+        for index in range(sequence.written_chunks, end):
+            page = sequence.pages[index]
+            if page is None:
+                raise RuntimeError(f"chunk {index} left the device before it was stored")
+            last = min((index + 1) * chunk, sequence.computed)
+            jobs.append(
+                WriteJob(
+                    chunk_index=index,
+                    page=page,
+                    input_page=sequence.input_pages.get(index),
+                    token_ids=tuple(sequence.tokens[index * chunk : last]),
+                )
+            )
+        sequence.written_chunks = max(sequence.written_chunks, end)
+        return jobs
+
+    def chunks_stored(self, sequence: Sequence, command: ChunksStored) -> None:
+        """Sealed chunks need their X page no more, and streamed ones no page at all."""
+        for index, chunk in enumerate(command.chunks, command.first_chunk):
+            input_page = sequence.input_pages.pop(index, None)
+            if input_page is not None:
+                self._cache.input_pages.give(input_page)
+            if chunk.token_count < self._chunk_tokens:
+                continue
+            sequence.stored.append(chunk)
+            page = sequence.pages[index]
+            if sequence.is_streamed and page is not None:
+                self._cache.pages.give(page)
+                sequence.pages[index] = None
+
+    def clear_pages(self, sequence: Sequence) -> None:
+        """Zero what a sequence has on the device.
+
+        Masked rows count with weight 0, and 0 * NaN is NaN: a page that goes
+        back with a NaN in it would spoil its next owner.
+        """
+        cache = self._cache
+        pages = [page for page in sequence.pages if page is not None]
+        for planes in (cache.keys, cache.values):
+            for plane in planes:
+                plane[pages] = 0
+        for plane in cache.inputs:
+            plane[list(sequence.input_pages.values())] = 0
+
+    def give_input_pages(self, sequence: Sequence) -> None:
+        for page in sequence.input_pages.values():
+            self._cache.input_pages.give(page)
+        sequence.input_pages = {}
+
+    def give_pages(self, sequence: Sequence) -> None:
+        """All pages, the claim kept: the sequence starts over."""
+        for page in sequence.pages:
+            if page is not None:
+                self._cache.pages.give(page)
+        sequence.pages = []
+        self.give_input_pages(sequence)
+
+    def free(self, sequence: Sequence) -> None:
+        """All pages and the claim: the sequence is over."""
+        self.give_pages(sequence)
+        self._cache.unclaim(sequence.claimed_pages)
+        sequence.claimed_pages = 0

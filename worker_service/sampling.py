@@ -1,0 +1,236 @@
+"""Chooses the next token from logits, reproducibly.
+
+Randomness is a function of (seed, position) alone, so a token does not depend
+on which requests share its step, on the worker, or on a restart. It knows
+nothing of requests, text or stop strings.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from splitpoint.v1 import types_pb2
+
+DEFAULT_MAX_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """SamplingParams of types.proto with its defaults resolved; the bounds are checked there.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: 0 keeps all tokens.
+        logprobs: alternatives to report; None: report nothing.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    @classmethod
+    def from_proto(cls, message: types_pb2.SamplingParams) -> Sampling:
+        """Absent fields get the defaults that types.proto names."""
+        return cls(
+            temperature=message.temperature,
+            top_k=message.top_k,
+            top_p=message.top_p if message.HasField("top_p") else 1.0,
+            min_p=message.min_p,
+            seed=message.seed,
+            presence_penalty=message.presence_penalty,
+            frequency_penalty=message.frequency_penalty,
+            repetition_penalty=(
+                message.repetition_penalty if message.HasField("repetition_penalty") else 1.0
+            ),
+            logit_bias=dict(message.logit_bias),
+            stop=tuple(message.stop),
+            stop_token_ids=tuple(message.stop_token_ids),
+            max_tokens=(
+                message.max_tokens if message.HasField("max_tokens") else DEFAULT_MAX_TOKENS
+            ),
+            min_tokens=message.min_tokens,
+            ignore_eos=message.ignore_eos,
+            logprobs=message.logprobs if message.HasField("logprobs") else None,
+        )
+
+    @property
+    def uses_history(self) -> bool:
+        """Whether earlier tokens change the choice."""
+        return (
+            self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """One row of logits and what its choice depends on.
+
+    Attributes:
+        tokens: the sequence so far, prompt first; read for penalties only.
+        prompt_length: how many of `tokens` are the prompt.
+        eos_token_ids: the model's ends of sequence.
+    """
+
+    sampling: Sampling
+    tokens: Sequence[int] = ()
+    prompt_length: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def position(self) -> int:
+        """Index of the token to be chosen, in the whole sequence."""
+        return len(self.tokens)
+
+    @property
+    def forbidden(self) -> tuple[int, ...]:
+        """Ids that may not be chosen yet: whatever ends the text, before min_tokens."""
+        sampling = self.sampling
+        if len(self.tokens) - self.prompt_length >= sampling.min_tokens:
+            return ()
+        ends = () if sampling.ignore_eos else self.eos_token_ids
+        return (*ends, *sampling.stop_token_ids)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the choice is the largest raw logit and nothing else is asked for."""
+        sampling = self.sampling
+        return (
+            sampling.temperature == 0
+            and sampling.logprobs is None
+            and not sampling.uses_history
+            and not sampling.logit_bias
+            and not self.forbidden
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A chosen token. Log-probabilities are natural logs of the softmax of the
+    logits after penalties and biases, before temperature and truncation."""
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NonFiniteLogits:
+    """The row held NaN or +infinity, or nothing finite: nothing can be chosen for this request."""
+
+
+def choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Choice | NonFiniteLogits]:
+    """One choice per row of fp32 logits `[M, vocabulary]`; the logits are left as they are.
+
+    Plain greedy rows cost one argmax for all of them together.
+    """
+    # NaN and +infinity are themselves the largest, so one pass finds both.
+    largest, best = logits.max(dim=-1)
+    choices: list[Choice | NonFiniteLogits] = []
+    for index, (row, token_id, value) in enumerate(
+        zip(rows, best.tolist(), largest.tolist(), strict=True)
+    ):
+        if not math.isfinite(value):
+            choices.append(NonFiniteLogits())
+        elif row.is_plain:
+            choices.append(Choice(token_id))
+        else:
+            choices.append(_choose_one(logits[index].to("cpu"), row))
+    return choices
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that is a function of (seed, position) only."""
+    message = seed.to_bytes(8, "little", signed=True) + position.to_bytes(8, "little")
+    digest = hashlib.blake2b(message, digest_size=8, person=b"splitpoint draw").digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def _choose_one(logits: torch.Tensor, row: SamplingRow) -> Choice:
+    """The whole procedure for one row `[vocabulary]`, on the CPU, in fp64."""
+    sampling = row.sampling
+    scores = _adjusted(logits.to(torch.float64), row)
+    token_id = (
+        int(scores.argmax())
+        if sampling.temperature == 0
+        else _draw(scores, sampling, uniform(sampling.seed, row.position))
+    )
+    if sampling.logprobs is None:
+        return Choice(token_id)
+    logprobs = torch.log_softmax(scores, dim=-1)
+    top: tuple[tuple[int, float], ...] = ()
+    if sampling.logprobs:
+        listed = torch.topk(logprobs, min(sampling.logprobs, len(logprobs)))
+        top = tuple(zip(listed.indices.tolist(), listed.values.tolist(), strict=True))
+    return Choice(token_id, float(logprobs[token_id]), top)
+
+
+def _adjusted(scores: torch.Tensor, row: SamplingRow) -> torch.Tensor:
+    """Penalties, biases and forbidden tokens; `scores` may be changed in place."""
+    sampling = row.sampling
+    vocabulary = len(scores)
+    if sampling.repetition_penalty != 1 and row.tokens:
+        seen = torch.tensor(sorted(set(row.tokens)))
+        values = scores[seen]
+        scores[seen] = torch.where(
+            values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty
+        )
+    generated = row.tokens[row.prompt_length :]
+    if generated and (sampling.presence_penalty or sampling.frequency_penalty):
+        counts = torch.bincount(torch.tensor(list(generated)), minlength=vocabulary)
+        scores -= sampling.frequency_penalty * counts
+        scores -= sampling.presence_penalty * (counts > 0)
+    if sampling.logit_bias:
+        ids = torch.tensor(list(sampling.logit_bias))
+        scores[ids] += torch.tensor(list(sampling.logit_bias.values()), dtype=scores.dtype)
+    forbidden = row.forbidden
+    if forbidden and len(set(forbidden)) < vocabulary:
+        scores[torch.tensor(forbidden)] = -math.inf
+    return scores
+
+
+def _draw(scores: torch.Tensor, sampling: Sampling, point: float) -> int:
+    """Inverse of the distribution function at `point`, most likely token first.
+
+    Truncation in the order top_k, top_p, min_p, each on the softmax at the
+    temperature; ties are broken by the lower id.
+    """
+    # The largest score becomes 0 first: a tiny temperature must not overflow.
+    scaled = (scores - scores.max()) / sampling.temperature
+    ordered, ids = torch.sort(scaled, descending=True, stable=True)
+    if sampling.top_k and sampling.top_k < len(ordered):
+        ordered, ids = ordered[: sampling.top_k], ids[: sampling.top_k]
+    probabilities = torch.softmax(ordered, dim=-1)
+    keep = len(probabilities)
+    if sampling.top_p < 1:
+        reached = torch.cumsum(probabilities, dim=-1)
+        # The first token that reaches top_p is still kept.
+        keep = min(keep, int((reached < sampling.top_p).sum()) + 1)
+    if sampling.min_p > 0:
+        enough = probabilities >= sampling.min_p * probabilities[0]
+        keep = min(keep, int(enough.sum()))
+    cumulative = torch.cumsum(probabilities[:keep], dim=-1)
+    place = int(torch.searchsorted(cumulative, point * float(cumulative[-1]), right=True))
+    # Tokens of probability zero at the end must not be hit by rounding.
+    place = min(place, keep - 1)
+    while place > 0 and probabilities[place] == 0:
+        place -= 1
+    return int(ids[place])
