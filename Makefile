@@ -32,6 +32,7 @@ $(VENV)/.created:
 
 # torch first and alone, so that only this one lookup goes to its own index.
 $(VENV)/.torch: $(VENV)/.created constraints.txt
+	@echo "installing torch $(if $(TORCH_INDEX),(CPU build)) and the rest, some minutes the first time"
 	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt \
 	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --retries 1) torch
 	@touch $@
@@ -62,10 +63,9 @@ check: proto  ## Format, lint, types, and the contract's style
 bench: proto  ## Decode speed against transformers, on the CPU
 	$(BIN)/splitpoint bench decode $(ARGS)
 
-gpu:  ## Tests and benchmarks that need a CUDA device
+gpu:  ## Tests that need a CUDA device
 	@$(GPU_PYTHON) -c 'import splitpoint.v1.types_pb2' 2>/dev/null || $(GPU_PYTHON) hatch_build.py
 	$(GPU_PYTHON) -m pytest -m gpu tests
-	$(GPU_PYTHON) -m splitpoint_cli bench decode --device cuda $(ARGS)
 
 up: proto  ## Start the stack here; Ctrl-C stops it
 	@$(BIN)/splitpoint up $(ARGS)

@@ -22,11 +22,13 @@ class Entry:
     """A sealed chunk as the index knows it. `packed` are its tokens, see `pack`."""
 
     slot: int
+    generation: int
     key: bytes
     parent_key: bytes  # empty for the first chunk of a sequence
     salt_tag: bytes
     packed: bytes
     fingerprint: int
+    checksum: int
     chunk_index: int
 
     @property

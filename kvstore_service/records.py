@@ -66,14 +66,10 @@ class SlotTable:
 
     # -- changes, each in the order of writes that the format asks for ----------------
 
-    def grant(
-        self, slot: int, session_id: bytes, process_id: int, process_start_ticks: int
-    ) -> int:
+    def grant(self, slot: int, session_id: bytes, process_id: int, process_start_ticks: int) -> int:
         """FREE → WRITING under a new generation, which is returned."""
         generation = max(self._generations[slot] + 1, first_generation(self._epoch))
-        block = GrantBlock(
-            generation, self._epoch, session_id, process_id, process_start_ticks
-        )
+        block = GrantBlock(generation, self._epoch, session_id, process_id, process_start_ticks)
         self._check(slot, WRITING)
         self._write(RECORDS_OFFSET + slot * RECORD_BYTES + GRANT_OFFSET, block.encode())
         self._generations[slot] = generation

@@ -34,9 +34,7 @@ Answer = bytes | SplitpointError
 class AnswerBook:
     """What a session was answered, by request id: the newest calls, in bounded memory."""
 
-    def __init__(
-        self, limit: int = ANSWER_LIMIT, bytes_limit: int = ANSWER_BYTES_LIMIT
-    ) -> None:
+    def __init__(self, limit: int = ANSWER_LIMIT, bytes_limit: int = ANSWER_BYTES_LIMIT) -> None:
         self._limit = limit
         self._bytes_limit = bytes_limit
         self._bytes = 0
@@ -144,9 +142,7 @@ class SessionTable:
         """Raises NotFound, and FailedPrecondition when it ended or its time is over."""
         session = self.known(session_id)
         if session.is_orphaned or self.seconds_left(session) <= 0:
-            raise FailedPrecondition(
-                "the session expired: attach again", reason="SESSION_EXPIRED"
-            )
+            raise FailedPrecondition("the session expired: attach again", reason="SESSION_EXPIRED")
         return session
 
     def keep_alive(self, session: Session) -> None:

@@ -31,7 +31,13 @@ from scheduler_service.validation import (
     validate_generate,
 )
 from splitpoint.convert import plan_to_proto, profile_to_proto, shape_to_proto
-from splitpoint.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
+from splitpoint.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidArgument,
+    ResourceExhausted,
+    Unavailable,
+)
 from splitpoint.rpc import MESSAGE_LIMIT_BYTES
 from splitpoint.shapes import ModelShape
 from splitpoint.text import Tokenizer
@@ -176,10 +182,9 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
                     async with asyncio.timeout(stall_seconds):
                         await context.write(response)
                 except TimeoutError:
-                    _log.info("a reader of %s took nothing for too long", live.request_id)
-                    # A status would wait behind the message that is not taken;
-                    # ending the handler like this resets the stream.
-                    raise asyncio.CancelledError from None
+                    raise Cancelled(
+                        f"nothing was read for {stall_seconds:g} s", reason="SLOW_READER"
+                    ) from None
 
     def _tokenized(self, text: str) -> pb.TokenizeResponse:
         ids = check_text(text, self._model.encode)

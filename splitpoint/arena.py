@@ -28,7 +28,7 @@ from splitpoint.arena_format import (
     Superblock,
     choose_superblock,
 )
-from splitpoint.arena_records import SlotState, commit_word
+from splitpoint.arena_records import PayloadMismatch, RowsNotZero, SlotState, commit_word
 from splitpoint.errors import NotFound
 from splitpoint.shapes import ArenaLayout
 
@@ -182,15 +182,20 @@ class Arena:
             digest.update(plane[slot])
         return digest.intdigest()
 
-    def rows_past_are_zero(self, slot: int, token_count: int) -> bool:
-        """Whether every row at and past `token_count` is zero in every plane."""
-        self._checked(slot)
+    def check_payload(self, slot: int, token_count: int, checksum: int) -> None:
+        """Read the slot back. Raises PayloadMismatch, or RowsNotZero when a row at or
+        past `token_count` is not zero in some plane. Safe in any thread, too."""
+        if self.checksum(slot) != checksum:
+            raise PayloadMismatch(f"the payload of slot {slot} differs from its checksum")
         chunk_tokens = self.layout.chunk_tokens
-        for (_, tensor), plane in self._planes.items():
+        if token_count == chunk_tokens:
+            return
+        for (layer, tensor), plane in self._planes.items():
             heads = 1 if tensor == "X" else self.layout.kv_head_count
             if plane[slot].reshape(heads, chunk_tokens, -1)[:, token_count:].any():
-                return False
-        return True
+                raise RowsNotZero(
+                    f"slot {slot} has rows past its {token_count} tokens in {tensor}{layer}"
+                )
 
     def close(self) -> None:
         """Drop this object's views. The mapping goes with the last view anybody holds."""

@@ -79,6 +79,10 @@ class PayloadMismatch(ArenaFormatError):
     """The payload differs from its checksum."""
 
 
+class RowsNotZero(ArenaFormatError):
+    """The payload has rows past its tokens that are not zero."""
+
+
 class SlotState(IntEnum):
     FREE = 0
     WRITING = 1

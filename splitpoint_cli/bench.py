@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import typer
 
-app = typer.Typer(help="Measure against peers, in one run.", no_args_is_help=True)
+from splitpoint_cli import bench_decode
+
+app = typer.Typer(no_args_is_help=True)
+app.command()(bench_decode.decode)
 
 
 @app.callback()

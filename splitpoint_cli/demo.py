@@ -35,6 +35,7 @@ _OPTIONS = StackOptions(
     workers=2,
     device="cpu",
     dtype="float32",
+    device_memory="512MiB",
     host_memory="512MiB",
     listen="127.0.0.1:0",
 )

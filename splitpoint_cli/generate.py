@@ -12,7 +12,7 @@ import typer
 from splitpoint.answers import Completion
 from splitpoint.client import Client, GenerateOptions, Generation, Prompt
 from splitpoint.config import DEFAULT_ADDRESS
-from splitpoint.errors import Cancelled, InvalidArgument
+from splitpoint.errors import Cancelled, Internal, InvalidArgument
 from splitpoint.planner import Plan, Residency
 from splitpoint_cli.output import EXIT_HELP, err, print_json, seconds_text
 from splitpoint_cli.up import ResidencyChoice
@@ -154,17 +154,23 @@ def _cancel_on_signals(generation: Generation) -> list[int]:
 def _collect(generation: Generation, *, stream: bool) -> Completion:
     if not stream:
         return generation.complete()
-    for event in generation:
-        if isinstance(event, Completion):
-            if not event.text and event.token_ids:
-                # A model without a tokenizer answers in token ids.
-                sys.stdout.write(",".join(str(token) for token in event.token_ids))
+    is_line_open = False
+    try:
+        for event in generation:
+            is_line_open = True
+            if isinstance(event, Completion):
+                if not event.text and event.token_ids:
+                    # A model without a tokenizer answers in token ids.
+                    sys.stdout.write(",".join(str(token) for token in event.token_ids))
+                return event
+            sys.stdout.write(event.text)
+            sys.stdout.flush()
+    finally:
+        # An error on stderr starts on its own line.
+        if is_line_open:
             sys.stdout.write("\n")
             sys.stdout.flush()
-            return event
-        sys.stdout.write(event.text)
-        sys.stdout.flush()
-    raise Cancelled("the generation ended without an answer")
+    raise Internal("the generation ended without an answer")
 
 
 def _summary(completion: Completion) -> str:

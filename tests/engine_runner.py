@@ -12,7 +12,7 @@ from splitpoint.planner import Residency
 from splitpoint.shapes import ArenaLayout
 from worker_service.device_cache import DeviceCache
 from worker_service.engine import Engine
-from worker_service.memory import divide
+from worker_service.memory import MemoryPlan, divide
 from worker_service.messages import Admit, FinishEvent, StepOutput
 from worker_service.model.decoder import Decoder
 from worker_service.sampling import Sampling
@@ -29,12 +29,13 @@ def make_engine(
     prefill_chunk_tokens: int = 64,
     cache_pages: int | None = None,
     eos_token_ids: tuple[int, ...] = (),
+    device: torch.device = CPU,
 ) -> Engine:
-    """An fp32 engine on the CPU; `cache_pages` sizes its budget exactly."""
-    model = Decoder.load(folder, CPU, torch.float32)
+    """An fp32 engine; `cache_pages` sizes its budget exactly."""
+    model = Decoder.load(folder, device, torch.float32)
     layout = ArenaLayout.of(model.shape, chunk_tokens=chunk_tokens, has_activations=False)
 
-    def plan_for(budget: int):  # type: ignore[no-untyped-def]
+    def plan_for(budget: int) -> MemoryPlan:
         return divide(
             model.shape,
             layout,
@@ -50,7 +51,7 @@ def make_engine(
         plan = plan_for(fixed + cache_pages * plan.page_bytes)
     return Engine(
         model,
-        DeviceCache(layout, plan, CPU),
+        DeviceCache(layout, plan, device),
         max_batch_size=max_batch_size,
         prefill_chunk_tokens=prefill_chunk_tokens,
         eos_token_ids=eos_token_ids,

@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional
 
 from worker_service.attention_plan import (
+    LEAST,
     DecodePlan,
     PageView,
     PrefillPlan,
@@ -37,7 +38,11 @@ __all__ = [
     "tile_rows",
 ]
 
-_LEAST = torch.finfo(torch.float32).min
+# Rows of queries that half-precision prefill on a CPU attends with at once: with
+# 512 tokens, 12 heads of 64 (32 on 8 of 128) a layer takes 3.1 (11) ms, with
+# blocks of 128 4.5 (15), of 256 5.7 (21), with SDPA 5.7 (28). fp32 gains nothing.
+_BLOCK = 64
+_LEAST = float(LEAST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +110,8 @@ def decode_partial(
         by_page.view(pages * kv_heads, group, head_dim),
         page_keys.view(pages * kv_heads, rows, head_dim),
     )
-    scores = scores.view(pages, query_heads, rows).to(torch.float32)
-    scores.masked_fill_(view.hidden, _LEAST)
+    # To fp32 and hidden in one pass; an overflow in a hidden row goes as well.
+    scores = torch.minimum(scores.view(pages, query_heads, rows), view.limit)
     # One row more than queries: what foreign pages of the range add up to. Every
     # other page has a row its reader sees (plans drop the rest), so each peak is
     # a real score and hidden rows weigh exp(least - peak) = 0.
@@ -161,6 +166,8 @@ def prefill(
     if view.pages is not None:
         all_keys = torch.cat((_prefix(keys, view.pages, view.row_count), all_keys), dim=1)
         all_values = torch.cat((_prefix(values, view.pages, view.row_count), all_values), dim=1)
+    if queries.device.type == "cpu" and queries.dtype != torch.float32:
+        return _prefill_in_blocks(queries, all_keys, all_values, view, scale)
     attended = functional.scaled_dot_product_attention(
         queries.transpose(0, 1).unsqueeze(0),
         all_keys.unsqueeze(0),
@@ -220,6 +227,37 @@ def tile_rows(pages: torch.Tensor, row_count: int) -> torch.Tensor:
     """The first `row_count` rows of consecutive pages `[P, n_kv, C, d]` as `[n_kv, rows, d]`."""
     count, kv_heads, rows, head_dim = pages.shape
     return pages.transpose(0, 1).reshape(kv_heads, count * rows, head_dim)[:, :row_count]
+
+
+def _prefill_in_blocks(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    view: PrefillView,
+    scale: float,
+) -> torch.Tensor:
+    """`prefill` by plain products; keys and values `[n_kv, rows + T, d]` with their prefix."""
+    count, query_heads, head_dim = queries.shape
+    kv_heads = keys.shape[0]
+    group = query_heads // kv_heads
+    transposed, values = keys.transpose(1, 2).contiguous(), values.contiguous()
+    folded = (queries * scale).view(count, kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    later = torch.ones((_BLOCK, _BLOCK), dtype=torch.bool, device=queries.device).triu_(1)
+    attended = queries.new_empty((count, kv_heads, group, head_dim))
+    for first in range(0, count, _BLOCK):
+        last = min(first + _BLOCK, count)
+        size, seen = last - first, view.row_count + last
+        block = folded[:, :, first:last].reshape(kv_heads, group * size, head_dim)
+        scores = torch.bmm(block, transposed[:, :, :seen]).view(kv_heads, group, size, seen)
+        least = torch.finfo(scores.dtype).min
+        if view.is_windowed and view.mask is not None:
+            scores.masked_fill_(~view.mask[first:last, :seen], least)
+        else:
+            scores[..., seen - size :].masked_fill_(later[:size, :size], least)
+        weights = torch.softmax(scores, dim=-1).view(kv_heads, group * size, seen)
+        product = torch.bmm(weights, values[:, :seen])
+        attended[first:last] = product.view(kv_heads, group, size, head_dim).permute(2, 0, 1, 3)
+    return attended.view(count, query_heads * head_dim)
 
 
 def _scores(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

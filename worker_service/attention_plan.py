@@ -17,6 +17,7 @@ import torch
 # Reading a foreign page costs one read; gathering costs a read, a write and a
 # read for every page: so a range may hold this many pages per wanted one.
 _SPREAD = 2.0
+LEAST = np.finfo(np.float32).min
 
 Integers = Sequence[int] | npt.NDArray[np.int64]
 
@@ -34,13 +35,15 @@ class PageView:
         owner: int64 `[P]`, where the page's result goes: its reader, or B for a
             foreign page inside the range, so that whatever that page holds
             (even NaN) stays away from every query.
-        hidden: bool `[P, 1, C]`, rows that the reader must not see.
+        limit: fp32 `[P, 1, C]`, the most that a score may be: infinity for rows
+            that the reader sees, the least finite number for the others. What a
+            hidden row holds does not matter as long as it is finite.
     """
 
     pages: slice | torch.Tensor
     reader: torch.Tensor
     owner: torch.Tensor
-    hidden: torch.Tensor
+    limit: torch.Tensor
 
     def of(self, pool: torch.Tensor) -> torch.Tensor:
         """The view's pages of one plane, `[P, n_kv, C, d]`."""
@@ -146,11 +149,13 @@ class PrefillView:
         row_count: how many of the pages' rows are in use, from the first one on.
         mask: bool `[T, rows + T]`, True where a query sees a key; None when
             plain causal order says it all.
+        is_windowed: some earlier key is hidden too.
     """
 
     pages: slice | torch.Tensor | None
     row_count: int
     mask: torch.Tensor | None
+    is_windowed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +218,7 @@ def _view(
         pages,
         reader=torch.from_numpy(np.minimum(owner, query_count - 1)).to(device),
         owner=torch.from_numpy(owner).to(device),
-        hidden=torch.from_numpy(~seen).unsqueeze(1).to(device),
+        limit=torch.from_numpy(np.where(seen, np.float32(np.inf), LEAST)).unsqueeze(1).to(device),
     )
 
 
@@ -232,15 +237,17 @@ def _prefill_view(
     first_row = first_chunk * chunk_tokens
     pages = _selection(listed, device) if prefix_tokens > first_seen else None
     rows = prefix_tokens - first_row if pages is not None else 0
+    # The last new token's window, against the first row that is read.
+    is_windowed = window is not None and rows + new_tokens > window
     mask = None
-    if rows or (window is not None and window < new_tokens):
+    if rows or is_windowed:
         hidden = hidden_rows(
             prefix_tokens, new_tokens, prefix_tokens - rows, rows + new_tokens, window, device
         )
-        mask = None if hidden is None else ~hidden
-        if mask is None:  # a single new token sees everything
-            mask = torch.ones((new_tokens, rows + new_tokens), dtype=torch.bool, device=device)
-    return PrefillView(pages, rows, mask)
+        # A single new token may see everything.
+        whole = (new_tokens, rows + new_tokens)
+        mask = torch.ones(whole, dtype=torch.bool, device=device) if hidden is None else ~hidden
+    return PrefillView(pages, rows, mask, is_windowed)
 
 
 def _selection(pages: Sequence[int], device: torch.device) -> slice | torch.Tensor:

@@ -8,7 +8,9 @@ Restore and write-back are then plain copies. It knows nothing of requests.
 from __future__ import annotations
 
 import heapq
+import math
 
+import numpy as np
 import torch
 
 from splitpoint.errors import ResourceExhausted
@@ -79,10 +81,7 @@ class DeviceCache:
         x_page = (layout.chunk_tokens, layout.hidden_size)
 
         def planes(count: int, page: tuple[int, ...]) -> list[torch.Tensor]:
-            return [
-                torch.zeros((count, *page), dtype=dtype, device=device)
-                for _ in range(layout.layer_count)
-            ]
+            return [_zeros((count, *page), dtype, device) for _ in range(layout.layer_count)]
 
         self.keys = planes(plan.page_count, kv_page)
         self.values = planes(plan.page_count, kv_page)
@@ -128,3 +127,15 @@ class DeviceCache:
     ) -> None:
         """Store X `[N, h]` at `pages[i], rows[i]`."""
         self.inputs[layer][pages, rows] = inputs
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a CPU as fresh pages of the kernel, which take memory when first touched.
+
+    `torch.zeros` writes every byte: a worker with a large budget would take its
+    whole cache, and seconds, before its first request.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size_bytes, dtype=np.uint8)).view(dtype).view(shape)

@@ -83,9 +83,7 @@ def test_keys_and_values_rebuilt_from_activations(case: str, folders: dict[str, 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", ["opt", "llama-3", "qwen3"])
-def test_half_precision_stays_near(
-    case: str, dtype: torch.dtype, folders: dict[str, Path]
-) -> None:
+def test_half_precision_stays_near(case: str, dtype: torch.dtype, folders: dict[str, Path]) -> None:
     """Half precision is not exact, but it must be the same model."""
     text = tokens(40, seed=4)
     with torch.inference_mode():

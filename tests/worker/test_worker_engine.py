@@ -75,9 +75,7 @@ def test_delivered_tokens_are_forced_and_numbering_goes_on(llama: Path) -> None:
     prompt = prompt_of(30)
     engine = make_engine(llama)
     whole = run_all(engine, [admission("a", prompt, GREEDY_64)]).tokens["a"]
-    again = run_all(
-        engine, [admission("a", prompt, GREEDY_64, delivered=whole[:25], attempt=1)]
-    )
+    again = run_all(engine, [admission("a", prompt, GREEDY_64, delivered=whole[:25], attempt=1)])
     assert again.first_index["a"] == 25
     assert whole[:25] + again.tokens["a"] == whole
 

@@ -116,23 +116,29 @@ class DecoderConfig:
     @classmethod
     def of_shape(cls, shape: ModelShape) -> DecoderConfig:
         """The usual settings of the shape's family: for random weights and measurements."""
-        config: dict[str, Any] = {
-            "model_type": shape.family,
-            "num_hidden_layers": shape.layer_count,
-            "hidden_size": shape.hidden_size,
-            "num_attention_heads": shape.query_head_count,
-            "num_key_value_heads": shape.kv_head_count,
-            "head_dim": shape.head_dim,
-            "intermediate_size": shape.intermediate_size,
-            "ffn_dim": shape.intermediate_size,
-            "vocab_size": shape.vocabulary_size,
-            "max_position_embeddings": shape.context_length,
-            "tie_word_embeddings": shape.tied_embeddings,
-        }
-        if shape.family == "opt":
-            del config["num_key_value_heads"], config["head_dim"]
-        parsed = cls.parse(config, name=shape.name, data_type=shape.data_type)
+        parsed = cls.parse(plain_config(shape), data_type=shape.data_type)
         return replace(parsed, shape=shape)
+
+
+def plain_config(shape: ModelShape) -> dict[str, Any]:
+    """A `config.json` with these dimensions and the family's usual settings."""
+    config: dict[str, Any] = {
+        "model_type": shape.family,
+        "num_hidden_layers": shape.layer_count,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.query_head_count,
+        "vocab_size": shape.vocabulary_size,
+        "max_position_embeddings": shape.context_length,
+        "tie_word_embeddings": shape.tied_embeddings,
+    }
+    if shape.family == "opt":
+        return {**config, "ffn_dim": shape.intermediate_size}
+    return {
+        **config,
+        "num_key_value_heads": shape.kv_head_count,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.intermediate_size,
+    }
 
 
 def _opt(config: Mapping[str, Any], shape: ModelShape) -> DecoderConfig:
@@ -168,9 +174,11 @@ def _rotary_family(config: Mapping[str, Any], shape: ModelShape) -> DecoderConfi
     """Llama, Mistral, Qwen2, Qwen3: one architecture with small differences."""
     family = shape.family
     _refuse(config, "hidden_act", allowed=(None, *_SILU_NAMES))
-    if family != "llama" and config.get("num_key_value_heads") is None:
-        # Their defaults differ between releases of transformers: do not guess.
-        raise _unsupported(f"config.json of a {family} model has no num_key_value_heads", family)
+    if family != "llama" and "num_key_value_heads" not in config:
+        # transformers has another default for each family: do not guess.
+        raise _unsupported(
+            f"config.json of a {family} model has no num_key_value_heads", "num_key_value_heads"
+        )
     if family == "qwen3" and config.get("head_dim") is None:
         raise _unsupported("config.json of a qwen3 model has no head_dim", "head_dim")
     if shape.head_dim % 2:

@@ -1,0 +1,162 @@
+"""`python -m kvstore_service`: one store process, from arguments to a clean stop."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import math
+import sys
+import time
+from pathlib import Path
+
+from kvstore_service.server import SERVICE_NAME, KvStoreServicer
+from kvstore_service.store import KvStore
+from splitpoint.arena_format import Geometry
+from splitpoint.arena_owner import create_arena
+from splitpoint.checkpoints import model_fingerprint, model_name
+from splitpoint.config import (
+    add_service_arguments,
+    announce_ready,
+    check_listen_address,
+    format_size,
+    parse_size,
+    setup_logging,
+    stop_on_signals,
+    watch_parent,
+)
+from splitpoint.errors import InvalidArgument, SplitpointError
+from splitpoint.rpc import HealthReporter, create_server, enable_reflection, listen
+from splitpoint.shapes import ArenaLayout, DataType, ModelShape, read_config
+from splitpoint.v1 import kvstore_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+DEFAULT_CHUNK_TOKENS = 64
+DEFAULT_LEASE_SECONDS = 10.0
+MOST_CONCURRENT_CALLS = 1024
+STOP_SECONDS = 5.0
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="kvstore_service", description=__doc__)
+    add_service_arguments(parser)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--layout", metavar="JSON", help="ArenaLayout.to_json()")
+    what.add_argument("--model", type=Path, metavar="DIR", help="checkpoint that decides it")
+    parser.add_argument("--dtype", default="auto", choices=["auto", *(t.value for t in DataType)])
+    parser.add_argument(
+        "--activations",
+        default="auto",
+        choices=["auto", "always", "never"],
+        help="keep layer inputs; auto: when loading them can pay",
+    )
+    parser.add_argument("--chunk-tokens", type=int, default=DEFAULT_CHUNK_TOKENS, metavar="N")
+    parser.add_argument("--host-memory", required=True, metavar="SIZE", help="most the arena takes")
+    parser.add_argument(
+        "--arena", required=True, type=Path, metavar="PATH", help="file in a folder of mode 700"
+    )
+    parser.add_argument("--keep-arena", action="store_true", help="leave it after a clean stop")
+    parser.add_argument("--lease-seconds", type=float, default=DEFAULT_LEASE_SECONDS, metavar="S")
+    return parser.parse_args(arguments)
+
+
+def layout_of(arguments: argparse.Namespace) -> ArenaLayout:
+    """Raises InvalidArgument."""
+    if arguments.layout is not None:
+        try:
+            return ArenaLayout.from_json(arguments.layout)
+        except (ValueError, TypeError, KeyError) as error:
+            raise InvalidArgument(f"--layout is no layout: {error}", field="layout") from error
+    shape = ModelShape.from_config(
+        read_config(arguments.model),
+        name=model_name(arguments.model),
+        data_type=None if arguments.dtype == "auto" else DataType(arguments.dtype),
+    )
+    wanted = {"auto": shape.activations_can_pay, "always": True, "never": False}
+    return ArenaLayout.of(
+        shape,
+        chunk_tokens=arguments.chunk_tokens,
+        has_activations=wanted[arguments.activations],
+        model_fingerprint=model_fingerprint(arguments.model),
+    )
+
+
+async def serve(arguments: argparse.Namespace) -> None:
+    """Make the arena, serve until a signal or the parent's end, leave nothing behind."""
+    stop = asyncio.Event()
+    stop_on_signals(stop)
+    if arguments.parent_fd is not None:
+        watch_parent(arguments.parent_fd, stop)
+    address = check_listen_address(arguments.listen)
+    if not (math.isfinite(arguments.lease_seconds) and arguments.lease_seconds >= 0.1):
+        raise InvalidArgument("--lease-seconds is at least 0.1", field="lease-seconds")
+    geometry = Geometry.fitting(
+        layout_of(arguments), parse_size(arguments.host_memory, field="host-memory")
+    )
+    # In a thread: allocating many GiB takes seconds, and a signal must not be lost.
+    owner, arena = await asyncio.to_thread(
+        create_arena, arguments.arena.absolute(), geometry.layout, geometry.slot_count
+    )
+    superblock = arena.superblock
+    log.info(
+        "arena %s: %s, %d slots of %d tokens, %s activations",
+        arena.path,
+        format_size(arena.size_bytes),
+        arena.slot_count,
+        arena.layout.chunk_tokens,
+        "with" if arena.layout.has_activations else "without",
+    )
+    store = KvStore(arena, clock=time.monotonic, lease_seconds=arguments.lease_seconds)
+    try:
+        await _serve_store(store, address, stop, reflection=arguments.reflection)
+    finally:
+        store.close()
+        if arguments.keep_arena:
+            owner.keep(superblock)
+        else:
+            owner.remove()
+
+
+async def _serve_store(
+    store: KvStore, address: str, stop: asyncio.Event, *, reflection: bool
+) -> None:
+    servicer = KvStoreServicer(store)
+    server = create_server(max_concurrent_rpcs=MOST_CONCURRENT_CALLS)
+    kvstore_pb2_grpc.add_KvStoreServiceServicer_to_server(servicer, server)
+    health = HealthReporter(server)
+    await health.set("", True)
+    await health.set(SERVICE_NAME, True)
+    if reflection:
+        enable_reflection(server, [SERVICE_NAME])
+    bound = listen(server, address)
+    await server.start()
+    sweeper = asyncio.create_task(servicer.sweep_forever())
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        announce_ready(bound)
+        await asyncio.wait({sweeper, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if sweeper.done():
+            sweeper.result()  # raises: a store that cannot sweep must not go on
+    finally:
+        await health.shut_down()
+        servicer.stop()
+        await server.stop(STOP_SECONDS)
+        await servicer.close()
+        stopping.cancel()
+        sweeper.cancel()
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    setup_logging("kvstore")
+    try:
+        asyncio.run(serve(arguments))
+    except SplitpointError as error:
+        log.error("%s", error.message)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

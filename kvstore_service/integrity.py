@@ -1,0 +1,150 @@
+"""Walks every structure of a store and names each violated invariant; changes nothing.
+
+Counts are conserved, runs never overlap, leases name live chunks, generations
+only grow, index, records and sessions agree.
+"""
+
+from __future__ import annotations
+
+from kvstore_service.prefix_index import Entry, unpack
+from kvstore_service.store import KvStore
+from splitpoint.arena_format import ArenaFormatError
+from splitpoint.arena_records import NO_PARENT, SlotRecord, SlotState, decode_token_row
+
+
+class IntegrityChecker:
+    """Remembers each slot's generation from check to check, to see that they only grow."""
+
+    def __init__(self, store: KvStore) -> None:
+        self._store = store
+        self._generations = [0] * store.arena.slot_count
+
+    def check_integrity(self) -> list[str]:
+        """One line per violation; empty when all invariants hold."""
+        pool = self._store.pool
+        return [
+            *pool.slots.check_integrity(),
+            *pool.leases.check_integrity(set(pool.chunks())),
+            *self._check_free_runs(),
+            *self._check_generations(),
+            *self._check_sessions(),
+            *self._check_chunks(),
+        ]
+
+    def _check_free_runs(self) -> list[str]:
+        pool = self._store.pool
+        violations = []
+        in_runs: set[int] = set()
+        end_before = -1
+        for run in pool.free_runs():
+            if run.first <= end_before:
+                violations.append(f"free runs overlap or touch at slot {run.first}")
+            in_runs.update(run)
+            end_before = run.first + run.count
+        free = set(pool.slots.in_state(SlotState.FREE))
+        if in_runs != free:
+            violations.append(f"free runs and free slots differ: {sorted(in_runs ^ free)}")
+        if pool.allocator.free_count != len(in_runs):
+            violations.append("the allocator's count differs from its runs")
+        return violations
+
+    def _check_generations(self) -> list[str]:
+        slots = self._store.pool.slots
+        violations = []
+        for slot, before in enumerate(self._generations):
+            now = slots.generation(slot)
+            if now < before:
+                violations.append(f"the generation of slot {slot} fell from {before} to {now}")
+            self._generations[slot] = now
+        return violations
+
+    def _check_sessions(self) -> list[str]:
+        store, pool = self._store, self._store.pool
+        violations = []
+        holder: dict[int, bytes] = {}
+        for session in store.sessions:
+            name = session.session_id.hex()
+            expected = SlotState.QUARANTINED if session.is_orphaned else SlotState.WRITING
+            for slot, generation in session.granted.items():
+                if slot in holder:
+                    violations.append(f"slot {slot} is granted twice")
+                holder[slot] = session.session_id
+                if pool.slots.state(slot) is not expected:
+                    violations.append(f"slot {slot} of session {name} is not {expected.name}")
+                if pool.slots.generation(slot) != generation:
+                    violations.append(f"slot {slot} of session {name} has another generation")
+            held = {
+                lease.lease_id for lease in pool.leases if lease.session_id == session.session_id
+            }
+            if held != session.lease_ids:
+                violations.append(f"session {name} and the lease table disagree")
+        unsealed = {
+            *pool.slots.in_state(SlotState.WRITING),
+            *pool.slots.in_state(SlotState.QUARANTINED),
+        }
+        if unsealed != set(holder):
+            violations.append(f"unsealed slots without a session: {sorted(unsealed ^ set(holder))}")
+        known = {session.session_id for session in store.sessions}
+        violations += [
+            f"lease {lease.lease_id} has no session"
+            for lease in pool.leases
+            if lease.session_id not in known
+        ]
+        return violations
+
+    def _check_chunks(self) -> list[str]:
+        pool = self._store.pool
+        chunks = pool.chunks()
+        violations = []
+        if set(chunks) != set(pool.slots.in_state(SlotState.SEALED)):
+            violations.append("sealed slots and chunks differ")
+        if {entry.key: entry.slot for entry in pool.index} != {
+            entry.key: slot for slot, entry in chunks.items()
+        }:
+            violations.append("the index and the chunks differ")
+        for slot, entry in chunks.items():
+            try:
+                self._check_record(entry)
+            except ArenaFormatError as error:
+                violations.append(f"slot {slot}: {type(error).__name__}: {error.message}")
+            parent = pool.index.get(entry.parent_key)
+            if entry.parent_key:
+                if parent is None:
+                    violations.append(f"slot {slot}: the parent is not in the index")
+                elif (
+                    parent.token_count != pool.layout.chunk_tokens
+                    or parent.chunk_index + 1 != entry.chunk_index
+                    or parent.salt_tag != entry.salt_tag
+                ):
+                    violations.append(f"slot {slot}: the parent does not fit")
+        return violations
+
+    def _check_record(self, entry: Entry) -> None:
+        """Raises ArenaFormatError unless the record in the arena says what the index says."""
+        arena = self._store.arena
+        token_row = arena.token_row(entry.slot)
+        chunk = SlotRecord.decode(arena.record(entry.slot), token_row, arena.layout).chunk
+        if chunk is None:
+            raise ArenaFormatError("the record is not sealed")
+        recorded = (
+            chunk.generation,
+            chunk.key,
+            chunk.parent_key,
+            chunk.salt_tag,
+            chunk.fingerprint,
+            chunk.checksum,
+            chunk.chunk_index,
+            list(decode_token_row(token_row, chunk.token_count)),
+        )
+        indexed = (
+            entry.generation,
+            entry.key,
+            entry.parent_key or NO_PARENT,
+            entry.salt_tag,
+            entry.fingerprint,
+            entry.checksum,
+            entry.chunk_index,
+            unpack(entry.packed),
+        )
+        if recorded != indexed:
+            raise ArenaFormatError("the record and the index disagree")

@@ -1,0 +1,350 @@
+"""The store's rules: sessions reserve, seal, match and release; everything else follows.
+
+One thread calls it (the event loop's). It does no I/O except the metadata
+writes of the slot table and never waits: reading payload back is `verify`,
+which any thread may run. Knows no gRPC.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvstore_service.chunk_pool import ChunkPool, GrantedRun
+from kvstore_service.eviction import EvictionPolicy, LeastRecentlyUsed
+from kvstore_service.leases import Lease
+from kvstore_service.prefix_index import Entry
+from kvstore_service.processes import LinuxProcessWatch, ProcessIdentity, ProcessWatch
+from kvstore_service.sessions import Session, SessionTable
+from splitpoint.arena import Arena
+from splitpoint.arena_format import ArenaFormatError
+from splitpoint.errors import DataLoss, FailedPrecondition
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenChunk:
+    """A granted slot and what its session says it wrote there."""
+
+    slot: int
+    generation: int
+    parent_key: bytes
+    token_ids: tuple[int, ...]
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """`entries` hold `cached_tokens`, the last one perhaps in part. `lease_id` 0: none."""
+
+    entries: tuple[Entry, ...]
+    cached_tokens: int
+    lease_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    entry: Entry
+    is_duplicate: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SealOutcome:
+    """`lease_id` 0: the chunks are under no lease."""
+
+    chunks: tuple[Sealed, ...]
+    lease_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    lease_count: int
+    slot_count: int
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since start."""
+
+    matches: int = 0
+    match_hits: int = 0
+    query_tokens: int = 0
+    hit_tokens: int = 0
+    duplicates: int = 0
+    checksum_failures: int = 0
+
+
+class KvStore:
+    """One arena and the sessions that use it.
+
+    Args:
+        clock: monotonic seconds.
+        lease_seconds: how long a session lives without a sign of life.
+        watch_process: how to learn that a client's process is gone.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        *,
+        clock: Callable[[], float],
+        lease_seconds: float,
+        policy: EvictionPolicy | None = None,
+        watch_process: Callable[[ProcessIdentity], ProcessWatch] = LinuxProcessWatch,
+    ) -> None:
+        self.arena = arena
+        self.pool = ChunkPool(arena, policy or LeastRecentlyUsed())
+        self.sessions = SessionTable(clock, lease_seconds, watch_process)
+        self.counters = Counters()
+
+    @property
+    def epoch(self) -> int:
+        return self.arena.superblock.epoch
+
+    def close(self) -> None:
+        """End every session and let go of the arena. No thread may be in `verify`.
+
+        What was being written stays quarantined in the file: its writers live on,
+        and whoever adopts a kept arena has to ask about them.
+        """
+        for session in self.sessions:
+            self.end(session.session_id)
+        for session in self.sessions:
+            self.sessions.remove(session)
+        self.pool.close()
+        self.arena.close()
+
+    # -- sessions ------------------------------------------------------------------------
+
+    def attach(
+        self,
+        client_name: str,
+        process: ProcessIdentity,
+        *,
+        layout_hash: bytes = b"",
+        previous_session_id: bytes = b"",
+    ) -> Session:
+        """Open a session; what the caller's previous one held is freed.
+
+        Raises FailedPrecondition when the layout differs, or when the previous
+        session belongs to another process, for which nobody else can speak.
+        """
+        if layout_hash and layout_hash != self.arena.layout.layout_hash:
+            raise FailedPrecondition(
+                "the store's arena has another layout than the caller was built for",
+                reason="LAYOUT_MISMATCH",
+                layout=self.arena.layout.to_json(),
+            )
+        previous = self.sessions.find(previous_session_id)
+        if previous is not None:
+            if previous.process != process:
+                raise FailedPrecondition(
+                    "previous_session_id belongs to another process",
+                    reason="FOREIGN_SESSION",
+                )
+            self._clear(previous)
+        return self.sessions.open(client_name, process)
+
+    def keep_alive(self, session_id: bytes) -> float:
+        """A sign of life; returns the seconds until the next one is due."""
+        session = self.sessions.live(session_id)
+        self.sessions.keep_alive(session)
+        return self.sessions.seconds_left(session)
+
+    def end(self, session_id: bytes) -> None:
+        """The session's stream ended: it may start nothing more. Unknown ones are ignored."""
+        session = self.sessions.find(session_id)
+        if session is not None and not session.is_orphaned:
+            self._orphan(session)
+
+    def sweep(self) -> None:
+        """Expire silent sessions, and free what belonged to processes that are gone."""
+        for session in self.sessions.expired():
+            self._orphan(session)
+        for session in self.sessions.orphans():
+            if session.watch.is_gone():
+                self._clear(session)
+
+    def _orphan(self, session: Session) -> None:
+        """Its holder may still read and write, so nothing of it is used again yet."""
+        session.is_orphaned = True
+        for slot in session.granted:
+            self.pool.quarantine(slot)
+        if session.holds_nothing:
+            self._clear(session)
+
+    def _clear(self, session: Session) -> None:
+        """Free all a session held and forget it: every exit of a session ends here.
+
+        Only when the holder touches nothing any more: it said so, its process
+        is gone, or it holds nothing.
+        """
+        for slot in list(session.granted):
+            self._free(session, slot)
+        for lease_id in list(session.lease_ids):
+            self._release_lease(session, lease_id)
+        self.sessions.remove(session)
+
+    # -- reading -------------------------------------------------------------------------
+
+    def peek(self, salt: bytes, token_ids: Sequence[int]) -> Matched:
+        """The longest cached prefix right now: a hint, since nothing protects it."""
+        found = self.pool.match(salt, token_ids)
+        return Matched(found.entries, found.cached_tokens)
+
+    def match(self, session_id: bytes, salt: bytes, token_ids: Sequence[int]) -> Matched:
+        """The longest cached prefix, leased to the session."""
+        session = self.sessions.live(session_id)
+        found = self.pool.match(salt, token_ids)
+        self.counters.matches += 1
+        self.counters.query_tokens += len(token_ids)
+        if not found.entries:
+            return Matched((), 0)
+        self.counters.match_hits += 1
+        self.counters.hit_tokens += found.cached_tokens
+        self.pool.use(found.entries)
+        lease = self._lease(session, found.entries)
+        return Matched(found.entries, found.cached_tokens, lease.lease_id)
+
+    # -- writing -------------------------------------------------------------------------
+
+    def reserve(self, session_id: bytes, slot_count: int) -> list[GrantedRun]:
+        """Grant slots for writing. Raises ResourceExhausted."""
+        session = self.sessions.live(session_id)
+        self.sweep()  # what the dead held is room
+        runs = self.pool.grant(slot_count, session.session_id, session.process)
+        for run in runs:
+            for offset, generation in enumerate(run.generations):
+                session.granted[run.first + offset] = generation
+        return runs
+
+    @contextmanager
+    def sealing(self, chunks: Sequence[WrittenChunk]) -> Iterator[None]:
+        """Keeps the chunks' parents from eviction while the payloads are verified."""
+        with self.pool.guard(chunk.parent_key for chunk in chunks):
+            yield
+
+    def verify(self, chunks: Sequence[WrittenChunk]) -> list[ArenaFormatError | None]:
+        """What is wrong with each payload, read back; None: nothing. Slow, for any thread."""
+        return [self._verify(chunk) for chunk in chunks]
+
+    def _verify(self, chunk: WrittenChunk) -> ArenaFormatError | None:
+        try:
+            self.arena.check_payload(chunk.slot, len(chunk.token_ids), chunk.checksum)
+        except ArenaFormatError as error:
+            return error
+        return None
+
+    def seal(
+        self,
+        session_id: bytes,
+        salt: bytes,
+        chunks: Sequence[WrittenChunk],
+        damages: Sequence[ArenaFormatError | None],
+        *,
+        lease_id: int = 0,
+        keep_leased: bool = False,
+    ) -> SealOutcome:
+        """Publish written chunks in order; see the contract of Seal in kvstore.proto.
+
+        `damages` is what `verify` said of each chunk.
+
+        Raises FailedPrecondition or DataLoss at the first chunk that cannot be
+        sealed; those before it stay sealed, those behind it stay granted.
+        """
+        session = self.sessions.live(session_id)
+        lease = self._lease_of(session, lease_id)
+        is_new_lease = lease is None and keep_leased
+        if is_new_lease:
+            lease = self._lease(session, ())
+        sealed: list[Sealed] = []
+        try:
+            for chunk, damage in zip(chunks, damages, strict=True):
+                sealed.append(self._seal(session, salt, chunk, damage))
+                if lease is not None:
+                    self.pool.leases.extend(lease, [sealed[-1].entry.slot])
+        except Exception:
+            # The caller never learns the new lease's id, so nobody could release it.
+            if is_new_lease and lease is not None:
+                self._release_lease(session, lease.lease_id)
+            raise
+        return SealOutcome(tuple(sealed), lease.lease_id if lease is not None else 0)
+
+    def _seal(
+        self, session: Session, salt: bytes, chunk: WrittenChunk, damage: ArenaFormatError | None
+    ) -> Sealed:
+        if session.granted.get(chunk.slot) != chunk.generation:
+            raise FailedPrecondition(
+                f"slot {chunk.slot} is not granted to this session in generation "
+                f"{chunk.generation}",
+                reason="NOT_GRANTED",
+            )
+        if damage is not None:
+            self._free(session, chunk.slot)
+            self.counters.checksum_failures += 1
+            raise DataLoss(f"not sealed: {damage.message}", reason=damage.reason) from damage
+        existing = self.pool.sealed_like(salt, chunk.parent_key, chunk.token_ids)
+        if existing is not None:
+            self._free(session, chunk.slot)
+            self.counters.duplicates += 1
+            self.pool.use([existing])
+            return Sealed(existing, is_duplicate=True)
+        entry = self.pool.publish(
+            chunk.slot, salt, chunk.parent_key, chunk.token_ids, chunk.checksum
+        )
+        del session.granted[chunk.slot]
+        return Sealed(entry, is_duplicate=False)
+
+    # -- giving up -----------------------------------------------------------------------
+
+    def release(
+        self,
+        session_id: bytes,
+        lease_ids: Sequence[int],
+        slots: Sequence[tuple[int, int]],
+    ) -> Released:
+        """End leases and give back unsealed slots (slot, generation) of the session.
+
+        What is not held is passed over. An orphaned session may do this too: it
+        is its holder's word that these are not touched any more.
+        """
+        session = self.sessions.known(session_id)
+        lease_count = sum(self._release_lease(session, lease_id) for lease_id in lease_ids)
+        slot_count = 0
+        for slot, generation in slots:
+            if session.granted.get(slot) == generation:
+                self._free(session, slot)
+                slot_count += 1
+        if session.is_orphaned and session.holds_nothing:
+            self._clear(session)
+        return Released(lease_count, slot_count)
+
+    def _free(self, session: Session, slot: int) -> None:
+        del session.granted[slot]
+        self.pool.give_back(slot)
+
+    def _lease(self, session: Session, entries: Sequence[Entry]) -> Lease:
+        lease = self.pool.lease(session.session_id, entries)
+        session.lease_ids.add(lease.lease_id)
+        return lease
+
+    def _lease_of(self, session: Session, lease_id: int) -> Lease | None:
+        """The session's own lease of this id; None for id 0. Raises FailedPrecondition."""
+        if lease_id == 0:
+            return None
+        lease = self.pool.leases.get(lease_id)
+        if lease is None or lease.session_id != session.session_id:
+            raise FailedPrecondition(
+                f"lease {lease_id} is not held by this session", reason="NO_LEASE"
+            )
+        return lease
+
+    def _release_lease(self, session: Session, lease_id: int) -> bool:
+        if lease_id not in session.lease_ids:
+            return False
+        session.lease_ids.discard(lease_id)
+        lease = self.pool.leases.get(lease_id)
+        if lease is None:
+            raise RuntimeError(f"lease {lease_id} of a session is not in the lease table")
+        self.pool.unlease(lease)
+        return True

@@ -1,0 +1,135 @@
+"""Checks every field of a KvStoreService request, whatever the store's state.
+
+Each violation raises InvalidArgument with the field's path. What depends on
+state (who holds which slot) is the store's to check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvstore_service.processes import ProcessIdentity
+from kvstore_service.store import WrittenChunk
+from splitpoint.arena_format import ID_BYTES
+from splitpoint.errors import InvalidArgument
+from splitpoint.keys import KEY_BYTES, SALT_LIMIT
+from splitpoint.v1 import kvstore_pb2 as pb
+from splitpoint.v1 import types_pb2
+
+NAME_LIMIT = 64
+REQUEST_ID_LIMIT = 64
+
+
+def check_attach(request: pb.AttachRequest) -> ProcessIdentity:
+    _check_length(request.client_name.encode(), 1, NAME_LIMIT, "client_name")
+    if request.process_id < 1:
+        raise InvalidArgument("process_id must be at least 1", field="process_id")
+    if request.process_start_ticks < 0:
+        raise InvalidArgument(
+            "process_start_ticks must not be negative", field="process_start_ticks"
+        )
+    _check_id(request.layout_hash, "layout_hash", may_be_empty=True)
+    _check_id(request.previous_session_id, "previous_session_id", may_be_empty=True)
+    return ProcessIdentity(request.process_id, request.process_start_ticks)
+
+
+def check_session(session_id: bytes, request_id: bytes) -> None:
+    """Of a call that changes something."""
+    check_session_id(session_id)
+    _check_length(request_id, 1, REQUEST_ID_LIMIT, "request_id")
+
+
+def check_session_id(session_id: bytes) -> None:
+    _check_id(session_id, "session_id", may_be_empty=False)
+
+
+def check_match(request: pb.MatchRequest, capacity_tokens: int) -> Sequence[int]:
+    """The tokens that could be found in an arena of this capacity."""
+    _check_length(request.tenant_salt, 0, SALT_LIMIT, "tenant_salt")
+    _check_tokens(request.token_ids, "token_ids")
+    return request.token_ids[:capacity_tokens]
+
+
+def check_reserve(request: pb.ReserveRequest) -> None:
+    if request.slot_count < 1:
+        raise InvalidArgument("slot_count must be at least 1", field="slot_count")
+
+
+def check_seal(request: pb.SealRequest, slot_count: int, chunk_tokens: int) -> list[WrittenChunk]:
+    """The chunks of the request; their slots lie in the arena and differ."""
+    _check_length(request.tenant_salt, 0, SALT_LIMIT, "tenant_salt")
+    _check_not_negative([request.lease_id], "lease_id")
+    if not request.chunks:
+        raise InvalidArgument("there is nothing to seal", field="chunks")
+    seen: set[int] = set()
+    chunks = []
+    for index, chunk in enumerate(request.chunks):
+        path = f"chunks[{index}]"
+        _check_slot(chunk.slot, chunk.generation, slot_count, path)
+        if chunk.slot in seen:
+            raise InvalidArgument(f"slot {chunk.slot} is named twice", field=f"{path}.slot")
+        seen.add(chunk.slot)
+        if len(chunk.parent_key) not in (0, KEY_BYTES):
+            raise InvalidArgument(
+                f"a key has {KEY_BYTES} bytes, or none for a first chunk",
+                field=f"{path}.parent_key",
+            )
+        if len(chunk.token_ids) > chunk_tokens:
+            raise InvalidArgument(
+                f"{len(chunk.token_ids)} tokens; a chunk holds {chunk_tokens}",
+                field=f"{path}.token_ids",
+            )
+        _check_tokens(chunk.token_ids, f"{path}.token_ids")
+        chunks.append(
+            WrittenChunk(
+                slot=chunk.slot,
+                generation=chunk.generation,
+                parent_key=chunk.parent_key,
+                token_ids=tuple(chunk.token_ids),
+                checksum=chunk.checksum,
+            )
+        )
+    return chunks
+
+
+def check_release(request: pb.ReleaseRequest, slot_count: int) -> list[tuple[int, int]]:
+    """The slots of the request with their generations."""
+    _check_not_negative(request.lease_ids, "lease_ids")
+    return [_check_handle(handle, slot_count, index) for index, handle in enumerate(request.slots)]
+
+
+def _check_handle(handle: types_pb2.SlotHandle, slot_count: int, index: int) -> tuple[int, int]:
+    _check_slot(handle.slot, handle.generation, slot_count, f"slots[{index}]")
+    return handle.slot, handle.generation
+
+
+def _check_slot(slot: int, generation: int, slot_count: int, path: str) -> None:
+    if not 0 <= slot < slot_count:
+        raise InvalidArgument(
+            f"slot {slot} lies outside the arena of {slot_count} slots", field=f"{path}.slot"
+        )
+    if generation < 1:
+        raise InvalidArgument("a generation is at least 1", field=f"{path}.generation")
+
+
+def _check_tokens(token_ids: Sequence[int], field: str) -> None:
+    if not token_ids:
+        raise InvalidArgument("at least one token is needed", field=field)
+    _check_not_negative(token_ids, field)
+
+
+def _check_not_negative(numbers: Iterable[int], field: str) -> None:
+    if min(numbers, default=0) < 0:
+        raise InvalidArgument(f"{field} must not be negative", field=field)
+
+
+def _check_id(value: bytes, field: str, *, may_be_empty: bool) -> None:
+    if len(value) != ID_BYTES and not (may_be_empty and not value):
+        raise InvalidArgument(f"{field} has {ID_BYTES} bytes, not {len(value)}", field=field)
+
+
+def _check_length(value: bytes, low: int, high: int, field: str) -> None:
+    if not low <= len(value) <= high:
+        raise InvalidArgument(
+            f"{field} has {len(value)} bytes; {low} to {high} are allowed", field=field
+        )

@@ -1,0 +1,263 @@
+"""The whole stack as a user runs it: `up`, `generate`, `status`, Ctrl-C, with the bundled model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from splitpoint.client import Client
+from splitpoint.config import arena_path, runtime_directory
+from splitpoint_cli.demo import prompts
+from splitpoint_cli.supervisor import child_environment
+
+COMMAND = [sys.executable, "-m", "splitpoint_cli"]
+ROOT = Path(__file__).resolve().parents[2]
+UP_SECONDS = 120
+
+
+@contextmanager
+def stack(address: str, instance: str, *more: str) -> Iterator[subprocess.Popen[str]]:
+    """`splitpoint up` with two CPU workers, from the moment it says that it serves."""
+    process = subprocess.Popen(
+        [
+            *(*COMMAND, "up", "--device", "cpu", "--workers", "2", "--threads", "1"),
+            *("--dtype", "float32", "--host-memory", "256MiB", "--device-memory", "256MiB"),
+            *("--listen", address, "--instance", instance, *more),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=child_environment({}),
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def wait_until_up(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    printed = ""
+    for line in process.stdout:
+        printed += line
+        if line.startswith("Ctrl-C"):
+            return printed
+    assert process.stderr is not None
+    raise AssertionError(f"up ended early:\n{printed}{process.stderr.read()}")
+
+
+def splitpoint(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=UP_SECONDS,
+        env=child_environment({}),
+        check=False,
+    )
+
+
+def service_processes(instance: str) -> dict[int, str]:
+    """Process id → module of every living service of one stack, found by its socket or arena."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (entry / "cmdline").read_bytes().decode().split("\0")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if any(f"/{instance}/" in part or f"-{instance}/" in part for part in command):
+            found[int(entry.name)] = next(
+                (part for part in command if part.endswith("_service")), "splitpoint_cli"
+            )
+    return found
+
+
+def assert_nothing_left(instance: str) -> None:
+    assert service_processes(instance) == {}
+    assert not arena_path(instance).parent.exists()
+    folder = runtime_directory(instance)  # makes it anew
+    assert list(folder.iterdir()) == []
+    folder.rmdir()
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One stack for the tests that only talk to it."""
+    instance = f"test-{os.getpid()}"
+    address = f"unix:{tmp_path_factory.mktemp('up')}/public.sock"
+    with stack(address, instance) as process:
+        printed = wait_until_up(process)
+        assert address in printed
+        assert "splitpoint generate" in printed
+        yield address
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+    assert_nothing_left(instance)
+
+
+def generate(address: str, *arguments: str) -> dict[str, Any]:
+    done = splitpoint("generate", "--address", address, "--json", *arguments)
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def test_generate_json(address: str) -> None:
+    answer = generate(address, "def main():", "--max-tokens", "8", "--ignore-eos")
+    assert set(answer) == {
+        *("token_ids", "text", "finish_reason", "usage", "worker", "plan"),
+        *("ttft_seconds", "seconds"),
+    }
+    assert len(answer["token_ids"]) == answer["usage"]["completion_tokens"] == 8
+    assert answer["finish_reason"] == "length"
+    assert answer["worker"] in ("0", "1")
+    assert set(answer["plan"]) == {"residency", "split_tokens", "method", "reason"}
+    assert 0 < answer["ttft_seconds"] <= answer["seconds"]
+
+
+def test_streamed_text_equals_the_json_text(address: str) -> None:
+    prompt = ("import asyncio", "--max-tokens", "12", "--worker", "1")
+    done = splitpoint("generate", "--address", address, *prompt)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == generate(address, *prompt)["text"] + "\n"
+
+
+def test_the_other_worker_finds_the_prefix(address: str) -> None:
+    short, long = prompts()
+    cold = generate(address, long, "--max-tokens", "8", "--worker", "1", "--cache-salt", "alone")
+    assert cold["usage"]["cached_tokens"] == 0
+    generate(address, short, "--max-tokens", "2", "--worker", "0")
+    warm = generate(address, long, "--max-tokens", "8", "--worker", "1")
+    assert warm["usage"]["cached_tokens"] > 0.5 * warm["usage"]["prompt_tokens"]
+    assert warm["token_ids"] == cold["token_ids"]
+    for split in (0, 64, 100_000):
+        again = generate(
+            address,
+            *(long, "--max-tokens", "8", "--worker", "0", "--split", str(split)),
+        )
+        cached = again["usage"]["cached_tokens"]
+        assert again["token_ids"] == cold["token_ids"]
+        assert again["plan"]["split_tokens"] == min(split, cached)
+
+
+def test_errors_reach_the_user_by_name(address: str) -> None:
+    for arguments, name, code in (
+        (("",), "INVALID_ARGUMENT", 2),
+        (("x", "--max-tokens", "0"), "INVALID_ARGUMENT", 2),
+        (("x", "--top-p", "2"), "INVALID_ARGUMENT", 2),
+        (("--prompt-ids", "5000"), "INVALID_ARGUMENT", 2),
+        (("x", "--max-tokens", "5000"), "INVALID_ARGUMENT", 2),
+        (("x", "--worker", "7"), "NOT_FOUND", 2),
+        (("x", "--model", "other"), "NOT_FOUND", 2),
+        (("x", "--timeout", "0.000001"), "DEADLINE_EXCEEDED", 4),
+    ):
+        done = splitpoint("generate", "--address", address, *arguments)
+        assert done.returncode == code, (arguments, done.stderr)
+        assert done.stderr.startswith(f"splitpoint: {name}: "), done.stderr
+
+
+def test_status(address: str) -> None:
+    done = splitpoint("status", "--address", address, "--wait", "10", "--json")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["ready"]
+    assert [worker["id"] for worker in answer["workers"]] == ["0", "1"]
+    store = answer["stores"][0]
+    assert store["quarantined_slot_count"] == store["writing_slot_count"] == 0
+    assert store["data_type"] == "float32"
+    assert splitpoint("status", "--address", address).returncode == 0
+
+
+def test_a_measured_profile_fits_plan(address: str, tmp_path: Path) -> None:
+    with Client(address) as client:
+        profile = client.list_workers()[0].profile
+    assert profile is not None
+    (tmp_path / "profile.json").write_text(profile.to_json())
+    done = splitpoint(
+        *("plan", "--model", "opt-6.7b", "--cached", "1000", "--new", "10"),
+        *("--profile", str(tmp_path / "profile.json")),
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_readmes_python_examples_run(address: str) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        code = block.replace('"127.0.0.1:50050"', repr(address))
+        code = code.replace("AsyncClient()", f"AsyncClient({address!r})")
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=child_environment({}),
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip()
+
+
+def test_a_killed_worker_stops_everything_and_leaves_nothing(tmp_path: Path) -> None:
+    instance = f"kill-{os.getpid()}"
+    with stack(f"unix:{tmp_path}/p.sock", instance, "--workers", "1") as process:
+        wait_until_up(process)
+        services = service_processes(instance)
+        assert set(services.values()) >= {"kvstore_service", "worker_service", "scheduler_service"}
+        worker = next(pid for pid, name in services.items() if name == "worker_service")
+        os.kill(worker, signal.SIGKILL)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "UNAVAILABLE: worker 0 ended by SIGKILL" in errors
+    assert_nothing_left(instance)
+
+
+def test_services_end_when_up_itself_is_killed(tmp_path: Path) -> None:
+    instance = f"orphan-{os.getpid()}"
+    with stack(f"unix:{tmp_path}/p.sock", instance, "--workers", "1") as process:
+        wait_until_up(process)
+        services = service_processes(instance)
+        process.kill()
+        process.communicate()
+    deadline = time.monotonic() + 60
+    while service_processes(instance) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(services) == 3
+    assert service_processes(instance) == {}
+    assert not arena_path(instance).exists(), "the store takes its arena away by itself"
+    # What only `up` could remove goes with the next `up` of that name.
+    with stack(f"unix:{tmp_path}/p.sock", instance, "--workers", "1") as process:
+        wait_until_up(process)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    assert_nothing_left(instance)
+
+
+def test_activations_never_make_a_forced_split_an_error(tmp_path: Path) -> None:
+    instance = f"never-{os.getpid()}"
+    address = f"unix:{tmp_path}/p.sock"
+    with stack(address, instance, "--workers", "1", "--activations", "never") as process:
+        wait_until_up(process)
+        done = splitpoint("generate", "x", "--address", address, "--split", "1")
+        assert done.returncode == 2
+        assert "INVALID_ARGUMENT" in done.stderr
+        assert "activations" in done.stderr
+        stopped = splitpoint("down", "--instance", instance)
+        assert stopped.returncode == 0, stopped.stderr
+        process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert_nothing_left(instance)

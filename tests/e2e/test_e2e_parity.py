@@ -1,0 +1,117 @@
+"""The whole stack against transformers: every family, split, residency and worker."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from local_stack import LocalStack, StackShape, local_stack, prompt_of
+from tiny_models import CASES, FAMILY_CASES, VOCABULARY, build_tiny, greedy_reference, write_tiny
+from transformers import PreTrainedModel
+
+from splitpoint.client import Completion
+from splitpoint.planner import Residency
+
+LENGTHS = (1, 15, 16, 17, 47, 64, 65, 130)
+NEW_TOKENS = 64
+
+
+async def greedy(
+    stack: LocalStack, prompt: list[int], worker: str, split: int | None = None, **options: object
+) -> Completion:
+    if split is not None:
+        options["split"] = split
+    return await stack.client.generate(
+        prompt, max_tokens=NEW_TOKENS, ignore_eos=True, worker=worker, **options
+    ).complete()
+
+
+async def check_concurrent(stack: LocalStack, model: PreTrainedModel) -> None:
+    prompts = [prompt_of(length, length, VOCABULARY) for length in LENGTHS]
+    answers = await asyncio.gather(
+        *(greedy(stack, prompt, str(i % 2)) for i, prompt in enumerate(prompts))
+    )
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert list(answer.token_ids) == greedy_reference(model, prompt, NEW_TOKENS)
+
+
+async def check_restored(stack: LocalStack, model: PreTrainedModel) -> None:
+    """Worker 0 writes the prefix, worker 1 restores it at every split."""
+    prefix = prompt_of(100, 5, VOCABULARY)
+    first = await greedy(stack, prefix, "0")
+    assert list(first.token_ids) == greedy_reference(model, prefix, NEW_TOKENS)
+    # The second turn of a chat: prompt, answer, and more. Its prefix ends inside a chunk.
+    prompt = [*prefix, *first.token_ids, *prompt_of(9, 6, VOCABULARY)]
+    wanted = greedy_reference(model, prompt, NEW_TOKENS)
+    cached = len(prefix) + NEW_TOKENS - 1
+    for split in (0, 1, cached // 2, cached):
+        for residency in (Residency.RESIDENT, Residency.STREAMED):
+            salt = bytes([split % 251, residency is Residency.STREAMED])
+            await greedy(stack, prefix, "0", cache_salt=salt)
+            answer = await greedy(
+                stack, prompt, "1", split=split, residency=residency, cache_salt=salt
+            )
+            assert list(answer.token_ids) == wanted, (split, residency)
+            assert answer.usage.cached_tokens == cached
+            assert answer.plan is not None
+            assert answer.plan.split_tokens == split
+            assert answer.plan.residency is residency
+            assert answer.worker == "1"
+
+
+@pytest.mark.parametrize("case", FAMILY_CASES)
+async def test_every_family_through_the_stack(case: str, tmp_path: Path) -> None:
+    model = build_tiny(case)
+    async with local_stack(write_tiny(case, tmp_path / "m"), tmp_path) as stack:
+        await check_concurrent(stack, model)
+        await check_restored(stack, model)
+        await stack.assert_clean()
+
+
+@pytest.mark.parametrize("case", sorted(set(CASES) - set(FAMILY_CASES)))
+async def test_every_other_case_restores_and_streams(case: str, tmp_path: Path) -> None:
+    model = build_tiny(case)
+    async with local_stack(write_tiny(case, tmp_path / "m"), tmp_path) as stack:
+        await check_restored(stack, model)
+        await stack.assert_clean()
+
+
+async def test_logits_of_a_restored_prefix_are_within_1e_4(tmp_path: Path) -> None:
+    """Log-probabilities of the top 20 at every position, against transformers'."""
+    model = build_tiny("llama-3")
+    async with local_stack(write_tiny("llama-3", tmp_path / "m"), tmp_path) as stack:
+        prefix = prompt_of(90, 8, VOCABULARY)
+        for split, residency in ((0, Residency.RESIDENT), (41, None), (90, Residency.STREAMED)):
+            # Another prompt each time: the answer's own chunks are cached, too.
+            await greedy(stack, prefix, "0")
+            prompt = [*prefix, *prompt_of(5, 10 + split, VOCABULARY)]
+            answer = await greedy(stack, prompt, "1", split=split, residency=residency, logprobs=20)
+            assert answer.usage.cached_tokens in (90, 91)  # a first token may agree by chance
+            with torch.inference_mode():
+                ids = torch.tensor([[*prompt, *answer.token_ids]])
+                wanted = model(ids).logits[0].log_softmax(-1)
+            for index, position in enumerate(answer.logprobs):
+                row = wanted[len(prompt) - 1 + index]
+                assert abs(position.chosen - row[answer.token_ids[index]].item()) < 1e-4
+                for token_id, logprob in position.top:
+                    assert abs(logprob - row[token_id].item()) < 1e-4
+        await stack.assert_clean()
+
+
+@pytest.mark.parametrize("residency", [Residency.RESIDENT, Residency.STREAMED])
+async def test_long_prompts_in_little_memory(tmp_path: Path, residency: Residency) -> None:
+    """Streamed prefill beyond what the device could hold; resident where it just fits."""
+    model = build_tiny("opt")
+    shape = StackShape(device_memory_bytes=10 << 20, prefill_chunk_tokens=32, max_batch_size=4)
+    async with local_stack(write_tiny("opt", tmp_path / "m"), tmp_path, shape) as stack:
+        prompt = prompt_of(400, 3, VOCABULARY)
+        answers = await asyncio.gather(
+            *(greedy(stack, prompt[: 400 - 7 * i], "0", residency=residency) for i in range(3))
+        )
+        for i, answer in enumerate(answers):
+            assert list(answer.token_ids) == greedy_reference(
+                model, prompt[: 400 - 7 * i], NEW_TOKENS
+            )
+        await stack.assert_clean()

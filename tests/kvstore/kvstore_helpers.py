@@ -1,0 +1,166 @@
+"""Small layouts, a clock to turn by hand, processes that end on command, and a writer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from kvstore_service.integrity import IntegrityChecker
+from kvstore_service.processes import ProcessIdentity
+from kvstore_service.store import KvStore, WrittenChunk
+from splitpoint.arena import Arena
+from splitpoint.arena_owner import create_arena
+from splitpoint.arena_records import SlotState
+from splitpoint.shapes import ArenaLayout, DataType
+
+LAYOUT = ArenaLayout(
+    chunk_tokens=4,
+    layer_count=2,
+    kv_head_count=2,
+    head_dim=4,
+    hidden_size=8,
+    data_type=DataType.FLOAT32,
+    has_activations=True,
+    model_fingerprint=b"test model",
+)
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FakeProcesses:
+    """The processes of a store's clients: each lives until it is told to end."""
+
+    def __init__(self) -> None:
+        self.gone: set[ProcessIdentity] = set()
+        self.watched = 0
+
+    def watch(self, identity: ProcessIdentity) -> FakeWatch:
+        self.watched += 1
+        return FakeWatch(self, identity)
+
+
+class FakeWatch:
+    def __init__(self, processes: FakeProcesses, identity: ProcessIdentity) -> None:
+        self._processes = processes
+        self._identity = identity
+
+    def is_gone(self) -> bool:
+        return self._identity in self._processes.gone
+
+    def close(self) -> None:
+        self._processes.watched -= 1
+
+
+def payload_of(layout: ArenaLayout, seed: int, token_count: int) -> dict[tuple[int, str], bytes]:
+    """Random rows for the tokens, zeros behind them, for every plane of one slot."""
+    generator = np.random.default_rng(seed)
+    planes = {}
+    for layer in range(layout.layer_count):
+        for tensor in layout.tensors:
+            heads = 1 if tensor == "X" else layout.kv_head_count
+            size = layout.x_slot_bytes if tensor == "X" else layout.kv_slot_bytes
+            rows = generator.integers(
+                0, 256, size=(heads, layout.chunk_tokens, size), dtype=np.uint8
+            )
+            rows = rows[:, :, : size // heads // layout.chunk_tokens].copy()
+            rows[:, token_count:] = 0
+            planes[layer, tensor] = rows.tobytes()
+    return planes
+
+
+def write_payload(arena: Arena, slot: int, seed: int, token_count: int) -> int:
+    """What a worker does with a granted slot; returns the checksum."""
+    for (layer, tensor), rows in payload_of(arena.layout, seed, token_count).items():
+        arena.plane(layer, tensor)[slot] = np.frombuffer(rows, dtype=np.uint8)
+    return arena.checksum(slot)
+
+
+def read_payload(arena: Arena, slot: int) -> dict[tuple[int, str], bytes]:
+    return {
+        (layer, tensor): arena.plane(layer, tensor)[slot].tobytes()
+        for layer in range(arena.layout.layer_count)
+        for tensor in arena.layout.tensors
+    }
+
+
+def seed_of(parent_key: bytes, token_ids: tuple[int, ...]) -> int:
+    """The payload of a chunk is a function of the sequence up to its end."""
+    return hash((parent_key, token_ids)) & 0xFFFFFFFF
+
+
+def store_sequence(
+    store: KvStore,
+    session_id: bytes,
+    salt: bytes,
+    token_ids: list[int],
+    *,
+    keep_leased: bool = False,
+) -> tuple[list[bytes], int]:
+    """Reserve, write and seal a whole sequence; (keys, lease id)."""
+    size = store.arena.layout.chunk_tokens
+    pieces = [tuple(token_ids[i : i + size]) for i in range(0, len(token_ids), size)]
+    granted = [
+        (run.first + offset, generation)
+        for run in store.reserve(session_id, len(pieces))
+        for offset, generation in enumerate(run.generations)
+    ]
+    parent = b""
+    chunks = []
+    for piece, (slot, generation) in zip(pieces, granted, strict=True):
+        checksum = write_payload(store.arena, slot, seed_of(parent, piece), len(piece))
+        chunks.append(WrittenChunk(slot, generation, parent, piece, checksum))
+        parent = store.pool.key_of(salt, parent, piece)
+    damages = store.verify(chunks)
+    assert damages == [None] * len(chunks)
+    outcome = store.seal(session_id, salt, chunks, damages, keep_leased=keep_leased)
+    return [chunk.entry.key for chunk in outcome.chunks], outcome.lease_id
+
+
+class Bench:
+    """A store on a real arena with a clock and processes under control."""
+
+    def __init__(
+        self,
+        folder: Path,
+        slot_count: int,
+        *,
+        layout: ArenaLayout = LAYOUT,
+        lease_seconds: float = 10,
+    ) -> None:
+        self.clock = FakeClock()
+        self.processes = FakeProcesses()
+        self.owner, self.arena = create_arena(folder / "store" / "arena", layout, slot_count)
+        self.store = KvStore(
+            self.arena,
+            clock=self.clock,
+            lease_seconds=lease_seconds,
+            watch_process=self.processes.watch,
+        )
+        self.integrity = IntegrityChecker(self.store)
+        self._process_id = 100
+
+    def attach(self) -> bytes:
+        """A session of a new process."""
+        self._process_id += 1
+        return self.store.attach("test", self.process()).session_id
+
+    def process(self) -> ProcessIdentity:
+        """The process of the newest session."""
+        return ProcessIdentity(self._process_id, 7)
+
+    def states(self) -> tuple[int, int, int, int]:
+        """Free, writing, sealed, quarantined; every invariant must hold."""
+        assert self.integrity.check_integrity() == []
+        return tuple(self.store.pool.slots.count(state) for state in SlotState)  # type: ignore[return-value]
+
+    def close(self) -> None:
+        self.store.close()
+        self.owner.remove()
+        assert self.processes.watched == 0

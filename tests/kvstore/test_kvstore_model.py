@@ -1,0 +1,369 @@
+"""The store against a dictionary: random histories of sessions that write, read, fail and die.
+
+The model knows exactly which chunks must be cached, eviction order included,
+and which bytes they must hold. Every invariant is checked after every step.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from kvstore_helpers import (
+    LAYOUT,
+    Bench,
+    payload_of,
+    read_payload,
+    seed_of,
+    write_payload,
+)
+
+from kvstore_service.processes import ProcessIdentity
+from kvstore_service.store import WrittenChunk
+from splitpoint.errors import DataLoss, FailedPrecondition, NotFound, ResourceExhausted
+from splitpoint.keys import chunk_key
+
+SLOTS = 9
+LEASE_SECONDS = 10.0
+SALTS = (b"", b"tenant")
+SIZE = LAYOUT.chunk_tokens
+
+tokens = st.lists(st.integers(0, 1), min_size=1, max_size=3 * SIZE)
+
+
+@dataclass
+class Holder:
+    """A session as the model sees it."""
+
+    process: ProcessIdentity
+    deadline: float
+    is_orphaned: bool = False
+    granted: dict[int, int] = field(default_factory=dict)
+    leases: dict[int, set[bytes]] = field(default_factory=dict)
+
+
+@dataclass
+class Stored:
+    """A chunk as the model sees it."""
+
+    salt: bytes
+    parent: bytes
+    tokens: tuple[int, ...]
+    last_use: int
+
+
+class StoreMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        name = f"splitpoint-test-{os.getpid()}-{time.monotonic_ns()}"
+        self.folder = Path("/dev/shm") / name
+        self.folder.mkdir(mode=0o700)
+        self.bench = Bench(self.folder, SLOTS, lease_seconds=LEASE_SECONDS)
+        self.store = self.bench.store
+        self.holders: dict[bytes, Holder] = {}
+        self.chunks: dict[bytes, Stored] = {}
+        self.uses = 0
+
+    def teardown(self) -> None:
+        self.bench.close()
+        shutil.rmtree(self.folder)
+
+    # -- the model ------------------------------------------------------------------
+
+    def live(self) -> list[bytes]:
+        return [
+            name
+            for name, holder in self.holders.items()
+            if not holder.is_orphaned and holder.deadline > self.bench.clock.now
+        ]
+
+    def free_count(self) -> int:
+        granted = sum(len(holder.granted) for holder in self.holders.values())
+        return SLOTS - granted - len(self.chunks)
+
+    def use(self, key: bytes) -> None:
+        self.uses += 1
+        self.chunks[key].last_use = self.uses
+
+    def leased(self) -> set[bytes]:
+        return {
+            key
+            for holder in self.holders.values()
+            for keys in holder.leases.values()
+            for key in keys
+        }
+
+    def evictable(self) -> list[bytes]:
+        kept = self.leased() | {chunk.parent for chunk in self.chunks.values()}
+        return [key for key in self.chunks if key not in kept]
+
+    def make_room(self, count: int) -> bool:
+        """Evict as the store must; False, and nothing changed, if it cannot be."""
+        before = dict(self.chunks)
+        while self.free_count() < count:
+            victims = self.evictable()
+            if not victims:
+                self.chunks = before
+                return False
+            del self.chunks[min(victims, key=lambda key: self.chunks[key].last_use)]
+        return True
+
+    def forget_if_empty(self, name: bytes) -> None:
+        holder = self.holders[name]
+        if holder.is_orphaned and not holder.granted and not holder.leases:
+            del self.holders[name]
+
+    def orphan(self, name: bytes) -> None:
+        self.holders[name].is_orphaned = True
+        self.forget_if_empty(name)
+
+    def sweep(self) -> None:
+        for name, holder in list(self.holders.items()):
+            if not holder.is_orphaned and holder.deadline <= self.bench.clock.now:
+                self.orphan(name)
+        for name, holder in list(self.holders.items()):
+            if holder.is_orphaned and holder.process in self.bench.processes.gone:
+                del self.holders[name]
+
+    def longest_prefix(self, salt: bytes, sequence: list[int]) -> int:
+        best = 0
+        for chunk in self.chunks.values():
+            if chunk.salt != salt:
+                continue
+            held = list(chunk.tokens)
+            parent = chunk.parent
+            while parent:
+                held = [*self.chunks[parent].tokens, *held]
+                parent = self.chunks[parent].parent
+            same = 0
+            while same < min(len(held), len(sequence)) and held[same] == sequence[same]:
+                same += 1
+            best = max(best, same)
+        return best
+
+    # -- sessions -----------------------------------------------------------------------
+
+    @initialize()
+    @rule()
+    def attach(self) -> None:
+        name = self.bench.attach()
+        deadline = self.bench.clock.now + LEASE_SECONDS
+        self.holders[name] = Holder(self.bench.process(), deadline)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def attach_again(self, data: st.DataObject) -> None:
+        previous = data.draw(st.sampled_from(sorted(self.holders)))
+        process = self.holders.pop(previous).process
+        session = self.store.attach("again", process, previous_session_id=previous)
+        self.holders[session.session_id] = Holder(process, self.bench.clock.now + LEASE_SECONDS)
+
+    @precondition(lambda self: self.live())
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(self.live()))
+        self.store.end(name)
+        self.orphan(name)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def process_dies(self, data: st.DataObject) -> None:
+        holder = self.holders[data.draw(st.sampled_from(sorted(self.holders)))]
+        self.bench.processes.gone.add(holder.process)
+
+    @rule(seconds=st.sampled_from([1.0, 4.0, 11.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.bench.clock.now += seconds
+        self.store.sweep()
+        self.sweep()
+
+    @rule()
+    def everybody_is_kept_alive(self) -> None:
+        for name in self.live():
+            assert self.store.keep_alive(name) == LEASE_SECONDS
+            self.holders[name].deadline = self.bench.clock.now + LEASE_SECONDS
+
+    @precondition(lambda self: set(self.holders) - set(self.live()))
+    @rule(data=st.data())
+    def the_expired_may_start_nothing(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(set(self.holders) - set(self.live()))))
+        for call in (
+            lambda: self.store.match(name, b"", [1]),
+            lambda: self.store.reserve(name, 1),
+            lambda: self.store.seal(name, b"", [], []),
+            lambda: self.store.keep_alive(name),
+        ):
+            with pytest.raises((FailedPrecondition, NotFound)):
+                call()
+
+    # -- writing ------------------------------------------------------------------------
+
+    @precondition(lambda self: self.live())
+    @rule(data=st.data(), count=st.integers(1, SLOTS + 1))
+    def reserve(self, data: st.DataObject, count: int) -> None:
+        name = data.draw(st.sampled_from(self.live()))
+        self.sweep()
+        try:
+            runs = self.store.reserve(name, count)
+        except ResourceExhausted as error:
+            assert (error.retry_after_seconds is None) == (count > SLOTS)
+            assert not self.make_room(count)
+            return
+        assert self.make_room(count)
+        counts = [len(run.generations) for run in runs]
+        assert sum(counts) == count
+        assert counts == sorted(counts, reverse=True)
+        for run in runs:
+            for offset, generation in enumerate(run.generations):
+                self.holders[name].granted[run.first + offset] = generation
+
+    @precondition(lambda self: any(self.holders[name].granted for name in self.live()))
+    @rule(
+        data=st.data(),
+        salt=st.sampled_from(SALTS),
+        sequence=tokens,
+        is_damaged=st.booleans(),
+        keep_leased=st.booleans(),
+        joins=st.booleans(),
+    )
+    def write_and_seal(
+        self,
+        data: st.DataObject,
+        salt: bytes,
+        sequence: list[int],
+        is_damaged: bool,
+        keep_leased: bool,
+        joins: bool,
+    ) -> None:
+        """One session writes a sequence behind what is cached of it, as workers do."""
+        writers = [name for name in self.live() if self.holders[name].granted]
+        name = data.draw(st.sampled_from(writers))
+        holder = self.holders[name]
+        found = self.store.peek(salt, sequence)
+        start = found.cached_tokens // SIZE * SIZE
+        parent = found.entries[start // SIZE - 1].key if start else b""
+        pieces = [tuple(sequence[i : i + SIZE]) for i in range(start, len(sequence), SIZE)]
+        slots = sorted(holder.granted.items())[: len(pieces)]
+        chunks = []
+        for piece, (slot, generation) in zip(pieces, slots, strict=False):
+            checksum = write_payload(self.bench.arena, slot, seed_of(parent, piece), len(piece))
+            chunks.append(WrittenChunk(slot, generation, parent, piece, checksum))
+            parent = chunk_key(LAYOUT.layout_hash, salt, parent, piece)
+        if not chunks:
+            return
+        bad = data.draw(st.integers(0, len(chunks) - 1)) if is_damaged else len(chunks)
+        if is_damaged:
+            layer = data.draw(st.integers(0, LAYOUT.layer_count - 1))
+            self.bench.arena.plane(layer, "V")[chunks[bad].slot, 0] ^= 0x40
+        lease_id = next(iter(holder.leases), 0) if joins else 0
+        damages = self.store.verify(chunks)
+        arguments: dict[str, Any] = {"lease_id": lease_id, "keep_leased": keep_leased}
+        try:
+            outcome = self.store.seal(name, salt, chunks, damages, **arguments)
+        except DataLoss:
+            assert is_damaged
+        else:
+            assert not is_damaged
+            assert bool(outcome.lease_id) == bool(lease_id or keep_leased)
+            if outcome.lease_id:
+                holder.leases.setdefault(outcome.lease_id, set())
+            lease_id = outcome.lease_id
+        for index, chunk in enumerate(chunks[: bad + 1]):
+            del holder.granted[chunk.slot]
+            if index == bad:
+                break
+            key = chunk_key(LAYOUT.layout_hash, salt, chunk.parent_key, chunk.token_ids)
+            if key not in self.chunks:
+                self.chunks[key] = Stored(salt, chunk.parent_key, chunk.token_ids, 0)
+            self.use(key)
+            if lease_id:
+                holder.leases[lease_id].add(key)
+
+    # -- reading -----------------------------------------------------------------------
+
+    @rule(data=st.data(), salt=st.sampled_from(SALTS), sequence=tokens, peeks=st.booleans())
+    def match(self, data: st.DataObject, salt: bytes, sequence: list[int], peeks: bool) -> None:
+        names = self.live()
+        if peeks or not names:
+            found = self.store.peek(salt, sequence)
+        else:
+            name = data.draw(st.sampled_from(names))
+            found = self.store.match(name, salt, sequence)
+            for entry in reversed(found.entries):
+                self.use(entry.key)
+            if found.entries:
+                keys = {entry.key for entry in found.entries}
+                self.holders[name].leases[found.lease_id] = keys
+            else:
+                assert found.lease_id == 0
+        assert found.cached_tokens == self.longest_prefix(salt, sequence)
+        parent = b""
+        for entry in found.entries:
+            stored = self.chunks[entry.key]
+            assert (stored.salt, stored.parent) == (salt, parent)
+            assert self.bench.arena.is_current([entry.slot], [entry.generation])
+            assert read_payload(self.bench.arena, entry.slot) == payload_of(
+                LAYOUT, seed_of(parent, stored.tokens), len(stored.tokens)
+            )
+            parent = entry.key
+
+    # -- giving up ----------------------------------------------------------------------
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.holders)))
+        holder = self.holders[name]
+        leases = data.draw(st.lists(st.sampled_from([0, 999, *holder.leases]), unique=True))
+        slots = data.draw(
+            st.lists(st.sampled_from([(0, 1), *sorted(holder.granted.items())]), unique=True)
+        )
+        released = self.store.release(name, leases, slots)
+        held = [lease_id for lease_id in leases if lease_id in holder.leases]
+        given = [slot for slot, generation in slots if holder.granted.get(slot) == generation]
+        assert (released.lease_count, released.slot_count) == (len(held), len(given))
+        for lease_id in held:
+            del holder.leases[lease_id]
+        for slot in given:
+            del holder.granted[slot]
+        self.forget_if_empty(name)
+
+    # -- after every step ---------------------------------------------------------------
+
+    @invariant()
+    def everything_agrees(self) -> None:
+        free, writing, sealed, quarantined = self.bench.states()
+        assert set(self.chunks) == {entry.key for entry in self.store.pool.index}
+        assert (free, sealed) == (self.free_count(), len(self.chunks))
+        assert writing == sum(len(h.granted) for h in self.holders.values() if not h.is_orphaned)
+        assert quarantined == sum(len(h.granted) for h in self.holders.values() if h.is_orphaned)
+        assert {s.session_id for s in self.store.sessions} == set(self.holders)
+        assert len(self.store.pool.leases) == sum(len(h.leases) for h in self.holders.values())
+        assert self.store.pool.sealed_total - self.store.pool.evicted_total == sealed
+
+
+def test_the_store_against_a_dictionary() -> None:
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        StoreMachine,
+        settings=settings(
+            max_examples=int(os.environ.get("SPLITPOINT_STORE_EXAMPLES", "100")),
+            stateful_step_count=50,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

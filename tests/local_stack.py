@@ -1,0 +1,201 @@
+"""A whole stack for tests: the store as a process of its own, workers and scheduler in this one.
+
+Everything speaks over real sockets and shares a real arena; only the torch
+imports are paid once instead of once per worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from scheduler_service.server import ServedModel
+from scheduler_service.service import Scheduler, SchedulerOptions
+from splitpoint.checkpoints import eos_token_ids, model_name
+from splitpoint.client import AsyncClient
+from splitpoint.config import READY_PREFIX
+from splitpoint.rpc import create_server, open_channel
+from splitpoint.shapes import DataType, ModelShape, read_config
+from splitpoint.text import Tokenizer
+from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc, worker_pb2_grpc
+from worker_service.server import WorkerServicer
+from worker_service.startup import LoadedWorker, WorkerOptions, load_worker
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class StackShape:
+    """Sizes of a test stack."""
+
+    workers: int = 2
+    chunk_tokens: int = 16
+    activations: str = "always"
+    host_memory: str = "48MiB"
+    device_memory_bytes: int = 96 << 20
+    data_type: DataType = DataType.FLOAT32
+    max_batch_size: int = 16
+    prefill_chunk_tokens: int = 64
+
+
+@dataclass
+class LocalStack:
+    client: AsyncClient
+    workers: list[LoadedWorker]
+    scheduler: Scheduler
+    store: kvstore_pb2_grpc.KvStoreServiceStub
+    store_process: asyncio.subprocess.Process
+    arena: Path
+
+    async def store_stats(self) -> kvstore_pb2.GetStatsResponse:
+        return await self.store.GetStats(kvstore_pb2.GetStatsRequest(check_integrity=True))
+
+    async def assert_clean(self) -> None:
+        """Nothing runs: no page, lease or unsealed slot is held, and the store agrees with itself."""
+        deadline = time.monotonic() + 10
+        while not all(worker.engine.is_idle for worker in self.workers):
+            assert time.monotonic() < deadline, "a worker does not come to rest"
+            await asyncio.sleep(0.02)
+        for worker in self.workers:
+            cache = worker.engine.cache
+            assert cache.pages.used_count == cache.input_pages.used_count == 0
+            assert cache.claimed_count == 0
+        stats = await self.store_stats()
+        assert list(stats.integrity_violations) == []
+        assert (stats.lease_count, stats.writing_slot_count) == (0, 0)
+        assert stats.quarantined_slot_count == 0
+
+
+@asynccontextmanager
+async def local_stack(
+    folder: Path, sockets: Path, shape: StackShape | None = None
+) -> AsyncIterator[LocalStack]:
+    """Serve the checkpoint in `folder`; `sockets` is an empty folder with a short path."""
+    shape = shape or StackShape()
+    arena = Path(f"/dev/shm/splitpoint-test-{os.getpid()}-{time.monotonic_ns()}/arena")
+    async with AsyncExitStack() as cleanup:
+        cleanup.callback(shutil.rmtree, arena.parent, ignore_errors=True)
+        address = f"unix:{sockets}/kv"
+        process = await start_store(folder, address, arena, shape)
+        cleanup.push_async_callback(stop_process, process)
+        workers = [
+            await cleanup.enter_async_context(
+                serving_worker(folder, str(index), f"unix:{sockets}/w{index}", address, shape)
+            )
+            for index in range(shape.workers)
+        ]
+        model = ServedModel(
+            ModelShape.from_config(
+                read_config(folder), name=model_name(folder), data_type=shape.data_type
+            ),
+            Tokenizer.load(folder),
+        )
+        scheduler = Scheduler(
+            SchedulerOptions(
+                model=model,
+                worker_addresses=[f"unix:{sockets}/w{i}" for i in range(shape.workers)],
+                server_key=b"k" * 32,
+                eos_token_ids=frozenset(eos_token_ids(folder)),
+            )
+        )
+        listening = await scheduler.start("127.0.0.1:0")
+        cleanup.push_async_callback(scheduler.stop, 1.0)
+        client = await cleanup.enter_async_context(AsyncClient(listening))
+        channel = await cleanup.enter_async_context(open_channel(address))
+        await wait_for_workers(client, shape.workers)
+        yield LocalStack(
+            client,
+            workers,
+            scheduler,
+            kvstore_pb2_grpc.KvStoreServiceStub(channel),
+            process,
+            arena,
+        )
+
+
+async def start_store(
+    folder: Path, address: str, arena: Path, shape: StackShape
+) -> asyncio.subprocess.Process:
+    """`python -m kvstore_service`, once it says it is ready."""
+    return await start_service(
+        "kvstore_service",
+        *("--listen", address, "--model", str(folder), "--arena", str(arena)),
+        *("--dtype", shape.data_type.value, "--activations", shape.activations),
+        *("--chunk-tokens", str(shape.chunk_tokens), "--host-memory", shape.host_memory),
+    )
+
+
+async def start_service(module: str, *arguments: str) -> asyncio.subprocess.Process:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", module, *arguments, cwd=ROOT, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    line = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
+    assert line.startswith(READY_PREFIX), f"{module} is not ready: {line!r}"
+    return process
+
+
+async def stop_process(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.terminate()
+    await asyncio.wait_for(process.wait(), 30)
+    # Let the transports close before the loop does.
+    await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def serving_worker(
+    folder: Path, name: str, address: str, store_address: str, shape: StackShape
+) -> AsyncIterator[LoadedWorker]:
+    servicer = WorkerServicer()
+    server = create_server()
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
+    server.add_insecure_port(address)
+    await server.start()
+    try:
+        servicer.worker = await load_worker(
+            WorkerOptions(
+                worker_id=name,
+                model_folder=folder,
+                kvstore_address=store_address,
+                device="cpu",
+                data_type=shape.data_type,
+                device_memory_bytes=shape.device_memory_bytes,
+                max_batch_size=shape.max_batch_size,
+                prefill_chunk_tokens=shape.prefill_chunk_tokens,
+            )
+        )
+        try:
+            yield servicer.worker
+        finally:
+            await servicer.drain(0)
+            servicer.close()
+            await servicer.worker.runtime.stop()
+    finally:
+        await server.stop(0.5)
+
+
+async def wait_for_workers(client: AsyncClient, count: int, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while sum(worker.ready for worker in await client.list_workers()) < count:
+        assert time.monotonic() < deadline, "the workers are not ready"
+        await asyncio.sleep(0.02)
+
+
+def prompt_of(length: int, seed: int, vocabulary: int) -> list[int]:
+    """Random ids without the special first ones; equal seeds give equal beginnings."""
+    import random
+
+    rng = random.Random(seed)
+    return [rng.randrange(3, vocabulary) for _ in range(length)]
+
+
+def concatenated(parts: Sequence[Sequence[int]]) -> list[int]:
+    return [token for part in parts for token in part]
