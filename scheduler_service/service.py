@@ -62,8 +62,12 @@ class Scheduler:
             clock=clock,
             on_readiness=self._readiness_changed.set,
         )
+        calls = options.limits.concurrent_calls + _SPARE_CALLS
+        # A gateway may bring all its clients over one connection. Beyond the
+        # stream limit gRPC neither queues nor explains: it resets streams
+        # (REFUSED_STREAM), so here the limit with a reason comes first.
         self.server = rpc.create_server(
-            max_concurrent_rpcs=options.limits.concurrent_calls + _SPARE_CALLS
+            max_concurrent_rpcs=calls, options=[("grpc.max_concurrent_streams", calls)]
         )
         scheduler_pb2_grpc.add_InferenceServiceServicer_to_server(
             InferenceServicer(options.model, self.conductor), self.server

@@ -109,11 +109,12 @@ def create_server(
     """A server whose every handler is guarded, with the limits of the wire contract.
 
     `max_concurrent_rpcs` bounds the calls in flight; more are answered
-    RESOURCE_EXHAUSTED. `options` come after, and so override, the standard ones.
+    RESOURCE_EXHAUSTED. `options` override the standard ones.
     """
+    merged = dict(_SERVER_OPTIONS) | dict(options)  # gRPC takes the first of two equal names
     return grpc.aio.server(
         interceptors=[_Guard()],
-        options=[*_SERVER_OPTIONS, *options],
+        options=list(merged.items()),
         maximum_concurrent_rpcs=max_concurrent_rpcs,
     )
 

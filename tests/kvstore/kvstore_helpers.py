@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from kvstore_service.integrity import IntegrityChecker
 from kvstore_service.processes import ProcessIdentity
@@ -12,6 +13,7 @@ from kvstore_service.store import KvStore, WrittenChunk
 from splitpoint.arena import Arena
 from splitpoint.arena_owner import create_arena
 from splitpoint.arena_records import SlotState
+from splitpoint.keys import pack_tokens
 from splitpoint.shapes import ArenaLayout, DataType
 
 LAYOUT = ArenaLayout(
@@ -92,7 +94,7 @@ def read_payload(arena: Arena, slot: int) -> dict[tuple[int, str], bytes]:
 
 def seed_of(parent_key: bytes, token_ids: tuple[int, ...]) -> int:
     """The payload of a chunk is a function of the sequence up to its end."""
-    return hash((parent_key, token_ids)) & 0xFFFFFFFF
+    return xxhash.xxh3_64_intdigest(parent_key + pack_tokens(token_ids))
 
 
 def store_sequence(

@@ -122,6 +122,23 @@ async def test_fifty_requests_against_a_ledger_for_eight() -> None:
         await running.until(lambda: ledger.charged_bytes == 0 and ledger.running_count == 0)
 
 
+async def test_five_hundred_calls_on_one_connection() -> None:
+    async with stack(WorkerDouble(capacity_pages=32)) as running:
+        requests = [ids_request([n + 2], 2) for n in range(500)]
+        limits = running.conductor.limits
+        assert limits.queue_capacity < len(requests) <= limits.concurrent_calls
+        results = await asyncio.gather(
+            *(running.generate(request) for request in requests), return_exceptions=True
+        )
+        for request, result in zip(requests, results, strict=True):
+            if isinstance(result, grpc.RpcError):
+                # The only reason to turn one away is said, with when to come again.
+                assert rpc.error_of(result).reason == "QUEUE_FULL"
+            else:
+                assert not isinstance(result, BaseException)
+                assert result.token_ids == answer(request.token_ids.ids, 2)
+
+
 async def test_first_come_first_served() -> None:
     worker = WorkerDouble(capacity_pages=4)
     worker.pace = steps = Steps()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from splitpoint.errors import InvalidArgument
@@ -67,7 +69,7 @@ def test_planes_are_aligned_in_file_order_and_do_not_overlap() -> None:
     assert [(plane.layer, plane.tensor) for plane in planes] == [
         (layer, tensor) for layer in (0, 1) for tensor in ("K", "V", "X")
     ]
-    for before, after in zip(planes, planes[1:], strict=False):
+    for before, after in itertools.pairwise(planes):
         assert after.offset % 4096 == 0
         assert before.offset + 11 * before.slot_bytes <= after.offset
     assert layout.chunk_bytes == sum(plane.slot_bytes for plane in planes)

@@ -1,0 +1,203 @@
+"""Load, limits and the end of things, on the whole stack."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+from local_stack import (
+    LocalStack,
+    StackShape,
+    local_stack,
+    prompt_of,
+    start_store,
+    stop_process,
+    wait_for_workers,
+)
+from tiny_models import VOCABULARY, build_tiny, greedy_reference, write_tiny
+
+from splitpoint.errors import InvalidArgument, NotFound, ResourceExhausted
+from splitpoint.planner import Residency
+from worker_service.memory import MemoryPlan
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny("llama", tmp_path_factory.mktemp("llama"))
+
+
+def fd_count(pid: int | str = "self") -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+async def plan_of(folder: Path, sockets: Path, shape: StackShape) -> MemoryPlan:
+    sockets.mkdir()
+    async with local_stack(folder, sockets, shape) as stack:
+        return stack.workers[0].engine.plan
+
+
+async def test_50_requests_against_a_budget_for_8(folder: Path, tmp_path: Path) -> None:
+    """Two workers with room for four each; everything finishes, rightly, and is given back."""
+    model = build_tiny("llama")
+    probe = await plan_of(folder, tmp_path / "p", StackShape(workers=1))
+    pages_each = 4  # 40 prompt tokens and 20 new ones, in chunks of 16
+    budget = probe.budget_bytes - (probe.page_count - 4 * pages_each) * probe.page_bytes
+    shape = StackShape(device_memory_bytes=budget)
+    async with local_stack(folder, tmp_path, shape) as stack:
+        assert stack.workers[0].engine.plan.page_count == 4 * pages_each
+        prompts = [prompt_of(40, seed, VOCABULARY) for seed in range(50)]
+
+        async def one(prompt: list[int]) -> list[int]:
+            answer = await stack.client.generate(
+                prompt, max_tokens=20, ignore_eos=True, residency=Residency.RESIDENT
+            ).complete()
+            return list(answer.token_ids)
+
+        await one(prompts[0])
+        await stack.assert_clean()
+        before = fd_count(), fd_count(stack.store_process.pid)
+        answers = await asyncio.gather(*(one(prompt) for prompt in prompts))
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer == greedy_reference(model, prompt, 20)
+        await stack.assert_clean()
+        after = fd_count(), fd_count(stack.store_process.pid)
+        assert all(abs(a - b) <= 2 for a, b in zip(after, before, strict=True)), (before, after)
+        workers = await stack.client.list_workers()
+        assert [worker.cache_charged_bytes for worker in workers] == [0, 0]
+
+
+async def test_what_can_never_fit_is_refused_at_once_with_its_numbers(
+    folder: Path, tmp_path: Path
+) -> None:
+    shape = StackShape(workers=1, device_memory_bytes=2 << 20, prefill_chunk_tokens=32)
+    async with local_stack(folder, tmp_path, shape) as stack:
+        plan = stack.workers[0].engine.plan
+        prompt = prompt_of(300, 0, VOCABULARY)
+        if plan.page_count * shape.chunk_tokens >= 500:
+            pytest.fail(f"the budget is too large for this test: {plan}")
+        with pytest.raises(ResourceExhausted) as caught:
+            await stack.client.generate(
+                prompt, max_tokens=200, residency=Residency.RESIDENT
+            ).complete()
+        assert caught.value.retry_after_seconds is None
+        assert any(character.isdigit() for character in caught.value.message)
+        # Left to itself the scheduler streams it.
+        answer = await stack.client.generate(prompt, max_tokens=4, ignore_eos=True).complete()
+        assert len(answer.token_ids) == 4
+        await stack.assert_clean()
+
+
+async def test_a_prompt_larger_than_the_arena_is_refused_when_it_must_stream(
+    bundled_model: Path, tmp_path: Path
+) -> None:
+    shape = StackShape(workers=1, host_memory="5MiB", activations="never")
+    async with local_stack(bundled_model, tmp_path, shape) as stack:
+        slots = (await stack.store_stats()).slot_count
+        assert slots * shape.chunk_tokens < 300
+        with pytest.raises(ResourceExhausted):
+            await stack.client.generate(
+                prompt_of(300, 0, VOCABULARY), max_tokens=8, residency=Residency.STREAMED
+            ).complete()
+
+
+async def test_an_arena_full_of_other_prefixes_only_costs_reuse(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Far more tokens than the arena holds: evictions, and right answers all the same."""
+    model = build_tiny("llama")
+    shape = StackShape(host_memory="4MiB")
+    async with local_stack(folder, tmp_path, shape) as stack:
+        prompts = [prompt_of(100, seed, VOCABULARY) for seed in range(24)]
+        answers = await asyncio.gather(
+            *(
+                stack.client.generate(prompt, max_tokens=16, ignore_eos=True).complete()
+                for prompt in prompts
+            )
+        )
+        for prompt, answer in zip(prompts[::5], answers[::5], strict=True):
+            assert list(answer.token_ids) == greedy_reference(model, prompt, 16)
+        await stack.assert_clean()
+        assert (await stack.store_stats()).evicted_chunk_count > 0
+
+
+async def test_splits_and_workers_that_cannot_be(folder: Path, tmp_path: Path) -> None:
+    shape = StackShape(workers=1, activations="never")
+    async with local_stack(folder, tmp_path, shape) as stack:
+        with pytest.raises(InvalidArgument, match="activations") as caught:
+            await stack.client.generate([5, 6, 7], max_tokens=2, split=1).complete()
+        assert caught.value.field == "split_tokens"
+        with pytest.raises(NotFound):
+            await stack.client.generate([5, 6, 7], max_tokens=2, worker="7").complete()
+
+
+async def test_salts_keep_prefixes_apart(folder: Path, tmp_path: Path) -> None:
+    async with local_stack(folder, tmp_path) as stack:
+        prompt = prompt_of(64, 1, VOCABULARY)
+
+        async def cached(salt: bytes) -> int:
+            answer = await stack.client.generate(
+                prompt, max_tokens=1, ignore_eos=True, cache_salt=salt
+            ).complete()
+            return answer.usage.cached_tokens
+
+        assert [await cached(b""), await cached(b"a"), await cached(b"b")] == [0, 0, 0]
+        assert [await cached(b""), await cached(b"a"), await cached(b"b")] == [63, 63, 63]
+
+
+async def disconnect_midway(stack: LocalStack) -> None:
+    generation = stack.client.generate([5, 6, 7, 8], max_tokens=400, ignore_eos=True)
+    async for _ in generation:
+        break
+    await generation.close()
+
+
+async def test_disconnects_leave_nothing_running(folder: Path, tmp_path: Path) -> None:
+    async with local_stack(folder, tmp_path) as stack:
+        await disconnect_midway(stack)
+        await stack.assert_clean()
+        before = fd_count()
+        await asyncio.gather(*(disconnect_midway(stack) for _ in range(20)))
+        await stack.assert_clean()
+        assert abs(fd_count() - before) <= 2
+
+
+async def test_the_store_dies_and_comes_back(folder: Path, tmp_path: Path) -> None:
+    """Requests go on without it; once it is back, prefixes are shared again."""
+    model = build_tiny("llama")
+    prompt = prompt_of(50, 2, VOCABULARY)
+    wanted = greedy_reference(model, prompt, 150)
+    async with local_stack(folder, tmp_path) as stack:
+        generation = stack.client.generate(
+            prompt, max_tokens=150, ignore_eos=True, residency=Residency.RESIDENT
+        )
+        answer: list[int] = []
+        async for event in generation:
+            if not answer:
+                stack.store_process.kill()
+                await stack.store_process.wait()
+            answer += getattr(event, "token_ids", ()) if len(answer) < 150 else ()
+        assert answer[:150] == wanted
+        again = await start_store(folder, f"unix:{tmp_path}/kv", stack.arena, StackShape())
+        try:
+            await wait_for_workers(stack.client, 2)
+            for worker in stack.workers:
+                assert worker.store is not None
+                async with asyncio.timeout(20):
+                    while worker.store.connection is None:
+                        await asyncio.sleep(0.05)
+            first = await stack.client.generate(
+                prompt, max_tokens=4, ignore_eos=True, worker="0"
+            ).complete()
+            second = await stack.client.generate(
+                prompt, max_tokens=4, ignore_eos=True, worker="1"
+            ).complete()
+            assert first.usage.cached_tokens == 0
+            assert second.usage.cached_tokens == 49
+            assert list(second.token_ids) == wanted[:4]
+        finally:
+            # The workers must let go of their sessions while a store answers.
+            for worker in stack.workers:
+                await worker.runtime.wait_idle(5)
+            await stop_process(again)
