@@ -4,9 +4,9 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-# A CPU-only machine gets torch's CPU build (a tenth of the size); override
-# with TORCH_INDEX= to take what the default index offers.
-TORCH_INDEX ?= $(if $(wildcard /dev/nvidia0),,https://download.pytorch.org/whl/cpu)
+# An extra package index for torch alone: PyTorch's own CPU index, for one, has
+# a build of a tenth of the size. Empty: whatever pip is set up to use.
+TORCH_INDEX ?=
 # Extra arguments, as in: make up ARGS="--workers 2"
 ARGS   ?=
 PROTOS := $(wildcard proto/splitpoint/v1/*.proto)
@@ -32,7 +32,7 @@ $(VENV)/.created:
 
 # torch first and alone, so that only this one lookup goes to its own index.
 $(VENV)/.torch: $(VENV)/.created constraints.txt
-	@echo "installing torch $(if $(TORCH_INDEX),(CPU build)) and the rest, some minutes the first time"
+	@echo "installing torch and the rest, some minutes the first time"
 	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt \
 	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --retries 1) torch
 	@touch $@

@@ -44,7 +44,11 @@ class Mapping:
 
 
 def arena_mappings(arena: Path) -> list[Mapping]:
-    """Of every process that maps `arena`, from its smaps."""
+    """Of every process that maps `arena`, from its smaps.
+
+    By inode: the store mapped the file before it got its name.
+    """
+    inode = str(arena.stat().st_ino)
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -58,8 +62,8 @@ def arena_mappings(arena: Path) -> list[Mapping]:
             name, _, rest = line.partition(":")
             if name in totals and inside:
                 totals[name] += int(rest.split()[0]) * 1024
-            elif "-" in name.split(" ")[0] and " " in line and not rest.endswith("kB"):
-                inside = line.endswith(str(arena))
+            elif len(header := line.split()) >= 5 and "-" in header[0]:
+                inside = header[4] == inode
         if totals["Rss"]:
             service = next((w for w in command.split() if w.endswith("_service")), command)
             found.append(Mapping(service, totals["Rss"], totals["Pss"], totals["Anonymous"]))

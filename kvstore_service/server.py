@@ -44,12 +44,15 @@ _Context = Any  # grpc.aio.ServicerContext; the generated base class is untyped
 
 
 class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
-    """Serves one store. `stop` before the server stops, `close` afterwards."""
+    """Serves one store. `stop` before the server stops, `close` afterwards.
 
-    def __init__(self, store: KvStore) -> None:
+    `threads` read payloads back; they are shut down by `close`.
+    """
+
+    def __init__(self, store: KvStore, threads: ThreadPoolExecutor | None = None) -> None:
         self.store = store
         self._integrity = IntegrityChecker(store)
-        self._threads = ThreadPoolExecutor(_VERIFY_THREADS, thread_name_prefix="verify")
+        self._threads = threads or ThreadPoolExecutor(_VERIFY_THREADS, thread_name_prefix="verify")
         # Seals that are being verified, by session and request id.
         self._seals: dict[tuple[bytes, bytes], tuple[bytes, asyncio.Task[pb.SealResponse]]] = {}
         self._stopping = asyncio.Event()

@@ -28,7 +28,7 @@ from splitpoint.config import (
 )
 from splitpoint.errors import InvalidArgument, PermissionDenied, SplitpointError
 from splitpoint.planner import Residency
-from splitpoint.shapes import ModelShape, read_config
+from splitpoint.shapes import DataType, ModelShape, read_config
 from splitpoint.text import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -55,6 +55,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--worker", action="append", required=True, metavar="ADDRESS", help="repeatable"
     )
     parser.add_argument("--model", required=True, metavar="DIR", help="config and tokenizer")
+    parser.add_argument(
+        "--dtype",
+        choices=["auto", *(kind.value for kind in DataType)],
+        default="auto",
+        help="what the workers compute in; auto: the checkpoint's own type",
+    )
     parser.add_argument("--queue-capacity", type=int, default=defaults.queue_capacity, metavar="N")
     parser.add_argument(
         "--server-key-file",
@@ -77,7 +83,10 @@ def _options(arguments: argparse.Namespace) -> SchedulerOptions:
     for address in arguments.worker:
         check_address(address, field="worker")
     folder = resolve_model(arguments.model, download=False)
-    shape = ModelShape.from_config(read_config(folder), name=model_name(folder))
+    data_type = None if arguments.dtype == "auto" else DataType(arguments.dtype)
+    shape = ModelShape.from_config(
+        read_config(folder), name=model_name(folder), data_type=data_type
+    )
     residency = None if arguments.residency == "auto" else Residency(arguments.residency)
     return SchedulerOptions(
         model=ServedModel(shape, Tokenizer.load(folder)),

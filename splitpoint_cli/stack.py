@@ -137,6 +137,7 @@ def plan_stack(options: StackOptions) -> Stack:
             *("--listen", listen),
             *(part for address in worker_addresses for part in ("--worker", address)),
             *("--model", str(folder)),
+            *("--dtype", shape.data_type.value),
             *_given("--queue-capacity", options.queue_capacity),
             *("--residency", options.residency),
             # Chunk keys depend on this secret: a kept arena is of use only with it.

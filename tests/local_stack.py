@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import shutil
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,7 @@ class LocalStack:
         return await self.store.GetStats(kvstore_pb2.GetStatsRequest(check_integrity=True))
 
     async def assert_clean(self) -> None:
-        """Nothing runs: no page, lease or unsealed slot is held, and the store agrees with itself."""
+        """Nothing runs, no page, lease or unsealed slot is held, the store agrees with itself."""
         deadline = time.monotonic() + 10
         while not all(worker.engine.is_idle for worker in self.workers):
             assert time.monotonic() < deadline, "a worker does not come to rest"
@@ -191,11 +192,5 @@ async def wait_for_workers(client: AsyncClient, count: int, seconds: float = 20)
 
 def prompt_of(length: int, seed: int, vocabulary: int) -> list[int]:
     """Random ids without the special first ones; equal seeds give equal beginnings."""
-    import random
-
     rng = random.Random(seed)
     return [rng.randrange(3, vocabulary) for _ in range(length)]
-
-
-def concatenated(parts: Sequence[Sequence[int]]) -> list[int]:
-    return [token for part in parts for token in part]

@@ -7,7 +7,8 @@ greedy choices are clear. Used by every test that compares with transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,9 +145,32 @@ def write_tiny(case: str, folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def greedy_reference(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+# A choice whose lead over the next best is smaller than this may go either way
+# in fp32: the order of additions differs between any two implementations.
+CLEAR_LEAD = 1e-3
+
+
+def greedy_reference(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
     """`count` greedy tokens after the prompt, by transformers; end of sequence ignored."""
-    ids = torch.tensor([prompt])
+    return _greedy(model, prompt, count)[0]
+
+
+def clear_prompt(
+    model: PreTrainedModel, length: int, count: int, *, before: Sequence[int] = (), seed: int = 0
+) -> tuple[list[int], list[int]]:
+    """A random prompt, after `before`, and its `count` greedy tokens, none of them near a tie."""
+    for attempt in range(20):
+        rng = random.Random(1000 * seed + 31 * length + attempt)
+        prompt = [*before, *(rng.randrange(3, VOCABULARY) for _ in range(length))]
+        tokens, lead = _greedy(model, prompt, count)
+        if lead > CLEAR_LEAD:
+            return prompt, tokens
+    raise AssertionError(f"no prompt of {length} tokens with {count} clear greedy choices")
+
+
+def _greedy(model: PreTrainedModel, prompt: Sequence[int], count: int) -> tuple[list[int], float]:
+    """Greedy tokens, and the smallest lead of a chosen logit over the second one."""
+    ids = torch.tensor([list(prompt)])
     # A generation config of its own: the checkpoint's eos must not stop it.
     output = model.generate(
         ids,
@@ -156,5 +180,9 @@ def greedy_reference(model: PreTrainedModel, prompt: list[int], count: int) -> l
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
     )
-    return [int(token) for token in output[0, len(prompt) :]]
+    best = torch.stack(output.logits).topk(2, dim=-1).values
+    lead = (best[..., 0] - best[..., 1]).min().item()
+    return [int(token) for token in output.sequences[0, len(prompt) :]], lead

@@ -81,6 +81,7 @@ class Engine:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._waiting: list[Admit] = []
         self._running: list[Sequence] = []
+        self._paused_waiting: set[str] = set()
         # Finished or reset, until write-back lets go of their pages.
         self._flushing: dict[SequenceKey, tuple[Sequence, FinishEvent | None]] = {}
         self._windows = {layer.window for layer in model.layers}
@@ -133,9 +134,7 @@ class Engine:
             case Cancel(key):
                 self._cancel(key)
             case SetPaused(request_id, paused):
-                for sequence in self._running:
-                    if sequence.admission.request_id == request_id:
-                        sequence.paused = paused
+                self._set_paused(request_id, paused)
             case ChunksStored(key):
                 owner = self._find(key)
                 if owner is not None:
@@ -162,6 +161,14 @@ class Engine:
             if sequence.key == key:
                 self._finish(sequence, event)
                 return
+
+    def _set_paused(self, request_id: str, paused: bool) -> None:
+        for sequence in self._running:
+            if sequence.admission.request_id == request_id:
+                sequence.paused = paused
+                return
+        if any(admit.admission.request_id == request_id for admit in self._waiting):
+            (self._paused_waiting.add if paused else self._paused_waiting.discard)(request_id)
 
     # -- admission and restore ----------------------------------------------------
 
@@ -190,6 +197,7 @@ class Engine:
 
     def _discard(self, admit: Admit, event: FinishEvent) -> None:
         """End a request that never ran; its lease is given up through its chain."""
+        self._paused_waiting.discard(admit.admission.request_id)
         if admit.match is not None:
             self._output.flushes.append(event.key)
         self._output.finishes.append(event)
@@ -203,8 +211,11 @@ class Engine:
                 admission.sampling.stop,
                 min_tokens=admission.sampling.min_tokens,
             )
+        paused = admission.request_id in self._paused_waiting
+        self._paused_waiting.discard(admission.request_id)
         return Sequence(
             admission=admission,
+            paused=paused,
             tokens=[*admission.prompt, *admission.delivered],
             claimed_pages=claim,
             text=text,

@@ -20,6 +20,7 @@ from worker_service.messages import (
     Admit,
     Call,
     Cancel,
+    Command,
     FinishEvent,
     Matched,
     SetPaused,
@@ -77,19 +78,25 @@ class Runtime:
 
     def cancel(self, key: SequenceKey) -> None:
         """Stop a request; its FinishEvent follows. Unknown keys are ignored."""
-        lookup = self._lookups.get(key)
-        if lookup is not None:
-            # The engine must hear of the request before it hears of its end.
-            lookup.add_done_callback(lambda _: self.engine.post(Cancel(key)))
-        else:
-            self.engine.post(Cancel(key))
+        self._post_after_lookup(key, Cancel(key))
 
     def cancel_all(self) -> None:
         for key in list(self.live):
             self.cancel(key)
 
     def set_paused(self, request_id: str, paused: bool) -> None:
-        self.engine.post(SetPaused(request_id, paused))
+        """Leave a request out of the steps, its memory kept, or take it in again."""
+        for key in list(self.live):
+            if key[0] == request_id:
+                self._post_after_lookup(key, SetPaused(request_id, paused))
+
+    def _post_after_lookup(self, key: SequenceKey, command: Command) -> None:
+        """The engine must hear of a request before it hears anything about it."""
+        lookup = self._lookups.get(key)
+        if lookup is not None:
+            lookup.add_done_callback(lambda _: self.engine.post(command))
+        else:
+            self.engine.post(command)
 
     async def wait_idle(self, timeout: float) -> bool:
         """Whether every request ended within `timeout` seconds."""

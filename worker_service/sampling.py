@@ -17,6 +17,8 @@ import torch
 from splitpoint.v1 import types_pb2
 
 DEFAULT_MAX_TOKENS = 128
+# Tokens sorted at first for top_p; sorting a whole vocabulary takes milliseconds.
+_NUCLEUS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,29 +210,54 @@ def _adjusted(scores: torch.Tensor, row: SamplingRow) -> torch.Tensor:
 
 
 def _draw(scores: torch.Tensor, sampling: Sampling, point: float) -> int:
-    """Inverse of the distribution function at `point`, most likely token first.
+    """Inverse of the distribution function at `point`.
 
-    Truncation in the order top_k, top_p, min_p, each on the softmax at the
-    temperature; ties are broken by the lower id.
+    Truncation in the order top_k, top_p, min_p, each on what the one before
+    left; ties are broken by the lower id. Tokens stand in the order of
+    likelihood where top_k or top_p asks for it, else by id, which needs no sort.
     """
     # The largest score becomes 0 first: a tiny temperature must not overflow.
     scaled = (scores - scores.max()) / sampling.temperature
-    ordered, ids = torch.sort(scaled, descending=True, stable=True)
-    if sampling.top_k and sampling.top_k < len(ordered):
-        ordered, ids = ordered[: sampling.top_k], ids[: sampling.top_k]
-    probabilities = torch.softmax(ordered, dim=-1)
-    keep = len(probabilities)
+    vocabulary = len(scaled)
+    ids = None
+    if 0 < sampling.top_k < vocabulary:
+        kept, ids = _most_likely(scaled, sampling.top_k)
+        probabilities = torch.softmax(kept, dim=-1)
+    else:
+        probabilities = torch.softmax(scaled, dim=-1)
+        if sampling.top_p < 1:
+            probabilities, ids = _nucleus_candidates(probabilities, sampling.top_p)
     if sampling.top_p < 1:
-        reached = torch.cumsum(probabilities, dim=-1)
-        # The first token that reaches top_p is still kept.
-        keep = min(keep, int((reached < sampling.top_p).sum()) + 1)
+        # The token that reaches top_p is still kept.
+        before = torch.cumsum(probabilities, dim=-1) - probabilities
+        probabilities = torch.where(before < sampling.top_p, probabilities, 0.0)
     if sampling.min_p > 0:
-        enough = probabilities >= sampling.min_p * probabilities[0]
-        keep = min(keep, int(enough.sum()))
-    cumulative = torch.cumsum(probabilities[:keep], dim=-1)
+        least = sampling.min_p * probabilities.max()
+        probabilities = torch.where(probabilities >= least, probabilities, 0.0)
+    cumulative = torch.cumsum(probabilities, dim=-1)
     place = int(torch.searchsorted(cumulative, point * float(cumulative[-1]), right=True))
-    # Tokens of probability zero at the end must not be hit by rounding.
-    place = min(place, keep - 1)
-    while place > 0 and probabilities[place] == 0:
+    # Rounding must not lead past the end, nor to a token of probability zero.
+    place = min(place, len(probabilities) - 1)
+    while probabilities[place] == 0:
         place -= 1
-    return int(ids[place])
+    return place if ids is None else int(ids[place])
+
+
+def _most_likely(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` largest and their ids, largest first, lower ids first among equals."""
+    least = torch.topk(scores, count).values[-1]
+    ids = (scores >= least).nonzero().squeeze(1)
+    ordered, order = torch.sort(scores[ids], descending=True, stable=True)
+    return ordered[:count], ids[order[:count]]
+
+
+def _nucleus_candidates(
+    probabilities: torch.Tensor, top_p: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Enough tokens, most likely first, to hold `top_p`: rarely the whole vocabulary."""
+    vocabulary = len(probabilities)
+    if vocabulary > _NUCLEUS:
+        ordered, ids = _most_likely(probabilities, _NUCLEUS)
+        if float(ordered.sum()) >= top_p:
+            return ordered, ids
+    return _most_likely(probabilities, vocabulary)

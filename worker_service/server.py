@@ -89,6 +89,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if self._stream_is_open:
             raise FailedPrecondition("another Run stream is open", reason="STREAM_OPEN")
         self._stream_is_open = True
+        # Tells the scheduler at once that the stream was accepted.
+        await context.send_initial_metadata(())
         commands = asyncio.create_task(self._read_commands(worker, request_iterator))
         closing = asyncio.create_task(self._closing.wait())
         try:

@@ -16,7 +16,7 @@ from local_stack import (
     stop_process,
     wait_for_workers,
 )
-from tiny_models import VOCABULARY, build_tiny, greedy_reference, write_tiny
+from tiny_models import VOCABULARY, build_tiny, clear_prompt, write_tiny
 
 from splitpoint.errors import InvalidArgument, NotFound, ResourceExhausted
 from splitpoint.planner import Residency
@@ -47,7 +47,9 @@ async def test_50_requests_against_a_budget_for_8(folder: Path, tmp_path: Path) 
     shape = StackShape(device_memory_bytes=budget)
     async with local_stack(folder, tmp_path, shape) as stack:
         assert stack.workers[0].engine.plan.page_count == 4 * pages_each
-        prompts = [prompt_of(40, seed, VOCABULARY) for seed in range(50)]
+        prompts, wanted = zip(
+            *(clear_prompt(model, 40, 20, seed=seed) for seed in range(50)), strict=True
+        )
 
         async def one(prompt: list[int]) -> list[int]:
             answer = await stack.client.generate(
@@ -59,8 +61,7 @@ async def test_50_requests_against_a_budget_for_8(folder: Path, tmp_path: Path) 
         await stack.assert_clean()
         before = fd_count(), fd_count(stack.store_process.pid)
         answers = await asyncio.gather(*(one(prompt) for prompt in prompts))
-        for prompt, answer in zip(prompts, answers, strict=True):
-            assert answer == greedy_reference(model, prompt, 20)
+        assert answers == list(wanted)
         await stack.assert_clean()
         after = fd_count(), fd_count(stack.store_process.pid)
         assert all(abs(a - b) <= 2 for a, b in zip(after, before, strict=True)), (before, after)
@@ -109,15 +110,16 @@ async def test_an_arena_full_of_other_prefixes_only_costs_reuse(
     model = build_tiny("llama")
     shape = StackShape(host_memory="4MiB")
     async with local_stack(folder, tmp_path, shape) as stack:
-        prompts = [prompt_of(100, seed, VOCABULARY) for seed in range(24)]
+        prompts, wanted = zip(
+            *(clear_prompt(model, 100, 16, seed=seed) for seed in range(24)), strict=True
+        )
         answers = await asyncio.gather(
             *(
                 stack.client.generate(prompt, max_tokens=16, ignore_eos=True).complete()
                 for prompt in prompts
             )
         )
-        for prompt, answer in zip(prompts[::5], answers[::5], strict=True):
-            assert list(answer.token_ids) == greedy_reference(model, prompt, 16)
+        assert [list(answer.token_ids) for answer in answers] == list(wanted)
         await stack.assert_clean()
         assert (await stack.store_stats()).evicted_chunk_count > 0
 
@@ -166,8 +168,7 @@ async def test_disconnects_leave_nothing_running(folder: Path, tmp_path: Path) -
 async def test_the_store_dies_and_comes_back(folder: Path, tmp_path: Path) -> None:
     """Requests go on without it; once it is back, prefixes are shared again."""
     model = build_tiny("llama")
-    prompt = prompt_of(50, 2, VOCABULARY)
-    wanted = greedy_reference(model, prompt, 150)
+    prompt, wanted = clear_prompt(model, 50, 150)
     async with local_stack(folder, tmp_path) as stack:
         generation = stack.client.generate(
             prompt, max_tokens=150, ignore_eos=True, residency=Residency.RESIDENT

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from local_stack import LocalStack, StackShape, local_stack, prompt_of
-from tiny_models import CASES, FAMILY_CASES, VOCABULARY, build_tiny, greedy_reference, write_tiny
+from tiny_models import CASES, FAMILY_CASES, VOCABULARY, build_tiny, clear_prompt, write_tiny
 from transformers import PreTrainedModel
 
 from splitpoint.client import Completion
@@ -29,22 +29,38 @@ async def greedy(
 
 
 async def check_concurrent(stack: LocalStack, model: PreTrainedModel) -> None:
-    prompts = [prompt_of(length, length, VOCABULARY) for length in LENGTHS]
+    prompts, wanted = zip(
+        *(clear_prompt(model, length, NEW_TOKENS) for length in LENGTHS), strict=True
+    )
     answers = await asyncio.gather(
         *(greedy(stack, prompt, str(i % 2)) for i, prompt in enumerate(prompts))
     )
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert list(answer.token_ids) == greedy_reference(model, prompt, NEW_TOKENS)
+    assert [list(answer.token_ids) for answer in answers] == list(wanted)
+    # All of them again, each on the other worker, restored and split somewhere else.
+    for residency in (Residency.RESIDENT, Residency.STREAMED):
+        answers = await asyncio.gather(
+            *(
+                greedy(
+                    stack,
+                    prompt,
+                    str((i + 1) % 2),
+                    split=(0, 1, len(prompt) // 2, len(prompt))[i % 4],
+                    residency=residency,
+                )
+                for i, prompt in enumerate(prompts)
+            )
+        )
+        assert [list(answer.token_ids) for answer in answers] == list(wanted), residency
+        assert [a.usage.cached_tokens for a in answers] == [len(p) - 1 for p in prompts]
 
 
 async def check_restored(stack: LocalStack, model: PreTrainedModel) -> None:
     """Worker 0 writes the prefix, worker 1 restores it at every split."""
-    prefix = prompt_of(100, 5, VOCABULARY)
+    prefix, answered = clear_prompt(model, 100, NEW_TOKENS)
     first = await greedy(stack, prefix, "0")
-    assert list(first.token_ids) == greedy_reference(model, prefix, NEW_TOKENS)
+    assert list(first.token_ids) == answered
     # The second turn of a chat: prompt, answer, and more. Its prefix ends inside a chunk.
-    prompt = [*prefix, *first.token_ids, *prompt_of(9, 6, VOCABULARY)]
-    wanted = greedy_reference(model, prompt, NEW_TOKENS)
+    prompt, wanted = clear_prompt(model, 9, NEW_TOKENS, before=[*prefix, *answered])
     cached = len(prefix) + NEW_TOKENS - 1
     for split in (0, 1, cached // 2, cached):
         for residency in (Residency.RESIDENT, Residency.STREAMED):
@@ -106,12 +122,11 @@ async def test_long_prompts_in_little_memory(tmp_path: Path, residency: Residenc
     model = build_tiny("opt")
     shape = StackShape(device_memory_bytes=10 << 20, prefill_chunk_tokens=32, max_batch_size=4)
     async with local_stack(write_tiny("opt", tmp_path / "m"), tmp_path, shape) as stack:
-        prompt = prompt_of(400, 3, VOCABULARY)
-        answers = await asyncio.gather(
-            *(greedy(stack, prompt[: 400 - 7 * i], "0", residency=residency) for i in range(3))
+        prompts, wanted = zip(
+            *(clear_prompt(model, length, NEW_TOKENS) for length in (400, 393, 386)), strict=True
         )
-        for i, answer in enumerate(answers):
-            assert list(answer.token_ids) == greedy_reference(
-                model, prompt[: 400 - 7 * i], NEW_TOKENS
-            )
+        answers = await asyncio.gather(
+            *(greedy(stack, prompt, "0", residency=residency) for prompt in prompts)
+        )
+        assert [list(answer.token_ids) for answer in answers] == list(wanted)
         await stack.assert_clean()

@@ -150,16 +150,19 @@ class StoreMachine(RuleBasedStateMachine):
             if holder.is_orphaned and holder.process in self.bench.processes.gone:
                 del self.holders[name]
 
+    def sequence_of(self, key: bytes) -> list[int]:
+        held: list[int] = []
+        while key:
+            held = [*self.chunks[key].tokens, *held]
+            key = self.chunks[key].parent
+        return held
+
     def longest_prefix(self, salt: bytes, sequence: list[int]) -> int:
         best = 0
-        for chunk in self.chunks.values():
+        for key, chunk in self.chunks.items():
             if chunk.salt != salt:
                 continue
-            held = list(chunk.tokens)
-            parent = chunk.parent
-            while parent:
-                held = [*self.chunks[parent].tokens, *held]
-                parent = self.chunks[parent].parent
+            held = self.sequence_of(key)
             same = 0
             while same < min(len(held), len(sequence)) and held[same] == sequence[same]:
                 same += 1
@@ -173,6 +176,7 @@ class StoreMachine(RuleBasedStateMachine):
         for _ in range(3):
             self.attach()
 
+    @precondition(lambda self: len(self.holders) < 6)
     @rule()
     def attach(self) -> None:
         name = self.bench.attach()
@@ -187,30 +191,29 @@ class StoreMachine(RuleBasedStateMachine):
         session = self.store.attach("again", process, previous_session_id=previous)
         self.holders[session.session_id] = Holder(process, self.bench.clock.now + LEASE_SECONDS)
 
-    @precondition(lambda self: self.live())
+    @precondition(lambda self: len(self.live()) > 2)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(self.live()))
         self.store.end(name)
         self.orphan(name)
 
-    @precondition(lambda self: self.holders)
+    @precondition(lambda self: self.over())
     @rule(data=st.data())
     def process_dies(self, data: st.DataObject) -> None:
-        holder = self.holders[data.draw(st.sampled_from(list(self.holders)))]
+        holder = self.holders[data.draw(st.sampled_from(self.over()))]
         self.bench.processes.gone.add(holder.process)
 
-    @rule(seconds=st.sampled_from([1.0, 4.0, 11.0]))
-    def time_passes(self, seconds: float) -> None:
+    @rule(seconds=st.sampled_from([1.0, 4.0, 9.0]), data=st.data())
+    def time_passes(self, seconds: float, data: st.DataObject) -> None:
+        silent = data.draw(st.sampled_from([None, *self.live()]))
+        for name in self.live():
+            if name != silent:
+                assert self.store.keep_alive(name) == LEASE_SECONDS
+                self.holders[name].deadline = self.bench.clock.now + LEASE_SECONDS
         self.bench.clock.now += seconds
         self.store.sweep()
         self.sweep()
-
-    @rule()
-    def everybody_is_kept_alive(self) -> None:
-        for name in self.live():
-            assert self.store.keep_alive(name) == LEASE_SECONDS
-            self.holders[name].deadline = self.bench.clock.now + LEASE_SECONDS
 
     @precondition(lambda self: self.over())
     @rule(data=st.data())
@@ -314,6 +317,13 @@ class StoreMachine(RuleBasedStateMachine):
 
     # -- reading -----------------------------------------------------------------------
 
+    @precondition(lambda self: self.chunks)
+    @rule(data=st.data(), more=st.lists(st.integers(0, 2), max_size=SIZE))
+    def match_what_was_stored(self, data: st.DataObject, more: list[int]) -> None:
+        key = data.draw(st.sampled_from(list(self.chunks)))
+        salt = self.chunks[key].salt
+        self.match(data, salt, [*self.sequence_of(key), *more], peeks=False)
+
     @rule(data=st.data(), salt=st.sampled_from(SALTS), sequence=tokens, peeks=st.booleans())
     def match(self, data: st.DataObject, salt: bytes, sequence: list[int], peeks: bool) -> None:
         names = self.live()
@@ -379,7 +389,7 @@ def test_the_store_against_a_dictionary() -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         StoreMachine,
         settings=settings(
-            max_examples=int(os.environ.get("SPLITPOINT_STORE_EXAMPLES", "100")),
+            max_examples=int(os.environ.get("SPLITPOINT_STORE_EXAMPLES", "250")),
             stateful_step_count=50,
             deadline=None,
             suppress_health_check=list(HealthCheck),

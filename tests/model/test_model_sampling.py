@@ -84,6 +84,19 @@ def test_draws_follow_the_naive_distribution(sampling: Sampling) -> None:
         assert abs(counted[token] - count * probability) <= 5 * spread + 1
 
 
+@pytest.mark.parametrize("flat", [False, True])
+def test_nucleus_of_a_wide_vocabulary(flat: bool) -> None:
+    """Whether the nucleus is found among the likeliest tokens or needs them all."""
+    generator = torch.Generator().manual_seed(6)
+    # Coarse values, so that many tokens are exactly equal.
+    logits = torch.randint(40, (1, 3000), generator=generator) * (0.01 if flat else 0.5)
+    sampling = Sampling(temperature=1.0, top_p=0.9)
+    kept = set(naive_distribution(logits[0].double().tolist(), sampling))
+    assert (len(kept) > 1024) == flat
+    rows = [SamplingRow(sampling, tokens=[0] * position) for position in range(300)]
+    assert set(ids(choose(logits.expand(300, -1), rows))) <= kept
+
+
 def test_a_draw_depends_on_seed_and_position_only() -> None:
     logits = logits_of(3, seed=4)
     rows = [

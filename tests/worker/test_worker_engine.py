@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_runner import Transcript, admission, make_engine, run_all
-from tiny_models import CASES, VOCABULARY, build_tiny, greedy_reference, write_tiny
+from tiny_models import CASES, VOCABULARY, build_tiny, clear_prompt, write_tiny
 
 from splitpoint.errors import Internal, ResourceExhausted
 from worker_service.device_cache import PageAllocator
@@ -33,14 +33,13 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_greedy_tokens_equal_transformers_alone_and_together(case: str, tmp_path: Path) -> None:
     folder = write_tiny(case, tmp_path)
     reference = build_tiny(case)
-    prompts = [prompt_of(length) for length in LENGTHS]
-    wanted = [greedy_reference(reference, prompt, 64) for prompt in prompts]
+    prompts, wanted = zip(*(clear_prompt(reference, n, 64) for n in LENGTHS), strict=True)
     engine = make_engine(folder)
     together = run_all(
         engine,
         [admission(str(i), prompt, GREEDY_64) for i, prompt in enumerate(prompts)],
     )
-    assert [together.tokens[str(i)] for i in range(len(prompts))] == wanted
+    assert [together.tokens[str(i)] for i in range(len(prompts))] == list(wanted)
     for i in (0, 3, 6):
         alone = run_all(engine, [admission("alone", prompts[i], GREEDY_64)])
         assert alone.tokens["alone"] == wanted[i]
@@ -50,15 +49,16 @@ def test_greedy_tokens_equal_transformers_alone_and_together(case: str, tmp_path
 
 def test_more_requests_than_memory_wait_their_turn_and_are_right(llama: Path) -> None:
     """50 requests against a cache for about 8: first come, first served."""
-    prompts = [prompt_of(20 + i % 7, seed=i) for i in range(50)]
+    reference = build_tiny("llama-3")
+    checked = {i: clear_prompt(reference, 20 + i % 7, 20, seed=i) for i in range(0, 50, 7)}
+    prompts = [checked[i][0] if i in checked else prompt_of(20 + i % 7, i) for i in range(50)]
     sampling = Sampling(max_tokens=20, ignore_eos=True)
     engine = make_engine(llama, cache_pages=8 * 3)
     transcript = run_all(
         engine, [admission(str(i), prompt, sampling) for i, prompt in enumerate(prompts)]
     )
-    reference = build_tiny("llama-3")
-    for i in range(0, 50, 7):
-        assert transcript.tokens[str(i)] == greedy_reference(reference, prompts[i], 20)
+    for i, (_, wanted) in checked.items():
+        assert transcript.tokens[str(i)] == wanted
     assert len(transcript.finishes) == 50
     assert engine.cache.pages.used_count == engine.cache.claimed_count == 0
 
@@ -113,8 +113,10 @@ def test_end_of_sequence_stop_tokens_and_min_tokens(llama: Path) -> None:
 def test_cancel_and_pause_touch_only_their_request(llama: Path) -> None:
     engine = make_engine(llama)
     reference = build_tiny("llama-3")
+    clear = {name: clear_prompt(reference, 20, 64, seed=len(name)) for name in ("kept", "paused")}
     for name in ("kept", "cancelled", "paused"):
-        engine.post(Admit(admission(name, prompt_of(20, seed=len(name)), GREEDY_64), None))
+        prompt, _ = clear.get(name, (prompt_of(20), None))
+        engine.post(Admit(admission(name, prompt, GREEDY_64), None))
     transcript = Transcript()
     for _ in range(5):
         transcript.add(engine.step())
@@ -130,8 +132,7 @@ def test_cancel_and_pause_touch_only_their_request(llama: Path) -> None:
     engine.post(SetPaused("paused", False))
     while not engine.is_idle:
         transcript.add(engine.step())
-    for name in ("kept", "paused"):
-        wanted = greedy_reference(reference, prompt_of(20, seed=len(name)), 64)
+    for name, (_, wanted) in clear.items():
         assert transcript.tokens[name] == wanted
 
 

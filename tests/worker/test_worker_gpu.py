@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_runner import admission, make_engine, run_all
-from tiny_models import FAMILY_CASES, VOCABULARY, build_tiny, greedy_reference, write_tiny
+from tiny_models import FAMILY_CASES, build_tiny, clear_prompt, write_tiny
 
 from worker_service.profiler import measure
 from worker_service.sampling import Sampling
@@ -22,17 +22,14 @@ pytestmark = [
 def test_greedy_tokens_equal_transformers_on_cuda(case: str, tmp_path: Path) -> None:
     engine = make_engine(write_tiny(case, tmp_path), device=torch.device("cuda:0"))
     reference = build_tiny(case)
-    generator = torch.Generator().manual_seed(3)
-    prompts = [
-        torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
-        for length in (1, 16, 65, 150)
-    ]
+    prompts, wanted = zip(
+        *(clear_prompt(reference, length, 48) for length in (1, 16, 65, 150)), strict=True
+    )
     sampling = Sampling(max_tokens=48, ignore_eos=True)
     together = run_all(
         engine, [admission(str(i), prompt, sampling) for i, prompt in enumerate(prompts)]
     )
-    for i, prompt in enumerate(prompts):
-        assert together.tokens[str(i)] == greedy_reference(reference, prompt, 48)
+    assert [together.tokens[str(i)] for i in range(len(prompts))] == list(wanted)
     assert engine.cache.pages.used_count == 0
 
 

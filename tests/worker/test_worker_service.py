@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 from fuzzing import call_with_bytes, random_messages
-from tiny_models import VOCABULARY, build_tiny, greedy_reference, write_tiny
+from tiny_models import VOCABULARY, build_tiny, clear_prompt, write_tiny
 
 from splitpoint.rpc import create_server, error_of, open_channel
 from splitpoint.shapes import DataType
@@ -19,7 +19,9 @@ from splitpoint.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from worker_service.server import WorkerServicer
 from worker_service.startup import WorkerOptions, load_worker
 
-PROMPT = list(range(3, 23))
+REFERENCE = build_tiny("llama")
+PROMPT, ANSWER = clear_prompt(REFERENCE, 20, 12)
+SHORT, SHORT_ANSWER = clear_prompt(REFERENCE, 7, 12)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +101,7 @@ async def test_info_profile_and_run(folder: Path) -> None:
         assert fresh.profile.link_bytes_per_second > 0
         stream = stub.Run()
         await stream.write(admit("a"))
-        await stream.write(admit("b", prompt_token_ids=PROMPT[:7]))
+        await stream.write(admit("b", prompt_token_ids=SHORT))
         tokens: dict[str, list[int]] = {"a": [], "b": []}
         done = 0
         async for response in stream:
@@ -110,9 +112,7 @@ async def test_info_profile_and_run(folder: Path) -> None:
             if done == 2:
                 break
         stream.cancel()
-        reference = build_tiny("llama")
-        assert tokens["a"] == greedy_reference(reference, PROMPT, 12)
-        assert tokens["b"] == greedy_reference(reference, PROMPT[:7], 12)
+        assert tokens == {"a": ANSWER, "b": SHORT_ANSWER}
 
 
 BAD_ADMISSIONS: dict[str, Callable[[], worker_pb2.RunRequest]] = {

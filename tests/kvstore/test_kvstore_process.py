@@ -1,0 +1,302 @@
+"""The store as a process: workers in other processes, signals, kills, what is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from kvstore_helpers import LAYOUT, payload_of, read_payload, seed_of
+
+from kvstore_service.server import SERVICE_NAME
+from splitpoint.arena import Arena
+from splitpoint.convert import layout_from_proto
+from splitpoint.errors import NotFound
+from splitpoint.rpc import error_of, open_sync_channel
+from splitpoint.v1 import kvstore_pb2 as pb
+from splitpoint.v1 import kvstore_pb2_grpc
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKER = Path(__file__).with_name("kvstore_worker.py")
+LEASE_SECONDS = 1.0
+
+
+class StoreProcess:
+    """`python -m kvstore_service` with a READY line."""
+
+    def __init__(self, arena: Path, address: str, *more: str, parent_fd: int | None = None) -> None:
+        self.arena = arena
+        arguments = [
+            *(sys.executable, "-m", "kvstore_service"),
+            *("--listen", address),
+            *("--layout", LAYOUT.to_json()),
+            *("--host-memory", "4MiB"),
+            *("--arena", str(arena)),
+            *("--lease-seconds", str(LEASE_SECONDS)),
+            *more,
+        ]
+        if parent_fd is not None:
+            arguments += ["--parent-fd", str(parent_fd)]
+        self.process = subprocess.Popen(
+            arguments,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            pass_fds=[] if parent_fd is None else [parent_fd],
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        self.address = line.removeprefix("READY ").strip() if line.startswith("READY ") else None
+
+    def stub(self) -> tuple[grpc.Channel, Any]:
+        assert self.address is not None
+        channel = open_sync_channel(self.address)
+        return channel, kvstore_pb2_grpc.KvStoreServiceStub(channel)
+
+    def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
+        """(exit status, stderr)."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        _, errors = self.process.communicate(timeout=30)
+        return self.process.returncode, errors
+
+
+@pytest.fixture
+def store(shm_folder: Path, socket_address: str) -> Iterator[StoreProcess]:
+    store = StoreProcess(shm_folder / "store" / "arena", socket_address)
+    assert store.address == socket_address
+    yield store
+    store.end(signal.SIGKILL)
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def start_worker(address: str, tokens: list[int], *, seals: bool) -> subprocess.Popen[str]:
+    """Another process that writes a sequence, then waits for a line on stdin."""
+    worker = subprocess.Popen(
+        [sys.executable, str(WORKER), address, json.dumps(tokens), "seal" if seals else "write"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert worker.stdout is not None
+    assert worker.stdout.readline() == "DONE\n"
+    return worker
+
+
+def finish(worker: subprocess.Popen[str], line: str = "\n") -> None:
+    worker.communicate(line, timeout=30)
+
+
+def stats_of(stub: Any) -> pb.GetStatsResponse:
+    stats = stub.GetStats(pb.GetStatsRequest(check_integrity=True))
+    assert list(stats.integrity_violations) == []
+    return stats
+
+
+def test_one_process_writes_and_another_reads(store: StoreProcess) -> None:
+    tokens = list(range(100, 110))
+    worker = start_worker(store.address or "", tokens, seals=True)
+    channel, stub = store.stub()
+    with channel:
+        session = stub.Attach(
+            pb.AttachRequest(client_name="reader", process_id=os.getpid(), process_start_ticks=1)
+        )
+        arena = Arena.attach(
+            Path(session.arena_path),
+            layout=layout_from_proto(session.layout),
+            slot_count=session.slot_count,
+            instance_id=session.instance_id,
+            epoch=session.epoch,
+        )
+        found = stub.Match(
+            pb.MatchRequest(session_id=session.session_id, request_id=b"m", token_ids=[*tokens, 7])
+        )
+        assert found.cached_tokens == 10
+        slots = [chunk.slot for chunk in found.chunks]
+        generations = [chunk.generation for chunk in found.chunks]
+        assert slots == list(range(slots[0], slots[0] + 3))  # one run
+        assert arena.is_current(slots, generations)
+        parent = b""
+        for index, chunk in enumerate(found.chunks):
+            piece = tuple(tokens[4 * index : 4 * index + 4])
+            expected = payload_of(LAYOUT, seed_of(parent, piece), len(piece))
+            assert read_payload(arena, chunk.slot) == expected
+            assert arena.checksum(chunk.slot) == chunk.checksum
+            parent = found.chunk_keys[index]
+        assert arena.is_current(slots, generations)
+        arena.close()
+        assert stats_of(stub).lease_count == 2
+        finish(worker)
+        eventually(lambda: stats_of(stub).lease_count == 1)
+        assert stats_of(stub).sealed_slot_count == 3
+
+
+@pytest.mark.parametrize("end", ["kill", "line"])
+def test_what_a_dead_worker_held_is_freed(store: StoreProcess, end: str) -> None:
+    worker = start_worker(store.address or "", [1] * 10, seals=False)
+    channel, stub = store.stub()
+    with channel:
+        assert stats_of(stub).writing_slot_count == 3
+        if end == "kill":
+            worker.kill()
+        finish(worker)
+        eventually(lambda: stats_of(stub).free_slot_count == stats_of(stub).slot_count)
+        stats = stats_of(stub)
+        assert (stats.session_count, stats.lease_count, stats.quarantined_slot_count) == (0, 0, 0)
+
+
+def test_a_stopped_worker_keeps_its_slots_until_it_dies(store: StoreProcess) -> None:
+    worker = start_worker(store.address or "", [1] * 10, seals=False)
+    channel, stub = store.stub()
+    with channel:
+        worker.send_signal(signal.SIGSTOP)
+        eventually(lambda: stats_of(stub).quarantined_slot_count == 3)
+        time.sleep(3 * LEASE_SECONDS)
+        stats = stats_of(stub)
+        assert (stats.quarantined_slot_count, stats.session_count) == (3, 1)
+        worker.kill()
+        finish(worker)
+        eventually(lambda: stats_of(stub).quarantined_slot_count == 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_clean_stop_leaves_nothing(store: StoreProcess, number: int) -> None:
+    assert store.arena.exists()
+    socket = Path((store.address or "").removeprefix("unix:"))
+    worker = start_worker(store.address or "", [1] * 10, seals=True)
+    status, errors = store.end(number)
+    assert status == 0, errors
+    assert not store.arena.parent.exists()
+    assert not socket.exists()
+    assert "Traceback" not in errors
+    finish(worker)
+
+
+def test_the_end_of_the_parent_is_a_clean_stop(shm_folder: Path, socket_address: str) -> None:
+    reading, writing = os.pipe()
+    store = StoreProcess(shm_folder / "store" / "arena", socket_address, parent_fd=reading)
+    os.close(reading)
+    os.close(writing)
+    assert store.process.wait(timeout=30) == 0
+    store.end()
+    assert not store.arena.parent.exists()
+
+
+def test_a_second_store_on_the_same_path_refuses(store: StoreProcess, tmp_path: Path) -> None:
+    second = StoreProcess(store.arena, f"unix:{tmp_path}/t")
+    assert second.address is None
+    status, errors = second.end()
+    assert status == 1
+    assert "another store is running" in errors
+    assert "Traceback" not in errors
+    channel, stub = store.stub()
+    with channel:
+        assert stats_of(stub).free_slot_count == stats_of(stub).slot_count
+
+
+def test_after_a_kill_the_next_store_starts_anew(shm_folder: Path, socket_address: str) -> None:
+    path = shm_folder / "store" / "arena"
+    first = StoreProcess(path, socket_address)
+    channel, stub = first.stub()
+    with channel:
+        instance_id = stub.GetStats(pb.GetStatsRequest()).instance_id
+    first.end(signal.SIGKILL)
+    assert path.exists()
+    second = StoreProcess(path, socket_address)
+    channel, stub = second.stub()
+    with channel:
+        assert stub.GetStats(pb.GetStatsRequest()).instance_id != instance_id
+    assert second.end()[0] == 0
+    assert not path.parent.exists()
+
+
+def test_a_kept_arena_stays(shm_folder: Path, socket_address: str) -> None:
+    path = shm_folder / "store" / "arena"
+    store = StoreProcess(path, socket_address, "--keep-arena")
+    assert store.end()[0] == 0
+    assert path.exists()
+    # Nobody holds its lock: the next store takes the path.
+    store = StoreProcess(path, socket_address)
+    assert store.end()[0] == 0
+    assert not path.parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--host-memory", "1KiB"], "hold no chunk"),
+        (["--host-memory", "9000TiB"], "does not fit"),
+        (["--host-memory", "lots"], "not a size"),
+        (["--lease-seconds", "nan"], "lease-seconds"),
+        (["--listen", "0.0.0.0:1"], "loopback"),
+        (["--layout", "{}"], "no layout"),
+        (["--layout", "nonsense"], "no layout"),
+    ],
+)
+def test_bad_arguments_end_with_one_line(
+    shm_folder: Path, socket_address: str, arguments: list[str], text: str
+) -> None:
+    store = StoreProcess(shm_folder / "store" / "arena", socket_address, *arguments)
+    status, errors = store.end()
+    assert store.address is None
+    assert status == 1
+    assert text in errors
+    assert "Traceback" not in errors
+    assert not (shm_folder / "store").exists()
+
+
+def test_the_bundled_model_decides_the_layout(
+    shm_folder: Path, socket_address: str, bundled_model: Path
+) -> None:
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "kvstore_service"),
+            *("--listen", socket_address),
+            *("--model", str(bundled_model)),
+            *("--host-memory", "64MiB"),
+            *("--chunk-tokens", "32"),
+            *("--activations", "always"),
+            *("--arena", str(shm_folder / "store" / "arena")),
+            "--reflection",
+        ],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == f"READY {socket_address}\n"
+    with open_sync_channel(socket_address) as channel:
+        stub: Any = kvstore_pb2_grpc.KvStoreServiceStub(channel)
+        stats = stub.GetStats(pb.GetStatsRequest())
+        assert stats.layout.chunk_tokens == 32
+        assert stats.layout.has_activations
+        assert len(stats.layout.model_fingerprint) == 32
+        assert 32 << 20 < stats.arena_size_bytes <= 64 << 20
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        for name in ("", SERVICE_NAME):
+            answer = health.Check(health_pb2.HealthCheckRequest(service=name))
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Release(pb.ReleaseRequest(session_id=bytes(16), request_id=b"r"), timeout=10)
+        assert isinstance(error_of(caught.value), NotFound)
+    process.terminate()
+    process.communicate(timeout=30)
+    assert process.returncode == 0
