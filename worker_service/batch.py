@@ -218,18 +218,16 @@ def build_batch(
     segments: Rows[Segment],
     cache: DeviceCache,
     windows: set[int | None],
-    puller: Puller | None,
 ) -> Batch:
     """Lay out one step. Every sequence has pages for the tokens it computes."""
-    return _Builder(cache, windows, puller).build(decodes, segments)
+    return _Builder(cache, windows).build(decodes, segments)
 
 
 class _Builder:
-    def __init__(self, cache: DeviceCache, windows: set[int | None], puller: Puller | None) -> None:
+    def __init__(self, cache: DeviceCache, windows: set[int | None]) -> None:
         self._cache = cache
         self._chunk = cache.layout.chunk_tokens
         self._windows = windows
-        self._puller = puller
         self._device = cache.device
 
     def build(self, decodes: Rows[Sequence], segments: Rows[Segment]) -> Batch:
@@ -322,7 +320,7 @@ class _Builder:
             firsts = [tile.first_token + index * self._chunk for index in range(count)]
             plan = self._plan_of(list(range(count)), [0] * count, firsts, [sequence.computed])
             planned.append((tile, plan))
-        return StreamedDecode(row, self._require_puller(), planned)
+        return StreamedDecode(row, self._puller_of(sequence), planned)
 
     def _prefills(
         self, segments: Rows[Segment], first_row: int
@@ -352,7 +350,7 @@ class _Builder:
             first_row=first_row,
             count=segment.count,
             start=segment.start,
-            puller=self._require_puller(),
+            puller=self._puller_of(sequence),
             tiles=self._tiles(sequence),
             device_start=front * self._chunk,
             device_pages=self._tensor(
@@ -364,10 +362,10 @@ class _Builder:
         chunks = sequence.stored[: sequence.stored_front]
         return list(tiles(chunks, 0, sequence.admission.split_tokens, self._chunk))
 
-    def _require_puller(self) -> Puller:
-        if self._puller is None:
+    def _puller_of(self, sequence: Sequence) -> Puller:
+        if sequence.puller is None:
             raise RuntimeError("a streamed sequence without a mapped arena")
-        return self._puller
+        return sequence.puller
 
     def _page(self, sequence: Sequence, index: int) -> int:
         page = sequence.pages[index]

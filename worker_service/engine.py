@@ -263,6 +263,7 @@ class Engine:
     ) -> None:
         """A resident prefix comes in whole; of a streamed one only a partial tail."""
         puller = self._puller_for(match)
+        sequence.puller = puller
         full = cached // self.chunk_tokens
         first = full if sequence.is_streamed else 0
         self.pager.take_for_prefix(sequence, first, len(chunks))
@@ -304,7 +305,7 @@ class Engine:
                     budget -= count
         if not decodes and not segments:
             return None
-        return build_batch(decodes, segments, self.cache, self._windows, self._puller)
+        return build_batch(decodes, segments, self.cache, self._windows)
 
     # -- the model ----------------------------------------------------------------------
 
@@ -439,6 +440,8 @@ class Engine:
 
     def _lose(self, sequence: Sequence) -> None:
         """Chunks vanished: start over from what the store still has, tokens kept."""
+        if sequence.awaits_match:
+            return  # it is starting over already
         sequence.losses += 1
         sequence.writes_back = False
         if sequence.losses > MAX_LOSSES:
@@ -469,8 +472,13 @@ class Engine:
             return
         sequence.writes_back = False
         self.pager.give_input_pages(sequence)
-        if sequence.is_streamed and sequence in self._running:
+        if not sequence.is_streamed or sequence not in self._running:
+            return
+        if isinstance(error, ResourceExhausted):
+            # Its cache has nowhere to go, neither here nor in the store.
             self._finish(sequence, FinishEvent(key, error=error))
+        else:
+            self._lose(sequence)
 
     def _find(self, key: SequenceKey) -> Sequence | None:
         for sequence in self._running:

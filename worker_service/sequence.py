@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from splitpoint.planner import Residency
 from splitpoint.text import TextStream
 from worker_service.arena_tensors import StoredChunk
+from worker_service.restore import Puller
 from worker_service.sampling import Sampling
 from worker_service.store_client import Match
 
@@ -56,6 +57,8 @@ class Sequence:
     claimed_pages: int
     text: TextStream | None
     match: Match | None = None
+    # Reads the arena its stored chunks are in; another one after the store restarts.
+    puller: Puller | None = None
     computed: int = 0
     pages: list[int | None] = field(default_factory=list)
     # X pages by chunk index, until the chunk is sealed.
@@ -104,4 +107,5 @@ class Sequence:
         self.stored = []
         self.written_chunks = 0
         self.match = None
+        self.puller = None
         self.restored = False

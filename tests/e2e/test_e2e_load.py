@@ -202,3 +202,16 @@ async def test_the_store_dies_and_comes_back(folder: Path, tmp_path: Path) -> No
             for worker in stack.workers:
                 await worker.runtime.wait_idle(5)
             await stop_process(again)
+
+
+async def test_a_1000_token_prefix_is_found_by_the_other_worker(
+    bundled_model: Path, tmp_path: Path
+) -> None:
+    shape = StackShape(chunk_tokens=64, host_memory="128MiB", device_memory_bytes=256 << 20)
+    async with local_stack(bundled_model, tmp_path, shape) as stack:
+        prompt = prompt_of(1100, 0, 4096)
+        await stack.client.generate(prompt[:1000], max_tokens=1, worker="0").complete()
+        answer = await stack.client.generate(prompt, max_tokens=1, worker="1").complete()
+        assert answer.worker == "1"
+        assert answer.usage.cached_tokens >= 960
+        await stack.assert_clean()

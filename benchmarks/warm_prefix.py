@@ -1,0 +1,109 @@
+"""What a shared prefix saves: time to the first token, cold against restored from another worker.
+
+Starts the real stack with two CPU workers. In each round worker 0 serves a
+prompt of 1,000 random tokens; then worker 1 serves those and 100 more, once
+under a fresh salt (nothing to find: cold) and once sharing (warm), in
+alternating order.
+
+    python -m benchmarks.warm_prefix [--rounds N] [--dtype TYPE] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import secrets
+import statistics
+import sys
+from pathlib import Path
+
+from splitpoint.client import AsyncClient, Completion
+from splitpoint_cli.stack import StackOptions, plan_stack
+from splitpoint_cli.up import StackRunner
+
+PREFIX_TOKENS = 1000
+NEW_TOKENS = 100
+VOCABULARY = 4096
+
+
+async def one_round(
+    client: AsyncClient, rng: random.Random, *, warm_first: bool
+) -> tuple[Completion, Completion]:
+    """(cold, warm) of one fresh prefix."""
+    prefix = [rng.randrange(2, VOCABULARY) for _ in range(PREFIX_TOKENS)]
+    prompt = [*prefix, *(rng.randrange(2, VOCABULARY) for _ in range(NEW_TOKENS))]
+    await client.generate(prefix, max_tokens=1, ignore_eos=True, worker="0").complete()
+
+    async def serve(salt: bytes) -> Completion:
+        return await client.generate(
+            prompt, max_tokens=8, ignore_eos=True, worker="1", cache_salt=salt
+        ).complete()
+
+    if warm_first:
+        warm = await serve(b"")
+        return await serve(secrets.token_bytes(8)), warm
+    cold = await serve(secrets.token_bytes(8))
+    return cold, await serve(b"")
+
+
+async def measure(rounds: int, dtype: str) -> dict[str, object]:
+    stack = plan_stack(
+        StackOptions(
+            workers=2,
+            device="cpu",
+            dtype=dtype,
+            device_memory="512MiB",
+            host_memory="1GiB",
+            listen="127.0.0.1:0",
+            instance=f"warm-prefix-{os.getpid()}",
+        )
+    )
+    runner = StackRunner(stack, quiet=True)
+    rng = random.Random(0)
+    pairs = []
+    async with runner.running(asyncio.Event()), AsyncClient(runner.address) as client:
+        await one_round(client, rng, warm_first=False)
+        for index in range(rounds):
+            pairs.append(await one_round(client, rng, warm_first=index % 2 == 1))
+    cold = [pair[0].ttft_seconds for pair in pairs]
+    warm = [pair[1].ttft_seconds for pair in pairs]
+    return {
+        "benchmark": "warm_prefix",
+        "model": stack.name,
+        "dtype": stack.shape.data_type.value,
+        "prefix_tokens": PREFIX_TOKENS,
+        "prompt_tokens": PREFIX_TOKENS + NEW_TOKENS,
+        "least_cached_tokens": min(pair[1].usage.cached_tokens for pair in pairs),
+        "most_cached_tokens_cold": max(pair[0].usage.cached_tokens for pair in pairs),
+        "cold_ttft_seconds": statistics.median(cold),
+        "warm_ttft_seconds": statistics.median(warm),
+        "ratio": statistics.median(w / c for c, w in zip(cold, warm, strict=True)),
+        "restore_seconds": statistics.median(pair[1].restore_seconds for pair in pairs),
+        "rounds": rounds,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "seed": 0,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--json", type=Path, help="write the JSON line here, too")
+    arguments = parser.parse_args()
+    result = asyncio.run(measure(arguments.rounds, arguments.dtype))
+    for name in ("cold_ttft_seconds", "warm_ttft_seconds", "ratio", "least_cached_tokens"):
+        print(f"{name:<22} {result[name]:>10.4g}")
+    line = json.dumps(result)
+    if arguments.json is not None:
+        arguments.json.write_text(line + "\n")
+    print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
