@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from kvstore_service.allocator import Run, RunAllocator
 from kvstore_service.eviction import EvictionPolicy
 from kvstore_service.leases import Lease, LeaseTable
-from kvstore_service.prefix_index import Entry, PrefixIndex, PrefixMatch, pack
+from kvstore_service.prefix_index import Entry, PrefixIndex, PrefixMatch, pack, unpack
 from kvstore_service.processes import ProcessIdentity
 from kvstore_service.records import SlotTable
 from splitpoint.arena import Arena
@@ -38,6 +38,17 @@ class GrantedRun:
 
     first: int
     generations: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a chunk is, wherever it lies: equal contents, equal chunk."""
+
+    key: bytes
+    parent_key: bytes  # empty for the first chunk of a sequence
+    salt_tag: bytes
+    packed: bytes  # tokens, see prefix_index.pack
+    fingerprint: int
 
 
 class ChunkPool:
@@ -91,73 +102,76 @@ class ChunkPool:
 
     # -- chunks ------------------------------------------------------------------------
 
-    def key_of(self, salt: bytes, parent_key: bytes, token_ids: Sequence[int]) -> bytes:
-        return chunk_key(self.layout.layout_hash, salt, parent_key, token_ids)
+    def contents(self, salt: bytes, parent_key: bytes, token_ids: Sequence[int]) -> Contents:
+        """What a chunk of these tokens after this parent is, and its key."""
+        return Contents(
+            key=chunk_key(self.layout.layout_hash, salt, parent_key, token_ids),
+            parent_key=parent_key,
+            salt_tag=salt_tag(salt),
+            packed=pack(token_ids),
+            fingerprint=fingerprint(token_ids),
+        )
 
-    def sealed_like(self, salt: bytes, parent_key: bytes, token_ids: Sequence[int]) -> Entry | None:
+    def sealed_like(self, contents: Contents) -> Entry | None:
         """The sealed chunk with these very contents, if there is one.
 
         Raises FailedPrecondition when another chunk has its key: equal hashes
         of different contents are told apart, never mixed up.
         """
-        entry = self.index.get(self.key_of(salt, parent_key, token_ids))
+        entry = self.index.get(contents.key)
         if entry is None:
             return None
         if (
-            entry.parent_key != parent_key
-            or entry.salt_tag != salt_tag(salt)
-            or entry.fingerprint != fingerprint(token_ids)
-            or entry.packed != pack(token_ids)
+            entry.parent_key != contents.parent_key
+            or entry.salt_tag != contents.salt_tag
+            or entry.fingerprint != contents.fingerprint
+            or entry.packed != contents.packed
         ):
             raise FailedPrecondition("another chunk has this key", reason="KEY_COLLISION")
         return entry
 
-    def publish(
-        self,
-        slot: int,
-        salt: bytes,
-        parent_key: bytes,
-        token_ids: Sequence[int],
-        checksum: int,
-    ) -> Entry:
+    def publish(self, slot: int, contents: Contents, checksum: int) -> Entry:
         """Seal a granted slot whose payload was verified, and make it findable.
 
         Raises FailedPrecondition when the parent is not sealed, not full, or not
         of this salt (another tenant's chunk is no parent, like one that is not there).
         """
-        chunk_index = 0
-        if parent_key:
-            parent = self.index.get(parent_key)
-            if parent is None or parent.salt_tag != salt_tag(salt):
-                raise FailedPrecondition("the parent chunk is not sealed", reason="NO_PARENT")
-            if parent.token_count < self.layout.chunk_tokens:
-                raise FailedPrecondition(
-                    "the parent chunk is a partial tail: nothing can follow it",
-                    reason="PARTIAL_PARENT",
-                )
-            chunk_index = parent.chunk_index + 1
         entry = Entry(
             slot=slot,
             generation=self.slots.generation(slot),
-            key=self.key_of(salt, parent_key, token_ids),
-            parent_key=parent_key,
-            salt_tag=salt_tag(salt),
-            packed=pack(token_ids),
-            fingerprint=fingerprint(token_ids),
+            key=contents.key,
+            parent_key=contents.parent_key,
+            salt_tag=contents.salt_tag,
+            packed=contents.packed,
+            fingerprint=contents.fingerprint,
             checksum=checksum,
-            chunk_index=chunk_index,
+            chunk_index=self._chunk_index(contents),
         )
         self.sealed_total += 1
         self.slots.seal(
             slot,
             self._chunk_block(entry, seal_number=self.sealed_total),
-            encode_token_row(token_ids, self.layout.chunk_tokens),
+            encode_token_row(unpack(contents.packed), self.layout.chunk_tokens),
         )
         self.index.add(entry)
         self._chunks[slot] = entry
         self._policy.use(slot)
         self._offer(slot)
         return entry
+
+    def _chunk_index(self, contents: Contents) -> int:
+        """Place in the sequence; raises FailedPrecondition when the parent cannot be one."""
+        if not contents.parent_key:
+            return 0
+        parent = self.index.get(contents.parent_key)
+        if parent is None or parent.salt_tag != contents.salt_tag:
+            raise FailedPrecondition("the parent chunk is not sealed", reason="NO_PARENT")
+        if parent.token_count < self.layout.chunk_tokens:
+            raise FailedPrecondition(
+                "the parent chunk is a partial tail: nothing can follow it",
+                reason="PARTIAL_PARENT",
+            )
+        return parent.chunk_index + 1
 
     def _chunk_block(self, entry: Entry, seal_number: int) -> ChunkBlock:
         return ChunkBlock(

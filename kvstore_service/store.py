@@ -283,15 +283,14 @@ class KvStore:
             self._free(session, chunk.slot)
             self.counters.checksum_failures += 1
             raise DataLoss(f"not sealed: {damage.message}", reason=damage.reason) from damage
-        existing = self.pool.sealed_like(salt, chunk.parent_key, chunk.token_ids)
+        contents = self.pool.contents(salt, chunk.parent_key, chunk.token_ids)
+        existing = self.pool.sealed_like(contents)
         if existing is not None:
             self._free(session, chunk.slot)
             self.counters.duplicates += 1
             self.pool.use([existing])
             return Sealed(existing, is_duplicate=True)
-        entry = self.pool.publish(
-            chunk.slot, salt, chunk.parent_key, chunk.token_ids, chunk.checksum
-        )
+        entry = self.pool.publish(chunk.slot, contents, chunk.checksum)
         del session.granted[chunk.slot]
         return Sealed(entry, is_duplicate=False)
 

@@ -17,6 +17,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
+
 from scheduler_service.server import ServedModel
 from scheduler_service.service import Scheduler, SchedulerOptions
 from splitpoint.checkpoints import eos_token_ids, model_name
@@ -50,6 +52,7 @@ class StackShape:
 class LocalStack:
     client: AsyncClient
     workers: list[LoadedWorker]
+    worker_servers: list[grpc.aio.Server]
     scheduler: Scheduler
     store: kvstore_pb2_grpc.KvStoreServiceStub
     store_process: asyncio.subprocess.Process
@@ -86,7 +89,7 @@ async def local_stack(
         address = f"unix:{sockets}/kv"
         process = await start_store(folder, address, arena, shape)
         cleanup.push_async_callback(stop_process, process)
-        workers = [
+        serving = [
             await cleanup.enter_async_context(
                 serving_worker(folder, str(index), f"unix:{sockets}/w{index}", address, shape)
             )
@@ -113,7 +116,8 @@ async def local_stack(
         await wait_for_workers(client, shape.workers)
         yield LocalStack(
             client,
-            workers,
+            [worker for worker, _ in serving],
+            [server for _, server in serving],
             scheduler,
             kvstore_pb2_grpc.KvStoreServiceStub(channel),
             process,
@@ -154,7 +158,7 @@ async def stop_process(process: asyncio.subprocess.Process) -> None:
 @asynccontextmanager
 async def serving_worker(
     folder: Path, name: str, address: str, store_address: str, shape: StackShape
-) -> AsyncIterator[LoadedWorker]:
+) -> AsyncIterator[tuple[LoadedWorker, grpc.aio.Server]]:
     servicer = WorkerServicer()
     server = create_server()
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
@@ -174,7 +178,7 @@ async def serving_worker(
             )
         )
         try:
-            yield servicer.worker
+            yield servicer.worker, server
         finally:
             await servicer.drain(0)
             servicer.close()

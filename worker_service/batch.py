@@ -79,12 +79,14 @@ class Batch:
 
     Attributes:
         sequences, counts: who computes how many tokens; decodes first.
+        sampled: those that will have computed all they have: a token follows.
         token_ids, positions, pages, rows: int64 `[N]` per token.
-        logit_rows: int64 `[sequences]`, each one's last row.
+        logit_rows: int64 `[sampled]`, the last row of each.
     """
 
     sequences: list[Sequence]
     counts: list[int]
+    sampled: list[Sequence]
     token_ids: torch.Tensor
     positions: torch.Tensor
     pages: torch.Tensor
@@ -236,16 +238,20 @@ class _Builder:
         token_ids: list[int] = []
         positions: list[int] = []
         pages: list[int] = []
+        sampled: list[Sequence] = []
         logit_rows: list[int] = []
         for piece in pieces:
             span = range(piece.start, piece.start + piece.count)
             token_ids += piece.sequence.tokens[span.start : span.stop]
             positions += span
             pages += [self._page(piece.sequence, position // self._chunk) for position in span]
-            logit_rows.append(len(positions) - 1)
+            if span.stop == len(piece.sequence.tokens):
+                sampled.append(piece.sequence)
+                logit_rows.append(len(positions) - 1)
         return Batch(
             sequences=[piece.sequence for piece in pieces],
             counts=[piece.count for piece in pieces],
+            sampled=sampled,
             token_ids=self._tensor(token_ids),
             positions=self._tensor(positions),
             pages=self._tensor(pages),

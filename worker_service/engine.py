@@ -15,16 +15,10 @@ from collections.abc import Callable
 
 import torch
 
-from splitpoint.errors import (
-    DataLoss,
-    Internal,
-    ResourceExhausted,
-    SplitpointError,
-    Unavailable,
-)
+from splitpoint.errors import Internal
 from splitpoint.planner import RestoreMethod
 from splitpoint.shapes import chunks_of
-from splitpoint.text import TextStream, Tokenizer
+from splitpoint.text import Tokenizer
 from worker_service.arena_tensors import ChunkLost, StoredChunk
 from worker_service.batch import Batch, Segment, build_batch
 from worker_service.device_cache import DeviceCache
@@ -45,15 +39,13 @@ from worker_service.messages import (
 from worker_service.model.decoder import Decoder
 from worker_service.paging import Pager
 from worker_service.restore import Puller, restore
+from worker_service.roster import Roster
 from worker_service.sampling import Choice, NonFiniteLogits, SamplingRow, choose
 from worker_service.sequence import Sequence
 from worker_service.store_client import Match
-from worker_service.write_back import ChunksStored, Flushed, SequenceKey, WriteFailed
+from worker_service.write_back import ChunksStored, Flushed, WriteFailed
 
 log = logging.getLogger(__name__)
-
-# A sequence whose chunks vanish this often is given up: its store is in trouble.
-MAX_LOSSES = 3
 
 
 class Engine:
@@ -77,16 +69,10 @@ class Engine:
         self.max_batch_size = max_batch_size
         self.prefill_chunk_tokens = prefill_chunk_tokens
         self.eos_token_ids = eos_token_ids
-        self.tokenizer = tokenizer
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._waiting: list[Admit] = []
-        self._running: list[Sequence] = []
-        self._paused_waiting: set[str] = set()
-        # Finished or reset, until write-back lets go of their pages.
-        self._flushing: dict[SequenceKey, tuple[Sequence, FinishEvent | None]] = {}
+        self.roster = Roster(cache, self.pager, tokenizer, max_batch_size)
         self._windows = {layer.window for layer in model.layers}
         self._puller: Puller | None = None
-        self._output = StepOutput()
         self._stopped = False
 
     # -- the loop ---------------------------------------------------------------
@@ -109,7 +95,7 @@ class Engine:
     def step(self) -> StepOutput:
         """One iteration over everything that can run."""
         self._take_commands()
-        self._admit_waiting()
+        self.roster.admit_waiting()
         self._restore_admitted()
         batch = self._form_batch()
         if batch is not None:
@@ -119,7 +105,7 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Nothing running, waiting, or being written back."""
-        return not (self._waiting or self._running or self._flushing)
+        return self.roster.is_empty
 
     # -- commands ---------------------------------------------------------------
 
@@ -130,101 +116,30 @@ class Engine:
     def _take(self, command: Command) -> None:
         match command:
             case Admit():
-                self._waiting.append(command)
+                self.roster.waiting.append(command)
             case Cancel(key):
-                self._cancel(key)
+                self.roster.cancel(key)
             case SetPaused(request_id, paused):
-                self._set_paused(request_id, paused)
+                self.roster.set_paused(request_id, paused)
             case ChunksStored(key):
-                owner = self._find(key)
+                owner = self.roster.find(key)
                 if owner is not None:
                     self.pager.chunks_stored(owner, command)
             case WriteFailed(key, error):
-                self._write_failed(key, error)
+                self.roster.write_failed(key, error)
             case Flushed(key):
-                self._flushed(key)
+                self.roster.flushed(key)
             case Matched(key, match):
-                self._matched_again(key, match)
+                self.roster.matched_again(key, match)
             case Call(function):
                 function()
             case Stop():
                 self._stopped = True
 
-    def _cancel(self, key: SequenceKey) -> None:
-        event = FinishEvent(key, "cancelled")
-        for admit in self._waiting:
-            if admit.admission.key == key:
-                self._waiting.remove(admit)
-                self._discard(admit, event)
-                return
-        for sequence in self._running:
-            if sequence.key == key:
-                self._finish(sequence, event)
-                return
-
-    def _set_paused(self, request_id: str, paused: bool) -> None:
-        for sequence in self._running:
-            if sequence.admission.request_id == request_id:
-                sequence.paused = paused
-                return
-        if any(admit.admission.request_id == request_id for admit in self._waiting):
-            (self._paused_waiting.add if paused else self._paused_waiting.discard)(request_id)
-
-    # -- admission and restore ----------------------------------------------------
-
-    def _admit_waiting(self) -> None:
-        """First come, first served: a request that must wait holds those behind it."""
-        while self._waiting and len(self._running) < self.max_batch_size:
-            admit = self._waiting[0]
-            claim = self.pager.claim_of(admit.admission)
-            if claim > self.plan.page_count:
-                del self._waiting[0]
-                self._discard(admit, FinishEvent(admit.admission.key, error=self._too_big(claim)))
-                continue
-            if not self.cache.try_claim(claim):
-                return
-            del self._waiting[0]
-            self._running.append(self._begin(admit, claim))
-
-    def _too_big(self, claim: int) -> ResourceExhausted:
-        return ResourceExhausted(
-            f"the request needs {claim} pages of {self.plan.page_bytes} bytes, "
-            f"this worker has {self.plan.page_count}",
-            reason="NEVER_FITS",
-            needed_bytes=claim * self.plan.page_bytes,
-            capacity_bytes=self.plan.cache_capacity_bytes,
-        )
-
-    def _discard(self, admit: Admit, event: FinishEvent) -> None:
-        """End a request that never ran; its lease is given up through its chain."""
-        self._paused_waiting.discard(admit.admission.request_id)
-        if admit.match is not None:
-            self._output.flushes.append(event.key)
-        self._output.finishes.append(event)
-
-    def _begin(self, admit: Admit, claim: int) -> Sequence:
-        admission = admit.admission
-        text = None
-        if admission.sampling.stop and self.tokenizer is not None:
-            text = TextStream(
-                self.tokenizer,
-                admission.sampling.stop,
-                min_tokens=admission.sampling.min_tokens,
-            )
-        paused = admission.request_id in self._paused_waiting
-        self._paused_waiting.discard(admission.request_id)
-        return Sequence(
-            admission=admission,
-            paused=paused,
-            tokens=[*admission.prompt, *admission.delivered],
-            claimed_pages=claim,
-            text=text,
-            match=admit.match,
-            chain_is_open=admit.match is not None,
-        )
+    # -- restore ------------------------------------------------------------------
 
     def _restore_admitted(self) -> None:
-        for sequence in list(self._running):
+        for sequence in list(self.roster.running):
             if not sequence.restored and not sequence.awaits_match:
                 self._restore(sequence)
 
@@ -244,7 +159,7 @@ class Engine:
             self._restore_pages(sequence, match, chunks, cached, split)
         except ChunkLost as error:
             log.warning("%s: %s", sequence.admission.request_id, error.message)
-            self._lose(sequence)
+            self.roster.lose(sequence)
             return
         full = cached // self.chunk_tokens
         sequence.computed = cached
@@ -275,7 +190,9 @@ class Engine:
 
     def _report_restore(self, sequence: Sequence, cached: int, split: int, seconds: float) -> None:
         method = RestoreMethod.of(split, cached)
-        self._output.restores.append(RestoreEvent(sequence.key, cached, split, method, seconds))
+        self.roster.output.restores.append(
+            RestoreEvent(sequence.key, cached, split, method, seconds)
+        )
 
     def _puller_for(self, match: Match) -> Puller:
         """One for each mapped arena; in practice one until the store restarts."""
@@ -291,7 +208,7 @@ class Engine:
         decodes: list[Sequence] = []
         segments: list[Segment] = []
         budget = self.prefill_chunk_tokens
-        for sequence in self._running:
+        for sequence in self.roster.running:
             if sequence.paused or not sequence.restored or sequence.awaits_match:
                 continue
             remaining = len(sequence.tokens) - sequence.computed
@@ -311,22 +228,25 @@ class Engine:
 
     def _run_batch(self, batch: Batch) -> None:
         try:
-            logits = self._forward(batch)
+            logits, finite = self._forward(batch)
         except ChunkLost as error:
             # Only a streamed read can lose a chunk; which one is asked again.
             log.warning("a streamed chunk was lost: %s", error.message)
             for sequence in batch.sequences:
                 if sequence.stored_front:
-                    self._lose(sequence)
+                    self.roster.lose(sequence)
             return
-        finishes = self._sample(batch, logits)
+        finishes = self._sample(batch, logits, finite)
         for sequence in batch.sequences:
-            self._write_back(sequence)
+            self.roster.write_back(sequence)
         for sequence, event in finishes:
-            self._finish(sequence, event)
+            self.roster.finish(sequence, event)
 
-    def _forward(self, batch: Batch) -> torch.Tensor:
-        """Logits `[sequences, vocabulary]` of each sequence's last token in the batch."""
+    def _forward(self, batch: Batch) -> tuple[torch.Tensor, list[bool]]:
+        """Logits `[sampled, vocabulary]`, and for each row whether it is finite.
+
+        A NaN stays in its token's row from the layer where it arises to the end.
+        """
         model = self.model
         hidden = model.embed(batch.token_ids, batch.positions)
         rotary = model.rotary(batch.positions)
@@ -336,26 +256,33 @@ class Engine:
             batch.write(self.cache, index, inputs, keys, values)
             attended = batch.attend(self.cache, index, layer, queries, keys, values)
             hidden = layer.finish(hidden, attended)
-        return model.logits(hidden[batch.logit_rows])
+        finite = hidden.isfinite().all(dim=1).tolist()
+        return model.logits(hidden[batch.logit_rows]), finite
 
     # -- sampling ---------------------------------------------------------------------
 
-    def _sample(self, batch: Batch, logits: torch.Tensor) -> list[tuple[Sequence, FinishEvent]]:
+    def _sample(
+        self, batch: Batch, logits: torch.Tensor, finite: list[bool]
+    ) -> list[tuple[Sequence, FinishEvent]]:
         """Append one token to every sequence that has computed all it has."""
         finishes: list[tuple[Sequence, FinishEvent]] = []
+        sampled: list[Sequence] = []
         rows: list[int] = []
-        for row, (sequence, count) in enumerate(zip(batch.sequences, batch.counts, strict=True)):
+        first_row = 0
+        for sequence, count in zip(batch.sequences, batch.counts, strict=True):
             sequence.computed += count
-            if sequence.computed == len(sequence.tokens):
-                rows.append(row)
-            elif not bool(logits[row].isfinite().all()):
+            is_finite = all(finite[first_row : first_row + count])
+            first_row += count
+            if not is_finite:
                 finishes.append((sequence, self._non_finite(sequence)))
-        if not rows:
+            elif sequence.computed == len(sequence.tokens):
+                rows.append(batch.sampled.index(sequence))
+                sampled.append(sequence)
+        if not sampled:
             return finishes
-        chosen = logits if len(rows) == len(batch.sequences) else logits[rows]
-        sequences = [batch.sequences[row] for row in rows]
-        choices = choose(chosen, [self._sampling_row(sequence) for sequence in sequences])
-        for sequence, choice in zip(sequences, choices, strict=True):
+        chosen = logits if len(rows) == len(logits) else logits[rows]
+        choices = choose(chosen, [self._sampling_row(sequence) for sequence in sampled])
+        for sequence, choice in zip(sampled, choices, strict=True):
             if isinstance(choice, NonFiniteLogits):
                 finishes.append((sequence, self._non_finite(sequence)))
                 continue
@@ -368,7 +295,7 @@ class Engine:
         """Deliver one token; the finish it causes, if any."""
         index = sequence.generated_count
         sequence.tokens.append(choice.token_id)
-        self._output.tokens.append(TokenEvent(sequence.key, index, choice))
+        self.roster.output.tokens.append(TokenEvent(sequence.key, index, choice))
         sampling = sequence.admission.sampling
         count = index + 1
         if count >= sampling.min_tokens:
@@ -392,104 +319,13 @@ class Engine:
     def _non_finite(self, sequence: Sequence) -> FinishEvent:
         """Nothing of it may be sealed or left behind: the cache may hold its NaN."""
         sequence.writes_back = False
-        self.pager.clear_pages(sequence)
+        self.pager.clear_unwritten(sequence)
         error = Internal("the model produced NaN or infinite logits", reason="NON_FINITE_LOGITS")
         return FinishEvent(sequence.key, error=error)
 
-    # -- write-back and the end -----------------------------------------------------------
-
-    def _write_back(self, sequence: Sequence, *, tail: bool = False) -> None:
-        """Hand over every chunk that became full; with `tail`, the partial one too."""
-        if sequence.writes_back:
-            jobs = self.pager.full_chunks(sequence, tail=tail)
-            if jobs:
-                self._output.writes.append((sequence.key, jobs))
-
-    def _finish(self, sequence: Sequence, event: FinishEvent) -> None:
-        """Take a sequence out; its end is reported once write-back let go of its pages.
-
-        So whoever sees the end finds the chunks in the store.
-        """
-        self._running.remove(sequence)
-        if sequence.key in self._flushing:
-            self._flushing[sequence.key] = (sequence, event)
-        elif sequence.chain_is_open:
-            self._write_back(sequence, tail=True)
-            self._flush(sequence, event)
-        else:
-            self.pager.free(sequence)
-            self._output.finishes.append(event)
-
-    def _flush(self, sequence: Sequence, event: FinishEvent | None) -> None:
-        self._flushing[sequence.key] = (sequence, event)
-        self._output.flushes.append(sequence.key)
-
-    def _flushed(self, key: SequenceKey) -> None:
-        entry = self._flushing.pop(key, None)
-        if entry is None:
-            return  # a discarded request's chain
-        sequence, event = entry
-        sequence.chain_is_open = False
-        if event is not None:
-            self.pager.free(sequence)
-            self._output.finishes.append(event)
-            return
-        self.pager.give_pages(sequence)
-        sequence.forget()
-        self._output.lookups.append((key, sequence.admission.salt, list(sequence.tokens)))
-
-    def _lose(self, sequence: Sequence) -> None:
-        """Chunks vanished: start over from what the store still has, tokens kept."""
-        if sequence.awaits_match:
-            return  # it is starting over already
-        sequence.losses += 1
-        sequence.writes_back = False
-        if sequence.losses > MAX_LOSSES:
-            error = DataLoss(
-                f"cached chunks were lost {sequence.losses} times", reason="CHUNK_LOST"
-            )
-            self._finish(sequence, FinishEvent(sequence.key, error=error))
-            return
-        sequence.awaits_match = True
-        self._flush(sequence, None)
-
-    def _matched_again(self, key: SequenceKey, match: Match | None) -> None:
-        for sequence in self._running:
-            if sequence.key == key:
-                sequence.match = match
-                sequence.chain_is_open = match is not None
-                sequence.awaits_match = False
-                if match is None and sequence.is_streamed:
-                    error = Unavailable("the KV store went away", reason="STORE_LOST")
-                    self._finish(sequence, FinishEvent(key, error=error))
-                return
-        if match is not None:
-            self._output.flushes.append(key)  # cancelled meanwhile
-
-    def _write_failed(self, key: SequenceKey, error: SplitpointError) -> None:
-        sequence = self._find(key)
-        if sequence is None:
-            return
-        sequence.writes_back = False
-        self.pager.give_input_pages(sequence)
-        if not sequence.is_streamed or sequence not in self._running:
-            return
-        if isinstance(error, ResourceExhausted):
-            # Its cache has nowhere to go, neither here nor in the store.
-            self._finish(sequence, FinishEvent(key, error=error))
-        else:
-            self._lose(sequence)
-
-    def _find(self, key: SequenceKey) -> Sequence | None:
-        for sequence in self._running:
-            if sequence.key == key:
-                return sequence
-        entry = self._flushing.get(key)
-        return entry[0] if entry is not None else None
-
     def _hand_over(self, *, ran: bool) -> StepOutput:
-        output, self._output = self._output, StepOutput()
+        output, self.roster.output = self.roster.output, StepOutput()
         output.ran = ran
-        output.running_count = len(self._running)
+        output.running_count = len(self.roster.running)
         output.cache_used_bytes = self.cache.used_bytes
         return output

@@ -95,19 +95,22 @@ class Pager:
                 self._cache.pages.give(page)
                 sequence.pages[index] = None
 
-    def clear_pages(self, sequence: Sequence) -> None:
-        """Zero what a sequence has on the device.
+    def clear_unwritten(self, sequence: Sequence) -> None:
+        """Zero the pages of a sequence that were not handed to write-back.
 
         Masked rows count with weight 0, and 0 * NaN is NaN: a page that goes
-        back with a NaN in it would spoil its next owner.
+        back with a NaN in it would spoil its next owner. Pages that write-back
+        may be copying at this moment held finite rows when they were handed over,
+        and must keep them.
         """
-        cache = self._cache
-        pages = [page for page in sequence.pages if page is not None]
+        cache, first = self._cache, sequence.written_chunks
+        pages = [page for page in sequence.pages[first:] if page is not None]
         for planes in (cache.keys, cache.values):
             for plane in planes:
                 plane[pages] = 0
+        inputs = [page for index, page in sequence.input_pages.items() if index >= first]
         for plane in cache.inputs:
-            plane[list(sequence.input_pages.values())] = 0
+            plane[inputs] = 0
 
     def give_input_pages(self, sequence: Sequence) -> None:
         for page in sequence.input_pages.values():

@@ -18,6 +18,7 @@ from local_stack import (
 )
 from tiny_models import VOCABULARY, build_tiny, clear_prompt, write_tiny
 
+from splitpoint.client import Completion
 from splitpoint.errors import InvalidArgument, NotFound, ResourceExhausted
 from splitpoint.planner import Residency
 from worker_service.memory import MemoryPlan
@@ -215,3 +216,21 @@ async def test_a_1000_token_prefix_is_found_by_the_other_worker(
         assert answer.worker == "1"
         assert answer.usage.cached_tokens >= 960
         await stack.assert_clean()
+
+
+async def test_a_request_outlives_its_worker(folder: Path, tmp_path: Path) -> None:
+    """Its worker's sockets break after some tokens: another one goes on, nothing is resampled."""
+    prompt, wanted = clear_prompt(build_tiny("llama"), 50, 200)
+    async with local_stack(folder, tmp_path) as stack:
+        answer: list[int] = []
+        running = None
+        async for event in stack.client.generate(prompt, max_tokens=200, ignore_eos=True):
+            if isinstance(event, Completion):
+                assert event.worker != str(running)
+                continue
+            answer += event.token_ids
+            if running is None and len(answer) >= 20:
+                busy = [not worker.engine.is_idle for worker in stack.workers]
+                running = busy.index(True)
+                await stack.worker_servers[running].stop(0)
+        assert answer == wanted

@@ -13,7 +13,7 @@ from kvstore_service.store import KvStore, WrittenChunk
 from splitpoint.arena import Arena
 from splitpoint.arena_owner import create_arena
 from splitpoint.arena_records import SlotState
-from splitpoint.keys import pack_tokens
+from splitpoint.keys import chunk_key, pack_tokens
 from splitpoint.shapes import ArenaLayout, DataType
 
 LAYOUT = ArenaLayout(
@@ -107,6 +107,7 @@ def store_sequence(
 ) -> tuple[list[bytes], int]:
     """Reserve, write and seal a whole sequence; (keys, lease id)."""
     size = store.arena.layout.chunk_tokens
+    layout_hash = store.arena.layout.layout_hash
     pieces = [tuple(token_ids[i : i + size]) for i in range(0, len(token_ids), size)]
     granted = [
         (run.first + offset, generation)
@@ -118,7 +119,7 @@ def store_sequence(
     for piece, (slot, generation) in zip(pieces, granted, strict=True):
         checksum = write_payload(store.arena, slot, seed_of(parent, piece), len(piece))
         chunks.append(WrittenChunk(slot, generation, parent, piece, checksum))
-        parent = store.pool.key_of(salt, parent, piece)
+        parent = chunk_key(layout_hash, salt, parent, piece)
     damages = store.verify(chunks)
     assert damages == [None] * len(chunks)
     outcome = store.seal(session_id, salt, chunks, damages, keep_leased=keep_leased)

@@ -183,11 +183,11 @@ def test_a_clean_stop_leaves_nothing(store: StoreProcess, number: int) -> None:
     socket = Path((store.address or "").removeprefix("unix:"))
     worker = start_worker(store.address or "", [1] * 10, seals=True)
     status, errors = store.end(number)
+    finish(worker)
     assert status == 0, errors
     assert not store.arena.parent.exists()
     assert not socket.exists()
-    assert "Traceback" not in errors
-    finish(worker)
+    assert "Traceback" not in errors, errors
 
 
 def test_the_end_of_the_parent_is_a_clean_stop(shm_folder: Path, socket_address: str) -> None:

@@ -14,6 +14,7 @@ from kvstore_service.leases import LeaseTable
 from kvstore_service.store import WrittenChunk
 from splitpoint.arena_records import first_generation
 from splitpoint.errors import DataLoss, FailedPrecondition, NotFound, ResourceExhausted
+from splitpoint.keys import chunk_key
 
 SLOTS = 8
 SALT = b"salt"
@@ -135,7 +136,7 @@ def test_a_payload_that_differs_is_never_published(bench: Bench) -> None:
     session = bench.attach()
     first, second, third = grant(bench, session, 3)
     good = written(bench, first, (1, 2, 3, 4))
-    parent = bench.store.pool.key_of(SALT, b"", good.token_ids)
+    parent = chunk_key(LAYOUT.layout_hash, SALT, b"", good.token_ids)
     bad = dataclasses.replace(written(bench, second, (5, 6), parent), checksum=1)
     behind = written(bench, third, (7,), parent)
     with pytest.raises(DataLoss, match="differs from its checksum"):

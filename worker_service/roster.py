@@ -1,0 +1,227 @@
+"""Which request is where: waiting, running, or finished but still being written back.
+
+Every way in and out of the engine is one method here, and all of them end in
+`_release` or a flush, so nothing a request holds can be forgotten. What must
+leave the engine is added to `output`. Runs on the engine's thread.
+"""
+
+from __future__ import annotations
+
+from splitpoint.errors import DataLoss, ResourceExhausted, SplitpointError, Unavailable
+from splitpoint.text import TextStream, Tokenizer
+from worker_service.device_cache import DeviceCache
+from worker_service.messages import Admit, FinishEvent, StepOutput
+from worker_service.paging import Pager
+from worker_service.sequence import Sequence
+from worker_service.store_client import Match
+from worker_service.write_back import SequenceKey
+
+# A sequence whose chunks vanish this often is given up: its store is in trouble.
+MAX_LOSSES = 3
+
+
+class Roster:
+    """All requests of one engine.
+
+    Attributes:
+        waiting: not admitted yet, first come first.
+        running: admitted, in order of admission; at most `max_batch_size`.
+        output: what the present step hands over; the engine replaces it.
+    """
+
+    def __init__(
+        self, cache: DeviceCache, pager: Pager, tokenizer: Tokenizer | None, max_batch_size: int
+    ) -> None:
+        self.waiting: list[Admit] = []
+        self.running: list[Sequence] = []
+        self.output = StepOutput()
+        self._cache = cache
+        self._pager = pager
+        self._tokenizer = tokenizer
+        self._max_batch_size = max_batch_size
+        self._paused_waiting: set[str] = set()
+        # Ended (with how it ended) or starting over (None), until write-back
+        # lets go of their pages.
+        self._flushing: dict[SequenceKey, tuple[Sequence, FinishEvent | None]] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.waiting or self.running or self._flushing)
+
+    def find(self, key: SequenceKey) -> Sequence | None:
+        """A running or flushing sequence."""
+        for sequence in self.running:
+            if sequence.key == key:
+                return sequence
+        entry = self._flushing.get(key)
+        return entry[0] if entry is not None else None
+
+    # -- in -----------------------------------------------------------------------
+
+    def admit_waiting(self) -> None:
+        """First come, first served: a request that must wait holds those behind it."""
+        while self.waiting and len(self.running) < self._max_batch_size:
+            admit = self.waiting[0]
+            claim = self._pager.claim_of(admit.admission)
+            if claim > self._cache.plan.page_count:
+                del self.waiting[0]
+                self._discard(admit, FinishEvent(admit.admission.key, error=self._too_big(claim)))
+                continue
+            if not self._cache.try_claim(claim):
+                return
+            del self.waiting[0]
+            self.running.append(self._begin(admit, claim))
+
+    def matched_again(self, key: SequenceKey, match: Match | None) -> None:
+        """The prefix of a sequence that starts over was looked up."""
+        for sequence in self.running:
+            if sequence.key == key:
+                sequence.match = match
+                sequence.chain_is_open = match is not None
+                sequence.awaits_match = False
+                if match is None and sequence.is_streamed:
+                    error = Unavailable("the KV store went away", reason="STORE_LOST")
+                    self.finish(sequence, FinishEvent(key, error=error))
+                return
+        if match is not None:
+            self.output.flushes.append(key)  # cancelled meanwhile
+
+    def set_paused(self, request_id: str, paused: bool) -> None:
+        for sequence in self.running:
+            if sequence.admission.request_id == request_id:
+                sequence.paused = paused
+                return
+        if any(admit.admission.request_id == request_id for admit in self.waiting):
+            (self._paused_waiting.add if paused else self._paused_waiting.discard)(request_id)
+
+    # -- out ----------------------------------------------------------------------
+
+    def cancel(self, key: SequenceKey) -> None:
+        """Unknown keys are ignored: the request may just have ended."""
+        event = FinishEvent(key, "cancelled")
+        for admit in self.waiting:
+            if admit.admission.key == key:
+                self.waiting.remove(admit)
+                self._discard(admit, event)
+                return
+        for sequence in self.running:
+            if sequence.key == key:
+                self.finish(sequence, event)
+                return
+
+    def finish(self, sequence: Sequence, event: FinishEvent) -> None:
+        """Take a sequence out; its end is reported once write-back let go of its pages.
+
+        So whoever sees the end finds the chunks in the store.
+        """
+        self.running.remove(sequence)
+        if sequence.key in self._flushing:
+            self._flushing[sequence.key] = (sequence, event)
+        elif sequence.chain_is_open:
+            self.write_back(sequence, tail=True)
+            self._flush(sequence, event)
+        else:
+            self._release(sequence, event)
+
+    def lose(self, sequence: Sequence) -> None:
+        """Chunks vanished: start over from what the store still has, tokens kept."""
+        if sequence.awaits_match:
+            return  # it is starting over already
+        sequence.losses += 1
+        sequence.writes_back = False
+        if sequence.losses > MAX_LOSSES:
+            error = DataLoss(
+                f"cached chunks were lost {sequence.losses} times", reason="CHUNK_LOST"
+            )
+            self.finish(sequence, FinishEvent(sequence.key, error=error))
+            return
+        sequence.awaits_match = True
+        self._flush(sequence, None)
+
+    # -- write-back -----------------------------------------------------------------
+
+    def write_back(self, sequence: Sequence, *, tail: bool = False) -> None:
+        """Hand over every chunk that became full; with `tail`, the partial one too."""
+        if sequence.writes_back:
+            jobs = self._pager.full_chunks(sequence, tail=tail)
+            if jobs:
+                self.output.writes.append((sequence.key, jobs))
+
+    def write_failed(self, key: SequenceKey, error: SplitpointError) -> None:
+        """A resident sequence goes on unstored; a streamed one cannot."""
+        sequence = self.find(key)
+        if sequence is None:
+            return
+        sequence.writes_back = False
+        self._pager.give_input_pages(sequence)
+        if not sequence.is_streamed or sequence not in self.running:
+            return
+        if isinstance(error, ResourceExhausted):
+            # Its cache has nowhere to go, neither here nor in the store.
+            self.finish(sequence, FinishEvent(key, error=error))
+        else:
+            self.lose(sequence)
+
+    def flushed(self, key: SequenceKey) -> None:
+        """Write-back holds nothing of this sequence any more."""
+        entry = self._flushing.pop(key, None)
+        if entry is None:
+            return  # a discarded request's chain
+        sequence, event = entry
+        sequence.chain_is_open = False
+        if event is not None:
+            self._release(sequence, event)
+            return
+        self._pager.give_pages(sequence)
+        sequence.forget()
+        self.output.lookups.append((key, sequence.admission.salt, list(sequence.tokens)))
+
+    # -- below ------------------------------------------------------------------------
+
+    def _begin(self, admit: Admit, claim: int) -> Sequence:
+        admission = admit.admission
+        text = None
+        if admission.sampling.stop and self._tokenizer is not None:
+            text = TextStream(
+                self._tokenizer,
+                admission.sampling.stop,
+                min_tokens=admission.sampling.min_tokens,
+            )
+            # What an earlier attempt delivered may hold the start of a stop string.
+            text.push(admission.delivered)
+        paused = admission.request_id in self._paused_waiting
+        self._paused_waiting.discard(admission.request_id)
+        return Sequence(
+            admission=admission,
+            tokens=[*admission.prompt, *admission.delivered],
+            claimed_pages=claim,
+            text=text,
+            match=admit.match,
+            paused=paused,
+            chain_is_open=admit.match is not None,
+        )
+
+    def _discard(self, admit: Admit, event: FinishEvent) -> None:
+        """End a request that never ran; its lease is given up through its chain."""
+        self._paused_waiting.discard(admit.admission.request_id)
+        if admit.match is not None:
+            self.output.flushes.append(event.key)
+        self.output.finishes.append(event)
+
+    def _flush(self, sequence: Sequence, event: FinishEvent | None) -> None:
+        self._flushing[sequence.key] = (sequence, event)
+        self.output.flushes.append(sequence.key)
+
+    def _release(self, sequence: Sequence, event: FinishEvent) -> None:
+        self._pager.free(sequence)
+        self.output.finishes.append(event)
+
+    def _too_big(self, claim: int) -> ResourceExhausted:
+        plan = self._cache.plan
+        return ResourceExhausted(
+            f"the request needs {claim} pages of {plan.page_bytes} bytes, "
+            f"this worker has {plan.page_count}",
+            reason="NEVER_FITS",
+            needed_bytes=claim * plan.page_bytes,
+            capacity_bytes=plan.cache_capacity_bytes,
+        )
