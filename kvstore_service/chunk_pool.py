@@ -21,7 +21,6 @@ from splitpoint.arena import Arena
 from splitpoint.arena_records import (
     NO_PARENT,
     ChunkBlock,
-    SlotState,
     encode_token_row,
     salt_tag,
 )
@@ -290,6 +289,3 @@ class ChunkPool:
 
     def free_runs(self) -> list[Run]:
         return self.allocator.runs()
-
-    def state_count(self, state: SlotState) -> int:
-        return self.slots.count(state)

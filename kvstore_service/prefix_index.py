@@ -8,7 +8,7 @@ them: one bisection, however many conversations start with the same words.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,10 +88,6 @@ class PrefixIndex:
 
     def has_children(self, key: bytes) -> bool:
         return key in self._children
-
-    def children(self, key: bytes) -> Iterable[Entry]:
-        """Chunks whose parent is `key`; first chunks of a tenant for its salt tag."""
-        return [self._by_key[child] for _, child in self._children.get(key, [])]
 
     def add(self, entry: Entry) -> None:
         """Raises ValueError when the key is taken or the parent is missing."""

@@ -326,10 +326,11 @@ class _Messages:
         )
 
     async def close(self) -> None:
-        pending = [task for task in (self._next, self._stopped) if task and not task.done()]
-        for task in pending:
+        tasks = [task for task in (self._next, self._stopped) if task is not None]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
+        # All of them: one may have failed since, and nobody else would look.
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _once(

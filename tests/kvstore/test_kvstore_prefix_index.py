@@ -86,7 +86,12 @@ def test_removing_leaves_the_rest_findable(sequences: list[list[int]], data: st.
         assert index.remove(key).key == key
         assert index.get(key) is None
         for entry in index:
-            assert entry in index.children(entry.parent_key or entry.salt_tag)
+            held = unpack(entry.packed)
+            above = index.get(entry.parent_key)
+            while above is not None:
+                held = [*unpack(above.packed), *held]
+                above = index.get(above.parent_key)
+            assert index.match(b"", held).cached_tokens == len(held)
     assert index.match(b"", sequences[0]).entries == ()
 
 

@@ -27,7 +27,7 @@ from splitpoint.v1 import kvstore_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("kvstore_worker.py")
-LEASE_SECONDS = 1.0
+LEASE_SECONDS = 2.0
 
 
 class StoreProcess:
@@ -169,7 +169,7 @@ def test_a_stopped_worker_keeps_its_slots_until_it_dies(store: StoreProcess) -> 
     with channel:
         worker.send_signal(signal.SIGSTOP)
         eventually(lambda: stats_of(stub).quarantined_slot_count == 3)
-        time.sleep(3 * LEASE_SECONDS)
+        time.sleep(LEASE_SECONDS)  # however long: its process lives
         stats = stats_of(stub)
         assert (stats.quarantined_slot_count, stats.session_count) == (3, 1)
         worker.kill()
@@ -187,7 +187,7 @@ def test_a_clean_stop_leaves_nothing(store: StoreProcess, number: int) -> None:
     assert status == 0, errors
     assert not store.arena.parent.exists()
     assert not socket.exists()
-    assert "Traceback" not in errors, errors
+    assert "incident" not in errors, errors
 
 
 def test_the_end_of_the_parent_is_a_clean_stop(shm_folder: Path, socket_address: str) -> None:
