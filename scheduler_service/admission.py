@@ -86,6 +86,11 @@ class Ledger:
         self._grants[arrival] = size_bytes
         self.charged_bytes += size_bytes
 
+    @property
+    def arrivals(self) -> list[int]:
+        """Who is charged."""
+        return list(self._grants)
+
     def release(self, arrival: int) -> None:
         """Releasing what is not held does nothing."""
         self.charged_bytes -= self._grants.pop(arrival, 0)
@@ -100,12 +105,42 @@ class Ledger:
         return problems
 
 
+class SlotLedger:
+    """Slots of one store that are promised to streamed requests, on whatever worker.
+
+    What a streamed request computes stays leased until it ends, so together
+    they must fit; chunks of resident ones can be evicted, or are not stored.
+    """
+
+    def __init__(self) -> None:
+        self._grants: dict[int, int] = {}
+
+    @property
+    def promised_count(self) -> int:
+        return sum(self._grants.values())
+
+    def has_room(self, slot_count: int, store_slot_count: int | None) -> bool:
+        """A store that could not be asked for its size is not held against anybody."""
+        if not slot_count or store_slot_count is None:
+            return True
+        return self.promised_count + slot_count <= store_slot_count
+
+    def grant(self, arrival: int, slot_count: int) -> None:
+        if slot_count:
+            self._grants[arrival] = slot_count
+
+    def release(self, arrival: int) -> None:
+        """Releasing what is not held does nothing."""
+        self._grants.pop(arrival, None)
+
+
 class Admission:
     """Ledgers of the workers that are ready, and the queue in front of them."""
 
     def __init__(self, queue_capacity: int) -> None:
         self.queue_capacity = queue_capacity
         self._ledgers: dict[str, Ledger] = {}
+        self._slots: dict[str, SlotLedger] = {}  # by the store's address
         self._queue: list[Ticket] = []  # by arrival
 
     # -- workers ------------------------------------------------------------------
@@ -122,7 +157,10 @@ class Admission:
 
     def remove_worker(self, worker_id: str) -> None:
         """It is gone, and with it what was promised there."""
-        self._ledgers.pop(worker_id, None)
+        ledger = self._ledgers.pop(worker_id, None)
+        if ledger is not None:
+            for arrival in ledger.arrivals:
+                self._slots_of(ledger).release(arrival)
 
     def ledger(self, worker_id: str) -> Ledger | None:
         return self._ledgers.get(worker_id)
@@ -159,7 +197,10 @@ class Admission:
             admitted = self._place(ticket, {w: f for w, f in wanted.items() if w not in taken})
             if admitted is not None:
                 del self._queue[index]
-                self._ledgers[admitted.worker_id].grant(ticket.arrival, admitted.size_bytes)
+                ledger = self._ledgers[admitted.worker_id]
+                ledger.grant(ticket.arrival, admitted.size_bytes)
+                slot_count = wanted[admitted.worker_id].slot_count
+                self._slots_of(ledger).grant(ticket.arrival, slot_count)
                 return admitted
             taken |= wanted.keys()
             if len(taken) >= open_count:
@@ -171,6 +212,7 @@ class Admission:
         ledger = self._ledgers.get(worker_id)
         if ledger is not None:
             ledger.release(arrival)
+            self._slots_of(ledger).release(arrival)
 
     # -- questions ----------------------------------------------------------------
 
@@ -190,8 +232,14 @@ class Admission:
         parts = []
         for worker_id, fits in fitting.items():
             ledger = self._ledgers[worker_id]
-            if ledger.has_room(fits.size_bytes):
+            if self._has_room(ledger, fits):
                 parts.append(f"earlier requests come first on worker {worker_id}")
+            elif not self._has_slots(ledger, fits):
+                parts.append(
+                    f"streamed requests hold {self._slots_of(ledger).promised_count:,} of the "
+                    f"store's {ledger.facts.store_slot_count or 0:,} slots, "
+                    f"{fits.slot_count:,} are needed"
+                )
             elif fits.size_bytes > ledger.free_bytes:
                 parts.append(
                     f"worker {worker_id} has {format_size(ledger.free_bytes)} free of the "
@@ -214,6 +262,15 @@ class Admission:
         return problems
 
     # -- inside -------------------------------------------------------------------
+
+    def _slots_of(self, ledger: Ledger) -> SlotLedger:
+        return self._slots.setdefault(ledger.facts.kvstore_address, SlotLedger())
+
+    def _has_slots(self, ledger: Ledger, fits: Fits) -> bool:
+        return self._slots_of(ledger).has_room(fits.slot_count, ledger.facts.store_slot_count)
+
+    def _has_room(self, ledger: Ledger, fits: Fits) -> bool:
+        return ledger.has_room(fits.size_bytes) and self._has_slots(ledger, fits)
 
     def _verdicts(self, ticket: Ticket) -> dict[str, Fits | NeverFits]:
         return {
@@ -242,7 +299,7 @@ class Admission:
         candidates = []
         for worker_id, fits in fitting.items():
             ledger = self._ledgers[worker_id]
-            if ledger.has_room(fits.size_bytes):
+            if self._has_room(ledger, fits):
                 cached = ticket.cached_tokens.get(worker_id, 0)
                 candidates.append(
                     Candidate(worker_id, cached, ledger.free_bytes, ledger.running_count)

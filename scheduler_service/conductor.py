@@ -345,8 +345,12 @@ class Conductor:
         if request.has_ended:
             return
         if finish.error_code:
-            error = from_code(finish.error_code, finish.error_message)
-            if isinstance(error, Unavailable):
+            error = from_code(finish.error_code, finish.error_message, finish.error_reason)
+            if isinstance(error, Unavailable) and error.reason == "DRAINING":
+                # It told us before its health did. Nothing ran, so nothing was lost.
+                self.admission.close_worker(placement.worker_id)
+                self._place_again(placement, error, is_loss=False)
+            elif isinstance(error, Unavailable):
                 self._place_again(placement, error)
             else:
                 self._fail(request, error)
@@ -358,7 +362,9 @@ class Conductor:
 
     # -- a request goes on, or ends -----------------------------------------------------------
 
-    def _place_again(self, placement: Placement, cause: Unavailable | None) -> None:
+    def _place_again(
+        self, placement: Placement, cause: Unavailable | None, *, is_loss: bool = True
+    ) -> None:
         """Queue a request whose placement was lost, at its old place in line."""
         request = placement.request
         if request.has_ended:
@@ -372,7 +378,7 @@ class Conductor:
             if len(request.transcript) >= request.input.max_tokens:
                 self._complete(placement, types_pb2.FINISH_REASON_LENGTH, "")
                 return
-            request.losses += 1
+            request.losses += is_loss
         if request.losses >= self.limits.loss_count:
             quarantine = Internal(
                 f"{request.losses} workers were lost while this request ran; it is not tried again",

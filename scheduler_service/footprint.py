@@ -58,6 +58,8 @@ class Fits:
     size_bytes: int
     # Why this residency, for the plan.
     reason: str
+    # Slots of the worker's store that it will hold until it ends.
+    slot_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,4 +149,9 @@ def _streamed(demand: Demand, worker: WorkerFacts) -> Fits | NeverFits:
         if whole > capacity
         else "as asked for"
     )
-    return Fits(Residency.STREAMED, size, f"streamed: {why}, so {format_size(size)} are charged")
+    return Fits(
+        Residency.STREAMED,
+        size,
+        f"streamed: {why}, so {format_size(size)} are charged",
+        slot_count=slots,
+    )

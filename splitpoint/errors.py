@@ -6,6 +6,7 @@ SplitpointError
 ├── AlreadyExists          same request_id, other body
 ├── OutOfRange             resume index beyond what was produced
 ├── FailedPrecondition     stale epoch or generation, layout mismatch, unsealed
+│   └── ChunkLost          a slot no longer holds what its handle names
 ├── Aborted                superseded attempt
 ├── DataLoss               bytes differ from their checksum
 ├── ResourceExhausted      does not fit, now or ever; retry_after_seconds says which
@@ -92,6 +93,10 @@ class FailedPrecondition(SplitpointError):
     code = 9
 
 
+class ChunkLost(FailedPrecondition):
+    """A slot no longer holds what its handle names: look up again or recompute."""
+
+
 class Aborted(SplitpointError):
     code = 10
 
@@ -154,9 +159,9 @@ BY_CODE: dict[int, type[SplitpointError]] = {
 }
 
 
-def from_code(code: int, message: str) -> SplitpointError:
+def from_code(code: int, message: str, reason: str = "") -> SplitpointError:
     """The error for a google.rpc.Code that came over the wire."""
-    return BY_CODE.get(code, Internal)(message)
+    return BY_CODE.get(code, Internal)(message, reason=reason)
 
 
 def _reason_of(name: str) -> str:

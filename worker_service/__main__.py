@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 # For streams to end by themselves once everything is drained.
 STOP_SECONDS = 0.5
+# One scheduler and a few operators.
+MAX_CALLS = 64
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -74,10 +76,10 @@ async def serve(arguments: argparse.Namespace) -> None:
     stop_on_signals(stop)
     if arguments.parent_fd is not None:
         watch_parent(arguments.parent_fd, stop)
-    servicer = WorkerServicer()
-    server = create_server()
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
+    server = create_server(max_concurrent_rpcs=MAX_CALLS)
     health = HealthReporter(server)
+    servicer = WorkerServicer(health=health)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
     await health.set("", True)
     await health.set(SERVICE_NAME, False)
     if arguments.reflection:

@@ -8,14 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from splitpoint.arena import Arena
-from splitpoint.errors import SplitpointError
+from splitpoint.errors import ChunkLost
 from worker_service.device_cache import TORCH_TYPES
-
-
-class ChunkLost(SplitpointError):
-    """A chunk's slot no longer holds what its handle names: look up again or recompute."""
-
-    code = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +55,4 @@ class ArenaTensors:
         """
         slots = [chunk.slot for chunk in chunks]
         if not self.arena.is_current(slots, [chunk.generation for chunk in chunks]):
-            raise ChunkLost(
-                "a cached chunk was reused while it was being read", reason="CHUNK_LOST"
-            )
+            raise ChunkLost("a cached chunk was reused while it was being read")

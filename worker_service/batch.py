@@ -12,6 +12,7 @@ from typing import cast
 
 import torch
 
+from splitpoint.errors import ChunkLost
 from worker_service.attention import (
     Partial,
     decode_partial,
@@ -44,10 +45,19 @@ class InputRows:
     rows: torch.Tensor
 
 
+class SequenceLost(Exception):
+    """A chunk that this sequence reads from the store is gone; the step came to nothing."""
+
+    def __init__(self, sequence: Sequence, cause: ChunkLost) -> None:
+        super().__init__(cause.message)
+        self.sequence = sequence
+
+
 @dataclass(frozen=True, slots=True)
 class StreamedDecode:
     """A decoding sequence whose front is in the store: its row, and its tiles."""
 
+    sequence: Sequence
     row: int
     puller: Puller
     tiles: list[tuple[Tile, DecodePlan]]
@@ -64,6 +74,7 @@ class ResidentPrefill:
 class StreamedPrefill:
     """New tokens after a prefix that is in the store up to `device_start`."""
 
+    sequence: Sequence
     first_row: int
     count: int
     start: int
@@ -79,14 +90,13 @@ class Batch:
 
     Attributes:
         sequences, counts: who computes how many tokens; decodes first.
-        sampled: those that will have computed all they have: a token follows.
         token_ids, positions, pages, rows: int64 `[N]` per token.
-        logit_rows: int64 `[sampled]`, the last row of each.
+        logit_rows: int64, the last row of each sequence that will have computed
+            all it has, in order: those a token follows for.
     """
 
     sequences: list[Sequence]
     counts: list[int]
-    sampled: list[Sequence]
     token_ids: torch.Tensor
     positions: torch.Tensor
     pages: torch.Tensor
@@ -120,7 +130,7 @@ class Batch:
         keys: torch.Tensor,
         values: torch.Tensor,
     ) -> torch.Tensor:
-        """Attention of all rows over the cache: `[N, n_q * d]`. Raises ChunkLost."""
+        """Attention of all rows over the cache: `[N, n_q * d]`. Raises SequenceLost."""
         parts = []
         if self.decode_plan is not None:
             parts.append(self._attend_decodes(cache, index, layer, queries))
@@ -161,7 +171,7 @@ class Batch:
             puller = streamed.puller
             partial = Partial(whole.weighted[row], whole.peak[row], whole.total[row])
             for tile, plan in streamed.tiles:
-                puller.pull(index, tile, puller.keys, puller.values, range(len(tile.chunks)))
+                _stage(streamed.sequence, puller, index, tile)
                 partial = partial.merge(
                     decode_partial(
                         queries[row],
@@ -176,6 +186,14 @@ class Batch:
             whole.peak[row] = partial.peak
             whole.total[row] = partial.total
         return whole.attended(queries.dtype)
+
+
+def _stage(sequence: Sequence, puller: Puller, layer: int, tile: Tile) -> None:
+    """One tile of one layer into the staging buffers. Raises SequenceLost."""
+    try:
+        puller.pull(layer, tile, puller.keys, puller.values, range(len(tile.chunks)))
+    except ChunkLost as error:
+        raise SequenceLost(sequence, error) from error
 
 
 def _attend_streamed_prefill(
@@ -199,7 +217,7 @@ def _attend_streamed_prefill(
     puller = segment.puller
     for tile in segment.tiles:
         count = len(tile.chunks)
-        puller.pull(index, tile, puller.keys, puller.values, range(count))
+        _stage(segment.sequence, puller, index, tile)
         rows = count * cache.layout.chunk_tokens
         partial = partial.merge(
             prefill_partial(
@@ -238,7 +256,6 @@ class _Builder:
         token_ids: list[int] = []
         positions: list[int] = []
         pages: list[int] = []
-        sampled: list[Sequence] = []
         logit_rows: list[int] = []
         for piece in pieces:
             span = range(piece.start, piece.start + piece.count)
@@ -246,12 +263,10 @@ class _Builder:
             positions += span
             pages += [self._page(piece.sequence, position // self._chunk) for position in span]
             if span.stop == len(piece.sequence.tokens):
-                sampled.append(piece.sequence)
                 logit_rows.append(len(positions) - 1)
         return Batch(
             sequences=[piece.sequence for piece in pieces],
             counts=[piece.count for piece in pieces],
-            sampled=sampled,
             token_ids=self._tensor(token_ids),
             positions=self._tensor(positions),
             pages=self._tensor(pages),
@@ -326,7 +341,7 @@ class _Builder:
             firsts = [tile.first_token + index * self._chunk for index in range(count)]
             plan = self._plan_of(list(range(count)), [0] * count, firsts, [sequence.computed])
             planned.append((tile, plan))
-        return StreamedDecode(row, self._puller_of(sequence), planned)
+        return StreamedDecode(sequence, row, self._puller_of(sequence), planned)
 
     def _prefills(
         self, segments: Rows[Segment], first_row: int
@@ -353,6 +368,7 @@ class _Builder:
         sequence = segment.sequence
         front = sequence.stored_front
         return StreamedPrefill(
+            sequence=sequence,
             first_row=first_row,
             count=segment.count,
             start=segment.start,

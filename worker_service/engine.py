@@ -15,12 +15,12 @@ from collections.abc import Callable
 
 import torch
 
-from splitpoint.errors import Internal
+from splitpoint.errors import ChunkLost, Internal, SplitpointError
 from splitpoint.planner import RestoreMethod
 from splitpoint.shapes import chunks_of
 from splitpoint.text import Tokenizer
-from worker_service.arena_tensors import ChunkLost, StoredChunk
-from worker_service.batch import Batch, Segment, build_batch
+from worker_service.arena_tensors import StoredChunk
+from worker_service.batch import Batch, Segment, SequenceLost, build_batch
 from worker_service.device_cache import DeviceCache
 from worker_service.memory import MemoryPlan
 from worker_service.messages import (
@@ -141,26 +141,30 @@ class Engine:
     def _restore_admitted(self) -> None:
         for sequence in list(self.roster.running):
             if not sequence.restored and not sequence.awaits_match:
-                self._restore(sequence)
+                try:
+                    self._restore(sequence)
+                except ChunkLost as error:
+                    log.warning("%s: %s", sequence.admission.request_id, error.message)
+                    self.roster.lose(sequence)
+                except SplitpointError as error:
+                    self.roster.finish(sequence, FinishEvent(sequence.key, error=error))
 
     def _restore(self, sequence: Sequence) -> None:
-        """Bring the matched prefix in; on a lost chunk, look it up again."""
+        """Bring the matched prefix in, once there is room for it. Raises ChunkLost."""
         match = sequence.match
-        sequence.restored = True
         if match is None:
+            sequence.restored = True
             self._report_restore(sequence, 0, 0, 0.0)
             return
         started = time.perf_counter()
         # The last token is computed anew whatever is cached: its logits are needed.
         cached = min(match.cached_tokens, len(sequence.tokens) - 1)
+        if cached % self.chunk_tokens and not self.pager.may_take_input_page:
+            return  # its tail needs an X page; write-back will give some back
+        sequence.restored = True
         chunks = match.chunks[: chunks_of(cached, self.chunk_tokens)]
         split = min(sequence.admission.split_tokens, cached)
-        try:
-            self._restore_pages(sequence, match, chunks, cached, split)
-        except ChunkLost as error:
-            log.warning("%s: %s", sequence.admission.request_id, error.message)
-            self.roster.lose(sequence)
-            return
+        self._restore_pages(sequence, match, chunks, cached, split)
         full = cached // self.chunk_tokens
         sequence.computed = cached
         sequence.stored = list(chunks[:full])
@@ -229,12 +233,10 @@ class Engine:
     def _run_batch(self, batch: Batch) -> None:
         try:
             logits, finite = self._forward(batch)
-        except ChunkLost as error:
-            # Only a streamed read can lose a chunk; which one is asked again.
-            log.warning("a streamed chunk was lost: %s", error.message)
-            for sequence in batch.sequences:
-                if sequence.stored_front:
-                    self.roster.lose(sequence)
+        except SequenceLost as error:
+            # Nobody's tokens were counted yet: the others run again next step.
+            log.warning("%s: %s", error.sequence.admission.request_id, error)
+            self.roster.lose(error.sequence)
             return
         finishes = self._sample(batch, logits, finite)
         for sequence in batch.sequences:
@@ -268,16 +270,18 @@ class Engine:
         finishes: list[tuple[Sequence, FinishEvent]] = []
         sampled: list[Sequence] = []
         rows: list[int] = []
-        first_row = 0
+        first_row = logit_row = 0
         for sequence, count in zip(batch.sequences, batch.counts, strict=True):
             sequence.computed += count
             is_finite = all(finite[first_row : first_row + count])
             first_row += count
+            is_whole = sequence.computed == len(sequence.tokens)
             if not is_finite:
                 finishes.append((sequence, self._non_finite(sequence)))
-            elif sequence.computed == len(sequence.tokens):
-                rows.append(batch.sampled.index(sequence))
+            elif is_whole:
+                rows.append(logit_row)
                 sampled.append(sequence)
+            logit_row += is_whole
         if not sampled:
             return finishes
         chosen = logits if len(rows) == len(logits) else logits[rows]
@@ -294,6 +298,7 @@ class Engine:
     def _append(self, sequence: Sequence, choice: Choice) -> FinishEvent | None:
         """Deliver one token; the finish it causes, if any."""
         index = sequence.generated_count
+        sequence.losses = 0
         sequence.tokens.append(choice.token_id)
         self.roster.output.tokens.append(TokenEvent(sequence.key, index, choice))
         sampling = sequence.admission.sampling

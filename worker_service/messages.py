@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from splitpoint.costs import Profile
 from splitpoint.errors import SplitpointError
 from splitpoint.planner import RestoreMethod
 from worker_service.sampling import Choice
@@ -89,6 +90,16 @@ class RestoreEvent:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """A prefix to look up again, after a chunk of it was lost."""
+
+    key: SequenceKey
+    salt: bytes
+    tokens: list[int]
+    is_streamed: bool
+
+
 @dataclass(slots=True)
 class StepOutput:
     """Everything that leaves the engine. `ran` tells whether the model ran."""
@@ -97,9 +108,11 @@ class StepOutput:
     finishes: list[FinishEvent] = field(default_factory=list)
     restores: list[RestoreEvent] = field(default_factory=list)
     writes: list[tuple[SequenceKey, list[WriteJob]]] = field(default_factory=list)
-    # Chains to flush, and prefixes to look up again (salt, and the tokens to match).
+    # Chains to flush.
     flushes: list[SequenceKey] = field(default_factory=list)
-    lookups: list[tuple[SequenceKey, bytes, list[int]]] = field(default_factory=list)
+    lookups: list[Lookup] = field(default_factory=list)
+    # Measured anew.
+    profile: Profile | None = None
     ran: bool = False
     running_count: int = 0
     cache_used_bytes: int = 0

@@ -35,6 +35,11 @@ class Pager:
         for _ in range(first_chunk, chunk_count):
             sequence.pages.append(self._cache.pages.take())
 
+    @property
+    def may_take_input_page(self) -> bool:
+        """Whether an X page is free, or none is ever needed."""
+        return not self._keeps_inputs or self._cache.input_pages.free_count > 0
+
     def take_input_page(self, sequence: Sequence, chunk_index: int) -> int:
         page = self._cache.input_pages.take()
         sequence.input_pages[chunk_index] = page

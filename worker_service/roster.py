@@ -1,7 +1,7 @@
 """Which request is where: waiting, running, or finished but still being written back.
 
-Every way in and out of the engine is one method here, and all of them end in
-`_release` or a flush, so nothing a request holds can be forgotten. What must
+Every way in and out of the engine is one method here. A sequence that holds pages
+leaves through `_release`, at once or after a flush, so nothing can be forgotten. What must
 leave the engine is added to `output`. Runs on the engine's thread.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from splitpoint.errors import DataLoss, ResourceExhausted, SplitpointError, Unavailable
 from splitpoint.text import TextStream, Tokenizer
 from worker_service.device_cache import DeviceCache
-from worker_service.messages import Admit, FinishEvent, StepOutput
+from worker_service.messages import Admit, FinishEvent, Lookup, StepOutput
 from worker_service.paging import Pager
 from worker_service.sequence import Sequence
 from worker_service.store_client import Match
@@ -174,7 +174,9 @@ class Roster:
             return
         self._pager.give_pages(sequence)
         sequence.forget()
-        self.output.lookups.append((key, sequence.admission.salt, list(sequence.tokens)))
+        self.output.lookups.append(
+            Lookup(key, sequence.admission.salt, list(sequence.tokens), sequence.is_streamed)
+        )
 
     # -- below ------------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Coroutine
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from splitpoint.errors import Internal, SplitpointError, Unavailable
 from splitpoint.planner import Residency
@@ -22,6 +23,7 @@ from worker_service.messages import (
     Cancel,
     Command,
     FinishEvent,
+    Lookup,
     Matched,
     SetPaused,
     StepOutput,
@@ -36,22 +38,38 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
+# Step outputs that nobody takes; a scheduler that lags so far behind is not there.
+OUTPUT_LIMIT = 10_000
+
+
+@dataclass(slots=True)
+class Listener:
+    """A Run stream's end: outputs in order, until it was given up for not taking them."""
+
+    outputs: asyncio.Queue[StepOutput] = field(default_factory=asyncio.Queue)
+    given_up: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class Runtime:
     """One engine, its thread, its store. `start` before use, `stop` at the end."""
 
     def __init__(self, engine: Engine, store: StoreClient | None) -> None:
         self.engine = engine
         self.store = store
-        self.outputs: asyncio.Queue[StepOutput] = asyncio.Queue()
+        # Who hears of step outputs; None while no Run stream is open.
+        self._listener: Listener | None = None
         # Requests from admit until their finish, and those still looking up.
         self.live: set[SequenceKey] = set()
         self._lookups: dict[SequenceKey, asyncio.Task[None]] = {}
+        self._calls: set[asyncio.Future[Any]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._loop = asyncio.get_running_loop()
         self._write_back = (
             WriteBack(store, engine.cache, engine.post) if store is not None else None
         )
+        if store is not None and self._write_back is not None:
+            store.quiesce = self._write_back.quiesce
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.failed = asyncio.Event()
 
@@ -60,12 +78,38 @@ class Runtime:
 
     async def stop(self) -> None:
         """Finish write-back, end the session, stop the thread. Cancel requests first."""
+        if self._lookups:
+            await asyncio.wait(self._lookups.values())
         if self._write_back is not None:
             await self._write_back.close()
         self.engine.post(Stop())
         await asyncio.to_thread(self._thread.join)
         if self.store is not None:
             await self.store.close()
+
+    # -- who listens --------------------------------------------------------------
+
+    def listen(self) -> Listener:
+        """A fresh listener, which replaces the one before."""
+        self._listener = Listener()
+        return self._listener
+
+    def unlisten(self, listener: Listener) -> None:
+        if self._listener is listener:
+            self._listener = None
+
+    def emit(self, output: StepOutput) -> None:
+        """Tell the listener; what nobody hears is dropped, as its requests are cancelled."""
+        listener = self._listener
+        if listener is None:
+            return
+        if listener.outputs.qsize() >= OUTPUT_LIMIT:
+            log.error("step outputs are not taken: giving the Run stream up")
+            listener.given_up.set()
+            self._listener = None
+            self.cancel_all()
+            return
+        listener.outputs.put_nowait(output)
 
     # -- requests -----------------------------------------------------------------
 
@@ -107,7 +151,11 @@ class Runtime:
 
     async def call(self, function: Callable[[], Result]) -> Result:
         """Run `function` on the engine's thread, between two steps."""
+        if self.failed.is_set():
+            raise Internal("the engine failed", reason="ENGINE_FAILED")
         future: asyncio.Future[Result] = self._loop.create_future()
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
 
         def settle(setter: Callable[[], None]) -> None:
             if not future.done():
@@ -142,9 +190,11 @@ class Runtime:
     def _on_failure(self) -> None:
         error = Internal("the engine failed; the worker restarts", reason="ENGINE_FAILED")
         output = StepOutput(finishes=[FinishEvent(key, error=error) for key in self.live])
+        for call in self._calls:
+            call.set_exception(error)
         self.live.clear()
         self._idle.set()
-        self.outputs.put_nowait(output)
+        self.emit(output)
         self.failed.set()
 
     def _on_output(self, output: StepOutput) -> None:
@@ -153,14 +203,14 @@ class Runtime:
                 self._write_back.submit(key, jobs)
             for key in output.flushes:
                 self._write_back.flush(key)
-        for key, salt, tokens in output.lookups:
-            self._track(key, self._look_up_again(key, salt, tokens))
+        for lookup in output.lookups:
+            self._track(lookup.key, self._look_up_again(lookup))
         for event in output.finishes:
             self.live.discard(event.key)
         if not self.live:
             self._idle.set()
         if output.tokens or output.finishes or output.restores:
-            self.outputs.put_nowait(output)
+            self.emit(output)
 
     # -- the store's side --------------------------------------------------------------
 
@@ -171,8 +221,9 @@ class Runtime:
 
     async def _look_up_and_admit(self, admission: Admission) -> None:
         tokens = [*admission.prompt, *admission.delivered]
-        match = await self._match(admission.key, admission.salt, tokens)
-        if match is None and admission.residency is Residency.STREAMED:
+        streamed = admission.residency is Residency.STREAMED
+        match = await self._match(admission.key, admission.salt, tokens, streamed=streamed)
+        if match is None and streamed:
             error = Unavailable(
                 "streamed residency needs the KV store, which is away",
                 reason="STORE_LOST",
@@ -182,10 +233,15 @@ class Runtime:
             return
         self.engine.post(Admit(admission, match))
 
-    async def _look_up_again(self, key: SequenceKey, salt: bytes, tokens: list[int]) -> None:
-        self.engine.post(Matched(key, await self._match(key, salt, tokens)))
+    async def _look_up_again(self, lookup: Lookup) -> None:
+        match = await self._match(
+            lookup.key, lookup.salt, lookup.tokens, streamed=lookup.is_streamed
+        )
+        self.engine.post(Matched(lookup.key, match))
 
-    async def _match(self, key: SequenceKey, salt: bytes, tokens: list[int]) -> Match | None:
+    async def _match(
+        self, key: SequenceKey, salt: bytes, tokens: list[int], *, streamed: bool
+    ) -> Match | None:
         """The leased prefix, with its chain open; None when the store is away."""
         if self.store is None or self._write_back is None:
             return None
@@ -194,6 +250,11 @@ class Runtime:
         except SplitpointError as error:
             log.warning("%s: the prefix was not looked up: %s", key[0], error.message)
             return None
+        except Exception:
+            # Without its prefix the request can still run; without an answer it hangs.
+            log.exception("%s: looking the prefix up failed", key[0])
+            return None
         # The last token is always computed, so it never counts as cached.
-        self._write_back.open(key, salt, match, min(match.cached_tokens, len(tokens) - 1))
+        cached = min(match.cached_tokens, len(tokens) - 1)
+        self._write_back.open(key, salt, match, cached, must_store=streamed)
         return match

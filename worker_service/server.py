@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,15 +13,18 @@ import grpc
 from splitpoint.convert import layout_to_proto, profile_to_proto, shape_to_proto
 from splitpoint.costs import Profile
 from splitpoint.errors import (
+    Aborted,
     FailedPrecondition,
     InvalidArgument,
     SplitpointError,
     Unavailable,
 )
+from splitpoint.rpc import HealthReporter
 from splitpoint.v1 import worker_pb2 as pb
 from splitpoint.v1 import worker_pb2_grpc
 from worker_service.messages import StepOutput
 from worker_service.profiler import measure
+from worker_service.runtime import Listener
 from worker_service.startup import LoadedWorker
 from worker_service.wire import admission_from, refusal, response_from
 
@@ -30,6 +32,7 @@ log = logging.getLogger(__name__)
 
 SERVICE_NAME = "splitpoint.v1.WorkerService"
 DRAIN_SECONDS = 30.0
+LONGEST_DRAIN_SECONDS = 3600.0
 
 _RunCall = grpc.aio.ServicerContext[pb.RunRequest, pb.RunResponse]
 
@@ -39,6 +42,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """Answers UNAVAILABLE until `worker` is set, which happens once the model is loaded."""
 
     worker: LoadedWorker | None = None
+    health: HealthReporter | None = None
     draining: bool = False
     _stream_is_open: bool = field(default=False, init=False)
     _closing: asyncio.Event = field(default_factory=asyncio.Event, init=False)
@@ -78,6 +82,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         worker = self._loaded()
         if request.refresh:
             worker.profile = await worker.runtime.call(lambda: _measure(worker))
+            worker.runtime.emit(StepOutput(profile=worker.profile))
         return pb.ProfileResponse(profile=profile_to_proto(worker.profile))
 
     async def Run(
@@ -91,24 +96,27 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._stream_is_open = True
         # Tells the scheduler at once that the stream was accepted.
         await context.send_initial_metadata(())
-        commands = asyncio.create_task(self._read_commands(worker, request_iterator))
-        closing = asyncio.create_task(self._closing.wait())
+        listener = worker.runtime.listen()
+        ends = [
+            asyncio.create_task(self._read_commands(worker, request_iterator)),
+            asyncio.create_task(self._closing.wait()),
+            asyncio.create_task(_given_up(listener)),
+        ]
         try:
-            async for output in _outputs_until(worker.runtime.outputs, commands, closing):
-                worker.steps += 1
-                yield response_from(output, worker.steps)
+            step = 0
+            async for output in _outputs_until(listener.outputs, ends):
+                step += 1
+                yield response_from(output, step)
         finally:
-            closing.cancel()
-            commands.cancel()
-            with contextlib.suppress(asyncio.CancelledError, SplitpointError):
-                await commands
+            worker.runtime.unlisten(listener)
+            for end in ends:
+                end.cancel()
+            # What they raised, _outputs_until raised before.
+            await asyncio.gather(*ends, return_exceptions=True)
             worker.runtime.cancel_all()
-            worker.steps = 0
-            self._stream_is_open = False
-            # What these requests still produce belongs to nobody.
+            # The next stream starts on an empty engine.
             await worker.runtime.wait_idle(DRAIN_SECONDS)
-            while not worker.runtime.outputs.empty():
-                worker.runtime.outputs.get_nowait()
+            self._stream_is_open = False
 
     async def Drain(
         self,
@@ -118,13 +126,18 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         grace = DRAIN_SECONDS
         if request.HasField("grace_duration"):
             grace = request.grace_duration.ToTimedelta().total_seconds()
-            if grace < 0:
-                raise InvalidArgument("must be at least 0", field="grace_duration")
+            if not 0 <= grace <= LONGEST_DRAIN_SECONDS:
+                raise InvalidArgument(
+                    f"must be in [0, {LONGEST_DRAIN_SECONDS:g}] s", field="grace_duration"
+                )
         return pb.DrainResponse(cancelled_count=await self.drain(grace))
 
     async def drain(self, grace_seconds: float) -> int:
         """Refuse new requests, let running ones end; returns how many were cancelled."""
         self.draining = True
+        if self.health is not None:
+            # How the scheduler hears of it.
+            await self.health.set(SERVICE_NAME, False)
         if self.worker is None:
             return 0
         runtime = self.worker.runtime
@@ -176,7 +189,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             if admission.key in worker.runtime.live:
                 raise InvalidArgument("this attempt is running already", field="admit.request_id")
         except SplitpointError as error:
-            worker.runtime.outputs.put_nowait(StepOutput(finishes=[refusal(command, error)]))
+            worker.runtime.emit(StepOutput(finishes=[refusal(command, error)]))
         else:
             worker.runtime.admit(admission)
 
@@ -186,8 +199,13 @@ def _measure(worker: LoadedWorker) -> Profile:
     return measure(engine.model, engine.cache.device, worker.device_description)
 
 
+async def _given_up(listener: Listener) -> None:
+    await listener.given_up.wait()
+    raise Aborted("step outputs were not taken", reason="SLOW_SCHEDULER")
+
+
 async def _outputs_until(
-    outputs: asyncio.Queue[StepOutput], *ends: asyncio.Task[Any]
+    outputs: asyncio.Queue[StepOutput], ends: Sequence[asyncio.Task[Any]]
 ) -> AsyncIterator[StepOutput]:
     """Step outputs until one of the tasks ends; raises what it raised."""
     while True:

@@ -68,7 +68,6 @@ class LoadedWorker:
     store: StoreClient | None
     profile: Profile
     device_description: str
-    steps: int = 0
 
 
 async def load_worker(options: WorkerOptions) -> LoadedWorker:

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -20,7 +20,7 @@ import grpc
 
 from splitpoint.arena import Arena
 from splitpoint.convert import layout_from_proto
-from splitpoint.errors import InvalidArgument, SplitpointError, Unavailable
+from splitpoint.errors import DeadlineExceeded, InvalidArgument, SplitpointError, Unavailable
 from splitpoint.rpc import error_of, open_channel
 from splitpoint.shapes import ArenaLayout
 from splitpoint.v1 import kvstore_pb2 as pb
@@ -85,6 +85,9 @@ class StoreClient:
         self._stub = kvstore_pb2_grpc.KvStoreServiceStub(self._channel)
         self._request_numbers = itertools.count(1)
         self._keeper: asyncio.Task[None] | None = None
+        # Awaited before a lost session is acknowledged: nothing may be writing
+        # into its slots any more when the store frees them.
+        self.quiesce: Callable[[], Awaitable[None]] | None = None
         self._closing = asyncio.Event()
 
     async def layout(self, timeout: float = 30.0) -> ArenaLayout:
@@ -200,7 +203,7 @@ class StoreClient:
     # -- the session --------------------------------------------------------------
 
     async def _attach(self, previous: bytes) -> Connection:
-        answer = await self._call(
+        answer = await self._once(
             self._stub.Attach,
             pb.AttachRequest(
                 client_name=self.client_name,
@@ -235,6 +238,8 @@ class StoreClient:
                 return
             self.connection = None
             log.warning("the KV store session was lost: serving without cached prefixes")
+            if self.quiesce is not None:
+                await self.quiesce()
             self.connection = await self._reattach(connection.session_id)
             if self.connection is not None:
                 log.warning("attached to the KV store again, epoch %d", self.connection.epoch)
@@ -272,6 +277,9 @@ class StoreClient:
                 previous = b""
             except SplitpointError as error:
                 log.info("attaching again failed: %s", error.message)
+            except OSError as error:
+                # No memory or descriptors to map it with, for now.
+                log.warning("mapping the arena failed: %s", error)
         return None
 
     def _require(self) -> Connection:
@@ -283,6 +291,19 @@ class StoreClient:
         return next(self._request_numbers).to_bytes(8, "little")
 
     async def _call(
+        self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Response], request: Request
+    ) -> Response:
+        """One call; an answer that did not come is asked for once more.
+
+        Every request carries its id, so the store does nothing twice, and what a
+        call that timed out did grant is learned instead of leaked.
+        """
+        try:
+            return await self._once(method, request)
+        except (DeadlineExceeded, Unavailable):
+            return await self._once(method, request)
+
+    async def _once(
         self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Response], request: Request
     ) -> Response:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from splitpoint.convert import method_to_proto, plan_from_proto
+from splitpoint.convert import method_to_proto, plan_from_proto, profile_to_proto
 from splitpoint.errors import InvalidArgument, SplitpointError
 from splitpoint.keys import SALT_LIMIT
 from splitpoint.shapes import ModelShape
@@ -78,6 +78,7 @@ def response_from(output: StepOutput, step: int) -> worker_pb2.RunResponse:
         step=step,
         running_count=output.running_count,
         cache_used_bytes=output.cache_used_bytes,
+        profile=None if output.profile is None else profile_to_proto(output.profile),
     )
     for event in output.tokens:
         request_id, attempt = event.key
@@ -115,6 +116,7 @@ def finish_from(event: FinishEvent) -> worker_pb2.RequestFinish:
     if event.error is not None:
         finish.error_code = event.error.code
         finish.error_message = event.error.message
+        finish.error_reason = event.error.reason
     else:
         finish.reason = _REASONS[event.reason]
         finish.matched_stop = event.matched_stop

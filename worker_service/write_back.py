@@ -10,12 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from splitpoint.errors import FailedPrecondition, SplitpointError
+import torch
+
+from splitpoint.errors import (
+    FailedPrecondition,
+    Internal,
+    ResourceExhausted,
+    SplitpointError,
+)
 from splitpoint.keys import chunk_key
 from worker_service.arena_tensors import ArenaTensors, StoredChunk
 from worker_service.device_cache import DeviceCache
@@ -26,6 +34,8 @@ log = logging.getLogger(__name__)
 # Chunks per Reserve/Seal: enough to amortise the calls, few enough that a long
 # prefill's first chunks are sealed while its last ones are computed.
 BATCH_CHUNKS = 32
+# How long a streamed request's chunks wait for slots in an arena full of leases.
+RESERVE_SECONDS = 30.0
 
 SequenceKey = tuple[str, int]
 
@@ -71,6 +81,8 @@ class _Chain:
     connection: Connection
     parent_key: bytes
     lease_ids: list[int]
+    # A streamed request cannot go on without the store; any other only loses reuse.
+    must_store: bool
     jobs: deque[WriteJob] = field(default_factory=deque)
     writer: asyncio.Task[None] | None = None
     failed: bool = False
@@ -96,7 +108,15 @@ class WriteBack:
     def chain_count(self) -> int:
         return len(self._chains)
 
-    def open(self, key: SequenceKey, salt: bytes, match: Match, cached_tokens: int) -> None:
+    def open(
+        self,
+        key: SequenceKey,
+        salt: bytes,
+        match: Match,
+        cached_tokens: int,
+        *,
+        must_store: bool,
+    ) -> None:
         """Begin a chain after the first `cached_tokens`, which the match holds."""
         full = cached_tokens // self._cache.layout.chunk_tokens
         self._chains[key] = _Chain(
@@ -105,6 +125,7 @@ class WriteBack:
             connection=match.connection,
             parent_key=match.chunks[full - 1].key if full else b"",
             lease_ids=[match.lease_id],
+            must_store=must_store,
         )
 
     def submit(self, key: SequenceKey, jobs: Sequence[WriteJob]) -> None:
@@ -130,17 +151,26 @@ class WriteBack:
             await self._close_chain(key)
         self._lane.shutdown()
 
+    async def quiesce(self) -> None:
+        """Return once no copy that was begun is under way any more.
+
+        The lane is one thread, first come first served: behind them is after them.
+        """
+        await asyncio.get_running_loop().run_in_executor(self._lane, _nothing)
+
     async def _close_chain(self, key: SequenceKey) -> None:
         chain = self._chains.pop(key, None)
-        if chain is not None:
-            if chain.writer is not None:
-                await chain.writer
-            try:
+        try:
+            if chain is not None:
+                if chain.writer is not None:
+                    await chain.writer
                 await self._store.release(chain.connection, lease_ids=chain.lease_ids)
-            except SplitpointError as error:
-                # The session is gone, and its leases with it.
-                log.warning("releasing the leases of %s failed: %s", key[0], error.message)
-        self._post(Flushed(key))
+        except SplitpointError as error:
+            # The session is gone, and its leases with it.
+            log.warning("releasing the leases of %s failed: %s", key[0], error.message)
+        finally:
+            # Whatever happened, the engine waits for this to free the pages.
+            self._post(Flushed(key))
 
     async def _write(self, chain: _Chain) -> None:
         while chain.jobs:
@@ -154,19 +184,28 @@ class WriteBack:
                     jobs[0].chunk_index,
                     error.message,
                 )
-                chain.failed = True
-                chain.jobs.clear()
-                self._post(WriteFailed(chain.key, error))
+                self._fail(chain, error)
+                return
+            except Exception:
+                # A bug or a broken device; the request must hear of it all the same.
+                log.exception("%s: write-back failed", chain.key[0])
+                self._fail(chain, Internal("write-back failed", reason="WRITE_BACK_FAILED"))
                 return
             self._post(ChunksStored(chain.key, jobs[0].chunk_index, stored))
+
+    def _fail(self, chain: _Chain, error: SplitpointError) -> None:
+        chain.failed = True
+        chain.jobs.clear()
+        self._post(WriteFailed(chain.key, error))
 
     async def _store_chunks(
         self, chain: _Chain, jobs: Sequence[WriteJob]
     ) -> tuple[StoredChunk, ...]:
-        if self._store.connection is not chain.connection:
-            raise FailedPrecondition("the KV store session changed", reason="STORE_LOST")
-        granted = await self._store.reserve(chain.connection, len(jobs))
+        granted = await self._reserve(chain, len(jobs))
         try:
+            # Between this check and the copy's turn on the lane nothing awaits:
+            # a session that is given up waits for the lane before its slots go.
+            self._check_session(chain)
             checksums = await asyncio.get_running_loop().run_in_executor(
                 self._lane,
                 copy_chunks,
@@ -188,6 +227,23 @@ class WriteBack:
         if len(jobs[-1].token_ids) == self._cache.layout.chunk_tokens:
             chain.parent_key = answer.chunks[-1].key
         return answer.chunks
+
+    def _check_session(self, chain: _Chain) -> None:
+        if self._store.connection is not chain.connection:
+            raise FailedPrecondition("the KV store session changed", reason="STORE_LOST")
+
+    async def _reserve(self, chain: _Chain, slot_count: int) -> list[tuple[int, int]]:
+        """Granted slots; a full arena is asked again until its leases had time to go."""
+        deadline = time.monotonic() + RESERVE_SECONDS
+        while True:
+            self._check_session(chain)
+            try:
+                return await self._store.reserve(chain.connection, slot_count)
+            except ResourceExhausted as error:
+                wait = error.retry_after_seconds
+                if not chain.must_store or wait is None or time.monotonic() + wait > deadline:
+                    raise
+            await asyncio.sleep(wait)
 
     def _chain_keys(
         self,
@@ -214,20 +270,34 @@ def copy_chunks(
     function of its tokens alone. The pages are complete: a step hands chunks
     over only after it read its logits back, which waits for its kernels.
     """
-    planes = [
-        (tensors.keys, cache.keys, 1),
-        (tensors.values, cache.values, 1),
-    ]
-    if tensors.inputs:
-        planes.append((tensors.inputs, cache.inputs, 0))
     for job, slot in zip(jobs, slots, strict=True):
         rows = len(job.token_ids)
-        for targets, sources, row_axis in planes:
-            page = job.page if row_axis == 1 else job.input_page
-            if page is None:
+        _copy_rows(tensors.keys, cache.keys, slot, job.page, rows, row_axis=1)
+        _copy_rows(tensors.values, cache.values, slot, job.page, rows, row_axis=1)
+        if tensors.inputs:
+            if job.input_page is None:
                 raise RuntimeError(f"chunk {job.chunk_index} has no activations to store")
-            for target, source in zip(targets, sources, strict=True):
-                target[slot].copy_(source[page])
-                if rows < cache.layout.chunk_tokens:
-                    target[slot].narrow(row_axis, rows, cache.layout.chunk_tokens - rows).zero_()
+            _copy_rows(tensors.inputs, cache.inputs, slot, job.input_page, rows, row_axis=0)
     return [tensors.arena.checksum(slot) for slot in slots]
+
+
+def _copy_rows(
+    planes: Sequence[torch.Tensor],
+    pages: Sequence[torch.Tensor],
+    slot: int,
+    page: int,
+    rows: int,
+    *,
+    row_axis: int,
+) -> None:
+    """One page of every layer into its slot; rows from `rows` on become zero."""
+    for plane, source in zip(planes, pages, strict=True):
+        target = plane[slot]
+        target.copy_(source[page])
+        spare = target.shape[row_axis] - rows
+        if spare:
+            target.narrow(row_axis, rows, spare).zero_()
+
+
+def _nothing() -> None:
+    """A place in the lane."""
