@@ -46,6 +46,7 @@ class StackShape:
     data_type: DataType = DataType.FLOAT32
     max_batch_size: int = 16
     prefill_chunk_tokens: int = 64
+    lease_seconds: float = 10.0
 
 
 @dataclass
@@ -95,20 +96,7 @@ async def local_stack(
             )
             for index in range(shape.workers)
         ]
-        model = ServedModel(
-            ModelShape.from_config(
-                read_config(folder), name=model_name(folder), data_type=shape.data_type
-            ),
-            Tokenizer.load(folder),
-        )
-        scheduler = Scheduler(
-            SchedulerOptions(
-                model=model,
-                worker_addresses=[f"unix:{sockets}/w{i}" for i in range(shape.workers)],
-                server_key=b"k" * 32,
-                eos_token_ids=frozenset(eos_token_ids(folder)),
-            )
-        )
+        scheduler = make_scheduler(folder, sockets, shape)
         listening = await scheduler.start("127.0.0.1:0")
         cleanup.push_async_callback(scheduler.stop, 1.0)
         client = await cleanup.enter_async_context(AsyncClient(listening))
@@ -125,6 +113,21 @@ async def local_stack(
         )
 
 
+def make_scheduler(folder: Path, sockets: Path, shape: StackShape) -> Scheduler:
+    """A scheduler for the workers of a stack; start it, and stop it."""
+    model = ModelShape.from_config(
+        read_config(folder), name=model_name(folder), data_type=shape.data_type
+    )
+    return Scheduler(
+        SchedulerOptions(
+            model=ServedModel(model, Tokenizer.load(folder)),
+            worker_addresses=[f"unix:{sockets}/w{i}" for i in range(shape.workers)],
+            server_key=b"k" * 32,
+            eos_token_ids=frozenset(eos_token_ids(folder)),
+        )
+    )
+
+
 async def start_store(
     folder: Path, address: str, arena: Path, shape: StackShape
 ) -> asyncio.subprocess.Process:
@@ -134,6 +137,7 @@ async def start_store(
         *("--listen", address, "--model", str(folder), "--arena", str(arena)),
         *("--dtype", shape.data_type.value, "--activations", shape.activations),
         *("--chunk-tokens", str(shape.chunk_tokens), "--host-memory", shape.host_memory),
+        *("--lease-seconds", str(shape.lease_seconds)),
     )
 
 

@@ -1,0 +1,201 @@
+"""Requests that come and go in every order, in little memory, while services stall and restart."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from local_stack import LocalStack, StackShape, local_stack, make_scheduler, wait_for_workers
+from tiny_models import build_tiny, clear_prompt, write_tiny
+
+from splitpoint.client import AsyncClient, Completion
+from splitpoint.planner import Residency
+from splitpoint.rpc import open_channel
+from splitpoint.v1 import worker_pb2, worker_pb2_grpc
+
+NEW_TOKENS = 24
+# Caches of a few pages, X pages for two prefill chunks, an arena of about 100 slots.
+TIGHT = StackShape(
+    host_memory="6MiB",
+    device_memory_bytes=2 << 20,
+    max_batch_size=4,
+    prefill_chunk_tokens=32,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    prompt: list[int]
+    wanted: list[int]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[Case]:
+    """Prompts that share beginnings, some of which end inside a chunk."""
+    model = build_tiny("llama")
+    found: list[Case] = []
+    for seed, length in enumerate((5, 37, 90, 150)):
+        prompt, wanted = clear_prompt(model, length, NEW_TOKENS, seed=seed)
+        found.append(Case(prompt, wanted))
+        for more in (3, 40):
+            before = [*prompt, *wanted[:10]]
+            longer, answer = clear_prompt(model, more, NEW_TOKENS, before=before, seed=seed)
+            found.append(Case(longer, answer))
+    return found
+
+
+async def request_once(stack: LocalStack, case: Case, rng: random.Random) -> None:
+    """One request, whole or left midway, resident or streamed, split anywhere."""
+    generation = stack.client.generate(
+        case.prompt,
+        max_tokens=NEW_TOKENS,
+        ignore_eos=True,
+        residency=rng.choice([Residency.RESIDENT, Residency.STREAMED]),
+        split=rng.choice([0, 1, 20, 1000]),
+    )
+    leave_after = rng.choice([0, 1, 7, None, None, None])
+    answer: list[int] = []
+    async for event in generation:
+        if isinstance(event, Completion):
+            break
+        answer += event.token_ids
+        if leave_after is not None and len(answer) > leave_after:
+            break
+    await generation.close()
+    assert answer == case.wanted[: len(answer)]
+    assert leave_after is not None or answer == case.wanted
+
+
+async def storm(stack: LocalStack, cases: list[Case], rng: random.Random, count: int) -> None:
+    """`count` requests with about a dozen at a time."""
+    gate = asyncio.Semaphore(12)
+
+    async def one(case: Case) -> None:
+        async with gate:
+            await asyncio.sleep(rng.random() * 0.02)
+            await request_once(stack, case, rng)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(count):
+            group.create_task(one(rng.choice(cases)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_any_order_in_little_memory(
+    folder: Path, tmp_path: Path, cases: list[Case], seed: int
+) -> None:
+    async with local_stack(folder, tmp_path, TIGHT) as stack:
+        await storm(stack, cases, random.Random(seed), 60)
+        await stack.assert_clean()
+        workers = await stack.client.list_workers()
+        assert [worker.cache_charged_bytes for worker in workers] == [0, 0]
+
+
+async def test_the_store_stalls_beyond_its_leases(
+    folder: Path, tmp_path: Path, cases: list[Case]
+) -> None:
+    """SIGSTOP for three leases under load: sessions end and begin anew, answers stay right."""
+    shape = StackShape(
+        host_memory="6MiB", device_memory_bytes=8 << 20, max_batch_size=8, lease_seconds=0.6
+    )
+    async with local_stack(folder, tmp_path, shape) as stack:
+        rng = random.Random(0)
+
+        async def resident(case: Case) -> None:
+            answer = await stack.client.generate(
+                case.prompt, max_tokens=NEW_TOKENS, ignore_eos=True, residency=Residency.RESIDENT
+            ).complete()
+            assert list(answer.token_ids) == case.wanted
+
+        for _ in range(2):
+            async with asyncio.TaskGroup() as group:
+                for _ in range(12):
+                    group.create_task(resident(rng.choice(cases)))
+                await asyncio.sleep(0.05)
+                stack.store_process.send_signal(signal.SIGSTOP)
+                await asyncio.sleep(2.0)
+                stack.store_process.send_signal(signal.SIGCONT)
+        async with asyncio.timeout(20):
+            while any(w.store is None or w.store.connection is None for w in stack.workers):
+                await asyncio.sleep(0.05)
+        await storm(stack, cases, rng, 20)
+        await stack.assert_clean()
+
+
+async def test_streamed_requests_wait_for_the_stores_slots(folder: Path, tmp_path: Path) -> None:
+    """Each fits the arena alone, together they do not: all are served, one after the other."""
+    model = build_tiny("llama")
+    prompts, wanted = zip(
+        *(clear_prompt(model, 400, 40, seed=seed) for seed in range(5)), strict=True
+    )
+    shape = StackShape(host_memory="4MiB", device_memory_bytes=2 << 20, prefill_chunk_tokens=32)
+    async with local_stack(folder, tmp_path, shape) as stack:
+        slots = (await stack.store_stats()).slot_count
+        assert 440 / shape.chunk_tokens < slots < 5 * 440 / shape.chunk_tokens
+        answers = await asyncio.gather(
+            *(
+                stack.client.generate(
+                    prompt, max_tokens=40, ignore_eos=True, residency=Residency.STREAMED
+                ).complete()
+                for prompt in prompts
+            )
+        )
+        assert [list(answer.token_ids) for answer in answers] == list(wanted)
+        await stack.assert_clean()
+
+
+async def test_a_drained_worker_gets_nothing_new(
+    folder: Path, tmp_path: Path, cases: list[Case]
+) -> None:
+    async with local_stack(folder, tmp_path) as stack:
+        async with open_channel(f"unix:{tmp_path}/w0") as channel:
+            await worker_pb2_grpc.WorkerServiceStub(channel).Drain(worker_pb2.DrainRequest())
+        answers = await asyncio.gather(
+            *(
+                stack.client.generate(
+                    case.prompt, max_tokens=NEW_TOKENS, ignore_eos=True
+                ).complete()
+                for case in cases
+            )
+        )
+        assert {answer.worker for answer in answers} == {"1"}
+        assert [list(a.token_ids) for a in answers] == [case.wanted for case in cases]
+
+
+async def test_a_new_scheduler_takes_over_busy_workers(
+    folder: Path, tmp_path: Path, cases: list[Case]
+) -> None:
+    """The old one's requests end with it; the new one's get all their events."""
+    async with local_stack(folder, tmp_path) as stack:
+        for _ in range(3):
+            abandoned = [
+                stack.client.generate(cases[-1].prompt, max_tokens=200, ignore_eos=True)
+                for _ in range(4)
+            ]
+            for generation in abandoned:
+                async for _ in generation:
+                    break
+            for stream in abandoned:
+                await stream.close()
+        await stack.scheduler.stop(0)
+        heir = make_scheduler(folder, tmp_path, StackShape())
+        address = await heir.start("127.0.0.1:0")
+        try:
+            async with AsyncClient(address) as client:
+                await wait_for_workers(client, 2)
+                for case in cases:
+                    answer = await client.generate(
+                        case.prompt, max_tokens=NEW_TOKENS, ignore_eos=True
+                    ).complete()
+                    assert list(answer.token_ids) == case.wanted
+        finally:
+            await heir.stop(1.0)
