@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,18 +84,21 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
     shape = ModelShape.from_config(
         config, name=model_name(options.model_folder), data_type=options.data_type
     )
-    store: StoreClient | None = None
-    if options.kvstore_address is None:
-        layout = ArenaLayout.of(shape, chunk_tokens=options.chunk_tokens, has_activations=False)
-    else:
-        store = StoreClient(options.kvstore_address, f"worker-{options.worker_id}")
-        layout = await store.layout()
-        await asyncio.to_thread(_check_layout, layout, shape, options.model_folder)
-    engine, profile, description = await asyncio.to_thread(
-        _build_engine, options, shape, layout, device
-    )
-    if store is not None:
-        await store.start(layout)
+    async with AsyncExitStack() as on_failure:
+        store: StoreClient | None = None
+        if options.kvstore_address is None:
+            layout = ArenaLayout.of(shape, chunk_tokens=options.chunk_tokens, has_activations=False)
+        else:
+            store = StoreClient(options.kvstore_address, f"worker-{options.worker_id}")
+            on_failure.push_async_callback(store.close)
+            layout = await store.layout()
+            await asyncio.to_thread(_check_layout, layout, shape, options.model_folder)
+        engine, profile, description = await asyncio.to_thread(
+            _build_engine, options, shape, layout, device
+        )
+        if store is not None:
+            await store.start(layout)
+        on_failure.pop_all()
     runtime = Runtime(engine, store)
     runtime.start()
     return LoadedWorker(

@@ -18,9 +18,9 @@ from splitpoint.rpc import open_channel
 from splitpoint.v1 import worker_pb2, worker_pb2_grpc
 
 NEW_TOKENS = 24
-# Caches of a few pages, X pages for two prefill chunks, an arena of about 100 slots.
+# Caches of a few pages, X pages for two prefill chunks, an arena that must evict.
 TIGHT = StackShape(
-    host_memory="6MiB",
+    host_memory="4MiB",
     device_memory_bytes=2 << 20,
     max_batch_size=4,
     prefill_chunk_tokens=32,
