@@ -25,12 +25,13 @@ def test_the_report_compares_medians_with_the_fastest_peer() -> None:
     other = ((1, 2, 9, 4), (5, 6, 7, 8))
     runs = {
         OURS: [run(2.0, 0.5, tokens), run(1.0, 0.5, tokens), run(9.0, 0.5, tokens)],
-        "slow": [run(8.0, 2.0, tokens)] * 3,
+        "slow sdpa": [run(8.0, 2.0, tokens)] * 3,
         "fast": [run(4.0, 3.0, other)] * 3,
     }
     report = report_of(WORKLOAD, runs)
     assert report["fastest_peer"] == "fast"
     assert report["ratio"] == 2.0
+    assert report["ratio_to_default_attention"] == 4.0
     # 6 tokens after the first ones: 4 a second, against 1 (slow) and 6 (fast).
     assert report["decode_ratio"] == round(4 / 6, 3)
     assert report["agreeing_token_share"] == 6 / 8
