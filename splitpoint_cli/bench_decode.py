@@ -40,6 +40,7 @@ class Workload:
     prompt: int
     new: int
     repeats: int
+    device: str
     threads: int
     seed: int
 
@@ -55,6 +56,9 @@ def decode(
     prompt: Annotated[int, typer.Option(help="Prompt tokens of each.", min=1)] = 512,
     new: Annotated[int, typer.Option(help="New tokens of each.", min=2)] = 128,
     repeats: Annotated[int, typer.Option(help="Timed runs of each contender.", min=1)] = 5,
+    device: Annotated[
+        str, typer.Option(help="Where all contenders run.", metavar="cpu|cuda|cuda:N")
+    ] = "cpu",
     threads: Annotated[int, typer.Option(help="CPU threads; 0: one per core.", min=0)] = 0,
     seed: Annotated[int, typer.Option(help="Of weights and prompts.")] = 0,
     json_file: Annotated[
@@ -78,6 +82,7 @@ def decode(
         prompt=prompt,
         new=new,
         repeats=repeats,
+        device=device,
         threads=threads or len(os.sched_getaffinity(0)),
         seed=seed,
     )
@@ -136,7 +141,7 @@ def report_of(workload: Workload, runs: Mapping[str, Sequence[Run]]) -> dict[str
 def table_of(report: Mapping[str, Any]) -> Table:
     table = Table(
         title=f"{report['shape']} {report['dtype']}: {report['batch']} sequences, prompt "
-        f"{report['prompt']}, {report['new']} new, {report['threads']} threads"
+        f"{report['prompt']}, {report['new']} new, {report['device']}, {report['threads']} threads"
     )
     table.add_column("contender")
     for heading in ("tokens/s", "decode tokens/s", "first tokens after"):

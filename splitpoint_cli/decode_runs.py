@@ -27,8 +27,8 @@ from worker_service.model.config import plain_config
 from worker_service.model.decoder import Decoder
 from worker_service.sampling import Sampling
 from worker_service.sequence import Admission
+from worker_service.startup import choose_device
 
-CPU = torch.device("cpu")
 CHUNK_TOKENS = 64
 PREFILL_CHUNK_TOKENS = 512
 CACHES = ("dynamic", "static")
@@ -73,7 +73,8 @@ class OurWorker:
 
     def __init__(self, folder: Path, workload: Workload) -> None:
         dtype = TORCH_TYPES[DataType(workload.dtype)]
-        model = Decoder.load(folder, CPU, dtype)
+        device = choose_device(workload.device)
+        model = Decoder.load(folder, device, dtype)
         layout = ArenaLayout.of(model.shape, chunk_tokens=CHUNK_TOKENS, has_activations=False)
         pages = workload.batch * (-(-(workload.prompt + workload.new) // CHUNK_TOKENS) + 1)
 
@@ -93,7 +94,7 @@ class OurWorker:
         fixed = roomy.weight_bytes + roomy.workspace_bytes
         self._engine = Engine(
             model,
-            DeviceCache(layout, plan(fixed + wanted * roomy.page_bytes), CPU),
+            DeviceCache(layout, plan(fixed + wanted * roomy.page_bytes), device),
             max_batch_size=workload.batch,
             prefill_chunk_tokens=PREFILL_CHUNK_TOKENS,
         )
@@ -142,7 +143,7 @@ class FirstToken(StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
         if self.at is None:
             self.at = time.perf_counter()
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
 class Transformers:
@@ -155,6 +156,7 @@ class Transformers:
 
     def run(self, prompts: torch.Tensor, new_tokens: int) -> Run:
         self._model.set_attn_implementation(self._attention)
+        prompts = prompts.to(self._model.device)
         watch = FirstToken()
         started = time.perf_counter()
         output = self._model.generate(
@@ -189,6 +191,7 @@ def run_all(workload: Workload, say: Callable[[str], None]) -> dict[str, list[Ru
     with tempfile.TemporaryDirectory(prefix="splitpoint-bench-") as folder:
         say("writing a random checkpoint")
         model = _write_checkpoint(Path(folder), shape, workload.seed)
+        model.to(choose_device(workload.device))
         ours = OurWorker(Path(folder), workload)
     contenders: dict[str, Contender] = {OURS: ours}
     for cache in CACHES:

@@ -13,7 +13,7 @@ from splitpoint.errors import InvalidArgument
 from splitpoint_cli.bench_decode import OURS, Workload, decode, report_of, table_of
 from splitpoint_cli.decode_runs import OurWorker, Run, Transformers
 
-WORKLOAD = Workload("opt-125m", "float32", 2, 20, 6, 3, 1, 0)
+WORKLOAD = Workload("opt-125m", "float32", 2, 20, 6, 3, "cpu", 1, 0)
 
 
 def run(seconds: float, first: float, tokens: tuple[tuple[int, ...], ...]) -> Run:
