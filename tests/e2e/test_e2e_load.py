@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from pathlib import Path
 
@@ -30,6 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fd_count(pid: int | str = "self") -> int:
+    """Open descriptors; those that earlier tests left to the garbage collector are gone."""
+    gc.collect()
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
@@ -65,7 +68,7 @@ async def test_50_requests_against_a_budget_for_8(folder: Path, tmp_path: Path) 
         assert answers == list(wanted)
         await stack.assert_clean()
         after = fd_count(), fd_count(stack.store_process.pid)
-        assert all(abs(a - b) <= 2 for a, b in zip(after, before, strict=True)), (before, after)
+        assert all(a <= b + 2 for a, b in zip(after, before, strict=True)), (before, after)
         workers = await stack.client.list_workers()
         assert [worker.cache_charged_bytes for worker in workers] == [0, 0]
 
@@ -163,7 +166,7 @@ async def test_disconnects_leave_nothing_running(folder: Path, tmp_path: Path) -
         before = fd_count()
         await asyncio.gather(*(disconnect_midway(stack) for _ in range(20)))
         await stack.assert_clean()
-        assert abs(fd_count() - before) <= 2
+        assert fd_count() <= before + 2
 
 
 async def test_the_store_dies_and_comes_back(folder: Path, tmp_path: Path) -> None:
