@@ -70,7 +70,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--residency", choices=["auto", "resident", "streamed"], default="auto")
     parser.add_argument(
-        "--grace-seconds", type=float, default=10.0, metavar="S", help="for running requests"
+        "--grace-seconds", type=float, default=30.0, metavar="S", help="for running requests"
     )
     return parser.parse_args(arguments)
 

@@ -12,7 +12,7 @@ import itertools
 import logging
 import secrets
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,7 @@ class Conductor:
         self.admission = Admission(limits.queue_capacity)
         self.requests = RequestTable(limits)
         self.is_draining = False
+        self._an_end = asyncio.Event()
         # Step messages that were not taken: of an attempt that no longer counts,
         # or with tokens that had been delivered.
         self.late_results = 0
@@ -131,7 +132,11 @@ class Conductor:
         ready = self.registry.ready()
         if request.worker_id:
             if self.registry.find(request.worker_id) is None and self.registry.all_names_known:
-                raise NotFound("no worker has this name", reason="WORKER_NOT_FOUND")
+                names = ", ".join(sorted(worker.worker_id for worker in ready)) or "none is ready"
+                raise NotFound(
+                    f"no worker is called {request.worker_id!r} (workers: {names})",
+                    reason="WORKER_NOT_FOUND",
+                )
             ready = [worker for worker in ready if worker.worker_id == request.worker_id]
         if not ready:
             raise Unavailable(
@@ -420,6 +425,7 @@ class Conductor:
 
     def _ended(self, request: Request) -> None:
         self.requests.ended(request)
+        self._an_end.set()
         if self._waiting.pop(request.arrival, None) is not None:
             self.admission.withdraw(request.arrival)
 
@@ -463,6 +469,26 @@ class Conductor:
                     f"no worker that could run it was ready for {waited}", reason="NO_WORKER"
                 )
                 self._fail(request, error)
+
+    async def drain(self, grace_seconds: float) -> None:
+        """Take nothing new; what runs may end within the grace period, the rest is told."""
+        self.is_draining = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(grace_seconds):
+                while self.requests.running():
+                    self._an_end.clear()
+                    await self._an_end.wait()
+        for request in self.requests.running():
+            _log.warning("%s did not end within %g s", request.request_id, grace_seconds)
+            placement = self._placement_of(request)
+            self._withdraw(request)
+            if placement is not None:
+                self._release(placement)
+            error = Unavailable(
+                f"the scheduler stopped before the answer was whole, after {grace_seconds:g} s",
+                reason="STOPPED",
+            )
+            self._fail(request, error)
 
     async def close(self) -> None:
         """Fails what still runs."""

@@ -22,6 +22,9 @@ from splitpoint import rpc
 from splitpoint.planner import Residency
 from splitpoint.v1 import scheduler_pb2_grpc
 
+# For streams to deliver their last message once nothing runs any more.
+_LAST_WORDS_SECONDS = 1.0
+
 # Health, admin and reflection calls find room beside the Generate calls.
 _SPARE_CALLS = 128
 
@@ -95,9 +98,10 @@ class Scheduler:
 
     async def stop(self, grace_seconds: float) -> None:
         """No new requests; running ones may end within the grace period."""
-        self.conductor.is_draining = True
         await self.health.shut_down()
-        await self.server.stop(grace_seconds)
+        # Still serving: whoever asks meanwhile hears that it is draining.
+        await self.conductor.drain(grace_seconds)
+        await self.server.stop(min(grace_seconds, _LAST_WORDS_SECONDS))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

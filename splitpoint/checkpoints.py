@@ -56,6 +56,8 @@ def resolve_model(text: str | None, *, download: bool = True) -> Path:
     if folder.is_dir():
         read_config(folder)
         return folder.resolve()
+    if folder.exists():
+        raise InvalidArgument(f"{text} is a file, not a checkpoint folder", field="model")
     match = _HUB_NAME.fullmatch(text)
     if match is None or text.startswith("."):
         raise InvalidArgument(f"{text}: no such folder", field="model")

@@ -37,7 +37,7 @@ from splitpoint.answers import (
     Worker,
     WorkerPlan,
 )
-from splitpoint.config import DEFAULT_ADDRESS, check_address
+from splitpoint.config import check_address, default_address
 from splitpoint.errors import DeadlineExceeded, Internal, InvalidArgument, Unavailable
 from splitpoint.planner import Residency
 from splitpoint.v1 import scheduler_pb2 as pb
@@ -268,11 +268,11 @@ class Client:
     """
 
     def __init__(
-        self, address: str = DEFAULT_ADDRESS, *, timeout: float = DEFAULT_TIMEOUT_SECONDS
+        self, address: str | None = None, *, timeout: float = DEFAULT_TIMEOUT_SECONDS
     ) -> None:
-        self.address = check_address(address)
+        self.address = check_address(address or default_address())
         self._timeout = timeout
-        self._channel = rpc.open_sync_channel(address)
+        self._channel = rpc.open_sync_channel(self.address)
         self._services = _stubs(self._channel)
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
@@ -381,11 +381,11 @@ class AsyncClient:
     """`Client` for asyncio. Create and use it inside one event loop."""
 
     def __init__(
-        self, address: str = DEFAULT_ADDRESS, *, timeout: float = DEFAULT_TIMEOUT_SECONDS
+        self, address: str | None = None, *, timeout: float = DEFAULT_TIMEOUT_SECONDS
     ) -> None:
-        self.address = check_address(address)
+        self.address = check_address(address or default_address())
         self._timeout = timeout
-        self._channel = rpc.open_channel(address)
+        self._channel = rpc.open_channel(self.address)
         self._services = _stubs(self._channel)
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncGeneration:

@@ -142,6 +142,11 @@ def available_cores() -> int:
 # -- addresses ------------------------------------------------------------------------
 
 
+def default_address() -> str:
+    """Where clients look for a scheduler: $SPLITPOINT_ADDRESS, else DEFAULT_ADDRESS."""
+    return os.environ.get("SPLITPOINT_ADDRESS") or DEFAULT_ADDRESS
+
+
 def check_address(text: str, *, field: str = "address") -> str:
     """`host:port` or `unix:/absolute/path`, returned as given. Raises InvalidArgument."""
     if text.startswith("unix:"):

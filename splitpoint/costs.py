@@ -103,17 +103,32 @@ def fit_line(amounts: Sequence[float], seconds: Sequence[float]) -> Line:
 
 
 def load_profile(name_or_path: str) -> Profile:
-    """A built-in profile by name, or a JSON file as `splitpoint status --json` prints it."""
+    """A built-in profile by name, or a JSON file: a profile, or what `splitpoint status
+    --json` prints, whose first measured worker counts. Raises InvalidArgument."""
     built_in = BUILT_IN_PROFILES.get(name_or_path.lower())
     if built_in is not None:
         return built_in
     try:
-        return Profile.from_json(Path(name_or_path).read_text())
+        text = Path(name_or_path).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgument(
             f"profile {name_or_path!r} is neither a file nor one of {', '.join(BUILT_IN_PROFILES)}",
             field="profile",
         ) from error
+    return Profile.from_json(_profile_in_status(text))
+
+
+def _profile_in_status(text: str) -> str:
+    """The first worker's profile, when the text is a status; else the text itself."""
+    try:
+        loaded = json.loads(text)
+    except ValueError:
+        return text
+    workers = loaded.get("workers") if isinstance(loaded, dict) else None
+    for worker in workers if isinstance(workers, list) else []:
+        if isinstance(worker, dict) and isinstance(worker.get("profile"), dict):
+            return json.dumps(worker["profile"])
+    return text
 
 
 def _require_finite(field: str, value: float, *, above_zero: bool) -> None:

@@ -20,7 +20,13 @@ _STOP_SECONDS = 90.0
 
 def down(
     listen: Annotated[
-        str, typer.Option(help="The --listen address of the stack.")
+        str,
+        typer.Option(
+            "--listen",
+            "--address",
+            help="The --listen address of the stack.",
+            envvar="SPLITPOINT_ADDRESS",
+        ),
     ] = config.DEFAULT_ADDRESS,
     instance: Annotated[str | None, typer.Option(help="Its --instance, where it has one.")] = None,
 ) -> None:

@@ -35,7 +35,7 @@ def generate(
     top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0: all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Keep this much probability.")] = 1.0,
     seed: Annotated[
-        int | None, typer.Option(help="Same seed, same text; absent: drawn by the server.")
+        int | None, typer.Option(help="Same seed, same draws; absent: drawn by the server.")
     ] = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")
@@ -98,7 +98,8 @@ def generate(
                 raise
             raise Cancelled("interrupted") from None
     if as_json:
-        print_json(completion_json(completion))
+        # On one line: indented, every token id would get a line of its own.
+        print_json(completion_json(completion), indent=None)
     elif sys.stderr.isatty():
         err.print(f"[dim]{_summary(completion)}[/dim]")
 

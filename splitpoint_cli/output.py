@@ -49,9 +49,9 @@ def print_error(error: SplitpointError) -> None:
     print(f"splitpoint: {code_name(error)}: {message}", file=sys.stderr)
 
 
-def print_json(value: Mapping[str, object]) -> None:
+def print_json(value: Mapping[str, object], *, indent: int | None = 2) -> None:
     """One object on stdout, without anything around it."""
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    print(json.dumps(value, indent=indent, ensure_ascii=False))
 
 
 def seconds_text(seconds: float) -> str:

@@ -16,9 +16,8 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import DataType, ModelShape, read_config
 from splitpoint_cli.supervisor import ServiceCommand
 
-# Longer than the grace the services themselves give running requests; a worker
-# also waits for write-back.
-_SCHEDULER_STOP_SECONDS = 15.0
+# Beyond the grace given to running requests; a worker also waits for write-back.
+_SCHEDULER_STOP_SECONDS = 10.0
 _WORKER_STOP_SECONDS = 40.0
 _LOAD_SECONDS = 600.0  # a large checkpoint from a cold disk
 _MOST_DEFAULT_HOST_MEMORY = 8 << 30
@@ -43,6 +42,8 @@ class StackOptions:
     prefill_chunk: int | None = None
     max_batch: int | None = None
     queue_capacity: int | None = None
+    # How long running requests may go on once the stack is asked to stop.
+    grace_seconds: float = 30.0
     reflection: bool = False
     instance: str | None = None
 
@@ -138,13 +139,14 @@ def plan_stack(options: StackOptions) -> Stack:
             *(part for address in worker_addresses for part in ("--worker", address)),
             *("--model", str(folder)),
             *("--dtype", shape.data_type.value),
+            *("--grace-seconds", str(options.grace_seconds)),
             *_given("--queue-capacity", options.queue_capacity),
             *("--residency", options.residency),
             # Chunk keys depend on this secret: a kept arena is of use only with it.
             *(["--server-key-file", str(arena.parent / "key")] if options.keep_arena else []),
             *common,
         ],
-        stop_seconds=_SCHEDULER_STOP_SECONDS,
+        stop_seconds=options.grace_seconds + _SCHEDULER_STOP_SECONDS,
     )
     return Stack(
         model=folder,

@@ -293,6 +293,10 @@ def up(
     max_batch: Annotated[
         int | None, typer.Option(help="Most requests in one engine step.", min=1)
     ] = None,
+    grace: Annotated[
+        float,
+        typer.Option(help="Seconds that running requests may go on after Ctrl-C.", min=0),
+    ] = 30.0,
     queue_capacity: Annotated[
         int | None, typer.Option(help="Most requests that may wait.", min=1)
     ] = None,
@@ -309,7 +313,8 @@ def up(
 ) -> None:
     """Start store, workers and scheduler on this host; Ctrl-C stops them.
 
-    Running requests finish first; a second Ctrl-C ends everything at once.
+    Running requests may finish first, for --grace seconds; a second Ctrl-C ends
+    everything at once.
     Nothing is left behind: no process, no socket, no shared memory. When a
     service dies, its last lines are shown and everything stops with exit
     code 1.
@@ -330,6 +335,7 @@ def up(
         prefill_chunk=prefill_chunk,
         max_batch=max_batch,
         queue_capacity=queue_capacity,
+        grace_seconds=grace,
         reflection=reflection,
         instance=instance,
     )

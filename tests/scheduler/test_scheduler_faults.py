@@ -41,6 +41,11 @@ async def first_token(call: Any) -> Any:
     return await call.read()
 
 
+async def read_to_the_end(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
 def all_is_released(running: Stack) -> bool:
     ledger = running.conductor.admission.ledger("0")
     return ledger is not None and ledger.charged_bytes == 0 and not running.conductor._placements
@@ -456,3 +461,23 @@ def request_with_other_id(request: scheduler_pb2.GenerateRequest) -> Any:
     other.request_id = "watched too"
     other.sampling.max_tokens = CHUNK_TOKENS
     return other
+
+
+async def test_what_outlives_the_grace_period_is_told_so() -> None:
+    worker = WorkerDouble()
+    worker.pace = steps = Steps()
+    async with stack(worker) as running:
+        call = running.inference.Generate(ids_request(PROMPT, 100))
+        steps.allow(1)
+        await first_token(call)
+        stopping = asyncio.create_task(running.scheduler.stop(0.3))
+        await running.until(lambda: running.conductor.is_draining)
+        # It is draining, not dead: others hear so.
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await running.inference.Generate(ids_request(PROMPT, 1)).read()
+        assert rpc.error_of(refused.value).reason == "DRAINING"
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await read_to_the_end(call)
+        assert rpc.error_of(ended.value).reason == "STOPPED"
+        await stopping
+        assert worker.cancels
