@@ -1,48 +1,22 @@
 """`splitpoint bench decode`: our worker against transformers' generate, same weights, one process.
 
-This file is the command and the report; what is run is in decode_runs.py,
-which is imported (with torch) only once the benchmark starts.
+This file is the command; what is run is in decode_runs.py, which is imported
+(with torch) only once the benchmark starts.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import platform
-import statistics
-import subprocess
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.shapes import BUILT_IN_SHAPES, DataType
+from splitpoint_cli.decode_report import Workload, report_of, table_of
 from splitpoint_cli.output import err, out
-
-if TYPE_CHECKING:
-    from splitpoint_cli.decode_runs import Run
-
-OURS = "splitpoint"
-DEFAULT_ATTENTION = "sdpa"
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """What every contender does: `batch` prompts of `prompt` tokens, `new` greedy tokens each."""
-
-    shape: str
-    dtype: str
-    batch: int
-    prompt: int
-    new: int
-    repeats: int
-    device: str
-    threads: int
-    seed: int
 
 
 def decode(
@@ -99,107 +73,3 @@ def decode(
     if json_file is not None:
         json_file.write_text(text + "\n")
     print(text)
-
-
-def report_of(workload: Workload, runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
-    """The JSON object: what was measured, on what, and how it compares."""
-    contenders: dict[str, dict[str, Any]] = {
-        name: {
-            "tokens_per_second": _median(run.tokens_per_second for run in each),
-            "decode_tokens_per_second": _median(run.decode_tokens_per_second for run in each),
-            "first_token_seconds": _median(run.first_token_seconds for run in each),
-            "seconds": [round(run.seconds, 3) for run in each],
-        }
-        for name, each in runs.items()
-    }
-    peers = [name for name in contenders if name != OURS]
-    # transformers picks SDPA by itself; that eager attention may be faster, one must know.
-    usual = [name for name in peers if name.endswith(DEFAULT_ATTENTION)]
-    fastest = _fastest(contenders, peers, "tokens_per_second")
-
-    def ratio(key: str, among: list[str]) -> float | None:
-        if not among:
-            return None
-        peer = contenders[_fastest(contenders, among, key)]
-        return round(float(contenders[OURS][key]) / float(peer[key]), 3)
-
-    return {
-        "benchmark": "decode",
-        **asdict(workload),
-        "hardware": hardware(),
-        "commit": commit(),
-        "contenders": contenders,
-        "fastest_peer": fastest,
-        "ratio": ratio("tokens_per_second", peers),
-        "decode_ratio": ratio("decode_tokens_per_second", peers),
-        "ratio_to_default_attention": ratio("tokens_per_second", usual),
-        "agreeing_token_share": round(_agreement(runs[OURS][0], runs[fastest][0]), 4),
-        "tokens_agree": runs[OURS][0].tokens == runs[fastest][0].tokens,
-    }
-
-
-def table_of(report: Mapping[str, Any]) -> Table:
-    table = Table(
-        title=f"{report['shape']} {report['dtype']}: {report['batch']} sequences, prompt "
-        f"{report['prompt']}, {report['new']} new, {report['device']}, {report['threads']} threads"
-    )
-    table.add_column("contender")
-    for heading in ("tokens/s", "decode tokens/s", "first tokens after"):
-        table.add_column(heading, justify="right")
-    for name, facts in report["contenders"].items():
-        table.add_row(
-            name,
-            f"{facts['tokens_per_second']:.1f}",
-            f"{facts['decode_tokens_per_second']:.1f}",
-            f"{facts['first_token_seconds']:.2f} s",
-        )
-    table.caption = (
-        f"{report['ratio']:.2f} x {report['fastest_peer']} in all, "
-        f"{report['decode_ratio']:.2f} x the fastest in decode; equal tokens: "
-        f"{100 * report['agreeing_token_share']:.1f} %"
-    )
-    return table
-
-
-def _fastest(contenders: Mapping[str, Mapping[str, Any]], among: list[str], key: str) -> str:
-    return max(among, key=lambda name: float(contenders[name][key]))
-
-
-def hardware() -> str:
-    """The processor and its cores, for people."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                model = line.partition(":")[2].strip()
-                break
-    return f"{model}, {len(os.sched_getaffinity(0))} cores"
-
-
-def commit() -> str:
-    """Of the source tree; "unknown" when this is not one."""
-    answer = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return answer.stdout.strip() if answer.returncode == 0 else "unknown"
-
-
-def _median(values: Iterable[float]) -> float:
-    return round(statistics.median(values), 3)
-
-
-def _agreement(ours: Run, theirs: Run) -> float:
-    """Share of tokens before the first difference of each sequence."""
-    agreeing = total = 0
-    for mine, other in zip(ours.tokens, theirs.tokens, strict=True):
-        total += len(other)
-        for left, right in zip(mine, other, strict=True):
-            if left != right:
-                break
-            agreeing += 1
-    return agreeing / total

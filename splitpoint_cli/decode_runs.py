@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from splitpoint.planner import Residency
 from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout, DataType, ModelShape
-from splitpoint_cli.bench_decode import OURS, Workload
+from splitpoint_cli.decode_report import OURS, Run, Workload
 from worker_service.device_cache import TORCH_TYPES, DeviceCache
 from worker_service.engine import Engine
 from worker_service.memory import divide
@@ -34,32 +34,6 @@ PREFILL_CHUNK_TOKENS = 512
 CACHES = ("dynamic", "static")
 ATTENTIONS = ("sdpa", "eager")
 WARM_UP_TOKENS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One run: times in seconds, and the tokens of each sequence.
-
-    `first_token_seconds` is when the last sequence had its first token;
-    `tokens_before` counts all tokens there were by then.
-    """
-
-    seconds: float
-    first_token_seconds: float
-    tokens_before: int
-    tokens: tuple[tuple[int, ...], ...]
-
-    @property
-    def token_count(self) -> int:
-        return sum(len(each) for each in self.tokens)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.token_count / self.seconds
-
-    @property
-    def decode_tokens_per_second(self) -> float:
-        return (self.token_count - self.tokens_before) / (self.seconds - self.first_token_seconds)
 
 
 class Contender(Protocol):
