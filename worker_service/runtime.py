@@ -65,11 +65,9 @@ class Runtime:
         self._idle = asyncio.Event()
         self._idle.set()
         self._loop = asyncio.get_running_loop()
-        self._write_back = (
-            WriteBack(store, engine.cache, engine.post) if store is not None else None
-        )
-        if store is not None and self._write_back is not None:
-            store.quiesce = self._write_back.quiesce
+        self.write_back = WriteBack(store, engine.cache, engine.post) if store is not None else None
+        if store is not None and self.write_back is not None:
+            store.quiesce = self.write_back.quiesce
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.failed = asyncio.Event()
 
@@ -80,8 +78,8 @@ class Runtime:
         """Finish write-back, end the session, stop the thread. Cancel requests first."""
         if self._lookups:
             await asyncio.wait(self._lookups.values())
-        if self._write_back is not None:
-            await self._write_back.close()
+        if self.write_back is not None:
+            await self.write_back.close()
         self.engine.post(Stop())
         await asyncio.to_thread(self._thread.join)
         if self.store is not None:
@@ -198,11 +196,11 @@ class Runtime:
         self.failed.set()
 
     def _on_output(self, output: StepOutput) -> None:
-        if self._write_back is not None:
+        if self.write_back is not None:
             for key, jobs in output.writes:
-                self._write_back.submit(key, jobs)
+                self.write_back.submit(key, jobs)
             for key in output.flushes:
-                self._write_back.flush(key)
+                self.write_back.flush(key)
         for lookup in output.lookups:
             self._track(lookup.key, self._look_up_again(lookup))
         for event in output.finishes:
@@ -243,7 +241,7 @@ class Runtime:
         self, key: SequenceKey, salt: bytes, tokens: list[int], *, streamed: bool
     ) -> Match | None:
         """The leased prefix, with its chain open; None when the store is away."""
-        if self.store is None or self._write_back is None:
+        if self.store is None or self.write_back is None:
             return None
         try:
             match = await self.store.match(salt, tokens)
@@ -256,5 +254,5 @@ class Runtime:
             return None
         # The last token is always computed, so it never counts as cached.
         cached = min(match.cached_tokens, len(tokens) - 1)
-        self._write_back.open(key, salt, match, cached, must_store=streamed)
+        self.write_back.open(key, salt, match, cached, must_store=streamed)
         return match

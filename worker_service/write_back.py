@@ -74,6 +74,12 @@ class Flushed:
     key: SequenceKey
 
 
+CopyChunks = Callable[
+    [DeviceCache, ArenaTensors, Sequence[WriteJob], Sequence[int]],
+    list[int],
+]
+
+
 @dataclass(slots=True, eq=False)
 class _Chain:
     key: SequenceKey
@@ -89,7 +95,12 @@ class _Chain:
 
 
 class WriteBack:
-    """All chains of one worker. Methods run on the event loop, except the copies."""
+    """All chains of one worker. Methods run on the event loop, except the copies.
+
+    Attributes:
+        copy: how chunks get into their slots, on the lane; replaced to inject
+            slow or broken copies.
+    """
 
     def __init__(
         self,
@@ -100,6 +111,7 @@ class WriteBack:
         self._store = store
         self._cache = cache
         self._post = post
+        self.copy: CopyChunks = copy_chunks
         self._chains: dict[SequenceKey, _Chain] = {}
         self._closers: set[asyncio.Task[None]] = set()
         self._lane = ThreadPoolExecutor(1, thread_name_prefix="write-back")
@@ -208,7 +220,7 @@ class WriteBack:
             self._check_session(chain)
             checksums = await asyncio.get_running_loop().run_in_executor(
                 self._lane,
-                copy_chunks,
+                self.copy,
                 self._cache,
                 chain.connection.tensors,
                 jobs,

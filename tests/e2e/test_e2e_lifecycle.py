@@ -5,12 +5,21 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
-from local_stack import LocalStack, StackShape, local_stack, make_scheduler, wait_for_workers
-from tiny_models import build_tiny, clear_prompt, write_tiny
+from local_stack import (
+    LocalStack,
+    StackShape,
+    local_stack,
+    make_scheduler,
+    prompt_of,
+    wait_for_workers,
+)
+from tiny_models import VOCABULARY, build_tiny, clear_prompt, write_tiny
 
 from splitpoint.client import AsyncClient, Completion
 from splitpoint.planner import Residency
@@ -197,5 +206,131 @@ async def test_a_new_scheduler_takes_over_busy_workers(
                         case.prompt, max_tokens=NEW_TOKENS, ignore_eos=True
                     ).complete()
                     assert list(answer.token_ids) == case.wanted
+        finally:
+            await heir.stop(1.0)
+
+
+def slow_copies(stack: LocalStack, worker: int, gate: threading.Event) -> None:
+    """Hold every copy of a worker back until the gate opens."""
+    write_back = stack.workers[worker].runtime.write_back
+    assert write_back is not None
+    copy = write_back.copy
+
+    def gated(*arguments: Any) -> list[int]:
+        assert gate.wait(30)
+        return copy(*arguments)
+
+    write_back.copy = gated
+
+
+async def test_a_tail_waits_for_an_input_page(
+    folder: Path, tmp_path: Path, cases: list[Case]
+) -> None:
+    """Write-back lags until no X page is free; a prefix that ends inside a chunk then waits."""
+    shape = StackShape(workers=1, max_batch_size=4, prefill_chunk_tokens=32)
+    async with local_stack(folder, tmp_path, shape) as stack:
+        case = cases[1]
+        await stack.client.generate(case.prompt, max_tokens=2, ignore_eos=True).complete()
+        gate = threading.Event()
+        slow_copies(stack, 0, gate)
+        long = stack.client.generate(prompt_of(400, 7, VOCABULARY), max_tokens=2, ignore_eos=True)
+        greedy = asyncio.create_task(long.complete())
+        async with asyncio.timeout(20):
+            while stack.workers[0].engine.cache.input_pages.free_count:
+                await asyncio.sleep(0.002)
+        waiting = asyncio.create_task(
+            stack.client.generate(case.prompt, max_tokens=NEW_TOKENS, ignore_eos=True).complete()
+        )
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        gate.set()
+        assert list((await waiting).token_ids) == case.wanted
+        await greedy
+        await stack.assert_clean()
+
+
+async def test_slots_of_a_lost_session_are_not_granted_under_a_copy(
+    folder: Path, tmp_path: Path, cases: list[Case]
+) -> None:
+    """The store stalls beyond the lease while a worker copies: its slots wait for the copy."""
+    async with local_stack(folder, tmp_path, StackShape(lease_seconds=0.6)) as stack:
+        gate = threading.Event()
+        slow_copies(stack, 0, gate)
+        first = asyncio.create_task(
+            stack.client.generate(
+                cases[-1].prompt, max_tokens=NEW_TOKENS, ignore_eos=True, worker="0"
+            ).complete()
+        )
+        async with asyncio.timeout(20):
+            while not (await stack.store_stats()).writing_slot_count:
+                await asyncio.sleep(0.01)
+        held = (await stack.store_stats()).writing_slot_count
+        stack.store_process.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(1.5)
+        stack.store_process.send_signal(signal.SIGCONT)
+        async with asyncio.timeout(20):
+            while (await stack.store_stats()).quarantined_slot_count != held:
+                await asyncio.sleep(0.05)
+        # Others go on meanwhile, in other slots.
+        other = await stack.client.generate(
+            cases[0].prompt, max_tokens=NEW_TOKENS, ignore_eos=True, worker="1"
+        ).complete()
+        assert list(other.token_ids) == cases[0].wanted
+        assert (await stack.store_stats()).quarantined_slot_count == held
+        gate.set()
+        assert list((await first).token_ids) == cases[-1].wanted
+        async with asyncio.timeout(20):
+            while (await stack.store_stats()).quarantined_slot_count:
+                await asyncio.sleep(0.05)
+        await stack.assert_clean()
+
+
+async def test_broken_copies_fail_nothing_but_reuse(
+    folder: Path, tmp_path: Path, cases: list[Case]
+) -> None:
+    async with local_stack(folder, tmp_path) as stack:
+
+        def broken(*_: Any) -> list[int]:
+            raise RuntimeError("the device is gone")
+
+        for worker in stack.workers:
+            assert worker.runtime.write_back is not None
+            worker.runtime.write_back.copy = broken
+        for case in cases[:4]:
+            answer = await stack.client.generate(
+                case.prompt, max_tokens=NEW_TOKENS, ignore_eos=True, residency=Residency.RESIDENT
+            ).complete()
+            assert list(answer.token_ids) == case.wanted
+            assert answer.usage.cached_tokens == 0
+        await stack.assert_clean()
+
+
+async def test_a_second_stream_gets_all_its_own_events(
+    folder: Path, tmp_path: Path, cases: list[Case]
+) -> None:
+    """A Run stream ends with write-back under way; the next one misses nothing."""
+    async with local_stack(folder, tmp_path, StackShape(workers=1)) as stack:
+        gate = threading.Event()
+        slow_copies(stack, 0, gate)
+        abandoned = stack.client.generate(cases[-1].prompt, max_tokens=200, ignore_eos=True)
+        async for _ in abandoned:
+            break
+        await stack.scheduler.stop(0)
+        heir = make_scheduler(folder, tmp_path, StackShape(workers=1))
+        address = await heir.start("127.0.0.1:0")
+        try:
+            async with AsyncClient(address) as client:
+                await asyncio.sleep(0.3)
+                gate.set()
+                await wait_for_workers(client, 1)
+                answers = await asyncio.gather(
+                    *(
+                        client.generate(
+                            case.prompt, max_tokens=NEW_TOKENS, ignore_eos=True
+                        ).complete()
+                        for case in cases
+                    )
+                )
+                assert [list(a.token_ids) for a in answers] == [case.wanted for case in cases]
         finally:
             await heir.stop(1.0)
