@@ -9,8 +9,9 @@ SplitpointError
 │   └── ChunkLost          a slot no longer holds what its handle names
 ├── Aborted                superseded attempt
 ├── DataLoss               bytes differ from their checksum
-├── ResourceExhausted      does not fit, now or ever; retry_after_seconds says which
-├── Unavailable            not ready, draining, peer lost
+├── Retryable              what may pass
+│   ├── ResourceExhausted  does not fit, now or ever; retry_after_seconds says which
+│   └── Unavailable        not ready, draining, peer lost
 ├── DeadlineExceeded
 ├── Cancelled
 ├── Unauthenticated
@@ -56,6 +57,21 @@ class InvalidArgument(SplitpointError):
         self.field = field
 
 
+class Retryable(SplitpointError):
+    """Base of the errors that may pass: google.rpc.RetryInfo says when to ask again."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        retry_after_seconds: float | None = None,
+        reason: str = "",
+        **metadata: object,
+    ) -> None:
+        super().__init__(message, reason=reason, **metadata)
+        self.retry_after_seconds = retry_after_seconds
+
+
 class DeadlineExceeded(SplitpointError):
     code = 4
 
@@ -72,21 +88,10 @@ class PermissionDenied(SplitpointError):
     code = 7
 
 
-class ResourceExhausted(SplitpointError):
+class ResourceExhausted(Retryable):
     """Does not fit. `retry_after_seconds` is None when it never will."""
 
     code = 8
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        retry_after_seconds: float | None = None,
-        reason: str = "",
-        **metadata: object,
-    ) -> None:
-        super().__init__(message, reason=reason, **metadata)
-        self.retry_after_seconds = retry_after_seconds
 
 
 class FailedPrecondition(SplitpointError):
@@ -109,21 +114,10 @@ class Internal(SplitpointError):
     code = 13
 
 
-class Unavailable(SplitpointError):
+class Unavailable(Retryable):
     """Try again. `retry_after_seconds` is a hint."""
 
     code = 14
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        retry_after_seconds: float | None = None,
-        reason: str = "",
-        **metadata: object,
-    ) -> None:
-        super().__init__(message, reason=reason, **metadata)
-        self.retry_after_seconds = retry_after_seconds
 
 
 class DataLoss(SplitpointError):

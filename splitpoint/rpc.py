@@ -29,7 +29,7 @@ from grpc_reflection.v1alpha import reflection
 from splitpoint.errors import (
     Internal,
     InvalidArgument,
-    ResourceExhausted,
+    Retryable,
     SplitpointError,
     Unavailable,
     from_code,
@@ -225,12 +225,12 @@ def _apply_details(error: SplitpointError, serialized: bytes) -> None:
         elif detail.Unpack(bad_request) and bad_request.field_violations:
             if isinstance(error, InvalidArgument):
                 error.field = bad_request.field_violations[0].field
-        elif detail.Unpack(retry) and isinstance(error, ResourceExhausted | Unavailable):
+        elif detail.Unpack(retry) and isinstance(error, Retryable):
             error.retry_after_seconds = retry.retry_delay.ToNanoseconds() / 1e9
 
 
 def _retry_after(error: SplitpointError) -> float | None:
-    if isinstance(error, ResourceExhausted | Unavailable):
+    if isinstance(error, Retryable):
         return error.retry_after_seconds
     return None
 
