@@ -21,11 +21,11 @@ from splitpoint.config import (
     check_listen_address,
     format_size,
     parse_size,
-    setup_logging,
+    run_service,
     stop_on_signals,
     watch_parent,
 )
-from splitpoint.errors import InvalidArgument, SplitpointError
+from splitpoint.errors import InvalidArgument
 from splitpoint.rpc import HealthReporter, create_server, enable_reflection, listen
 from splitpoint.shapes import ArenaLayout, DataType, ModelShape, read_config
 from splitpoint.v1 import kvstore_pb2_grpc
@@ -149,13 +149,7 @@ async def _serve_store(
 
 def main() -> int:
     arguments = parse_arguments()
-    setup_logging("kvstore")
-    try:
-        asyncio.run(serve(arguments))
-    except SplitpointError as error:
-        log.error("%s", error.message)
-        return 1
-    return 0
+    return run_service("kvstore", serve(arguments))
 
 
 if __name__ == "__main__":

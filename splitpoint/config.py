@@ -17,10 +17,12 @@ import signal
 import stat
 import sys
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from splitpoint.errors import FailedPrecondition, InvalidArgument
+from splitpoint.errors import FailedPrecondition, InvalidArgument, SplitpointError
 
 DEFAULT_ADDRESS = "127.0.0.1:50050"
 READY_PREFIX = "READY "
@@ -321,6 +323,17 @@ class _LineFormatter(logging.Formatter):
             traceback = self.formatException(record.exc_info)
             lines += [f"{head}   {line}" for line in traceback.splitlines()]
         return "\n".join(lines)
+
+
+def run_service(service: str, serve: Coroutine[Any, Any, None]) -> int:
+    """Run a service to its end; its exit code. What it raises on purpose is one log line."""
+    setup_logging(service)
+    try:
+        asyncio.run(serve)
+    except SplitpointError as error:
+        logging.getLogger(service).error("%s", error.message)
+        return 1
+    return 0
 
 
 def setup_logging(service: str, level: int | str = logging.INFO) -> None:

@@ -33,18 +33,6 @@ class Profile:
         for field in ("link_overhead_seconds", "rebuild_overhead_seconds"):
             _require_finite(field, getattr(self, field), above_zero=False)
 
-    def link_seconds(self, size_bytes: float) -> float:
-        """One copy of `size_bytes` over the link; no copy, no overhead."""
-        if size_bytes <= 0:
-            return 0.0
-        return self.link_overhead_seconds + size_bytes / self.link_bytes_per_second
-
-    def rebuild_seconds(self, flops: float) -> float:
-        """One rebuild GEMM of `flops`; no work, no overhead."""
-        if flops <= 0:
-            return 0.0
-        return self.rebuild_overhead_seconds + flops / self.rebuild_flops_per_second
-
     def prefill_seconds(self, flops: float) -> float:
         return flops / self.prefill_flops_per_second
 

@@ -134,17 +134,6 @@ def listen(server: grpc.aio.Server, address: str) -> str:
     return f"{host}:{port}"
 
 
-async def serve_until(server: grpc.aio.Server, stop: asyncio.Event, grace_seconds: float) -> None:
-    """Waits for `stop`, then lets calls in flight finish for `grace_seconds` at most.
-
-    The server must be started. Calls that outlive the grace period are cancelled.
-    """
-    try:
-        await stop.wait()
-    finally:
-        await server.stop(grace_seconds)
-
-
 # -- channels --------------------------------------------------------------------
 
 

@@ -13,11 +13,11 @@ from splitpoint.config import (
     announce_ready,
     check_listen_address,
     parse_size,
-    setup_logging,
+    run_service,
     stop_on_signals,
     watch_parent,
 )
-from splitpoint.errors import Internal, SplitpointError
+from splitpoint.errors import Internal
 from splitpoint.rpc import HealthReporter, create_server, enable_reflection, listen
 from splitpoint.shapes import DataType
 from splitpoint.v1 import worker_pb2_grpc
@@ -126,13 +126,7 @@ async def _load_and_run(
 
 def main() -> int:
     arguments = parse_arguments()
-    setup_logging(f"worker-{arguments.worker_id}")
-    try:
-        asyncio.run(serve(arguments))
-    except SplitpointError as error:
-        log.error("%s", error.message)
-        return 1
-    return 0
+    return run_service(f"worker-{arguments.worker_id}", serve(arguments))
 
 
 if __name__ == "__main__":

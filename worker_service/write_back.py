@@ -116,10 +116,6 @@ class WriteBack:
         self._closers: set[asyncio.Task[None]] = set()
         self._lane = ThreadPoolExecutor(1, thread_name_prefix="write-back")
 
-    @property
-    def chain_count(self) -> int:
-        return len(self._chains)
-
     def open(
         self,
         key: SequenceKey,

@@ -166,7 +166,8 @@ def fake_scheduler(address: str) -> Iterator[Script]:
         await health.set(INFERENCE_SERVICE, True)
         await server.start()
         started.set()
-        await rpc.serve_until(server, stop, 0.0)
+        await stop.wait()
+        await server.stop(0.0)
 
     def run() -> None:
         asyncio.set_event_loop(loop)

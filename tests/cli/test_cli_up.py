@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from up_process import up_process, wait_until_up
+
 from splitpoint.config import arena_path, runtime_directory
-from splitpoint_cli.supervisor import child_environment
 
 FAKE_STACK = str(Path(__file__).parent / "fake_stack.py")
 SECONDS = 20
@@ -20,30 +21,10 @@ SECONDS = 20
 def stack(
     log: Path, instance: str, store: str = "serve", worker: str = "serve", scheduler: str = "serve"
 ) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, FAKE_STACK, instance, str(log), store, worker, scheduler],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=child_environment({}),
-    )
-    try:
+    with up_process(
+        [sys.executable, FAKE_STACK, instance, str(log), store, worker, scheduler]
+    ) as process:
         yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
-
-
-def wait_until_up(process: subprocess.Popen[str]) -> str:
-    """Everything printed on stdout up to the last line of the summary."""
-    assert process.stdout is not None
-    printed = ""
-    for line in process.stdout:
-        printed += line
-        if line.startswith("Ctrl-C"):
-            return printed
-    raise AssertionError(f"up ended early: {printed}")
 
 
 def assert_nothing_left(log: Path, instance: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from up_process import up_process, wait_until_up
 
 from splitpoint.client import Client
 from splitpoint.config import arena_path, runtime_directory
@@ -29,34 +30,14 @@ UP_SECONDS = 120
 @contextmanager
 def stack(address: str, instance: str, *more: str) -> Iterator[subprocess.Popen[str]]:
     """`splitpoint up` with two CPU workers, from the moment it says that it serves."""
-    process = subprocess.Popen(
+    with up_process(
         [
             *(*COMMAND, "up", "--device", "cpu", "--workers", "2", "--threads", "1"),
             *("--dtype", "float32", "--host-memory", "256MiB", "--device-memory", "256MiB"),
             *("--listen", address, "--instance", instance, *more),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=child_environment({}),
-    )
-    try:
+        ]
+    ) as process:
         yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
-
-
-def wait_until_up(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    printed = ""
-    for line in process.stdout:
-        printed += line
-        if line.startswith("Ctrl-C"):
-            return printed
-    assert process.stderr is not None
-    raise AssertionError(f"up ended early:\n{printed}{process.stderr.read()}")
 
 
 def splitpoint(*arguments: str) -> subprocess.CompletedProcess[str]:
