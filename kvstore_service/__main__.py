@@ -13,7 +13,7 @@ from pathlib import Path
 from kvstore_service.server import SERVICE_NAME, KvStoreServicer
 from kvstore_service.store import KvStore
 from splitpoint.arena_format import Geometry
-from splitpoint.arena_owner import create_arena
+from splitpoint.arena_owner import open_or_create_arena
 from splitpoint.checkpoints import model_fingerprint, model_name
 from splitpoint.config import (
     add_service_arguments,
@@ -57,6 +57,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--arena", required=True, type=Path, metavar="PATH", help="file in a folder of mode 700"
     )
     parser.add_argument("--keep-arena", action="store_true", help="leave it after a clean stop")
+    parser.add_argument(
+        "--replace-arena",
+        action="store_true",
+        help="replace an arena of another model or size that was left there, instead of refusing",
+    )
     parser.add_argument("--lease-seconds", type=float, default=DEFAULT_LEASE_SECONDS, metavar="S")
     return parser.parse_args(arguments)
 
@@ -95,12 +100,18 @@ async def serve(arguments: argparse.Namespace) -> None:
         layout_of(arguments), parse_size(arguments.host_memory, field="host-memory")
     )
     # In a thread: allocating many GiB takes seconds, and a signal must not be lost.
-    owner, arena = await asyncio.to_thread(
-        create_arena, arguments.arena.absolute(), geometry.layout, geometry.slot_count
+    opened = await asyncio.to_thread(
+        open_or_create_arena,
+        arguments.arena.absolute(),
+        geometry.layout,
+        geometry.slot_count,
+        replace_other=arguments.replace_arena,
     )
+    owner, arena = opened.owner, opened.arena
     superblock = arena.superblock
     log.info(
-        "arena %s: %s, %d slots of %d tokens, %s activations",
+        "%s arena %s: %s, %d slots of %d tokens, %s activations",
+        "adopted" if opened.is_adopted else "new",
         arena.path,
         format_size(arena.size_bytes),
         arena.slot_count,
@@ -108,6 +119,8 @@ async def serve(arguments: argparse.Namespace) -> None:
         "with" if arena.layout.has_activations else "without",
     )
     store = KvStore(arena, clock=time.monotonic, lease_seconds=arguments.lease_seconds)
+    if opened.is_adopted:
+        _report_recovery(store)
     try:
         await _serve_store(store, address, stop, reflection=arguments.reflection)
     finally:
@@ -116,6 +129,22 @@ async def serve(arguments: argparse.Namespace) -> None:
             owner.keep(superblock)
         else:
             owner.remove()
+
+
+def _report_recovery(store: KvStore) -> None:
+    findings = store.pool.findings
+    for damage in findings.damages:
+        log.error("slot %d is not served: %s", damage.slot, damage.error.message)
+    log.info(
+        "epoch %d: %d chunks found, %d records refused, %d chunks unreachable, "
+        "%d slots held by earlier sessions, read in %.3f s",
+        store.epoch,
+        len(findings.chunks),
+        len(findings.damages),
+        findings.unreachable_count,
+        findings.held_count,
+        store.recovery_seconds,
+    )
 
 
 async def _serve_store(
@@ -131,20 +160,20 @@ async def _serve_store(
         enable_reflection(server, [SERVICE_NAME])
     bound = listen(server, address)
     await server.start()
-    sweeper = asyncio.create_task(servicer.sweep_forever())
+    upkeep = asyncio.create_task(servicer.upkeep.run())
     stopping = asyncio.create_task(stop.wait())
     try:
         announce_ready(bound)
-        await asyncio.wait({sweeper, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if sweeper.done():
-            sweeper.result()  # raises: a store that cannot sweep must not go on
+        await asyncio.wait({upkeep, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if upkeep.done():
+            upkeep.result()  # raises: a store that cannot keep house must not go on
     finally:
         await health.shut_down()
         servicer.stop()
         await server.stop(STOP_SECONDS)
         await servicer.close()
         stopping.cancel()
-        sweeper.cancel()
+        upkeep.cancel()
 
 
 def main() -> int:

@@ -6,7 +6,7 @@ Pure: knows numbers only, no arena and no states.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -22,16 +22,21 @@ class Run:
 
 
 class RunAllocator:
-    """Free slots of [0, slot_count) as maximal runs. All slots are free at first."""
+    """Free slots of [0, slot_count) as maximal runs.
 
-    def __init__(self, slot_count: int) -> None:
+    At first all slots are free, or those that `free_slots` names, in order.
+    """
+
+    def __init__(self, slot_count: int, free_slots: Sequence[int] | None = None) -> None:
         self.slot_count = slot_count
         self.free_count = 0
         self._count_at: dict[int, int] = {}  # first slot -> length
         self._first_before: dict[int, int] = {}  # one past the last slot -> first slot
         self._by_size: list[tuple[int, int]] = []  # (length, first slot), sorted
-        self._is_free = bytearray(b"\1" * slot_count)
-        self._add(0, slot_count)
+        self._is_free = bytearray(slot_count)
+        for run in [Run(0, slot_count)] if free_slots is None else _runs_of(free_slots):
+            self._is_free[run.first : run.first + run.count] = b"\1" * run.count
+            self._add(run.first, run.count)
 
     def allocate(self, count: int) -> list[Run]:
         """`count` slots in the fewest runs there are, longest first.
@@ -93,3 +98,12 @@ class RunAllocator:
         del self._first_before[first + count]
         del self._by_size[bisect_left(self._by_size, (count, first))]
         self.free_count -= count
+
+
+def _runs_of(slots: Sequence[int]) -> Iterator[Run]:
+    """Maximal runs of ascending slot numbers."""
+    start = 0
+    for index in range(1, len(slots) + 1):
+        if index == len(slots) or slots[index] != slots[index - 1] + 1:
+            yield Run(slots[start], index - start)
+            start = index

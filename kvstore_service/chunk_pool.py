@@ -15,18 +15,22 @@ from kvstore_service.allocator import Run, RunAllocator
 from kvstore_service.eviction import EvictionPolicy
 from kvstore_service.leases import Lease, LeaseTable
 from kvstore_service.prefix_index import Entry, PrefixIndex, PrefixMatch, pack, unpack
-from kvstore_service.processes import ProcessIdentity
-from kvstore_service.records import SlotTable
+from kvstore_service.records import MetadataWriter, SlotTable
+from kvstore_service.recovery import Findings, read_arena
+from kvstore_service.sessions import ProcessIdentity
 from splitpoint.arena import Arena
 from splitpoint.arena_records import (
     NO_PARENT,
     ChunkBlock,
+    SlotState,
     encode_token_row,
     salt_tag,
 )
 from splitpoint.errors import FailedPrecondition, ResourceExhausted
 from splitpoint.keys import chunk_key, fingerprint
 
+# Tag of slots whose last writer's tenant is not known; no salt has it.
+_UNKNOWN_TAG = b""
 # How long a caller should wait for others to release: about a decode's length.
 _RETRY_SECONDS = 0.25
 
@@ -50,46 +54,124 @@ class Contents:
     fingerprint: int
 
 
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """Slots taken from the free ones that are not granted yet.
+
+    `dirty_slots` held bytes of another tenant, or of nobody knows whom: they are
+    zeroed before anybody is granted them.
+    """
+
+    runs: tuple[Run, ...]
+    tag: bytes  # salt tag of the tenant they are for
+    dirty_slots: tuple[int, ...]
+
+
 class ChunkPool:
-    """All slots of one arena. Starts with every slot free.
+    """All slots of one arena, with what it held when it was mapped.
 
     Attributes:
         slots, allocator, index, leases: for reading and for integrity checks.
+        findings: what the arena held at the start.
+        unverified: slots of adopted chunks whose payload was not compared yet.
+        prepared: slots between `prepare` and `grant` or `abandon`.
         sealed_total, evicted_total: since start.
     """
 
-    def __init__(self, arena: Arena, policy: EvictionPolicy) -> None:
+    def __init__(
+        self, arena: Arena, policy: EvictionPolicy, *, writer: MetadataWriter | None = None
+    ) -> None:
         self.arena = arena
         self.layout = arena.layout
-        self.slots = SlotTable(arena)
-        self.allocator = RunAllocator(arena.slot_count)
+        self.findings = read_arena(arena)
+        self.slots = SlotTable(arena, self.findings.states, self.findings.generations, writer)
         self.index = PrefixIndex(self.layout.layout_hash, self.layout.chunk_tokens)
         self.leases = LeaseTable()
+        self.unverified: set[int] = set()
+        self.prepared: set[int] = set()
         self.sealed_total = 0
         self.evicted_total = 0
         self._policy = policy
         self._chunks: dict[int, Entry] = {}  # slot -> its sealed chunk
         self._guarded: Counter[bytes] = Counter()  # keys of chunks about to get children
+        self._seal_number = self.findings.last_seal_number
+        # Whose bytes a slot holds, by salt tag; absent: nobody's, it is all zeros.
+        self._tags = {
+            slot: _UNKNOWN_TAG
+            for slot, generation in enumerate(self.findings.generations)
+            if generation
+        }
+        self._adopt(self.findings)
+        self.allocator = RunAllocator(arena.slot_count, self.slots.in_state(SlotState.FREE))
 
     def close(self) -> None:
         self.slots.close()
 
+    # -- the start -----------------------------------------------------------------------
+
+    def _adopt(self, findings: Findings) -> None:
+        """Take over what an earlier store left: serve, quarantine or free every slot."""
+        for slot, state in enumerate(findings.states):
+            if state is SlotState.WRITING:
+                self.slots.quarantine(slot)
+        for chunk in findings.chunks:
+            entry = chunk.entry
+            self.index.add(entry)
+            self._chunks[entry.slot] = entry
+            self._tags[entry.slot] = entry.salt_tag
+            self.unverified.add(entry.slot)
+        for slot, state in enumerate(findings.states):
+            if state is SlotState.SEALED and slot not in self._chunks:
+                self.slots.free(slot)  # damaged, or nothing leads to it
+        # Oldest first, so that age survives the restart.
+        for chunk in sorted(findings.chunks, key=lambda chunk: chunk.seal_number):
+            self._policy.use(chunk.entry.slot)
+        for slot in self._chunks:
+            self._offer(slot)
+
     # -- grants ------------------------------------------------------------------------
 
-    def grant(self, count: int, session_id: bytes, process: ProcessIdentity) -> list[GrantedRun]:
-        """Slots for writing in as few runs as there are, longest first; evicts if needed.
+    def prepare(self, count: int, tag: bytes) -> Preparation:
+        """Slots for the tenant of this salt tag, in as few runs as there are, longest
+        first; evicts if needed.
 
-        All or nothing: nothing is evicted unless the grant succeeds. Raises
+        All or nothing: nothing is evicted unless there will be room. Raises
         ResourceExhausted, to be retried unless the arena could never hold as many.
         """
         self._make_room(count)
+        runs = tuple(self.allocator.allocate(count))
+        slots = [slot for run in runs for slot in run]
+        self.prepared.update(slots)
+        dirty = tuple(slot for slot in slots if self._tags.get(slot, tag) != tag)
+        return Preparation(runs, tag, dirty)
+
+    def grant(
+        self, preparation: Preparation, session_id: bytes, process: ProcessIdentity
+    ) -> list[GrantedRun]:
+        """Grant prepared slots for writing; the dirty ones were zeroed."""
         return [
-            GrantedRun(run.first, tuple(self._grant(slot, session_id, process) for slot in run))
-            for run in self.allocator.allocate(count)
+            GrantedRun(
+                run.first,
+                tuple(self._grant(slot, preparation.tag, session_id, process) for slot in run),
+            )
+            for run in preparation.runs
         ]
 
-    def _grant(self, slot: int, session_id: bytes, process: ProcessIdentity) -> int:
+    def _grant(self, slot: int, tag: bytes, session_id: bytes, process: ProcessIdentity) -> int:
+        self.prepared.discard(slot)
+        self._tags[slot] = tag
         return self.slots.grant(slot, session_id, process.process_id, process.start_ticks)
+
+    def tag_of(self, slot: int) -> bytes:
+        """Salt tag of the tenant that a slot was granted for."""
+        return self._tags[slot]
+
+    def abandon(self, preparation: Preparation) -> None:
+        """Prepared slots are free again; nobody was granted them."""
+        for run in preparation.runs:
+            for slot in run:
+                self.prepared.discard(slot)
+                self.allocator.free(slot)
 
     def give_back(self, slot: int) -> None:
         """Free a slot that was granted and not published."""
@@ -147,9 +229,10 @@ class ChunkPool:
             chunk_index=self._chunk_index(contents),
         )
         self.sealed_total += 1
+        self._seal_number += 1
         self.slots.seal(
             slot,
-            self._chunk_block(entry, seal_number=self.sealed_total),
+            self._chunk_block(entry, seal_number=self._seal_number),
             encode_token_row(unpack(contents.packed), self.layout.chunk_tokens),
         )
         self.index.add(entry)
@@ -271,17 +354,47 @@ class ChunkPool:
         if self._is_evictable(slot):
             self._policy.offer(slot)
 
+    def evict_all(self) -> int:
+        """Evict whatever nothing protects; how many chunks that was."""
+        before = self.evicted_total
+        while (slot := self._policy.choose(self._is_evictable)) is not None:
+            self._evict(slot)
+        return self.evicted_total - before
+
     def _evict(self, slot: int) -> None:
+        self._remove(slot)
+        self.evicted_total += 1
+
+    def discard(self, entry: Entry) -> int:
+        """Take a chunk that proved damaged out, with all below it; how many that were.
+
+        Nobody reads them: what is unverified was never leased, and neither was
+        anything below it.
+        """
+        below = [child for child in self.index.subtree(entry.key) if child.slot in self._chunks]
+        for child in reversed(below):
+            self._remove(child.slot)
+        return len(below)
+
+    def _remove(self, slot: int) -> None:
         entry = self.index.remove(self._chunks.pop(slot).key)
+        self.unverified.discard(slot)
         self._policy.forget(slot)
         self.slots.free(slot)
         self.allocator.free(slot)
-        self.evicted_total += 1
         parent = self.index.get(entry.parent_key)
         if parent is not None:
             self._offer(parent.slot)
 
     # -- integrity ---------------------------------------------------------------------
+
+    def chunk_at(self, slot: int) -> Entry:
+        """The sealed chunk in a slot. Raises KeyError."""
+        return self._chunks[slot]
+
+    def holds(self, entry: Entry) -> bool:
+        """Whether this very chunk is still where it was."""
+        return self._chunks.get(entry.slot) is entry
 
     def chunks(self) -> dict[int, Entry]:
         """Every sealed chunk by its slot."""

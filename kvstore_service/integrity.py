@@ -6,6 +6,8 @@ only grow, index, records and sessions agree.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvstore_service.prefix_index import Entry, unpack
 from kvstore_service.store import KvStore
 from splitpoint.arena_format import ArenaFormatError
@@ -21,6 +23,10 @@ class IntegrityChecker:
 
     def check_integrity(self) -> list[str]:
         """One line per violation; empty when all invariants hold."""
+        return [*self.check_counts(), *self.check_records(self._store.pool.chunks().values())]
+
+    def check_counts(self) -> list[str]:
+        """What must agree as a whole, at one moment."""
         pool = self._store.pool
         return [
             *pool.slots.check_integrity(),
@@ -28,7 +34,7 @@ class IntegrityChecker:
             *self._check_free_runs(),
             *self._check_generations(),
             *self._check_sessions(),
-            *self._check_chunks(),
+            *self._check_index(),
         ]
 
     def _check_free_runs(self) -> list[str]:
@@ -42,8 +48,11 @@ class IntegrityChecker:
             in_runs.update(run)
             end_before = run.first + run.count
         free = set(pool.slots.in_state(SlotState.FREE))
-        if in_runs != free:
-            violations.append(f"free runs and free slots differ: {sorted(in_runs ^ free)}")
+        if in_runs | pool.prepared != free or in_runs & pool.prepared:
+            violations.append(
+                f"free runs, prepared slots and free slots differ: "
+                f"{sorted(in_runs ^ free ^ pool.prepared)}"
+            )
         if pool.allocator.free_count != len(in_runs):
             violations.append("the allocator's count differs from its runs")
         return violations
@@ -92,7 +101,7 @@ class IntegrityChecker:
         ]
         return violations
 
-    def _check_chunks(self) -> list[str]:
+    def _check_index(self) -> list[str]:
         pool = self._store.pool
         chunks = pool.chunks()
         violations = []
@@ -102,7 +111,18 @@ class IntegrityChecker:
             entry.key: slot for slot, entry in chunks.items()
         }:
             violations.append("the index and the chunks differ")
-        for slot, entry in chunks.items():
+        if not pool.unverified <= set(chunks):
+            violations.append("unverified slots hold no chunk")
+        return violations
+
+    def check_records(self, entries: Iterable[Entry]) -> list[str]:
+        """Chunk by chunk: record, token row and parent; slow for many."""
+        pool = self._store.pool
+        violations = []
+        for entry in entries:
+            slot = entry.slot
+            if not pool.holds(entry):
+                continue
             try:
                 self._check_record(entry)
             except ArenaFormatError as error:

@@ -111,6 +111,13 @@ class PrefixIndex:
             del self._children[branch]
         return entry
 
+    def subtree(self, key: bytes) -> list[Entry]:
+        """The chunk and everything below it, parents first. Raises KeyError."""
+        found = [self._by_key[key]]
+        for entry in found:  # grows as it goes
+            found += [self._by_key[child] for _, child in self._children.get(entry.key, ())]
+        return found
+
     def match(self, salt: bytes, token_ids: Sequence[int]) -> PrefixMatch:
         """The longest prefix of `token_ids` (not negative) stored under this salt.
 

@@ -7,6 +7,8 @@ Knows no keys' meaning, no sessions and no policy.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
 
 from splitpoint.arena import Arena
 from splitpoint.arena_format import RECORD_BYTES, RECORDS_OFFSET
@@ -32,25 +34,63 @@ _CHANGES = {
 }
 
 
-class SlotTable:
-    """States and generations of all slots, mirrored from the arena's records.
+class MetadataWriter(Protocol):
+    """The two ways in which records change; a seam, since crashes happen between them."""
 
-    Every slot is free at first. A change that the diagram of
-    docs/arena-format.md does not have raises RuntimeError: it is a bug.
-    """
+    def write(self, offset: int, data: bytes) -> None:
+        """Put finished bytes at an offset of the file."""
+
+    def store_word(self, offset: int, word: int) -> None:
+        """Put a commit word at an aligned offset, in one piece."""
+
+    def close(self) -> None:
+        """Let go of the mapping."""
+
+
+class MappedMetadata:
+    """Writes into the arena's mapping, visible to everybody at once."""
 
     def __init__(self, arena: Arena) -> None:
-        self._arena = arena
-        self._epoch = arena.superblock.epoch
-        self._states = [FREE] * arena.slot_count
-        self._generations = [0] * arena.slot_count
-        self._counts = Counter({FREE: arena.slot_count})
         self._metadata = arena.metadata
         self._words = arena.metadata.cast("Q")
 
+    def write(self, offset: int, data: bytes) -> None:
+        # One copy of finished bytes: struct.pack_into would zero them first.
+        self._metadata[offset : offset + len(data)] = data
+
+    def store_word(self, offset: int, word: int) -> None:
+        # One aligned 8-byte store: nobody sees half of it.
+        self._words[offset // 8] = word
+
+    def close(self) -> None:
+        self._words.release()
+
+
+class SlotTable:
+    """States and generations of all slots, mirrored from the arena's records.
+
+    `states` and `generations` are what recovery read, one for each slot. A change
+    that the diagram of docs/arena-format.md does not have raises RuntimeError:
+    it is a bug.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        states: Sequence[SlotState],
+        generations: Sequence[int],
+        writer: MetadataWriter | None = None,
+    ) -> None:
+        self._arena = arena
+        self._epoch = arena.superblock.epoch
+        self._states = list(states)
+        self._generations = list(generations)
+        self._counts = Counter(self._states)
+        self._writer: MetadataWriter = MappedMetadata(arena) if writer is None else writer
+
     def close(self) -> None:
         """Let go of the mapping; the table may not be used afterwards."""
-        self._words.release()
+        self._writer.close()
 
     def state(self, slot: int) -> SlotState:
         return self._states[slot]
@@ -71,7 +111,7 @@ class SlotTable:
         generation = max(self._generations[slot] + 1, first_generation(self._epoch))
         block = GrantBlock(generation, self._epoch, session_id, process_id, process_start_ticks)
         self._check(slot, WRITING)
-        self._write(RECORDS_OFFSET + slot * RECORD_BYTES + GRANT_OFFSET, block.encode())
+        self._writer.write(RECORDS_OFFSET + slot * RECORD_BYTES + GRANT_OFFSET, block.encode())
         self._generations[slot] = generation
         self._commit(slot, WRITING)
         return generation
@@ -79,8 +119,8 @@ class SlotTable:
     def seal(self, slot: int, block: ChunkBlock, token_row: bytes) -> None:
         """WRITING → SEALED. The payload must have been verified."""
         self._check(slot, SEALED)
-        self._write(self._arena.geometry.tokens_offset + slot * len(token_row), token_row)
-        self._write(RECORDS_OFFSET + slot * RECORD_BYTES + CHUNK_OFFSET, block.encode())
+        self._writer.write(self._arena.geometry.tokens_offset + slot * len(token_row), token_row)
+        self._writer.write(RECORDS_OFFSET + slot * RECORD_BYTES + CHUNK_OFFSET, block.encode())
         self._commit(slot, SEALED)
 
     def quarantine(self, slot: int) -> None:
@@ -99,15 +139,10 @@ class SlotTable:
 
     def _commit(self, slot: int, state: SlotState) -> None:
         word = commit_word(self._generations[slot], state)
-        # One aligned 8-byte store: nobody sees half of it.
-        self._words[(RECORDS_OFFSET + slot * RECORD_BYTES) // 8] = word
+        self._writer.store_word(RECORDS_OFFSET + slot * RECORD_BYTES, word)
         self._counts[self._states[slot]] -= 1
         self._counts[state] += 1
         self._states[slot] = state
-
-    def _write(self, offset: int, data: bytes) -> None:
-        # One copy of finished bytes: struct.pack_into would zero them first.
-        self._metadata[offset : offset + len(data)] = data
 
     def check_integrity(self) -> list[str]:
         """What is wrong: counts that differ, commit words other than the table's."""

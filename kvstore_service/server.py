@@ -1,45 +1,36 @@
 """KvStoreService over gRPC: decodes and checks requests, asks the store, encodes answers.
 
-Everything runs on the event loop except the reading back of payloads at Seal,
-which has threads of its own. Retried requests get their first answer again.
+Everything runs on the event loop except reading payloads back and zeroing them,
+which have threads of their own. Retried requests get their first answer again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.message import Message
 
 from kvstore_service import validation
-from kvstore_service.chunk_pool import GrantedRun
-from kvstore_service.integrity import IntegrityChecker
+from kvstore_service.chunk_pool import GrantedRun, Preparation
+from kvstore_service.once import Call, OnceTable, Response
 from kvstore_service.prefix_index import Entry
-from kvstore_service.sessions import AnswerBook
 from kvstore_service.store import KvStore, Matched, SealOutcome, WrittenChunk
+from kvstore_service.upkeep import Upkeep
 from splitpoint.arena_records import SlotState
 from splitpoint.convert import layout_to_proto
-from splitpoint.errors import (
-    AlreadyExists,
-    FailedPrecondition,
-    InvalidArgument,
-    SplitpointError,
-    Unavailable,
-)
+from splitpoint.errors import FailedPrecondition, InvalidArgument, Unavailable
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc, types_pb2
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["KvStoreService"].full_name
-_VERIFY_THREADS = 2
+_THREADS = 2
 
 _log = logging.getLogger(__name__)
 
-Answer = TypeVar("Answer", bound=Message)
 _Context = Any  # grpc.aio.ServicerContext; the generated base class is untyped
 
 
@@ -51,10 +42,9 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
 
     def __init__(self, store: KvStore, threads: ThreadPoolExecutor | None = None) -> None:
         self.store = store
-        self._integrity = IntegrityChecker(store)
-        self._threads = threads or ThreadPoolExecutor(_VERIFY_THREADS, thread_name_prefix="verify")
-        # Seals that are being verified, by session and request id.
-        self._seals: dict[tuple[bytes, bytes], tuple[bytes, asyncio.Task[pb.SealResponse]]] = {}
+        self._threads = threads or ThreadPoolExecutor(_THREADS, thread_name_prefix="payload")
+        self.upkeep = Upkeep(store, self._threads)
+        self._once = OnceTable()
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
@@ -62,16 +52,9 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         self._stopping.set()
 
     async def close(self) -> None:
-        """Wait for seals under way. No call may come any more."""
-        await asyncio.gather(*(task for _, task in self._seals.values()), return_exceptions=True)
+        """Wait for what is under way. No call may come any more."""
+        await self._once.close()
         self._threads.shutdown()
-
-    async def sweep_forever(self) -> None:
-        """Expire silent sessions and free what the dead held, several times a lease."""
-        interval = min(1.0, self.store.sessions.lease_seconds / 4)
-        while True:
-            await asyncio.sleep(interval)
-            self.store.sweep()
 
     # -- sessions ------------------------------------------------------------------------
 
@@ -141,15 +124,24 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         if not request.session_id:
             return self._matched(self.store.peek(request.tenant_salt, tokens))
         validation.check_session(request.session_id, request.request_id)
-        answers = self.store.sessions.live(request.session_id).answers
-        return _once(
-            answers,
-            request,
-            pb.MatchResponse,
-            lambda: self._matched(
-                self.store.match(request.session_id, request.tenant_salt, tokens)
-            ),
-        )
+        self.upkeep.called()
+        call = self._call(request, pb.MatchResponse)
+        known = await self._once.known(call)
+        if known is not None:
+            return known
+        salt = request.tenant_salt
+        if self.store.unverified_in_match(salt, tokens):
+            work = self._verify_and_match(request, tokens)
+            return await self._once.run(call, work, keep_errors=False)
+        found = self.store.match(request.session_id, salt, tokens)
+        return self._once.answered(call, self._matched(found))
+
+    async def _verify_and_match(
+        self, request: pb.MatchRequest, tokens: Sequence[int]
+    ) -> pb.MatchResponse:
+        salt = request.tenant_salt
+        await self.upkeep.verify(lambda: self.store.unverified_in_match(salt, tokens))
+        return self._matched(self.store.match(request.session_id, salt, tokens))
 
     def _matched(self, found: Matched) -> pb.MatchResponse:
         return pb.MatchResponse(
@@ -165,13 +157,26 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
     async def Reserve(self, request: pb.ReserveRequest, context: _Context) -> pb.ReserveResponse:
         validation.check_session(request.session_id, request.request_id)
         validation.check_reserve(request)
-        answers = self.store.sessions.live(request.session_id).answers
-        return _once(
-            answers,
-            request,
-            pb.ReserveResponse,
-            lambda: self._reserved(self.store.reserve(request.session_id, request.slot_count)),
-        )
+        self.upkeep.called()
+        call = self._call(request, pb.ReserveResponse)
+        known = await self._once.known(call)
+        if known is not None:
+            return known
+        session_id = request.session_id
+        prepared = self.store.prepare(session_id, request.slot_count, request.tenant_salt)
+        if prepared.dirty_slots:
+            work = self._zero_and_grant(session_id, prepared)
+            return await self._once.run(call, work, keep_errors=False)
+        return self._once.answered(call, self._reserved(self.store.grant(session_id, prepared)))
+
+    async def _zero_and_grant(self, session_id: bytes, prepared: Preparation) -> pb.ReserveResponse:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._threads, self.store.zero, prepared)
+        except BaseException:
+            self.store.pool.abandon(prepared)
+            raise
+        return self._reserved(self.store.grant(session_id, prepared))
 
     def _reserved(self, runs: Sequence[GrantedRun]) -> pb.ReserveResponse:
         return pb.ReserveResponse(
@@ -190,56 +195,31 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         validation.check_session(request.session_id, request.request_id)
         arena = self.store.arena
         chunks = validation.check_seal(request, arena.slot_count, arena.layout.chunk_tokens)
-        answers = self.store.sessions.live(request.session_id).answers
-        digest = _digest(request)
-        remembered = answers.recall(request.request_id, digest)
-        if remembered is not None:
-            return _recalled(remembered, pb.SealResponse)
-        name = (request.session_id, request.request_id)
-        under_way = self._seals.get(name)
-        if under_way is None:
-            # A task of its own: a caller that goes away leaves no half-done seal.
-            task = asyncio.create_task(self._seal(request, chunks, answers, digest))
-            self._seals[name] = (digest, task)
-            task.add_done_callback(lambda task: self._seal_done(name, task))
-        elif under_way[0] != digest:
-            raise AlreadyExists("this request_id was used for another request")
-        else:
-            task = under_way[1]
-        return await asyncio.shield(task)
+        self.upkeep.called()
+        call = self._call(request, pb.SealResponse)
+        known = await self._once.known(call)
+        if known is not None:
+            return known
+        # It may seal or free slots before it fails: a retry must not try again.
+        return await self._once.run(call, self._seal(request, chunks), keep_errors=True)
 
     async def _seal(
-        self,
-        request: pb.SealRequest,
-        chunks: Sequence[WrittenChunk],
-        answers: AnswerBook,
-        digest: bytes,
+        self, request: pb.SealRequest, chunks: Sequence[WrittenChunk]
     ) -> pb.SealResponse:
         loop = asyncio.get_running_loop()
+        salt = request.tenant_salt
         with self.store.sealing(chunks):
+            await self.upkeep.verify(lambda: self.store.unverified_in_seal(salt, chunks))
             damages = await loop.run_in_executor(self._threads, self.store.verify, chunks)
-            try:
-                outcome = self.store.seal(
-                    request.session_id,
-                    request.tenant_salt,
-                    chunks,
-                    damages,
-                    lease_id=request.lease_id,
-                    keep_leased=request.keep_leased,
-                )
-            except SplitpointError as error:
-                # It may have sealed or freed slots: a retry must not try again.
-                answers.remember(request.request_id, digest, error)
-                raise
-        response = self._sealed(outcome)
-        answers.remember(request.request_id, digest, response.SerializeToString())
-        return response
-
-    def _seal_done(self, name: tuple[bytes, bytes], task: asyncio.Task[pb.SealResponse]) -> None:
-        del self._seals[name]
-        if not task.cancelled() and (error := task.exception()) is not None:
-            # Whoever waits gets it too; here it is for callers that went away.
-            _log.info("a seal was refused: %s", error)
+            outcome = self.store.seal(
+                request.session_id,
+                salt,
+                chunks,
+                damages,
+                lease_id=request.lease_id,
+                keep_leased=request.keep_leased,
+            )
+        return self._sealed(outcome)
 
     def _sealed(self, outcome: SealOutcome) -> pb.SealResponse:
         return pb.SealResponse(
@@ -259,20 +239,32 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         validation.check_session(request.session_id, request.request_id)
         slots = validation.check_release(request, self.store.arena.slot_count)
         answers = self.store.sessions.known(request.session_id).answers
-
-        def release() -> pb.ReleaseResponse:
-            released = self.store.release(request.session_id, request.lease_ids, slots)
-            return pb.ReleaseResponse(
+        call = Call.of(request, answers, pb.ReleaseResponse)
+        known = await self._once.known(call)
+        if known is not None:
+            return known
+        released = self.store.release(request.session_id, request.lease_ids, slots)
+        return self._once.answered(
+            call,
+            pb.ReleaseResponse(
                 released_lease_count=released.lease_count,
                 released_slot_count=released.slot_count,
-            )
+            ),
+        )
 
-        return _once(answers, request, pb.ReleaseResponse, release)
+    def _call(self, request: Any, response_type: type[Response]) -> Call[Response]:
+        """A call of an open session."""
+        answers = self.store.sessions.live(request.session_id).answers
+        return Call.of(request, answers, response_type)
 
     # -- people and tests ------------------------------------------------------------------
 
+    async def Evict(self, request: pb.EvictRequest, context: _Context) -> pb.EvictResponse:
+        return pb.EvictResponse(evicted_chunk_count=self.store.pool.evict_all())
+
     async def GetStats(self, request: pb.GetStatsRequest, context: _Context) -> pb.GetStatsResponse:
         store, pool, counters = self.store, self.store.pool, self.store.counters
+        findings = pool.findings
         return pb.GetStatsResponse(
             slot_count=store.arena.slot_count,
             free_slot_count=pool.slots.count(SlotState.FREE),
@@ -296,8 +288,13 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             arena_path=str(store.arena.path),
             arena_size_bytes=store.arena.size_bytes,
             integrity_violations=(
-                self._integrity.check_integrity() if request.check_integrity else []
+                self.upkeep.check_integrity() if request.check_integrity else self.upkeep.violations
             ),
+            adopted_chunk_count=len(findings.chunks),
+            refused_chunk_count=len(findings.damages),
+            quarantined_at_start_count=findings.held_count,
+            recovery_seconds=store.recovery_seconds,
+            unverified_chunk_count=len(pool.unverified),
         )
 
 
@@ -331,38 +328,6 @@ class _Messages:
             task.cancel()
         # All of them: one may have failed since, and nobody else would look.
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _once(
-    answers: AnswerBook,
-    request: Any,
-    response_type: type[Answer],
-    run: Callable[[], Answer],
-) -> Answer:
-    """The remembered answer to this request, or the one `run` gives now.
-
-    Errors are not remembered: what fails here has had no effect.
-    """
-    digest = _digest(request)
-    remembered = answers.recall(request.request_id, digest)
-    if remembered is not None:
-        return _recalled(remembered, response_type)
-    response = run()
-    answers.remember(request.request_id, digest, response.SerializeToString())
-    return response
-
-
-def _recalled(remembered: bytes | SplitpointError, response_type: type[Answer]) -> Answer:
-    if isinstance(remembered, SplitpointError):
-        raise remembered.with_traceback(None)
-    return response_type.FromString(remembered)
-
-
-def _digest(request: Message) -> bytes:
-    """Stands for the request's whole content, its kind included."""
-    content = request.SerializeToString(deterministic=True)
-    name = request.DESCRIPTOR.full_name.encode()
-    return hashlib.blake2b(name + b"\0" + content, digest_size=16).digest()
 
 
 def _handle(entry: Entry) -> types_pb2.SlotHandle:

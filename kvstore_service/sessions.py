@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from kvstore_service.processes import ProcessIdentity, ProcessWatch
 from splitpoint.arena_format import ID_BYTES
 from splitpoint.errors import (
     AlreadyExists,
@@ -29,6 +28,14 @@ ANSWER_LIMIT = 2048
 ANSWER_BYTES_LIMIT = 8 << 20
 
 Answer = bytes | SplitpointError
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """Process id and start time in clock ticks since boot, as the client gave them."""
+
+    process_id: int
+    start_ticks: int
 
 
 class AnswerBook:
@@ -77,7 +84,6 @@ class Session:
     session_id: bytes
     client_name: str
     process: ProcessIdentity
-    watch: ProcessWatch
     deadline: float
     is_orphaned: bool = False
     has_keep_alive: bool = False
@@ -97,11 +103,9 @@ class SessionTable:
         self,
         clock: Callable[[], float],
         lease_seconds: float,
-        watch_process: Callable[[ProcessIdentity], ProcessWatch],
     ) -> None:
         self.lease_seconds = lease_seconds
         self._clock = clock
-        self._watch_process = watch_process
         self._sessions: dict[bytes, Session] = {}
 
     def __len__(self) -> int:
@@ -122,10 +126,24 @@ class SessionTable:
             session_id=secrets.token_bytes(ID_BYTES),
             client_name=client_name,
             process=process,
-            watch=self._watch_process(process),
             deadline=self._clock() + self.lease_seconds,
         )
         self._sessions[session.session_id] = session
+        return session
+
+    def restore(
+        self, session_id: bytes, process: ProcessIdentity, granted: dict[int, int]
+    ) -> Session:
+        """A session of an earlier store, orphaned: its holder may still be writing."""
+        session = Session(
+            session_id=session_id,
+            client_name="of an earlier store",
+            process=process,
+            deadline=self._clock(),
+            is_orphaned=True,
+            granted=granted,
+        )
+        self._sessions[session_id] = session
         return session
 
     def find(self, session_id: bytes) -> Session | None:
@@ -159,5 +177,4 @@ class SessionTable:
         return [s for s in self if s.is_orphaned]
 
     def remove(self, session: Session) -> None:
-        session.watch.close()
         del self._sessions[session.session_id]

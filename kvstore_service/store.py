@@ -1,25 +1,32 @@
 """The store's rules: sessions reserve, seal, match and release; everything else follows.
 
 One thread calls it (the event loop's). It does no I/O except the metadata
-writes of the slot table and never waits: reading payload back is `verify`,
-which any thread may run. Knows no gRPC.
+writes of the slot table and never waits: reading payload back is `verify` and
+`check`, zeroing it is `zero`; any thread may run these. Knows no gRPC.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 
-from kvstore_service.chunk_pool import ChunkPool, GrantedRun
+from kvstore_service.chunk_pool import ChunkPool, GrantedRun, Preparation
 from kvstore_service.eviction import EvictionPolicy, LeastRecentlyUsed
 from kvstore_service.leases import Lease
 from kvstore_service.prefix_index import Entry
-from kvstore_service.processes import LinuxProcessWatch, ProcessIdentity, ProcessWatch
-from kvstore_service.sessions import Session, SessionTable
+from kvstore_service.records import MetadataWriter
+from kvstore_service.recovery import UNKNOWN_WRITER
+from kvstore_service.sessions import ProcessIdentity, Session, SessionTable
+from splitpoint import presence
 from splitpoint.arena import Arena
 from splitpoint.arena_format import ArenaFormatError
-from splitpoint.errors import DataLoss, FailedPrecondition
+from splitpoint.arena_records import salt_tag
+from splitpoint.errors import DataLoss, FailedPrecondition, SplitpointError
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +82,17 @@ class Counters:
 
 
 class KvStore:
-    """One arena and the sessions that use it.
+    """One arena and the sessions that use it, those of an earlier store included.
 
     Args:
         clock: monotonic seconds.
         lease_seconds: how long a session lives without a sign of life.
-        watch_process: how to learn that a client's process is gone.
+        is_present: whether the holder of a session may still touch the arena; the
+            default asks for the lock that `Arena.attach` takes.
+        writer: how metadata gets into the arena; the default is the mapping.
+
+    Attributes:
+        recovery_seconds: how long it took to read what the arena held.
     """
 
     def __init__(
@@ -90,19 +102,26 @@ class KvStore:
         clock: Callable[[], float],
         lease_seconds: float,
         policy: EvictionPolicy | None = None,
-        watch_process: Callable[[ProcessIdentity], ProcessWatch] = LinuxProcessWatch,
+        is_present: Callable[[bytes], bool] | None = None,
+        writer: MetadataWriter | None = None,
     ) -> None:
+        began = clock()
         self.arena = arena
-        self.pool = ChunkPool(arena, policy or LeastRecentlyUsed())
-        self.sessions = SessionTable(clock, lease_seconds, watch_process)
+        self.pool = ChunkPool(arena, policy or LeastRecentlyUsed(), writer=writer)
+        self.sessions = SessionTable(clock, lease_seconds)
         self.counters = Counters()
+        self._is_present = is_present or (lambda id_: presence.is_held(arena.fd, id_))
+        for session_id, holder in self.pool.findings.holders.items():
+            self.sessions.restore(session_id, holder.process, dict(holder.granted))
+        self.sweep()
+        self.recovery_seconds = clock() - began
 
     @property
     def epoch(self) -> int:
         return self.arena.superblock.epoch
 
     def close(self) -> None:
-        """End every session and let go of the arena. No thread may be in `verify`.
+        """End every session and let go of the arena. No thread may use it any more.
 
         What was being written stays quarantined in the file: its writers live on,
         and whoever adopts a kept arena has to ask about them.
@@ -162,8 +181,20 @@ class KvStore:
         for session in self.sessions.expired():
             self._orphan(session)
         for session in self.sessions.orphans():
-            if session.watch.is_gone():
+            if session.session_id != UNKNOWN_WRITER and not self._is_present(session.session_id):
                 self._clear(session)
+
+    def _user(self, session_id: bytes) -> Session:
+        """A session that may use the arena.
+
+        Its holder must be provably there, or nobody could tell later that it is gone.
+        """
+        session = self.sessions.live(session_id)
+        if not self._is_present(session_id):
+            raise FailedPrecondition(
+                "the session's presence lock on the arena file is not held", reason="NOT_PRESENT"
+            )
+        return session
 
     def _orphan(self, session: Session) -> None:
         """Its holder may still read and write, so nothing of it is used again yet."""
@@ -194,7 +225,9 @@ class KvStore:
 
     def match(self, session_id: bytes, salt: bytes, token_ids: Sequence[int]) -> Matched:
         """The longest cached prefix, leased to the session."""
-        session = self.sessions.live(session_id)
+        session = self._user(session_id)
+        while unverified := self.unverified_in_match(salt, token_ids):
+            self.settle(unverified, self.check(unverified))
         found = self.pool.match(salt, token_ids)
         self.counters.matches += 1
         self.counters.query_tokens += len(token_ids)
@@ -206,13 +239,78 @@ class KvStore:
         lease = self._lease(session, found.entries)
         return Matched(found.entries, found.cached_tokens, lease.lease_id)
 
+    # -- adopted chunks ------------------------------------------------------------------
+
+    def unverified_in_match(self, salt: bytes, token_ids: Sequence[int]) -> list[Entry]:
+        """Chunks of the longest cached prefix that no payload was compared for yet.
+
+        `match` checks them itself, slowly; whoever must not wait checks and settles
+        them beforehand, again and again until there are none.
+        """
+        return self._unverified(self.pool.match(salt, token_ids).entries)
+
+    def unverified_in_seal(self, salt: bytes, chunks: Sequence[WrittenChunk]) -> list[Entry]:
+        """Chunks that `seal` would name as parents or as duplicates, likewise."""
+        named: list[Entry | None] = []
+        for chunk in chunks:
+            contents = self.pool.contents(salt, chunk.parent_key, chunk.token_ids)
+            named += [self.pool.index.get(chunk.parent_key), self.pool.index.get(contents.key)]
+        return self._unverified(entry for entry in named if entry is not None)
+
+    def unverified_chunks(self, limit: int) -> list[Entry]:
+        """Some of those that are left."""
+        return [self.pool.chunk_at(slot) for slot in islice(self.pool.unverified, limit)]
+
+    def _unverified(self, entries: Iterable[Entry]) -> list[Entry]:
+        found = {entry.slot: entry for entry in entries if entry.slot in self.pool.unverified}
+        return list(found.values())
+
+    def check(self, entries: Sequence[Entry]) -> list[ArenaFormatError | None]:
+        """What is wrong with each chunk's payload; None: nothing. Slow, for any thread."""
+        return [self._damage(e.slot, e.token_count, e.checksum) for e in entries]
+
+    def settle(self, entries: Sequence[Entry], damages: Sequence[ArenaFormatError | None]) -> None:
+        """Serve the checked chunks from now on; the damaged ones go, with all below them."""
+        for entry, damage in zip(entries, damages, strict=True):
+            if not self.pool.holds(entry):
+                continue  # evicted meanwhile, and its slot perhaps used anew
+            if damage is None:
+                self.pool.unverified.discard(entry.slot)
+            elif entry.slot in self.pool.unverified:
+                self.counters.checksum_failures += 1
+                lost = self.pool.discard(entry)
+                _log.error("%s: it and %d chunks below it are gone", damage.message, lost - 1)
+
     # -- writing -------------------------------------------------------------------------
 
-    def reserve(self, session_id: bytes, slot_count: int) -> list[GrantedRun]:
-        """Grant slots for writing. Raises ResourceExhausted."""
-        session = self.sessions.live(session_id)
+    def reserve(self, session_id: bytes, slot_count: int, salt: bytes = b"") -> list[GrantedRun]:
+        """Grant slots for writing at once: `prepare`, `zero` and `grant`."""
+        preparation = self.prepare(session_id, slot_count, salt)
+        self.zero(preparation)
+        return self.grant(session_id, preparation)
+
+    def prepare(self, session_id: bytes, slot_count: int, salt: bytes = b"") -> Preparation:
+        """Take slots for the salt's chunks from the free ones. Raises ResourceExhausted.
+
+        They are nobody's until `grant` or `abandon`, one of which must follow.
+        """
+        self._user(session_id)
         self.sweep()  # what the dead held is room
-        runs = self.pool.grant(slot_count, session.session_id, session.process)
+        return self.pool.prepare(slot_count, salt_tag(salt))
+
+    def zero(self, preparation: Preparation) -> None:
+        """Wipe what another tenant left in prepared slots. Slow, for any thread."""
+        for slot in preparation.dirty_slots:
+            self.arena.zero(slot)
+
+    def grant(self, session_id: bytes, preparation: Preparation) -> list[GrantedRun]:
+        """Grant prepared slots; they are free again when the session ended meanwhile."""
+        try:
+            session = self._user(session_id)
+        except SplitpointError:
+            self.pool.abandon(preparation)
+            raise
+        runs = self.pool.grant(preparation, session.session_id, session.process)
         for run in runs:
             for offset, generation in enumerate(run.generations):
                 session.granted[run.first + offset] = generation
@@ -226,11 +324,11 @@ class KvStore:
 
     def verify(self, chunks: Sequence[WrittenChunk]) -> list[ArenaFormatError | None]:
         """What is wrong with each payload, read back; None: nothing. Slow, for any thread."""
-        return [self._verify(chunk) for chunk in chunks]
+        return [self._damage(c.slot, len(c.token_ids), c.checksum) for c in chunks]
 
-    def _verify(self, chunk: WrittenChunk) -> ArenaFormatError | None:
+    def _damage(self, slot: int, token_count: int, checksum: int) -> ArenaFormatError | None:
         try:
-            self.arena.check_payload(chunk.slot, len(chunk.token_ids), chunk.checksum)
+            self.arena.check_payload(slot, token_count, checksum)
         except ArenaFormatError as error:
             return error
         return None
@@ -253,6 +351,8 @@ class KvStore:
         sealed; those before it stay sealed, those behind it stay granted.
         """
         session = self.sessions.live(session_id)
+        while unverified := self.unverified_in_seal(salt, chunks):
+            self.settle(unverified, self.check(unverified))
         lease = self._lease_of(session, lease_id)
         is_new_lease = lease is None and keep_leased
         if is_new_lease:
@@ -278,6 +378,10 @@ class KvStore:
                 f"slot {chunk.slot} is not granted to this session in generation "
                 f"{chunk.generation}",
                 reason="NOT_GRANTED",
+            )
+        if self.pool.tag_of(chunk.slot) != salt_tag(salt):
+            raise FailedPrecondition(
+                f"slot {chunk.slot} was reserved for another tenant salt", reason="OTHER_TENANT"
             )
         if damage is not None:
             self._free(session, chunk.slot)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvstore_service.processes import ProcessIdentity
+from kvstore_service.sessions import ProcessIdentity
 from kvstore_service.store import WrittenChunk
 from splitpoint.arena_format import ID_BYTES
 from splitpoint.errors import InvalidArgument
@@ -53,6 +53,7 @@ def check_match(request: pb.MatchRequest, capacity_tokens: int) -> Sequence[int]
 def check_reserve(request: pb.ReserveRequest) -> None:
     if request.slot_count < 1:
         raise InvalidArgument("slot_count must be at least 1", field="slot_count")
+    _check_length(request.tenant_salt, 0, SALT_LIMIT, "tenant_salt")
 
 
 def check_seal(request: pb.SealRequest, slot_count: int, chunk_tokens: int) -> list[WrittenChunk]:

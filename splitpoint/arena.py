@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import stat
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from splitpoint import presence
 from splitpoint.arena_format import (
     RECORD_BYTES,
     RECORDS_OFFSET,
@@ -68,13 +70,17 @@ class Arena:
         path, layout, slot_count, size_bytes: of the file.
         geometry: where everything lies in it.
         superblock: as it was when this arena was mapped.
+        fd: the open file, which carries the presence locks; closed by `close`, or
+            when this object is collected.
     """
 
     def __init__(
         self, path: Path, fd: int, superblock: Superblock, *, write_metadata: bool = False
     ) -> None:
-        """Maps an open, validated file; `fd` stays the caller's. `attach` is for workers."""
+        """Maps an open, validated file and takes `fd` over. `attach` is for workers."""
         self.path = path
+        self.fd = fd
+        self._close_fd = weakref.finalize(self, os.close, fd)
         self.superblock = superblock
         self.geometry = superblock.geometry
         self.layout = self.geometry.layout
@@ -107,8 +113,13 @@ class Arena:
         slot_count: int,
         instance_id: bytes,
         epoch: int,
+        session_id: bytes = b"",
     ) -> Arena:
-        """Maps the arena that the store's Attach told about.
+        """Maps the arena that the store's Attach told about, for that session.
+
+        The session's presence is held from here until `close`: the store lets
+        nobody use the arena who does not hold it. Without a session the arena
+        is only looked at.
 
         Raises NotFound when the file is gone, and the ArenaFormatError of the
         first invariant that does not hold.
@@ -124,9 +135,12 @@ class Arena:
                 raise InstanceMismatch(f"{path} is another arena than the store named")
             if superblock.epoch != epoch:
                 raise EpochMismatch(f"{path} is in epoch {superblock.epoch}, not {epoch}")
-            return cls(path, fd, superblock)
-        finally:
+            if session_id:
+                presence.hold(fd, session_id)
+        except BaseException:
             os.close(fd)
+            raise
+        return cls(path, fd, superblock)
 
     def plane(self, layer: int, tensor: str) -> Bytes:
         """Writable view `[slot_count, slot_bytes]` of one tensor ("K", "V" or "X") of a layer."""
@@ -197,12 +211,19 @@ class Arena:
                     f"slot {slot} has rows past its {token_count} tokens in {tensor}{layer}"
                 )
 
+    def zero(self, slot: int) -> None:
+        """Wipe the slot in all planes. Safe in any thread; numpy lets go of the GIL."""
+        self._checked(slot)
+        for plane in self._planes.values():
+            plane[slot] = 0
+
     def close(self) -> None:
         """Drop this object's views. The mapping goes with the last view anybody holds."""
         self._planes.clear()
         self._words.release()
         self.metadata.release()
         self.payload = np.empty(0, dtype=np.uint8)
+        self._close_fd()
 
     def _checked(self, slot: int) -> int:
         if not 0 <= slot < self.slot_count:

@@ -1,4 +1,4 @@
-"""Creates an arena file, owns it under a lock, and removes it again.
+"""Creates an arena file or adopts the one that is there, owns it under a lock, removes it.
 
 Only the store (and tools that take its place while it is down) use this. Knows
 files and limits; what is inside the file is `splitpoint.arena`'s business.
@@ -9,44 +9,67 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fcntl
+import logging
 import os
 import secrets
-import stat
-import uuid
 from pathlib import Path
 
 from splitpoint.arena import Arena, open_arena, read_superblock
+from splitpoint.arena_files import (
+    NotOurArena,
+    allocate,
+    boot_id,
+    check_room,
+    damaged_path,
+    is_at,
+    lock_path_of,
+    private_folder,
+    remove_unfinished,
+    set_aside,
+    unfinished_path,
+)
 from splitpoint.arena_format import (
     ID_BYTES,
     SUPERBLOCK_BYTES,
     ArenaFormatError,
     BadMagic,
     Condition,
+    ForeignByteOrder,
     Geometry,
     Superblock,
     Truncated,
+    UnsupportedVersion,
 )
-from splitpoint.config import format_size, memory_facts
+from splitpoint.config import format_size
 from splitpoint.errors import FailedPrecondition, NotFound, ResourceExhausted
 from splitpoint.shapes import ArenaLayout
+
+_log = logging.getLogger(__name__)
+
+_ADVICE = "remove it with `splitpoint arena rm`, or start the store as it was started before"
 
 
 class ArenaInUse(FailedPrecondition):
     """Another store holds the lock of this arena."""
 
 
-class FolderNotPrivate(FailedPrecondition):
-    """The arena's folder belongs to, or is open to, somebody else."""
+class ArenaDiffers(FailedPrecondition):
+    """The arena at the path is whole, but of another version, layout or size."""
 
 
-class NotOurArena(FailedPrecondition):
-    """Something that is no arena lies at the arena's path; it is left alone."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpenedArena:
+    """An arena mapped for the store. `is_adopted`: an earlier store filled it."""
+
+    owner: ArenaOwner
+    arena: Arena
+    is_adopted: bool
 
 
 class ArenaOwner:
     """The lock on an arena's path: whoever holds it may create and remove the file.
 
-    Use `lock`, then `create`; `remove` or `leave` at the end.
+    Use `lock`, then `adopt` or `create`; `remove`, `keep` or `leave` at the end.
     """
 
     def __init__(self, path: Path, lock_fd: int) -> None:
@@ -60,8 +83,8 @@ class ArenaOwner:
         Raises ArenaInUse, FolderNotPrivate, or NotFound when the folder's own
         parent is missing.
         """
-        _private_folder(path.parent)
-        lock_path = _lock_path(path)
+        private_folder(path.parent)
+        lock_path = lock_path_of(path)
         while True:
             try:
                 fd = os.open(
@@ -74,7 +97,7 @@ class ArenaOwner:
             except BlockingIOError:
                 os.close(fd)
                 raise ArenaInUse(f"another store is running on {path}", path=path) from None
-            if _is_at(fd, lock_path):
+            if is_at(fd, lock_path):
                 return cls(path, fd)
             # The former owner unlinked the file between our open and our lock.
             os.close(fd)
@@ -86,16 +109,16 @@ class ArenaOwner:
         something lies at the path.
         """
         geometry = Geometry(layout, slot_count)
-        _check_room(self.path.parent, geometry.size_bytes)
+        check_room(self.path.parent, geometry.size_bytes)
         # Under another name until it is whole: what lies at the path is always
         # a complete arena, whenever we are killed.
-        unfinished = _unfinished_path(self.path)
-        _remove_unfinished(unfinished)
+        unfinished = unfinished_path(self.path)
+        remove_unfinished(unfinished)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(unfinished, flags, 0o600)
         try:
             os.fchmod(fd, 0o600)  # whatever the umask is
-            _allocate(fd, self.path, geometry.size_bytes)
+            allocate(fd, self.path, geometry.size_bytes)
             superblock = Superblock(
                 layout=layout,
                 slot_count=slot_count,
@@ -107,28 +130,77 @@ class ArenaOwner:
                 process_id=os.getpid(),
             )
             superblock = write_superblocks(fd, superblock)
-            arena = Arena(self.path, fd, superblock, write_metadata=True)
             try:
                 os.link(unfinished, self.path)  # unlike rename, never replaces anything
             except FileExistsError:
-                arena.close()
                 raise NotOurArena(f"{self.path} exists already") from None
-            return arena
+        except BaseException:
+            os.close(fd)
+            raise
         finally:
             os.unlink(unfinished)
+        return Arena(self.path, fd, superblock, write_metadata=True)
+
+    def adopt(self, layout: ArenaLayout, slot_count: int) -> Arena | None:
+        """The arena that an earlier store left here, in a new epoch; None: there is none.
+
+        Both superblocks name the new epoch before this returns, so no handle of
+        an earlier epoch is ever taken for one of this. What the slots hold is the
+        caller's to check. A damaged arena is set aside (see `set_aside`), and
+        None returned.
+
+        Raises ArenaDiffers, and NotOurArena for anything that is not an arena of
+        this user.
+        """
+        fd = self._open_existing()
+        if fd is None:
+            return None
+        try:
+            try:
+                superblock = read_superblock(fd)
+            except (UnsupportedVersion, ForeignByteOrder) as error:
+                raise ArenaDiffers(f"{self.path}: {error.message}; {_ADVICE}") from error
+            except (BadMagic, Truncated) as error:
+                raise NotOurArena(
+                    f"{self.path} is not an arena ({error.message}); it was left alone",
+                    path=self.path,
+                ) from error
+            except ArenaFormatError as error:
+                _log.error("%s is damaged and is not served: %s", self.path, error.message)
+                set_aside(fd, self.path)
+                os.close(fd)
+                return None
+            _check_same(self.path, superblock, layout, slot_count)
+            # Whole, whatever somebody did to the file: a hole would be a SIGBUS.
+            allocate(fd, self.path, superblock.geometry.size_bytes)
+            superblock = dataclasses.replace(
+                superblock,
+                epoch=superblock.epoch + 1,
+                condition=Condition.OPEN,
+                process_id=os.getpid(),
+            )
+            superblock = write_superblocks(fd, superblock)
+        except BaseException:
             os.close(fd)
+            raise
+        return Arena(self.path, fd, superblock, write_metadata=True)
+
+    def _open_existing(self) -> int | None:
+        try:
+            return open_arena(self.path)
+        except NotFound:
+            return None
+        except ArenaFormatError as error:
+            raise NotOurArena(f"{error.message}; it was left alone", path=self.path) from error
 
     def remove_existing(self) -> bool:
         """Remove the arena that an earlier store left here; False when there is none.
 
         Raises NotOurArena for anything that is not an arena of this user.
         """
-        try:
-            fd = open_arena(self.path)
-        except NotFound:
+        fd = self._open_existing()
+        if fd is None:
             return False
-        except ArenaFormatError as error:
-            raise NotOurArena(f"{error.message}; it was left alone", path=self.path) from error
         try:
             read_superblock(fd)
         except (BadMagic, Truncated) as error:
@@ -148,9 +220,14 @@ class ArenaOwner:
     def remove(self) -> None:
         """Remove arena, lock file and the then empty folder, and let go of the lock."""
         self.path.unlink(missing_ok=True)
-        _unfinished_path(self.path).unlink(missing_ok=True)
+        damaged_path(self.path).unlink(missing_ok=True)
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Let go of the lock and leave nothing behind but the arena, if there is one."""
+        unfinished_path(self.path).unlink(missing_ok=True)
         # Last, and while locked: nobody can take over a path that is being cleared.
-        _lock_path(self.path).unlink(missing_ok=True)
+        lock_path_of(self.path).unlink(missing_ok=True)
         self.leave()
         try:
             self.path.parent.rmdir()
@@ -172,22 +249,32 @@ class ArenaOwner:
         os.close(self._lock_fd)
 
 
-def create_arena(path: Path, layout: ArenaLayout, slot_count: int) -> tuple[ArenaOwner, Arena]:
-    """Lock `path`, replace an unlocked arena of ours there, create a new one.
+def open_or_create_arena(
+    path: Path, layout: ArenaLayout, slot_count: int, *, replace_other: bool = False
+) -> OpenedArena:
+    """Lock `path`, adopt the arena there, or create a new one where there is none.
 
-    Raises what `ArenaOwner.lock`, `remove_existing` and `create` raise, and then
-    leaves nothing of its own behind.
+    `replace_other`: an arena of another version, layout or size gives way instead
+    of raising ArenaDiffers.
+
+    Raises what `ArenaOwner.lock`, `adopt` and `create` raise, and then leaves
+    nothing of its own behind.
     """
     owner = ArenaOwner.lock(path)
     try:
-        owner.remove_existing()
-        return owner, owner.create(layout, slot_count)
-    except NotOurArena:
-        _lock_path(path).unlink(missing_ok=True)
-        owner.leave()
-        raise
+        try:
+            arena = owner.adopt(layout, slot_count)
+        except ArenaDiffers as error:
+            if not replace_other:
+                raise
+            _log.warning("replaced: %s", error.message)
+            owner.remove_existing()
+            arena = None
+        if arena is not None:
+            return OpenedArena(owner, arena, is_adopted=True)
+        return OpenedArena(owner, owner.create(layout, slot_count), is_adopted=False)
     except BaseException:
-        owner.remove()
+        owner.give_up()
         raise
 
 
@@ -204,99 +291,21 @@ def write_superblocks(fd: int, superblock: Superblock) -> Superblock:
     return superblock
 
 
-def boot_id() -> bytes:
-    """16 bytes that change when the machine starts anew."""
-    return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
-
-
-def _lock_path(path: Path) -> Path:
-    return path.with_name(path.name + ".lock")
-
-
-def _unfinished_path(path: Path) -> Path:
-    return path.with_name(path.name + ".new")
-
-
-def _remove_unfinished(path: Path) -> None:
-    """What a store left that was killed while it made its arena."""
-    try:
-        os.close(open_arena(path))
-    except NotFound:
-        return
-    except ArenaFormatError as error:
-        raise NotOurArena(f"{error.message}; it was left alone", path=path) from error
-    os.unlink(path)
-
-
-def _private_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(mode=0o700)
-    except FileExistsError:
-        pass
-    except FileNotFoundError as error:
-        raise NotFound(f"{folder.parent} does not exist") from error
-    except OSError as error:
-        raise FolderNotPrivate(f"{folder} cannot be made: {error.strerror}") from error
-    found = folder.lstat()
-    if (
-        not stat.S_ISDIR(found.st_mode)
-        or found.st_uid != os.geteuid()
-        or stat.S_IMODE(found.st_mode) & 0o077
-    ):
-        raise FolderNotPrivate(
-            f"{folder} must be a folder of this user alone (mode 700), not a link",
-            folder=folder,
+def _check_same(path: Path, found: Superblock, layout: ArenaLayout, slot_count: int) -> None:
+    """Raises ArenaDiffers unless the arena is the one that would be created."""
+    if found.layout.layout_hash != layout.layout_hash:
+        differing = ", ".join(
+            field.name
+            for field in dataclasses.fields(layout)
+            if getattr(layout, field.name) != getattr(found.layout, field.name)
         )
-
-
-def _is_at(fd: int, path: Path) -> bool:
-    """Whether the open file is still the one at `path`."""
-    ours = os.fstat(fd)
-    try:
-        there = os.stat(path, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)
-
-
-def _limits(folder: Path) -> tuple[int, int, int | None, str]:
-    """(free on the file system, MemAvailable, left in the cgroup, all three in words)."""
-    file_system = os.statvfs(folder)
-    free = file_system.f_bavail * file_system.f_frsize
-    facts = memory_facts()
-    cgroup = facts.cgroup_available_bytes
-    text = (
-        f"{format_size(free)} free on the file system of {folder}, "
-        f"{format_size(facts.available_bytes)} MemAvailable, "
-        + ("no cgroup memory limit" if cgroup is None else f"{format_size(cgroup)} in the cgroup")
-    )
-    return free, facts.available_bytes, cgroup, text
-
-
-def _check_room(folder: Path, size_bytes: int) -> None:
-    # Memory is checked before allocating: beyond it comes the OOM killer, not ENOSPC.
-    free, available, cgroup, text = _limits(folder)
-    room = min(free, available) if cgroup is None else min(free, available, cgroup)
-    if size_bytes > room:
-        raise ResourceExhausted(
-            f"an arena of {format_size(size_bytes)} does not fit: {text}",
-            reason="ARENA_DOES_NOT_FIT",
-            size_bytes=size_bytes,
-            file_system_bytes=free,
-            memory_available_bytes=available,
-            cgroup_bytes="unlimited" if cgroup is None else cgroup,
+        raise ArenaDiffers(
+            f"{path} was made for another model or layout ({differing} differ); {_ADVICE}",
+            path=path,
         )
-
-
-def _allocate(fd: int, path: Path, size_bytes: int) -> None:
-    try:
-        os.posix_fallocate(fd, 0, size_bytes)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT):
-            raise
-        _, _, _, text = _limits(path.parent)
-        raise ResourceExhausted(
-            f"an arena of {format_size(size_bytes)} cannot be allocated ({error.strerror}): {text}",
-            reason="ARENA_DOES_NOT_FIT",
-            size_bytes=size_bytes,
-        ) from error
+    if found.slot_count != slot_count:
+        raise ArenaDiffers(
+            f"{path} has {format_size(found.geometry.size_bytes)} and {found.slot_count} slots; "
+            f"{slot_count} slots were asked for; {_ADVICE}",
+            path=path,
+        )

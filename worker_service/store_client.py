@@ -133,7 +133,9 @@ class StoreClient:
         )
         return Match(connection, answer.cached_tokens, chunks, answer.lease_id)
 
-    async def reserve(self, connection: Connection, slot_count: int) -> list[tuple[int, int]]:
+    async def reserve(
+        self, connection: Connection, salt: bytes, slot_count: int
+    ) -> list[tuple[int, int]]:
         """Granted (slot, generation) pairs, in as few contiguous runs as there are."""
         answer = await self._call(
             self._stub.Reserve,
@@ -141,6 +143,7 @@ class StoreClient:
                 session_id=connection.session_id,
                 request_id=self._request_id(),
                 slot_count=slot_count,
+                tenant_salt=salt,
             ),
         )
         return [
@@ -219,6 +222,7 @@ class StoreClient:
             slot_count=answer.slot_count,
             instance_id=answer.instance_id,
             epoch=answer.epoch,
+            session_id=answer.session_id,
         )
         return Connection(
             session_id=answer.session_id,

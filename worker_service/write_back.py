@@ -246,7 +246,7 @@ class WriteBack:
         while True:
             self._check_session(chain)
             try:
-                return await self._store.reserve(chain.connection, slot_count)
+                return await self._store.reserve(chain.connection, chain.salt, slot_count)
             except ResourceExhausted as error:
                 wait = error.retry_after_seconds
                 if not chain.must_store or wait is None or time.monotonic() + wait > deadline:

@@ -8,10 +8,10 @@ import numpy as np
 import xxhash
 
 from kvstore_service.integrity import IntegrityChecker
-from kvstore_service.processes import ProcessIdentity
+from kvstore_service.sessions import ProcessIdentity
 from kvstore_service.store import KvStore, WrittenChunk
 from splitpoint.arena import Arena
-from splitpoint.arena_owner import create_arena
+from splitpoint.arena_owner import open_or_create_arena
 from splitpoint.arena_records import SlotState
 from splitpoint.keys import chunk_key, pack_tokens
 from splitpoint.shapes import ArenaLayout, DataType
@@ -36,28 +36,14 @@ class FakeClock:
         return self.now
 
 
-class FakeProcesses:
-    """The processes of a store's clients: each lives until it is told to end."""
+class FakePresence:
+    """Who holds a presence: everybody until told to be gone."""
 
     def __init__(self) -> None:
-        self.gone: set[ProcessIdentity] = set()
-        self.watched = 0
+        self.gone: set[bytes] = set()
 
-    def watch(self, identity: ProcessIdentity) -> FakeWatch:
-        self.watched += 1
-        return FakeWatch(self, identity)
-
-
-class FakeWatch:
-    def __init__(self, processes: FakeProcesses, identity: ProcessIdentity) -> None:
-        self._processes = processes
-        self._identity = identity
-
-    def is_gone(self) -> bool:
-        return self._identity in self._processes.gone
-
-    def close(self) -> None:
-        self._processes.watched -= 1
+    def is_present(self, session_id: bytes) -> bool:
+        return session_id not in self.gone
 
 
 def payload_of(layout: ArenaLayout, seed: int, token_count: int) -> dict[tuple[int, str], bytes]:
@@ -111,7 +97,7 @@ def store_sequence(
     pieces = [tuple(token_ids[i : i + size]) for i in range(0, len(token_ids), size)]
     granted = [
         (run.first + offset, generation)
-        for run in store.reserve(session_id, len(pieces))
+        for run in store.reserve(session_id, len(pieces), salt)
         for offset, generation in enumerate(run.generations)
     ]
     parent = b""
@@ -138,16 +124,32 @@ class Bench:
         lease_seconds: float = 10,
     ) -> None:
         self.clock = FakeClock()
-        self.processes = FakeProcesses()
-        self.owner, self.arena = create_arena(folder / "store" / "arena", layout, slot_count)
+        self.presence = FakePresence()
+        opened = open_or_create_arena(folder / "store" / "arena", layout, slot_count)
+        self.owner, self.arena = opened.owner, opened.arena
+        self.lease_seconds = lease_seconds
+        self._serve()
+        self._process_id = 100
+
+    def crash(self) -> None:
+        """The process is gone, and with it all but the file; another one adopts that."""
+        path = self.arena.path
+        self.store.pool.close()
+        self.arena.close()
+        self.owner.leave()
+        opened = open_or_create_arena(path, self.arena.layout, self.arena.slot_count)
+        assert opened.is_adopted
+        self.owner, self.arena = opened.owner, opened.arena
+        self._serve()
+
+    def _serve(self) -> None:
         self.store = KvStore(
             self.arena,
             clock=self.clock,
-            lease_seconds=lease_seconds,
-            watch_process=self.processes.watch,
+            lease_seconds=self.lease_seconds,
+            is_present=self.presence.is_present,
         )
         self.integrity = IntegrityChecker(self.store)
-        self._process_id = 100
 
     def attach(self) -> bytes:
         """A session of a new process."""
@@ -166,4 +168,3 @@ class Bench:
     def close(self) -> None:
         self.store.close()
         self.owner.remove()
-        assert self.processes.watched == 0

@@ -43,6 +43,7 @@ def main() -> None:
         slot_count=session.slot_count,
         instance_id=session.instance_id,
         epoch=session.epoch,
+        session_id=session.session_id,
     )
     stop = threading.Event()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import threading
@@ -14,20 +15,22 @@ import xxhash
 from kvstore_helpers import LAYOUT, read_payload, write_payload
 
 from splitpoint import arena as arenas
+from splitpoint import presence
 from splitpoint.arena import Arena
+from splitpoint.arena_files import FolderNotPrivate, NotOurArena
 from splitpoint.arena_format import (
     BadMagic,
     BadSlotCount,
     Condition,
     LayoutHashMismatch,
     SizeMismatch,
+    Superblock,
 )
 from splitpoint.arena_owner import (
+    ArenaDiffers,
     ArenaInUse,
     ArenaOwner,
-    FolderNotPrivate,
-    NotOurArena,
-    create_arena,
+    open_or_create_arena,
     write_superblocks,
 )
 from splitpoint.arena_records import PayloadMismatch, RowsNotZero
@@ -42,9 +45,14 @@ def path(shm_folder: Path) -> Path:
     return shm_folder / "store" / "arena"
 
 
+def open_pair(path: Path) -> tuple[ArenaOwner, Arena]:
+    opened = open_or_create_arena(path, LAYOUT, SLOTS)
+    return opened.owner, opened.arena
+
+
 @pytest.fixture
 def made(path: Path) -> Iterator[Arena]:
-    owner, arena = create_arena(path, LAYOUT, SLOTS)
+    owner, arena = open_pair(path)
     yield arena
     arena.close()
     owner.remove()
@@ -231,7 +239,7 @@ def test_one_damaged_superblock_is_survived(made: Arena) -> None:
 
 def test_two_owners_are_one_too_many(made: Arena) -> None:
     with pytest.raises(ArenaInUse, match="another store"):
-        create_arena(made.path, LAYOUT, SLOTS)
+        open_pair(made.path)
     assert made.path.exists()
 
 
@@ -246,7 +254,7 @@ def test_what_is_not_ours_stays(path: Path, kind: str) -> None:
         path.write_bytes(b"" if kind == "empty" else b"precious " * 2000)
         path.chmod(0o644 if kind == "open to others" else 0o600)
     with pytest.raises(NotOurArena):
-        create_arena(path, LAYOUT, SLOTS)
+        open_pair(path)
     assert path.is_symlink() or path.exists()
     assert [entry.name for entry in path.parent.iterdir()] == ["arena"]
 
@@ -255,7 +263,7 @@ def test_the_lock_may_not_be_a_link(path: Path, tmp_path: Path) -> None:
     path.parent.mkdir(mode=0o700)
     (path.parent / "arena.lock").symlink_to(tmp_path / "victim")
     with pytest.raises(NotOurArena, match="cannot be a lock"):
-        create_arena(path, LAYOUT, SLOTS)
+        open_pair(path)
     assert not (tmp_path / "victim").exists()
 
 
@@ -263,38 +271,115 @@ def test_the_folder_must_be_private(shm_folder: Path) -> None:
     shared = shm_folder / "shared"
     shared.mkdir(mode=0o755)
     with pytest.raises(FolderNotPrivate, match="mode 700"):
-        create_arena(shared / "arena", LAYOUT, SLOTS)
+        open_pair(shared / "arena")
     assert shared.stat().st_mode & 0o777 == 0o755
     (shm_folder / "link").symlink_to(shared)
     with pytest.raises(FolderNotPrivate):
-        create_arena(shm_folder / "link" / "arena", LAYOUT, SLOTS)
+        open_pair(shm_folder / "link" / "arena")
     with pytest.raises(NotFound):
-        create_arena(shm_folder / "no" / "such" / "arena", LAYOUT, SLOTS)
+        open_pair(shm_folder / "no" / "such" / "arena")
 
 
 # -- left behind -----------------------------------------------------------------------
 
 
-def test_an_arena_left_behind_is_replaced(path: Path) -> None:
-    owner, arena = create_arena(path, LAYOUT, SLOTS)
-    before = arena.superblock.instance_id
+def test_an_arena_left_behind_is_adopted_in_a_new_epoch(path: Path) -> None:
+    owner, arena = open_pair(path)
+    before = arena.superblock
     arena.close()
     owner.leave()  # as a killed process does
-    owner, arena = create_arena(path, LAYOUT, SLOTS)
-    assert arena.superblock.instance_id != before
-    arena.close()
-    owner.remove()
+    opened = open_or_create_arena(path, LAYOUT, SLOTS)
+    assert opened.is_adopted
+    found = opened.arena.superblock
+    assert (found.instance_id, found.epoch) == (before.instance_id, 2)
+    # Either copy may be lost now: both name the new epoch.
+    for offset in (0, 4096):
+        assert Superblock.decode(bytes(opened.arena.metadata[offset : offset + 4096])).epoch == 2
+    opened.arena.close()
+    opened.owner.remove()
 
 
-def test_a_damaged_arena_of_ours_is_replaced(path: Path) -> None:
-    owner, arena = create_arena(path, LAYOUT, SLOTS)
+def test_one_lost_superblock_costs_nothing(path: Path) -> None:
+    for offset in (0, 4096):
+        owner, arena = open_pair(path)
+        epoch = arena.superblock.epoch
+        arena.metadata[offset + 300] ^= 1
+        arena.close()
+        owner.leave()
+        owner, arena = open_pair(path)
+        assert arena.superblock.epoch == epoch + 1
+        arena.close()
+        owner.leave()
+    ArenaOwner.lock(path).remove()
+
+
+def test_a_damaged_arena_of_ours_is_set_aside(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    owner, arena = open_pair(path)
+    before = arena.superblock.instance_id
     arena.metadata[200] = 1
     arena.metadata[4096 + 300] = 1
     arena.close()
     owner.leave()
-    owner, arena = create_arena(path, LAYOUT, SLOTS)
+    opened = open_or_create_arena(path, LAYOUT, SLOTS)
+    assert not opened.is_adopted
+    assert opened.arena.superblock.instance_id != before
+    assert path.with_name("arena.damaged").exists()
+    assert "damaged" in caplog.text
+    opened.arena.close()
+    opened.owner.remove()
+    assert not path.parent.exists()
+
+
+def test_an_arena_of_another_size_or_layout_is_refused(path: Path) -> None:
+    owner, arena = open_pair(path)
     arena.close()
-    owner.remove()
+    owner.leave()
+    other = dataclasses.replace(LAYOUT, chunk_tokens=8)
+    for layout, slot_count, what in ((other, SLOTS, "chunk_tokens"), (LAYOUT, SLOTS + 1, "slots")):
+        with pytest.raises(ArenaDiffers, match=what) as caught:
+            open_or_create_arena(path, layout, slot_count)
+        assert "splitpoint arena rm" in caught.value.message
+        assert [entry.name for entry in path.parent.iterdir()] == ["arena"]
+    opened = open_or_create_arena(path, other, SLOTS, replace_other=True)
+    assert not opened.is_adopted
+    assert opened.arena.layout == other
+    opened.arena.close()
+    opened.owner.remove()
+
+
+def test_an_arena_of_another_version_is_refused(path: Path) -> None:
+    owner, arena = open_pair(path)
+    for offset in (0, 4096):
+        arena.metadata[offset + 8] = 9
+    arena.close()
+    owner.leave()
+    with pytest.raises(ArenaDiffers, match="arena format 9"):
+        open_pair(path)
+    assert path.exists()
+    ArenaOwner.lock(path).remove()
+
+
+def test_a_truncated_arena_is_never_served(path: Path) -> None:
+    owner, arena = open_pair(path)
+    arena.close()
+    owner.leave()
+    os.truncate(path, path.stat().st_size - 4096)
+    opened = open_or_create_arena(path, LAYOUT, SLOTS)
+    assert not opened.is_adopted
+    opened.arena.close()
+    opened.owner.remove()
+
+
+def test_presence_ends_with_its_holder(made: Arena) -> None:
+    session = b"0123456789abcdef"
+    assert not presence.is_held(made.fd, session)
+    worker = attach(made, session_id=session)
+    assert presence.is_held(made.fd, session)
+    assert not presence.is_held(made.fd, b"fedcba9876543210")
+    with pytest.raises(presence.SessionHeld):
+        attach(made, session_id=session)
+    worker.close()
+    assert not presence.is_held(made.fd, session)
 
 
 def test_an_arena_half_made_is_removed(path: Path) -> None:
@@ -302,7 +387,7 @@ def test_an_arena_half_made_is_removed(path: Path) -> None:
     unfinished = path.with_name("arena.new")
     unfinished.write_bytes(bytes(10_000))
     unfinished.chmod(0o600)
-    owner, arena = create_arena(path, LAYOUT, SLOTS)
+    owner, arena = open_pair(path)
     assert not unfinished.exists()
     arena.close()
     owner.remove()
@@ -310,7 +395,7 @@ def test_an_arena_half_made_is_removed(path: Path) -> None:
 
 
 def test_a_kept_arena_says_so(path: Path) -> None:
-    owner, arena = create_arena(path, LAYOUT, SLOTS)
+    owner, arena = open_pair(path)
     superblock = arena.superblock
     arena.close()
     owner.keep(superblock)
@@ -324,7 +409,7 @@ def test_a_kept_arena_says_so(path: Path) -> None:
 
 
 def test_superblocks_alternate(path: Path) -> None:
-    owner, arena = create_arena(path, LAYOUT, SLOTS)
+    owner, arena = open_pair(path)
     fd = arenas.open_arena(path)
     assert arena.superblock.sequence == 2
     later = write_superblocks(fd, arena.superblock)
@@ -343,7 +428,7 @@ def test_superblocks_alternate(path: Path) -> None:
 def test_an_arena_that_cannot_fit_names_every_limit(path: Path) -> None:
     huge = ArenaLayout(4096, 80, 64, 256, 8192, DataType.FLOAT32, True)
     with pytest.raises(ResourceExhausted, match="does not fit") as caught:
-        create_arena(path, huge, 10_000)
+        open_or_create_arena(path, huge, 10_000)
     text = caught.value.message
     assert "free on the file system" in text
     assert "MemAvailable" in text

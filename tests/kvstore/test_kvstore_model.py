@@ -1,4 +1,5 @@
-"""The store against a dictionary: random histories of sessions that write, read, fail and die.
+"""The store against a dictionary: random histories of sessions that write, read, fail and die,
+of stores that are killed, and of bits that flip.
 
 The model knows exactly which chunks must be cached, eviction order included,
 and which bytes they must hold. Every invariant is checked after every step.
@@ -33,8 +34,11 @@ from kvstore_helpers import (
     write_payload,
 )
 
-from kvstore_service.processes import ProcessIdentity
-from kvstore_service.store import WrittenChunk
+from kvstore_service.prefix_index import Entry
+from kvstore_service.sessions import ProcessIdentity
+from kvstore_service.store import KvStore, WrittenChunk
+from splitpoint.arena_format import RECORD_BYTES, RECORDS_OFFSET
+from splitpoint.arena_records import CHUNK_OFFSET
 from splitpoint.errors import DataLoss, FailedPrecondition, NotFound, ResourceExhausted
 from splitpoint.keys import chunk_key
 
@@ -58,6 +62,7 @@ class Holder:
 
     process: ProcessIdentity
     deadline: float
+    is_gone: bool = False
     is_orphaned: bool = False
     granted: dict[int, int] = field(default_factory=dict)
     leases: dict[int, set[bytes]] = field(default_factory=dict)
@@ -71,6 +76,9 @@ class Stored:
     parent: bytes
     tokens: tuple[int, ...]
     last_use: int
+    seal_number: int
+    # A bit of its payload flipped; whoever looks first must notice.
+    is_damaged: bool = False
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -80,10 +88,16 @@ class StoreMachine(RuleBasedStateMachine):
         self.folder = Path("/dev/shm") / name
         self.folder.mkdir(mode=0o700)
         self.bench = Bench(self.folder, SLOTS, lease_seconds=LEASE_SECONDS)
-        self.store = self.bench.store
         self.holders: dict[bytes, Holder] = {}
         self.chunks: dict[bytes, Stored] = {}
+        self.last_salt: dict[int, bytes] = {}  # by slot: whose bytes it may hold
         self.uses = 0
+        self.seals = 0
+        self.has_crashed = False
+
+    @property
+    def store(self) -> KvStore:
+        return self.bench.store
 
     def teardown(self) -> None:
         self.bench.close()
@@ -147,7 +161,7 @@ class StoreMachine(RuleBasedStateMachine):
             if not holder.is_orphaned and holder.deadline <= self.bench.clock.now:
                 self.orphan(name)
         for name, holder in list(self.holders.items()):
-            if holder.is_orphaned and holder.process in self.bench.processes.gone:
+            if holder.is_orphaned and holder.is_gone:
                 del self.holders[name]
 
     def sequence_of(self, key: bytes) -> list[int]:
@@ -201,8 +215,81 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.over())
     @rule(data=st.data())
     def process_dies(self, data: st.DataObject) -> None:
-        holder = self.holders[data.draw(st.sampled_from(self.over()))]
-        self.bench.processes.gone.add(holder.process)
+        name = data.draw(st.sampled_from(self.over()))
+        self.holders[name].is_gone = True
+        self.bench.presence.gone.add(name)
+
+    # -- the store dies ---------------------------------------------------------------
+
+    @rule(data=st.data())
+    def crash(self, data: st.DataObject) -> None:
+        """kill -9; leases are forgotten, and everything else is as it was."""
+        flips = data.draw(
+            st.lists(
+                st.tuples(
+                    st.integers(0, SLOTS - 1), st.sampled_from(["payload", "record", "tokens"])
+                ),
+                max_size=2,
+                unique_by=lambda flip: flip[0],
+            )
+        )
+        lost = [key for slot, where in flips if (key := self.flip(slot, where)) is not None]
+        self.bench.crash()
+        self.has_crashed = True
+        for key in lost:
+            self.lose(key)
+        for chunk in self.chunks.values():
+            chunk.last_use = chunk.seal_number
+        self.uses = self.seals = max(
+            (chunk.seal_number for chunk in self.chunks.values()), default=0
+        )
+        for name, holder in list(self.holders.items()):
+            holder.leases.clear()
+            holder.is_orphaned = True
+            if not holder.granted or holder.is_gone:
+                del self.holders[name]
+
+    def flip(self, slot: int, where: str) -> bytes | None:
+        """Flip a bit of a sealed slot; the key of the chunk whose record is ruined."""
+        arena = self.bench.arena
+        entry = self.store.pool.chunks().get(slot)
+        if entry is None:
+            return None
+        if where == "payload":
+            arena.plane(0, "K")[slot, 0] ^= 0x10
+            self.chunks[entry.key].is_damaged ^= True
+            return None
+        geometry = arena.geometry
+        offset = {
+            "record": RECORDS_OFFSET + slot * RECORD_BYTES + CHUNK_OFFSET + 20,
+            "tokens": geometry.tokens_offset + slot * geometry.token_row_bytes,
+        }[where]
+        arena.metadata[offset] ^= 0x04
+        return entry.key
+
+    def lose(self, key: bytes) -> None:
+        """A chunk is gone, with all below it."""
+        if self.chunks.pop(key, None) is not None:
+            for child in [name for name, chunk in self.chunks.items() if chunk.parent == key]:
+                self.lose(child)
+
+    def settle(self, entries: list[Entry]) -> None:
+        """Compare adopted chunks; the model loses the damaged ones, and only those."""
+        damages = self.store.check(entries)
+        for entry, damage in zip(entries, damages, strict=True):
+            assert bool(damage) == self.chunks[entry.key].is_damaged
+        self.store.settle(entries, damages)
+        for entry, damage in zip(entries, damages, strict=True):
+            if damage is not None:
+                self.lose(entry.key)
+
+    def settle_match(self, salt: bytes, sequence: list[int]) -> None:
+        while entries := self.store.unverified_in_match(salt, sequence):
+            self.settle(entries)
+
+    @rule(limit=st.integers(1, 4))
+    def verify_in_the_background(self, limit: int) -> None:
+        self.settle(self.store.unverified_chunks(limit))
 
     @rule(seconds=st.sampled_from([1.0, 4.0, 9.0]), data=st.data())
     def time_passes(self, seconds: float, data: st.DataObject) -> None:
@@ -231,14 +318,14 @@ class StoreMachine(RuleBasedStateMachine):
     # -- writing ------------------------------------------------------------------------
 
     @precondition(lambda self: self.live())
-    @rule(data=st.data(), count=st.integers(1, SLOTS + 1))
-    def reserve(self, data: st.DataObject, count: int) -> None:
-        self.reserve_for(data.draw(st.sampled_from(self.live())), count)
+    @rule(data=st.data(), count=st.integers(1, SLOTS + 1), salt=st.sampled_from(SALTS))
+    def reserve(self, data: st.DataObject, count: int, salt: bytes) -> None:
+        self.reserve_for(data.draw(st.sampled_from(self.live())), count, salt)
 
-    def reserve_for(self, name: bytes, count: int) -> None:
+    def reserve_for(self, name: bytes, count: int, salt: bytes) -> None:
         self.sweep()
         try:
-            runs = self.store.reserve(name, count)
+            runs = self.store.reserve(name, count, salt)
         except ResourceExhausted as error:
             can_retry = error.retry_after_seconds is not None
             assert can_retry == (count <= SLOTS), error  # noqa: PT017
@@ -250,7 +337,14 @@ class StoreMachine(RuleBasedStateMachine):
         assert counts == sorted(counts, reverse=True)
         for run in runs:
             for offset, generation in enumerate(run.generations):
-                self.holders[name].granted[run.first + offset] = generation
+                slot = run.first + offset
+                self.holders[name].granted[slot] = generation
+                if self.last_salt.get(slot, salt) != salt:
+                    assert not any(map(any, read_payload(self.bench.arena, slot).values()))
+                self.last_salt[slot] = salt
+
+    def granted_for(self, holder: Holder, salt: bytes) -> list[tuple[int, int]]:
+        return sorted(item for item in holder.granted.items() if self.last_salt[item[0]] == salt)
 
     @precondition(lambda self: self.live())
     @rule(
@@ -273,13 +367,14 @@ class StoreMachine(RuleBasedStateMachine):
         """One session writes a sequence behind what is cached of it, as workers do."""
         name = data.draw(st.sampled_from(self.live()))
         holder = self.holders[name]
-        if len(holder.granted) < 3:
-            self.reserve_for(name, 3 - len(holder.granted))
+        if (own := len(self.granted_for(holder, salt))) < 3:
+            self.reserve_for(name, 3 - own, salt)
+        self.settle_match(salt, sequence)
         found = self.store.peek(salt, sequence)
         start = data.draw(st.sampled_from([0, found.cached_tokens // SIZE * SIZE]))
         parent = found.entries[start // SIZE - 1].key if start else b""
         pieces = [tuple(sequence[i : i + SIZE]) for i in range(start, len(sequence), SIZE)]
-        slots = sorted(holder.granted.items())[: len(pieces)]
+        slots = self.granted_for(holder, salt)[: len(pieces)]
         chunks = []
         for piece, (slot, generation) in zip(pieces, slots, strict=False):
             checksum = write_payload(self.bench.arena, slot, seed_of(parent, piece), len(piece))
@@ -287,6 +382,7 @@ class StoreMachine(RuleBasedStateMachine):
             parent = chunk_key(LAYOUT.layout_hash, salt, parent, piece)
         if not chunks:
             return
+        self.settle(self.store.unverified_in_seal(salt, chunks))
         bad = data.draw(st.integers(0, len(chunks) - 1)) if is_damaged else len(chunks)
         if is_damaged:
             layer = data.draw(st.integers(0, LAYOUT.layer_count - 1))
@@ -310,7 +406,10 @@ class StoreMachine(RuleBasedStateMachine):
                 break
             key = chunk_key(LAYOUT.layout_hash, salt, chunk.parent_key, chunk.token_ids)
             if key not in self.chunks:
-                self.chunks[key] = Stored(salt, chunk.parent_key, chunk.token_ids, 0)
+                self.seals += 1
+                self.chunks[key] = Stored(
+                    salt, chunk.parent_key, chunk.token_ids, 0, seal_number=self.seals
+                )
             self.use(key)
             if lease_id:
                 holder.leases[lease_id].add(key)
@@ -327,6 +426,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(data=st.data(), salt=st.sampled_from(SALTS), sequence=tokens, peeks=st.booleans())
     def match(self, data: st.DataObject, salt: bytes, sequence: list[int], peeks: bool) -> None:
         names = self.live()
+        self.settle_match(salt, sequence)
         if peeks or not names:
             found = self.store.peek(salt, sequence)
         else:
@@ -382,14 +482,15 @@ class StoreMachine(RuleBasedStateMachine):
         assert quarantined == sum(len(h.granted) for h in self.holders.values() if h.is_orphaned)
         assert {s.session_id for s in self.store.sessions} == set(self.holders)
         assert len(self.store.pool.leases) == sum(len(h.leases) for h in self.holders.values())
-        assert self.store.pool.sealed_total - self.store.pool.evicted_total == sealed
+        if not self.has_crashed:
+            assert self.store.pool.sealed_total - self.store.pool.evicted_total == sealed
 
 
 def test_the_store_against_a_dictionary() -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         StoreMachine,
         settings=settings(
-            max_examples=int(os.environ.get("SPLITPOINT_STORE_EXAMPLES", "250")),
+            max_examples=int(os.environ.get("SPLITPOINT_STORE_EXAMPLES", "500")),
             stateful_step_count=50,
             deadline=None,
             suppress_health_check=list(HealthCheck),

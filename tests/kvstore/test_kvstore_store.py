@@ -27,10 +27,12 @@ def bench(shm_folder: Path) -> Iterator[Bench]:
     bench.close()
 
 
-def grant(bench: Bench, session: bytes, count: int = 1) -> list[tuple[int, int]]:
+def grant(
+    bench: Bench, session: bytes, count: int = 1, salt: bytes = SALT
+) -> list[tuple[int, int]]:
     return [
         (run.first + offset, generation)
-        for run in bench.store.reserve(session, count)
+        for run in bench.store.reserve(session, count, salt)
         for offset, generation in enumerate(run.generations)
     ]
 
@@ -312,7 +314,6 @@ def test_sessions_expire_unless_kept_alive(bench: Bench) -> None:
 
 def test_what_an_ended_session_held_waits_for_its_process(bench: Bench) -> None:
     session = bench.attach()
-    process = bench.process()
     _, lease_id = store_sequence(bench.store, session, SALT, [1] * 8, keep_leased=True)
     granted = grant(bench, session, 2)
     bench.store.end(session)
@@ -326,7 +327,7 @@ def test_what_an_ended_session_held_waits_for_its_process(bench: Bench) -> None:
     bench.store.sweep()
     assert bench.states() == (4, 0, 2, 2)
     assert lease_id in [lease.lease_id for lease in bench.store.pool.leases]
-    bench.processes.gone.add(process)
+    bench.presence.gone.add(session)
     bench.store.sweep()
     assert bench.states() == (6, 0, 2, 0)
     assert len(bench.store.pool.leases) == 0
@@ -340,7 +341,7 @@ def test_reserving_finds_room_that_the_dead_left(bench: Bench) -> None:
     bench.store.end(other)
     with pytest.raises(ResourceExhausted):
         grant(bench, session)
-    bench.processes.gone.add(bench.process())
+    bench.presence.gone.add(other)
     grant(bench, session, SLOTS)
 
 
