@@ -7,12 +7,13 @@ imports are paid once instead of once per worker.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import random
 import shutil
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,24 @@ class LocalStack:
     store: kvstore_pb2_grpc.KvStoreServiceStub
     store_process: asyncio.subprocess.Process
     arena: Path
+    start_store: Callable[[], Awaitable[asyncio.subprocess.Process]]
+
+    async def kill_store(self) -> None:
+        """kill -9: nothing is said to anybody, and the arena stays."""
+        self.store_process.kill()
+        await self.store_process.wait()
+
+    async def restart_store(self, after_seconds: float = 0.0) -> None:
+        """kill -9, then the same command again, as a supervisor does."""
+        await self.kill_store()
+        await asyncio.sleep(after_seconds)
+        self.store_process = await self.start_store()
+
+    async def wait_attached(self, seconds: float = 20) -> None:
+        """Until every worker has a session of the store."""
+        async with asyncio.timeout(seconds):
+            while any(w.store is None or w.store.connection is None for w in self.workers):
+                await asyncio.sleep(0.02)
 
     async def store_stats(self) -> kvstore_pb2.GetStatsResponse:
         return await self.store.GetStats(kvstore_pb2.GetStatsRequest(check_integrity=True))
@@ -88,8 +107,14 @@ async def local_stack(
     async with AsyncExitStack() as cleanup:
         cleanup.callback(shutil.rmtree, arena.parent, ignore_errors=True)
         address = f"unix:{sockets}/kv"
-        process = await start_store(folder, address, arena, shape)
-        cleanup.push_async_callback(stop_process, process)
+        start = functools.partial(start_store, folder, address, arena, shape)
+        processes = [await start()]
+        cleanup.push_async_callback(lambda: stop_process(processes[-1]))
+
+        async def start_again() -> asyncio.subprocess.Process:
+            processes.append(await start())
+            return processes[-1]
+
         serving = [
             await cleanup.enter_async_context(
                 serving_worker(folder, str(index), f"unix:{sockets}/w{index}", address, shape)
@@ -108,8 +133,9 @@ async def local_stack(
             [server for _, server in serving],
             scheduler,
             kvstore_pb2_grpc.KvStoreServiceStub(channel),
-            process,
+            processes[0],
             arena,
+            start_again,
         )
 
 

@@ -40,6 +40,8 @@ Result = TypeVar("Result")
 
 # Step outputs that nobody takes; a scheduler that lags so far behind is not there.
 OUTPUT_LIMIT = 10_000
+# For a store to come back: a supervisor's first restarts, and the recovery.
+STORE_WAIT_SECONDS = 30.0
 
 
 @dataclass(slots=True)
@@ -243,6 +245,9 @@ class Runtime:
         """The leased prefix, with its chain open; None when the store is away."""
         if self.store is None or self.write_back is None:
             return None
+        if streamed:
+            # Its cache lives in the store: worth a wait, where others go on without.
+            await self.store.wait_connected(STORE_WAIT_SECONDS)
         try:
             match = await self.store.match(salt, tokens)
         except SplitpointError as error:

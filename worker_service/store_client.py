@@ -8,6 +8,7 @@ None then, and callers go on without it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
@@ -80,6 +81,7 @@ class StoreClient:
         self.address = address
         self.client_name = client_name
         self.connection: Connection | None = None
+        self._connected = asyncio.Event()
         self._layout_hash = layout_hash
         self._channel = open_channel(address)
         self._stub = kvstore_pb2_grpc.KvStoreServiceStub(self._channel)
@@ -104,7 +106,15 @@ class StoreClient:
         """Attach and keep the session alive. Raises what Attach raises."""
         self._layout_hash = layout.layout_hash
         self.connection = await self._attach(previous=b"")
+        self._connected.set()
         self._keeper = asyncio.create_task(self._keep(), name="store-keep-alive")
+
+    async def wait_connected(self, timeout: float) -> bool:
+        """Whether there is a session, now or within `timeout` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._connected.wait()
+        return self._connected.is_set()
 
     async def close(self) -> None:
         """End the session; the store frees what it held."""
@@ -241,11 +251,13 @@ class StoreClient:
             if self._closing.is_set():
                 return
             self.connection = None
+            self._connected.clear()
             log.warning("the KV store session was lost: serving without cached prefixes")
             if self.quiesce is not None:
                 await self.quiesce()
             self.connection = await self._reattach(connection.session_id)
             if self.connection is not None:
+                self._connected.set()
                 log.warning("attached to the KV store again, epoch %d", self.connection.epoch)
 
     async def _hold(self, connection: Connection) -> None:
