@@ -223,7 +223,7 @@ def encode_token_row(token_ids: Sequence[int], chunk_tokens: int) -> bytes:
 def decode_token_row(token_row: bytes, token_count: int) -> tuple[int, ...]:
     """Raises BadTokenRow."""
     token_ids = struct.unpack_from(f"<{token_count}i", token_row)
-    if min(token_ids) < 0 or any(token_row[4 * token_count :]):
+    if min(token_ids) < 0 or token_row[4 * token_count :].strip(b"\0"):
         raise BadTokenRow("a negative token, or tokens past the token count")
     return token_ids
 

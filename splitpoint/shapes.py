@@ -14,6 +14,7 @@ import json
 import struct
 from dataclasses import asdict, dataclass
 from enum import Enum
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -272,18 +273,7 @@ class ArenaLayout:
     @property
     def layout_hash(self) -> bytes:
         """16 bytes that differ whenever the bytes of a chunk would."""
-        packed = struct.pack(
-            "<6I?",
-            self.chunk_tokens,
-            self.layer_count,
-            self.kv_head_count,
-            self.head_dim,
-            self.hidden_size,
-            list(DataType).index(self.data_type),
-            self.has_activations,
-        )
-        digest = hashlib.sha256(b"splitpoint layout v1\0" + packed + self.model_fingerprint)
-        return digest.digest()[:16]
+        return _layout_hash(self)
 
     def planes(self, first_offset: int, slot_count: int) -> list[Plane]:
         """All planes in file order: K0, V0, [X0], K1, ... each 4 KiB aligned."""
@@ -308,6 +298,23 @@ class ArenaLayout:
         fields["data_type"] = DataType(fields["data_type"])
         fields["model_fingerprint"] = bytes.fromhex(fields["model_fingerprint"])
         return cls(**fields)
+
+
+# Asked for with every chunk; a process sees one layout or two.
+@lru_cache(maxsize=16)
+def _layout_hash(layout: ArenaLayout) -> bytes:
+    packed = struct.pack(
+        "<6I?",
+        layout.chunk_tokens,
+        layout.layer_count,
+        layout.kv_head_count,
+        layout.head_dim,
+        layout.hidden_size,
+        list(DataType).index(layout.data_type),
+        layout.has_activations,
+    )
+    digest = hashlib.sha256(b"splitpoint layout v1\0" + packed + layout.model_fingerprint)
+    return digest.digest()[:16]
 
 
 def align(offset: int, to: int = PAGE_ALIGNMENT) -> int:
