@@ -30,14 +30,13 @@ from splitpoint.arena_files import (
 )
 from splitpoint.arena_format import (
     ID_BYTES,
+    MAGIC,
     SUPERBLOCK_BYTES,
     ArenaFormatError,
-    BadMagic,
     Condition,
     ForeignByteOrder,
     Geometry,
     Superblock,
-    Truncated,
     UnsupportedVersion,
 )
 from splitpoint.config import format_size
@@ -160,12 +159,8 @@ class ArenaOwner:
                 superblock = read_superblock(fd)
             except (UnsupportedVersion, ForeignByteOrder) as error:
                 raise ArenaDiffers(f"{self.path}: {error.message}; {_ADVICE}") from error
-            except (BadMagic, Truncated) as error:
-                raise NotOurArena(
-                    f"{self.path} is not an arena ({error.message}); it was left alone",
-                    path=self.path,
-                ) from error
             except ArenaFormatError as error:
+                self._check_ours(fd, error)
                 _log.error("%s is damaged and is not served: %s", self.path, error.message)
                 set_aside(fd, self.path)
                 os.close(fd)
@@ -193,6 +188,15 @@ class ArenaOwner:
         except ArenaFormatError as error:
             raise NotOurArena(f"{error.message}; it was left alone", path=self.path) from error
 
+    def _check_ours(self, fd: int, error: ArenaFormatError) -> None:
+        """Raises NotOurArena unless one of the superblocks at least begins like one."""
+        for offset in (0, SUPERBLOCK_BYTES):
+            if os.pread(fd, len(MAGIC), offset) == MAGIC:
+                return
+        raise NotOurArena(
+            f"{self.path} is not an arena ({error.message}); it was left alone", path=self.path
+        ) from error
+
     def remove_existing(self) -> bool:
         """Remove the arena that an earlier store left here; False when there is none.
 
@@ -203,15 +207,9 @@ class ArenaOwner:
             return False
         try:
             read_superblock(fd)
-        except (BadMagic, Truncated) as error:
-            raise NotOurArena(
-                f"{self.path} is not an arena ({error.message}); it was left alone",
-                path=self.path,
-            ) from error
-        except ArenaFormatError:
-            # One of ours by its magic, but damaged or of another version: the
-            # lock says that nobody uses it.
-            pass
+        except ArenaFormatError as error:
+            # Damaged or of another version: the lock says that nobody uses it.
+            self._check_ours(fd, error)
         finally:
             os.close(fd)
         os.unlink(self.path)

@@ -1,8 +1,9 @@
 """A worker in a process of its own: attaches, writes a sequence, perhaps seals it, and waits.
 
-    python kvstore_worker.py ADDRESS TOKENS_AS_JSON seal|write
+    python kvstore_worker.py ADDRESS TOKENS_AS_JSON seal|write|fork
 
-Prints DONE, then keeps its session alive until a line comes on stdin.
+Prints DONE, then keeps its session alive until a line comes on stdin. "fork" writes,
+and then has a child that inherits everything and ends.
 """
 
 from __future__ import annotations
@@ -84,6 +85,11 @@ def main() -> None:
                 session_id=session.session_id, request_id=b"2", chunks=chunks, keep_leased=True
             )
         )
+    if sys.argv[3] == "fork":
+        child = os.fork()
+        if not child:
+            os._exit(0)
+        os.waitpid(child, 0)
     print("DONE", flush=True)
     sys.stdin.readline()
     stop.set()

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,15 @@ class Writer:
         return answer, arena
 
     def _work(self, stub: Any) -> None:
+        with self.attached(stub) as arena:
+            while True:
+                self._store_one(stub, arena)
+                if self.sealed and self._rng.random() < 0.3:
+                    self.check(stub, arena, self._rng.choice(self.sealed))
+
+    @contextmanager
+    def attached(self, stub: Any) -> Iterator[Arena]:
+        """A session that is kept alive, and its arena."""
         answer, arena = self.attach(stub)
         over = threading.Event()
 
@@ -93,10 +103,7 @@ class Writer:
 
         stream = stub.KeepAlive(beats())
         try:
-            while True:
-                self._store_one(stub, arena)
-                if self.sealed and self._rng.random() < 0.3:
-                    self.check(stub, arena, self._rng.choice(self.sealed))
+            yield arena
         finally:
             over.set()
             stream.cancel()
@@ -174,6 +181,13 @@ class Writer:
 
 
 def kill_again_and_again(folder: Path, address: str, kills: int, seed: int) -> None:
+    with ExitStack() as cleanup:
+        _kill_again_and_again(folder, address, kills, seed, cleanup)
+
+
+def _kill_again_and_again(
+    folder: Path, address: str, kills: int, seed: int, cleanup: ExitStack
+) -> None:
     print(f"seed {seed}")
     rng = random.Random(seed)
     path = folder / "store" / "arena"
@@ -181,6 +195,7 @@ def kill_again_and_again(folder: Path, address: str, kills: int, seed: int) -> N
     recoveries = []
     for kill in range(kills + 1):
         store = StoreProcess(path, address, "--host-memory", "48MiB")
+        cleanup.callback(store.end, signal.SIGKILL)
         assert store.address == address, store.end()
         with open_sync_channel(address) as channel:
             stub = kvstore_pb2_grpc.KvStoreServiceStub(channel)
@@ -215,10 +230,12 @@ def kill_again_and_again(folder: Path, address: str, kills: int, seed: int) -> N
 def finish(stub: Any, writers: list[Writer]) -> None:
     """Everything that was ever sealed is there; nothing is held by anybody."""
     for writer in writers:
-        _, arena = writer.attach(stub)
-        for tokens in writer.sealed:
-            writer.check(stub, arena, tokens)
-        arena.close()
+        with writer.attached(stub) as arena:
+            for tokens in writer.sealed:
+                writer.check(stub, arena, tokens)
+    deadline = time.monotonic() + 20
+    while stub.GetStats(pb.GetStatsRequest()).session_count and time.monotonic() < deadline:
+        time.sleep(0.05)
     stats = stub.GetStats(pb.GetStatsRequest(check_integrity=True), timeout=10)
     assert list(stats.integrity_violations) == []
     assert stats.checksum_failure_count == 0

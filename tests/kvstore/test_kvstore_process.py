@@ -86,10 +86,13 @@ def eventually(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def start_worker(address: str, tokens: list[int], *, seals: bool) -> subprocess.Popen[str]:
+def start_worker(
+    address: str, tokens: list[int], *, seals: bool = False, forks: bool = False
+) -> subprocess.Popen[str]:
     """Another process that writes a sequence, then waits for a line on stdin."""
+    what = "seal" if seals else "fork" if forks else "write"
     worker = subprocess.Popen(
-        [sys.executable, str(WORKER), address, json.dumps(tokens), "seal" if seals else "write"],
+        [sys.executable, str(WORKER), address, json.dumps(tokens), what],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.PIPE,
@@ -152,7 +155,7 @@ def test_one_process_writes_and_another_reads(store: StoreProcess) -> None:
 
 @pytest.mark.parametrize("end", ["kill", "line"])
 def test_what_a_dead_worker_held_is_freed(store: StoreProcess, end: str) -> None:
-    worker = start_worker(store.address or "", [1] * 10, seals=False)
+    worker = start_worker(store.address or "", [1] * 10)
     channel, stub = store.stub()
     with channel:
         assert stats_of(stub).writing_slot_count == 3
@@ -165,7 +168,7 @@ def test_what_a_dead_worker_held_is_freed(store: StoreProcess, end: str) -> None
 
 
 def test_a_stopped_worker_keeps_its_slots_until_it_dies(store: StoreProcess) -> None:
-    worker = start_worker(store.address or "", [1] * 10, seals=False)
+    worker = start_worker(store.address or "", [1] * 10)
     channel, stub = store.stub()
     with channel:
         worker.send_signal(signal.SIGSTOP)

@@ -1,0 +1,313 @@
+"""Faults that a store process must survive or refuse: files, bits, descriptors, clients, clocks."""
+
+from __future__ import annotations
+
+import ast
+import os
+import random
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from kvstore_helpers import LAYOUT
+from test_kvstore_kills import Writer
+from test_kvstore_process import ROOT, StoreProcess, eventually, finish, start_worker, stats_of
+
+from splitpoint.arena import Arena
+from splitpoint.arena_format import RECORD_BYTES, RECORDS_OFFSET, SUPERBLOCK_BYTES, Geometry
+from splitpoint.arena_records import CHUNK_OFFSET
+from splitpoint.convert import layout_from_proto
+from splitpoint.errors import ResourceExhausted
+from splitpoint.rpc import error_of, open_sync_channel
+from splitpoint.v1 import kvstore_pb2 as pb
+from splitpoint.v1 import kvstore_pb2_grpc
+
+SIZE = LAYOUT.chunk_tokens
+
+
+@pytest.fixture
+def path(shm_folder: Path) -> Path:
+    return shm_folder / "store" / "arena"
+
+
+@contextmanager
+def running(path: Path, address: str, *arguments: str) -> Iterator[StoreProcess]:
+    store = StoreProcess(path, address, *arguments)
+    assert store.address == address, store.end()
+    try:
+        yield store
+    finally:
+        store.end(signal.SIGKILL)
+
+
+@contextmanager
+def stub_of(store: StoreProcess) -> Iterator[Any]:
+    assert store.address is not None
+    with open_sync_channel(store.address) as channel:
+        yield kvstore_pb2_grpc.KvStoreServiceStub(channel)
+
+
+def attach(stub: Any) -> tuple[bytes, Arena]:
+    """A session of this process, without a KeepAlive stream: it lasts one lease."""
+    answer = stub.Attach(
+        pb.AttachRequest(client_name="test", process_id=os.getpid(), process_start_ticks=1)
+    )
+    arena = Arena.attach(
+        Path(answer.arena_path),
+        layout=layout_from_proto(answer.layout),
+        slot_count=answer.slot_count,
+        instance_id=answer.instance_id,
+        epoch=answer.epoch,
+        session_id=answer.session_id,
+    )
+    return answer.session_id, arena
+
+
+# -- copies that take too long ------------------------------------------------------------
+
+
+def test_a_lease_that_expires_protects_the_copy_under_way(path: Path, socket_address: str) -> None:
+    """A reader that lags three leases behind: its slots are not reused before it is done."""
+    with running(path, socket_address, "--lease-seconds", "0.3") as store, stub_of(store) as stub:
+        worker = start_worker(socket_address, [1] * 8, seals=True)
+        session, arena = attach(stub)
+        found = stub.Match(pb.MatchRequest(session_id=session, request_id=b"m", token_ids=[1] * 8))
+        slots = [chunk.slot for chunk in found.chunks]
+        generations = [chunk.generation for chunk in found.chunks]
+        finish(worker)  # its own lease goes with it
+        eventually(lambda: stats_of(stub).lease_count == 1)
+        stats = stats_of(stub)
+        time.sleep(0.9)  # the reader's session is over, its copy is not
+        assert arena.is_current(slots, generations)
+        third, thirds = attach(stub)
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Reserve(
+                pb.ReserveRequest(session_id=third, request_id=b"all", slot_count=stats.slot_count)
+            )
+        assert isinstance(error_of(caught.value), ResourceExhausted)
+        assert arena.is_current(slots, generations)
+        arena.close()  # the copy is done: the kernel says so for us
+        fourth, fourths = attach(stub)
+        granted = stub.Reserve(
+            pb.ReserveRequest(session_id=fourth, request_id=b"all", slot_count=stats.slot_count)
+        )
+        assert sum(run.slot_count for run in granted.runs) == stats.slot_count
+        for mapped in (thirds, fourths):
+            mapped.close()
+
+
+# -- bits that flip while nobody looks -----------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["superblock", "record", "payload"])
+def test_a_flipped_bit_is_another_copy_or_a_miss(
+    path: Path, socket_address: str, where: str
+) -> None:
+    with running(path, socket_address) as store:
+        for name in (1, 2):
+            finish(start_worker(socket_address, [name] * 8, seals=True))
+        with stub_of(store) as stub:
+            found = stub.Match(pb.MatchRequest(token_ids=[1] * 8))
+            slots = stats_of(stub).slot_count
+        store.end(signal.SIGKILL)
+    geometry = Geometry(LAYOUT, slots)
+    slot = found.chunks[1].slot
+    offset = {
+        "superblock": SUPERBLOCK_BYTES + 170,
+        "record": RECORDS_OFFSET + slot * RECORD_BYTES + CHUNK_OFFSET + 40,
+        "payload": geometry.planes[3].offset + slot * geometry.planes[3].slot_bytes + 5,
+    }[where]
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 8]))
+    with running(path, socket_address) as store, stub_of(store) as stub:
+        session, arena = attach(stub)
+        cached = [
+            stub.Match(
+                pb.MatchRequest(session_id=session, request_id=b"%d" % name, token_ids=[name] * 8)
+            ).cached_tokens
+            for name in (1, 2)
+        ]
+        stats = stats_of(stub)
+        arena.close()
+        assert stats.epoch == 2
+        assert cached == [8 if where == "superblock" else 4, 8]
+        assert stats.refused_chunk_count == (where == "record")
+        assert stats.checksum_failure_count == (where == "payload")
+
+
+# -- what lies at the path --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["link", "foreign", "version", "layout", "size"])
+def test_what_is_not_its_arena_is_refused_and_left(
+    path: Path, socket_address: str, tmp_path: Path, what: str
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious" * 1000)
+    if what in ("link", "foreign"):
+        path.parent.mkdir(mode=0o700)
+        if what == "link":
+            path.symlink_to(victim)
+        else:
+            path.write_bytes(victim.read_bytes())
+            path.chmod(0o600)
+    else:
+        with running(path, socket_address) as store:
+            store.end(signal.SIGKILL)
+        if what == "version":
+            with path.open("r+b") as file:
+                for offset in (0, SUPERBLOCK_BYTES):
+                    file.seek(offset + 8)
+                    file.write(b"\x07")
+    before = path.read_bytes()
+    arguments = {
+        "layout": ["--layout", LAYOUT.to_json().replace('"chunk_tokens": 4', '"chunk_tokens": 8')],
+        "size": ["--host-memory", "6MiB"],
+    }
+    store = StoreProcess(path, socket_address, *arguments.get(what, []))
+    assert store.address is None
+    status, errors = store.end()
+    assert status == 1
+    assert "Traceback" not in errors
+    assert len(errors.splitlines()) == 1, errors
+    expected = {
+        "link": "cannot be an arena",
+        "foreign": "not an arena",
+        "version": "arena format 7",
+        "layout": "chunk_tokens differ",
+        "size": "slots were asked for",
+    }[what]
+    assert expected in errors
+    assert path.read_bytes() == before
+    assert victim.read_bytes() == b"precious" * 1000
+    assert [entry.name for entry in path.parent.iterdir()] == ["arena"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_can_neither_open_nor_plant(path: Path, socket_address: str) -> None:
+    script = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "os.setgid(65534); os.setuid(65534)\n"
+        "path = Path(sys.argv[1])\n"
+        "for flags in (os.O_RDONLY, os.O_RDWR, os.O_RDWR | os.O_CREAT):\n"
+        "    try: os.open(path, flags)\n"
+        "    except PermissionError: continue\n"
+        "    sys.exit(f'opened with {flags}')\n"
+        "try: (path.parent / 'arena.new').symlink_to('/etc/passwd')\n"
+        "except PermissionError: sys.exit(0)\n"
+        "sys.exit('planted a link')\n"
+    )
+    with running(path, socket_address):
+        result = subprocess.run(
+            [sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=False
+        )
+        assert (result.returncode, result.stderr) == (0, "")
+
+
+# -- limits -----------------------------------------------------------------------------------
+
+
+def test_an_arena_full_of_leases_says_when_to_ask_again(path: Path, socket_address: str) -> None:
+    with running(path, socket_address) as store, stub_of(store) as stub:
+        writer = Writer(0, socket_address, random.Random(0))
+        answer, arena = writer.attach(stub)
+        stub.Reserve(
+            pb.ReserveRequest(
+                session_id=answer.session_id, request_id=b"r", slot_count=answer.slot_count
+            )
+        )
+        for index in range(50):
+            with pytest.raises(grpc.RpcError) as caught:
+                stub.Reserve(
+                    pb.ReserveRequest(
+                        session_id=answer.session_id, request_id=b"%d" % index, slot_count=1
+                    ),
+                    timeout=5,
+                )
+            error = error_of(caught.value)
+            assert isinstance(error, ResourceExhausted)
+            assert error.retry_after_seconds
+        arena.close()
+
+
+def test_a_store_out_of_descriptors_recovers(path: Path, free_port: int) -> None:
+    address = f"127.0.0.1:{free_port}"
+    with running(path, address) as store, stub_of(store) as stub:
+        assert stats_of(stub).epoch == 1
+        resource.prlimit(store.process.pid, resource.RLIMIT_NOFILE, (40, 40))
+        with ExitStack() as crowd:
+            for _ in range(100):
+                client = crowd.enter_context(socket.socket())
+                client.setblocking(False)
+                client.connect_ex(("127.0.0.1", free_port))
+            assert stats_of(stub).epoch == 1  # who is in stays in
+
+        def serves_a_newcomer() -> bool:
+            with open_sync_channel(address) as channel:
+                late = kvstore_pb2_grpc.KvStoreServiceStub(channel)
+                try:
+                    return late.GetStats(pb.GetStatsRequest(), timeout=2).epoch == 1
+                except grpc.RpcError:
+                    return False
+
+        eventually(serves_a_newcomer)
+        assert store.end()[0] == 0
+    assert not path.parent.exists()
+
+
+def test_a_forked_child_that_ends_changes_nothing(path: Path, socket_address: str) -> None:
+    with running(path, socket_address) as store, stub_of(store) as stub:
+        worker = start_worker(socket_address, [1] * 10, forks=True)
+        assert stats_of(stub).writing_slot_count == 3
+        assert path.exists()
+        worker.kill()
+        finish(worker)
+        eventually(lambda: stats_of(stub).free_slot_count == stats_of(stub).slot_count)
+
+
+def test_sigterm_with_sessions_at_work(path: Path, socket_address: str) -> None:
+    with running(path, socket_address, "--keep-arena") as store:
+        worker = start_worker(socket_address, [1] * 10)
+        assert store.end()[0] == 0
+        with running(path, socket_address) as again, stub_of(again) as stub:
+            # The writer lives: what it was granted is not given to anybody.
+            assert stats_of(stub).quarantined_at_start_count == 3
+            assert stats_of(stub).quarantined_slot_count == 3
+            worker.kill()
+            finish(worker)
+            eventually(lambda: stats_of(stub).quarantined_slot_count == 0)
+            assert again.end()[0] == 0
+
+
+# -- clocks ---------------------------------------------------------------------------------
+
+
+def test_no_decision_hangs_on_the_wall_clock() -> None:
+    """Leases, deadlines and ages are monotonic: ±1 h on the wall clock changes nothing."""
+    wall = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow")}
+    found = []
+    for package in ("splitpoint", "kvstore_service", "worker_service", "scheduler_service"):
+        for file in (ROOT / package).rglob("*.py"):
+            if "v1" in file.parts:
+                continue
+            for node in ast.walk(ast.parse(file.read_text())):
+                if (
+                    isinstance(node, ast.Attribute)
+                    and isinstance(node.value, ast.Name)
+                    and (node.value.id, node.attr) in wall
+                ):
+                    found.append(f"{file.relative_to(ROOT)}:{node.lineno}")
+    assert found == []
