@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from kvstore_service.allocator import Run, RunAllocator
 from kvstore_service.eviction import EvictionPolicy
 from kvstore_service.leases import Lease, LeaseTable
-from kvstore_service.prefix_index import Entry, PrefixIndex, PrefixMatch, pack, unpack
+from kvstore_service.prefix_index import Entry, PrefixIndex, PrefixMatch, sortable
 from kvstore_service.records import MetadataWriter, SlotTable
 from kvstore_service.recovery import Findings, read_arena
 from kvstore_service.sessions import ProcessIdentity
@@ -27,7 +27,7 @@ from splitpoint.arena_records import (
     salt_tag,
 )
 from splitpoint.errors import FailedPrecondition, ResourceExhausted
-from splitpoint.keys import chunk_key, fingerprint
+from splitpoint.keys import pack_tokens, packed_chunk_key, packed_fingerprint
 
 # Tag of slots whose last writer's tenant is not known; no salt has it.
 _UNKNOWN_TAG = b""
@@ -50,7 +50,8 @@ class Contents:
     key: bytes
     parent_key: bytes  # empty for the first chunk of a sequence
     salt_tag: bytes
-    packed: bytes  # tokens, see prefix_index.pack
+    packed_tokens: bytes  # see keys.pack_tokens
+    packed: bytes  # the same for the index, see prefix_index.sortable
     fingerprint: int
 
 
@@ -85,7 +86,8 @@ class ChunkPool:
         self.layout = arena.layout
         self.findings = read_arena(arena)
         self.slots = SlotTable(arena, self.findings.states, self.findings.generations, writer)
-        self.index = PrefixIndex(self.layout.layout_hash, self.layout.chunk_tokens)
+        self._layout_hash = self.layout.layout_hash
+        self.index = PrefixIndex(self._layout_hash, self.layout.chunk_tokens)
         self.leases = LeaseTable()
         self.unverified: set[int] = set()
         self.prepared: set[int] = set()
@@ -185,12 +187,14 @@ class ChunkPool:
 
     def contents(self, salt: bytes, parent_key: bytes, token_ids: Sequence[int]) -> Contents:
         """What a chunk of these tokens after this parent is, and its key."""
+        packed_tokens = pack_tokens(token_ids)
         return Contents(
-            key=chunk_key(self.layout.layout_hash, salt, parent_key, token_ids),
+            key=packed_chunk_key(self._layout_hash, salt, parent_key, packed_tokens),
             parent_key=parent_key,
             salt_tag=salt_tag(salt),
-            packed=pack(token_ids),
-            fingerprint=fingerprint(token_ids),
+            packed_tokens=packed_tokens,
+            packed=sortable(packed_tokens),
+            fingerprint=packed_fingerprint(packed_tokens),
         )
 
     def sealed_like(self, contents: Contents) -> Entry | None:
@@ -233,7 +237,7 @@ class ChunkPool:
         self.slots.seal(
             slot,
             self._chunk_block(entry, seal_number=self._seal_number),
-            encode_token_row(unpack(contents.packed), self.layout.chunk_tokens),
+            encode_token_row(contents.packed_tokens, self.layout.chunk_tokens),
         )
         self.index.add(entry)
         self._chunks[slot] = entry
@@ -260,7 +264,7 @@ class ChunkPool:
             generation=entry.generation,
             key=entry.key,
             parent_key=entry.parent_key or NO_PARENT,
-            layout_hash=self.layout.layout_hash,
+            layout_hash=self._layout_hash,
             salt_tag=entry.salt_tag,
             fingerprint=entry.fingerprint,
             checksum=entry.checksum,

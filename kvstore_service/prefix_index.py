@@ -7,6 +7,7 @@ them: one bisection, however many conversations start with the same words.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,12 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from splitpoint.arena_records import salt_tag
-from splitpoint.keys import chunk_key, fingerprint
+from splitpoint.keys import pack_tokens, packed_chunk_key, packed_fingerprint
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A sealed chunk as the index knows it. `packed` are its tokens, see `pack`."""
+    """A sealed chunk as the index knows it. `packed` are its tokens, see `sortable`."""
 
     slot: int
     generation: int
@@ -44,9 +45,12 @@ class PrefixMatch:
     cached_tokens: int
 
 
-def pack(token_ids: Sequence[int]) -> bytes:
-    """Tokens (not negative) as big-endian int32: ordered like the tokens themselves."""
-    return np.asarray(token_ids, dtype=">i4").tobytes()
+def sortable(packed_tokens: bytes) -> bytes:
+    """Tokens (not negative) of `keys.pack_tokens` as big-endian int32: as bytes they
+    are ordered like the tokens themselves."""
+    words = array("I", packed_tokens)
+    words.byteswap()
+    return words.tobytes()
 
 
 def unpack(packed: bytes) -> list[int]:
@@ -126,18 +130,19 @@ class PrefixIndex:
         longest common beginning joins, be it a partial tail or a full chunk.
         """
         tag = salt_tag(salt)
-        packed = pack(token_ids)
+        packed_tokens = pack_tokens(token_ids)
+        packed = sortable(packed_tokens)
         size = 4 * self._chunk_tokens
         found: list[Entry] = []
         parent = b""
         for start in range(0, len(packed) - size + 1, size):
-            piece = token_ids[start // 4 : start // 4 + self._chunk_tokens]
-            key = chunk_key(self._layout_hash, salt, parent, piece)
+            piece = packed_tokens[start : start + size]
+            key = packed_chunk_key(self._layout_hash, salt, parent, piece)
             entry = self._by_key.get(key)
             if entry is None or not (
                 entry.parent_key == parent
                 and entry.salt_tag == tag
-                and entry.fingerprint == fingerprint(piece)
+                and entry.fingerprint == packed_fingerprint(piece)
                 and entry.packed == packed[start : start + size]
             ):
                 break

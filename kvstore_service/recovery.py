@@ -7,13 +7,12 @@ not hold together is a miss and is counted, never served.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvstore_service.prefix_index import Entry
+from kvstore_service.prefix_index import Entry, sortable
 from kvstore_service.sessions import ProcessIdentity
 from splitpoint.arena import Arena
 from splitpoint.arena_format import (
@@ -141,19 +140,12 @@ def _read_slot(arena: Arena, slot: int, holders: dict[bytes, Holder]) -> Adopted
         key=chunk.key,
         parent_key=b"" if chunk.parent_key == NO_PARENT else chunk.parent_key,
         salt_tag=chunk.salt_tag,
-        packed=_packed(token_row, chunk.token_count),
+        packed=sortable(token_row[: 4 * chunk.token_count]),
         fingerprint=chunk.fingerprint,
         checksum=chunk.checksum,
         chunk_index=chunk.chunk_index,
     )
     return AdoptedChunk(entry, chunk.seal_number)
-
-
-def _packed(token_row: bytes, token_count: int) -> bytes:
-    """A validated token row as the index wants it: big endian (see prefix_index.pack)."""
-    words = array("I", token_row[: 4 * token_count])
-    words.byteswap()
-    return words.tobytes()
 
 
 def _hold_damaged(arena: Arena, slot: int, generation: int, holders: dict[bytes, Holder]) -> None:

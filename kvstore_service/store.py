@@ -247,10 +247,14 @@ class KvStore:
         `match` checks them itself, slowly; whoever must not wait checks and settles
         them beforehand, again and again until there are none.
         """
+        if not self.pool.unverified:
+            return []
         return self._unverified(self.pool.match(salt, token_ids).entries)
 
     def unverified_in_seal(self, salt: bytes, chunks: Sequence[WrittenChunk]) -> list[Entry]:
         """Chunks that `seal` would name as parents or as duplicates, likewise."""
+        if not self.pool.unverified:
+            return []
         named: list[Entry | None] = []
         for chunk in chunks:
             contents = self.pool.contents(salt, chunk.parent_key, chunk.token_ids)

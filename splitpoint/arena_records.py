@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import struct
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 
 import xxhash
 
 from splitpoint.arena_format import RECORD_BYTES, ArenaFormatError, Truncated
-from splitpoint.keys import KEY_BYTES, pack_tokens
+from splitpoint.keys import KEY_BYTES
 from splitpoint.shapes import ArenaLayout
 
 COMMIT_BYTES = 8
@@ -112,6 +112,8 @@ def first_generation(epoch: int) -> int:
     return epoch << 32 | 1
 
 
+# Asked for with every chunk; a store sees some tenants at a time.
+@lru_cache(maxsize=1024)
 def salt_tag(salt: bytes) -> bytes:
     """What a record keeps of a tenant's salt: enough to tell tenants apart."""
     return hashlib.sha256(b"splitpoint salt tag v1\0" + salt).digest()[:SALT_TAG_BYTES]
@@ -215,9 +217,9 @@ class SlotRecord:
         return cls(generation, state, grant, chunk)
 
 
-def encode_token_row(token_ids: Sequence[int], chunk_tokens: int) -> bytes:
-    """The slot's row of the token plane: ids as int32, zeros behind them."""
-    return pack_tokens(token_ids).ljust(4 * chunk_tokens, b"\0")
+def encode_token_row(packed_tokens: bytes, chunk_tokens: int) -> bytes:
+    """The slot's row of the token plane: ids as `pack_tokens` gives them, zeros behind."""
+    return packed_tokens.ljust(4 * chunk_tokens, b"\0")
 
 
 def decode_token_row(token_row: bytes, token_count: int) -> tuple[int, ...]:

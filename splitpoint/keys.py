@@ -27,11 +27,18 @@ def chunk_key(
 
     Lengths are part of the message, so no two field splits collide.
     """
+    return packed_chunk_key(layout_hash, salt, parent_key, pack_tokens(token_ids))
+
+
+def packed_chunk_key(
+    layout_hash: bytes, salt: bytes, parent_key: bytes, packed_tokens: bytes
+) -> bytes:
+    """`chunk_key` of tokens that went through `pack_tokens`."""
     digest = hashlib.sha256(_DOMAIN)
     digest.update(layout_hash)
     digest.update(len(salt).to_bytes(2, "little") + salt)
     digest.update(len(parent_key).to_bytes(2, "little") + parent_key)
-    digest.update(pack_tokens(token_ids))
+    digest.update(packed_tokens)
     return digest.digest()
 
 
@@ -58,7 +65,12 @@ def tenant_salt(server_key: bytes, tenant: str, client_salt: bytes = b"") -> byt
 
 def fingerprint(token_ids: Sequence[int]) -> int:
     """XXH3-64 of the ids: compared on a hit, independent of the key's hash."""
-    return xxhash.xxh3_64_intdigest(pack_tokens(token_ids))
+    return packed_fingerprint(pack_tokens(token_ids))
+
+
+def packed_fingerprint(packed_tokens: bytes) -> int:
+    """`fingerprint` of tokens that went through `pack_tokens`."""
+    return xxhash.xxh3_64_intdigest(packed_tokens)
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:

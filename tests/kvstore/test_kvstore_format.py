@@ -40,7 +40,7 @@ from splitpoint.arena_records import (
     split_commit_word,
 )
 from splitpoint.errors import InvalidArgument
-from splitpoint.keys import fingerprint
+from splitpoint.keys import fingerprint, pack_tokens
 from splitpoint.shapes import ArenaLayout, DataType
 
 SUPERBLOCK = Superblock(
@@ -246,7 +246,7 @@ CHUNK = ChunkBlock(
     token_count=3,
     chunk_index=2,
 )
-ROW = encode_token_row(TOKENS, LAYOUT.chunk_tokens)
+ROW = encode_token_row(pack_tokens(TOKENS), LAYOUT.chunk_tokens)
 
 
 def record(
@@ -344,7 +344,7 @@ RECORD_ATTACKS: list[tuple[str, bytes, bytes, type[ArenaFormatError]]] = [
     (
         "other tokens",
         record(),
-        encode_token_row((5, 6, 8), 4),
+        encode_token_row(pack_tokens((5, 6, 8)), 4),
         arena_records.FingerprintMismatch,
     ),
     ("no parent", changed(parent_key=NO_PARENT), ROW, arena_records.BadParent),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from kvstore_helpers import LAYOUT, Bench, read_payload, seed_of, store_sequence, write_payload
 
+from kvstore_service import chunk_pool, prefix_index
 from kvstore_service.eviction import LeastRecentlyUsed
 from kvstore_service.leases import LeaseTable
 from kvstore_service.store import WrittenChunk
@@ -199,6 +200,25 @@ def test_a_lease_of_somebody_else_is_not_joined(bench: Bench) -> None:
     chunk = written(bench, granted, (5,))
     assert seal(bench, session, chunk, lease_id=lease_id).lease_id == lease_id
     assert bench.store.pool.leases.leased_slot_count == 2
+
+
+def test_equal_hashes_of_different_contents_are_told_apart(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a hash that is a constant, tokens, fingerprints, parents and tenants still differ."""
+    for module in (prefix_index, chunk_pool):
+        monkeypatch.setattr(module, "packed_chunk_key", lambda *_: b"k" * 32)
+    session = bench.attach()
+    [first] = grant(bench, session)
+    seal(bench, session, written(bench, first, (1, 2, 3, 4)))
+    assert bench.store.match(session, SALT, [1, 2, 3, 4]).cached_tokens == 4
+    assert bench.store.match(session, SALT, [1, 2, 3, 4, 1, 2, 3, 4]).cached_tokens == 4
+    assert bench.store.match(session, SALT, [5, 6, 7, 8]).cached_tokens == 0
+    assert bench.store.match(session, b"another tenant", [1, 2, 3, 4]).cached_tokens == 0
+    [second] = grant(bench, session)
+    with pytest.raises(FailedPrecondition, match="another chunk has this key"):
+        seal(bench, session, written(bench, second, (5, 6, 7, 8)))
+    assert bench.states() == (6, 1, 1, 0)
 
 
 # -- eviction ------------------------------------------------------------------------
