@@ -10,8 +10,12 @@ import sys
 import time
 from pathlib import Path
 
+from kvstore_service.admission import SecondUse
+from kvstore_service.eviction import DEFAULT_POLICY, POLICIES
+from kvstore_service.room_keeper import RoomKeeper
 from kvstore_service.server import SERVICE_NAME, KvStoreServicer
 from kvstore_service.store import KvStore
+from kvstore_service.watermarks import Watermarks
 from splitpoint.arena_format import Geometry
 from splitpoint.arena_owner import open_or_create_arena
 from splitpoint.checkpoints import model_fingerprint, model_name
@@ -36,6 +40,8 @@ DEFAULT_CHUNK_TOKENS = 64
 DEFAULT_LEASE_SECONDS = 10.0
 MOST_CONCURRENT_CALLS = 1024
 STOP_SECONDS = 5.0
+# --evict-to, when it is not given, lies this far below --evict-above.
+WATERMARK_GAP = 0.05
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -63,7 +69,39 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="replace an arena of another model or size that was left there, instead of refusing",
     )
     parser.add_argument("--lease-seconds", type=float, default=DEFAULT_LEASE_SECONDS, metavar="S")
+    keep = parser.add_argument_group("what stays in the arena (docs/memory.md)")
+    keep.add_argument(
+        "--eviction", default=DEFAULT_POLICY, choices=[*POLICIES], help="who goes when it is full"
+    )
+    keep.add_argument(
+        "--evict-above",
+        type=float,
+        metavar="F",
+        help="evict in the background above this fraction of slots in use; default: never",
+    )
+    keep.add_argument(
+        "--evict-to",
+        type=float,
+        metavar="F",
+        help=f"and down to this one; default: {WATERMARK_GAP} less",
+    )
+    keep.add_argument(
+        "--admission",
+        default="always",
+        choices=["always", "second-use"],
+        help="second-use: store only what was asked for before",
+    )
     return parser.parse_args(arguments)
+
+
+def watermarks_of(arguments: argparse.Namespace) -> Watermarks | None:
+    """None: no eviction in the background. Raises InvalidArgument."""
+    above, to = arguments.evict_above, arguments.evict_to
+    if above is None:
+        if to is not None:
+            raise InvalidArgument("--evict-to needs --evict-above", field="evict-to")
+        return None
+    return Watermarks(above, max(0.0, above - WATERMARK_GAP) if to is None else to)
 
 
 def layout_of(arguments: argparse.Namespace) -> ArenaLayout:
@@ -96,6 +134,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     address = check_listen_address(arguments.listen)
     if not (math.isfinite(arguments.lease_seconds) and arguments.lease_seconds >= 0.1):
         raise InvalidArgument("--lease-seconds is at least 0.1", field="lease-seconds")
+    watermarks = watermarks_of(arguments)
     geometry = Geometry.fitting(
         layout_of(arguments), parse_size(arguments.host_memory, field="host-memory")
     )
@@ -118,11 +157,23 @@ async def serve(arguments: argparse.Namespace) -> None:
         arena.layout.chunk_tokens,
         "with" if arena.layout.has_activations else "without",
     )
-    store = KvStore(arena, clock=time.monotonic, lease_seconds=arguments.lease_seconds)
+    store = KvStore(
+        arena,
+        clock=time.monotonic,
+        lease_seconds=arguments.lease_seconds,
+        policy=POLICIES[arguments.eviction](),
+        admission=(
+            SecondUse.for_slots(arena.slot_count) if arguments.admission == "second-use" else None
+        ),
+    )
     if opened.is_adopted:
         _report_recovery(store)
+    servicer = KvStoreServicer(store)
+    servicer.policy_name = arguments.eviction
+    if watermarks is not None:
+        servicer.room_keeper = RoomKeeper(store, watermarks)
     try:
-        await _serve_store(store, address, stop, reflection=arguments.reflection)
+        await _serve_store(servicer, address, stop, reflection=arguments.reflection)
     finally:
         store.close()
         if arguments.keep_arena:
@@ -148,9 +199,8 @@ def _report_recovery(store: KvStore) -> None:
 
 
 async def _serve_store(
-    store: KvStore, address: str, stop: asyncio.Event, *, reflection: bool
+    servicer: KvStoreServicer, address: str, stop: asyncio.Event, *, reflection: bool
 ) -> None:
-    servicer = KvStoreServicer(store)
     server = create_server(max_concurrent_rpcs=MOST_CONCURRENT_CALLS)
     kvstore_pb2_grpc.add_KvStoreServiceServicer_to_server(servicer, server)
     health = HealthReporter(server)
@@ -160,20 +210,24 @@ async def _serve_store(
         enable_reflection(server, [SERVICE_NAME])
     bound = listen(server, address)
     await server.start()
-    upkeep = asyncio.create_task(servicer.upkeep.run())
+    upkeep = {asyncio.create_task(servicer.upkeep.run())}
+    if servicer.room_keeper is not None:
+        upkeep.add(asyncio.create_task(servicer.room_keeper.run()))
     stopping = asyncio.create_task(stop.wait())
     try:
         announce_ready(bound)
-        await asyncio.wait({upkeep, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if upkeep.done():
-            upkeep.result()  # raises: a store that cannot keep house must not go on
+        await asyncio.wait({*upkeep, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        for task in upkeep:
+            if task.done():
+                task.result()  # raises: a store that cannot keep house must not go on
     finally:
         await health.shut_down()
         servicer.stop()
         await server.stop(STOP_SECONDS)
         await servicer.close()
         stopping.cancel()
-        upkeep.cancel()
+        for task in upkeep:
+            task.cancel()
 
 
 def main() -> int:

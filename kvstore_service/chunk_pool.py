@@ -277,6 +277,28 @@ class ChunkPool:
         """The longest cached prefix. Counts as no use and protects nothing."""
         return self.index.match(salt, token_ids)
 
+    def keys_behind(
+        self, salt: bytes, entries: Sequence[Entry], token_ids: Sequence[int]
+    ) -> list[bytes]:
+        """Keys of the chunks of a sequence that its matched `entries` do not hold.
+
+        The last one may be a partial tail. A match that ends inside a chunk does
+        not hold that one.
+        """
+        size = self.layout.chunk_tokens
+        parent = b""
+        start = 0
+        for entry in entries:
+            if entry.packed != pack(token_ids[start : start + size]):
+                break
+            parent, start = entry.key, start + entry.token_count
+        keys = []
+        for place in range(start, len(token_ids), size):
+            piece = token_ids[place : place + size]
+            parent = chunk_key(self.layout.layout_hash, salt, parent, piece)
+            keys.append(parent)
+        return keys
+
     def use(self, entries: Sequence[Entry]) -> None:
         """The chunks of a sequence, first one first, are wanted again."""
         # Back to front: of one sequence the beginning stays longest.
@@ -360,10 +382,16 @@ class ChunkPool:
 
     def evict_all(self) -> int:
         """Evict whatever nothing protects; how many chunks that was."""
-        before = self.evicted_total
-        while (slot := self._policy.choose(self._is_evictable)) is not None:
+        return self.evict(self.arena.slot_count)
+
+    def evict(self, limit: int) -> int:
+        """Evict up to `limit` chunks that nothing protects; how many went."""
+        for count in range(limit):
+            slot = self._policy.choose(self._is_evictable)
+            if slot is None:
+                return count
             self._evict(slot)
-        return self.evicted_total - before
+        return limit
 
     def _evict(self, slot: int) -> None:
         self._remove(slot)

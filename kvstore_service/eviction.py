@@ -1,7 +1,8 @@
-"""Chooses which chunk goes when room is needed. Pure policy: slots in, a slot out.
+"""Chooses which chunk goes when room is needed. Pure policies: slots in, a slot out.
 
 The store says which slots may go (sealed, unleased, no children); a policy
-only orders them.
+only orders them. A store that adopts an arena uses its chunks in the order of
+their sealing, so that age outlives a restart; counts begin anew.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import heapq
 from collections.abc import Callable
 from typing import Protocol
 
+MOST_USES = 255
+
 
 class EvictionPolicy(Protocol):
     """Told about every use of a slot; asked for a victim when room is needed."""
 
     def use(self, slot: int) -> None:
-        """The slot's chunk was sealed, or a sequence was matched that holds it."""
+        """The slot's chunk was sealed or adopted, or a sequence was matched that holds it."""
 
     def offer(self, slot: int) -> None:
         """The slot may be evicted from now on, until a use or a refusal says otherwise."""
@@ -30,41 +33,161 @@ class EvictionPolicy(Protocol):
         """
 
 
-class LeastRecentlyUsed:
-    """The chunk goes whose last use is longest ago.
+class _OldestFirst:
+    """Orders slots by a number that only grows for a slot.
 
     A heap with lazy deletion: every operation is O(log n) amortised, and using
     a slot costs one counter.
     """
 
     def __init__(self) -> None:
-        self._uses = 0
-        self._last_use: dict[int, int] = {}
-        self._offered: list[tuple[int, int]] = []  # (last use when offered, slot)
+        self._moments = 0
+        self._moment: dict[int, int] = {}
+        self._offered: list[tuple[int, int]] = []  # (moment when offered, slot)
         self._in_heap: set[int] = set()
 
-    def use(self, slot: int) -> None:
-        self._uses += 1
-        self._last_use[slot] = self._uses
+    def _stamp(self, slot: int) -> None:
+        self._moments += 1
+        self._moment[slot] = self._moments
 
     def offer(self, slot: int) -> None:
         # One heap entry a slot at most; a stale one is corrected when it comes up.
         if slot not in self._in_heap:
             self._in_heap.add(slot)
-            heapq.heappush(self._offered, (self._last_use[slot], slot))
+            heapq.heappush(self._offered, (self._moment[slot], slot))
 
     def forget(self, slot: int) -> None:
-        del self._last_use[slot]
+        del self._moment[slot]
 
     def choose(self, is_evictable: Callable[[int], bool]) -> int | None:
         while self._offered:
-            used, slot = heapq.heappop(self._offered)
-            last_use = self._last_use.get(slot)
-            if last_use is None or not is_evictable(slot):
+            offered_at, slot = heapq.heappop(self._offered)
+            moment = self._moment.get(slot)
+            if moment is None or not is_evictable(slot):
                 self._in_heap.discard(slot)
-            elif last_use != used:
-                heapq.heappush(self._offered, (last_use, slot))
+            elif moment != offered_at:
+                heapq.heappush(self._offered, (moment, slot))
             else:
                 self._in_heap.discard(slot)
                 return slot
         return None
+
+
+class LeastRecentlyUsed(_OldestFirst):
+    """The chunk goes whose last use is longest ago."""
+
+    def use(self, slot: int) -> None:
+        self._stamp(slot)
+
+
+class FirstInFirstOut(_OldestFirst):
+    """The chunk goes that was sealed first, however often it was used since."""
+
+    def use(self, slot: int) -> None:
+        if slot not in self._moment:
+            self._stamp(slot)
+
+
+class LeastOftenUsed:
+    """The chunk goes with the fewest uses, of those the oldest: `counter`.
+
+    Counts are 8 bits. When one reaches 255 all are halved, so that what was
+    popular once goes in the end. A new chunk begins at the (lower) median of
+    the counts of all chunks, or it would be the next to go whatever it is.
+
+    One heap of ages for each count. A use leaves a stale entry behind, in the
+    heap of a lower count, which is corrected when it comes up. Halving joins
+    heaps 2k and 2k + 1 to k by moving the smaller one into the larger, so it
+    moves a chunk once for each doubling of the heap it is in.
+    """
+
+    def __init__(self) -> None:
+        self._births = 0
+        self._halvings = 0
+        self._born: dict[int, int] = {}
+        self._uses: dict[int, tuple[int, int]] = {}  # slot -> (count, halvings when counted)
+        self._slot_counts = [0] * (MOST_USES + 1)  # chunks with each count
+        self._offered: list[list[tuple[int, int]]] = [[] for _ in range(MOST_USES + 1)]
+        self._in_heap: set[tuple[int, int]] = set()  # (born, slot)
+
+    def count_of(self, slot: int) -> int:
+        """The chunk's count of uses as it stands. Raises KeyError."""
+        count, halvings = self._uses[slot]
+        return count >> (self._halvings - halvings)
+
+    def use(self, slot: int) -> None:
+        if slot not in self._born:
+            self._births += 1
+            self._born[slot] = self._births
+            self._set_count(slot, self._median())
+            return
+        count = self.count_of(slot)
+        self._slot_counts[count] -= 1
+        self._set_count(slot, count + 1)
+        if count + 1 == MOST_USES:
+            self._halve()
+
+    def offer(self, slot: int) -> None:
+        entry = (self._born[slot], slot)
+        if entry not in self._in_heap:
+            self._in_heap.add(entry)
+            heapq.heappush(self._offered[self.count_of(slot)], entry)
+
+    def forget(self, slot: int) -> None:
+        self._slot_counts[self.count_of(slot)] -= 1
+        del self._uses[slot]
+        del self._born[slot]
+
+    def choose(self, is_evictable: Callable[[int], bool]) -> int | None:
+        for count, heap in enumerate(self._offered):
+            while heap:
+                entry = heapq.heappop(heap)
+                born, slot = entry
+                # Another chunk may be in the slot by now.
+                if self._born.get(slot) != born or not is_evictable(slot):
+                    self._in_heap.discard(entry)
+                elif self.count_of(slot) != count:
+                    heapq.heappush(self._offered[self.count_of(slot)], entry)
+                else:
+                    self._in_heap.discard(entry)
+                    return slot
+        return None
+
+    def _set_count(self, slot: int, count: int) -> None:
+        self._uses[slot] = (count, self._halvings)
+        self._slot_counts[count] += 1
+
+    def _median(self) -> int:
+        """Of the counts of all chunks; 0 without any."""
+        middle = (sum(self._slot_counts) + 1) // 2
+        passed = 0
+        for count, slot_count in enumerate(self._slot_counts):
+            passed += slot_count
+            if passed >= middle:
+                return count
+        return 0
+
+    def _halve(self) -> None:
+        self._halvings += 1
+        counts, heaps = self._slot_counts, self._offered
+        spare = [0] * (len(counts) // 2)
+        self._slot_counts = [counts[i] + counts[i + 1] for i in range(0, len(counts), 2)] + spare
+        self._offered = [_joined(heaps[i], heaps[i + 1]) for i in range(0, len(heaps), 2)]
+        self._offered += [[] for _ in spare]
+
+
+def _joined(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """One heap of the entries of two, made in the larger one."""
+    small, large = sorted((first, second), key=len)
+    for entry in small:
+        heapq.heappush(large, entry)
+    return large
+
+
+# By the names that the command line and GetStats know them by.
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
+    "fifo": FirstInFirstOut,
+    "lru": LeastRecentlyUsed,
+    "counter": LeastOftenUsed,
+}
+DEFAULT_POLICY = "lru"

@@ -16,8 +16,10 @@ from google.protobuf.duration_pb2 import Duration
 
 from kvstore_service import validation
 from kvstore_service.chunk_pool import GrantedRun, Preparation
+from kvstore_service.eviction import DEFAULT_POLICY
 from kvstore_service.once import Call, OnceTable, Response
 from kvstore_service.prefix_index import Entry
+from kvstore_service.room_keeper import RoomKeeper
 from kvstore_service.store import KvStore, Matched, SealOutcome, WrittenChunk
 from kvstore_service.upkeep import Upkeep
 from splitpoint.arena_records import SlotState
@@ -38,10 +40,17 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
     """Serves one store. `stop` before the server stops, `close` afterwards.
 
     `threads` read payloads back; they are shut down by `close`.
+
+    Attributes:
+        room_keeper: who evicts in the background, for its count; None: nobody.
+        policy_name, memory_description: what GetStats says.
     """
 
     def __init__(self, store: KvStore, threads: ThreadPoolExecutor | None = None) -> None:
         self.store = store
+        self.room_keeper: RoomKeeper | None = None
+        self.policy_name = DEFAULT_POLICY
+        self.memory_description = ""
         self._threads = threads or ThreadPoolExecutor(_THREADS, thread_name_prefix="payload")
         self.upkeep = Upkeep(store, self._threads)
         self._once = OnceTable()
@@ -150,6 +159,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             chunk_keys=[entry.key for entry in found.entries],
             lease_id=found.lease_id,
             epoch=self.store.epoch,
+            storable_tokens=found.storable_tokens,
         )
 
     # -- writing -------------------------------------------------------------------------
@@ -287,6 +297,16 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             layout=layout_to_proto(store.arena.layout),
             arena_path=str(store.arena.path),
             arena_size_bytes=store.arena.size_bytes,
+            eviction_policy=self.policy_name,
+            unadmitted_chunk_count=(
+                store.admission.kept_out_total if store.admission is not None else 0
+            ),
+            watermark_evicted_chunk_count=(
+                self.room_keeper.evicted_total if self.room_keeper is not None else 0
+            ),
+            evicted_by_use_count=store.evictions.by_use_count,
+            evicted_age_seconds_sum=store.evictions.age_seconds_sum,
+            memory_description=self.memory_description,
             integrity_violations=(
                 self.upkeep.check_integrity() if request.check_integrity else self.upkeep.violations
             ),

@@ -13,10 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 
+from kvstore_service.admission import SecondUse
 from kvstore_service.chunk_pool import ChunkPool, GrantedRun, Preparation
 from kvstore_service.eviction import EvictionPolicy, LeastRecentlyUsed
+from kvstore_service.eviction_record import RecordedPolicy
 from kvstore_service.leases import Lease
-from kvstore_service.prefix_index import Entry
+from kvstore_service.prefix_index import Entry, PrefixMatch
 from kvstore_service.records import MetadataWriter
 from kvstore_service.recovery import UNKNOWN_WRITER
 from kvstore_service.sessions import ProcessIdentity, Session, SessionTable
@@ -42,11 +44,16 @@ class WrittenChunk:
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """`entries` hold `cached_tokens`, the last one perhaps in part. `lease_id` 0: none."""
+    """`entries` hold `cached_tokens`, the last one perhaps in part. `lease_id` 0: none.
+
+    `storable_tokens`: how far the sequence may be stored, a multiple of a chunk's
+    tokens; None: to its end and beyond.
+    """
 
     entries: tuple[Entry, ...]
     cached_tokens: int
     lease_id: int = 0
+    storable_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +94,14 @@ class KvStore:
     Args:
         clock: monotonic seconds.
         lease_seconds: how long a session lives without a sign of life.
+        policy: orders evictions; least recently used first, if none is given.
+        admission: keeps out what nobody asked for twice; None: store everything.
         is_present: whether the holder of a session may still touch the arena; the
             default asks for the lock that `Arena.attach` takes.
         writer: how metadata gets into the arena; the default is the mapping.
 
     Attributes:
+        evictions: the policy at work, with its account.
         recovery_seconds: how long it took to read what the arena held.
     """
 
@@ -102,12 +112,15 @@ class KvStore:
         clock: Callable[[], float],
         lease_seconds: float,
         policy: EvictionPolicy | None = None,
+        admission: SecondUse | None = None,
         is_present: Callable[[bytes], bool] | None = None,
         writer: MetadataWriter | None = None,
     ) -> None:
         began = clock()
         self.arena = arena
-        self.pool = ChunkPool(arena, policy or LeastRecentlyUsed(), writer=writer)
+        self.admission = admission
+        self.evictions = RecordedPolicy(policy or LeastRecentlyUsed(), clock)
+        self.pool = ChunkPool(arena, self.evictions, writer=writer)
         self.sessions = SessionTable(clock, lease_seconds)
         self.counters = Counters()
         self._is_present = is_present or (lambda id_: presence.is_held(arena.fd, id_))
@@ -231,13 +244,26 @@ class KvStore:
         found = self.pool.match(salt, token_ids)
         self.counters.matches += 1
         self.counters.query_tokens += len(token_ids)
+        storable = self._storable_tokens(salt, found, token_ids)
         if not found.entries:
-            return Matched((), 0)
+            return Matched((), 0, storable_tokens=storable)
         self.counters.match_hits += 1
         self.counters.hit_tokens += found.cached_tokens
         self.pool.use(found.entries)
         lease = self._lease(session, found.entries)
-        return Matched(found.entries, found.cached_tokens, lease.lease_id)
+        return Matched(found.entries, found.cached_tokens, lease.lease_id, storable)
+
+    def _storable_tokens(
+        self, salt: bytes, found: PrefixMatch, token_ids: Sequence[int]
+    ) -> int | None:
+        if self.admission is None:
+            return None
+        missing = self.pool.keys_behind(salt, found.entries, token_ids)
+        admitted = self.admission.admit(missing)
+        if admitted == len(missing):
+            return None
+        size = self.arena.layout.chunk_tokens
+        return (-(-len(token_ids) // size) - len(missing) + admitted) * size
 
     # -- adopted chunks ------------------------------------------------------------------
 

@@ -152,6 +152,11 @@ _STORE_FIELDS = (
     "sealed_chunk_count",
     "duplicate_chunk_count",
     "evicted_chunk_count",
+    "eviction_policy",
+    "unadmitted_chunk_count",
+    "watermark_evicted_chunk_count",
+    "evicted_age_seconds_sum",
+    "memory_description",
     "checksum_failure_count",
     "arena_path",
     "arena_size_bytes",
@@ -167,6 +172,7 @@ def _store_json(store: Store) -> dict[str, object]:
         "chunk_tokens": store.stats.layout.chunk_tokens,
         "has_activations": store.stats.layout.has_activations,
         **{name: getattr(store.stats, name) for name in _STORE_FIELDS},
+        "evicted_by_use_count": list(store.stats.evicted_by_use_count),
     }
 
 
@@ -190,6 +196,8 @@ def _print_tables(found: Status) -> None:
     out.print(table)
     for store in found.stores:
         out.print(_store_line(store))
+        if store.stats is not None:
+            out.print(_memory_line(store.stats))
     waiting = len(found.queue.requests)
     out.print(f"queue: {waiting} waiting, room for {found.queue.capacity}")
     for request in found.queue.requests:
@@ -208,3 +216,20 @@ def _store_line(store: Store) -> str:
         f"store {store.address}: {stats.sealed_slot_count:,} of {stats.slot_count:,} slots sealed, "
         f"{stats.leased_slot_count:,} leased, {hits}, arena {format_size(stats.arena_size_bytes)}"
     )
+
+
+def _memory_line(stats: kvstore_pb2.GetStatsResponse) -> str:
+    """How the store uses its room: what went, after how much use, and what was kept out."""
+    parts = [f"  eviction {stats.eviction_policy or 'unknown'}"]
+    if stats.evicted_chunk_count:
+        unused = stats.evicted_by_use_count[0] if stats.evicted_by_use_count else 0
+        age = stats.evicted_age_seconds_sum / stats.evicted_chunk_count
+        parts.append(
+            f"{stats.evicted_chunk_count:,} chunks evicted, {unused:,} of them never used again, "
+            f"after {age:,.0f} s on average"
+        )
+    if stats.unadmitted_chunk_count:
+        parts.append(f"{stats.unadmitted_chunk_count:,} kept out")
+    if stats.memory_description:
+        parts.append(stats.memory_description)
+    return ", ".join(parts)

@@ -48,6 +48,7 @@ class StackShape:
     max_batch_size: int = 16
     prefill_chunk_tokens: int = 64
     lease_seconds: float = 10.0
+    store_arguments: tuple[str, ...] = ()
 
 
 @dataclass
@@ -164,6 +165,7 @@ async def start_store(
         *("--dtype", shape.data_type.value, "--activations", shape.activations),
         *("--chunk-tokens", str(shape.chunk_tokens), "--host-memory", shape.host_memory),
         *("--lease-seconds", str(shape.lease_seconds)),
+        *shape.store_arguments,
     )
 
 

@@ -43,7 +43,7 @@ from worker_service.roster import Roster
 from worker_service.sampling import Choice, NonFiniteLogits, SamplingRow, choose
 from worker_service.sequence import Sequence
 from worker_service.store_client import Match
-from worker_service.write_back import ChunksStored, Flushed, WriteFailed
+from worker_service.write_back import ChunksStored, Flushed, WriteEnded, WriteFailed
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +127,8 @@ class Engine:
                     self.pager.chunks_stored(owner, command)
             case WriteFailed(key, error):
                 self.roster.write_failed(key, error)
+            case WriteEnded(key):
+                self.roster.write_ended(key)
             case Flushed(key):
                 self.roster.flushed(key)
             case Matched(key, match):

@@ -14,7 +14,14 @@ from splitpoint.planner import RestoreMethod
 from worker_service.sampling import Choice
 from worker_service.sequence import Admission
 from worker_service.store_client import Match
-from worker_service.write_back import ChunksStored, Flushed, SequenceKey, WriteFailed, WriteJob
+from worker_service.write_back import (
+    ChunksStored,
+    Flushed,
+    SequenceKey,
+    WriteEnded,
+    WriteFailed,
+    WriteJob,
+)
 
 # -- commands, besides those of write-back -------------------------------------
 
@@ -58,7 +65,18 @@ class Stop:
     """Leave `run`."""
 
 
-Command = Admit | Matched | Cancel | SetPaused | Call | Stop | ChunksStored | WriteFailed | Flushed
+Command = (
+    Admit
+    | Matched
+    | Cancel
+    | SetPaused
+    | Call
+    | Stop
+    | ChunksStored
+    | WriteFailed
+    | WriteEnded
+    | Flushed
+)
 
 
 # -- what a step produces --------------------------------------------------------

@@ -162,6 +162,13 @@ class Roster:
         else:
             self.lose(sequence)
 
+    def write_ended(self, key: SequenceKey) -> None:
+        """The store keeps no more of a resident sequence, which goes on all the same."""
+        sequence = self.find(key)
+        if sequence is not None:
+            sequence.writes_back = False
+            self._pager.give_input_pages(sequence)
+
     def flushed(self, key: SequenceKey) -> None:
         """Write-back holds nothing of this sequence any more."""
         entry = self._flushing.pop(key, None)

@@ -49,12 +49,16 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest cached prefix, leased. `cached_tokens` may end inside the last chunk."""
+    """The longest cached prefix, leased. `cached_tokens` may end inside the last chunk.
+
+    `storable_tokens`: how far the store wants the sequence stored; None: all of it.
+    """
 
     connection: Connection
     cached_tokens: int
     chunks: tuple[StoredChunk, ...]
     lease_id: int
+    storable_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +145,8 @@ class StoreClient:
             _stored(handle, key)
             for handle, key in zip(answer.chunks, answer.chunk_keys, strict=True)
         )
-        return Match(connection, answer.cached_tokens, chunks, answer.lease_id)
+        storable = answer.storable_tokens if answer.HasField("storable_tokens") else None
+        return Match(connection, answer.cached_tokens, chunks, answer.lease_id, storable)
 
     async def reserve(
         self, connection: Connection, salt: bytes, slot_count: int

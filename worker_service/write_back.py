@@ -3,7 +3,7 @@
 Each sequence has a chain: its chunks are reserved, copied, checksummed and
 sealed front to back, since a chunk's key contains its parent's. Copies run on
 one thread off the event loop. A chain that fails stops storing and says why;
-the request goes on without reuse.
+the request goes on without reuse. So does one past what the store wants to keep.
 """
 
 from __future__ import annotations
@@ -68,6 +68,13 @@ class WriteFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class WriteEnded:
+    """Command to the engine: the store wants no more of this sequence; nothing failed."""
+
+    key: SequenceKey
+
+
+@dataclass(frozen=True, slots=True)
 class Flushed:
     """Command to the engine: no copy touches this sequence's pages any more."""
 
@@ -89,9 +96,12 @@ class _Chain:
     lease_ids: list[int]
     # A streamed request cannot go on without the store; any other only loses reuse.
     must_store: bool
+    # Chunks from here on are not wanted by the store; None: all are.
+    first_unwanted_chunk: int | None
     jobs: deque[WriteJob] = field(default_factory=deque)
     writer: asyncio.Task[None] | None = None
-    failed: bool = False
+    # Failed, or past what the store wants.
+    has_ended: bool = False
 
 
 class WriteBack:
@@ -106,7 +116,7 @@ class WriteBack:
         self,
         store: StoreClient,
         cache: DeviceCache,
-        post: Callable[[ChunksStored | WriteFailed | Flushed], None],
+        post: Callable[[ChunksStored | WriteFailed | WriteEnded | Flushed], None],
     ) -> None:
         self._store = store
         self._cache = cache
@@ -126,7 +136,10 @@ class WriteBack:
         must_store: bool,
     ) -> None:
         """Begin a chain after the first `cached_tokens`, which the match holds."""
-        full = cached_tokens // self._cache.layout.chunk_tokens
+        chunk_tokens = self._cache.layout.chunk_tokens
+        full = cached_tokens // chunk_tokens
+        # What the store keeps out costs others reuse; a streamed request needs it to run.
+        limit = None if must_store else match.storable_tokens
         self._chains[key] = _Chain(
             key=key,
             salt=salt,
@@ -134,12 +147,13 @@ class WriteBack:
             parent_key=match.chunks[full - 1].key if full else b"",
             lease_ids=[match.lease_id],
             must_store=must_store,
+            first_unwanted_chunk=None if limit is None else limit // chunk_tokens,
         )
 
     def submit(self, key: SequenceKey, jobs: Sequence[WriteJob]) -> None:
-        """Queue chunks, in sequence order. A failed chain drops them: it said so."""
+        """Queue chunks, in sequence order. A chain that ended drops them: it said so."""
         chain = self._chains[key]
-        if chain.failed:
+        if chain.has_ended:
             return
         chain.jobs.extend(jobs)
         if chain.writer is None or chain.writer.done():
@@ -182,7 +196,13 @@ class WriteBack:
 
     async def _write(self, chain: _Chain) -> None:
         while chain.jobs:
-            jobs = [chain.jobs.popleft() for _ in range(min(BATCH_CHUNKS, len(chain.jobs)))]
+            wanted = self._wanted(chain)
+            if not wanted:
+                chain.has_ended = True
+                chain.jobs.clear()
+                self._post(WriteEnded(chain.key))
+                return
+            jobs = [chain.jobs.popleft() for _ in range(min(BATCH_CHUNKS, wanted))]
             try:
                 stored = await self._store_chunks(chain, jobs)
             except SplitpointError as error:
@@ -201,8 +221,15 @@ class WriteBack:
                 return
             self._post(ChunksStored(chain.key, jobs[0].chunk_index, stored))
 
+    def _wanted(self, chain: _Chain) -> int:
+        """How many of the queued chunks, which are consecutive, the store wants."""
+        if chain.first_unwanted_chunk is None:
+            return len(chain.jobs)
+        wanted = chain.first_unwanted_chunk - chain.jobs[0].chunk_index
+        return max(0, min(wanted, len(chain.jobs)))
+
     def _fail(self, chain: _Chain, error: SplitpointError) -> None:
-        chain.failed = True
+        chain.has_ended = True
         chain.jobs.clear()
         self._post(WriteFailed(chain.key, error))
 

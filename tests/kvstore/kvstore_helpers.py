@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -122,12 +123,14 @@ class Bench:
         *,
         layout: ArenaLayout = LAYOUT,
         lease_seconds: float = 10,
+        **options: Any,
     ) -> None:
         self.clock = FakeClock()
         self.presence = FakePresence()
         opened = open_or_create_arena(folder / "store" / "arena", layout, slot_count)
         self.owner, self.arena = opened.owner, opened.arena
         self.lease_seconds = lease_seconds
+        self.options = options
         self._serve()
         self._process_id = 100
 
@@ -148,6 +151,7 @@ class Bench:
             clock=self.clock,
             lease_seconds=self.lease_seconds,
             is_present=self.presence.is_present,
+            **self.options,
         )
         self.integrity = IntegrityChecker(self.store)
 
