@@ -30,6 +30,8 @@ from splitpoint.config import (
     watch_parent,
 )
 from splitpoint.errors import InvalidArgument
+from splitpoint.huge_pages import WISHES, Backing
+from splitpoint.numa import bound_to, choose_node
 from splitpoint.rpc import HealthReporter, create_server, enable_reflection, listen
 from splitpoint.shapes import ArenaLayout, DataType, ModelShape, read_config
 from splitpoint.v1 import kvstore_pb2_grpc
@@ -90,6 +92,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default="always",
         choices=["always", "second-use"],
         help="second-use: store only what was asked for before",
+    )
+    memory = parser.add_argument_group("where the arena's memory is (docs/memory.md)")
+    memory.add_argument(
+        "--huge-pages", default="auto", choices=WISHES, help="auto: where the file system has them"
+    )
+    memory.add_argument(
+        "--numa-node", default="auto", metavar="auto|none|N", help="auto: the node of the GPUs"
     )
     return parser.parse_args(arguments)
 
