@@ -17,7 +17,7 @@ from kvstore_service.server import SERVICE_NAME, KvStoreServicer
 from kvstore_service.store import KvStore
 from kvstore_service.watermarks import Watermarks
 from splitpoint.arena_format import Geometry
-from splitpoint.arena_owner import open_or_create_arena
+from splitpoint.arena_owner import OpenedArena, open_or_create_arena
 from splitpoint.checkpoints import model_fingerprint, model_name
 from splitpoint.config import (
     add_service_arguments,
@@ -147,14 +147,24 @@ async def serve(arguments: argparse.Namespace) -> None:
     geometry = Geometry.fitting(
         layout_of(arguments), parse_size(arguments.host_memory, field="host-memory")
     )
+    node = choose_node(arguments.numa_node)
+    backing = Backing(arguments.huge_pages, arguments.arena.absolute().parent)
+
+    def open_arena() -> OpenedArena:
+        with bound_to(node):
+            return open_or_create_arena(
+                arguments.arena.absolute(),
+                geometry.layout,
+                geometry.slot_count,
+                replace_other=arguments.replace_arena,
+                backing=backing,
+            )
+
     # In a thread: allocating many GiB takes seconds, and a signal must not be lost.
-    opened = await asyncio.to_thread(
-        open_or_create_arena,
-        arguments.arena.absolute(),
-        geometry.layout,
-        geometry.slot_count,
-        replace_other=arguments.replace_arena,
-    )
+    opened = await asyncio.to_thread(open_arena)
+    memory = backing.description
+    if node is not None and not opened.is_adopted:
+        memory += f" on NUMA node {node}"
     owner, arena = opened.owner, opened.arena
     superblock = arena.superblock
     log.info(
@@ -179,6 +189,8 @@ async def serve(arguments: argparse.Namespace) -> None:
         _report_recovery(store)
     servicer = KvStoreServicer(store)
     servicer.policy_name = arguments.eviction
+    servicer.memory_description = memory
+    log.info("memory: %s", memory)
     if watermarks is not None:
         servicer.room_keeper = RoomKeeper(store, watermarks)
     try:

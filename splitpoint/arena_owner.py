@@ -41,6 +41,7 @@ from splitpoint.arena_format import (
 )
 from splitpoint.config import format_size
 from splitpoint.errors import FailedPrecondition, NotFound, ResourceExhausted
+from splitpoint.huge_pages import Backing
 from splitpoint.shapes import ArenaLayout
 
 _log = logging.getLogger(__name__)
@@ -101,11 +102,13 @@ class ArenaOwner:
             # The former owner unlinked the file between our open and our lock.
             os.close(fd)
 
-    def create(self, layout: ArenaLayout, slot_count: int) -> Arena:
+    def create(self, layout: ArenaLayout, slot_count: int, backing: Backing | None = None) -> Arena:
         """A new, empty, fully allocated arena of epoch 1, mapped for the store.
 
-        Raises ResourceExhausted naming every limit, and NotOurArena when
-        something lies at the path.
+        `backing` may give it other pages than posix_fallocate would.
+
+        Raises ResourceExhausted naming every limit, NotOurArena when something
+        lies at the path, and what `Backing.populate` raises.
         """
         geometry = Geometry(layout, slot_count)
         check_room(self.path.parent, geometry.size_bytes)
@@ -117,6 +120,8 @@ class ArenaOwner:
         fd = os.open(unfinished, flags, 0o600)
         try:
             os.fchmod(fd, 0o600)  # whatever the umask is
+            if backing is not None:
+                backing.populate(fd, geometry.size_bytes)
             allocate(fd, self.path, geometry.size_bytes)
             superblock = Superblock(
                 layout=layout,
@@ -248,7 +253,12 @@ class ArenaOwner:
 
 
 def open_or_create_arena(
-    path: Path, layout: ArenaLayout, slot_count: int, *, replace_other: bool = False
+    path: Path,
+    layout: ArenaLayout,
+    slot_count: int,
+    *,
+    replace_other: bool = False,
+    backing: Backing | None = None,
 ) -> OpenedArena:
     """Lock `path`, adopt the arena there, or create a new one where there is none.
 
@@ -270,7 +280,7 @@ def open_or_create_arena(
             arena = None
         if arena is not None:
             return OpenedArena(owner, arena, is_adopted=True)
-        return OpenedArena(owner, owner.create(layout, slot_count), is_adopted=False)
+        return OpenedArena(owner, owner.create(layout, slot_count, backing), is_adopted=False)
     except BaseException:
         owner.give_up()
         raise

@@ -51,11 +51,16 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="page size without a store; a store decides otherwise",
     )
+    parser.add_argument(
+        "--pin-limit",
+        metavar="SIZE",
+        help="page-lock at most this much of the arena for the GPU; 0: nothing; default: all",
+    )
     return parser.parse_args(arguments)
 
 
 def options_from(arguments: argparse.Namespace) -> WorkerOptions:
-    memory = arguments.device_memory
+    memory, pin = arguments.device_memory, arguments.pin_limit
     return WorkerOptions(
         worker_id=arguments.worker_id,
         model_folder=arguments.model,
@@ -67,6 +72,7 @@ def options_from(arguments: argparse.Namespace) -> WorkerOptions:
         prefill_chunk_tokens=arguments.prefill_chunk,
         threads=arguments.threads,
         chunk_tokens=arguments.chunk_tokens,
+        pin_limit_bytes=None if pin is None else parse_size(pin, field="pin-limit"),
     )
 
 

@@ -54,6 +54,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> pb.GetInfoResponse:
         worker = self._loaded()
         plan = worker.engine.plan
+        pinning = worker.store.pinning if worker.store is not None else None
         return pb.GetInfoResponse(
             worker_id=worker.worker_id,
             instance_id=worker.instance_id,
@@ -72,6 +73,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             draining=self.draining,
             eos_token_ids=worker.engine.eos_token_ids,
             model_path=str(worker.model_folder),
+            pinned_bytes=pinning.pinned_bytes if pinning is not None else 0,
+            pinning=pinning.description if pinning is not None else "",
         )
 
     async def Profile(

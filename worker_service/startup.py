@@ -21,6 +21,7 @@ from worker_service.device_cache import TORCH_TYPES, DeviceCache
 from worker_service.engine import Engine
 from worker_service.memory import MemoryPlan, divide
 from worker_service.model.decoder import Decoder
+from worker_service.pinning import CudaRegistrar, Pinning
 from worker_service.profiler import measure
 from worker_service.runtime import Runtime
 from worker_service.store_client import StoreClient
@@ -48,6 +49,8 @@ class WorkerOptions:
     prefill_chunk_tokens: int = 512
     threads: int | None = None
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    # Most bytes of the arena to page-lock for a GPU; 0: none, None: all.
+    pin_limit_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "prefill_chunk_tokens", "chunk_tokens"):
@@ -91,6 +94,8 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
         else:
             store = StoreClient(options.kvstore_address, f"worker-{options.worker_id}")
             on_failure.push_async_callback(store.close)
+            if device.type == "cuda" and options.pin_limit_bytes != 0:
+                store.pinning = Pinning(CudaRegistrar(device), limit_bytes=options.pin_limit_bytes)
             layout = await store.layout()
             await asyncio.to_thread(_check_layout, layout, shape, options.model_folder)
         engine, profile, description = await asyncio.to_thread(

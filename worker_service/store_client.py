@@ -27,6 +27,7 @@ from splitpoint.shapes import ArenaLayout
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc, types_pb2
 from worker_service.arena_tensors import ArenaTensors, StoredChunk
+from worker_service.pinning import Pinning
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +95,8 @@ class StoreClient:
         # Awaited before a lost session is acknowledged: nothing may be writing
         # into its slots any more when the store frees them.
         self.quiesce: Callable[[], Awaitable[None]] | None = None
+        # Page-locks every arena that is attached; None: nothing is locked.
+        self.pinning: Pinning | None = None
         self._closing = asyncio.Event()
 
     async def layout(self, timeout: float = 30.0) -> ArenaLayout:
@@ -125,6 +128,8 @@ class StoreClient:
         self._closing.set()
         if self._keeper is not None:
             await self._keeper
+        if self.pinning is not None:
+            await self.pinning.close()
         await self._channel.close()
 
     # -- calls ------------------------------------------------------------------
@@ -239,6 +244,8 @@ class StoreClient:
             epoch=answer.epoch,
             session_id=answer.session_id,
         )
+        if self.pinning is not None:
+            self.pinning.attach(arena)
         return Connection(
             session_id=answer.session_id,
             epoch=answer.epoch,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from splitpoint import huge_pages, numa
+from splitpoint import numa
 from splitpoint.errors import InvalidArgument
 from splitpoint.huge_pages import Backing, NoHugePages, Probe, probe
 
@@ -106,12 +106,17 @@ def test_other_file_systems(tmp_path: Path) -> None:
         probe(Path("/mnt/with space/x"), mounts=tmp_path / "mounts")
 
 
-def test_a_promise_that_is_not_kept_is_told(tmp_path: Path) -> None:
-    """The mount says yes, the pages that come are small."""
+def test_a_promise_that_is_not_kept_is_told() -> None:
+    """The probe says yes, the pages that come are small: what smaps says counts."""
+    lie = "Backing({wish!r}, folder, probe=lambda _: huge_pages.Probe(True, 'so it says'))"
+    script = "from splitpoint import huge_pages" + MAKE.replace("Backing({wish!r}, folder)", lie)
+    told = in_own_tmpfs("size=16m,huge=never", script.format(wish="auto"))
+    assert "pages (no huge pages: so it says)" in told.stdout, told.stderr
+    assert in_own_tmpfs("size=16m,huge=never", script.format(wish="always")).returncode == 1
+
+
+def test_a_demand_that_cannot_be_met_is_an_error(tmp_path: Path) -> None:
     with open(tmp_path / "file", "w+b") as file:
-        backing = Backing("auto", tmp_path, probe=lambda _: Probe(True, "so it says"))
-        backing.populate(file.fileno(), 4 << 20)
-        assert "(no huge pages: " in backing.description
         demanding = Backing("always", tmp_path, probe=lambda _: Probe(False, "none here"))
         with pytest.raises(NoHugePages, match="none here"):
             demanding.populate(file.fileno(), 4 << 20)
