@@ -285,17 +285,18 @@ class ChunkPool:
         The last one may be a partial tail. A match that ends inside a chunk does
         not hold that one.
         """
-        size = self.layout.chunk_tokens
+        packed_tokens = pack_tokens(token_ids)
+        size = 4 * self.layout.chunk_tokens
         parent = b""
         start = 0
         for entry in entries:
-            if entry.packed != pack(token_ids[start : start + size]):
+            if entry.packed != sortable(packed_tokens[start : start + size]):
                 break
-            parent, start = entry.key, start + entry.token_count
+            parent, start = entry.key, start + len(entry.packed)
         keys = []
-        for place in range(start, len(token_ids), size):
-            piece = token_ids[place : place + size]
-            parent = chunk_key(self.layout.layout_hash, salt, parent, piece)
+        for place in range(start, len(packed_tokens), size):
+            piece = packed_tokens[place : place + size]
+            parent = packed_chunk_key(self._layout_hash, salt, parent, piece)
             keys.append(parent)
         return keys
 
