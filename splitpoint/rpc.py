@@ -92,7 +92,9 @@ _CHANNEL_OPTIONS: _Options = [
     *_SHARED_OPTIONS,
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # Despite its name the time that one attempt to connect may take: a busy peer,
+    # or a TLS handshake over some distance, needs more than the first back-off.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
 ]
