@@ -16,6 +16,7 @@ from kvstore_service.room_keeper import RoomKeeper
 from kvstore_service.server import SERVICE_NAME, KvStoreServicer
 from kvstore_service.store import KvStore
 from kvstore_service.watermarks import Watermarks
+from splitpoint.access import Access, access_of
 from splitpoint.arena_format import Geometry
 from splitpoint.arena_owner import OpenedArena, open_or_create_arena
 from splitpoint.checkpoints import model_fingerprint, model_name
@@ -34,6 +35,7 @@ from splitpoint.huge_pages import WISHES, Backing
 from splitpoint.numa import bound_to, choose_node
 from splitpoint.rpc import HealthReporter, create_server, enable_reflection, listen
 from splitpoint.shapes import ArenaLayout, DataType, ModelShape, read_config
+from splitpoint.tls import Identity, identity_of
 from splitpoint.v1 import kvstore_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -140,7 +142,12 @@ async def serve(arguments: argparse.Namespace) -> None:
     stop_on_signals(stop)
     if arguments.parent_fd is not None:
         watch_parent(arguments.parent_fd, stop)
-    address = check_listen_address(arguments.listen)
+    check_listen_address(
+        arguments.listen,
+        has_tls=arguments.tls_cert is not None,
+        has_tokens=arguments.tokens is not None,
+    )
+    identity, access = identity_of(arguments), access_of(arguments.tokens)
     if not (math.isfinite(arguments.lease_seconds) and arguments.lease_seconds >= 0.1):
         raise InvalidArgument("--lease-seconds is at least 0.1", field="lease-seconds")
     watermarks = watermarks_of(arguments)
@@ -194,7 +201,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     if watermarks is not None:
         servicer.room_keeper = RoomKeeper(store, watermarks)
     try:
-        await _serve_store(servicer, address, stop, reflection=arguments.reflection)
+        await _serve_store(servicer, arguments, stop, identity, access)
     finally:
         store.close()
         if arguments.keep_arena:
@@ -220,16 +227,20 @@ def _report_recovery(store: KvStore) -> None:
 
 
 async def _serve_store(
-    servicer: KvStoreServicer, address: str, stop: asyncio.Event, *, reflection: bool
+    servicer: KvStoreServicer,
+    arguments: argparse.Namespace,
+    stop: asyncio.Event,
+    identity: Identity,
+    access: Access | None,
 ) -> None:
-    server = create_server(max_concurrent_rpcs=MOST_CONCURRENT_CALLS)
+    server = create_server(max_concurrent_rpcs=MOST_CONCURRENT_CALLS, access=access)
     kvstore_pb2_grpc.add_KvStoreServiceServicer_to_server(servicer, server)
     health = HealthReporter(server)
     await health.set("", True)
     await health.set(SERVICE_NAME, True)
-    if reflection:
+    if arguments.reflection:
         enable_reflection(server, [SERVICE_NAME])
-    bound = listen(server, address)
+    bound = listen(server, arguments.listen, identity)
     await server.start()
     upkeep = {asyncio.create_task(servicer.upkeep.run())}
     if servicer.room_keeper is not None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from scheduler_service.limits import Limits
 from scheduler_service.server import ServedModel
 from scheduler_service.service import Scheduler, SchedulerOptions
+from splitpoint.access import access_of
 from splitpoint.checkpoints import eos_token_ids, model_name, resolve_model
 from splitpoint.config import (
     add_service_arguments,
@@ -30,6 +31,7 @@ from splitpoint.errors import InvalidArgument, PermissionDenied, SplitpointError
 from splitpoint.planner import Residency
 from splitpoint.shapes import DataType, ModelShape, read_config
 from splitpoint.text import Tokenizer
+from splitpoint.tls import identity_of
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +65,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--queue-capacity", type=int, default=defaults.queue_capacity, metavar="N")
     parser.add_argument(
+        "--tenant-requests",
+        type=int,
+        metavar="N",
+        help="most requests of one tenant that may run or wait; default: no such bound",
+    )
+    parser.add_argument(
         "--server-key-file",
         metavar="PATH",
         help="secret behind the chunk keys, made when missing; default: a new one at each start, "
@@ -78,6 +86,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _options(arguments: argparse.Namespace) -> SchedulerOptions:
     if arguments.queue_capacity < 0:
         raise InvalidArgument("the queue capacity must be at least 0", field="queue_capacity")
+    if arguments.tenant_requests is not None and arguments.tenant_requests < 1:
+        raise InvalidArgument("a tenant may have at least 1 request", field="tenant_requests")
     if len(set(arguments.worker)) != len(arguments.worker):
         raise InvalidArgument("a worker's address is given twice", field="worker")
     for address in arguments.worker:
@@ -93,9 +103,15 @@ def _options(arguments: argparse.Namespace) -> SchedulerOptions:
         worker_addresses=arguments.worker,
         server_key=read_server_key(arguments.server_key_file),
         eos_token_ids=frozenset(eos_token_ids(folder)),
-        limits=replace(Limits(), queue_capacity=arguments.queue_capacity),
+        limits=replace(
+            Limits(),
+            queue_capacity=arguments.queue_capacity,
+            tenant_requests=arguments.tenant_requests,
+        ),
         default_residency=residency,
         reflection=arguments.reflection,
+        identity=identity_of(arguments),
+        access=access_of(arguments.tokens),
     )
 
 
@@ -139,7 +155,11 @@ def read_server_key(path: str | None) -> bytes:
 
 
 async def _serve(arguments: argparse.Namespace) -> int:
-    check_listen_address(arguments.listen)
+    check_listen_address(
+        arguments.listen,
+        has_tls=arguments.tls_cert is not None,
+        has_tokens=arguments.tokens is not None,
+    )
     stop = asyncio.Event()
     stop_on_signals(stop)
     if arguments.parent_fd is not None:

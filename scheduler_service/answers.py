@@ -40,7 +40,7 @@ def completion(
         seed=request.input.seed,
         plan=plan_to_proto(happened),
         worker_id=worker_id,
-        request_id=request.request_id,
+        request_id=request.input.request_id,
         queue_seconds=(times.dispatched or now) - times.arrived,
         restore_seconds=report.restore_seconds if report is not None else 0.0,
         ttft_seconds=(times.first_token or now) - times.arrived,

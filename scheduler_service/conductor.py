@@ -37,7 +37,6 @@ from splitpoint.v1 import types_pb2, worker_pb2
 _log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.1
-_TENANT = ""  # until there are accounts, everybody is one tenant
 
 
 @dataclass(slots=True, eq=False)
@@ -102,7 +101,8 @@ class Conductor:
     def start(self, request: GenerateInput) -> Request:
         """The running or remembered request of this id, or a new one. Attach to it at once.
 
-        Raises AlreadyExists (same id, other body), NotFound (unknown worker),
+        Raises AlreadyExists (same id, other body), ResourceExhausted (the
+        tenant has as many as it may), NotFound (unknown worker),
         InvalidArgument (a split that no store can give), Unavailable (draining,
         or no worker is ready).
         """
@@ -110,6 +110,7 @@ class Conductor:
         known = self.requests.find(request)
         if known is not None:
             return known
+        self.requests.check_quota(request.tenant)
         self._check_workers(request)
         created = Request(
             request,
@@ -188,7 +189,7 @@ class Conductor:
         return {worker_id: found.get(address, 0) for worker_id, address in stores.items()}
 
     def _salt(self, request: Request) -> bytes:
-        return tenant_salt(self._server_key, _TENANT, request.input.cache_salt)
+        return tenant_salt(self._server_key, request.input.tenant, request.input.cache_salt)
 
     def waiting_request(self, ticket: Ticket) -> Request:
         """Whose ticket it is. The ticket must be in the queue."""

@@ -11,6 +11,8 @@ class Limits:
 
     # Requests that may wait for device memory.
     queue_capacity: int = 256
+    # Requests of one tenant that may run or wait. None: as many as fit.
+    tenant_requests: int | None = None
     # Generate calls at a time, waiting ones included.
     concurrent_calls: int = 1024
     # A reader this many tokens behind pauses its request; it goes on at half of it.

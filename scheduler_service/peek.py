@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import grpc
 
 from splitpoint import rpc
+from splitpoint.tls import PLAIN, Identity
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 _log = logging.getLogger(__name__)
@@ -20,7 +21,8 @@ _log = logging.getLogger(__name__)
 class StorePeeker:
     """One channel for each store that a worker named. Close it at the end."""
 
-    def __init__(self, timeout_seconds: float) -> None:
+    def __init__(self, timeout_seconds: float, identity: Identity = PLAIN) -> None:
+        self._identity = identity
         self._timeout_seconds = timeout_seconds
         self._channels: dict[str, grpc.aio.Channel] = {}
 
@@ -59,7 +61,7 @@ class StorePeeker:
 
     def _stub(self, address: str) -> kvstore_pb2_grpc.KvStoreServiceStub:
         if address not in self._channels:
-            self._channels[address] = rpc.open_channel(address)
+            self._channels[address] = rpc.open_channel(address, self._identity)
         return kvstore_pb2_grpc.KvStoreServiceStub(self._channels[address])
 
     def _complain(self, address: str, error: grpc.RpcError) -> None:

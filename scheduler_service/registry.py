@@ -24,6 +24,7 @@ from splitpoint import rpc
 from splitpoint.convert import layout_from_proto, profile_from_proto, shape_from_proto
 from splitpoint.errors import FailedPrecondition, SplitpointError
 from splitpoint.shapes import ModelShape
+from splitpoint.tls import PLAIN, Identity
 from splitpoint.v1 import worker_pb2, worker_pb2_grpc
 
 _log = logging.getLogger(__name__)
@@ -60,8 +61,11 @@ class ReadyWorker:
 class WorkerConnection:
     """One address. `ready` is None while nothing can be sent there."""
 
-    def __init__(self, address: str, model: ModelShape, peeker: StorePeeker) -> None:
+    def __init__(
+        self, address: str, model: ModelShape, peeker: StorePeeker, identity: Identity = PLAIN
+    ) -> None:
         self.address = address
+        self._identity = identity
         # Name given at the worker's start; empty until it was reached once.
         self.worker_id = ""
         self.ready: ReadyWorker | None = None
@@ -74,7 +78,7 @@ class WorkerConnection:
     async def run(self, registry: Registry) -> None:
         """Connect, serve, reconnect; until cancelled."""
         pause = _FIRST_PAUSE_SECONDS
-        async with rpc.open_channel(self.address) as channel:
+        async with rpc.open_channel(self.address, self._identity) as channel:
             while True:
                 was_ready = False
                 try:
@@ -188,8 +192,16 @@ class WorkerConnection:
 class Registry:
     """All connections. `start` them once there is a listener, `close` at the end."""
 
-    def __init__(self, addresses: Sequence[str], model: ModelShape, peeker: StorePeeker) -> None:
-        self.connections = [WorkerConnection(address, model, peeker) for address in addresses]
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        model: ModelShape,
+        peeker: StorePeeker,
+        identity: Identity = PLAIN,
+    ) -> None:
+        self.connections = [
+            WorkerConnection(address, model, peeker, identity) for address in addresses
+        ]
         self.listener: Listener
         self._tasks: list[asyncio.Task[None]] = []
 

@@ -1,5 +1,8 @@
 """A request between its worker and its readers: one transcript, many cursors.
 
+Clients choose request ids, so an id means something within its tenant only: no
+tenant can attach to, collide with or find out about the request of another.
+
 Knows neither gRPC nor workers. Who produces calls `append`, `complete`, `fail`;
 who consumes attaches a `Reader`. A reader that falls behind makes `is_paused`
 true, the last one to leave an unfinished request makes it abandoned; what
@@ -9,6 +12,7 @@ follows from either is its owner's business.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +22,7 @@ from typing import Protocol
 from scheduler_service.limits import Limits
 from scheduler_service.transcript import Transcript
 from scheduler_service.validation import GenerateInput
-from splitpoint.errors import AlreadyExists, SplitpointError
+from splitpoint.errors import AlreadyExists, ResourceExhausted, SplitpointError
 from splitpoint.v1 import scheduler_pb2
 
 
@@ -43,8 +47,13 @@ class Times:
     unplaceable: float | None = None
 
 
+# Characters of a client's id that stay readable in the name of a tenant's request;
+# with `~` and 24 random digits that makes 64, as many as an id may have.
+_READABLE_CHARACTERS = 39
+
+
 class Request:
-    """One request that is known by its id."""
+    """One request that is known by its id within its tenant."""
 
     def __init__(
         self,
@@ -57,6 +66,9 @@ class Request:
         lag_tokens: int,
     ) -> None:
         self.input = request
+        # What workers and logs call it: no two tenants' requests share it, and
+        # nobody can choose an id that becomes another's.
+        self.request_id = _name_of(request)
         self.transcript = transcript
         self.arrival = arrival
         self.times = Times(arrived=now)
@@ -70,8 +82,9 @@ class Request:
         self._readers: set[Reader] = set()
 
     @property
-    def request_id(self) -> str:
-        return self.input.request_id
+    def key(self) -> tuple[str, str]:
+        """Tenant, and the id that its client chose."""
+        return self.input.tenant, self.input.request_id
 
     @property
     def has_ended(self) -> bool:
@@ -144,6 +157,12 @@ class Request:
             self._owner.on_pause(self, paused)
 
 
+def _name_of(request: GenerateInput) -> str:
+    if not request.tenant:
+        return request.request_id
+    return f"{request.request_id[:_READABLE_CHARACTERS]}~{secrets.token_hex(12)}"
+
+
 class Reader:
     """One client's place in a request. Iterate it: messages, the last one `complete`."""
 
@@ -180,31 +199,49 @@ class Reader:
 
 @dataclass(slots=True)
 class RequestTable:
-    """Requests by id: those that run, and for a while those that completed."""
+    """Requests by tenant and id: those that run, and for a while those that completed."""
 
     limits: Limits
-    _known: dict[str, Request] = field(default_factory=dict)
+    _known: dict[tuple[str, str], Request] = field(default_factory=dict)
     # Completed ones, the oldest first.
-    _completed: OrderedDict[str, Request] = field(default_factory=OrderedDict)
+    _completed: OrderedDict[tuple[str, str], Request] = field(default_factory=OrderedDict)
+    # Those that have not ended, by tenant.
+    _unended: dict[str, set[Request]] = field(default_factory=dict)
 
     def find(self, request: GenerateInput) -> Request | None:
         """The request of this id, if its body is the same. Raises AlreadyExists."""
-        known = self._known.get(request.request_id)
+        known = self._known.get((request.tenant, request.request_id))
         if known is not None and known.input.body_digest != request.body_digest:
             raise AlreadyExists(
                 "this request_id belongs to a request with another body", reason="REQUEST_ID_TAKEN"
             )
         return known
 
+    def check_quota(self, tenant: str) -> None:
+        """Raises ResourceExhausted when the tenant has as many requests as it may."""
+        most = self.limits.tenant_requests
+        if most is not None and len(self._unended.get(tenant, ())) >= most:
+            raise ResourceExhausted(
+                f"{most} requests of this tenant run or wait already",
+                reason="TENANT_QUOTA",
+                retry_after_seconds=self.limits.retry_seconds,
+                tenant_requests=most,
+            )
+
     def add(self, request: Request) -> None:
-        self._known[request.request_id] = request
+        self._known[request.key] = request
+        self._unended.setdefault(request.input.tenant, set()).add(request)
 
     def ended(self, request: Request) -> None:
         """Remember what completed; forget what did not, so that it may be tried again."""
+        unended = self._unended.get(request.input.tenant, set())
+        unended.discard(request)
+        if not unended:
+            self._unended.pop(request.input.tenant, None)
         if request.has_completed:
-            self._completed[request.request_id] = request
-        elif self._known.get(request.request_id) is request:
-            del self._known[request.request_id]
+            self._completed[request.key] = request
+        elif self._known.get(request.key) is request:
+            del self._known[request.key]
 
     def expire(self, now: float) -> None:
         """Forget completed requests that are too old or too many."""
@@ -217,7 +254,7 @@ class RequestTable:
             ):
                 break
             self._completed.popitem(last=False)
-            del self._known[oldest.request_id]
+            del self._known[oldest.key]
 
     def running(self) -> list[Request]:
         return [request for request in self._known.values() if not request.has_ended]

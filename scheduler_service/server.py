@@ -30,6 +30,7 @@ from scheduler_service.validation import (
     optional_residency,
     validate_generate,
 )
+from splitpoint.access import current_caller
 from splitpoint.convert import plan_to_proto, profile_to_proto, shape_to_proto
 from splitpoint.errors import (
     Cancelled,
@@ -161,6 +162,8 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
             self._open_calls -= 1
 
     async def _validated(self, request: pb.GenerateRequest) -> GenerateInput:
+        tenant = current_caller().tenant
+
         def check() -> GenerateInput:
             return validate_generate(
                 request,
@@ -168,6 +171,7 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
                 self._model.encode,
                 draw_seed=lambda: secrets.randbelow(1 << 63),
                 draw_request_id=lambda: secrets.token_hex(16),
+                tenant=tenant,
             )
 
         if request.ByteSize() <= _SMALL_REQUEST_BYTES:
@@ -248,7 +252,8 @@ class AdminServicer(scheduler_pb2_grpc.AdminServiceServicer):
         for position, ticket in enumerate(admission.queue()):
             waiting = self._conductor.waiting_request(ticket)
             response.requests.add(
-                request_id=waiting.request_id,
+                request_id=waiting.input.request_id,
+                tenant=waiting.input.tenant,
                 position=position,
                 footprint_bytes=admission.footprint_bytes(ticket),
                 waited_duration=_duration(now - waiting.times.arrived),

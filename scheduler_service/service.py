@@ -19,7 +19,9 @@ from scheduler_service.server import (
     ServedModel,
 )
 from splitpoint import rpc
+from splitpoint.access import Access
 from splitpoint.planner import Residency
+from splitpoint.tls import PLAIN, Identity
 from splitpoint.v1 import scheduler_pb2_grpc
 
 # For streams to deliver their last message once nothing runs any more.
@@ -42,6 +44,10 @@ class SchedulerOptions:
     # For requests that leave it open. None: resident where that fits.
     default_residency: Residency | None = None
     reflection: bool = False
+    # Who the scheduler is to clients, workers and stores.
+    identity: Identity = PLAIN
+    # Who may call. None: everybody.
+    access: Access | None = None
 
 
 class Scheduler:
@@ -52,8 +58,10 @@ class Scheduler:
     ) -> None:
         self._options = options
         self._readiness_changed = asyncio.Event()
-        self._peeker = StorePeeker(options.limits.peek_seconds)
-        self.registry = Registry(options.worker_addresses, options.model.shape, self._peeker)
+        self._peeker = StorePeeker(options.limits.peek_seconds, options.identity)
+        self.registry = Registry(
+            options.worker_addresses, options.model.shape, self._peeker, options.identity
+        )
         self.conductor = Conductor(
             self.registry,
             self._peeker,
@@ -70,7 +78,9 @@ class Scheduler:
         # stream limit gRPC neither queues nor explains: it resets streams
         # (REFUSED_STREAM), so here the limit with a reason comes first.
         self.server = rpc.create_server(
-            max_concurrent_rpcs=calls, options=[("grpc.max_concurrent_streams", calls)]
+            max_concurrent_rpcs=calls,
+            options=[("grpc.max_concurrent_streams", calls)],
+            access=options.access,
         )
         scheduler_pb2_grpc.add_InferenceServiceServicer_to_server(
             InferenceServicer(options.model, self.conductor), self.server
@@ -85,7 +95,7 @@ class Scheduler:
 
     async def start(self, address: str) -> str:
         """Serves at once, ready once a worker is. Returns the address with its real port."""
-        bound = rpc.listen(self.server, address)
+        bound = rpc.listen(self.server, address, self._options.identity)
         await self.health.set(ADMIN_SERVICE, True)
         await self.health.set(INFERENCE_SERVICE, False)
         await self.server.start()

@@ -40,6 +40,8 @@ class GenerateInput:
     """A request that is right in itself."""
 
     request_id: str
+    # Whose request it is; request ids and cached prefixes are its own.
+    tenant: str
     # Equal for equal requests, request_id aside.
     body_digest: bytes
     prompt: tuple[int, ...]
@@ -71,6 +73,7 @@ def validate_generate(
     *,
     draw_seed: Callable[[], int],
     draw_request_id: Callable[[], str],
+    tenant: str = "",
 ) -> GenerateInput:
     """Checks everything, tokenizes text, fills in what was left open.
 
@@ -78,6 +81,7 @@ def validate_generate(
         encode: text to token ids; None when the model has no tokenizer.
         draw_seed: a seed in [0, 2**63) for requests without one.
         draw_request_id: a name for requests without one.
+        tenant: the caller's.
 
     Raises InvalidArgument with the field's path, NotFound for another model,
     FailedPrecondition when text needs a tokenizer that is not there.
@@ -113,6 +117,7 @@ def validate_generate(
         sampling.seed = draw_seed()
     return GenerateInput(
         request_id=request.request_id or draw_request_id(),
+        tenant=tenant,
         body_digest=_digest_of(request),
         prompt=prompt,
         max_tokens=sampling.max_tokens,

@@ -265,6 +265,8 @@ class QueuedRequest:
     footprint_bytes: int
     waited_seconds: float
     reason: str
+    # Whose it is; request ids are unique within a tenant.
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +286,7 @@ def queue(message: scheduler_pb2.GetQueueResponse) -> Queue:
                 entry.footprint_bytes,
                 entry.waited_duration.ToNanoseconds() / 1e9,
                 entry.reason,
+                entry.tenant,
             )
             for entry in message.requests
         ),

@@ -9,6 +9,10 @@ Requests are built and answers read in one place for both; only the calls
 themselves are written twice. Errors are those of `splitpoint.errors`. Knows
 nothing of workers or stores: it speaks to a scheduler.
 
+Who the client is comes from its arguments, else from the environment
+(SPLITPOINT_TOKEN or SPLITPOINT_TOKEN_FILE, SPLITPOINT_CA, SPLITPOINT_CERT,
+SPLITPOINT_KEY); see docs/security.md.
+
 Retries: gRPC repeats a call that failed with UNAVAILABLE before its first
 answer, at most twice, with back-off (the service config of `splitpoint.rpc`).
 Nothing else is ever repeated, and nothing after the first token.
@@ -21,6 +25,7 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Generic, NamedTuple, Self, TypedDict, TypeVar, Unpack
 
 import grpc
@@ -40,6 +45,7 @@ from splitpoint.answers import (
 from splitpoint.config import check_address, default_address
 from splitpoint.errors import DeadlineExceeded, Internal, InvalidArgument, Unavailable
 from splitpoint.planner import Residency
+from splitpoint.tls import Identity, client_identity
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import scheduler_pb2_grpc, types_pb2
 
@@ -168,8 +174,11 @@ def _explain_request(
     )
 
 
-def _not_ready(address: str, seconds: float) -> DeadlineExceeded:
-    return DeadlineExceeded(f"{address} was not ready within {seconds:g} s")
+_NOT_SERVING = "it answers, but has no ready worker"
+
+
+def _not_ready(address: str, seconds: float, obstacle: str) -> DeadlineExceeded:
+    return DeadlineExceeded(f"{address} was not ready within {seconds:g} s: {obstacle}")
 
 
 _ENDED_EARLY = "the stream ended without its final message"
@@ -265,14 +274,34 @@ class Client:
     Args:
         address: host:port or unix:/path.
         timeout: seconds for every call but generate, which takes its own.
+        token: bearer token. Never sent unencrypted beyond this host.
+        ca: file (PEM) with the authority of the server's certificate; turns TLS on.
+        certificate, key: files (PEM) for a server that demands them.
+        identity: all four in one, read before; the environment then counts for nothing.
+
+    Raises InvalidArgument and PermissionDenied for files that are not what they
+    should be.
     """
 
     def __init__(
-        self, address: str | None = None, *, timeout: float = DEFAULT_TIMEOUT_SECONDS
+        self,
+        address: str | None = None,
+        *,
+        timeout: float = DEFAULT_TIMEOUT_SECONDS,
+        token: str | None = None,
+        ca: str | Path | None = None,
+        certificate: str | Path | None = None,
+        key: str | Path | None = None,
+        identity: Identity | None = None,
     ) -> None:
         self.address = check_address(address or default_address())
         self._timeout = timeout
-        self._channel = rpc.open_sync_channel(self.address)
+        self.identity = (
+            client_identity(token=token, ca=ca, certificate=certificate, key=key)
+            if identity is None
+            else identity
+        )
+        self._channel = rpc.open_sync_channel(self.address, self.identity)
         self._services = _stubs(self._channel)
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
@@ -319,16 +348,17 @@ class Client:
     def wait_ready(self, timeout: float = 60.0) -> None:
         """Return once the scheduler serves. Raises DeadlineExceeded after `timeout` seconds."""
         deadline = time.monotonic() + timeout
-        while not self._is_ready():
+        while (obstacle := self._obstacle()) is not None:
             if time.monotonic() > deadline:
-                raise _not_ready(self.address, timeout)
+                raise _not_ready(self.address, timeout, obstacle)
             time.sleep(_POLL_SECONDS)
 
-    def _is_ready(self) -> bool:
+    def _obstacle(self) -> str | None:
+        """Why it is not ready; None when it is."""
         try:
-            return self.health()
-        except (Unavailable, DeadlineExceeded):
-            return False
+            return None if self.health() else _NOT_SERVING
+        except (Unavailable, DeadlineExceeded) as error:
+            return error.message
 
     def _call(self, method: _Method[_Result], request: Any) -> _Result:
         try:
@@ -381,11 +411,24 @@ class AsyncClient:
     """`Client` for asyncio. Create and use it inside one event loop."""
 
     def __init__(
-        self, address: str | None = None, *, timeout: float = DEFAULT_TIMEOUT_SECONDS
+        self,
+        address: str | None = None,
+        *,
+        timeout: float = DEFAULT_TIMEOUT_SECONDS,
+        token: str | None = None,
+        ca: str | Path | None = None,
+        certificate: str | Path | None = None,
+        key: str | Path | None = None,
+        identity: Identity | None = None,
     ) -> None:
         self.address = check_address(address or default_address())
         self._timeout = timeout
-        self._channel = rpc.open_channel(self.address)
+        self.identity = (
+            client_identity(token=token, ca=ca, certificate=certificate, key=key)
+            if identity is None
+            else identity
+        )
+        self._channel = rpc.open_channel(self.address, self.identity)
         self._services = _stubs(self._channel)
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncGeneration:
@@ -432,16 +475,16 @@ class AsyncClient:
     async def wait_ready(self, timeout: float = 60.0) -> None:
         """As Client.wait_ready."""
         deadline = time.monotonic() + timeout
-        while not await self._is_ready():
+        while (obstacle := await self._obstacle()) is not None:
             if time.monotonic() > deadline:
-                raise _not_ready(self.address, timeout)
+                raise _not_ready(self.address, timeout, obstacle)
             await asyncio.sleep(_POLL_SECONDS)
 
-    async def _is_ready(self) -> bool:
+    async def _obstacle(self) -> str | None:
         try:
-            return await self.health()
-        except (Unavailable, DeadlineExceeded):
-            return False
+            return None if await self.health() else _NOT_SERVING
+        except (Unavailable, DeadlineExceeded) as error:
+            return error.message
 
     async def _call(self, method: _Method[_Result], request: Any) -> _Result:
         try:

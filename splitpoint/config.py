@@ -168,27 +168,44 @@ def check_address(text: str, *, field: str = "address") -> str:
     return text
 
 
-def check_listen_address(text: str, *, field: str = "listen") -> str:
-    """An address a service may bind: a socket file or a loopback port.
+def check_listen_address(
+    text: str, *, field: str = "listen", has_tls: bool = False, has_tokens: bool = False
+) -> str:
+    """An address a service may bind: a socket file, a loopback port, any other only if secured.
 
-    Nothing is encrypted or authenticated yet, so another interface is refused
-    rather than opened to everybody. Raises InvalidArgument.
+    Raises InvalidArgument for an interface that others can reach without both
+    TLS and tokens, naming the arguments that are missing.
     """
     check_address(text, field=field)
-    if text.startswith("unix:"):
+    if is_local_address(text) or (has_tls and has_tokens):
         return text
+    missing = [] if has_tls else ["--tls-cert and --tls-key (encryption)"]
+    missing += [] if has_tokens else ["--tokens (who may call)"]
+    raise InvalidArgument(
+        f"{text!r} is not a loopback address: beyond 127.0.0.1, [::1], localhost and unix: sockets "
+        f"a service listens only with TLS and tokens; missing: {', '.join(missing)}",
+        field=field,
+        reason="OPEN_LISTEN_ADDRESS",
+    )
+
+
+def reachable_address(bound: str) -> str:
+    """Where a client on this host reaches a service bound to `bound`."""
+    host, port = _split_host_port(bound)
+    if bound.startswith("unix:"):
+        return bound
+    return {"0.0.0.0": f"127.0.0.1:{port}", "::": f"[::1]:{port}"}.get(host, bound)
+
+
+def is_local_address(text: str) -> bool:
+    """Whether what is sent there stays on this host: a socket file or a loopback port."""
+    if text.startswith("unix:"):
+        return True
     host, _ = _split_host_port(text)
     try:
-        local = ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        local = host == "localhost"
-    if not local:
-        raise InvalidArgument(
-            f"{text!r} is not a loopback address: traffic is neither encrypted nor "
-            "authenticated yet, so only 127.0.0.1, [::1], localhost and unix: sockets are served",
-            field=field,
-        )
-    return text
+        return host == "localhost"
 
 
 def _split_host_port(text: str) -> tuple[str, str]:
@@ -270,6 +287,19 @@ def add_service_arguments(parser: argparse.ArgumentParser) -> None:
         "--parent-fd", type=int, metavar="N", help="stop when this inherited pipe is closed"
     )
     parser.add_argument("--reflection", action="store_true", help="serve gRPC reflection")
+    security = parser.add_argument_group("security")
+    security.add_argument("--tls-cert", metavar="PATH", help="PEM chain; serve TLS on ports")
+    security.add_argument("--tls-key", metavar="PATH", help="its private key, mode 0600")
+    security.add_argument(
+        "--tls-ca",
+        metavar="PATH",
+        help="verify peers: demand a certificate of it from clients, and speak TLS to the ports "
+        "of other services",
+    )
+    security.add_argument("--tokens", metavar="FILE", help="TOML of who may call, mode 0600")
+    security.add_argument(
+        "--token-file", metavar="PATH", help="the token shown to other services, mode 0600"
+    )
 
 
 def announce_ready(address: str) -> None:

@@ -6,7 +6,9 @@ The guard stands around every handler and every deserializer. By itself grpc.aio
 answers UNKNOWN with the text of whatever exception escaped; behind the guard a
 `SplitpointError` becomes its status with google.rpc details, a malformed request
 INVALID_ARGUMENT, and anything else INTERNAL with an incident id that only the
-log explains. Cancellation passes through untouched.
+log explains. Cancellation passes through untouched. Where a service has a tokens
+file, the guard asks it before a handler is even looked for: nothing of the call but its
+headers is read then.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from splitpoint.access import METADATA_KEY, Access, set_caller
+from splitpoint.bearer import AsyncTokenChannel, TokenChannel
+from splitpoint.config import is_local_address
 from splitpoint.errors import (
     Internal,
     InvalidArgument,
@@ -34,6 +39,7 @@ from splitpoint.errors import (
     Unavailable,
     from_code,
 )
+from splitpoint.tls import PLAIN, Identity, explain_failure
 
 MESSAGE_LIMIT_BYTES = 4 * 1024 * 1024
 METADATA_LIMIT_BYTES = 8 * 1024
@@ -107,27 +113,35 @@ def create_server(
     *,
     max_concurrent_rpcs: int | None = None,
     options: Sequence[tuple[str, Any]] = (),
+    access: Access | None = None,
 ) -> grpc.aio.Server:
     """A server whose every handler is guarded, with the limits of the wire contract.
 
     `max_concurrent_rpcs` bounds the calls in flight; more are answered
-    RESOURCE_EXHAUSTED. `options` override the standard ones.
+    RESOURCE_EXHAUSTED. `options` override the standard ones. With `access`
+    every method but health is for callers it knows; handlers ask
+    `access.current_caller()` who calls.
     """
     merged = dict(_SERVER_OPTIONS) | dict(options)  # gRPC takes the first of two equal names
     return grpc.aio.server(
-        interceptors=[_Guard()],
+        interceptors=[_Guard(access)],
         options=list(merged.items()),
         maximum_concurrent_rpcs=max_concurrent_rpcs,
     )
 
 
-def listen(server: grpc.aio.Server, address: str) -> str:
+def listen(server: grpc.aio.Server, address: str, identity: Identity = PLAIN) -> str:
     """Binds `host:port` or `unix:/path`; returns the address with the real port.
 
-    Raises Unavailable when the address cannot be bound.
+    An identity with a certificate serves TLS on a port, one with authorities as
+    well demands a certificate of every client. Raises Unavailable when the
+    address cannot be bound.
     """
     try:
-        port = server.add_insecure_port(address)
+        if identity.serves_tls and not address.startswith("unix:"):
+            port = server.add_secure_port(address, _server_credentials(identity))
+        else:
+            port = server.add_insecure_port(address)
     except RuntimeError as error:
         raise Unavailable(f"cannot listen on {address}: it is in use or not ours") from error
     if address.startswith("unix:"):
@@ -136,17 +150,72 @@ def listen(server: grpc.aio.Server, address: str) -> str:
     return f"{host}:{port}"
 
 
+def _server_credentials(identity: Identity) -> grpc.ServerCredentials:
+    return grpc.ssl_server_credentials(
+        [(identity.key, identity.certificate)],
+        root_certificates=identity.authorities or None,
+        require_client_auth=bool(identity.authorities),
+    )
+
+
 # -- channels --------------------------------------------------------------------
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """An asyncio channel to `host:port` or `unix:/path`; connects on first use."""
-    return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+def open_channel(address: str, identity: Identity = PLAIN) -> grpc.aio.Channel:
+    """An asyncio channel to `host:port` or `unix:/path`; connects on first use.
+
+    An identity with authorities speaks TLS (not over sockets), one with a token
+    presents it with every call. Raises InvalidArgument for a token that would
+    leave this host unencrypted.
+    """
+    options = _options_for(address, identity)
+    channel = (
+        grpc.aio.secure_channel(address, _channel_credentials(identity), options=options)
+        if _is_encrypted(address, identity)
+        else grpc.aio.insecure_channel(address, options=options)
+    )
+    return AsyncTokenChannel(channel, _entry(identity)) if identity.token else channel
 
 
-def open_sync_channel(address: str) -> grpc.Channel:
+def open_sync_channel(address: str, identity: Identity = PLAIN) -> grpc.Channel:
     """A blocking channel with the same options."""
-    return grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    options = _options_for(address, identity)
+    channel = (
+        grpc.secure_channel(address, _channel_credentials(identity), options=options)
+        if _is_encrypted(address, identity)
+        else grpc.insecure_channel(address, options=options)
+    )
+    return TokenChannel(channel, _entry(identity)) if identity.token else channel
+
+
+def _is_encrypted(address: str, identity: Identity) -> bool:
+    return identity.expects_tls and not address.startswith("unix:")
+
+
+def _options_for(address: str, identity: Identity) -> _Options:
+    is_encrypted = _is_encrypted(address, identity)
+    if identity.token and not is_encrypted and not is_local_address(address):
+        raise InvalidArgument(
+            f"a token is never sent to {address} in the clear: name the certificate authority "
+            "of that server (--tls-ca for services, SPLITPOINT_CA or --ca for clients)",
+            field="ca",
+            reason="TOKEN_WITHOUT_TLS",
+        )
+    if is_encrypted and identity.server_name:
+        return [*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", identity.server_name)]
+    return _CHANNEL_OPTIONS
+
+
+def _channel_credentials(identity: Identity) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(
+        root_certificates=identity.authorities,
+        private_key=identity.key or None,
+        certificate_chain=identity.certificate or None,
+    )
+
+
+def _entry(identity: Identity) -> tuple[str, str]:
+    return METADATA_KEY, f"Bearer {identity.token}"
 
 
 # -- errors on the wire ------------------------------------------------------------
@@ -192,7 +261,7 @@ def error_of(error: grpc.RpcError) -> SplitpointError:
     if not isinstance(code, grpc.StatusCode):
         return Internal("the call failed without a status", reason="NO_STATUS")
     number: int = code.value[0]
-    result = from_code(number, str(call.details() or code.name))
+    result = from_code(number, explain_failure(str(call.details() or code.name)))
     for key, value in call.trailing_metadata() or ():
         if key == _DETAILS_KEY and isinstance(value, bytes):
             _apply_details(result, value)
@@ -249,14 +318,22 @@ class _Guard(grpc.aio.ServerInterceptor):
     (`context.read()` would see undecoded bytes).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, access: Access | None) -> None:
+        self._access = access
         self._guarded: dict[str, tuple[Any, Any]] = {}
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        method: str = handler_call_details.method
+        if self._access is not None:
+            try:
+                caller = self._access.admit(method, handler_call_details.invocation_metadata)
+            except Exception as error:
+                return _refusing(method, error)
+            # gRPC runs the handler in this very task.
+            set_caller(caller)
         handler = await continuation(handler_call_details)
         if handler is None:
             return None  # gRPC answers UNIMPLEMENTED
-        method: str = handler_call_details.method
         known = self._guarded.get(method)
         if known is None or known[0] is not handler:
             known = (handler, _guarded(handler, method))
@@ -303,6 +380,18 @@ def _guarded(handler: Any, method: str) -> Any:
 
     answer: Callable[..., Any] = answer_stream if handler.response_streaming else answer_once
     return make(answer, request_deserializer=None, response_serializer=serialize)
+
+
+def _refusing(method: str, error: Exception) -> Any:
+    """A handler for a call that is not let in.
+
+    A stream on both sides whatever the method is: so gRPC reads no request first.
+    """
+
+    async def refuse(_: Any, context: _Context) -> None:
+        await _abort(context, method, error)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def _decode(handler: Any, raw: bytes) -> Any:

@@ -23,6 +23,7 @@ from rich.table import Table
 
 from splitpoint.answers import Completion
 from splitpoint.client import AsyncClient
+from splitpoint.tls import PLAIN
 from splitpoint.errors import DeadlineExceeded, Internal, SplitpointError
 from splitpoint_cli.output import err, out, print_error, seconds_text
 from splitpoint_cli.stack import Stack, StackOptions, plan_stack
@@ -141,7 +142,10 @@ async def run() -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     stack = plan_stack(_OPTIONS)
     runner = StackRunner(stack)
-    async with runner.running(asyncio.Event()), AsyncClient(runner.address) as client:
+    async with (
+        runner.running(asyncio.Event()),
+        AsyncClient(runner.address, identity=PLAIN) as client,
+    ):
         await demonstrate(client, stack.store_address)
     left = leftovers(stack)
     if left:

@@ -14,6 +14,8 @@ from splitpoint.client import Client, GenerateOptions, Generation, Prompt
 from splitpoint.config import DEFAULT_ADDRESS
 from splitpoint.errors import Cancelled, Internal, InvalidArgument
 from splitpoint.planner import Plan, Residency
+from splitpoint.tls import client_identity
+from splitpoint_cli.identity import CaFile, TokenFile
 from splitpoint_cli.output import EXIT_HELP, err, print_json, seconds_text
 from splitpoint_cli.up import ResidencyChoice
 
@@ -64,6 +66,8 @@ def generate(
         float | None, typer.Option(help="Give up after this many seconds.", metavar="SECONDS")
     ] = None,
     address: Address = DEFAULT_ADDRESS,
+    ca: CaFile = None,
+    token_file: TokenFile = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object when all is done.")
     ] = False,
@@ -89,7 +93,11 @@ def generate(
     if timeout is not None:
         options["timeout"] = timeout
     text_or_ids = read_prompt(prompt, prompt_ids)
-    with Client(address) as client, client.generate(text_or_ids, **options) as generation:
+    identity = client_identity(ca=ca, token_file=token_file)
+    with (
+        Client(address, identity=identity) as client,
+        client.generate(text_or_ids, **options) as generation,
+    ):
         interrupted = _cancel_on_signals(generation)
         try:
             completion = _collect(generation, stream=not as_json)

@@ -11,9 +11,11 @@ from importlib import metadata
 from pathlib import Path
 
 from splitpoint import config
+from splitpoint.access import read_tokens
 from splitpoint.checkpoints import model_name, resolve_model
 from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import DataType, ModelShape, read_config
+from splitpoint.tls import Identity, read_identity
 from splitpoint_cli.supervisor import ServiceCommand
 
 # Beyond the grace given to running requests; a worker also waits for write-back.
@@ -46,6 +48,12 @@ class StackOptions:
     grace_seconds: float = 30.0
     reflection: bool = False
     instance: str | None = None
+    # For the scheduler only: store and workers listen in a private folder.
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_ca: str | None = None
+    tokens: str | None = None
+    tenant_requests: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +72,9 @@ class Stack:
     store_address: str
     worker_addresses: tuple[str, ...]
     listen: str
+    # Who the scheduler is, for the check that it serves.
+    identity: Identity
+    has_tokens: bool
     store: ServiceCommand
     workers: tuple[ServiceCommand, ...]
     scheduler: ServiceCommand
@@ -74,7 +85,14 @@ def plan_stack(options: StackOptions) -> Stack:
 
     Raises InvalidArgument for what cannot be, and what `resolve_model` raises.
     """
-    listen = config.check_listen_address(options.listen)
+    listen = config.check_listen_address(
+        options.listen, has_tls=options.tls_cert is not None, has_tokens=options.tokens is not None
+    )
+    identity = read_identity(
+        certificate=options.tls_cert, key=options.tls_key, authorities=options.tls_ca
+    )
+    if options.tokens is not None:
+        read_tokens(options.tokens)  # said now, not after minutes of loading
     if options.device_memory is not None:
         config.parse_size(options.device_memory, field="device_memory")
     host_memory = (
@@ -142,6 +160,11 @@ def plan_stack(options: StackOptions) -> Stack:
             *("--grace-seconds", str(options.grace_seconds)),
             *_given("--queue-capacity", options.queue_capacity),
             *("--residency", options.residency),
+            *_given("--tenant-requests", options.tenant_requests),
+            *_given("--tls-cert", options.tls_cert),
+            *_given("--tls-key", options.tls_key),
+            *_given("--tls-ca", options.tls_ca),
+            *_given("--tokens", options.tokens),
             # Chunk keys depend on this secret: a kept arena is of use only with it.
             *(["--server-key-file", str(arena.parent / "key")] if options.keep_arena else []),
             *common,
@@ -161,6 +184,8 @@ def plan_stack(options: StackOptions) -> Stack:
         store_address=store_address,
         worker_addresses=worker_addresses,
         listen=listen,
+        identity=identity,
+        has_tokens=options.tokens is not None,
         store=store,
         workers=workers,
         scheduler=scheduler,

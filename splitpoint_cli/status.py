@@ -15,9 +15,11 @@ from splitpoint import convert, rpc
 from splitpoint.answers import Model, Queue, Worker
 from splitpoint.client import Client
 from splitpoint.config import DEFAULT_ADDRESS, format_size
-from splitpoint.errors import DeadlineExceeded, Unavailable
+from splitpoint.errors import DeadlineExceeded, InvalidArgument, Unavailable
+from splitpoint.tls import PLAIN, Identity, client_identity
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc
 from splitpoint_cli.generate import Address
+from splitpoint_cli.identity import CaFile, TokenFile
 from splitpoint_cli.output import code_name, out, print_json
 
 _STORE_SECONDS = 5.0
@@ -61,13 +63,17 @@ def read_status(client: Client) -> Status:
         models=client.list_models() if serving else (),
         workers=workers,
         queue=client.get_queue(),
-        stores=tuple(read_store(address) for address in addresses),
+        stores=tuple(read_store(address, client.identity) for address in addresses),
     )
 
 
-def read_store(address: str) -> Store:
+def read_store(address: str, identity: Identity = PLAIN) -> Store:
     """GetStats of one store; a store that cannot be asked is no error here."""
-    with rpc.open_sync_channel(address) as channel:
+    try:
+        opened = rpc.open_sync_channel(address, identity)
+    except InvalidArgument as error:  # the token would travel in the clear
+        return Store(address, None, error.message)
+    with opened as channel:
         stub = kvstore_pb2_grpc.KvStoreServiceStub(channel)
         try:
             return Store(
@@ -83,13 +89,15 @@ def status(
     wait: Annotated[
         float, typer.Option(help="Wait until all is ready, this long at most.", metavar="SECONDS")
     ] = 0.0,
+    ca: CaFile = None,
+    token_file: TokenFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show workers, store and queue; exit 0 only when scheduler and all workers are ready.
 
     Exit codes: 0 ready; 1 something is not ready; 3 no scheduler answers.
     """
-    with Client(address) as client:
+    with Client(address, identity=client_identity(ca=ca, token_file=token_file)) as client:
         found = _wait_ready(client, wait)
     if as_json:
         print_json(status_json(found))

@@ -19,6 +19,7 @@ from rich.markup import escape
 from splitpoint import config
 from splitpoint.client import AsyncClient
 from splitpoint.errors import Cancelled, FailedPrecondition
+from splitpoint.tls import trusting_own_server
 from splitpoint_cli.output import err, out, print_error
 from splitpoint_cli.stack import Stack, StackOptions, plan_stack
 from splitpoint_cli.supervisor import (
@@ -124,7 +125,8 @@ class StackRunner:
         )
         scheduler = await supervisor.start(stack.scheduler)
         self.address = await self._await_ready(supervisor, scheduler, "connecting")
-        async with AsyncClient(self.address) as client:
+        at, identity = config.reachable_address(self.address), trusting_own_server(stack.identity)
+        async with AsyncClient(at, identity=identity) as client:
             await client.wait_ready(_SERVE_SECONDS)
         self._say(f"[dim]all ready after {time.monotonic() - began:.1f} s[/dim]")
 
@@ -225,8 +227,11 @@ def _print_summary(stack: Stack, address: str) -> None:
         out.print(f"  worker {i}   {worker} on {device}")
     out.print(f"  store      {stack.store_address}")
     out.print(f"  arena      {stack.arena}, {memory}{kept}")
+    address = config.reachable_address(address)
     where = "" if address == config.DEFAULT_ADDRESS else f" --address {address}"
     out.print("Try:")
+    if stack.identity.serves_tls or stack.has_tokens:
+        out.print("  export SPLITPOINT_TOKEN_FILE=... SPLITPOINT_CA=...  (docs/security.md)")
     out.print(f'  splitpoint generate "def fibonacci(n):" --max-tokens 48{where}')
     out.print("Ctrl-C stops everything.")
     out.file.flush()
@@ -270,7 +275,10 @@ def up(
         int, typer.Option(help="Tokens per chunk of the store.", min=1, max=4096)
     ] = 64,
     listen: Annotated[
-        str, typer.Option(help="Where clients connect (loopback or unix:/path).")
+        str,
+        typer.Option(
+            help="Where clients connect: loopback or unix:/path; any interface with TLS and tokens."
+        ),
     ] = config.DEFAULT_ADDRESS,
     residency: Annotated[
         ResidencyChoice,
@@ -303,6 +311,24 @@ def up(
     instance: Annotated[
         str | None,
         typer.Option(help="Name of this stack's sockets and arena; absent: from the port."),
+    ] = None,
+    tls_cert: Annotated[
+        str | None,
+        typer.Option(help="Certificate chain (PEM) of the scheduler; serve TLS.", metavar="PATH"),
+    ] = None,
+    tls_key: Annotated[
+        str | None, typer.Option(help="Its private key, mode 0600.", metavar="PATH")
+    ] = None,
+    tls_ca: Annotated[
+        str | None,
+        typer.Option(help="Demand a certificate of this authority from clients.", metavar="PATH"),
+    ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(help="Who may call (see `splitpoint token`), mode 0600.", metavar="FILE"),
+    ] = None,
+    tenant_requests: Annotated[
+        int | None, typer.Option(help="Most requests of one tenant that may run or wait.", min=1)
     ] = None,
     reflection: Annotated[
         bool, typer.Option("--reflection", help="Serve gRPC reflection (for grpcurl).")
@@ -338,5 +364,10 @@ def up(
         grace_seconds=grace,
         reflection=reflection,
         instance=instance,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        tls_ca=tls_ca,
+        tokens=tokens,
+        tenant_requests=tenant_requests,
     )
     raise typer.Exit(asyncio.run(run(plan_stack(options), verbose=verbose)))

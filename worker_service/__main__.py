@@ -8,6 +8,7 @@ import logging
 import sys
 from pathlib import Path
 
+from splitpoint.access import access_of
 from splitpoint.config import (
     add_service_arguments,
     announce_ready,
@@ -20,6 +21,7 @@ from splitpoint.config import (
 from splitpoint.errors import Internal
 from splitpoint.rpc import HealthReporter, create_server, enable_reflection, listen
 from splitpoint.shapes import DataType
+from splitpoint.tls import Identity, identity_of
 from splitpoint.v1 import worker_pb2_grpc
 from worker_service.server import DRAIN_SECONDS, SERVICE_NAME, WorkerServicer
 from worker_service.startup import DEFAULT_CHUNK_TOKENS, WorkerOptions, load_worker
@@ -59,7 +61,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def options_from(arguments: argparse.Namespace) -> WorkerOptions:
+def options_from(arguments: argparse.Namespace, identity: Identity) -> WorkerOptions:
     memory, pin = arguments.device_memory, arguments.pin_limit
     return WorkerOptions(
         worker_id=arguments.worker_id,
@@ -73,6 +75,7 @@ def options_from(arguments: argparse.Namespace) -> WorkerOptions:
         threads=arguments.threads,
         chunk_tokens=arguments.chunk_tokens,
         pin_limit_bytes=None if pin is None else parse_size(pin, field="pin-limit"),
+        identity=identity,
     )
 
 
@@ -82,7 +85,13 @@ async def serve(arguments: argparse.Namespace) -> None:
     stop_on_signals(stop)
     if arguments.parent_fd is not None:
         watch_parent(arguments.parent_fd, stop)
-    server = create_server(max_concurrent_rpcs=MAX_CALLS)
+    check_listen_address(
+        arguments.listen,
+        has_tls=arguments.tls_cert is not None,
+        has_tokens=arguments.tokens is not None,
+    )
+    identity = identity_of(arguments)
+    server = create_server(max_concurrent_rpcs=MAX_CALLS, access=access_of(arguments.tokens))
     health = HealthReporter(server)
     servicer = WorkerServicer(health=health)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
@@ -90,22 +99,22 @@ async def serve(arguments: argparse.Namespace) -> None:
     await health.set(SERVICE_NAME, False)
     if arguments.reflection:
         enable_reflection(server, [SERVICE_NAME])
-    address = listen(server, check_listen_address(arguments.listen))
+    address = listen(server, arguments.listen, identity)
     await server.start()
     try:
-        await _load_and_run(arguments, servicer, health, address, stop)
+        await _load_and_run(options_from(arguments, identity), servicer, health, address, stop)
     finally:
         await server.stop(STOP_SECONDS)
 
 
 async def _load_and_run(
-    arguments: argparse.Namespace,
+    options: WorkerOptions,
     servicer: WorkerServicer,
     health: HealthReporter,
     address: str,
     stop: asyncio.Event,
 ) -> None:
-    loading = asyncio.create_task(load_worker(options_from(arguments)))
+    loading = asyncio.create_task(load_worker(options))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():

@@ -17,6 +17,7 @@ from splitpoint.costs import Profile
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.shapes import ArenaLayout, DataType, ModelShape, read_config
 from splitpoint.text import Tokenizer
+from splitpoint.tls import PLAIN, Identity
 from worker_service.device_cache import TORCH_TYPES, DeviceCache
 from worker_service.engine import Engine
 from worker_service.memory import MemoryPlan, divide
@@ -51,6 +52,8 @@ class WorkerOptions:
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     # Most bytes of the arena to page-lock for a GPU; 0: none, None: all.
     pin_limit_bytes: int | None = None
+    # Who the worker is to stores.
+    identity: Identity = PLAIN
 
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "prefill_chunk_tokens", "chunk_tokens"):
@@ -92,7 +95,11 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
         if options.kvstore_address is None:
             layout = ArenaLayout.of(shape, chunk_tokens=options.chunk_tokens, has_activations=False)
         else:
-            store = StoreClient(options.kvstore_address, f"worker-{options.worker_id}")
+            store = StoreClient(
+                options.kvstore_address,
+                f"worker-{options.worker_id}",
+                identity=options.identity,
+            )
             on_failure.push_async_callback(store.close)
             if device.type == "cuda" and options.pin_limit_bytes != 0:
                 store.pinning = Pinning(CudaRegistrar(device), limit_bytes=options.pin_limit_bytes)

@@ -24,6 +24,7 @@ from splitpoint.convert import layout_from_proto
 from splitpoint.errors import DeadlineExceeded, InvalidArgument, SplitpointError, Unavailable
 from splitpoint.rpc import error_of, open_channel
 from splitpoint.shapes import ArenaLayout
+from splitpoint.tls import PLAIN, Identity
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc, types_pb2
 from worker_service.arena_tensors import ArenaTensors, StoredChunk
@@ -82,13 +83,20 @@ class Sealed:
 class StoreClient:
     """Attach with `start`, which also learns the layout; end with `close`."""
 
-    def __init__(self, address: str, client_name: str, *, layout_hash: bytes = b"") -> None:
+    def __init__(
+        self,
+        address: str,
+        client_name: str,
+        *,
+        layout_hash: bytes = b"",
+        identity: Identity = PLAIN,
+    ) -> None:
         self.address = address
         self.client_name = client_name
         self.connection: Connection | None = None
         self._connected = asyncio.Event()
         self._layout_hash = layout_hash
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, identity)
         self._stub = kvstore_pb2_grpc.KvStoreServiceStub(self._channel)
         self._request_numbers = itertools.count(1)
         self._keeper: asyncio.Task[None] | None = None

@@ -1,0 +1,107 @@
+"""`splitpoint token`: makes a bearer token and enters its digest into a tokens file."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from splitpoint.access import (
+    Caller,
+    Role,
+    TokenEntry,
+    check_name,
+    digest_of,
+    entry_text,
+    parse_tokens,
+)
+from splitpoint.errors import AlreadyExists, InvalidArgument
+from splitpoint.tls import read_private
+
+TOKEN_BYTES = 32
+
+
+def add_token(path: Path, caller: Caller) -> str:
+    """A new token for the caller, its entry appended to the file (made when missing).
+
+    The file is replaced in one step: a service never sees half of it. Raises
+    AlreadyExists (the name is taken), InvalidArgument, PermissionDenied (the
+    file is open to others).
+    """
+    token = secrets.token_urlsafe(TOKEN_BYTES)
+    with _alone(path.parent):
+        before = _text_of(path)
+        entries = parse_tokens(before, path)
+        if caller.name in {entry.caller.name for entry in entries}:
+            raise AlreadyExists(
+                f"{path} has a token of {caller.name}; delete that entry to revoke it"
+            )
+        if before and not before.endswith("\n"):
+            before += "\n"
+        text = (
+            f"{before}{chr(10) if before else ''}{entry_text(TokenEntry(caller, digest_of(token)))}"
+        )
+        parse_tokens(text, path)
+        fresh = path.with_name(f".{path.name}.{os.getpid()}")
+        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+    return token
+
+
+def _text_of(path: Path) -> str:
+    if not path.exists():
+        return ""
+    return read_private(path, "the tokens file").decode("utf-8", "replace")
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Two commands at once must not lose each other's entry."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise InvalidArgument(f"{folder}: {error.strerror}", field="file") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def token(
+    file: Annotated[Path, typer.Option(help="Made with mode 0600 when missing.", metavar="PATH")],
+    name: Annotated[str, typer.Option(help="Who gets it; for logs and for revoking.")],
+    role: Annotated[
+        Role,
+        typer.Option(
+            help="client: generates; worker: services among themselves; admin: sees everything."
+        ),
+    ] = Role.CLIENT,
+    tenant: Annotated[
+        str, typer.Option(help="Clients of one tenant share cached prefixes, others never.")
+    ] = "",
+) -> None:
+    """Make a token, print it once, and enter its digest into the tokens file.
+
+    Running services know it within a second. Deleting its entry revokes it.
+    """
+    check_name(name, field="name")
+    if tenant:
+        check_name(tenant, field="tenant")
+        if role is not Role.CLIENT:
+            raise InvalidArgument("only clients have tenants", field="tenant")
+    made = add_token(file, Caller(name, role, tenant))
+    print(made)
+    if sys.stdout.isatty():
+        print("It is shown this once; keep it in a file of mode 0600.", file=sys.stderr)
