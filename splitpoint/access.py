@@ -61,6 +61,7 @@ _CLIENTS = frozenset({Role.CLIENT, Role.ADMIN})
 _SERVICES = frozenset({Role.WORKER})
 _OBSERVERS = frozenset({Role.WORKER, Role.ADMIN})
 _ADMINS = frozenset({Role.ADMIN})
+_ANY_TOKEN = frozenset(Role)
 
 # What is not listed here is refused to everybody.
 ROLES: dict[str, frozenset[Role]] = {
@@ -86,9 +87,11 @@ ROLES: dict[str, frozenset[Role]] = {
     "/splitpoint.v1.KvStoreService/Evict": _ADMINS,
     "/splitpoint.v1.KvStoreService/GetStats": _OBSERVERS,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _ADMINS,
+    # A watch lasts: strangers could take up all the calls a server has room for.
+    "/grpc.health.v1.Health/Watch": _ANY_TOKEN,
 }
 # Probes of orchestrators carry no tokens, and learn no more than "serving".
-OPEN_METHODS = frozenset(f"/grpc.health.v1.Health/{name}" for name in ("Check", "List", "Watch"))
+OPEN_METHODS = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/List"})
 
 
 # -- who calls -----------------------------------------------------------------------

@@ -7,7 +7,6 @@ whose files every service takes as well.
 from __future__ import annotations
 
 import ipaddress
-import os
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -20,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from splitpoint.errors import AlreadyExists, InvalidArgument
+from splitpoint_cli.files import replace_file
 from splitpoint_cli.output import out
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -112,17 +112,8 @@ def make_certificates(
         raise AlreadyExists(f"{there[0]} exists; --force replaces all six files")
     folder.mkdir(parents=True, exist_ok=True)
     for path, (content, mode) in files.items():
-        _write(path, content, mode)
+        replace_file(path, content, mode)
     return list(files)
-
-
-def _write(path: Path, content: bytes, mode: int) -> None:
-    """Whole or not at all, and never readable by more than `mode` says."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-    fresh.replace(path)
 
 
 def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:

@@ -23,8 +23,8 @@ from rich.table import Table
 
 from splitpoint.answers import Completion
 from splitpoint.client import AsyncClient
-from splitpoint.tls import PLAIN
 from splitpoint.errors import DeadlineExceeded, Internal, SplitpointError
+from splitpoint.tls import PLAIN
 from splitpoint_cli.output import err, out, print_error, seconds_text
 from splitpoint_cli.stack import Stack, StackOptions, plan_stack
 from splitpoint_cli.status import read_store

@@ -24,6 +24,7 @@ from splitpoint.access import (
 )
 from splitpoint.errors import AlreadyExists, InvalidArgument
 from splitpoint.tls import read_private
+from splitpoint_cli.files import replace_file
 
 TOKEN_BYTES = 32
 
@@ -43,19 +44,10 @@ def add_token(path: Path, caller: Caller) -> str:
             raise AlreadyExists(
                 f"{path} has a token of {caller.name}; delete that entry to revoke it"
             )
-        if before and not before.endswith("\n"):
-            before += "\n"
-        text = (
-            f"{before}{chr(10) if before else ''}{entry_text(TokenEntry(caller, digest_of(token)))}"
-        )
-        parse_tokens(text, path)
-        fresh = path.with_name(f".{path.name}.{os.getpid()}")
-        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(path)
+        if before:
+            before = before.rstrip("\n") + "\n\n"
+        text = before + entry_text(TokenEntry(caller, digest_of(token)))
+        replace_file(path, text.encode(), 0o600)
     return token
 
 

@@ -12,14 +12,16 @@ from scheduler_service.limits import Limits
 from scheduler_service.requests import Request, RequestTable
 from scheduler_service.transcript import GROUP_TOKENS, Transcript
 from scheduler_service.validation import GenerateInput, ModelFacts, validate_generate
-from splitpoint.errors import AlreadyExists, Internal
+from splitpoint.errors import AlreadyExists, Internal, ResourceExhausted
 from splitpoint.v1 import scheduler_pb2, types_pb2
 
 FACTS = ModelFacts("tiny", vocabulary_size=4096, context_length=10_000)
 EOS = 1
 
 
-def checked(max_tokens: int = 50, request_id: str = "r", **sampling: Any) -> GenerateInput:
+def checked(
+    max_tokens: int = 50, request_id: str = "r", tenant: str = "", **sampling: Any
+) -> GenerateInput:
     request = ids_request([5], max_tokens, request_id=request_id)
     request.sampling.MergeFrom(types_pb2.SamplingParams(**sampling))
     return validate_generate(
@@ -28,6 +30,7 @@ def checked(max_tokens: int = 50, request_id: str = "r", **sampling: Any) -> Gen
         TOKENIZER.encode,
         draw_seed=lambda: 0,
         draw_request_id=lambda: "",
+        tenant=tenant,
     )
 
 
@@ -224,3 +227,55 @@ def test_the_table_forgets_what_failed() -> None:
     table.ended(request)
     assert table.find(request.input) is None
     assert table.running() == []
+
+
+# -- tenants ----------------------------------------------------------------------------
+
+
+def test_ids_mean_something_within_their_tenant_only() -> None:
+    table = RequestTable(Limits())
+    one = make_request(Owner(), tenant="a")
+    table.add(one)
+    assert table.find(checked(tenant="a")) is one
+    assert table.find(checked(tenant="b")) is None
+    assert table.find(checked(tenant="b", max_tokens=7)) is None
+    assert table.find(checked()) is None
+    with pytest.raises(AlreadyExists):
+        table.find(checked(tenant="a", max_tokens=7))
+    two = make_request(Owner(), tenant="b")
+    table.add(two)
+    two.fail(Internal("x"), 1.0)
+    table.ended(two)
+    assert table.find(checked(tenant="b")) is None
+    assert table.find(checked(tenant="a")) is one
+    one.complete(scheduler_pb2.GenerateComplete(), 1.0)
+    table.ended(one)
+    table.expire(1.0 + Limits().remember_seconds)
+    assert len(table) == 0
+
+
+def test_workers_never_hear_the_same_name_twice() -> None:
+    """A pause reaches requests by name: it must not reach another tenant's."""
+    name = "x" * 64
+    requests = [make_request(Owner(), tenant=t, request_id=name) for t in ("a", "b", "a")]
+    assert len({request.request_id for request in requests}) == 3
+    assert all(len(request.request_id) == 64 for request in requests)
+    assert make_request(Owner(), request_id=name).request_id == name
+    assert requests[0].key == ("a", name)
+
+
+def test_a_tenants_quota_counts_what_has_not_ended() -> None:
+    table = RequestTable(Limits(tenant_requests=2))
+    requests = [make_request(Owner(), tenant="a", request_id=str(n)) for n in range(2)]
+    for request in requests:
+        table.check_quota("a")
+        table.add(request)
+    with pytest.raises(ResourceExhausted) as caught:
+        table.check_quota("a")
+    assert caught.value.reason == "TENANT_QUOTA"
+    assert caught.value.retry_after_seconds == table.limits.retry_seconds
+    table.check_quota("b")
+    requests[0].complete(scheduler_pb2.GenerateComplete(), 1.0)
+    table.ended(requests[0])
+    table.check_quota("a")
+    RequestTable(Limits()).check_quota("a")

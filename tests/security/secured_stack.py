@@ -1,0 +1,124 @@
+"""Store, worker and scheduler as processes: mutual TLS and tokens on every port."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from splitpoint.access import Caller, Role
+from splitpoint.client import AsyncClient
+from splitpoint.config import READY_PREFIX
+from splitpoint.tls import Identity, read_identity
+from splitpoint_cli.certs import make_certificates
+from splitpoint_cli.token import add_token
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "models" / "stdlib-llama"
+TENANT_REQUESTS = 3
+CALLERS = {
+    "alice": Caller("alice", Role.CLIENT, "a"),
+    "anna": Caller("anna", Role.CLIENT, "a"),
+    "bob": Caller("bob", Role.CLIENT, "b"),
+    "services": Caller("services", Role.WORKER),
+    "root": Caller("root", Role.ADMIN),
+}
+
+
+@dataclass(frozen=True)
+class SecuredStack:
+    scheduler: str
+    worker: str
+    store: str
+    tokens_file: Path
+    certificates: Path
+    # By caller, as `CALLERS` names them.
+    tokens: dict[str, str]
+    logs: dict[str, Path]
+
+    def identity(self, caller: str = "", token: str = "") -> Identity:
+        """A client with the right certificate, and the token of a caller or none."""
+        return read_identity(
+            certificate=self.certificates / "client.pem",
+            key=self.certificates / "client-key.pem",
+            authorities=self.certificates / "ca.pem",
+            token=token or self.tokens.get(caller, ""),
+        )
+
+    def client(self, caller: str = "") -> AsyncClient:
+        return AsyncClient(self.scheduler, identity=self.identity(caller))
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Where each service of the contract is served."""
+        return {
+            "InferenceService": self.scheduler,
+            "AdminService": self.scheduler,
+            "WorkerService": self.worker,
+            "KvStoreService": self.store,
+        }
+
+
+@asynccontextmanager
+async def secured_stack(folder: Path) -> AsyncIterator[SecuredStack]:
+    certificates = folder / "certificates"
+    make_certificates(certificates)
+    tokens_file, token_file = folder / "tokens.toml", folder / "services.token"
+    tokens = {name: add_token(tokens_file, caller) for name, caller in CALLERS.items()}
+    token_file.touch(0o600)
+    token_file.write_text(tokens["services"] + "\n")
+    arena = Path(f"/dev/shm/splitpoint-test-{os.getpid()}-{time.monotonic_ns()}/arena")
+    logs = {name: folder / f"{name}.log" for name in ("store", "worker", "scheduler")}
+    security = [
+        *("--tls-cert", str(certificates / "server.pem")),
+        *("--tls-key", str(certificates / "server-key.pem")),
+        *("--tls-ca", str(certificates / "ca.pem")),
+        *("--tokens", str(tokens_file), "--token-file", str(token_file)),
+        *("--reflection", "--listen", "127.0.0.1:0", "--model", str(MODEL)),
+        *("--dtype", "float32"),
+    ]
+    async with AsyncExitStack() as cleanup:
+        cleanup.callback(shutil.rmtree, arena.parent, ignore_errors=True)
+
+        async def start(name: str, module: str, *arguments: str) -> str:
+            with logs[name].open("wb") as log:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", module, *security, *arguments),
+                    cwd=ROOT,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=log,
+                )
+            cleanup.push_async_callback(_stop, process)
+            assert process.stdout is not None
+            line = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
+            assert line.startswith(READY_PREFIX), logs[name].read_text()
+            return line.removeprefix(READY_PREFIX).strip()
+
+        store = await start(
+            *("store", "kvstore_service", "--arena", str(arena)),
+            *("--host-memory", "48MiB", "--chunk-tokens", "16"),
+        )
+        worker = await start(
+            *("worker", "worker_service", "--kvstore", store),
+            *("--device", "cpu", "--threads", "1", "--device-memory", "192MiB"),
+        )
+        scheduler = await start(
+            *("scheduler", "scheduler_service", "--worker", worker),
+            *("--tenant-requests", str(TENANT_REQUESTS), "--grace-seconds", "1"),
+        )
+        stack = SecuredStack(scheduler, worker, store, tokens_file, certificates, tokens, logs)
+        async with stack.client() as client:
+            await client.wait_ready(30)
+        yield stack
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.terminate()
+    await asyncio.wait_for(process.wait(), 30)

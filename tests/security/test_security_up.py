@@ -1,0 +1,101 @@
+"""`splitpoint up` on every interface, with TLS and tokens, as a user runs it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from up_process import up_process, wait_until_up
+
+from splitpoint.access import Caller, Role
+from splitpoint_cli.certs import make_certificates
+from splitpoint_cli.supervisor import child_environment
+from splitpoint_cli.token import add_token
+
+COMMAND = [sys.executable, "-m", "splitpoint_cli"]
+CANARY = "canaryprompt_51de"
+SALT = "canarysalt_0f2b"
+
+
+def splitpoint(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**child_environment({}), **environment},
+        check=False,
+    )
+
+
+def test_up_beyond_loopback(tmp_path: Path, free_port: int) -> None:
+    certificates, tokens = tmp_path / "certificates", tmp_path / "tokens.toml"
+    make_certificates(certificates)
+    alice = add_token(tokens, Caller("alice", Role.CLIENT, "a"))
+    root = add_token(tokens, Caller("root", Role.ADMIN))
+    token_file = tmp_path / "root.token"
+    token_file.touch(0o600)
+    token_file.write_text(root)
+    tls = [
+        *("--tls-cert", f"{certificates}/server.pem"),
+        *("--tls-key", f"{certificates}/server-key.pem"),
+    ]
+    base = ["up", "--listen", f"0.0.0.0:{free_port}", "--instance", f"test-tls-{os.getpid()}"]
+
+    refused = splitpoint(*base, *tls)
+    assert refused.returncode == 2
+    assert "missing: --tokens" in refused.stderr
+
+    command = [
+        *(*COMMAND, *base, *tls, "--tokens", str(tokens), "--verbose"),
+        *("--tls-ca", f"{certificates}/ca.pem"),
+        *("--device", "cpu", "--workers", "1", "--threads", "1", "--dtype", "float32"),
+        *("--host-memory", "64MiB", "--device-memory", "192MiB"),
+    ]
+    with up_process(command) as process:
+        printed = wait_until_up(process)
+        assert f"--address 127.0.0.1:{free_port}" in printed
+        who = {
+            "SPLITPOINT_ADDRESS": f"localhost:{free_port}",
+            "SPLITPOINT_CA": f"{certificates}/ca.pem",
+            "SPLITPOINT_CERT": f"{certificates}/client.pem",
+            "SPLITPOINT_KEY": f"{certificates}/client-key.pem",
+        }
+        ask = ["generate", CANARY, "--max-tokens", "4", "--cache-salt", SALT]
+        done = splitpoint(*ask, SPLITPOINT_TOKEN=alice, **who)
+        assert done.returncode == 0, done.stderr
+
+        anonymous = splitpoint(*ask, **who)
+        assert anonymous.returncode == 1
+        assert "UNAUTHENTICATED" in anonymous.stderr
+        plain = splitpoint(*ask, SPLITPOINT_ADDRESS=f"127.0.0.1:{free_port}")
+        assert plain.returncode == 3
+        assert "most likely it speaks TLS" in plain.stderr
+
+        client = splitpoint("status", SPLITPOINT_TOKEN=alice, **who)
+        assert "PERMISSION_DENIED" in client.stderr
+        ca = who.pop("SPLITPOINT_CA")
+        admin = splitpoint("status", "--token-file", str(token_file), "--ca", ca, **who)
+        assert admin.returncode == 0, admin.stderr
+        assert "slots sealed" in admin.stdout  # the store's own answer, over its socket
+
+        process.send_signal(signal.SIGINT)
+        _, log = process.communicate(timeout=60)
+    assert process.returncode == 0
+    for service in ("kvstore", "worker-0", "scheduler"):
+        assert f"{service}:" in log
+    for secret in (CANARY, SALT, alice, root):
+        assert secret not in log
+
+
+def test_nothing_listens_after_a_refusal(free_port: int) -> None:
+    refused = splitpoint("up", "--listen", f"0.0.0.0:{free_port}")
+    assert refused.returncode == 2
+    assert "--tls-cert" in refused.stderr
+    assert "--tokens" in refused.stderr
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", free_port)) != 0
