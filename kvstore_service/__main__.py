@@ -8,9 +8,12 @@ import logging
 import math
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from kvstore_service.admission import SecondUse
+from kvstore_service.catalog import CatalogPublisher
 from kvstore_service.eviction import DEFAULT_POLICY, POLICIES
 from kvstore_service.room_keeper import RoomKeeper
 from kvstore_service.server import SERVICE_NAME, KvStoreServicer
@@ -23,6 +26,7 @@ from splitpoint.checkpoints import model_fingerprint, model_name
 from splitpoint.config import (
     add_service_arguments,
     announce_ready,
+    check_address,
     check_listen_address,
     format_size,
     parse_size,
@@ -33,6 +37,13 @@ from splitpoint.config import (
 from splitpoint.errors import InvalidArgument
 from splitpoint.huge_pages import WISHES, Backing
 from splitpoint.numa import bound_to, choose_node
+from splitpoint.redis_link import (
+    RedisLink,
+    RedisOptions,
+    add_advertise_argument,
+    add_redis_arguments,
+    redis_options,
+)
 from splitpoint.rpc import HealthReporter, create_server, enable_reflection, listen
 from splitpoint.shapes import ArenaLayout, DataType, ModelShape, read_config
 from splitpoint.tls import Identity, identity_of
@@ -102,6 +113,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     memory.add_argument(
         "--numa-node", default="auto", metavar="auto|none|N", help="auto: the node of the GPUs"
     )
+    add_redis_arguments(parser)
+    add_advertise_argument(parser)
     return parser.parse_args(arguments)
 
 
@@ -148,6 +161,9 @@ async def serve(arguments: argparse.Namespace) -> None:
         has_tokens=arguments.tokens is not None,
     )
     identity, access = identity_of(arguments), access_of(arguments.tokens)
+    redis = redis_options(arguments)
+    if arguments.advertise is not None:
+        check_address(arguments.advertise, field="advertise")
     if not (math.isfinite(arguments.lease_seconds) and arguments.lease_seconds >= 0.1):
         raise InvalidArgument("--lease-seconds is at least 0.1", field="lease-seconds")
     watermarks = watermarks_of(arguments)
@@ -201,7 +217,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     if watermarks is not None:
         servicer.room_keeper = RoomKeeper(store, watermarks)
     try:
-        await _serve_store(servicer, arguments, stop, identity, access)
+        await _serve_store(servicer, arguments, stop, identity, access, redis)
     finally:
         store.close()
         if arguments.keep_arena:
@@ -232,6 +248,7 @@ async def _serve_store(
     stop: asyncio.Event,
     identity: Identity,
     access: Access | None,
+    redis: RedisOptions | None,
 ) -> None:
     server = create_server(max_concurrent_rpcs=MOST_CONCURRENT_CALLS, access=access)
     kvstore_pb2_grpc.add_KvStoreServiceServicer_to_server(servicer, server)
@@ -248,7 +265,8 @@ async def _serve_store(
     stopping = asyncio.create_task(stop.wait())
     try:
         announce_ready(bound)
-        await asyncio.wait({*upkeep, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        async with _published(redis, servicer.store, arguments.advertise or bound):
+            await asyncio.wait({*upkeep, stopping}, return_when=asyncio.FIRST_COMPLETED)
         for task in upkeep:
             if task.done():
                 task.result()  # raises: a store that cannot keep house must not go on
@@ -260,6 +278,33 @@ async def _serve_store(
         stopping.cancel()
         for task in upkeep:
             task.cancel()
+
+
+@asynccontextmanager
+async def _published(
+    redis: RedisOptions | None, store: KvStore, address: str
+) -> AsyncIterator[None]:
+    """In Redis's catalog, if there is one, for the length of the context."""
+    if redis is None:
+        yield
+        return
+    link = RedisLink(redis)
+    publisher = CatalogPublisher(link, store.pool, address)
+    publishing = asyncio.create_task(publisher.run(), name="catalog")
+    publishing.add_done_callback(_complain)
+    try:
+        yield
+    finally:
+        publishing.cancel()
+        await asyncio.gather(publishing, return_exceptions=True)
+        await publisher.withdraw()
+        await link.close()
+
+
+def _complain(publishing: asyncio.Task[None]) -> None:
+    """A bug in the publisher costs the hints, not the store."""
+    if not publishing.cancelled() and (error := publishing.exception()) is not None:
+        log.error("the catalog is not published any more", exc_info=error)
 
 
 def main() -> int:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvstore_service.allocator import Run, RunAllocator
 from kvstore_service.eviction import EvictionPolicy
@@ -68,10 +69,19 @@ class Preparation:
     dirty_slots: tuple[int, ...]
 
 
+class PoolListener(Protocol):
+    """Who wants to hear what comes and goes. Called on the hot path: note it, and return."""
+
+    def published(self, entry: Entry) -> None: ...
+
+    def evicted(self, entry: Entry) -> None: ...
+
+
 class ChunkPool:
     """All slots of one arena, with what it held when it was mapped.
 
     Attributes:
+        listener: hears of every chunk that becomes findable or stops being so.
         slots, allocator, index, leases: for reading and for integrity checks.
         findings: what the arena held at the start.
         unverified: slots of adopted chunks whose payload was not compared yet.
@@ -93,6 +103,7 @@ class ChunkPool:
         self.prepared: set[int] = set()
         self.sealed_total = 0
         self.evicted_total = 0
+        self.listener: PoolListener | None = None
         self._policy = policy
         self._chunks: dict[int, Entry] = {}  # slot -> its sealed chunk
         self._guarded: Counter[bytes] = Counter()  # keys of chunks about to get children
@@ -243,6 +254,8 @@ class ChunkPool:
         self._chunks[slot] = entry
         self._policy.use(slot)
         self._offer(slot)
+        if self.listener is not None:
+            self.listener.published(entry)
         return entry
 
     def _chunk_index(self, contents: Contents) -> int:
@@ -415,6 +428,8 @@ class ChunkPool:
         self._policy.forget(slot)
         self.slots.free(slot)
         self.allocator.free(slot)
+        if self.listener is not None:
+            self.listener.evicted(entry)
         parent = self.index.get(entry.parent_key)
         if parent is not None:
             self._offer(parent.slot)

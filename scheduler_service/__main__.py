@@ -29,6 +29,7 @@ from splitpoint.config import (
 )
 from splitpoint.errors import InvalidArgument, PermissionDenied, SplitpointError
 from splitpoint.planner import Residency
+from splitpoint.redis_link import add_redis_arguments, redis_options
 from splitpoint.shapes import DataType, ModelShape, read_config
 from splitpoint.text import Tokenizer
 from splitpoint.tls import identity_of
@@ -54,8 +55,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scheduler_service", description=__doc__)
     add_service_arguments(parser)
     parser.add_argument(
-        "--worker", action="append", required=True, metavar="ADDRESS", help="repeatable"
+        "--worker",
+        action="append",
+        default=[],
+        metavar="ADDRESS",
+        help="repeatable; optional with --redis, where workers are found",
     )
+    add_redis_arguments(parser)
     parser.add_argument("--model", required=True, metavar="DIR", help="config and tokenizer")
     parser.add_argument(
         "--dtype",
@@ -90,6 +96,9 @@ def _options(arguments: argparse.Namespace) -> SchedulerOptions:
         raise InvalidArgument("a tenant may have at least 1 request", field="tenant_requests")
     if len(set(arguments.worker)) != len(arguments.worker):
         raise InvalidArgument("a worker's address is given twice", field="worker")
+    redis = redis_options(arguments)
+    if not arguments.worker and redis is None:
+        raise InvalidArgument("give --worker ADDRESS, --redis URL, or both", field="worker")
     for address in arguments.worker:
         check_address(address, field="worker")
     folder = resolve_model(arguments.model, download=False)
@@ -112,6 +121,7 @@ def _options(arguments: argparse.Namespace) -> SchedulerOptions:
         reflection=arguments.reflection,
         identity=identity_of(arguments),
         access=access_of(arguments.tokens),
+        redis=redis,
     )
 
 
@@ -168,7 +178,8 @@ async def _serve(arguments: argparse.Namespace) -> int:
     address = await scheduler.start(arguments.listen)
     try:
         announce_ready(address)
-        _log.info("listening on %s for %d workers", address, len(arguments.worker))
+        found = " and those found in Redis" if arguments.redis else ""
+        _log.info("listening on %s for %d workers%s", address, len(arguments.worker), found)
         await stop.wait()
         _log.info("draining")
     finally:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from scheduler_service.footprint import Demand, Fits, NeverFits, WorkerFacts, footprint_of
 from scheduler_service.routing import Candidate, choose_worker
 from splitpoint.config import format_size
+from splitpoint.fetch import FetchSource
 from splitpoint.planner import Residency
 
 
@@ -28,6 +29,8 @@ class Ticket:
     worker_id: str = ""
     # Tokens of its prefix in each worker's store; absent means none.
     cached_tokens: Mapping[str, int] = field(default_factory=dict)
+    # Other stores that each worker could fetch the prefix from.
+    sources: Mapping[str, tuple[FetchSource, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

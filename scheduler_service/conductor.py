@@ -1,4 +1,4 @@
-"""Leads every request from its arrival to its end: peek, queue, place, deliver, place again.
+"""Leads every request from its arrival to its end: look up, queue, place, deliver, place again.
 
 All of it runs on one event loop. The decisions are made elsewhere (admission,
 routing, planning); this carries them out and keeps the books straight: each
@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -21,14 +21,15 @@ from scheduler_service.answers import completion, rejection
 from scheduler_service.dispatch import Accepted, Duplicate, Gap, take
 from scheduler_service.footprint import Demand
 from scheduler_service.limits import Limits
-from scheduler_service.peek import StorePeeker
 from scheduler_service.planning import check_split, plan_attempt
+from scheduler_service.prefixes import Prefixes
 from scheduler_service.registry import ReadyWorker, Registry, WorkerConnection
 from scheduler_service.requests import Request, RequestTable
 from scheduler_service.transcript import Transcript
 from scheduler_service.validation import GenerateInput
 from splitpoint.convert import plan_to_proto
 from splitpoint.errors import Internal, NotFound, SplitpointError, Unavailable, from_code
+from splitpoint.fetch import Fetch
 from splitpoint.keys import tenant_salt
 from splitpoint.planner import Plan, Residency
 from splitpoint.text import Tokenizer
@@ -61,7 +62,7 @@ class Conductor:
     def __init__(
         self,
         registry: Registry,
-        peeker: StorePeeker,
+        find_prefixes: Callable[[bytes, Sequence[int]], Awaitable[Prefixes]],
         limits: Limits,
         *,
         tokenizer: Tokenizer | None,
@@ -81,7 +82,7 @@ class Conductor:
         # or with tokens that had been delivered.
         self.late_results = 0
         self.duplicate_results = 0
-        self._peeker = peeker
+        self._find_prefixes = find_prefixes
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
         self._server_key = server_key
@@ -148,13 +149,13 @@ class Conductor:
         check_split(request.split_tokens, [c.ready.facts for c in ready if c.ready is not None])
 
     async def _arrive(self, request: Request, before: asyncio.Task[None] | None) -> None:
-        cached = await self._peek(request)
+        prefixes = await self._look_up(request)
         if before is not None:
             # A store may answer the later of two peeks first; the queue may not.
             await asyncio.wait({before})
         if request.has_ended:
             return
-        verdict = self.admission.submit(self._ticket(request, cached))
+        verdict = self.admission.submit(self._ticket(request, prefixes))
         if isinstance(verdict, Rejected):
             limits = self.limits
             error = rejection(
@@ -167,26 +168,22 @@ class Conductor:
         self._waiting[request.arrival] = request
         self._place_waiting()
 
-    def _ticket(self, request: Request, cached_tokens: dict[str, int]) -> Ticket:
+    def _ticket(self, request: Request, prefixes: Prefixes) -> Ticket:
         wanted = request.input.residency or self._default_residency
         return Ticket(
             arrival=request.arrival,
             demand=Demand(request.input.token_count, wanted),
             worker_id=request.input.worker_id,
-            cached_tokens=cached_tokens,
+            cached_tokens=prefixes.own,
+            sources=prefixes.sources,
         )
 
-    async def _peek(self, request: Request) -> dict[str, int]:
-        """Cached tokens of the request's sequence by worker."""
-        stores = {
-            worker.worker_id: worker.ready.facts.kvstore_address
-            for worker in self.registry.connections
-            if worker.ready is not None
-        }
+    async def _look_up(self, request: Request) -> Prefixes:
+        """Where the request's sequence is cached."""
         tokens = [*request.input.prompt, *request.transcript.token_ids]
-        found = await self._peeker.cached_tokens(stores.values(), self._salt(request), tokens)
+        found = await self._find_prefixes(self._salt(request), tokens)
         request.times.peeked = self._clock()
-        return {worker_id: found.get(address, 0) for worker_id, address in stores.items()}
+        return found
 
     def _salt(self, request: Request) -> bytes:
         return tenant_salt(self._server_key, request.input.tenant, request.input.cache_salt)
@@ -206,35 +203,37 @@ class Conductor:
             self._placements[placement.key] = placement
             peeked = request.times.peeked
             if peeked is None or self._clock() - peeked > self.limits.peek_lifetime_seconds:
-                self._spawn(request, self._peek_and_dispatch(placement, admitted))
+                self._spawn(request, self._look_up_and_dispatch(placement, admitted))
                 continue
             with self._containing(request):
-                cached = admitted.ticket.cached_tokens.get(admitted.worker_id, 0)
-                self._dispatch(placement, admitted, cached)
+                ticket = admitted.ticket
+                self._dispatch(placement, admitted, Prefixes(ticket.cached_tokens, ticket.sources))
 
-    async def _peek_and_dispatch(self, placement: Placement, admitted: Admitted) -> None:
-        cached = await self._peek(placement.request)
+    async def _look_up_and_dispatch(self, placement: Placement, admitted: Admitted) -> None:
+        prefixes = await self._look_up(placement.request)
         if placement.key in self._placements:  # neither abandoned nor lost meanwhile
-            self._dispatch(placement, admitted, cached.get(placement.worker_id, 0))
+            self._dispatch(placement, admitted, prefixes)
 
-    def _dispatch(self, placement: Placement, admitted: Admitted, cached_tokens: int) -> None:
+    def _dispatch(self, placement: Placement, admitted: Admitted, prefixes: Prefixes) -> None:
         request = placement.request
         worker = self._ready_worker(placement)
         if worker is None:
             raise RuntimeError(f"a place was granted on {placement.worker_id}, which is away")
         delivered = request.transcript.token_ids
         try:
-            plan = plan_attempt(
+            planned = plan_attempt(
                 worker.facts,
                 admitted,
                 token_count=len(request.input.prompt) + len(delivered),
-                cached_tokens=cached_tokens,
+                cached_tokens=prefixes.own.get(placement.worker_id, 0),
                 forced_split=request.input.split_tokens,
+                sources=prefixes.sources.get(placement.worker_id, ()),
             )
         except SplitpointError as error:
             self._release(placement)
             self._fail(request, error)
             return
+        plan = planned.plan if isinstance(planned, Fetch) else planned
         placement.plan = plan
         if request.times.dispatched is None:
             request.times.dispatched = self._clock()
@@ -247,6 +246,9 @@ class Conductor:
             plan=plan_to_proto(plan),
             tenant_salt=self._salt(request),
         )
+        if isinstance(planned, Fetch):
+            command.source_store_address = planned.source.address
+            command.source_cached_tokens = planned.source.cached_tokens
         if request.input.split_tokens is not None:
             command.forced_split_tokens = request.input.split_tokens
         worker.stream.admit(command)
@@ -394,7 +396,7 @@ class Conductor:
             return
         request.times.peeked = None
         self._waiting[request.arrival] = request
-        self.admission.resubmit(self._ticket(request, {}))
+        self.admission.resubmit(self._ticket(request, Prefixes()))
 
     def _complete(
         self, placement: Placement, reason: types_pb2.FinishReason, matched_stop: str

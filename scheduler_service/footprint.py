@@ -30,6 +30,9 @@ class WorkerFacts:
     max_batch_size: int
     # Empty: no store, so neither reuse nor streaming.
     kvstore_address: str = ""
+    # What chunk keys depend on, and the name of the store's arena (empty: unknown).
+    layout_hash: bytes = b""
+    store_instance_id: bytes = b""
     # Slots of the store's arena (None: it could not be asked), bytes of each.
     store_slot_count: int | None = None
     slot_bytes: int = 0

@@ -5,13 +5,14 @@ Pure, on top of `splitpoint.planner`.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from scheduler_service.admission import Admitted
 from scheduler_service.footprint import Demand, Fits, NeverFits, WorkerFacts, footprint_of
 from splitpoint.convert import method_from_proto
 from splitpoint.errors import InvalidArgument
+from splitpoint.fetch import Fetch, FetchSource, plan_with_fetch
 from splitpoint.planner import Plan, PlanInput, Residency, plan_request
 from splitpoint.v1 import worker_pb2
 
@@ -23,29 +24,44 @@ def plan_attempt(
     token_count: int,
     cached_tokens: int,
     forced_split: int | None,
-) -> Plan:
-    """The plan of one placement.
+    sources: Sequence[FetchSource] = (),
+) -> Fetch | Plan:
+    """The plan of one placement, perhaps with a fetch before it.
 
     Args:
         token_count: tokens known now: the prompt, and those already delivered.
         cached_tokens: of these in the worker's store, as far as is known.
+        sources: other stores that hold the sequence's beginning, as far as is known.
 
     Raises InvalidArgument for a forced split that cannot be.
     """
+
+    def plan(cached: int) -> Plan:
+        return plan_request(
+            worker.shape,
+            worker.profile,
+            PlanInput(
+                cached_tokens=cached,
+                new_tokens=token_count - cached,
+                has_activations=worker.has_activations,
+                residency=admitted.residency,
+                footprint_bytes=admitted.size_bytes,
+                forced_split_tokens=forced_split,
+                residency_reason=admitted.reason,
+            ),
+        )
+
     # The last token is always computed: its logits are needed.
-    cached = min(cached_tokens, token_count - 1)
-    return plan_request(
-        worker.shape,
+    own = plan(min(cached_tokens, token_count - 1))
+    if not sources or not worker.kvstore_address or not worker.slot_bytes:
+        return own
+    return plan_with_fetch(
+        own,
+        plan,
         worker.profile,
-        PlanInput(
-            cached_tokens=cached,
-            new_tokens=token_count - cached,
-            has_activations=worker.has_activations,
-            residency=admitted.residency,
-            footprint_bytes=admitted.size_bytes,
-            forced_split_tokens=forced_split,
-            residency_reason=admitted.reason,
-        ),
+        sources,
+        chunk_tokens=worker.chunk_tokens,
+        chunk_bytes=worker.slot_bytes,
     )
 
 
@@ -92,6 +108,7 @@ def as_it_happened(plan: Plan, report: worker_pb2.RestoreReport | None) -> Plan:
     if report is None or report.method == 0:
         return plan
     method = method_from_proto(report.method)
+    plan = _as_fetched(plan, report)
     found = (report.cached_tokens, report.split_tokens, method)
     if found == (plan.cached_tokens, plan.split_tokens, plan.method):
         return plan
@@ -107,4 +124,16 @@ def as_it_happened(plan: Plan, report: worker_pb2.RestoreReport | None) -> Plan:
             f"{plan.cached_tokens:,} and used method {method.value} with split "
             f"{report.split_tokens:,}"
         ),
+    )
+
+
+def _as_fetched(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:
+    """With the tokens that were fetched, and how long that took, in the reason."""
+    if not plan.fetched_tokens and not report.fetched_tokens:
+        return plan
+    fetched = f"{report.fetched_tokens:,} tokens in {report.fetch_seconds:.2g} s"
+    return replace(
+        plan,
+        fetched_tokens=report.fetched_tokens,
+        reason=f"{plan.reason}; fetched {fetched if report.fetched_tokens else 'nothing'}",
     )

@@ -1,9 +1,11 @@
-"""The workers at their static addresses: who is ready, what each one is, and its Run stream.
+"""The workers: who is ready, what each one is, and its Run stream.
 
-Each address has one connection that lives as long as the scheduler: it asks for
-GetInfo, opens the Run stream, watches the worker's health for a drain, and
-starts over when the stream ends. gRPC itself reconnects with back-off. Decides
-nothing: it tells its listener.
+Each address has one connection: it asks for GetInfo, opens the Run stream,
+watches the worker's health for a drain, and starts over when the stream ends.
+gRPC itself reconnects with back-off. Addresses given at the start stay for
+good; one that was discovered goes once nobody advertises it any more and its
+stream is down, for the stream is the truth and Redis a hint. Decides nothing
+else: it tells its listener.
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scheduler_service.dispatch import RunStream
 from scheduler_service.footprint import WorkerFacts
 from scheduler_service.peek import StorePeeker
+from scheduler_service.prefixes import PlacedWorker
 from splitpoint import rpc
 from splitpoint.convert import layout_from_proto, profile_from_proto, shape_from_proto
+from splitpoint.directory_entries import ModelName, WorkerEntry
 from splitpoint.errors import FailedPrecondition, SplitpointError
 from splitpoint.shapes import ModelShape
 from splitpoint.tls import PLAIN, Identity
@@ -62,9 +66,16 @@ class WorkerConnection:
     """One address. `ready` is None while nothing can be sent there."""
 
     def __init__(
-        self, address: str, model: ModelShape, peeker: StorePeeker, identity: Identity = PLAIN
+        self,
+        address: str,
+        model: ModelShape,
+        peeker: StorePeeker,
+        identity: Identity = PLAIN,
+        *,
+        is_static: bool = True,
     ) -> None:
         self.address = address
+        self.is_static = is_static
         self._identity = identity
         # Name given at the worker's start; empty until it was reached once.
         self.worker_id = ""
@@ -74,6 +85,16 @@ class WorkerConnection:
         self.message = "connecting"
         self._model = model
         self._peeker = peeker
+        self._advertised_store = b""
+
+    def learn_store(self, instance_id: bytes) -> None:
+        """What the worker advertises as its store's instance; empty: it does not know."""
+        if not instance_id or instance_id == self._advertised_store:
+            return
+        self._advertised_store = instance_id
+        if self.ready is not None:
+            facts = replace(self.ready.facts, store_instance_id=instance_id)
+            self.ready = replace(self.ready, facts=facts)
 
     async def run(self, registry: Registry) -> None:
         """Connect, serve, reconnect; until cancelled."""
@@ -141,9 +162,9 @@ class WorkerConnection:
                 )
         if not info.worker_id or info.page_bytes < 1 or info.max_batch_size < 1:
             raise FailedPrecondition("its GetInfo lacks worker_id, page_bytes or max_batch_size")
-        slots = None
+        store = None
         if info.kvstore_address:
-            slots = await self._peeker.slot_count(info.kvstore_address)
+            store = await self._peeker.facts(info.kvstore_address)
         return WorkerFacts(
             worker_id=info.worker_id,
             shape=shape,
@@ -155,7 +176,11 @@ class WorkerConnection:
             streamed_page_count=info.streamed_page_count,
             max_batch_size=info.max_batch_size,
             kvstore_address=info.kvstore_address,
-            store_slot_count=slots,
+            layout_hash=layout.layout_hash,
+            # What the worker itself says comes first: its address may name another
+            # store on this host.
+            store_instance_id=self._advertised_store or (store.instance_id if store else b""),
+            store_slot_count=store.slot_count if store else None,
             slot_bytes=layout.chunk_bytes,
         )
 
@@ -203,22 +228,78 @@ class Registry:
             WorkerConnection(address, model, peeker, identity) for address in addresses
         ]
         self.listener: Listener
-        self._tasks: list[asyncio.Task[None]] = []
+        self._model = model
+        self._peeker = peeker
+        self._identity = identity
+        self._tasks: dict[WorkerConnection, asyncio.Task[None]] = {}
+        self._dropped: set[asyncio.Task[None]] = set()
 
     def start(self, listener: Listener) -> None:
         self.listener = listener
-        self._tasks = [
-            asyncio.create_task(connection.run(self), name=f"worker {connection.address}")
-            for connection in self.connections
-        ]
+        for connection in self.connections:
+            self._run(connection)
+
+    def _run(self, connection: WorkerConnection) -> None:
+        self._tasks[connection] = asyncio.create_task(
+            connection.run(self), name=f"worker {connection.address}"
+        )
 
     async def close(self) -> None:
         """Ends every Run stream; the workers cancel what was admitted through them."""
-        for task in self._tasks:
+        tasks = [*self._tasks.values(), *self._dropped]
+        for task in tasks:
             task.cancel()
-        for result in await asyncio.gather(*self._tasks, return_exceptions=True):
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(result, Exception):
                 _log.error("a worker's connection failed", exc_info=result)
+
+    def discovered(self, entries: Sequence[WorkerEntry]) -> None:
+        """Everybody who is advertised at the moment. Only for a Redis that answered."""
+        ours = ModelName(
+            self._model.layer_count,
+            self._model.hidden_size,
+            self._model.vocabulary_size,
+            self._model.context_length,
+        )
+        # A worker that was named by another of its addresses is there already.
+        addresses = {c.address for c in self.connections if c.is_static}
+        static = {c.ready.info.instance_id for c in self.connections if c.ready and c.is_static}
+        advertised = {
+            entry.address: entry
+            for entry in entries
+            if entry.model == ours
+            and (entry.instance_id not in static or entry.address in addresses)
+        }
+        for connection in list(self.connections):
+            if connection.is_static or connection.address in advertised:
+                continue
+            if connection.ready is None:
+                self._drop(connection)
+        known = {connection.address: connection for connection in self.connections}
+        for address, entry in advertised.items():
+            connection = known.get(address) or self._add(entry)
+            connection.learn_store(entry.store_instance_id)
+
+    def _add(self, entry: WorkerEntry) -> WorkerConnection:
+        _log.info("found worker %s at %s", entry.worker_id, entry.address)
+        connection = WorkerConnection(
+            entry.address, self._model, self._peeker, self._identity, is_static=False
+        )
+        self.connections.append(connection)
+        self._run(connection)
+        return connection
+
+    def _drop(self, connection: WorkerConnection) -> None:
+        _log.info("worker %s at %s is gone", connection.worker_id or "?", connection.address)
+        self.connections.remove(connection)
+        task = self._tasks.pop(connection)
+        self._dropped.add(task)
+        task.add_done_callback(self._dropped.discard)
+        task.cancel()
+
+    def placed(self) -> list[PlacedWorker]:
+        """Those that have a stream, draining ones included."""
+        return [PlacedWorker(c.ready.facts, c.address) for c in self.connections if c.ready]
 
     def ready(self) -> list[WorkerConnection]:
         """Those that take new requests."""

@@ -23,6 +23,9 @@ class Candidate:
 def choose_worker(candidates: Iterable[Candidate]) -> Candidate:
     """Most cached tokens, then most free bytes, then fewest running; last by name.
 
+    Only the worker's own store counts here: what lies in another one every
+    worker can fetch.
+
     At least one candidate. A worker that holds the prefix but is busy is not
     waited for: recomputing now beats reusing later for all but extreme kappa.
     """

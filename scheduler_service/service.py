@@ -8,8 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from scheduler_service.conductor import Conductor
+from scheduler_service.directory import Directory
 from scheduler_service.limits import Limits
 from scheduler_service.peek import StorePeeker
+from scheduler_service.prefix_catalog import JoinedCatalogs, PrefixCatalog
+from scheduler_service.prefixes import Prefixes, find_prefixes
+from scheduler_service.redis_catalog import RedisCatalog
 from scheduler_service.registry import Registry
 from scheduler_service.server import (
     ADMIN_SERVICE,
@@ -21,6 +25,7 @@ from scheduler_service.server import (
 from splitpoint import rpc
 from splitpoint.access import Access
 from splitpoint.planner import Residency
+from splitpoint.redis_link import RedisLink, RedisOptions
 from splitpoint.tls import PLAIN, Identity
 from splitpoint.v1 import scheduler_pb2_grpc
 
@@ -36,6 +41,7 @@ class SchedulerOptions:
     """What a scheduler is started with."""
 
     model: ServedModel
+    # Workers that are not looked for; the others are found in Redis.
     worker_addresses: Sequence[str]
     # Secret from which the salts of chunk keys are derived.
     server_key: bytes
@@ -48,6 +54,8 @@ class SchedulerOptions:
     identity: Identity = PLAIN
     # Who may call. None: everybody.
     access: Access | None = None
+    # None: only the workers above, and the stores that they name.
+    redis: RedisOptions | None = None
 
 
 class Scheduler:
@@ -62,9 +70,15 @@ class Scheduler:
         self.registry = Registry(
             options.worker_addresses, options.model.shape, self._peeker, options.identity
         )
+        self._link = RedisLink(options.redis) if options.redis is not None else None
+        self._directory = Directory(self._link) if self._link is not None else None
+        self._catalog: PrefixCatalog = self._peeker
+        if self._link is not None and self._directory is not None:
+            found = RedisCatalog(self._link, self._directory, self._peeker)
+            self._catalog = JoinedCatalogs([self._peeker, found])
         self.conductor = Conductor(
             self.registry,
-            self._peeker,
+            self._find_prefixes,
             options.limits,
             tokenizer=options.model.tokenizer,
             eos_token_ids=options.eos_token_ids,
@@ -104,6 +118,9 @@ class Scheduler:
             asyncio.create_task(self._report_health(), name="health"),
             asyncio.create_task(self.conductor.keep_house(), name="keep house"),
         ]
+        if self._directory is not None:
+            reading = self._directory.run(self.registry.discovered)
+            self._tasks.append(asyncio.create_task(reading, name="directory"))
         return bound
 
     async def stop(self, grace_seconds: float) -> None:
@@ -118,6 +135,17 @@ class Scheduler:
         await self.conductor.close()
         await self.registry.close()
         await self._peeker.close()
+        if self._link is not None:
+            await self._link.close()
+
+    async def _find_prefixes(self, tenant_salt: bytes, token_ids: Sequence[int]) -> Prefixes:
+        return await find_prefixes(
+            self._catalog,
+            self.registry.placed(),
+            self._directory.stores if self._directory is not None else (),
+            tenant_salt,
+            token_ids,
+        )
 
     async def _report_health(self) -> None:
         while True:

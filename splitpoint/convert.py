@@ -134,6 +134,7 @@ def profile_to_proto(profile: Profile) -> pb.Profile:
         rebuild_overhead_seconds=profile.rebuild_overhead_seconds,
         prefill_flops_per_second=profile.prefill_flops_per_second,
         description=profile.description,
+        remote_bytes_per_second=profile.remote_bytes_per_second,
     )
 
 
@@ -145,6 +146,7 @@ def profile_from_proto(message: pb.Profile) -> Profile:
         rebuild_overhead_seconds=message.rebuild_overhead_seconds,
         prefill_flops_per_second=message.prefill_flops_per_second,
         description=message.description,
+        remote_bytes_per_second=dict(message.remote_bytes_per_second),
     )
 
 
@@ -163,6 +165,8 @@ def plan_to_proto(plan: Plan) -> pb.Plan:
         split_slope=plan.split_slope,
         split_intercept=plan.split_intercept,
         split_cap=plan.split_cap,
+        fetched_tokens=plan.fetched_tokens,
+        predicted_fetch_seconds=plan.predicted_fetch_seconds,
     )
 
 
@@ -181,4 +185,6 @@ def plan_from_proto(message: pb.Plan) -> Plan:
         split_slope=message.split_slope,
         split_intercept=message.split_intercept,
         split_cap=message.split_cap,
+        fetched_tokens=message.fetched_tokens,
+        predicted_fetch_seconds=message.predicted_fetch_seconds,
     )

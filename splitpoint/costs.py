@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from splitpoint.errors import InvalidArgument
@@ -25,13 +25,23 @@ class Profile:
     rebuild_overhead_seconds: float
     prefill_flops_per_second: float
     description: str = ""
+    # Rates at which chunks came from other hosts' stores, by the store's address;
+    # what is missing was never measured.
+    remote_bytes_per_second: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for field in ("link_bytes_per_second", "rebuild_flops_per_second"):
-            _require_finite(field, getattr(self, field), above_zero=True)
+        for name in ("link_bytes_per_second", "rebuild_flops_per_second"):
+            _require_finite(name, getattr(self, name), above_zero=True)
         _require_finite("prefill_flops_per_second", self.prefill_flops_per_second, above_zero=True)
-        for field in ("link_overhead_seconds", "rebuild_overhead_seconds"):
-            _require_finite(field, getattr(self, field), above_zero=False)
+        for name in ("link_overhead_seconds", "rebuild_overhead_seconds"):
+            _require_finite(name, getattr(self, name), above_zero=False)
+        if not isinstance(self.remote_bytes_per_second, Mapping):
+            raise InvalidArgument(
+                "remote_bytes_per_second must map addresses to rates",
+                field="remote_bytes_per_second",
+            )
+        for rate in self.remote_bytes_per_second.values():
+            _require_finite("remote_bytes_per_second", rate, above_zero=True)
 
     def prefill_seconds(self, flops: float) -> float:
         return flops / self.prefill_flops_per_second

@@ -108,6 +108,10 @@ class Plan:
     split_slope: float = 0.0
     split_intercept: float = 0.0
     split_cap: int = 0
+    # Of the cached tokens, those that come from another host's store first, and
+    # the predicted seconds for that (part of predicted_ttft_seconds).
+    fetched_tokens: int = 0
+    predicted_fetch_seconds: float = 0.0
 
     @property
     def kappa_ratio(self) -> float:

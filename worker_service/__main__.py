@@ -6,12 +6,15 @@ import argparse
 import asyncio
 import logging
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from splitpoint.access import access_of
 from splitpoint.config import (
     add_service_arguments,
     announce_ready,
+    check_address,
     check_listen_address,
     parse_size,
     run_service,
@@ -19,12 +22,20 @@ from splitpoint.config import (
     watch_parent,
 )
 from splitpoint.errors import Internal
+from splitpoint.redis_link import (
+    RedisLink,
+    RedisOptions,
+    add_advertise_argument,
+    add_redis_arguments,
+    redis_options,
+)
 from splitpoint.rpc import HealthReporter, create_server, enable_reflection, listen
 from splitpoint.shapes import DataType
 from splitpoint.tls import Identity, identity_of
 from splitpoint.v1 import worker_pb2_grpc
+from worker_service.registration import Registration
 from worker_service.server import DRAIN_SECONDS, SERVICE_NAME, WorkerServicer
-from worker_service.startup import DEFAULT_CHUNK_TOKENS, WorkerOptions, load_worker
+from worker_service.startup import DEFAULT_CHUNK_TOKENS, LoadedWorker, WorkerOptions, load_worker
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +69,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="SIZE",
         help="page-lock at most this much of the arena for the GPU; 0: nothing; default: all",
     )
+    add_redis_arguments(parser)
+    add_advertise_argument(parser)
     return parser.parse_args(arguments)
 
 
@@ -81,6 +94,9 @@ def options_from(arguments: argparse.Namespace, identity: Identity) -> WorkerOpt
 
 async def serve(arguments: argparse.Namespace) -> None:
     """Listen at once, load, be ready, and on a signal drain and stop."""
+    redis = redis_options(arguments)
+    if arguments.advertise is not None:
+        check_address(arguments.advertise, field="advertise")
     stop = asyncio.Event()
     stop_on_signals(stop)
     if arguments.parent_fd is not None:
@@ -102,7 +118,8 @@ async def serve(arguments: argparse.Namespace) -> None:
     address = listen(server, arguments.listen, identity)
     await server.start()
     try:
-        await _load_and_run(options_from(arguments, identity), servicer, health, address, stop)
+        options = options_from(arguments, identity)
+        await _load_and_run(options, servicer, health, address, stop, redis, arguments.advertise)
     finally:
         await server.stop(STOP_SECONDS)
 
@@ -113,6 +130,8 @@ async def _load_and_run(
     health: HealthReporter,
     address: str,
     stop: asyncio.Event,
+    redis: RedisOptions | None,
+    advertise: str | None,
 ) -> None:
     loading = asyncio.create_task(load_worker(options))
     stopping = asyncio.create_task(stop.wait())
@@ -125,7 +144,8 @@ async def _load_and_run(
     await health.set(SERVICE_NAME, True)
     announce_ready(address)
     failing = asyncio.create_task(worker.runtime.failed.wait())
-    await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
+    async with _registered(redis, worker, advertise or address, servicer, options.identity):
+        await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
     await health.shut_down()
     if failing.done():
         # Device memory is in an unknown state: end, and let a supervisor start anew.
@@ -137,6 +157,32 @@ async def _load_and_run(
     await worker.runtime.stop()
     stopping.cancel()
     failing.cancel()
+
+
+@asynccontextmanager
+async def _registered(
+    redis: RedisOptions | None,
+    worker: LoadedWorker,
+    address: str,
+    servicer: WorkerServicer,
+    identity: Identity,
+) -> AsyncIterator[None]:
+    """In Redis, if there is one, for the length of the context."""
+    if redis is None:
+        yield
+        return
+    link = RedisLink(redis)
+    registration = Registration(
+        link, worker, address, identity, is_draining=lambda: servicer.draining
+    )
+    beating = asyncio.create_task(registration.run(), name="registration")
+    try:
+        yield
+    finally:
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
+        await registration.withdraw()
+        await link.close()
 
 
 def main() -> int:

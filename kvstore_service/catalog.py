@@ -1,0 +1,275 @@
+"""Tells Redis which chunks this store holds, so that schedulers can find prefixes in it.
+
+Off the hot path: sealing and evicting only note the key; a task of its own
+writes what was noted, in batches. Each write also replaces the hash's revision
+and is answered with the one before, so that a flush, a lost key or an old
+snapshot shows at the next write or heartbeat at the latest; then everything is
+written anew. Knows nothing of who reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from redis.asyncio import Redis
+
+from kvstore_service.chunk_pool import ChunkPool
+from kvstore_service.prefix_index import Entry
+from splitpoint.directory import add_announcement, add_withdrawal, prune
+from splitpoint.directory_entries import (
+    HEARTBEAT_SECONDS,
+    LIFETIME_MILLISECONDS,
+    REVISION_FIELD,
+    STORES,
+    StoreEntry,
+    chunks_key,
+)
+from splitpoint.errors import Unavailable
+from splitpoint.redis_link import RedisLink
+
+_log = logging.getLogger(__name__)
+
+# Changes that may wait; with more of them writing everything is no more work.
+_MOST_PENDING = 65_536
+_BATCH = 1024
+# What is sealed within this time goes into one write.
+_GATHER_SECONDS = 0.05
+_BEATS_BETWEEN_PRUNES = 30
+
+_Fields = dict[Any, Any]  # as redis-py wants them: chunk key -> generation, and the revision
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What the hash in Redis must look like, for all we know."""
+
+    revision: bytes
+    field_count: int  # chunks, and the revision itself
+
+
+class CatalogPublisher:
+    """One store's publisher: hook it to the pool, `run` it as a task, `withdraw` at the end.
+
+    Attributes:
+        rebuild_count: how often everything was written.
+    """
+
+    def __init__(
+        self,
+        link: RedisLink,
+        pool: ChunkPool,
+        address: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        superblock = pool.arena.superblock
+        self.rebuild_count = 0
+        self._link = link
+        self._pool = pool
+        self._address = address
+        self._instance_id = superblock.instance_id
+        self._epoch = superblock.epoch
+        self._key = chunks_key(self._instance_id, self._epoch)
+        self._clock = clock
+        # A life of its own: two publishers never write equal revisions.
+        self._life = secrets.token_hex(8)
+        self._writes = 0
+        self._written: _Written | None = None  # None: to be written as a whole
+        self._pending: dict[bytes, int] = {}  # key -> generation, 0: evicted
+        self._overflowed = False
+        self._news = asyncio.Event()
+        pool.listener = self
+
+    # -- the pool speaks ----------------------------------------------------------------
+
+    def published(self, entry: Entry) -> None:
+        self._note(entry, entry.generation)
+
+    def evicted(self, entry: Entry) -> None:
+        self._note(entry, 0)
+
+    def _note(self, entry: Entry, generation: int) -> None:
+        # Keys of partial tails cannot be guessed from a prompt: nobody would find them.
+        if entry.token_count < self._pool.layout.chunk_tokens:
+            return
+        self._pending[entry.key] = generation
+        if len(self._pending) > _MOST_PENDING:
+            self._pending.clear()
+            self._overflowed = True
+        self._news.set()
+
+    # -- the task -------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Heartbeats and batches, until cancelled. Redis away is no error."""
+        beats = 0
+        next_beat = self._clock()
+        while True:
+            try:
+                if self._clock() >= next_beat:
+                    next_beat = self._clock() + HEARTBEAT_SECONDS
+                    beats += 1
+                    await self._heartbeat()
+                    if beats % _BEATS_BETWEEN_PRUNES == 0:
+                        await prune(self._link, STORES)
+                elif self._written is not None and not self._link.is_away:
+                    await self._flush()
+            except Unavailable:
+                # Whether the last write arrived is unknown.
+                self._written = None
+            await self._wait(next_beat)
+
+    async def _wait(self, until: float) -> None:
+        await asyncio.sleep(_GATHER_SECONDS)
+        if self._written is not None and self._pending:
+            return
+        self._news.clear()
+        try:
+            async with asyncio.timeout(max(0.0, until - self._clock())):
+                await self._news.wait()
+                if self._written is None:  # nothing to add to: the heartbeat writes it all
+                    await asyncio.Event().wait()
+        except TimeoutError:
+            pass
+
+    async def withdraw(self) -> None:
+        """The store stops: take everything out, if Redis is there."""
+
+        async def remove(redis: Redis) -> Any:
+            async with redis.pipeline(transaction=True) as pipe:
+                add_withdrawal(pipe, STORES, self._instance_id)
+                pipe.delete(self._key)
+                return await pipe.execute()
+
+        try:
+            await self._link.run(remove, is_heartbeat=True)
+        except Unavailable as error:
+            _log.info("the entries in Redis are left to expire: %s", error.message)
+
+    async def _heartbeat(self) -> None:
+        """Say that the store lives; look whether the catalog is still what was written."""
+        written = self._written
+        if written is None or self._overflowed:
+            await self._rebuild()
+            return
+
+        async def beat(redis: Redis) -> Any:
+            async with redis.pipeline(transaction=True) as pipe:
+                pipe.hget(self._key, REVISION_FIELD)
+                pipe.hlen(self._key)
+                pipe.pexpire(self._key, LIFETIME_MILLISECONDS)
+                add_announcement(pipe, STORES, self._entry(written))
+                return await pipe.execute(raise_on_error=False)
+
+        revision, field_count, *_ = await self._link.run(beat, is_heartbeat=True)
+        if (revision, field_count) != (written.revision, written.field_count):
+            _log.info("the catalog in Redis is not what was written: writing it anew")
+            await self._rebuild()
+        else:
+            await self._flush()
+
+    async def _flush(self) -> None:
+        """Write what changed since the last write."""
+        while self._pending and self._written is not None and not self._overflowed:
+            written = self._written
+            batch = dict(islice(self._pending.items(), _BATCH))
+            for key in batch:
+                del self._pending[key]
+            sealed: _Fields = {key: generation for key, generation in batch.items() if generation}
+            evicted = [key for key, generation in batch.items() if not generation]
+            revision = self._next_revision()
+            before, added, removed = await self._link.run(
+                self._batch_write(sealed, evicted, revision)
+            )
+            if before != written.revision:
+                # It went onto a hash that is not ours, perhaps an empty one.
+                await self._rebuild()
+                return
+            self._written = _Written(revision, written.field_count + added - removed)
+
+    def _batch_write(
+        self, sealed: _Fields, evicted: Sequence[bytes], revision: bytes
+    ) -> Callable[[Redis], Any]:
+        async def write(redis: Redis) -> tuple[Any, int, int]:
+            async with redis.pipeline(transaction=True) as pipe:
+                pipe.hget(self._key, REVISION_FIELD)
+                pipe.hset(self._key, mapping=sealed | {REVISION_FIELD: revision})
+                if evicted:
+                    pipe.hdel(self._key, *evicted)
+                pipe.pexpire(self._key, LIFETIME_MILLISECONDS)
+                answers = await pipe.execute(raise_on_error=False)
+            before, added = answers[0], answers[1]
+            removed = answers[2] if evicted else 0
+            if not isinstance(added, int) or not isinstance(removed, int):
+                return None, 0, 0  # somebody else's key in our place
+            return before, added, removed
+
+        return write
+
+    async def _rebuild(self) -> None:
+        """Write everything beside the old hash, then put it in the old one's place."""
+        self._written = None
+        self._pending.clear()
+        self._overflowed = False
+        chunk_tokens = self._pool.layout.chunk_tokens
+        generations = {
+            entry.key: entry.generation
+            for entry in self._pool.chunks().values()
+            if entry.token_count == chunk_tokens
+        }
+        revision = self._next_revision()
+        fresh = f"{self._key}:new"
+        await self._link.run(lambda redis: redis.delete(fresh), is_heartbeat=True)
+        fields: list[tuple[bytes, bytes | int]] = [(REVISION_FIELD, revision)]
+        fields += generations.items()
+        for start in range(0, len(fields), _BATCH):
+            part: _Fields = dict(fields[start : start + _BATCH])
+            await self._link.run(_hash_write(fresh, part), is_heartbeat=True)
+        written = _Written(revision, len(fields))
+
+        async def replace(redis: Redis) -> Any:
+            async with redis.pipeline(transaction=True) as pipe:
+                pipe.rename(fresh, self._key)
+                pipe.pexpire(self._key, LIFETIME_MILLISECONDS)
+                add_announcement(pipe, STORES, self._entry(written))
+                return await pipe.execute(raise_on_error=False)
+
+        renamed, *_ = await self._link.run(replace, is_heartbeat=True)
+        if isinstance(renamed, Exception):
+            return  # flushed in between: the next heartbeat tries again
+        self.rebuild_count += 1
+        self._written = written
+        _log.info("wrote a catalog of %d chunks to Redis", len(generations))
+
+    def _next_revision(self) -> bytes:
+        self._writes += 1
+        return f"{self._life}:{self._writes}".encode()
+
+    def _entry(self, written: _Written) -> StoreEntry:
+        return StoreEntry(
+            instance_id=self._instance_id,
+            epoch=self._epoch,
+            address=self._address,
+            layout_hash=self._pool.layout.layout_hash,
+            slot_count=self._pool.arena.slot_count,
+            chunk_count=written.field_count - 1,
+            revision=written.revision.decode(),
+        )
+
+
+def _hash_write(key: str, fields: _Fields) -> Callable[[Redis], Any]:
+    async def write(redis: Redis) -> Any:
+        async with redis.pipeline(transaction=True) as pipe:
+            pipe.hset(key, mapping=fields)
+            # Should we die in the middle of it.
+            pipe.pexpire(key, 10 * LIFETIME_MILLISECONDS)
+            return await pipe.execute()
+
+    return write

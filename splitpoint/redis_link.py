@@ -1,0 +1,271 @@
+"""The one way to talk to Redis: bounded in time, behind a breaker, never the only copy.
+
+Knows no key. Whatever goes wrong is one error, `Unavailable` with the reason
+REDIS_AWAY, and the caller goes on without: all that lies in Redis is a hint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import ssl
+import stat
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from redis.asyncio import ConnectionPool, Redis, SSLConnection, UnixDomainSocketConnection
+from redis.asyncio.connection import Connection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from splitpoint.breaker import Breaker, State
+from splitpoint.errors import InvalidArgument, PermissionDenied, Unavailable
+
+_log = logging.getLogger(__name__)
+
+OPERATION_SECONDS = 0.25
+# Heartbeats and a burst of requests; more wait for a connection within their own limit.
+_MOST_CONNECTIONS = 16
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RedisOptions:
+    """Where Redis is and who we are there. The password never shows in `repr` or `name`."""
+
+    # redis://host:port/db, rediss://host:port/db or unix:///path, without credentials.
+    name: str
+    host: str = ""
+    port: int = 6379
+    database: int = 0
+    socket_path: str = ""
+    tls: bool = False
+    # PEM file of who may have signed the server's certificate. None: the system's.
+    ca_file: str | None = None
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+
+
+def add_redis_arguments(parser: argparse.ArgumentParser) -> None:
+    """--redis and what belongs to it."""
+    parser.add_argument(
+        "--redis",
+        metavar="URL",
+        help="redis://, rediss:// (TLS) or unix:///path, with USER@ where there are users",
+    )
+    parser.add_argument(
+        "--redis-password-file", metavar="PATH", help="better than a password in the URL"
+    )
+    parser.add_argument("--redis-ca", metavar="PEM", help="who signs Redis's certificate")
+
+
+def add_advertise_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--advertise",
+        metavar="ADDRESS",
+        help="where other hosts reach this service, written to Redis; default: where it listens",
+    )
+
+
+def redis_options(arguments: argparse.Namespace) -> RedisOptions | None:
+    """From the parsed arguments; None without --redis. Raises InvalidArgument, PermissionDenied."""
+    if arguments.redis is None:
+        if arguments.redis_password_file or arguments.redis_ca:
+            raise InvalidArgument("a Redis password or CA needs --redis URL", field="redis")
+        return None
+    password = None
+    if arguments.redis_password_file is not None:
+        password = _read_password(Path(arguments.redis_password_file))
+    return parse_redis_url(arguments.redis, password=password, ca_file=arguments.redis_ca)
+
+
+def parse_redis_url(
+    url: str, *, password: str | None = None, ca_file: str | None = None
+) -> RedisOptions:
+    """Raises InvalidArgument, which never repeats the URL: there may be a password in it."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        raise _bad_url("it does not parse") from None
+    if parts.query or parts.fragment:
+        raise _bad_url("options behind ? or # are not understood")
+    if parts.password and password is not None:
+        raise _bad_url("there is a password in it and one in --redis-password-file")
+    secret = unquote(parts.password) if parts.password else password
+    user = unquote(parts.username) if parts.username else None
+    if ca_file is not None and parts.scheme != "rediss":
+        raise _bad_url("--redis-ca is for rediss:// only")
+    if parts.scheme == "unix":
+        if not parts.path.startswith("/"):
+            raise _bad_url("the path of a socket is absolute: unix:///run/redis.sock")
+        return RedisOptions(
+            f"unix://{parts.path}", socket_path=unquote(parts.path), user=user, password=secret
+        )
+    if parts.scheme not in ("redis", "rediss"):
+        raise _bad_url("it starts with none of redis://, rediss:// and unix://")
+    database = parts.path.strip("/") or "0"
+    if not parts.hostname or not database.isdecimal():
+        raise _bad_url("it has no host, or a database that is no number")
+    port = 6379 if port is None else port
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return RedisOptions(
+        f"{parts.scheme}://{host}:{port}/{database}",
+        host=parts.hostname,
+        port=port,
+        database=int(database),
+        tls=parts.scheme == "rediss",
+        ca_file=ca_file,
+        user=user,
+        password=secret,
+    )
+
+
+def _bad_url(why: str) -> InvalidArgument:
+    return InvalidArgument(f"--redis is no usable URL: {why}", field="redis")
+
+
+def _read_password(path: Path) -> str:
+    """The first line of a file that others cannot read."""
+    try:
+        mode = path.stat()
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument(
+            f"the Redis password file {path} cannot be read", field="redis_password_file"
+        ) from error
+    if stat.S_IMODE(mode.st_mode) & 0o077 or mode.st_uid not in (os.getuid(), 0):
+        raise PermissionDenied(f"the Redis password file {path} is open to others (needs 0600)")
+    lines = text.splitlines()
+    if not lines or not lines[0]:
+        raise InvalidArgument(
+            f"the Redis password file {path} is empty", field="redis_password_file"
+        )
+    return lines[0]
+
+
+class RedisLink:
+    """Connections to one Redis. Make it inside the event loop, `close` it at the end."""
+
+    def __init__(
+        self,
+        options: RedisOptions,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        breaker: Breaker | None = None,
+    ) -> None:
+        self.name = options.name
+        self.breaker = breaker or Breaker()
+        self._clock = clock
+        self._redis = _client(options)
+        self._places = asyncio.Semaphore(_MOST_CONNECTIONS)
+        self._is_failing = False
+
+    @property
+    def is_away(self) -> bool:
+        """Whether nobody but heartbeats is let through at the moment."""
+        return self.breaker.state is not State.CLOSED
+
+    async def run(
+        self, operation: Callable[[Redis], Awaitable[T]], *, is_heartbeat: bool = False
+    ) -> T:
+        """What the operation returns. Raises Unavailable after OPERATION_SECONDS at the latest.
+
+        Args:
+            operation: one round trip: a command, or a pipeline's `execute`.
+            is_heartbeat: of a background task: it goes through an open breaker too.
+        """
+        if not self.breaker.may_try(self._clock(), is_heartbeat=is_heartbeat):
+            raise self._away("it failed lately")
+        started = False
+        try:
+            async with asyncio.timeout(OPERATION_SECONDS), self._places:
+                started = True
+                result = await operation(self._redis)
+        except TimeoutError:
+            if not started:  # our own crowd, not Redis
+                self.breaker.gave_up(self._clock())
+                raise self._away("too many operations at a time") from None
+            raise self._failed(f"no answer within {OPERATION_SECONDS:g} s") from None
+        except (RedisError, OSError) as error:
+            raise self._failed(_words(error)) from error
+        except BaseException:
+            self.breaker.gave_up(self._clock())
+            raise
+        self.breaker.succeeded()
+        if self._is_failing:
+            self._is_failing = False
+            _log.info("Redis at %s answers again", self.name)
+        return result
+
+    async def close(self) -> None:
+        """Lets go of every connection; waits for none that hangs."""
+        try:
+            async with asyncio.timeout(OPERATION_SECONDS):
+                await self._redis.aclose()
+        except (TimeoutError, RedisError, OSError) as error:
+            _log.info("closing the connections to Redis: %s", _words(error))
+
+    def _failed(self, why: str) -> Unavailable:
+        self.breaker.failed(self._clock())
+        if not self._is_failing:  # once per outage, not per request
+            self._is_failing = True
+            _log.warning("Redis at %s is away, going on without it: %s", self.name, why)
+        return self._away(why)
+
+    def _away(self, why: str) -> Unavailable:
+        return Unavailable(f"Redis at {self.name} is away: {why}", reason="REDIS_AWAY")
+
+
+def _client(options: RedisOptions) -> Redis:
+    arguments: dict[str, Any] = {
+        "username": options.user,
+        "password": options.password,
+        "socket_timeout": OPERATION_SECONDS,
+        # One try: whoever fails goes on without, and the next heartbeat tries again.
+        "retry": Retry(NoBackoff(), 0),
+        # Plain RESP 2 without CLIENT commands: the fewer rights, the better.
+        "protocol": 2,
+        "driver_info": None,
+        "lib_name": None,
+        "lib_version": None,
+        "max_connections": 2 * _MOST_CONNECTIONS,
+    }
+    if options.socket_path:
+        arguments |= {"connection_class": UnixDomainSocketConnection, "path": options.socket_path}
+        return Redis.from_pool(ConnectionPool(**arguments))
+    arguments |= {
+        "connection_class": Connection,
+        "host": options.host,
+        "port": options.port,
+        "db": options.database,
+        "socket_connect_timeout": OPERATION_SECONDS,
+    }
+    if options.tls:
+        arguments |= {
+            "connection_class": SSLConnection,
+            "ssl_cert_reqs": "required",
+            "ssl_check_hostname": True,
+            "ssl_ca_certs": options.ca_file,
+            "ssl_min_version": ssl.TLSVersion.TLSv1_2,
+        }
+    return Redis.from_pool(ConnectionPool(**arguments))
+
+
+def _words(error: BaseException) -> str:
+    """The kind of failure. Error texts of a server may quote what was sent, so only their first
+    word (NOPERM, WRONGPASS, OOM) is repeated."""
+    if isinstance(error, RedisError):
+        first = str(error).partition(" ")[0]
+        return f"{type(error).__name__} {first}" if first.isupper() else type(error).__name__
+    if isinstance(error, OSError) and error.errno is not None:
+        return os.strerror(error.errno)
+    return type(error).__name__
