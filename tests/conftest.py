@@ -19,6 +19,8 @@ SHARED_MEMORY = Path("/dev/shm")
 
 # Helpers beside this file (tiny_models.py, ...) are imported by plain name.
 sys.path.insert(0, str(ROOT / "tests"))
+from redis_server import RedisServer  # noqa: E402
+
 # Two threads on two cores only fight when several processes test at once;
 # child processes inherit this, and torch reads it when it is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -93,6 +95,15 @@ def shm_folder() -> Iterator[Path]:
     folder.mkdir(mode=0o700)
     yield folder
     shutil.rmtree(folder)
+
+
+@pytest.fixture
+def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+    """A running Redis (Valkey) of this test alone."""
+    server = RedisServer(tmp_path)
+    server.start()
+    yield server
+    server.stop()
 
 
 @pytest.fixture

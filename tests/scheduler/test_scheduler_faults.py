@@ -427,7 +427,7 @@ async def test_foreign_and_doubled_workers_are_not_used(
         from scheduler_service.registry import WorkerConnection
 
         for address in addresses:
-            connection = WorkerConnection(address, SHAPE, running.scheduler.conductor._peeker)
+            connection = WorkerConnection(address, SHAPE, running.scheduler._peeker)
             task = asyncio.create_task(connection.run(running.scheduler.registry))
             await running.until(lambda connection=connection: connection.message != "connecting")
             assert connection.ready is None
