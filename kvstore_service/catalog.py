@@ -58,7 +58,8 @@ class CatalogPublisher:
     """One store's publisher: hook it to the pool, `run` it as a task, `withdraw` at the end.
 
     Attributes:
-        rebuild_count: how often everything was written.
+        beat_count: heartbeats so far, failed ones included.
+        rebuild_count, rebuilt_at_beat: how often everything was written, and when last.
     """
 
     def __init__(
@@ -70,7 +71,9 @@ class CatalogPublisher:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         superblock = pool.arena.superblock
+        self.beat_count = 0
         self.rebuild_count = 0
+        self.rebuilt_at_beat = 0
         self._link = link
         self._pool = pool
         self._address = address
@@ -109,15 +112,14 @@ class CatalogPublisher:
 
     async def run(self) -> None:
         """Heartbeats and batches, until cancelled. Redis away is no error."""
-        beats = 0
         next_beat = self._clock()
         while True:
             try:
                 if self._clock() >= next_beat:
                     next_beat = self._clock() + HEARTBEAT_SECONDS
-                    beats += 1
+                    self.beat_count += 1
                     await self._heartbeat()
-                    if beats % _BEATS_BETWEEN_PRUNES == 0:
+                    if self.beat_count % _BEATS_BETWEEN_PRUNES == 0:
                         await prune(self._link, STORES)
                 elif self._written is not None and not self._link.is_away:
                     await self._flush()
@@ -245,6 +247,7 @@ class CatalogPublisher:
         if isinstance(renamed, Exception):
             return  # flushed in between: the next heartbeat tries again
         self.rebuild_count += 1
+        self.rebuilt_at_beat = self.beat_count
         self._written = written
         _log.info("wrote a catalog of %d chunks to Redis", len(generations))
 

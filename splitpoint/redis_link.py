@@ -232,11 +232,7 @@ def _client(options: RedisOptions) -> Redis:
         "socket_timeout": OPERATION_SECONDS,
         # One try: whoever fails goes on without, and the next heartbeat tries again.
         "retry": Retry(NoBackoff(), 0),
-        # Plain RESP 2 without CLIENT commands: the fewer rights, the better.
         "protocol": 2,
-        "driver_info": None,
-        "lib_name": None,
-        "lib_version": None,
         "max_connections": 2 * _MOST_CONNECTIONS,
     }
     if options.socket_path:
