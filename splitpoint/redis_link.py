@@ -259,6 +259,8 @@ def _client(options: RedisOptions) -> Redis:
 def _words(error: BaseException) -> str:
     """The kind of failure. Error texts of a server may quote what was sent, so only their first
     word (NOPERM, WRONGPASS, OOM) is repeated."""
+    if isinstance(error.__cause__, RedisError):  # why it could not connect: the password
+        error = error.__cause__
     if isinstance(error, RedisError):
         first = str(error).partition(" ")[0]
         return f"{type(error).__name__} {first}" if first.isupper() else type(error).__name__
