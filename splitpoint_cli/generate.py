@@ -184,9 +184,11 @@ def _collect(generation: Generation, *, stream: bool) -> Completion:
 
 def _summary(completion: Completion) -> str:
     usage = completion.usage
+    fetched = completion.plan.fetched_tokens if completion.plan is not None else 0
     return (
         f"{usage.completion_tokens} tokens ({completion.finish_reason.value}), "
-        f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached, "
+        f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached"
+        f"{f' ({fetched} fetched from another store)' if fetched else ''}, "
         f"worker {completion.worker}, first token after {seconds_text(completion.ttft_seconds)}, "
         f"{seconds_text(completion.seconds)} in all, seed {completion.seed}"
     )
@@ -217,4 +219,5 @@ def plan_json(plan: Plan) -> dict[str, object]:
         "split_tokens": plan.split_tokens,
         "method": plan.method.value,
         "reason": plan.reason,
+        "fetched_tokens": plan.fetched_tokens,
     }

@@ -19,6 +19,7 @@ from scheduler_doubles import (
     WorkerDouble,
     answer,
     ids_request,
+    stack,
 )
 
 from scheduler_service.limits import Limits
@@ -170,8 +171,6 @@ async def test_a_worker_that_is_named_is_not_found_a_second_time(
 
 async def test_the_better_store_of_another_worker_is_named_as_a_source() -> None:
     """Without Redis: the stores that workers named are the catalog."""
-    from scheduler_doubles import stack
-
     empty, full = StoreDouble(0), StoreDouble(64)
     here, there = await empty.start(), await full.start()
     poor = WorkerDouble("0", kvstore_address=here, capacity_pages=64)
@@ -183,13 +182,13 @@ async def test_the_better_store_of_another_worker_is_named_as_a_source() -> None
         assert not rich.admits[0].source_store_address
         result = await running.generate(ids_request(prompt, 4, worker_id="0"))
         command = poor.admits[0]
-        plan = command.plan
-        if plan.fetched_tokens:
-            assert (command.source_store_address, command.source_cached_tokens) == (there, 64)
-            assert "fetching 64 tokens" in plan.reason
-        else:
-            assert command.source_store_address == ""
-            assert "not fetched: fetching 64 tokens" in plan.reason
+        assert (command.source_store_address, command.source_cached_tokens) == (there, 64)
+        assert (command.plan.fetched_tokens, command.plan.cached_tokens) == (64, 64)
+        assert f"fetching 64 tokens from {there} at 1 GB/s (assumed)" in command.plan.reason
+        assert command.plan.predicted_ttft_seconds > command.plan.predicted_fetch_seconds > 0
+        # The double fetched nothing, and says so.
+        assert result.done.plan.fetched_tokens == 0
+        assert "fetched nothing" in result.done.plan.reason
         assert result.token_ids == answer(prompt, 4)
     await empty.stop()
     await full.stop()
