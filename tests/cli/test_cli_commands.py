@@ -115,6 +115,7 @@ def test_generate_json_has_exactly_these_fields(script: Script) -> None:
             "split_tokens": 0,
             "method": "load",
             "reason": "split 0: because this is a test",
+            "fetched_tokens": 0,
         },
         "ttft_seconds": 0.25,
         "seconds": 0.5,
