@@ -186,6 +186,7 @@ class RedisLink:
         if not self.breaker.may_try(self._clock(), is_heartbeat=is_heartbeat):
             raise self._away("it failed lately")
         started = False
+        task = asyncio.current_task()
         try:
             async with asyncio.timeout(OPERATION_SECONDS), self._places:
                 started = True
@@ -200,6 +201,11 @@ class RedisLink:
         except BaseException:
             self.breaker.gave_up(self._clock())
             raise
+        finally:
+            # A cancellation that meets the client's own time limits can get lost in
+            # them; whoever cancelled us would wait for ever.
+            if task is not None and task.cancelling():
+                raise asyncio.CancelledError
         self.breaker.succeeded()
         if self._is_failing:
             self._is_failing = False
@@ -229,7 +235,9 @@ def _client(options: RedisOptions) -> Redis:
     arguments: dict[str, Any] = {
         "username": options.user,
         "password": options.password,
-        "socket_timeout": OPERATION_SECONDS,
+        # `run` bounds the whole operation. Limits of the client's own that end at the
+        # same moment would leave a stray cancellation behind in the caller's task.
+        "socket_timeout": None,
         # One try: whoever fails goes on without, and the next heartbeat tries again.
         "retry": Retry(NoBackoff(), 0),
         "protocol": 2,
@@ -243,7 +251,7 @@ def _client(options: RedisOptions) -> Redis:
         "host": options.host,
         "port": options.port,
         "db": options.database,
-        "socket_connect_timeout": OPERATION_SECONDS,
+        "socket_connect_timeout": None,
     }
     if options.tls:
         arguments |= {
