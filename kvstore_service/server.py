@@ -16,9 +16,10 @@ from google.protobuf.duration_pb2 import Duration
 
 from kvstore_service import validation
 from kvstore_service.chunk_pool import GrantedRun, Preparation
+from kvstore_service.encoding import handle_of, sealed_chunks
 from kvstore_service.eviction import DEFAULT_POLICY
 from kvstore_service.once import Call, OnceTable, Response
-from kvstore_service.prefix_index import Entry
+from kvstore_service.remote import RemoteStreams
 from kvstore_service.room_keeper import RoomKeeper
 from kvstore_service.store import KvStore, Matched, SealOutcome, WrittenChunk
 from kvstore_service.upkeep import Upkeep
@@ -26,7 +27,7 @@ from splitpoint.arena_records import SlotState
 from splitpoint.convert import layout_to_proto
 from splitpoint.errors import FailedPrecondition, InvalidArgument, Unavailable
 from splitpoint.v1 import kvstore_pb2 as pb
-from splitpoint.v1 import kvstore_pb2_grpc, types_pb2
+from splitpoint.v1 import kvstore_pb2_grpc
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["KvStoreService"].full_name
 _THREADS = 2
@@ -55,6 +56,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         self.upkeep = Upkeep(store, self._threads)
         self._once = OnceTable()
         self._stopping = asyncio.Event()
+        self._remote = RemoteStreams(store, self.upkeep, self._once, self._threads, self._stopping)
 
     def stop(self) -> None:
         """End the KeepAlive streams: they would outlast any grace period."""
@@ -84,7 +86,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         arena = self.store.arena
         return pb.AttachResponse(
             session_id=session.session_id,
-            arena_path=str(arena.path),
+            arena_path="" if session.is_remote else str(arena.path),
             arena_size_bytes=arena.size_bytes,
             instance_id=arena.superblock.instance_id,
             epoch=self.store.epoch,
@@ -155,12 +157,16 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
     def _matched(self, found: Matched) -> pb.MatchResponse:
         return pb.MatchResponse(
             cached_tokens=found.cached_tokens,
-            chunks=[_handle(entry) for entry in found.entries],
+            chunks=[handle_of(entry) for entry in found.entries],
             chunk_keys=[entry.key for entry in found.entries],
             lease_id=found.lease_id,
             epoch=self.store.epoch,
             storable_tokens=found.storable_tokens,
         )
+
+    async def ReadChunks(self, request: pb.ReadChunksRequest, context: _Context) -> None:
+        self.upkeep.called()
+        await self._remote.read(request, context)
 
     # -- writing -------------------------------------------------------------------------
 
@@ -168,6 +174,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         validation.check_session(request.session_id, request.request_id)
         validation.check_reserve(request)
         self.upkeep.called()
+        self._check_maps(request.session_id)
         call = self._call(request, pb.ReserveResponse)
         known = await self._once.known(call)
         if known is not None:
@@ -206,6 +213,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         arena = self.store.arena
         chunks = validation.check_seal(request, arena.slot_count, arena.layout.chunk_tokens)
         self.upkeep.called()
+        self._check_maps(request.session_id)
         call = self._call(request, pb.SealResponse)
         known = await self._once.known(call)
         if known is not None:
@@ -233,17 +241,21 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
 
     def _sealed(self, outcome: SealOutcome) -> pb.SealResponse:
         return pb.SealResponse(
-            chunks=[
-                pb.SealedChunk(
-                    handle=_handle(chunk.entry),
-                    key=chunk.entry.key,
-                    duplicate=chunk.is_duplicate,
-                )
-                for chunk in outcome.chunks
-            ],
-            lease_id=outcome.lease_id,
-            epoch=self.store.epoch,
+            chunks=sealed_chunks(outcome), lease_id=outcome.lease_id, epoch=self.store.epoch
         )
+
+    async def WriteChunks(
+        self, requests: AsyncIterator[pb.WriteChunksRequest], context: _Context
+    ) -> pb.WriteChunksResponse:
+        self.upkeep.called()
+        return await self._remote.write(requests)
+
+    def _check_maps(self, session_id: bytes) -> None:
+        """Reserve and Seal suppose a writer that has the arena mapped."""
+        if self.store.sessions.live(session_id).is_remote:
+            raise FailedPrecondition(
+                "a remote session writes with WriteChunks", reason="REMOTE_SESSION"
+            )
 
     async def Release(self, request: pb.ReleaseRequest, context: _Context) -> pb.ReleaseResponse:
         validation.check_session(request.session_id, request.request_id)
@@ -307,6 +319,8 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             evicted_by_use_count=store.evictions.by_use_count,
             evicted_age_seconds_sum=store.evictions.age_seconds_sum,
             memory_description=self.memory_description,
+            remote_read_bytes=counters.remote_read_bytes,
+            remote_written_bytes=counters.remote_written_bytes,
             integrity_violations=(
                 self.upkeep.check_integrity() if request.check_integrity else self.upkeep.violations
             ),
@@ -348,15 +362,6 @@ class _Messages:
             task.cancel()
         # All of them: one may have failed since, and nobody else would look.
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _handle(entry: Entry) -> types_pb2.SlotHandle:
-    return types_pb2.SlotHandle(
-        slot=entry.slot,
-        generation=entry.generation,
-        token_count=entry.token_count,
-        checksum=entry.checksum,
-    )
 
 
 def _duration(seconds: float) -> Duration:

@@ -8,6 +8,7 @@ arena is the store's business.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -36,6 +37,10 @@ class ProcessIdentity:
 
     process_id: int
     start_ticks: int
+
+
+# Stands for a client on another host, which maps nothing.
+REMOTE = ProcessIdentity(0, 0)
 
 
 class AnswerBook:
@@ -79,7 +84,10 @@ def _size(answer: Answer) -> int:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One client. `granted` are its unsealed slots with their generations."""
+    """One client. `granted` are its unsealed slots with their generations.
+
+    `ended` is set when the session is forgotten.
+    """
 
     session_id: bytes
     client_name: str
@@ -90,6 +98,12 @@ class Session:
     granted: dict[int, int] = field(default_factory=dict)
     lease_ids: set[int] = field(default_factory=set)
     answers: AnswerBook = field(default_factory=AnswerBook)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether its client maps nothing: only the store touches slots for it."""
+        return self.process == REMOTE
 
     @property
     def holds_nothing(self) -> bool:
@@ -178,3 +192,4 @@ class SessionTable:
 
     def remove(self, session: Session) -> None:
         del self._sessions[session.session_id]
+        session.ended.set()

@@ -86,6 +86,8 @@ class Counters:
     hit_tokens: int = 0
     duplicates: int = 0
     checksum_failures: int = 0
+    remote_read_bytes: int = 0
+    remote_written_bytes: int = 0
 
 
 class KvStore:
@@ -201,20 +203,24 @@ class KvStore:
         """A session that may use the arena.
 
         Its holder must be provably there, or nobody could tell later that it is gone.
+        A remote one touches nothing itself, so its session's end is proof enough.
         """
         session = self.sessions.live(session_id)
-        if not self._is_present(session_id):
+        if not session.is_remote and not self._is_present(session_id):
             raise FailedPrecondition(
                 "the session's presence lock on the arena file is not held", reason="NOT_PRESENT"
             )
         return session
 
     def _orphan(self, session: Session) -> None:
-        """Its holder may still read and write, so nothing of it is used again yet."""
+        """Its holder may still read and write, so nothing of it is used again yet.
+
+        A remote one cannot: what it held is free at once.
+        """
         session.is_orphaned = True
         for slot in session.granted:
             self.pool.quarantine(slot)
-        if session.holds_nothing:
+        if session.is_remote or session.holds_nothing:
             self._clear(session)
 
     def _clear(self, session: Session) -> None:
@@ -264,6 +270,43 @@ class KvStore:
             return None
         size = self.arena.layout.chunk_tokens
         return (-(-len(token_ids) // size) - len(missing) + admitted) * size
+
+    def leased_chunk(self, session_id: bytes, slot: int, generation: int) -> Entry:
+        """The sealed chunk in a slot. Raises FailedPrecondition unless the session leased it."""
+        session = self.sessions.live(session_id)
+        entry = self.pool.chunks().get(slot)
+        if entry is None or entry.generation != generation:
+            raise FailedPrecondition(
+                f"slot {slot} holds no sealed chunk of generation {generation}",
+                reason="CHUNK_LOST",
+            )
+        leases = (self.pool.leases.get(lease_id) for lease_id in session.lease_ids)
+        if not any(lease is not None and slot in lease.slots for lease in leases):
+            raise FailedPrecondition(
+                f"slot {slot} is not under a lease of this session", reason="NOT_LEASED"
+            )
+        return entry
+
+    def found_damaged(self, session_id: bytes, entry: Entry) -> None:
+        """A leased chunk's payload differs from its checksum.
+
+        The session's leases of it end. Unless somebody else leases it, or a chunk
+        below it, all these are gone.
+        """
+        session = self.sessions.find(session_id)
+        if not self.pool.holds(entry):
+            return
+        self.counters.checksum_failures += 1
+        for lease_id in list(session.lease_ids) if session is not None else []:
+            lease = self.pool.leases.get(lease_id)
+            if session is not None and lease is not None and entry.slot in lease.slots:
+                self._release_lease(session, lease_id)
+        below = self.pool.index.subtree(entry.key)
+        if not any(self.pool.leases.is_leased(child.slot) for child in below):
+            lost = self.pool.discard(entry)
+            _log.error(
+                "slot %d is damaged: it and %d chunks below it are gone", entry.slot, lost - 1
+            )
 
     # -- adopted chunks ------------------------------------------------------------------
 
@@ -445,12 +488,21 @@ class KvStore:
         lease_count = sum(self._release_lease(session, lease_id) for lease_id in lease_ids)
         slot_count = 0
         for slot, generation in slots:
-            if session.granted.get(slot) == generation:
+            # What a remote session is granted, its WriteChunks are filling: only
+            # they know when a slot is out of use.
+            if session.granted.get(slot) == generation and not session.is_remote:
                 self._free(session, slot)
                 slot_count += 1
         if session.is_orphaned and session.holds_nothing:
             self._clear(session)
         return Released(lease_count, slot_count)
+
+    def give_up_writing(self, session_id: bytes, slots: Iterable[tuple[int, int]]) -> None:
+        """Free granted slots that are not to be sealed; those that are gone are passed over."""
+        session = self.sessions.find(session_id)
+        for slot, generation in slots:
+            if session is not None and session.granted.get(slot) == generation:
+                self._free(session, slot)
 
     def _free(self, session: Session, slot: int) -> None:
         del session.granted[slot]

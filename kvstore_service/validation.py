@@ -18,11 +18,17 @@ from splitpoint.v1 import types_pb2
 
 NAME_LIMIT = 64
 REQUEST_ID_LIMIT = 64
+# Of one ReadChunks or WriteChunks.
+STREAM_CHUNK_LIMIT = 4096
 
 
 def check_attach(request: pb.AttachRequest) -> ProcessIdentity:
     _check_length(request.client_name.encode(), 1, NAME_LIMIT, "client_name")
-    if request.process_id < 1:
+    if request.is_remote:
+        for field in ("process_id", "process_start_ticks"):
+            if getattr(request, field):
+                raise InvalidArgument(f"{field} of a remote caller is 0", field=field)
+    elif request.process_id < 1:
         raise InvalidArgument("process_id must be at least 1", field="process_id")
     if request.process_start_ticks < 0:
         raise InvalidArgument(
@@ -30,7 +36,7 @@ def check_attach(request: pb.AttachRequest) -> ProcessIdentity:
         )
     _check_id(request.layout_hash, "layout_hash", may_be_empty=True)
     _check_id(request.previous_session_id, "previous_session_id", may_be_empty=True)
-    return ProcessIdentity(request.process_id, request.process_start_ticks)
+    return ProcessIdentity(request.process_id, request.process_start_ticks)  # or REMOTE
 
 
 def check_session(session_id: bytes, request_id: bytes) -> None:
@@ -70,27 +76,61 @@ def check_seal(request: pb.SealRequest, slot_count: int, chunk_tokens: int) -> l
         if chunk.slot in seen:
             raise InvalidArgument(f"slot {chunk.slot} is named twice", field=f"{path}.slot")
         seen.add(chunk.slot)
-        if len(chunk.parent_key) not in (0, KEY_BYTES):
-            raise InvalidArgument(
-                f"a key has {KEY_BYTES} bytes, or none for a first chunk",
-                field=f"{path}.parent_key",
-            )
-        if len(chunk.token_ids) > chunk_tokens:
-            raise InvalidArgument(
-                f"{len(chunk.token_ids)} tokens; a chunk holds {chunk_tokens}",
-                field=f"{path}.token_ids",
-            )
-        _check_tokens(chunk.token_ids, f"{path}.token_ids")
-        chunks.append(
-            WrittenChunk(
-                slot=chunk.slot,
-                generation=chunk.generation,
-                parent_key=chunk.parent_key,
-                token_ids=tuple(chunk.token_ids),
-                checksum=chunk.checksum,
-            )
-        )
+        chunks.append(_check_chunk(chunk, chunk_tokens, path))
     return chunks
+
+
+def check_read(request: pb.ReadChunksRequest, slot_count: int) -> list[tuple[int, int]]:
+    """The slots to read with their generations."""
+    check_session_id(request.session_id)
+    _check_chunk_count(len(request.chunks))
+    for index, handle in enumerate(request.chunks):
+        _check_slot(handle.slot, handle.generation, slot_count, f"chunks[{index}]")
+    return [(handle.slot, handle.generation) for handle in request.chunks]
+
+
+def check_write(header: pb.WriteChunksHeader, chunk_tokens: int) -> list[WrittenChunk]:
+    """The chunks to store, which have no slots yet."""
+    check_session(header.session_id, header.request_id)
+    _check_length(header.tenant_salt, 0, SALT_LIMIT, "header.tenant_salt")
+    _check_not_negative([header.lease_id], "header.lease_id")
+    _check_chunk_count(len(header.chunks))
+    chunks = []
+    for index, chunk in enumerate(header.chunks):
+        path = f"header.chunks[{index}]"
+        for field in ("slot", "generation"):
+            if getattr(chunk, field):
+                raise InvalidArgument("the store chooses the slots", field=f"{path}.{field}")
+        chunks.append(_check_chunk(chunk, chunk_tokens, path))
+    return chunks
+
+
+def _check_chunk_count(count: int) -> None:
+    if not 1 <= count <= STREAM_CHUNK_LIMIT:
+        raise InvalidArgument(
+            f"{count} chunks; 1 to {STREAM_CHUNK_LIMIT} are allowed", field="chunks"
+        )
+
+
+def _check_chunk(chunk: pb.SealChunk, chunk_tokens: int, path: str) -> WrittenChunk:
+    if len(chunk.parent_key) not in (0, KEY_BYTES):
+        raise InvalidArgument(
+            f"a key has {KEY_BYTES} bytes, or none for a first chunk",
+            field=f"{path}.parent_key",
+        )
+    if len(chunk.token_ids) > chunk_tokens:
+        raise InvalidArgument(
+            f"{len(chunk.token_ids)} tokens; a chunk holds {chunk_tokens}",
+            field=f"{path}.token_ids",
+        )
+    _check_tokens(chunk.token_ids, f"{path}.token_ids")
+    return WrittenChunk(
+        slot=chunk.slot,
+        generation=chunk.generation,
+        parent_key=chunk.parent_key,
+        token_ids=tuple(chunk.token_ids),
+        checksum=chunk.checksum,
+    )
 
 
 def check_release(request: pb.ReleaseRequest, slot_count: int) -> list[tuple[int, int]]:
