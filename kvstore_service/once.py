@@ -71,9 +71,6 @@ class OnceTable:
         answer: Response = await asyncio.shield(running[1])
         return answer
 
-    def is_running(self, call: Call[Any]) -> bool:
-        return call.name in self._running
-
     def answered(self, call: Call[Response], response: Response) -> Response:
         """Remember what a new call was answered."""
         call.answers.remember(call.name[1], call.digest, response.SerializeToString())

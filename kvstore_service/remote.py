@@ -10,7 +10,7 @@ them, nothing is touching its slots, and they are free at once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -42,6 +42,8 @@ STREAM_LIMIT = 8
 # How long a stream waits for its turn, and for its peer to take or send one piece.
 TURN_SECONDS = 10.0
 PIECE_SECONDS = 30.0
+# For the piece under way when a stream fails.
+LAST_PIECE_SECONDS = 2.0
 
 Result = TypeVar("Result")
 
@@ -100,9 +102,8 @@ class RemoteStreams:
                 if writing is not None:
                     await self._until_end(session, writing)
             finally:
-                if writing is not None and not writing.done():
-                    writing.cancel()
-                    await asyncio.gather(writing, return_exceptions=True)
+                if writing is not None:
+                    await _settled(writing)
 
     async def _piece(
         self, entry: Entry, index: int, offset: int, size: int, digest: xxhash.xxh3_64
@@ -148,26 +149,22 @@ class RemoteStreams:
             return known
         async with self._turn():
             granted = await self._reserve(header, len(chunks))
+            is_sealing = False
             try:
                 await self._fill(session, parts, [slot for slot, _ in granted])
+                # The same stream, sent again meanwhile, may have been quicker.
+                known = await self._once.known(call)
+                if known is not None:
+                    return known
                 written = [
                     replace(chunk, slot=slot, generation=generation)
                     for chunk, (slot, generation) in zip(chunks, granted, strict=True)
                 ]
-                # The same stream, sent again meanwhile, may have been quicker.
-                known = await self._once.known(call)
-                if known is None:
-                    known = await self._once.run(
-                        call, self._seal(header, written), keep_errors=True
-                    )
-                    return known
-            except BaseException:
-                # Unless its seal is under way, which then sees to it itself.
-                if not self._once.is_running(call):
+                is_sealing = True  # which sees to the slots itself, and outlives the caller
+                return await self._once.run(call, self._seal(header, written), keep_errors=True)
+            finally:
+                if not is_sealing:
                     self._store.give_up_writing(session.session_id, granted)
-                raise
-            self._store.give_up_writing(session.session_id, granted)
-            return known
 
     async def _reserve(self, header: pb.WriteChunksHeader, count: int) -> list[tuple[int, int]]:
         """Slots for the chunks with their generations. Raises ResourceExhausted."""
@@ -193,7 +190,7 @@ class RemoteStreams:
         """Take the pieces in order, straight into the slots."""
         expected = self._payload.size_bytes
         index = offset = 0
-        while (part := await self._until_end(session, _next(parts))) is not None:
+        while (part := await self._next(session, parts)) is not None:
             if part.WhichOneof("part") != "piece":
                 raise InvalidArgument("a piece must follow", field="piece")
             piece = part.piece
@@ -227,7 +224,7 @@ class RemoteStreams:
     ) -> None:
         """Take what a repeated stream sends, and no more than it announced."""
         left = chunk_count * self._payload.size_bytes
-        while left > 0 and (part := await self._until_end(session, _next(parts))) is not None:
+        while left > 0 and (part := await self._next(session, parts)) is not None:
             left -= max(1, len(part.piece.data))
 
     async def _seal(
@@ -253,6 +250,16 @@ class RemoteStreams:
         return pb.WriteChunksResponse(
             chunks=sealed_chunks(outcome), lease_id=outcome.lease_id, epoch=self._store.epoch
         )
+
+    async def _next(
+        self, session: Session, parts: AsyncIterator[pb.WriteChunksRequest]
+    ) -> pb.WriteChunksRequest | None:
+        task = asyncio.ensure_future(_anext(parts))
+        try:
+            return await self._until_end(session, task)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     # -- both ----------------------------------------------------------------------------
 
@@ -280,11 +287,8 @@ class RemoteStreams:
         finally:
             self._turns.release()
 
-    async def _until_end(
-        self, session: Session, work: asyncio.Task[Result] | Coroutine[Any, Any, Result]
-    ) -> Result:
+    async def _until_end(self, session: Session, task: asyncio.Task[Result]) -> Result:
         """What the peer does next, unless it takes too long or its session or the store ends."""
-        task = asyncio.ensure_future(work)
         ends = [asyncio.ensure_future(e.wait()) for e in (session.ended, self._stopping)]
         try:
             await asyncio.wait(
@@ -293,9 +297,8 @@ class RemoteStreams:
             if task.done():
                 return task.result()
         finally:
-            for pending in (task, *ends):
-                pending.cancel()
-            await asyncio.gather(task, *ends, return_exceptions=True)
+            for end in ends:
+                end.cancel()
         if self._stopping.is_set():
             raise Unavailable("the store is stopping", reason="STOPPING")
         if session.ended.is_set():
@@ -303,8 +306,21 @@ class RemoteStreams:
         raise DeadlineExceeded(f"no piece moved for {PIECE_SECONDS:g} s", reason="STALLED")
 
 
-async def _next(parts: AsyncIterator[pb.WriteChunksRequest]) -> pb.WriteChunksRequest | None:
+async def _anext(parts: AsyncIterator[pb.WriteChunksRequest]) -> pb.WriteChunksRequest | None:
     return await anext(parts, None)
+
+
+async def _settled(writing: asyncio.Task[None]) -> None:
+    """Return once gRPC would take a status: not while a message is on its way.
+
+    A reader that takes nothing is not told why; its call just ends.
+    """
+    await asyncio.wait({writing}, timeout=LAST_PIECE_SECONDS)
+    if not writing.done():
+        writing.cancel()
+        raise asyncio.CancelledError
+    if not writing.cancelled():
+        writing.exception()  # of a peer that went away
 
 
 def _places(chunks: Iterable[WrittenChunk]) -> list[tuple[int, int]]:
