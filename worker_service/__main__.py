@@ -51,6 +51,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--worker-id", default="0", metavar="ID")
     parser.add_argument("--model", required=True, type=Path, metavar="DIR")
     parser.add_argument("--kvstore", metavar="ADDRESS", help="without one: no prefix reuse")
+    parser.add_argument(
+        "--kvstore-remote", action="store_true", help="the store is on another host"
+    )
+    parser.add_argument(
+        "--mirror-memory",
+        metavar="SIZE",
+        help="host memory for chunks of a remote store; the sequences that run at once must fit",
+    )
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto")
     parser.add_argument("--dtype", default="auto", choices=["auto", *(t.value for t in DataType)])
     parser.add_argument("--device-memory", metavar="SIZE", help="weights and cache together")
@@ -76,6 +84,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def options_from(arguments: argparse.Namespace, identity: Identity) -> WorkerOptions:
     memory, pin = arguments.device_memory, arguments.pin_limit
+    mirror = arguments.mirror_memory
     return WorkerOptions(
         worker_id=arguments.worker_id,
         model_folder=arguments.model,
@@ -89,6 +98,8 @@ def options_from(arguments: argparse.Namespace, identity: Identity) -> WorkerOpt
         chunk_tokens=arguments.chunk_tokens,
         pin_limit_bytes=None if pin is None else parse_size(pin, field="pin-limit"),
         identity=identity,
+        kvstore_is_remote=arguments.kvstore_remote,
+        mirror_memory_bytes=None if mirror is None else parse_size(mirror, field="mirror-memory"),
     )
 
 

@@ -106,6 +106,9 @@ class RestoreEvent:
     split_tokens: int
     method: RestoreMethod
     seconds: float
+    # From another host's store, before.
+    fetched_tokens: int = 0
+    fetch_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

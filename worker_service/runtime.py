@@ -10,13 +10,14 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from splitpoint.errors import Internal, SplitpointError, Unavailable
 from splitpoint.planner import Residency
 from worker_service.engine import Engine
+from worker_service.fetch import Fetched, Fetcher
 from worker_service.messages import (
     Admit,
     Call,
@@ -25,6 +26,7 @@ from worker_service.messages import (
     FinishEvent,
     Lookup,
     Matched,
+    RestoreEvent,
     SetPaused,
     StepOutput,
     Stop,
@@ -68,8 +70,15 @@ class Runtime:
         self._idle.set()
         self._loop = asyncio.get_running_loop()
         self.write_back = WriteBack(store, engine.cache, engine.post) if store is not None else None
-        if store is not None and self.write_back is not None:
-            store.quiesce = self.write_back.quiesce
+        self.fetcher: Fetcher | None = None
+        # Told when the rate of fetching from some store was measured.
+        self.rates_changed: Callable[[Mapping[str, float]], None] | None = None
+        # Fetches under way, and what the finished ones brought until it is reported.
+        self._fetches: dict[SequenceKey, asyncio.Task[Fetched]] = {}
+        self._fetched: dict[SequenceKey, Fetched] = {}
+        if store is not None:
+            self.fetcher = Fetcher(store, engine.cache.layout, self._on_rates)
+            store.quiesce = self._quiesce
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.failed = asyncio.Event()
 
@@ -82,6 +91,8 @@ class Runtime:
             await asyncio.wait(self._lookups.values())
         if self.write_back is not None:
             await self.write_back.close()
+        if self.fetcher is not None:
+            await self.fetcher.close()
         self.engine.post(Stop())
         await asyncio.to_thread(self._thread.join)
         if self.store is not None:
@@ -122,6 +133,9 @@ class Runtime:
 
     def cancel(self, key: SequenceKey) -> None:
         """Stop a request; its FinishEvent follows. Unknown keys are ignored."""
+        fetch = self._fetches.get(key)
+        if fetch is not None:
+            fetch.cancel()
         self._post_after_lookup(key, Cancel(key))
 
     def cancel_all(self) -> None:
@@ -205,8 +219,11 @@ class Runtime:
                 self.write_back.flush(key)
         for lookup in output.lookups:
             self._track(lookup.key, self._look_up_again(lookup))
+        if self._fetched:
+            output.restores = [self._with_fetch(event) for event in output.restores]
         for event in output.finishes:
             self.live.discard(event.key)
+            self._fetched.pop(event.key, None)
         if not self.live:
             self._idle.set()
         if output.tokens or output.finishes or output.restores:
@@ -222,6 +239,7 @@ class Runtime:
     async def _look_up_and_admit(self, admission: Admission) -> None:
         tokens = [*admission.prompt, *admission.delivered]
         streamed = admission.residency is Residency.STREAMED
+        await self._fetch(admission, tokens)
         match = await self._match(admission.key, admission.salt, tokens, streamed=streamed)
         if match is None and streamed:
             error = Unavailable(
@@ -232,6 +250,38 @@ class Runtime:
             self._on_output(StepOutput(finishes=[FinishEvent(admission.key, error=error)]))
             return
         self.engine.post(Admit(admission, match))
+
+    async def _fetch(self, admission: Admission, tokens: list[int]) -> None:
+        """Bring what another host's store has more of into the own one."""
+        source, key = admission.source, admission.key
+        if source is None or self.fetcher is None or self.store is None:
+            return
+        if source.address == self.store.address:
+            return
+        # A task of its own, so that a request that is cancelled need not wait for it.
+        work = self.fetcher.fetch(key[0], source, admission.salt, tokens)
+        task = self._fetches[key] = asyncio.create_task(work, name=f"fetch {key[0]}")
+        await asyncio.wait({task})
+        del self._fetches[key]
+        if not task.cancelled():
+            self._fetched[key] = task.result()
+
+    def _with_fetch(self, event: RestoreEvent) -> RestoreEvent:
+        fetched = self._fetched.pop(event.key, None)
+        if fetched is None:
+            return event
+        return replace(event, fetched_tokens=fetched.tokens, fetch_seconds=fetched.seconds)
+
+    def _on_rates(self, rates: Mapping[str, float]) -> None:
+        if self.rates_changed is not None:
+            self.rates_changed(rates)
+
+    async def _quiesce(self) -> None:
+        """Return once nothing writes into the store's slots any more."""
+        if self.write_back is not None:
+            await self.write_back.quiesce()
+        if self.fetcher is not None:
+            await self.fetcher.quiesce()
 
     async def _look_up_again(self, lookup: Lookup) -> None:
         match = await self._match(

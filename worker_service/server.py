@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
@@ -84,7 +84,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> pb.ProfileResponse:
         worker = self._loaded()
         if request.refresh:
-            worker.profile = await worker.runtime.call(lambda: _measure(worker))
+            measured = await worker.runtime.call(lambda: _measure(worker))
+            worker.profile = replace(
+                measured, remote_bytes_per_second=worker.profile.remote_bytes_per_second
+            )
             worker.runtime.emit(StepOutput(profile=worker.profile))
         return pb.ProfileResponse(profile=profile_to_proto(worker.profile))
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,9 +22,11 @@ from splitpoint.tls import PLAIN, Identity
 from worker_service.device_cache import TORCH_TYPES, DeviceCache
 from worker_service.engine import Engine
 from worker_service.memory import MemoryPlan, divide
+from worker_service.messages import StepOutput
 from worker_service.model.decoder import Decoder
 from worker_service.pinning import CudaRegistrar, Pinning
 from worker_service.profiler import measure
+from worker_service.remote_client import RemoteStoreClient
 from worker_service.runtime import Runtime
 from worker_service.store_client import StoreClient
 
@@ -54,8 +57,17 @@ class WorkerOptions:
     pin_limit_bytes: int | None = None
     # Who the worker is to stores.
     identity: Identity = PLAIN
+    # The store is on another host: its chunks are mirrored in that much private memory.
+    kvstore_is_remote: bool = False
+    mirror_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
+        if self.kvstore_is_remote != (self.mirror_memory_bytes is not None):
+            raise InvalidArgument(
+                "--kvstore-remote and --mirror-memory go together", field="mirror_memory"
+            )
+        if self.kvstore_is_remote and self.kvstore_address is None:
+            raise InvalidArgument("--kvstore-remote needs --kvstore", field="kvstore")
         for name in ("max_batch_size", "prefill_chunk_tokens", "chunk_tokens"):
             if getattr(self, name) < 1:
                 raise InvalidArgument(f"{name} must be at least 1", field=name)
@@ -76,6 +88,11 @@ class LoadedWorker:
     profile: Profile
     device_description: str
 
+    def remember_rates(self, rates: Mapping[str, float]) -> None:
+        """Fetches showed how fast other hosts' stores are: tell the scheduler."""
+        self.profile = replace(self.profile, remote_bytes_per_second=dict(rates))
+        self.runtime.emit(StepOutput(profile=self.profile))
+
 
 async def load_worker(options: WorkerOptions) -> LoadedWorker:
     """Everything between the command line and readiness.
@@ -95,11 +112,16 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
         if options.kvstore_address is None:
             layout = ArenaLayout.of(shape, chunk_tokens=options.chunk_tokens, has_activations=False)
         else:
-            store = StoreClient(
-                options.kvstore_address,
-                f"worker-{options.worker_id}",
-                identity=options.identity,
-            )
+            name, identity = f"worker-{options.worker_id}", options.identity
+            if options.mirror_memory_bytes is not None:
+                store = RemoteStoreClient(
+                    options.kvstore_address,
+                    name,
+                    identity=identity,
+                    mirror_bytes=options.mirror_memory_bytes,
+                )
+            else:
+                store = StoreClient(options.kvstore_address, name, identity=identity)
             on_failure.push_async_callback(store.close)
             if device.type == "cuda" and options.pin_limit_bytes != 0:
                 store.pinning = Pinning(CudaRegistrar(device), limit_bytes=options.pin_limit_bytes)
@@ -113,7 +135,7 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
         on_failure.pop_all()
     runtime = Runtime(engine, store)
     runtime.start()
-    return LoadedWorker(
+    worker = LoadedWorker(
         worker_id=options.worker_id,
         instance_id=os.urandom(16),
         model_folder=options.model_folder,
@@ -123,6 +145,8 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
         profile=profile,
         device_description=description,
     )
+    runtime.rates_changed = worker.remember_rates
+    return worker
 
 
 def choose_device(text: str) -> torch.device:

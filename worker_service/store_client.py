@@ -20,8 +20,16 @@ from typing import TypeVar
 import grpc
 
 from splitpoint.arena import Arena
+from splitpoint.arena_format import ArenaFormatError
 from splitpoint.convert import layout_from_proto
-from splitpoint.errors import DeadlineExceeded, InvalidArgument, SplitpointError, Unavailable
+from splitpoint.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    SplitpointError,
+    Unavailable,
+)
 from splitpoint.rpc import error_of, open_channel
 from splitpoint.shapes import ArenaLayout
 from splitpoint.tls import PLAIN, Identity
@@ -118,9 +126,21 @@ class StoreClient:
         return layout_from_proto(stats.layout)
 
     async def start(self, layout: ArenaLayout) -> None:
-        """Attach and keep the session alive. Raises what Attach raises."""
+        """Attach and keep the session alive.
+
+        Raises what Attach raises, and FailedPrecondition when the arena that the
+        store tells of is not on this host.
+        """
         self._layout_hash = layout.layout_hash
-        self.connection = await self._attach(previous=b"")
+        try:
+            self.connection = await self._attach(previous=b"")
+        except (NotFound, ArenaFormatError) as error:
+            raise FailedPrecondition(
+                f"the arena of the KV store at {self.address} cannot be mapped here: "
+                f"{error.message}. If the store runs on another host, start the worker with "
+                "--kvstore-remote",
+                reason="ARENA_NOT_HERE",
+            ) from error
         self._connected.set()
         self._keeper = asyncio.create_task(self._keep(), name="store-keep-alive")
 
@@ -236,14 +256,26 @@ class StoreClient:
     async def _attach(self, previous: bytes) -> Connection:
         answer = await self._once(
             self._stub.Attach,
-            pb.AttachRequest(
-                client_name=self.client_name,
-                process_id=os.getpid(),
-                process_start_ticks=process_start_ticks(),
-                layout_hash=self._layout_hash,
-                previous_session_id=previous,
-            ),
+            self._attach_request(previous),
         )
+        return Connection(
+            session_id=answer.session_id,
+            epoch=answer.epoch,
+            lease_seconds=answer.lease_duration.ToTimedelta().total_seconds(),
+            tensors=self._tensors_of(answer),
+        )
+
+    def _attach_request(self, previous: bytes) -> pb.AttachRequest:
+        return pb.AttachRequest(
+            client_name=self.client_name,
+            process_id=os.getpid(),
+            process_start_ticks=process_start_ticks(),
+            layout_hash=self._layout_hash,
+            previous_session_id=previous,
+        )
+
+    def _tensors_of(self, answer: pb.AttachResponse) -> ArenaTensors:
+        """Where the session's chunks are read and written."""
         arena = Arena.attach(
             Path(answer.arena_path),
             layout=layout_from_proto(answer.layout),
@@ -254,12 +286,7 @@ class StoreClient:
         )
         if self.pinning is not None:
             self.pinning.attach(arena)
-        return Connection(
-            session_id=answer.session_id,
-            epoch=answer.epoch,
-            lease_seconds=answer.lease_duration.ToTimedelta().total_seconds(),
-            tensors=ArenaTensors(arena),
-        )
+        return ArenaTensors(arena)
 
     async def _keep(self) -> None:
         """Hold the session until closing; when it is lost, attach again and say so."""

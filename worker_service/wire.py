@@ -7,9 +7,12 @@ from splitpoint.errors import InvalidArgument, SplitpointError
 from splitpoint.keys import SALT_LIMIT
 from splitpoint.shapes import ModelShape
 from splitpoint.v1 import types_pb2, worker_pb2
+from worker_service.fetch import FetchSource
 from worker_service.messages import FinishEvent, StepOutput
 from worker_service.sampling import Sampling
 from worker_service.sequence import Admission
+
+ADDRESS_LIMIT = 255
 
 _REASONS = {
     "stop": types_pb2.FINISH_REASON_STOP,
@@ -69,7 +72,22 @@ def admission_from(
         residency=plan.residency,
         split_tokens=split,
         salt=command.tenant_salt,
+        source=_source_of(command),
     )
+
+
+def _source_of(command: worker_pb2.AdmitCommand) -> FetchSource | None:
+    """Where to fetch from; None: nowhere. Raises InvalidArgument."""
+    address = command.source_store_address
+    if not address:
+        return None
+    if len(address) > ADDRESS_LIMIT:
+        raise InvalidArgument(
+            f"more than {ADDRESS_LIMIT} characters", field="admit.source_store_address"
+        )
+    if command.source_cached_tokens < 0:
+        raise InvalidArgument("must be at least 0", field="admit.source_cached_tokens")
+    return FetchSource(address, command.source_cached_tokens, command.plan.predicted_fetch_seconds)
 
 
 def response_from(output: StepOutput, step: int) -> worker_pb2.RunResponse:
@@ -105,6 +123,8 @@ def response_from(output: StepOutput, step: int) -> worker_pb2.RunResponse:
             split_tokens=restore.split_tokens,
             method=method_to_proto(restore.method),
             restore_seconds=restore.seconds,
+            fetched_tokens=restore.fetched_tokens,
+            fetch_seconds=restore.fetch_seconds,
         )
     response.finishes.extend(finish_from(event) for event in output.finishes)
     return response

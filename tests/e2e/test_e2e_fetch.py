@@ -1,0 +1,281 @@
+"""Two hosts, each a store process and a worker: a prefix travels from one to the other."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_stack import StackShape, serving_worker, start_store, stop_process
+from tiny_models import build_tiny, clear_prompt, write_tiny
+
+from splitpoint.rpc import open_channel
+from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
+from worker_service.startup import LoadedWorker
+
+MODEL = build_tiny("llama")
+NEW_TOKENS = 12
+PROMPT, ANSWER = clear_prompt(MODEL, 150, NEW_TOKENS)  # nine chunks of 16 and a tail
+SHAPE = StackShape(workers=1)
+
+
+@dataclass
+class Host:
+    """A store process and a worker that maps its arena."""
+
+    store_address: str
+    arena: Path
+    process: asyncio.subprocess.Process
+    worker: LoadedWorker
+    store: Any
+    run: Any
+    names: int = 0
+
+    async def stats(self) -> kvstore_pb2.GetStatsResponse:
+        stats = await self.store.GetStats(kvstore_pb2.GetStatsRequest(check_integrity=True))
+        assert list(stats.integrity_violations) == []
+        return stats
+
+    async def assert_clean(self) -> None:
+        stats = await self.stats()
+        assert (stats.lease_count, stats.writing_slot_count) == (0, 0)
+        assert stats.quarantined_slot_count == 0
+        cache = self.worker.engine.cache
+        assert cache.pages.used_count == cache.input_pages.used_count == 0
+
+    async def admit(self, prompt: list[int], **changes: Any) -> str:
+        self.names += 1
+        name = f"request-{self.names}"
+        fields: dict[str, Any] = {
+            "request_id": name,
+            "prompt_token_ids": prompt,
+            "sampling": types_pb2.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True),
+            "plan": types_pb2.Plan(
+                residency=types_pb2.RESIDENCY_RESIDENT, method=types_pb2.RESTORE_METHOD_LOAD
+            ),
+            **changes,
+        }
+        admit = worker_pb2.AdmitCommand(**fields)
+        await self.run.write(worker_pb2.RunRequest(admit=admit))
+        return name
+
+    async def results(self, *names: str) -> Results:
+        """Everything until all of these have ended."""
+        results = Results({name: [] for name in names}, {}, {}, None)
+        async with asyncio.timeout(60):
+            while len(results.finishes) < len(names):
+                response = await self.run.read()
+                for token in response.tokens:
+                    results.tokens[token.request_id] += token.token_ids
+                for restore in response.restores:
+                    results.restores.setdefault(restore.request_id, restore)
+                for finish in response.finishes:
+                    results.finishes[finish.request_id] = finish
+                if response.HasField("profile"):
+                    results.profile = response.profile
+        return results
+
+    async def generate(self, prompt: list[int], **changes: Any) -> tuple[list[int], Any]:
+        name = await self.admit(prompt, **changes)
+        results = await self.results(name)
+        assert results.finishes[name].error_code == 0, results.finishes[name]
+        return results.tokens[name], results.restores[name]
+
+
+@dataclass
+class Results:
+    tokens: dict[str, list[int]]
+    restores: dict[str, Any]
+    finishes: dict[str, Any]
+    profile: types_pb2.Profile | None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny("llama", tmp_path_factory.mktemp("llama"))
+
+
+@asynccontextmanager
+async def host(folder: Path, sockets: Path, shm: Path, name: str) -> AsyncIterator[Host]:
+    async with AsyncExitStack() as cleanup:
+        arena = shm / name / "arena"
+        cleanup.callback(shutil.rmtree, arena.parent, ignore_errors=True)
+        address = f"unix:{sockets}/kv{name}"
+        process = await start_store(folder, address, arena, SHAPE)
+        cleanup.push_async_callback(stop_process, process)
+        worker, _ = await cleanup.enter_async_context(
+            serving_worker(folder, name, f"unix:{sockets}/w{name}", address, SHAPE)
+        )
+        store = await cleanup.enter_async_context(open_channel(address))
+        channel = await cleanup.enter_async_context(open_channel(f"unix:{sockets}/w{name}"))
+        run = worker_pb2_grpc.WorkerServiceStub(channel).Run()
+        cleanup.callback(run.cancel)
+        await run.initial_metadata()
+        stub = kvstore_pb2_grpc.KvStoreServiceStub(store)
+        yield Host(address, arena, process, worker, stub, run)
+
+
+@pytest.fixture
+async def hosts(folder: Path, tmp_path: Path, shm_folder: Path) -> AsyncIterator[tuple[Host, Host]]:
+    async with (
+        host(folder, tmp_path, shm_folder, "a") as first,
+        host(folder, tmp_path, shm_folder, "b") as second,
+    ):
+        yield first, second
+
+
+def source(first: Host, cached: int = 10**6) -> dict[str, Any]:
+    return {"source_store_address": first.store_address, "source_cached_tokens": cached}
+
+
+async def test_a_prefix_is_fetched_and_restored(hosts: tuple[Host, Host]) -> None:
+    first, second = hosts
+    assert (await first.generate(PROMPT))[0] == ANSWER
+    tokens, restore = await second.generate(PROMPT, **source(first))
+    assert tokens == ANSWER
+    # The last token of the prompt is computed; what was fetched holds it all the same.
+    assert (restore.cached_tokens, restore.fetched_tokens) == (len(PROMPT) - 1, len(PROMPT))
+    assert restore.fetch_seconds > 0
+    assert (await first.stats()).remote_read_bytes > 0
+    # Now it is there: nothing is fetched again.
+    before = (await first.stats()).remote_read_bytes
+    tokens, restore = await second.generate(PROMPT, **source(first))
+    assert (tokens, restore.fetched_tokens) == (ANSWER, 0)
+    assert (await first.stats()).remote_read_bytes == before
+    for each in hosts:
+        await each.assert_clean()
+    assert (await first.stats()).session_count == 1  # the fetch's is gone
+
+
+async def test_what_differs_in_a_chunk_is_cut_off(hosts: tuple[Host, Host]) -> None:
+    """The source's chunk goes on with other tokens than ours."""
+    first, second = hosts
+    prompt, answer = clear_prompt(MODEL, 9, NEW_TOKENS, before=PROMPT[:100])
+    await first.generate(PROMPT)
+    tokens, restore = await second.generate(prompt, **source(first))
+    assert tokens == answer
+    assert restore.fetched_tokens >= 100
+    # And only what is missing: the full chunks that both begin with are there.
+    before = (await first.stats()).remote_read_bytes
+    tokens, restore = await second.generate(PROMPT, **source(first))
+    assert (tokens, restore.cached_tokens) == (ANSWER, len(PROMPT) - 1)
+    assert restore.fetched_tokens < 60
+    read = (await first.stats()).remote_read_bytes - before
+    assert read == 4 * second.worker.engine.cache.layout.chunk_bytes
+    await second.assert_clean()
+
+
+async def test_salts_keep_apart(hosts: tuple[Host, Host]) -> None:
+    first, second = hosts
+    await first.generate(PROMPT, tenant_salt=b"one")
+    tokens, restore = await second.generate(PROMPT, tenant_salt=b"two", **source(first))
+    assert (tokens, restore.fetched_tokens) == (ANSWER, 0)
+    tokens, restore = await second.generate(PROMPT, tenant_salt=b"one", **source(first))
+    assert (tokens, restore.fetched_tokens) == (ANSWER, len(PROMPT))
+
+
+async def test_two_requests_fetch_once(hosts: tuple[Host, Host]) -> None:
+    first, second = hosts
+    await first.generate(PROMPT)
+    names = [await second.admit(PROMPT, **source(first)) for _ in range(3)]
+    results = await second.results(*names)
+    assert list(results.tokens.values()) == [ANSWER] * 3
+    assert sorted(r.fetched_tokens for r in results.restores.values()) == [0, 0, len(PROMPT)]
+    chunk_bytes = second.worker.engine.cache.layout.chunk_bytes
+    assert (await first.stats()).remote_read_bytes == 10 * chunk_bytes
+    await second.assert_clean()
+
+
+async def test_a_flipped_byte_is_recomputed(hosts: tuple[Host, Host]) -> None:
+    first, second = hosts
+    await first.generate(PROMPT)
+    arena = first.worker.store.connection.tensors.arena  # type: ignore[union-attr]
+    stub_match = await first.store.Match(kvstore_pb2.MatchRequest(token_ids=PROMPT))
+    arena.plane(1, "K")[stub_match.chunks[4].slot, 7] ^= 1
+    tokens, restore = await second.generate(PROMPT, **source(first))
+    assert (tokens, restore.fetched_tokens) == (ANSWER, 0)
+    assert (await first.stats()).checksum_failure_count == 1
+    for each in hosts:
+        await each.assert_clean()
+
+
+async def test_a_source_that_is_not_there_costs_reuse_only(hosts: tuple[Host, Host]) -> None:
+    _, second = hosts
+    tokens, restore = await second.generate(
+        PROMPT, source_store_address="127.0.0.1:1", source_cached_tokens=99
+    )
+    assert (tokens, restore.fetched_tokens) == (ANSWER, 0)
+    await second.assert_clean()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_source_that_dies_in_the_middle(hosts: tuple[Host, Host], number: int) -> None:
+    first, second = hosts
+    await first.generate(PROMPT)
+    fetcher = second.worker.runtime.fetcher
+    assert fetcher is not None
+    # Strike between two copies: the first one has been made, the stream is open.
+    struck = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    check = fetcher._check_session
+    checks = 0
+
+    def strike(connection: Any) -> None:
+        nonlocal checks
+        checks += 1
+        check(connection)
+        if checks == 3:
+            first.process.send_signal(number)
+            loop.call_soon(struck.set)
+
+    fetcher._check_session = strike  # type: ignore[method-assign]
+    try:
+        name = await second.admit(
+            PROMPT,
+            **source(first),
+            plan=types_pb2.Plan(
+                residency=types_pb2.RESIDENCY_RESIDENT,
+                method=types_pb2.RESTORE_METHOD_LOAD,
+                predicted_fetch_seconds=0.1,
+            ),
+        )
+        results = await second.results(name)
+        assert struck.is_set()
+        assert results.tokens[name] == ANSWER
+    finally:
+        if number == signal.SIGSTOP:
+            first.process.send_signal(signal.SIGCONT)
+    await second.assert_clean()
+
+
+async def test_a_cancelled_request_does_not_wait_for_its_fetch(hosts: tuple[Host, Host]) -> None:
+    first, second = hosts
+    await first.generate(PROMPT)
+    first.process.send_signal(signal.SIGSTOP)
+    try:
+        name = await second.admit(PROMPT, **source(first))
+        await asyncio.sleep(0.1)
+        cancel = worker_pb2.CancelCommand(request_id=name)
+        await second.run.write(worker_pb2.RunRequest(cancel=cancel))
+        async with asyncio.timeout(8):
+            results = await second.results(name)
+        assert results.finishes[name].reason == types_pb2.FINISH_REASON_CANCELLED
+    finally:
+        first.process.send_signal(signal.SIGCONT)
+    await second.assert_clean()
+
+
+async def test_rates_are_measured_and_told(hosts: tuple[Host, Host]) -> None:
+    first, second = hosts
+    prompt = [3 + (7 * i) % 120 for i in range(450)]  # above a mebibyte
+    await first.generate(prompt)
+    name = await second.admit(prompt, **source(first))
+    results = await second.results(name)
+    assert results.profile is not None
+    assert results.profile.remote_bytes_per_second[first.store_address] > 0

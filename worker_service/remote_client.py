@@ -1,0 +1,231 @@
+"""A worker's store on another host: the same calls, with a mirror in place of the mapping.
+
+What is matched is brought into mirror slots and verified; what is written there is
+sent when it is sealed. A lease is held on both sides, under the remote store's id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from splitpoint.errors import DeadlineExceeded, ResourceExhausted, SplitpointError, Unavailable
+from splitpoint.payload import Payload
+from splitpoint.shapes import ArenaLayout
+from splitpoint.v1 import kvstore_pb2 as pb
+from splitpoint.v1 import types_pb2
+from worker_service.arena_tensors import ArenaTensors, StoredChunk
+from worker_service.chunk_streams import read_chunks, write_chunks
+from worker_service.mirror import Mirror
+from worker_service.store_client import (
+    CALL_SECONDS,
+    Connection,
+    Match,
+    Sealed,
+    StoreClient,
+    WrittenChunk,
+)
+
+log = logging.getLogger(__name__)
+
+# A write may take as long as the slowest link that is worth having: 10 MB/s.
+SLOWEST_BYTES_PER_SECOND = 10e6
+LONGEST_READ_SECONDS = 30.0
+BATCH_BYTES = 64 << 20
+
+_LeaseName = tuple[bytes, int]  # session, lease: ids begin anew with every store
+
+
+class RemoteStoreClient(StoreClient):
+    """`start` allocates the mirror, too."""
+
+    def __init__(self, address: str, client_name: str, *, mirror_bytes: int) -> None:
+        super().__init__(address, client_name)
+        self._mirror_bytes = mirror_bytes
+        self._lane = ThreadPoolExecutor(1, thread_name_prefix="remote-store")
+        self._held: dict[_LeaseName, list[bytes]] = {}
+        self.mirror: Mirror | None = None
+
+    async def start(self, layout: ArenaLayout) -> None:
+        """Raises ResourceExhausted when the mirror does not fit, and what Attach raises."""
+        self.mirror = await asyncio.to_thread(Mirror, layout, self._mirror_bytes)
+        if self.pinning is not None:
+            self.pinning.attach(self.mirror.arena)
+        await super().start(layout)
+
+    async def close(self) -> None:
+        await super().close()
+        self._lane.shutdown()
+
+    def _attach_request(self, previous: bytes) -> pb.AttachRequest:
+        # Nothing of an earlier session is left there that could be acknowledged.
+        return pb.AttachRequest(
+            client_name=self.client_name, layout_hash=self._layout_hash, is_remote=True
+        )
+
+    def _tensors_of(self, answer: pb.AttachResponse) -> ArenaTensors:
+        return self._started().tensors
+
+    # -- calls ------------------------------------------------------------------
+
+    async def match(self, salt: bytes, token_ids: Sequence[int]) -> Match:
+        """Lease the longest cached prefix and bring it here, as far as the mirror has room."""
+        connection, mirror = self._require(), self._started()
+        answer = await self._call(
+            self._stub.Match,
+            pb.MatchRequest(
+                session_id=connection.session_id,
+                request_id=self._request_id(),
+                tenant_salt=salt,
+                token_ids=token_ids,
+            ),
+        )
+        storable = answer.storable_tokens if answer.HasField("storable_tokens") else None
+        if not answer.lease_id:
+            return Match(connection, 0, (), 0, storable)
+        # Held one by one as they arrive, so that none makes room for the next.
+        held = self._held.setdefault((connection.session_id, answer.lease_id), [])
+        try:
+            async with asyncio.timeout(LONGEST_READ_SECONDS):
+                await self._bring(connection, answer, held)
+        except TimeoutError:
+            log.warning("a prefix came too slowly: %d of its chunks are used", len(held))
+        except SplitpointError as error:
+            log.warning("a prefix came in part: %s", error.message)
+        except BaseException:
+            mirror.drop(self._held.pop((connection.session_id, answer.lease_id)))
+            raise
+        chunks = tuple(chunk for key in held if (chunk := mirror.find(key)) is not None)
+        held_tokens = sum(chunk.token_count for chunk in chunks)
+        cached = min(answer.cached_tokens, held_tokens)
+        return Match(connection, cached, chunks, answer.lease_id, storable)
+
+    async def _bring(
+        self, connection: Connection, answer: pb.MatchResponse, held: list[bytes]
+    ) -> None:
+        """Chunks of the match into the mirror, front to back."""
+        mirror = self._started()
+        keys = list(answer.chunk_keys)
+        batch = max(1, BATCH_BYTES // mirror.arena.layout.chunk_bytes)
+        while (start := len(held)) < len(keys):
+            if mirror.find(keys[start]) is not None:
+                self._hold(held, keys[start])
+                continue
+            missing = start + 1
+            while missing < min(start + batch, len(keys)) and mirror.find(keys[missing]) is None:
+                missing += 1
+            count = min(missing - start, mirror.free_count)
+            if not count:
+                raise ResourceExhausted("the mirror is full of running sequences")
+            await self._read(
+                connection, answer.chunks[start : start + count], keys[start : start + count], held
+            )
+
+    async def _read(
+        self,
+        connection: Connection,
+        handles: Sequence[types_pb2.SlotHandle],
+        keys: Sequence[bytes],
+        held: list[bytes],
+    ) -> None:
+        mirror = self._started()
+        granted = mirror.grant(len(handles))
+        slots = [slot for slot, _ in granted]
+        try:
+            await read_chunks(
+                self._stub,
+                connection.session_id,
+                handles,
+                Payload(mirror.arena),
+                slots,
+                self._lane,
+                _always,
+            )
+        except BaseException:
+            # A last copy may be in the lane; the slots are free behind it.
+            loop = asyncio.get_running_loop()
+            behind = loop.run_in_executor(self._lane, _nothing)
+            behind.add_done_callback(lambda _: mirror.give_back(granted))
+            raise
+        for slot, handle, key in zip(slots, handles, keys, strict=True):
+            mirror.publish(slot, key, handle.token_count)
+            self._hold(held, key)
+
+    def _hold(self, held: list[bytes], key: bytes) -> None:
+        self._started().hold([key])
+        held.append(key)
+
+    async def reserve(
+        self, connection: Connection, salt: bytes, slot_count: int
+    ) -> list[tuple[int, int]]:
+        """Mirror slots. Raises ResourceExhausted."""
+        return self._started().grant(slot_count)
+
+    async def seal(
+        self, connection: Connection, salt: bytes, chunks: Sequence[WrittenChunk], lease_id: int
+    ) -> Sealed:
+        """Send written mirror slots to the store; they stay here until `release`."""
+        mirror = self._started()
+        header = pb.WriteChunksHeader(
+            session_id=connection.session_id,
+            request_id=self._request_id(),
+            tenant_salt=salt,
+            chunks=[
+                pb.SealChunk(
+                    parent_key=chunk.parent_key,
+                    token_ids=chunk.token_ids,
+                    checksum=chunk.checksum,
+                )
+                for chunk in chunks
+            ],
+            lease_id=lease_id,
+            keep_leased=True,
+        )
+        answer = await self._send(header, [chunk.slot for chunk in chunks])
+        stored: list[StoredChunk] = []
+        held = self._held.setdefault((connection.session_id, answer.lease_id), [])
+        for chunk, sealed in zip(chunks, answer.chunks, strict=True):
+            stored.append(mirror.publish(chunk.slot, sealed.key, sealed.handle.token_count))
+            self._hold(held, sealed.key)
+        return Sealed(tuple(stored), answer.lease_id)
+
+    async def _send(
+        self, header: pb.WriteChunksHeader, slots: Sequence[int]
+    ) -> pb.WriteChunksResponse:
+        """Once more if no answer came: the store stores nothing twice."""
+        payload = Payload(self._started().arena)
+        limit = CALL_SECONDS + len(slots) * payload.size_bytes / SLOWEST_BYTES_PER_SECOND
+        try:
+            return await write_chunks(self._stub, header, payload, slots, self._lane, limit)
+        except (DeadlineExceeded, Unavailable):
+            return await write_chunks(self._stub, header, payload, slots, self._lane, limit)
+
+    async def release(
+        self,
+        connection: Connection,
+        *,
+        lease_ids: Sequence[int] = (),
+        slots: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """Give the mirror's slots up at once, and the leases at the store."""
+        mirror = self._started()
+        mirror.give_back(slots)
+        for lease_id in lease_ids:
+            mirror.drop(self._held.pop((connection.session_id, lease_id), []))
+        if self.connection is connection:
+            await super().release(connection, lease_ids=lease_ids)
+
+    def _started(self) -> Mirror:
+        if self.mirror is None:
+            raise RuntimeError("the remote store client was not started")
+        return self.mirror
+
+
+def _always() -> None:
+    """Mirror slots may always be written: nobody else does."""
+
+
+def _nothing() -> None:
+    """A place in the lane."""
