@@ -189,7 +189,13 @@ async def stop_process(process: asyncio.subprocess.Process) -> None:
 
 @asynccontextmanager
 async def serving_worker(
-    folder: Path, name: str, address: str, store_address: str, shape: StackShape
+    folder: Path,
+    name: str,
+    address: str,
+    store_address: str,
+    shape: StackShape,
+    *,
+    mirror_memory_bytes: int | None = None,
 ) -> AsyncIterator[tuple[LoadedWorker, grpc.aio.Server]]:
     servicer = WorkerServicer()
     server = create_server()
@@ -207,6 +213,8 @@ async def serving_worker(
                 device_memory_bytes=shape.device_memory_bytes,
                 max_batch_size=shape.max_batch_size,
                 prefill_chunk_tokens=shape.prefill_chunk_tokens,
+                kvstore_is_remote=mirror_memory_bytes is not None,
+                mirror_memory_bytes=mirror_memory_bytes,
             )
         )
         try:

@@ -111,7 +111,7 @@ class RemoteStoreClient(StoreClient):
         batch = max(1, BATCH_BYTES // mirror.arena.layout.chunk_bytes)
         while (start := len(held)) < len(keys):
             if mirror.find(keys[start]) is not None:
-                self._hold(held, keys[start])
+                self._take_hold(held, keys[start])
                 continue
             missing = start + 1
             while missing < min(start + batch, len(keys)) and mirror.find(keys[missing]) is None:
@@ -151,9 +151,9 @@ class RemoteStoreClient(StoreClient):
             raise
         for slot, handle, key in zip(slots, handles, keys, strict=True):
             mirror.publish(slot, key, handle.token_count)
-            self._hold(held, key)
+            self._take_hold(held, key)
 
-    def _hold(self, held: list[bytes], key: bytes) -> None:
+    def _take_hold(self, held: list[bytes], key: bytes) -> None:
         self._started().hold([key])
         held.append(key)
 
@@ -188,7 +188,7 @@ class RemoteStoreClient(StoreClient):
         held = self._held.setdefault((connection.session_id, answer.lease_id), [])
         for chunk, sealed in zip(chunks, answer.chunks, strict=True):
             stored.append(mirror.publish(chunk.slot, sealed.key, sealed.handle.token_count))
-            self._hold(held, sealed.key)
+            self._take_hold(held, sealed.key)
         return Sealed(tuple(stored), answer.lease_id)
 
     async def _send(

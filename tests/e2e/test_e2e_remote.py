@@ -1,4 +1,4 @@
-"""Two hosts, each a store process and a worker: a prefix travels from one to the other."""
+"""Two hosts: a prefix travels from store to store, and workers use a store they cannot map."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 from local_stack import StackShape, serving_worker, start_store, stop_process
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
+from splitpoint.errors import FailedPrecondition
 from splitpoint.rpc import open_channel
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from worker_service.startup import LoadedWorker
@@ -23,6 +24,10 @@ MODEL = build_tiny("llama")
 NEW_TOKENS = 12
 PROMPT, ANSWER = clear_prompt(MODEL, 150, NEW_TOKENS)  # nine chunks of 16 and a tail
 SHAPE = StackShape(workers=1)
+RESIDENT: dict[str, Any] = {
+    "residency": types_pb2.RESIDENCY_RESIDENT,
+    "method": types_pb2.RESTORE_METHOD_LOAD,
+}
 
 
 @dataclass
@@ -109,8 +114,33 @@ async def host(folder: Path, sockets: Path, shm: Path, name: str) -> AsyncIterat
         address = f"unix:{sockets}/kv{name}"
         process = await start_store(folder, address, arena, SHAPE)
         cleanup.push_async_callback(stop_process, process)
+        yield await cleanup.enter_async_context(
+            worker_on(folder, sockets, name, address, arena, process)
+        )
+
+
+@asynccontextmanager
+async def worker_on(
+    folder: Path,
+    sockets: Path,
+    name: str,
+    address: str,
+    arena: Path,
+    process: asyncio.subprocess.Process,
+    *,
+    mirror_memory_bytes: int | None = None,
+) -> AsyncIterator[Host]:
+    """A worker of the store at `address`, which it maps unless it has a mirror."""
+    async with AsyncExitStack() as cleanup:
         worker, _ = await cleanup.enter_async_context(
-            serving_worker(folder, name, f"unix:{sockets}/w{name}", address, SHAPE)
+            serving_worker(
+                folder,
+                name,
+                f"unix:{sockets}/w{name}",
+                address,
+                SHAPE,
+                mirror_memory_bytes=mirror_memory_bytes,
+            )
         )
         store = await cleanup.enter_async_context(open_channel(address))
         channel = await cleanup.enter_async_context(open_channel(f"unix:{sockets}/w{name}"))
@@ -279,3 +309,123 @@ async def test_rates_are_measured_and_told(hosts: tuple[Host, Host]) -> None:
     results = await second.results(name)
     assert results.profile is not None
     assert results.profile.remote_bytes_per_second[first.store_address] > 0
+
+
+# -- workers of a remote store ----------------------------------------------------------
+
+
+@pytest.fixture
+async def store(
+    folder: Path, tmp_path: Path, shm_folder: Path
+) -> AsyncIterator[tuple[str, Path, asyncio.subprocess.Process]]:
+    address, arena = f"unix:{tmp_path}/kv", shm_folder / "s" / "arena"
+    process = await start_store(folder, address, arena, SHAPE)
+    yield address, arena, process
+    if process.returncode is None:
+        await stop_process(process)
+
+
+STREAMED = types_pb2.Plan(
+    residency=types_pb2.RESIDENCY_STREAMED, method=types_pb2.RESTORE_METHOD_LOAD
+)
+
+
+async def test_two_workers_share_a_remote_store(
+    folder: Path, tmp_path: Path, store: tuple[str, Path, asyncio.subprocess.Process]
+) -> None:
+    async with (
+        worker_on(folder, tmp_path, "a", *store, mirror_memory_bytes=8 << 20) as first,
+        worker_on(folder, tmp_path, "b", *store, mirror_memory_bytes=8 << 20) as second,
+    ):
+        tokens, restore = await first.generate(PROMPT)
+        assert (tokens, restore.cached_tokens) == (ANSWER, 0)
+        for plan in (types_pb2.Plan(**RESIDENT), STREAMED):
+            tokens, restore = await second.generate(PROMPT, plan=plan)
+            assert (tokens, restore.cached_tokens) == (ANSWER, len(PROMPT) - 1)
+        # Rebuilt in part from the mirror's activations.
+        tokens, restore = await second.generate(PROMPT, forced_split_tokens=70)
+        assert (tokens, restore.split_tokens) == (ANSWER, 70)
+        stats = await second.stats()
+        chunk_bytes = second.worker.engine.cache.layout.chunk_bytes
+        assert stats.remote_written_bytes > 0
+        # Full chunks came once, whatever was asked for later.
+        assert stats.remote_read_bytes < 14 * chunk_bytes
+        for each in (first, second):
+            await each.assert_clean()
+            mirror = each.worker.store.mirror  # type: ignore[union-attr]
+            assert (mirror.held_count, mirror.granted_count) == (0, 0)
+    # Nobody has mapped the arena; all of it is in one store.
+
+
+async def test_a_streamed_sequence_must_fit_the_mirror(
+    folder: Path,
+    tmp_path: Path,
+    store: tuple[str, Path, asyncio.subprocess.Process],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("worker_service.write_back.RESERVE_SECONDS", 0.5)
+    async with worker_on(folder, tmp_path, "a", *store, mirror_memory_bytes=8 << 20) as host:
+        mirror = host.worker.store.mirror  # type: ignore[union-attr]
+        taken = mirror.grant(mirror.free_count - 5)  # others' sequences
+        name = await host.admit(PROMPT, plan=STREAMED)
+        results = await host.results(name)
+        assert results.finishes[name].error_code == 8, results.finishes[name]
+        # A resident one only loses reuse.
+        assert (await host.generate(PROMPT))[0] == ANSWER
+        mirror.give_back(taken)
+        assert (await host.generate(PROMPT, plan=STREAMED))[0] == ANSWER
+        await host.assert_clean()
+
+
+async def test_the_remote_store_dies_and_comes_back(
+    folder: Path, tmp_path: Path, store: tuple[str, Path, asyncio.subprocess.Process]
+) -> None:
+    address, arena, process = store
+    async with worker_on(
+        folder, tmp_path, "a", address, arena, process, mirror_memory_bytes=8 << 20
+    ) as host:
+        await host.generate(PROMPT)
+        process.kill()
+        await process.wait()
+        assert (await host.generate(PROMPT))[0] == ANSWER  # recomputed
+        again = await start_store(folder, address, arena, SHAPE)
+        try:
+            client = host.worker.store
+            assert client is not None
+            async with asyncio.timeout(20):
+                while client.connection is None:
+                    await asyncio.sleep(0.02)
+            tokens, restore = await host.generate(PROMPT)
+            assert (tokens, restore.cached_tokens) == (ANSWER, len(PROMPT) - 1)
+            await host.assert_clean()
+        finally:
+            again.terminate()
+            await again.wait()
+
+
+async def test_a_flipped_byte_in_the_remote_store_is_recomputed(
+    folder: Path, tmp_path: Path, store: tuple[str, Path, asyncio.subprocess.Process]
+) -> None:
+    async with (
+        worker_on(folder, tmp_path, "a", *store) as mapped,
+        worker_on(folder, tmp_path, "b", *store, mirror_memory_bytes=8 << 20) as remote,
+    ):
+        await mapped.generate(PROMPT)
+        found = await mapped.store.Match(kvstore_pb2.MatchRequest(token_ids=PROMPT))
+        planes = mapped.worker.store.connection.tensors.arena  # type: ignore[union-attr]
+        planes.plane(1, "K")[found.chunks[4].slot, 7] ^= 1
+        assert (await remote.generate(PROMPT))[0] == ANSWER
+        await remote.assert_clean()
+
+
+async def test_an_arena_that_is_not_here_is_said(
+    folder: Path, tmp_path: Path, store: tuple[str, Path, asyncio.subprocess.Process]
+) -> None:
+    address, arena, _ = store
+    arena.rename(arena.with_name("elsewhere"))
+    try:
+        with pytest.raises(FailedPrecondition, match="--kvstore-remote"):
+            async with serving_worker(folder, "a", f"unix:{tmp_path}/w", address, SHAPE):
+                pass
+    finally:
+        arena.with_name("elsewhere").rename(arena)
