@@ -363,11 +363,12 @@ async def test_a_streamed_sequence_must_fit_the_mirror(
     store: tuple[str, Path, asyncio.subprocess.Process],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("worker_service.write_back.RESERVE_SECONDS", 0.5)
+    monkeypatch.setattr("worker_service.write_back.RESERVE_SECONDS", 0.0)
     async with worker_on(folder, tmp_path, "a", *store, mirror_memory_bytes=8 << 20) as host:
         mirror = host.worker.store.mirror  # type: ignore[union-attr]
         taken = mirror.grant(mirror.free_count - 5)  # others' sequences
-        name = await host.admit(PROMPT, plan=STREAMED)
+        long = types_pb2.SamplingParams(max_tokens=300, ignore_eos=True)
+        name = await host.admit(PROMPT, plan=STREAMED, sampling=long)
         results = await host.results(name)
         assert results.finishes[name].error_code == 8, results.finishes[name]
         # A resident one only loses reuse.
