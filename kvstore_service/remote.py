@@ -37,7 +37,9 @@ from splitpoint.errors import (
 from splitpoint.payload import PIECE_BYTES, Payload, pieces
 from splitpoint.v1 import kvstore_pb2 as pb
 
-# Enough to fill any link; each holds two pieces in memory.
+# Pieces read at once in a thread, since every change of threads costs as much as a
+# piece; as many are on their way. Streams hold twice that in memory.
+PIECES_AHEAD = 4
 STREAM_LIMIT = 8
 # How long a stream waits for its turn, and for its peer to take or send one piece.
 TURN_SECONDS = 10.0
@@ -85,10 +87,13 @@ class RemoteStreams:
                 for index, (slot, generation) in enumerate(slots):
                     entry = self._store.leased_chunk(session.session_id, slot, generation)
                     digest = xxhash.xxh3_64()
-                    for offset, size in pieces(self._payload.size_bytes):
-                        # The next piece is read while this one is on its way.
-                        message = await self._piece(entry, index, offset, size, digest)
-                        if message is None:
+                    ranges = list(pieces(self._payload.size_bytes))
+                    for first in range(0, len(ranges), PIECES_AHEAD):
+                        # The next pieces are read while these are on their way.
+                        messages = await self._pieces(
+                            entry, index, ranges[first : first + PIECES_AHEAD], digest
+                        )
+                        if messages is None:
                             self._store.found_damaged(session.session_id, entry)
                             raise DataLoss(
                                 f"the payload of slot {slot} differs from its checksum",
@@ -97,34 +102,38 @@ class RemoteStreams:
                         if writing is not None:
                             await self._until_end(session, writing)
                         self._store.sessions.live(session.session_id)
-                        writing = asyncio.ensure_future(context.write(message))
-                        self._store.counters.remote_read_bytes += size
+                        writing = asyncio.create_task(_write_all(context, messages))
+                        self._store.counters.remote_read_bytes += sum(
+                            size for _, size in ranges[first : first + PIECES_AHEAD]
+                        )
                 if writing is not None:
                     await self._until_end(session, writing)
             finally:
                 if writing is not None:
                     await _settled(writing)
 
-    async def _piece(
-        self, entry: Entry, index: int, offset: int, size: int, digest: xxhash.xxh3_64
-    ) -> bytes | None:
-        """An encoded answer; None when the chunk ends with it and its checksum is wrong."""
+    async def _pieces(
+        self, entry: Entry, index: int, ranges: Sequence[tuple[int, int]], digest: xxhash.xxh3_64
+    ) -> list[bytes] | None:
+        """Encoded answers; None when the chunk ends with them and its checksum is wrong."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(
-            self._threads, self._read_piece, entry, index, offset, size, digest
+            self._threads, self._read_pieces, entry, index, ranges, digest
         )
 
-    def _read_piece(
-        self, entry: Entry, index: int, offset: int, size: int, digest: xxhash.xxh3_64
-    ) -> bytes | None:
-        self._check_current(entry)
-        data = self._payload.gather(entry.slot, offset, size)
-        self._check_current(entry)
-        digest.update(data)
-        if offset + size == self._payload.size_bytes and digest.intdigest() != entry.checksum:
-            return None
-        piece = pb.ChunkPiece(chunk_index=index, offset=offset, data=data)
-        return pb.ReadChunksResponse(piece=piece).SerializeToString()
+    def _read_pieces(
+        self, entry: Entry, index: int, ranges: Sequence[tuple[int, int]], digest: xxhash.xxh3_64
+    ) -> list[bytes] | None:
+        messages = []
+        for offset, size in ranges:
+            self._check_current(entry)
+            data = self._payload.gather(entry.slot, offset, size)
+            self._check_current(entry)
+            digest.update(data)
+            piece = pb.ChunkPiece(chunk_index=index, offset=offset, data=data)
+            messages.append(pb.ReadChunksResponse(piece=piece).SerializeToString())
+        is_last = sum(ranges[-1]) == self._payload.size_bytes
+        return None if is_last and digest.intdigest() != entry.checksum else messages
 
     def _check_current(self, entry: Entry) -> None:
         if not self._store.arena.is_current([entry.slot], [entry.generation]):
@@ -308,6 +317,11 @@ class RemoteStreams:
 
 async def _anext(parts: AsyncIterator[pb.WriteChunksRequest]) -> pb.WriteChunksRequest | None:
     return await anext(parts, None)
+
+
+async def _write_all(context: Any, messages: Sequence[bytes]) -> None:
+    for message in messages:
+        await context.write(message)
 
 
 async def _settled(writing: asyncio.Task[None]) -> None:
