@@ -128,7 +128,7 @@ class Fetcher:
                     return
                 name = self._store.client_name
                 async with remote_session(
-                    source.address, name, self._layout.layout_hash
+                    source.address, name, self._layout.layout_hash, self._store.identity
                 ) as session:
                     found = await session.match(salt, tokens)
                     if found.cached_tokens > own.cached_tokens:

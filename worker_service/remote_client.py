@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from splitpoint.errors import DeadlineExceeded, ResourceExhausted, SplitpointError, Unavailable
 from splitpoint.payload import Payload
 from splitpoint.shapes import ArenaLayout
+from splitpoint.tls import PLAIN, Identity
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import types_pb2
 from worker_service.arena_tensors import ArenaTensors, StoredChunk
@@ -41,8 +42,10 @@ _LeaseName = tuple[bytes, int]  # session, lease: ids begin anew with every stor
 class RemoteStoreClient(StoreClient):
     """`start` allocates the mirror, too."""
 
-    def __init__(self, address: str, client_name: str, *, mirror_bytes: int) -> None:
-        super().__init__(address, client_name)
+    def __init__(
+        self, address: str, client_name: str, *, mirror_bytes: int, identity: Identity = PLAIN
+    ) -> None:
+        super().__init__(address, client_name, identity=identity)
         self._mirror_bytes = mirror_bytes
         self._lane = ThreadPoolExecutor(1, thread_name_prefix="remote-store")
         self._held: dict[_LeaseName, list[bytes]] = {}

@@ -15,6 +15,7 @@ import grpc
 
 from splitpoint.payload import Payload
 from splitpoint.rpc import error_of, open_channel
+from splitpoint.tls import PLAIN, Identity
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc, types_pb2
 from worker_service.chunk_streams import read_chunks
@@ -54,14 +55,14 @@ class RemoteSession:
 
 @asynccontextmanager
 async def remote_session(
-    address: str, client_name: str, layout_hash: bytes
+    address: str, client_name: str, layout_hash: bytes, identity: Identity = PLAIN
 ) -> AsyncIterator[RemoteSession]:
     """A session of the store at `address`.
 
     Raises FailedPrecondition when that store's layout is another one: equal tokens
     would have other keys and other bytes there.
     """
-    async with open_channel(address) as channel:
+    async with open_channel(address, identity) as channel:
         stub: Any = kvstore_pb2_grpc.KvStoreServiceStub(channel)
         request = pb.AttachRequest(client_name=client_name, layout_hash=layout_hash, is_remote=True)
         try:

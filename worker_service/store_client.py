@@ -104,6 +104,7 @@ class StoreClient:
         self.connection: Connection | None = None
         self._connected = asyncio.Event()
         self._layout_hash = layout_hash
+        self.identity = identity
         self._channel = open_channel(address, identity)
         self._stub = kvstore_pb2_grpc.KvStoreServiceStub(self._channel)
         self._request_numbers = itertools.count(1)
