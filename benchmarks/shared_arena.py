@@ -26,7 +26,7 @@ from pathlib import Path
 from splitpoint.client import AsyncClient
 from splitpoint.config import format_size
 from splitpoint_cli.stack import Stack, StackOptions, plan_stack
-from splitpoint_cli.up import StackRunner
+from splitpoint_cli.stack_runner import StackRunner
 
 PROMPT_TOKENS = 1500
 PROMPTS = 12

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from splitpoint.client import AsyncClient, Completion
 from splitpoint_cli.stack import StackOptions, plan_stack
-from splitpoint_cli.up import StackRunner
+from splitpoint_cli.stack_runner import StackRunner
 
 PREFIX_TOKENS = 1000
 NEW_TOKENS = 100

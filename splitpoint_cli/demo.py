@@ -25,10 +25,12 @@ from splitpoint.answers import Completion
 from splitpoint.client import AsyncClient
 from splitpoint.errors import DeadlineExceeded, Internal, SplitpointError
 from splitpoint.tls import PLAIN
-from splitpoint_cli.output import err, out, print_error, seconds_text
+from splitpoint_cli.child import ServiceExited, ServiceNotReady
+from splitpoint_cli.output import out, print_error, seconds_text
 from splitpoint_cli.stack import Stack, StackOptions, plan_stack
+from splitpoint_cli.stack_output import StackOutput
+from splitpoint_cli.stack_runner import StackRunner
 from splitpoint_cli.status import read_store
-from splitpoint_cli.up import StackRunner
 
 # Exactness is promised in float32; in bfloat16 another batch shape may round
 # another way.
@@ -157,9 +159,10 @@ def main() -> int:
     began = time.monotonic()
     try:
         asyncio.run(run())
+    except (ServiceExited, ServiceNotReady) as error:
+        StackOutput().failure(error)
+        return 1
     except SplitpointError as error:
-        for line in getattr(error, "tail", ()):
-            err.print(escape(line))
         print_error(error)
         return 1
     except (KeyboardInterrupt, asyncio.CancelledError):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import select
 import signal
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from splitpoint import config
 from splitpoint.errors import DeadlineExceeded, NotFound
+from splitpoint_cli.instance import clear_leftovers, running_process
 from splitpoint_cli.output import err
 from splitpoint_cli.stack import instance_of
 
@@ -32,7 +33,11 @@ def down(
 ) -> None:
     """Stop a running stack as Ctrl-C in its terminal would, and wait until it is gone."""
     name = config.check_instance(instance or instance_of(config.check_address(listen)))
-    process_id = running_process(name)
+    runtime = config.runtime_directory(name)
+    process_id = running_process(runtime)
+    if process_id is None:
+        _clear(name, runtime)
+        return
     descriptor = os.pidfd_open(process_id)
     try:
         err.print(f"stopping {name} (process {process_id}) ...")
@@ -44,15 +49,16 @@ def down(
         raise DeadlineExceeded(f"process {process_id} still runs after {_STOP_SECONDS:g} s")
 
 
-def running_process(instance: str) -> int:
-    """Process id of the `up` that holds the instance's lock. Raises NotFound."""
-    folder = config.runtime_directory(instance)
-    try:
-        with (folder / "lock").open() as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return int(lock.read())
-    except FileNotFoundError:
-        folder.rmdir()
-    raise NotFound(f"no stack named {instance} is running")
+def _clear(instance: str, runtime: Path) -> None:
+    """What is left of a stack that nobody runs any more. Raises NotFound when nothing is."""
+    was_there = clear_leftovers(runtime, instance)
+    arena = config.arena_path(instance)
+    kept = ""
+    if arena.exists():
+        kept = (
+            f"; its arena is kept at {arena} for the next `splitpoint up` "
+            f"(`splitpoint arena rm {instance}` removes it)"
+        )
+    if not was_there:
+        raise NotFound(f"no stack named {instance} is running{kept}")
+    err.print(f"{instance} was killed: removed what it left in {runtime}{kept}")

@@ -16,7 +16,7 @@ from splitpoint.checkpoints import model_name, resolve_model
 from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import DataType, ModelShape, read_config
 from splitpoint.tls import Identity, read_identity
-from splitpoint_cli.supervisor import ServiceCommand
+from splitpoint_cli.child import ServiceCommand
 
 # Beyond the grace given to running requests; a worker also waits for write-back.
 _SCHEDULER_STOP_SECONDS = 10.0
@@ -95,17 +95,19 @@ def plan_stack(options: StackOptions) -> Stack:
         read_tokens(options.tokens)  # said now, not after minutes of loading
     if options.device_memory is not None:
         config.parse_size(options.device_memory, field="device_memory")
-    host_memory = (
-        default_host_memory()
-        if options.host_memory is None
-        else config.parse_size(options.host_memory, field="host_memory")
-    )
     folder = resolve_model(options.model)
     shape = model_shape(folder, options.dtype)
     devices = choose_devices(options.device, options.workers)
     instance = config.check_instance(options.instance or instance_of(listen))
     runtime = config.runtime_directory(instance)
     arena = config.arena_path(instance)
+    host_memory = (
+        # An arena that is there is adopted as it is: its own size fits it, whatever
+        # is free now.
+        (_size_of(arena) or default_host_memory())
+        if options.host_memory is None
+        else config.parse_size(options.host_memory, field="host_memory")
+    )
     store_address = config.check_address(f"unix:{runtime}/store.sock")
     worker_addresses = tuple(f"unix:{runtime}/worker-{i}.sock" for i in range(len(devices)))
     common = ["--reflection"] if options.reflection else []
@@ -126,6 +128,7 @@ def plan_stack(options: StackOptions) -> Stack:
         ],
         # Every page of the arena is allocated before the store is ready.
         ready_seconds=60.0 + host_memory / 1e9,
+        socket=socket_path(store_address),
     )
     workers = tuple(
         ServiceCommand(
@@ -146,6 +149,7 @@ def plan_stack(options: StackOptions) -> Stack:
             ],
             ready_seconds=_LOAD_SECONDS,
             stop_seconds=_WORKER_STOP_SECONDS,
+            socket=socket_path(worker_addresses[i]),
         )
         for i, device in enumerate(devices)
     )
@@ -165,11 +169,13 @@ def plan_stack(options: StackOptions) -> Stack:
             *_given("--tls-key", options.tls_key),
             *_given("--tls-ca", options.tls_ca),
             *_given("--tokens", options.tokens),
-            # Chunk keys depend on this secret: a kept arena is of use only with it.
-            *(["--server-key-file", str(arena.parent / "key")] if options.keep_arena else []),
+            # Chunk keys depend on this secret: without it neither a scheduler that
+            # is started again nor the next user of a kept arena finds a chunk.
+            *("--server-key-file", str((arena.parent if options.keep_arena else runtime) / "key")),
             *common,
         ],
         stop_seconds=options.grace_seconds + _SCHEDULER_STOP_SECONDS,
+        socket=socket_path(listen),
     )
     return Stack(
         model=folder,
@@ -190,6 +196,19 @@ def plan_stack(options: StackOptions) -> Stack:
         workers=workers,
         scheduler=scheduler,
     )
+
+
+def _size_of(arena: Path) -> int:
+    """Bytes of an arena that an earlier stack left; 0: none."""
+    try:
+        return arena.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def socket_path(address: str) -> Path | None:
+    """The file of a `unix:` address."""
+    return Path(address.removeprefix("unix:")) if address.startswith("unix:") else None
 
 
 def _given(flag: str, value: object | None) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from splitpoint_cli.supervisor import child_environment
+from splitpoint_cli.child import child_environment
 
 
 @contextmanager

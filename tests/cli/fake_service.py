@@ -2,7 +2,8 @@
 
     python fake_service.py --behave NAME [--log FILE] [--health ADDRESS] --parent-fd N
 
-Every life is recorded in FILE as lines "start NAME PID" and "stop NAME".
+Every life is recorded in FILE as lines "start NAME PID" and "stop NAME". Behaviours that
+end in "-again" serve in their first life and show it in the later ones.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -25,13 +27,21 @@ def main() -> int:
     parser.add_argument("--name", default="fake")
     parser.add_argument(
         "--behave",
-        choices=("serve", "crash", "never-ready", "stubborn", "die-later", "parent-of-one"),
+        choices=(
+            *("serve", "crash", "never-ready", "stubborn", "die-later", "parent-of-one"),
+            *("crash-again", "never-ready-again"),
+        ),
         default="serve",
     )
     parser.add_argument("--log", type=Path)
+    parser.add_argument("--socket", help="bound, which fails when the file exists")
     parser.add_argument("--health", help="serve gRPC health at this address, as a scheduler does")
     parser.add_argument("--parent-fd", type=int, required=True)
     options = parser.parse_args()
+    if options.behave.endswith("-again"):
+        lives = options.log.read_text() if options.log.exists() else ""
+        again = f"start {options.name} " in lives
+        options.behave = options.behave.removesuffix("-again") if again else "serve"
 
     def record(event: str) -> None:
         if options.log is not None:
@@ -48,6 +58,11 @@ def main() -> int:
     if options.behave == "crash":
         print("2026-01-01T00:00:00.000Z ERROR fake: no luck today", file=sys.stderr, flush=True)
         return 7
+
+    bound = socket.socket(socket.AF_UNIX)
+    if options.socket:
+        bound.bind(options.socket)
+        bound.listen()
 
     def watch() -> None:
         while os.read(options.parent_fd, 64):

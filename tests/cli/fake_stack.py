@@ -1,7 +1,8 @@
-"""`splitpoint up` with fake services: python fake_stack.py INSTANCE LOG STORE WORKER SCHEDULER
+"""`splitpoint up` with fakes: python fake_stack.py INSTANCE LOG STORE WORKER SCHEDULER PAUSE
 
-The last three name behaviours of fake_service.py. Everything but the services
-is the real command: planning, locks, signals, clean-up, exit code.
+STORE, WORKER and SCHEDULER name behaviours of fake_service.py; PAUSE is the
+first pause before a restart in seconds, or "never". Everything but the services
+is the real command: planning, locks, signals, restarts, clean-up, exit code.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ import dataclasses
 import sys
 from pathlib import Path
 
+from splitpoint_cli.child import ServiceCommand
+from splitpoint_cli.restart_policy import RestartLimits
 from splitpoint_cli.stack import StackOptions, plan_stack
-from splitpoint_cli.supervisor import ServiceCommand
-from splitpoint_cli.up import run
+from splitpoint_cli.stack_runner import run_stack
 
 FAKE = str(Path(__file__).parent / "fake_service.py")
 
 
-def main(instance: str, log: str, store: str, worker: str, scheduler: str) -> int:
+def main(instance: str, log: str, store: str, worker: str, scheduler: str, pause: str) -> int:
     options = StackOptions(
         instance=instance, workers=2, device="cpu", host_memory="1MiB", listen="127.0.0.1:0"
     )
@@ -28,7 +30,10 @@ def main(instance: str, log: str, store: str, worker: str, scheduler: str) -> in
 
     def fake(name: str, behave: str, *more: str) -> ServiceCommand:
         arguments = (FAKE, "--name", name.replace(" ", "-"), "--behave", behave, "--log", log)
-        return ServiceCommand(name, (*arguments, *more), stop_seconds=120)
+        socket = stack.runtime / f"{name.replace(' ', '-')}.sock"
+        return ServiceCommand(
+            name, (*arguments, "--socket", str(socket), *more), stop_seconds=120, socket=socket
+        )
 
     stack = dataclasses.replace(
         stack,
@@ -36,7 +41,8 @@ def main(instance: str, log: str, store: str, worker: str, scheduler: str) -> in
         workers=tuple(fake(f"worker {i}", worker) for i in range(2)),
         scheduler=fake("scheduler", scheduler, "--health", f"unix:{stack.runtime}/public.sock"),
     )
-    return asyncio.run(run(stack, verbose=False))
+    limits = None if pause == "never" else RestartLimits(first_delay_seconds=float(pause))
+    return asyncio.run(run_stack(stack, verbose=False, limits=limits))
 
 
 if __name__ == "__main__":

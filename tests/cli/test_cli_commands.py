@@ -13,7 +13,7 @@ import pytest
 from fake_scheduler import Script, fake_scheduler
 
 from splitpoint.costs import BUILT_IN_PROFILES
-from splitpoint_cli.supervisor import child_environment
+from splitpoint_cli.child import child_environment
 
 COMMAND = [sys.executable, "-m", "splitpoint_cli"]
 

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from splitpoint_cli.supervisor import (
+from splitpoint_cli.child import (
     LogLine,
     ServiceCommand,
     ServiceExited,
     ServiceNotReady,
-    Supervisor,
     child_environment,
 )
+from splitpoint_cli.supervisor import Supervisor
 
 FAKE = str(Path(__file__).parent / "fake_service.py")
 
@@ -61,7 +61,7 @@ async def test_ready_addresses_logs_and_order_of_stopping(tmp_path: Path) -> Non
     async with Supervisor(sys.executable, lines.append) as supervisor:
         for name in ("store", "worker 0", "worker 1", "scheduler"):
             service = await supervisor.start(fake(name, "serve", log))
-            address = await supervisor.ready(service)
+            address = await service.ready()
             assert address == f"unix:/fake/{name.replace(' ', '-')}"
     assert not wait_gone(pids(log), 0)
     stopped = [event for event in events(log) if event.startswith("stop")]
@@ -76,8 +76,8 @@ async def test_a_crash_before_ready_names_the_service_and_its_last_lines(tmp_pat
     async with Supervisor(sys.executable, lambda _: None) as supervisor:
         service = await supervisor.start(fake("store", "crash", tmp_path / "log"))
         with pytest.raises(ServiceExited, match="store ended with status 7") as caught:
-            await supervisor.ready(service)
-    assert "no luck today" in caught.value.tail[-1]
+            await service.ready()
+    assert "no luck today" in caught.value.tail[-1].text
 
 
 async def test_a_service_that_never_gets_ready_is_given_up(tmp_path: Path) -> None:
@@ -85,16 +85,16 @@ async def test_a_service_that_never_gets_ready_is_given_up(tmp_path: Path) -> No
     async with Supervisor(sys.executable, lambda _: None) as supervisor:
         service = await supervisor.start(fake("worker 0", "never-ready", log, ready_seconds=0.5))
         with pytest.raises(ServiceNotReady, match=r"worker 0 was not ready after 0\.5 s"):
-            await supervisor.ready(service)
+            await service.ready()
     assert not wait_gone(pids(log), 0)
 
 
 async def test_a_death_is_reported_with_its_signal(tmp_path: Path) -> None:
     log = tmp_path / "log"
     async with Supervisor(sys.executable, lambda _: None) as supervisor:
-        await supervisor.ready(await supervisor.start(fake("store", "serve", log)))
-        await supervisor.ready(await supervisor.start(fake("worker 0", "die-later", log)))
-        death = await asyncio.wait_for(supervisor.first_exit(), 10)
+        await (await supervisor.start(fake("store", "serve", log))).ready()
+        await (await supervisor.start(fake("worker 0", "die-later", log))).ready()
+        death = (await asyncio.wait_for(supervisor.next_exit(), 10)).death()
     assert death.service == "worker 0"
     assert "SIGKILL" in death.message
     assert not wait_gone(pids(log), 0)
@@ -105,7 +105,7 @@ async def test_sigterm_ignored_is_followed_by_sigkill(tmp_path: Path) -> None:
     lines: list[LogLine] = []
     async with Supervisor(sys.executable, lines.append) as supervisor:
         service = await supervisor.start(fake("worker 0", "stubborn", log, stop_seconds=0.3))
-        await supervisor.ready(service)
+        await service.ready()
     assert service.process.returncode == -signal.SIGKILL
     assert any("killed" in line.text for line in lines)
 
@@ -114,7 +114,7 @@ async def test_hurry_does_not_wait_for_the_bound(tmp_path: Path) -> None:
     log = tmp_path / "log"
     async with Supervisor(sys.executable, lambda _: None) as supervisor:
         service = await supervisor.start(fake("worker 0", "stubborn", log, stop_seconds=3600))
-        await supervisor.ready(service)
+        await service.ready()
         stopping = asyncio.create_task(supervisor.stop())
         await asyncio.sleep(0.05)
         assert not stopping.done()
@@ -127,9 +127,9 @@ async def test_a_killed_child_takes_its_own_children_along(tmp_path: Path) -> No
     log = tmp_path / "log"
     async with Supervisor(sys.executable, lambda _: None) as supervisor:
         service = await supervisor.start(fake("worker 0", "parent-of-one", log))
-        await supervisor.ready(service)
+        await service.ready()
         service.process.kill()
-        await asyncio.wait_for(supervisor.first_exit(), 10)
+        await asyncio.wait_for(supervisor.next_exit(), 10)
     assert len(pids(log)) == 2
     assert not wait_gone(pids(log))
 
@@ -145,7 +145,7 @@ async def main():
     async with Supervisor(sys.executable, lambda line: None) as supervisor:
         for name in ("store", "worker 0", "scheduler"):
             behave = "stubborn" if name == "worker 0" else "serve"
-            await supervisor.ready(await supervisor.start(fake(name, behave, Path({log!r}))))
+            await (await supervisor.start(fake(name, behave, Path({log!r})))).ready()
         print("up", flush=True)
         await asyncio.sleep(600)
 
@@ -177,7 +177,7 @@ def test_children_lead_their_own_process_groups(tmp_path: Path) -> None:
     async def groups() -> set[int]:
         async with Supervisor(sys.executable, lambda _: None) as supervisor:
             service = await supervisor.start(fake("store", "serve", tmp_path / "log"))
-            await supervisor.ready(service)
+            await service.ready()
             return {os.getpgid(service.process.pid), os.getpgid(0)}
 
     assert len(asyncio.run(groups())) == 2

@@ -19,10 +19,15 @@ SECONDS = 20
 
 @contextmanager
 def stack(
-    log: Path, instance: str, store: str = "serve", worker: str = "serve", scheduler: str = "serve"
+    log: Path,
+    instance: str,
+    store: str = "serve",
+    worker: str = "serve",
+    scheduler: str = "serve",
+    pause: str = "never",
 ) -> Iterator[subprocess.Popen[str]]:
     with up_process(
-        [sys.executable, FAKE_STACK, instance, str(log), store, worker, scheduler]
+        [sys.executable, FAKE_STACK, instance, str(log), store, worker, scheduler, pause]
     ) as process:
         yield process
 

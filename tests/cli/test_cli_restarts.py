@@ -1,0 +1,194 @@
+"""Services that die under a running `splitpoint up`: back after a pause, or given up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_cli_up import SECONDS, assert_nothing_left, stack
+from up_process import wait_until_up
+
+from splitpoint.config import arena_path, remove_tree, runtime_directory
+from splitpoint_cli.child import ServiceCommand, child_environment
+from splitpoint_cli.restart_policy import GiveUp, RestartAfter, RestartLimits, RestartPolicy
+
+
+def lives(log: Path, name: str) -> list[int]:
+    """Process ids of every life of a service, first one first."""
+    lines = [line.split() for line in log.read_text().splitlines()]
+    return [int(line[2]) for line in lines if line[:2] == ["start", name]]
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> str:
+    """What was printed on stderr up to the line with `text`."""
+    assert process.stderr is not None
+    seen = ""
+    for line in process.stderr:
+        seen += line
+        if text in line:
+            return seen
+    raise AssertionError(f"{text!r} was never printed:\n{seen}")
+
+
+# -- the policy, with a clock that is a list of numbers ---------------------------------
+
+
+def delays(policy: RestartPolicy, times: list[float], served: float = 0.0) -> list[float]:
+    decisions = [policy.died(at, served_seconds=served) for at in times]
+    assert all(isinstance(decision, RestartAfter) for decision in decisions)
+    return [decision.seconds for decision in decisions if isinstance(decision, RestartAfter)]
+
+
+def test_pauses_double_up_to_the_longest() -> None:
+    # A death every 40 s never makes 5 within 120 s.
+    times = [40.0 * i for i in range(9)]
+    assert delays(RestartPolicy(RestartLimits()), times) == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+
+
+def test_a_good_minute_starts_over() -> None:
+    policy = RestartPolicy(RestartLimits())
+    assert delays(policy, [0, 40, 80], served=30) == [0.5, 1, 2]
+    assert delays(policy, [150], served=59.9) == [4]
+    assert delays(policy, [220], served=60) == [0.5]
+    assert delays(policy, [260], served=1) == [1]
+
+
+def test_the_fifth_death_within_two_minutes_is_the_last() -> None:
+    policy = RestartPolicy(RestartLimits())
+    delays(policy, [0, 30, 60, 90])
+    assert policy.died(119.9, served_seconds=0) == GiveUp("given up after 5 deaths within 120 s")
+
+
+def test_a_death_two_minutes_ago_does_not_count() -> None:
+    policy = RestartPolicy(RestartLimits())
+    delays(policy, [0, 30, 60, 90])
+    decision = policy.died(120, served_seconds=0)
+    assert decision == RestartAfter(8, recent_deaths=4)
+
+
+def test_no_limits_means_no_restart() -> None:
+    assert RestartPolicy(None).died(0, served_seconds=1e9) == GiveUp("")
+
+
+def test_a_restarted_service_keeps_the_port_it_had() -> None:
+    command = ServiceCommand("scheduler", ("-m", "x", "--listen", "127.0.0.1:0", "--worker", "y"))
+    again = command.listening_on("127.0.0.1:4711")
+    assert again.arguments == ("-m", "x", "--listen", "127.0.0.1:4711", "--worker", "y")
+    assert ServiceCommand("fake", ("x",)).listening_on("unix:/y").arguments == ("x",)
+
+
+# -- real children ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["store", "worker-1", "scheduler"])
+def test_a_killed_service_comes_back(tmp_path: Path, name: str) -> None:
+    log, instance = tmp_path / "log", f"test-back-{name}"
+    with stack(log, instance, pause="0.05") as process:
+        wait_until_up(process)
+        os.kill(lives(log, name)[0], signal.SIGKILL)
+        printed = read_until(process, "ready again")
+        assert f"{name.replace('-', ' ')} ended by SIGKILL; starts again in 0.05 s" in printed
+        first, second = lives(log, name)
+        assert first != second
+        assert Path(f"/proc/{second}").exists()
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=SECONDS)
+    assert process.returncode == 0
+    # The successor stands where the first one stood in the order of stopping.
+    stops = [line.split()[1] for line in log.read_text().splitlines() if line.startswith("stop")]
+    assert len(stops) == 4
+    assert (stops[0], stops[-1]) == ("scheduler", "store")
+    assert_nothing_left(log, instance)
+
+
+def test_one_that_cannot_come_back_is_given_up(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with stack(log, "test-give-up", worker="crash-again", pause="0.02") as process:
+        wait_until_up(process)
+        os.kill(lives(log, "worker-0")[0], signal.SIGKILL)
+        _, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1
+    assert len(lives(log, "worker-0")) == 5
+    assert "worker 0 ended with status 7 (death 4); starts again in 0.16 s" in errors
+    assert "worker 0 ended with status 7, given up after 5 deaths within 120 s" in errors
+    # Shown when written, and not once more at the end; what was not shown, is now.
+    assert errors.count("no luck today") == 4
+    assert errors.count("fake: starting") == 1
+    assert_nothing_left(log, "test-give-up")
+
+
+def test_no_restart_ends_with_the_first_death(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with stack(log, "test-never", pause="never") as process:
+        wait_until_up(process)
+        os.kill(lives(log, "store")[0], signal.SIGKILL)
+        _, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1
+    assert errors.endswith("splitpoint: UNAVAILABLE: store ended by SIGKILL\n")
+    assert len(lives(log, "store")) == 1
+    assert_nothing_left(log, "test-never")
+
+
+def test_ctrl_c_during_a_pause(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with stack(log, "test-pause", pause="3600") as process:
+        wait_until_up(process)
+        os.kill(lives(log, "store")[0], signal.SIGKILL)
+        read_until(process, "starts again in 3600 s")
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=SECONDS)
+    assert process.returncode == 0
+    assert len(lives(log, "store")) == 1
+    assert_nothing_left(log, "test-pause")
+
+
+def test_ctrl_c_during_a_restart(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with stack(log, "test-restart", worker="never-ready-again", pause="0.02") as process:
+        wait_until_up(process)
+        os.kill(lives(log, "worker-0")[0], signal.SIGKILL)
+        deadline = time.monotonic() + SECONDS
+        while len(lives(log, "worker-0")) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=SECONDS)
+    assert process.returncode == 0
+    assert len(lives(log, "worker-0")) == 2
+    assert_nothing_left(log, "test-restart")
+
+
+def test_down_clears_what_a_killed_up_left(tmp_path: Path) -> None:
+    log, instance = tmp_path / "log", "test-down"
+
+    def down() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "splitpoint_cli", "down", "--instance", instance],
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            env=child_environment({}),
+            check=False,
+        )
+
+    with stack(log, instance) as process:
+        wait_until_up(process)
+        process.kill()
+        process.communicate(timeout=SECONDS)
+    deadline = time.monotonic() + SECONDS
+    while (done := down()).returncode == 1 and time.monotonic() < deadline:
+        assert "still stops" in done.stderr
+    try:
+        assert done.returncode == 0, done.stderr
+        assert f"splitpoint arena rm {instance}" in done.stderr
+    finally:
+        remove_tree(arena_path(instance).parent)
+    again = down()
+    assert again.returncode == 2
+    assert "NOT_FOUND: no stack named test-down is running" in again.stderr
+    assert not (runtime_directory("test-other").parent / instance).exists()
+    runtime_directory("test-other").rmdir()
