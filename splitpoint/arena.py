@@ -64,7 +64,8 @@ class Arena:
     """One mapped arena. Slots are in [0, slot_count).
 
     The metadata (superblocks, records, tokens) is mapped read-only unless
-    `write_metadata` is set, which only the store does; the payload is writable.
+    `write_metadata` is set, which only the store does; the payload is writable
+    unless `read_only` is set.
 
     Attributes:
         path, layout, slot_count, size_bytes: of the file.
@@ -75,7 +76,13 @@ class Arena:
     """
 
     def __init__(
-        self, path: Path, fd: int, superblock: Superblock, *, write_metadata: bool = False
+        self,
+        path: Path,
+        fd: int,
+        superblock: Superblock,
+        *,
+        write_metadata: bool = False,
+        read_only: bool = False,
     ) -> None:
         """Maps an open, validated file and takes `fd` over. `attach` is for workers."""
         self.path = path
@@ -94,7 +101,12 @@ class Arena:
         )
         self.metadata = memoryview(metadata)
         self._words = self.metadata.cast("Q")
-        payload = mmap.mmap(fd, self.size_bytes - payload_offset, offset=payload_offset)
+        payload = mmap.mmap(
+            fd,
+            self.size_bytes - payload_offset,
+            prot=mmap.PROT_READ | (0 if read_only else mmap.PROT_WRITE),
+            offset=payload_offset,
+        )
         self.payload: Bytes = np.frombuffer(payload, dtype=np.uint8)
         self._planes: dict[tuple[int, str], Bytes] = {}
         for plane in self.geometry.planes:
@@ -141,6 +153,18 @@ class Arena:
             os.close(fd)
             raise
         return cls(path, fd, superblock)
+
+    @classmethod
+    def attach_read_only(cls, path: Path) -> Arena:
+        """Maps the arena at `path`, whatever its layout, for looking: no write is possible.
+
+        Raises what `attach` raises.
+        """
+        fd = open_arena(path, read_only=True)
+        try:
+            return cls(path, fd, read_superblock(fd), read_only=True)
+        finally:
+            os.close(fd)
 
     def plane(self, layer: int, tensor: str) -> Bytes:
         """Writable view `[slot_count, slot_bytes]` of one tensor ("K", "V" or "X") of a layer."""
@@ -234,14 +258,15 @@ class Arena:
 # -- opening -------------------------------------------------------------------------
 
 
-def open_arena(path: Path) -> int:
+def open_arena(path: Path, *, read_only: bool = False) -> int:
     """A descriptor of the regular file at `path`, ours and closed to others.
 
     Raises NotFound, NotARegularFile, ForeignOwner or OpenToOthers.
     """
     try:
         # Non-blocking, so that a pipe planted in its place cannot hang us.
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        access = os.O_RDONLY if read_only else os.O_RDWR
+        fd = os.open(path, access | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         raise NotFound(f"there is no arena at {path}") from None
     except PermissionError as error:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from splitpoint.errors import SplitpointError
-from splitpoint_cli import bench, certs, down, generate, plan, status, token, up
+from splitpoint_cli import arena, bench, certs, down, generate, plan, status, token, up
 from splitpoint_cli.output import EXIT_HELP, exit_code, print_error
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app.command()(plan.plan)
 app.command()(status.status)
 app.command()(certs.certs)
 app.command()(token.token)
+app.add_typer(arena.app, name="arena")
 app.add_typer(bench.app, name="bench")
 
 
