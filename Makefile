@@ -15,12 +15,12 @@ PROTOS := $(wildcard proto/splitpoint/v1/*.proto)
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check proto bench gpu up down clean
+.PHONY: help setup demo test chaos check proto bench bench-store gpu up down clean
 # Nothing here gains from running side by side, and the tests time themselves.
 .NOTPARALLEL:
 
 help:  ## Show the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(VENV)/.installed  ## Make .venv and install everything into it
 
@@ -54,6 +54,9 @@ demo: proto  ## Two CPU workers on one store: cold and warm, then everything sto
 test: proto  ## Run the tests
 	$(BIN)/python -m pytest $(ARGS)
 
+chaos: proto  ## The long fault runs, which `make test` leaves out
+	$(BIN)/python -m pytest -m chaos $(ARGS)
+
 check: proto  ## Format, lint, types, and the contract's style
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -62,6 +65,9 @@ check: proto  ## Format, lint, types, and the contract's style
 
 bench: proto  ## Decode speed against transformers, on the CPU
 	$(BIN)/splitpoint bench decode $(ARGS)
+
+bench-store: proto  ## The store: mapping, calls, streams, beside memcpy and Redis
+	$(BIN)/splitpoint bench store $(ARGS)
 
 gpu:  ## Tests that need a CUDA device
 	@$(GPU_PYTHON) -c 'import splitpoint.v1.types_pb2' 2>/dev/null || $(GPU_PYTHON) hatch_build.py

@@ -29,6 +29,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Long fault runs only when they are asked for: `-m chaos`, or by name."""
+    if "chaos" in config.option.markexpr or any("::" in name for name in config.args):
+        return
+    long = [item for item in items if item.get_closest_marker("chaos") is not None]
+    if long:
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item.get_closest_marker("chaos") is None]
+
+
 def shared_memory_entries() -> set[str]:
     """Names in /dev/shm that belong to this project."""
     return {entry.name for entry in SHARED_MEMORY.glob("splitpoint-*")}

@@ -261,6 +261,8 @@ def test_verify_beside_a_busy_writer_finds_no_damage(writer: Writer) -> None:
             writer.commit(6, SlotState.FREE, generation)
 
     worker = threading.Thread(target=work)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # or the two would hardly ever meet inside a slot
     worker.start()
     reader = Arena.attach_read_only(writer.path)
     try:
@@ -269,6 +271,7 @@ def test_verify_beside_a_busy_writer_finds_no_damage(writer: Writer) -> None:
     finally:
         stop.set()
         worker.join()
+        sys.setswitchinterval(interval)
         reader.close()
 
 
