@@ -135,8 +135,12 @@ def test_inspect_counts_what_is_there(writer: Writer) -> None:
     code, found = run_json("inspect", INSTANCE)
     assert code == 0
     assert found["slots"] == {
-        "free": 4, "writing": 1, "sealed": 3, "quarantined": 0,
-        "damaged": 0, "changing": 0,
+        "free": 4,
+        "writing": 1,
+        "sealed": 3,
+        "quarantined": 0,
+        "damaged": 0,
+        "changing": 0,
     }
     assert (found["chunk_count"], found["token_count"], found["tenant_count"]) == (3, 10, 2)
     assert found["locked"] is True

