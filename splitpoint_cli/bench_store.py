@@ -14,9 +14,9 @@ from typing import Annotated
 import typer
 
 from splitpoint import config
-from splitpoint.errors import InvalidArgument
 from splitpoint_cli.output import err, out
-from splitpoint_cli.store_report import StoreWorkload, report_of, table_of
+from splitpoint_cli.store_report import report_of, table_of
+from splitpoint_cli.store_workload import StoreWorkload
 
 
 def store(
@@ -55,15 +55,8 @@ def store(
         chunks=chunks,
         seed=seed,
     )
-    from splitpoint_cli.store_runs import LEAST_MEMORY_BYTES, MOST_BATCH, run_all
+    from splitpoint_cli.store_runs import run_all
 
-    least = LEAST_MEMORY_BYTES * run_slots
-    if workload.memory_bytes < least:
-        raise InvalidArgument(
-            f"runs of {run_slots} slots need {config.format_size(least)}", field="memory"
-        )
-    if batch > MOST_BATCH:
-        raise InvalidArgument(f"a batch has at most {MOST_BATCH} chunks", field="batch")
     results = asyncio.run(run_all(workload, redis, lambda line: err.print(line)))
     report = report_of(workload, results)
     out.print(table_of(report))

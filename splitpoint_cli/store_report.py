@@ -11,30 +11,7 @@ from rich.table import Table
 
 from splitpoint.config import format_size
 from splitpoint_cli.decode_report import commit, hardware
-
-
-@dataclass(frozen=True, slots=True)
-class StoreWorkload:
-    """What is measured.
-
-    Attributes:
-        memory_bytes: of the arena whose payload is read.
-        run_slots: contiguous slots that are copied at once.
-        repeats: timed passes of each contender; they alternate.
-        in_flight: control calls at once.
-        calls: control calls in all, of four kinds.
-        batch: chunks in one Reserve, Seal and Release.
-        chunks: chunks in all that are sealed in batches.
-    """
-
-    memory_bytes: int
-    run_slots: int
-    repeats: int
-    in_flight: int
-    calls: int
-    batch: int
-    chunks: int
-    seed: int
+from splitpoint_cli.store_workload import StoreWorkload
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from splitpoint.arena_format import Geometry
 from splitpoint.config import arena_path, format_size, remove_tree
-from splitpoint.shapes import ArenaLayout, DataType
+from splitpoint.shapes import ArenaLayout
 from splitpoint_cli import store_redis
 from splitpoint_cli.child import LogLine, ServiceCommand
 from splitpoint_cli.store_calls import measure_batches, measure_calls
@@ -26,44 +25,20 @@ from splitpoint_cli.store_report import (
     CallsResult,
     MappingResult,
     StoreResults,
-    StoreWorkload,
     StreamResult,
+)
+from splitpoint_cli.store_workload import (
+    DATA_LAYOUT,
+    SMALL_LAYOUT,
+    SMALL_MEMORY_BYTES,
+    StoreWorkload,
 )
 from splitpoint_cli.supervisor import Supervisor
 from worker_service.store_client import Connection, StoreClient, WrittenChunk
 
-# Eight heads of 64 in bfloat16: 64 KiB per slot and plane, as in an 8B model's layer.
-_DATA_LAYOUT = ArenaLayout(
-    chunk_tokens=64,
-    layer_count=4,
-    kv_head_count=8,
-    head_dim=64,
-    hidden_size=512,
-    data_type=DataType.BFLOAT16,
-    has_activations=False,
-    model_fingerprint=b"bench store: data",
-)
-# 4 KiB of payload a chunk: what remains is metadata.
-_SMALL_LAYOUT = ArenaLayout(
-    chunk_tokens=16,
-    layer_count=1,
-    kv_head_count=1,
-    head_dim=64,
-    hidden_size=64,
-    data_type=DataType.BFLOAT16,
-    has_activations=False,
-    model_fingerprint=b"bench store: metadata",
-)
-_SMALL_MEMORY = 64 << 20
 _LEASE_SECONDS = 60.0
-_FILL_SLOTS = 64
 _SALT = b"bench"
 _REDIS_VALUES = 64
-
-# One slot of the data layout, with its share of metadata and alignment.
-LEAST_MEMORY_BYTES = Geometry(_DATA_LAYOUT, 1).size_bytes
-# Three batches are under way at once and the arena holds some more.
-MOST_BATCH = 1024
 
 Say = Callable[[str], None]
 
@@ -72,15 +47,15 @@ async def run_all(workload: StoreWorkload, redis_url: str | None, say: Say) -> S
     """Every reading in turn, each with its peers beside it."""
     streams: list[StreamResult] = []
     skipped: list[str] = []
-    async with _store(_DATA_LAYOUT, workload.memory_bytes, say) as client:
+    async with _store(DATA_LAYOUT, workload.memory_bytes, say) as client:
         say(f"mapping: filling {format_size(workload.memory_bytes)}, reading it back ...")
         mapping = await _measure_mapping(client, workload)
-    async with _store(_SMALL_LAYOUT, _SMALL_MEMORY, say) as client:
+    async with _store(SMALL_LAYOUT, SMALL_MEMORY_BYTES, say) as client:
         calls, batches = await _measure_calls(client, workload, say)
     say("Redis: SET and GET ...")
     try:
         with store_redis.server(redis_url) as server:
-            value = os.urandom(_DATA_LAYOUT.chunk_bytes)
+            value = os.urandom(DATA_LAYOUT.chunk_bytes)
             streams += await asyncio.to_thread(
                 store_redis.measure_redis, server, value, _REDIS_VALUES, workload.repeats
             )
@@ -124,7 +99,7 @@ async def _store(layout: ArenaLayout, memory_bytes: int, say: Say) -> AsyncItera
 async def _measure_mapping(client: StoreClient, workload: StoreWorkload) -> MappingResult:
     """Fill the arena in one session, then read it in another through a new mapping."""
     writer = StoreClient(client.address, "bench writer")
-    await writer.start(_DATA_LAYOUT)
+    await writer.start(DATA_LAYOUT)
     try:
         if writer.connection is None:
             raise RuntimeError("the benchmark's writer is not attached")
@@ -132,7 +107,7 @@ async def _measure_mapping(client: StoreClient, workload: StoreWorkload) -> Mapp
     finally:
         await writer.close()
     began = time.perf_counter()
-    await client.start(_DATA_LAYOUT)
+    await client.start(DATA_LAYOUT)
     attach_seconds = time.perf_counter() - began
     if client.connection is None:
         raise RuntimeError("the benchmark's reader is not attached")
@@ -147,9 +122,9 @@ async def _measure_mapping(client: StoreClient, workload: StoreWorkload) -> Mapp
 async def _fill(
     writer: StoreClient, connection: Connection, workload: StoreWorkload
 ) -> list[list[int]]:
-    """Seal chunks until the arena is full; returns the sequences, each a multiple of the run."""
+    """Seal chunks until the arena is full; returns the sequences, each of one run."""
     arena, layout = connection.tensors.arena, connection.tensors.layout
-    per_sequence = max(1, _FILL_SLOTS // workload.run_slots) * workload.run_slots
+    per_sequence = workload.run_slots
     random = np.random.default_rng(workload.seed)
     noise = random.integers(0, 256, layout.kv_slot_bytes, np.uint8)
     sequences = []
@@ -174,7 +149,7 @@ async def _fill(
 async def _measure_calls(
     client: StoreClient, workload: StoreWorkload, say: Say
 ) -> tuple[CallsResult, BatchResult]:
-    await client.start(_SMALL_LAYOUT)
+    await client.start(SMALL_LAYOUT)
     say(f"control calls: {workload.calls:,} with {workload.in_flight} in flight ...")
     calls = await measure_calls(client, workload.in_flight, workload.calls, workload.seed)
     say(f"batches: {workload.chunks:,} chunks, {workload.repeats} times ...")
