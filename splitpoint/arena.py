@@ -162,9 +162,11 @@ class Arena:
         """
         fd = open_arena(path, read_only=True)
         try:
-            return cls(path, fd, read_superblock(fd), read_only=True)
-        finally:
+            superblock = read_superblock(fd)
+        except BaseException:
             os.close(fd)
+            raise
+        return cls(path, fd, superblock, read_only=True)
 
     def plane(self, layer: int, tensor: str) -> Bytes:
         """Writable view `[slot_count, slot_bytes]` of one tensor ("K", "V" or "X") of a layer."""

@@ -16,8 +16,9 @@ from rich.progress import Progress
 
 from splitpoint import config
 from splitpoint.arena import Arena
+from splitpoint.arena_files import NotOurArena
 from splitpoint.arena_format import ArenaFormatError
-from splitpoint.arena_owner import ArenaOwner, NotOurArena
+from splitpoint.arena_owner import ArenaOwner
 from splitpoint.errors import NotFound
 from splitpoint_cli.arena_check import Damage, read_contents, read_superblocks
 from splitpoint_cli.arena_report import describe_arena, describe_contents, describe_file, lines_of
@@ -127,8 +128,7 @@ def rm(which: Which) -> None:
     try:
         owner.remove_existing()
     except NotOurArena:
-        Path(f"{path}.lock").unlink()  # while we hold it, as for every lock file
-        owner.leave()
+        owner.give_up()
         raise
     folder = path.parent
     # The secret of its chunk keys, where `splitpoint up` made it: of no use any more.

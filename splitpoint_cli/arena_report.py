@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from splitpoint.arena import Arena
+from splitpoint.arena_files import boot_id, lock_path_of
 from splitpoint.arena_format import Superblock
-from splitpoint.arena_owner import boot_id
 from splitpoint.config import format_size
 from splitpoint_cli.arena_check import Contents, Damage
 
@@ -24,7 +24,7 @@ def is_locked(path: Path) -> bool:
     starts in that very moment takes for another store.
     """
     try:
-        lock = os.open(f"{path}.lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        lock = os.open(lock_path_of(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:

@@ -108,6 +108,9 @@ def plan_stack(options: StackOptions) -> Stack:
         if options.host_memory is None
         else config.parse_size(options.host_memory, field="host_memory")
     )
+    key = arena.parent / "key"
+    if not options.keep_arena and not key.exists():
+        key = runtime / "key"
     store_address = config.check_address(f"unix:{runtime}/store.sock")
     worker_addresses = tuple(f"unix:{runtime}/worker-{i}.sock" for i in range(len(devices)))
     common = ["--reflection"] if options.reflection else []
@@ -123,7 +126,9 @@ def plan_stack(options: StackOptions) -> Stack:
             *("--chunk-tokens", str(options.chunk_tokens)),
             *("--host-memory", str(host_memory)),
             *("--arena", str(arena)),
-            *(["--keep-arena"] if options.keep_arena else []),
+            # Whoever keeps an arena wants to know that it does not fit; what a killed
+            # stack left is only worth having if it does.
+            "--keep-arena" if options.keep_arena else "--replace-arena",
             *common,
         ],
         # Every page of the arena is allocated before the store is ready.
@@ -171,7 +176,7 @@ def plan_stack(options: StackOptions) -> Stack:
             *_given("--tokens", options.tokens),
             # Chunk keys depend on this secret: without it neither a scheduler that
             # is started again nor the next user of a kept arena finds a chunk.
-            *("--server-key-file", str((arena.parent if options.keep_arena else runtime) / "key")),
+            *("--server-key-file", str(key)),
             *common,
         ],
         stop_seconds=options.grace_seconds + _SCHEDULER_STOP_SECONDS,

@@ -52,7 +52,7 @@ async def measure_calls(client: StoreClient, in_flight: int, calls: int, seed: i
     async def caller(rounds: int) -> None:
         for _ in range(rounds):
             tokens = sequences.next()
-            [(slot, generation)] = await timed("Reserve", client.reserve(connection, 1))
+            [(slot, generation)] = await timed("Reserve", client.reserve(connection, _SALT, 1))
             chunk = WrittenChunk(slot, generation, b"", tokens, checksum)
             sealed = await timed("Seal", client.seal(connection, _SALT, [chunk], 0))
             found = await timed("Match", client.match(_SALT, tokens))
@@ -81,7 +81,7 @@ async def measure_batches(
 
     async def store(count: Iterator[int]) -> None:
         for _ in count:
-            granted = await client.reserve(connection, batch)
+            granted = await client.reserve(connection, _SALT, batch)
             written = _chain(granted, sequences, layout.layout_hash, checksum)
             sealed = await client.seal(connection, _SALT, written, 0)
             await client.release(connection, lease_ids=[sealed.lease_id])

@@ -131,7 +131,7 @@ async def _fill(
     for number in range(arena.slot_count // per_sequence):
         tokens = [number + 1, *range(2, per_sequence * layout.chunk_tokens + 1)]
         parent = b""
-        granted = await writer.reserve(connection, per_sequence)
+        granted = await writer.reserve(connection, _SALT, per_sequence)
         lease_id = 0
         for index, (slot, generation) in enumerate(granted):
             for layer in range(layout.layer_count):

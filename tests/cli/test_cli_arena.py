@@ -17,8 +17,9 @@ import pytest
 from typer.testing import CliRunner
 
 from splitpoint.arena import Arena
+from splitpoint.arena_files import NotOurArena
 from splitpoint.arena_format import RECORD_BYTES, RECORDS_OFFSET, SUPERBLOCK_BYTES
-from splitpoint.arena_owner import ArenaInUse, NotOurArena, create_arena
+from splitpoint.arena_owner import ArenaInUse, open_or_create_arena
 from splitpoint.arena_records import (
     CHUNK_OFFSET,
     GRANT_OFFSET,
@@ -59,7 +60,8 @@ class Writer:
     """Fills slots as docs/arena-format.md says a store does."""
 
     def __init__(self, path: Path) -> None:
-        self.owner, self.arena = create_arena(path, LAYOUT, SLOTS)
+        opened = open_or_create_arena(path, LAYOUT, SLOTS)
+        self.owner, self.arena = opened.owner, opened.arena
         self.path = path
 
     def commit(self, slot: int, state: SlotState, generation: int = FIRST) -> None:
@@ -314,9 +316,9 @@ def test_rm_leaves_strangers_alone(shm_folder: Path) -> None:
 
 
 def test_other_files_of_the_folder_stay(shm_folder: Path) -> None:
-    owner, arena = create_arena(shm_folder / "arena", LAYOUT, SLOTS)
-    arena.close()
-    owner.leave()
+    opened = open_or_create_arena(shm_folder / "arena", LAYOUT, SLOTS)
+    opened.arena.close()
+    opened.owner.leave()
     (shm_folder / "key").write_text("not ours to remove")
     assert run("rm", str(shm_folder / "arena"))[0] == 0
     assert [path.name for path in shm_folder.iterdir()] == ["key"]
