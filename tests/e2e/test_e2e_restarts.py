@@ -14,6 +14,7 @@ from up_process import up_process, wait_until_up
 from splitpoint.answers import Completion
 from splitpoint.client import Client
 from splitpoint.errors import DeadlineExceeded, SplitpointError
+from splitpoint_cli.status import read_store
 
 SECONDS = 60
 PROMPT = "import asyncio\nimport collections\n\n\nclass Queue:\n" * 12
@@ -33,6 +34,17 @@ def complete(address: str) -> Completion:
             time.sleep(0.1)
 
 
+def wait_sealed(store: str) -> None:
+    """Write-back goes on in the background: wait until it has stored something and rests."""
+    deadline = time.monotonic() + SECONDS
+    while True:
+        stats = read_store(store).stats
+        if stats is not None and stats.sealed_slot_count and not stats.writing_slot_count:
+            return
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_every_service_comes_back_after_kill_9(tmp_path: Path) -> None:
     instance = f"test-kill-{os.getpid()}"
     command = [
@@ -43,7 +55,9 @@ def test_every_service_comes_back_after_kill_9(tmp_path: Path) -> None:
     with up_process(command) as process:
         printed = wait_until_up(process)
         address = printed.partition("scheduler  ")[2].splitlines()[0]
+        store = printed.partition("store      ")[2].splitlines()[0]
         wanted = complete(address).token_ids
+        wait_sealed(store)
         for module in ("kvstore_service", "worker_service", "scheduler_service"):
             [victim] = [pid for pid, name in service_processes(instance).items() if name == module]
             os.kill(victim, signal.SIGKILL)
@@ -51,7 +65,14 @@ def test_every_service_comes_back_after_kill_9(tmp_path: Path) -> None:
             for line in process.stderr:
                 if "ready again" in line:
                     break
-            assert complete(address).token_ids == wanted
+            after = complete(address)
+            assert after.token_ids == wanted
+            if module == "kvstore_service":
+                stats = read_store(store).stats
+                assert stats is not None
+                assert stats.adopted_chunk_count > 0, "the arena was found by its path"
+            else:  # a new scheduler has its predecessor's key, a new worker the same store
+                assert after.usage.cached_tokens > 0, module
             again = [pid for pid, name in service_processes(instance).items() if name == module]
             assert len(again) == 1
             assert again != [victim]
