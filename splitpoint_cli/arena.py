@@ -1,6 +1,7 @@
 """`splitpoint arena`: look at an arena file, check every byte of it, remove it.
 
-Looking works on an arena that a store is using; removing never does.
+Looking works on an arena that a store is using; removing never does. What maps
+the file (and needs numpy) is imported only once a command runs.
 """
 
 from __future__ import annotations
@@ -15,13 +16,8 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from splitpoint import config
-from splitpoint.arena import Arena
-from splitpoint.arena_files import NotOurArena
 from splitpoint.arena_format import ArenaFormatError
-from splitpoint.arena_owner import ArenaOwner
 from splitpoint.errors import NotFound
-from splitpoint_cli.arena_check import Damage, read_contents, read_superblocks
-from splitpoint_cli.arena_report import describe_arena, describe_contents, describe_file, lines_of
 from splitpoint_cli.output import err, out, print_json
 
 app = typer.Typer(no_args_is_help=True)
@@ -47,6 +43,15 @@ def inspect(which: Which, as_json: AsJson = False) -> None:
 
     Reads superblocks, records and tokens, no payload.
     """
+    from splitpoint.arena import Arena
+    from splitpoint_cli.arena_check import Damage, read_contents, read_superblocks
+    from splitpoint_cli.arena_report import (
+        describe_arena,
+        describe_contents,
+        describe_file,
+        lines_of,
+    )
+
     path = find(which)
     copies = read_superblocks(path)
     report = describe_file(path, copies)
@@ -80,6 +85,9 @@ def verify(which: Which, as_json: AsJson = False) -> None:
     violates; exit code 1 when there is one. Changes nothing. Slots that a
     running store changes meanwhile are looked at again, and no damage.
     """
+    from splitpoint.arena import Arena
+    from splitpoint_cli.arena_check import Damage, read_contents, read_superblocks
+
     path = find(which)
     copies = read_superblocks(path)
     mapped = Arena.attach_read_only(path)
@@ -123,6 +131,9 @@ def rm(which: Which) -> None:
 
     What is no arena of this user is left alone.
     """
+    from splitpoint.arena_files import NotOurArena
+    from splitpoint.arena_owner import ArenaOwner
+
     path = find(which)
     owner = ArenaOwner.lock(path)
     try:

@@ -35,7 +35,7 @@ from splitpoint.arena_records import (
 )
 from splitpoint.config import arena_path, remove_tree
 from splitpoint.errors import NotFound
-from splitpoint.keys import chunk_key, fingerprint
+from splitpoint.keys import chunk_key, fingerprint, pack_tokens
 from splitpoint.shapes import ArenaLayout, DataType
 from splitpoint_cli.arena_check import read_contents, read_slot
 from splitpoint_cli.child import child_environment
@@ -81,7 +81,7 @@ class Writer:
                 rows = self.arena.plane(plane, tensor)[slot]
                 heads = 1 if tensor == "X" else LAYOUT.kv_head_count
                 rows.reshape(heads, LAYOUT.chunk_tokens, -1)[:, : len(tokens)] = tokens[0] % 251 + 1
-        row = encode_token_row(tokens, LAYOUT.chunk_tokens)
+        row = encode_token_row(pack_tokens(tokens), LAYOUT.chunk_tokens)
         self.write(self.arena.geometry.tokens_offset + slot * len(row), row)
         block = ChunkBlock(
             generation=generation,
