@@ -23,6 +23,7 @@ from kvstore_service.remote import RemoteStreams
 from kvstore_service.room_keeper import RoomKeeper
 from kvstore_service.store import KvStore, Matched, SealOutcome, WrittenChunk
 from kvstore_service.upkeep import Upkeep
+from splitpoint.arena_format import ArenaFormatError
 from splitpoint.arena_records import SlotState
 from splitpoint.convert import layout_to_proto
 from splitpoint.errors import FailedPrecondition, InvalidArgument, Unavailable
@@ -31,6 +32,9 @@ from splitpoint.v1 import kvstore_pb2_grpc
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["KvStoreService"].full_name
 _THREADS = 2
+# So much payload is read back on the event loop: some 0.1 ms, which is less than a
+# thread takes to get the interpreter and to give it back.
+_READ_AT_ONCE_BYTES = 256 << 10
 
 _log = logging.getLogger(__name__)
 
@@ -40,15 +44,23 @@ _Context = Any  # grpc.aio.ServicerContext; the generated base class is untyped
 class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
     """Serves one store. `stop` before the server stops, `close` afterwards.
 
-    `threads` read payloads back; they are shut down by `close`.
+    `threads` read payloads back, those of a call with more than `read_at_once_bytes`
+    of them; they are shut down by `close`.
 
     Attributes:
         room_keeper: who evicts in the background, for its count; None: nobody.
         policy_name, memory_description: what GetStats says.
     """
 
-    def __init__(self, store: KvStore, threads: ThreadPoolExecutor | None = None) -> None:
+    def __init__(
+        self,
+        store: KvStore,
+        threads: ThreadPoolExecutor | None = None,
+        *,
+        read_at_once_bytes: int = _READ_AT_ONCE_BYTES,
+    ) -> None:
         self.store = store
+        self._read_at_once_bytes = read_at_once_bytes
         self.room_keeper: RoomKeeper | None = None
         self.policy_name = DEFAULT_POLICY
         self.memory_description = ""
@@ -224,11 +236,10 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
     async def _seal(
         self, request: pb.SealRequest, chunks: Sequence[WrittenChunk]
     ) -> pb.SealResponse:
-        loop = asyncio.get_running_loop()
         salt = request.tenant_salt
         with self.store.sealing(chunks):
             await self.upkeep.verify(lambda: self.store.unverified_in_seal(salt, chunks))
-            damages = await loop.run_in_executor(self._threads, self.store.verify, chunks)
+            damages = await self._read_back(chunks)
             outcome = self.store.seal(
                 request.session_id,
                 salt,
@@ -238,6 +249,12 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
                 keep_leased=request.keep_leased,
             )
         return self._sealed(outcome)
+
+    async def _read_back(self, chunks: Sequence[WrittenChunk]) -> Sequence[ArenaFormatError | None]:
+        if len(chunks) * self.store.arena.layout.chunk_bytes <= self._read_at_once_bytes:
+            return self.store.verify(chunks)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self.store.verify, chunks)
 
     def _sealed(self, outcome: SealOutcome) -> pb.SealResponse:
         return pb.SealResponse(

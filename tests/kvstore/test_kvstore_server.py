@@ -130,7 +130,12 @@ async def call(pending: Awaitable[Any]) -> Any:
 async def serve(
     bench: Bench, address: str, threads: ThreadPoolExecutor | None = None
 ) -> AsyncIterator[Service]:
-    servicer = KvStoreServicer(bench.store, threads)
+    # With threads of their own tests want to see them used, however little there is to read.
+    servicer = (
+        KvStoreServicer(bench.store)
+        if threads is None
+        else KvStoreServicer(bench.store, threads, read_at_once_bytes=0)
+    )
     server = create_server()
     kvstore_pb2_grpc.add_KvStoreServiceServicer_to_server(servicer, server)
     listen(server, address)
