@@ -13,13 +13,13 @@ from typing import TypeVar
 
 from splitpoint.keys import chunk_key
 from splitpoint_cli.store_report import BatchResult, CallsResult
+from splitpoint_cli.store_workload import SALT
 from worker_service.store_client import Connection, StoreClient, WrittenChunk
 
 Answer = TypeVar("Answer")
 
 # While one batch is on its way the next is being made.
 _BATCHES_IN_FLIGHT = 3
-_SALT = b"bench"
 
 
 class _Sequences:
@@ -52,10 +52,10 @@ async def measure_calls(client: StoreClient, in_flight: int, calls: int, seed: i
     async def caller(rounds: int) -> None:
         for _ in range(rounds):
             tokens = sequences.next()
-            [(slot, generation)] = await timed("Reserve", client.reserve(connection, _SALT, 1))
+            [(slot, generation)] = await timed("Reserve", client.reserve(connection, SALT, 1))
             chunk = WrittenChunk(slot, generation, b"", tokens, checksum)
-            sealed = await timed("Seal", client.seal(connection, _SALT, [chunk], 0))
-            found = await timed("Match", client.match(_SALT, tokens))
+            sealed = await timed("Seal", client.seal(connection, SALT, [chunk], 0))
+            found = await timed("Match", client.match(SALT, tokens))
             leases = (sealed.lease_id, found.lease_id)
             await timed("Release", client.release(connection, lease_ids=leases))
 
@@ -81,9 +81,9 @@ async def measure_batches(
 
     async def store(count: Iterator[int]) -> None:
         for _ in count:
-            granted = await client.reserve(connection, _SALT, batch)
+            granted = await client.reserve(connection, SALT, batch)
             written = _chain(granted, sequences, layout.layout_hash, checksum)
-            sealed = await client.seal(connection, _SALT, written, 0)
+            sealed = await client.seal(connection, SALT, written, 0)
             await client.release(connection, lease_ids=[sealed.lease_id])
 
     async def run() -> float:
@@ -110,7 +110,7 @@ def _chain(
     for slot, generation in granted:
         tokens = sequences.next()
         chunks.append(WrittenChunk(slot, generation, parent, tokens, checksum))
-        parent = chunk_key(layout_hash, _SALT, parent, tokens)
+        parent = chunk_key(layout_hash, SALT, parent, tokens)
     return chunks
 
 

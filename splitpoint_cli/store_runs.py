@@ -8,18 +8,20 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
 
 from splitpoint.config import arena_path, format_size, remove_tree
+from splitpoint.keys import chunk_key
 from splitpoint.shapes import ArenaLayout
 from splitpoint_cli import store_redis
 from splitpoint_cli.child import LogLine, ServiceCommand
 from splitpoint_cli.store_calls import measure_batches, measure_calls
-from splitpoint_cli.store_mapping import measure_mapping, runs_of
+from splitpoint_cli.store_mapping import Bytes, measure_mapping, runs_of
+from splitpoint_cli.store_remote import measure_remote
 from splitpoint_cli.store_report import (
     BatchResult,
     CallsResult,
@@ -29,6 +31,7 @@ from splitpoint_cli.store_report import (
 )
 from splitpoint_cli.store_workload import (
     DATA_LAYOUT,
+    SALT,
     SMALL_LAYOUT,
     SMALL_MEMORY_BYTES,
     StoreWorkload,
@@ -37,7 +40,8 @@ from splitpoint_cli.supervisor import Supervisor
 from worker_service.store_client import Connection, StoreClient, WrittenChunk
 
 _LEASE_SECONDS = 60.0
-_SALT = b"bench"
+# What one pass of a remote reader reads.
+_REMOTE_BYTES = 128 << 20
 _REDIS_VALUES = 64
 
 Say = Callable[[str], None]
@@ -47,10 +51,14 @@ async def run_all(workload: StoreWorkload, redis_url: str | None, say: Say) -> S
     """Every reading in turn, each with its peers beside it."""
     streams: list[StreamResult] = []
     skipped: list[str] = []
-    async with _store(DATA_LAYOUT, workload.memory_bytes, say) as client:
+    # Over TCP: that is how another host would read it.
+    async with _store(DATA_LAYOUT, workload.memory_bytes, "127.0.0.1:0", say) as client:
         say(f"mapping: filling {format_size(workload.memory_bytes)}, reading it back ...")
-        mapping = await _measure_mapping(client, workload)
-    async with _store(SMALL_LAYOUT, SMALL_MEMORY_BYTES, say) as client:
+        sequences = await _fill(client.address, workload)
+        mapping = await _measure_mapping(client, sequences, workload)
+        say("remote: ReadChunks and a plain stream ...")
+        streams.append(await _measure_remote(client.address, sequences, workload, say))
+    async with _store(SMALL_LAYOUT, SMALL_MEMORY_BYTES, "", say) as client:
         calls, batches = await _measure_calls(client, workload, say)
     say("Redis: SET and GET ...")
     try:
@@ -65,26 +73,27 @@ async def run_all(workload: StoreWorkload, redis_url: str | None, say: Say) -> S
 
 
 @asynccontextmanager
-async def _store(layout: ArenaLayout, memory_bytes: int, say: Say) -> AsyncIterator[StoreClient]:
-    """A store process of its own, and a client that is not attached yet."""
+async def _store(
+    layout: ArenaLayout, memory_bytes: int, listen: str, say: Say
+) -> AsyncIterator[StoreClient]:
+    """A store process of its own, and a client that is not attached yet.
+
+    An empty `listen` is a socket file of its own.
+    """
     folder = Path(tempfile.mkdtemp(prefix="splitpoint-bench-"))
     arena = arena_path(f"bench-{os.getpid()}")
     command = ServiceCommand(
         "store",
         (
-            *("-m", "kvstore_service", "--listen", f"unix:{folder}/store.sock"),
+            *("-m", "kvstore_service", "--listen", listen or f"unix:{folder}/store.sock"),
             *("--layout", layout.to_json(), "--host-memory", str(memory_bytes)),
             *("--arena", str(arena), "--lease-seconds", str(_LEASE_SECONDS)),
         ),
         ready_seconds=60.0 + memory_bytes / 1e9,
     )
 
-    def show(line: LogLine) -> None:
-        if line.important:
-            say(f"{line.service}: {line.text}")
-
     try:
-        async with Supervisor(sys.executable, show) as supervisor:
+        async with Supervisor(sys.executable, _shower(say)) as supervisor:
             store = await supervisor.start(command)
             client = StoreClient(await store.ready(), "bench")
             try:
@@ -96,22 +105,26 @@ async def _store(layout: ArenaLayout, memory_bytes: int, say: Say) -> AsyncItera
         shutil.rmtree(folder)
 
 
-async def _measure_mapping(client: StoreClient, workload: StoreWorkload) -> MappingResult:
-    """Fill the arena in one session, then read it in another through a new mapping."""
-    writer = StoreClient(client.address, "bench writer")
-    await writer.start(DATA_LAYOUT)
-    try:
-        if writer.connection is None:
-            raise RuntimeError("the benchmark's writer is not attached")
-        sequences = await _fill(writer, writer.connection, workload)
-    finally:
-        await writer.close()
+def _shower(say: Say) -> Callable[[LogLine], None]:
+    """Says what a service warns of."""
+
+    def show(line: LogLine) -> None:
+        if line.important:
+            say(f"{line.service}: {line.text}")
+
+    return show
+
+
+async def _measure_mapping(
+    client: StoreClient, sequences: Sequence[Sequence[int]], workload: StoreWorkload
+) -> MappingResult:
+    """Through a mapping that is new: a session of its own, after the writer's ended."""
     began = time.perf_counter()
     await client.start(DATA_LAYOUT)
     attach_seconds = time.perf_counter() - began
     if client.connection is None:
         raise RuntimeError("the benchmark's reader is not attached")
-    found = [await client.match(_SALT, tokens) for tokens in sequences]
+    found = [await client.match(SALT, tokens) for tokens in sequences]
     handles = [(chunk.slot, chunk.generation) for each in found for chunk in each.chunks]
     runs = runs_of(handles, workload.run_slots)
     return await asyncio.to_thread(
@@ -119,31 +132,57 @@ async def _measure_mapping(client: StoreClient, workload: StoreWorkload) -> Mapp
     )
 
 
-async def _fill(
-    writer: StoreClient, connection: Connection, workload: StoreWorkload
-) -> list[list[int]]:
+async def _fill(address: str, workload: StoreWorkload) -> list[list[int]]:
     """Seal chunks until the arena is full; returns the sequences, each of one run."""
-    arena, layout = connection.tensors.arena, connection.tensors.layout
-    per_sequence = workload.run_slots
-    random = np.random.default_rng(workload.seed)
-    noise = random.integers(0, 256, layout.kv_slot_bytes, np.uint8)
-    sequences = []
-    for number in range(arena.slot_count // per_sequence):
-        tokens = [number + 1, *range(2, per_sequence * layout.chunk_tokens + 1)]
-        parent = b""
-        granted = await writer.reserve(connection, _SALT, per_sequence)
-        lease_id = 0
-        for index, (slot, generation) in enumerate(granted):
-            for layer in range(layout.layer_count):
-                for tensor in layout.tensors:
-                    arena.plane(layer, tensor)[slot] = noise
-            piece = tuple(tokens[index * layout.chunk_tokens :][: layout.chunk_tokens])
-            chunk = WrittenChunk(slot, generation, parent, piece, arena.checksum(slot))
-            sealed = await writer.seal(connection, _SALT, [chunk], lease_id)
-            parent, lease_id = sealed.chunks[0].key, sealed.lease_id
-        await writer.release(connection, lease_ids=[lease_id])
-        sequences.append(tokens)
-    return sequences
+    writer = StoreClient(address, "bench writer")
+    await writer.start(DATA_LAYOUT)
+    try:
+        connection = writer.connection
+        if connection is None:
+            raise RuntimeError("the benchmark's writer is not attached")
+        random = np.random.default_rng(workload.seed)
+        noise = random.integers(0, 256, DATA_LAYOUT.kv_slot_bytes, np.uint8)
+        run_tokens = workload.run_slots * DATA_LAYOUT.chunk_tokens
+        sequences = []
+        for number in range(connection.tensors.arena.slot_count // workload.run_slots):
+            sequences.append([number + 1, *range(2, run_tokens + 1)])
+            await _write(writer, connection, sequences[-1], noise)
+        return sequences
+    finally:
+        await writer.close()
+
+
+async def _write(
+    writer: StoreClient, connection: Connection, tokens: Sequence[int], noise: Bytes
+) -> None:
+    """One sequence of full chunks, each plane of each slot the same bytes."""
+    arena, layout = connection.tensors.arena, DATA_LAYOUT
+    pieces = [
+        tuple(tokens[start : start + layout.chunk_tokens])
+        for start in range(0, len(tokens), layout.chunk_tokens)
+    ]
+    chunks = []
+    parent = b""
+    granted = await writer.reserve(connection, SALT, len(pieces))
+    for (slot, generation), piece in zip(granted, pieces, strict=True):
+        for layer in range(layout.layer_count):
+            for tensor in layout.tensors:
+                arena.plane(layer, tensor)[slot] = noise
+        chunks.append(WrittenChunk(slot, generation, parent, piece, arena.checksum(slot)))
+        parent = chunk_key(layout.layout_hash, SALT, parent, piece)
+    sealed = await writer.seal(connection, SALT, chunks, 0)
+    await writer.release(connection, lease_ids=[sealed.lease_id])
+
+
+async def _measure_remote(
+    address: str, sequences: Sequence[Sequence[int]], workload: StoreWorkload, say: Say
+) -> StreamResult:
+    peer = ServiceCommand("peer", ("-m", "splitpoint_cli.raw_stream", "--listen", "127.0.0.1:0"))
+    chunks = _REMOTE_BYTES // DATA_LAYOUT.chunk_bytes
+    some = sequences[: max(1, chunks // workload.run_slots)]
+    async with Supervisor(sys.executable, _shower(say)) as supervisor:
+        service = await supervisor.start(peer)
+        return await measure_remote(address, await service.ready(), SALT, some, workload.repeats)
 
 
 async def _measure_calls(

@@ -9,10 +9,10 @@ from splitpoint.config import format_size
 from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import ArenaLayout, DataType
 
-# Eight heads of 64 in bfloat16: 64 KiB per slot and plane, as in an 8B model's layer.
+# Eight heads of 64 in bfloat16: 64 KiB per slot and plane, 1 MiB per chunk.
 DATA_LAYOUT = ArenaLayout(
     chunk_tokens=64,
-    layer_count=4,
+    layer_count=8,
     kv_head_count=8,
     head_dim=64,
     hidden_size=512,
@@ -31,6 +31,7 @@ SMALL_LAYOUT = ArenaLayout(
     has_activations=False,
     model_fingerprint=b"bench store: metadata",
 )
+SALT = b"bench"
 SMALL_MEMORY_BYTES = 64 << 20
 # Three batches are under way at once, and the small arena holds a few times that.
 MOST_BATCH = 1024

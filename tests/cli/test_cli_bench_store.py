@@ -102,7 +102,9 @@ def test_a_small_run_ends_in_json(tmp_path: Path) -> None:
         kind: each["count"] for kind, each in report["calls"]["by_kind"].items()
     } == dict.fromkeys(("Reserve", "Seal", "Match", "Release"), 64)
     assert report["batches"]["chunks_per_second"] > 0
-    assert {"Redis SET", "Redis GET"} <= set(report["streams"])
+    assert set(report["streams"]) == {"ReadChunks", "Redis SET", "Redis GET"}
+    assert report["streams"]["ReadChunks"]["value_bytes"] == 1 << 20
+    assert report["streams"]["ReadChunks"]["ratio_to_peer"] > 0
 
 
 def test_without_a_redis_server_it_says_so(tmp_path: Path) -> None:
