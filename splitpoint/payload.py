@@ -12,7 +12,7 @@ import numpy as np
 
 from splitpoint.arena import Arena, Bytes
 
-# Most bytes of one message. Every message costs some 0.2 ms whatever its size, so
+# Most bytes of one message. Every message has a cost of its own whatever its size, so
 # small ones waste the link; one copy of 1 MiB holds the interpreter for under
 # 0.1 ms, and a few of them in flight are all the memory that a stream needs. Four
 # times as much is where the wire contract's limit for a message lies.

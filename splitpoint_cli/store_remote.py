@@ -117,9 +117,8 @@ async def _read(
     sizes = []
     digests = [xxhash.xxh3_64() for _ in request.chunks]
     async for answer in stub.ReadChunks(request, timeout=_SECONDS):
-        piece = answer.piece
-        data = piece.data
-        digests[piece.chunk_index].update(data)
+        data = answer.data
+        digests[answer.chunk_index].update(data)
         sizes.append(len(data))
     if [digest.intdigest() for digest in digests] != [chunk.checksum for chunk in request.chunks]:
         raise DataLoss("a chunk came with other bytes than it was sealed with")

@@ -67,16 +67,16 @@ async def read_chunks(
                 digest.reset()
             if response is grpc.aio.EOF:
                 break
-            piece = response.piece
-            end = offset + len(piece.data)
+            data = response.data
+            end = offset + len(data)
             if (
                 index == len(slots)
-                or (piece.chunk_index, piece.offset) != (index, offset)
+                or (response.chunk_index, response.offset) != (index, offset)
                 or not offset < end <= payload.size_bytes
             ):
                 raise Internal("the store sent other pieces than were asked for")
             check()
-            copying = loop.run_in_executor(lane, copy, slots[index], offset, piece.data)
+            copying = loop.run_in_executor(lane, copy, slots[index], offset, data)
             offset = end
         if index < len(slots):
             raise Unavailable(f"the stream ended in chunk {index} of {len(slots)}")

@@ -80,7 +80,7 @@ class Remote:
         )
         try:
             async for response in stream:
-                piece = response.piece
+                piece = response
                 assert piece.offset == len(payloads[piece.chunk_index])
                 payloads[piece.chunk_index] += piece.data
         except grpc.RpcError as error:
