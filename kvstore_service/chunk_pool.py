@@ -331,7 +331,7 @@ class ChunkPool:
     @contextmanager
     def guard(self, keys: Iterable[bytes]) -> Iterator[None]:
         """Keep chunks from eviction for a moment: something is being sealed below them."""
-        guarded = [key for key in keys if key]
+        guarded = [key for key in keys if self.index.get(key) is not None]
         self._guarded.update(guarded)
         try:
             yield
@@ -391,7 +391,9 @@ class ChunkPool:
         )
 
     def _offer(self, slot: int) -> None:
-        if self._is_evictable(slot):
+        # Whether it may go is asked when it would, and it is offered again whenever
+        # something that protected it is gone.
+        if slot in self._chunks:
             self._policy.offer(slot)
 
     def evict_all(self) -> int:

@@ -24,14 +24,14 @@ from splitpoint.arena_records import (
 
 FREE, WRITING, SEALED, QUARANTINED = SlotState
 
-_CHANGES = {
-    (FREE, WRITING),
-    (WRITING, SEALED),
-    (WRITING, QUARANTINED),
-    (WRITING, FREE),
-    (QUARANTINED, FREE),
-    (SEALED, FREE),
-}
+# What may follow a state, by its number: plain indexing, since every chunk passes here
+# several times and hashing an enum is slow.
+_MAY_BECOME: tuple[tuple[SlotState, ...], ...] = (
+    (WRITING,),  # FREE
+    (SEALED, QUARANTINED, FREE),  # WRITING
+    (FREE,),  # SEALED
+    (FREE,),  # QUARANTINED
+)
 
 
 class MetadataWriter(Protocol):
@@ -85,7 +85,8 @@ class SlotTable:
         self._epoch = arena.superblock.epoch
         self._states = list(states)
         self._generations = list(generations)
-        self._counts = Counter(self._states)
+        self._counts = _count(self._states)
+        self._tokens_offset = arena.geometry.tokens_offset
         self._writer: MetadataWriter = MappedMetadata(arena) if writer is None else writer
 
     def close(self) -> None:
@@ -119,7 +120,7 @@ class SlotTable:
     def seal(self, slot: int, block: ChunkBlock, token_row: bytes) -> None:
         """WRITING → SEALED. The payload must have been verified."""
         self._check(slot, SEALED)
-        self._writer.write(self._arena.geometry.tokens_offset + slot * len(token_row), token_row)
+        self._writer.write(self._tokens_offset + slot * len(token_row), token_row)
         self._writer.write(RECORDS_OFFSET + slot * RECORD_BYTES + CHUNK_OFFSET, block.encode())
         self._commit(slot, SEALED)
 
@@ -134,7 +135,7 @@ class SlotTable:
         self._commit(slot, FREE)
 
     def _check(self, slot: int, state: SlotState) -> None:
-        if (self._states[slot], state) not in _CHANGES:
+        if state not in _MAY_BECOME[self._states[slot]]:
             raise RuntimeError(f"slot {slot} cannot go from {self._states[slot].name} to {state}")
 
     def _commit(self, slot: int, state: SlotState) -> None:
@@ -147,12 +148,18 @@ class SlotTable:
     def check_integrity(self) -> list[str]:
         """What is wrong: counts that differ, commit words other than the table's."""
         violations = []
-        if Counter(self._states) != +self._counts:
+        if _count(self._states) != self._counts:
             violations.append("the counts of states differ from the states")
-        if sum(self._counts.values()) != self._arena.slot_count:
+        if sum(self._counts) != self._arena.slot_count:
             violations.append("free, writing, sealed and quarantined slots are not all slots")
         for slot, state in enumerate(self._states):
             word = self._arena.commit_word(slot)
             if word != commit_word(self._generations[slot], state):
                 violations.append(f"slot {slot} has commit word {word:#x}, not {state.name}")
         return violations
+
+
+def _count(states: Sequence[SlotState]) -> list[int]:
+    """How many slots are in each state, by the state's number."""
+    counts = Counter(int(state) for state in states)
+    return [counts[int(state)] for state in SlotState]

@@ -118,17 +118,17 @@ def _check_chunk(chunk: pb.SealChunk, chunk_tokens: int, path: str) -> WrittenCh
             f"a key has {KEY_BYTES} bytes, or none for a first chunk",
             field=f"{path}.parent_key",
         )
-    if len(chunk.token_ids) > chunk_tokens:
+    token_ids = tuple(chunk.token_ids)
+    if len(token_ids) > chunk_tokens:
         raise InvalidArgument(
-            f"{len(chunk.token_ids)} tokens; a chunk holds {chunk_tokens}",
-            field=f"{path}.token_ids",
+            f"{len(token_ids)} tokens; a chunk holds {chunk_tokens}", field=f"{path}.token_ids"
         )
-    _check_tokens(chunk.token_ids, f"{path}.token_ids")
+    _check_tokens(token_ids, f"{path}.token_ids")
     return WrittenChunk(
         slot=chunk.slot,
         generation=chunk.generation,
         parent_key=chunk.parent_key,
-        token_ids=tuple(chunk.token_ids),
+        token_ids=token_ids,
         checksum=chunk.checksum,
     )
 

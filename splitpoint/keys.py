@@ -34,12 +34,11 @@ def packed_chunk_key(
     layout_hash: bytes, salt: bytes, parent_key: bytes, packed_tokens: bytes
 ) -> bytes:
     """`chunk_key` of tokens that went through `pack_tokens`."""
-    digest = hashlib.sha256(_DOMAIN)
-    digest.update(layout_hash)
-    digest.update(len(salt).to_bytes(2, "little") + salt)
-    digest.update(len(parent_key).to_bytes(2, "little") + parent_key)
-    digest.update(packed_tokens)
-    return digest.digest()
+    message = (
+        *(_DOMAIN, layout_hash, len(salt).to_bytes(2, "little"), salt),
+        *(len(parent_key).to_bytes(2, "little"), parent_key, packed_tokens),
+    )
+    return hashlib.sha256(b"".join(message)).digest()
 
 
 def chunk_keys(

@@ -29,7 +29,7 @@ def store(
     repeats: Annotated[int, typer.Option(help="Timed passes of each contender.", min=5)] = 7,
     in_flight: Annotated[int, typer.Option(help="Control calls at once.", min=1)] = 32,
     calls: Annotated[int, typer.Option(help="Control calls in all.", min=1)] = 8000,
-    batch: Annotated[int, typer.Option(help="Chunks in one batched call.", min=1)] = 64,
+    batch: Annotated[int, typer.Option(help="Chunks in one batched call.", min=1)] = 256,
     chunks: Annotated[int, typer.Option(help="Chunks in each batched pass.", min=1)] = 12800,
     redis: Annotated[
         str | None,
