@@ -29,6 +29,7 @@ from splitpoint.config import (
     check_address,
     check_listen_address,
     format_size,
+    log_failure,
     parse_size,
     run_service,
     stop_on_signals,
@@ -291,7 +292,7 @@ async def _published(
     link = RedisLink(redis)
     publisher = CatalogPublisher(link, store.pool, address)
     publishing = asyncio.create_task(publisher.run(), name="catalog")
-    publishing.add_done_callback(_complain)
+    publishing.add_done_callback(log_failure)
     try:
         yield
     finally:
@@ -299,12 +300,6 @@ async def _published(
         await asyncio.gather(publishing, return_exceptions=True)
         await publisher.withdraw()
         await link.close()
-
-
-def _complain(publishing: asyncio.Task[None]) -> None:
-    """A bug in the publisher costs the hints, not the store."""
-    if not publishing.cancelled() and (error := publishing.exception()) is not None:
-        log.error("the catalog is not published any more", exc_info=error)
 
 
 def main() -> int:

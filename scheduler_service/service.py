@@ -24,6 +24,7 @@ from scheduler_service.server import (
 )
 from splitpoint import rpc
 from splitpoint.access import Access
+from splitpoint.config import log_failure
 from splitpoint.planner import Residency
 from splitpoint.redis_link import RedisLink, RedisOptions
 from splitpoint.tls import PLAIN, Identity
@@ -121,6 +122,7 @@ class Scheduler:
         if self._directory is not None:
             reading = self._directory.run(self.registry.discovered)
             self._tasks.append(asyncio.create_task(reading, name="directory"))
+            self._tasks[-1].add_done_callback(log_failure)
         return bound
 
     async def stop(self, grace_seconds: float) -> None:

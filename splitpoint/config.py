@@ -366,6 +366,13 @@ def run_service(service: str, serve: Coroutine[Any, Any, None]) -> int:
     return 0
 
 
+def log_failure(task: asyncio.Task[Any]) -> None:
+    """Done-callback of a background task that the service can do without: a bug in it
+    is logged, not swallowed."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logging.getLogger("background").error("%s ended", task.get_name(), exc_info=error)
+
+
 def setup_logging(service: str, level: int | str = logging.INFO) -> None:
     """Log to stderr: one record a line, UTC, level and service. Replaces earlier handlers."""
     handler = logging.StreamHandler(sys.stderr)

@@ -16,6 +16,7 @@ from splitpoint.config import (
     announce_ready,
     check_address,
     check_listen_address,
+    log_failure,
     parse_size,
     run_service,
     stop_on_signals,
@@ -187,6 +188,7 @@ async def _registered(
         link, worker, address, identity, is_draining=lambda: servicer.draining
     )
     beating = asyncio.create_task(registration.run(), name="registration")
+    beating.add_done_callback(log_failure)
     try:
         yield
     finally:

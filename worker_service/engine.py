@@ -107,6 +107,10 @@ class Engine:
         """Nothing running, waiting, or being written back."""
         return self.roster.is_empty
 
+    def forget_arena(self) -> None:
+        """Let go of the arena that was read last; sequences that still read it keep it."""
+        self._puller = None
+
     # -- commands ---------------------------------------------------------------
 
     def _take_commands(self) -> None:

@@ -107,6 +107,8 @@ class Pinning:
     Attributes:
         pinned_bytes: locked at this moment.
         description: the state, for people.
+        between_steps: runs a function while no copy is under way, and returns after it;
+            None: there is none anyway. Set while an engine runs.
     """
 
     def __init__(
@@ -128,6 +130,7 @@ class Pinning:
         # Keeps the mapping while any of it is locked: unregister comes before unmap.
         self._payload: object | None = None
         self._task: asyncio.Future[None] | None = None
+        self.between_steps: Callable[[Callable[[], None]], None] | None = None
 
     def attach(self, arena: Arena) -> None:
         """Lock the arena's payload from now on; what was locked before is let go first."""
@@ -143,7 +146,11 @@ class Pinning:
         )
 
         def work() -> None:
-            self._release()
+            if self._held and self.between_steps is not None:
+                # Requests that still read the arena before go on, from unlocked pages.
+                self.between_steps(self._release)
+            else:
+                self._release()
             self._payload = payload
             self._lock_all(payload.ctypes.data, pieces, payload.nbytes, stop)
 

@@ -7,6 +7,7 @@ only, and answers through `_on_output`, called in the loop's own turn.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import threading
@@ -44,6 +45,8 @@ Result = TypeVar("Result")
 OUTPUT_LIMIT = 10_000
 # For a store to come back: a supervisor's first restarts, and the recovery.
 STORE_WAIT_SECONDS = 30.0
+# The longest step, a long prefill on a slow device, with much to spare.
+STEP_SECONDS = 120.0
 
 
 @dataclass(slots=True)
@@ -79,6 +82,9 @@ class Runtime:
         if store is not None:
             self.fetcher = Fetcher(store, engine.cache.layout, self._on_rates)
             store.quiesce = self._quiesce
+            store.reattached = lambda: engine.post(Call(engine.forget_arena))
+            if store.pinning is not None:
+                store.pinning.between_steps = self._between_steps
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.failed = asyncio.Event()
 
@@ -93,6 +99,8 @@ class Runtime:
             await self.write_back.close()
         if self.fetcher is not None:
             await self.fetcher.close()
+        if self.store is not None and self.store.pinning is not None:
+            self.store.pinning.between_steps = None
         self.engine.post(Stop())
         await asyncio.to_thread(self._thread.join)
         if self.store is not None:
@@ -186,6 +194,19 @@ class Runtime:
 
         self.engine.post(Call(run))
         return await future
+
+    def _between_steps(self, function: Callable[[], None]) -> None:
+        """From another thread: run `function` on the engine's, and return after it."""
+        done: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                function()
+            finally:
+                done.set_result(None)
+
+        self.engine.post(Call(run))
+        done.result(STEP_SECONDS)
 
     # -- the engine's side -----------------------------------------------------------
 

@@ -202,7 +202,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
 def _measure(worker: LoadedWorker) -> Profile:
     engine = worker.engine
-    return measure(engine.model, engine.cache.device, worker.device_description)
+    measured = measure(engine.model, engine.cache.device, worker.device_description)
+    # Rates of fetches are not measured here, and stay.
+    return replace(measured, remote_bytes_per_second=worker.profile.remote_bytes_per_second)
 
 
 async def _given_up(listener: Listener) -> None:

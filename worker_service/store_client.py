@@ -112,6 +112,9 @@ class StoreClient:
         # Awaited before a lost session is acknowledged: nothing may be writing
         # into its slots any more when the store frees them.
         self.quiesce: Callable[[], Awaitable[None]] | None = None
+        # Called once there is another session: whoever still holds the arena of the
+        # one before should let go of it.
+        self.reattached: Callable[[], None] | None = None
         # Page-locks every arena that is attached; None: nothing is locked.
         self.pinning: Pinning | None = None
         self._closing = asyncio.Event()
@@ -306,6 +309,8 @@ class StoreClient:
             self.connection = await self._reattach(connection.session_id)
             if self.connection is not None:
                 self._connected.set()
+                if self.reattached is not None:
+                    self.reattached()
                 log.warning("attached to the KV store again, epoch %d", self.connection.epoch)
 
     async def _hold(self, connection: Connection) -> None:
