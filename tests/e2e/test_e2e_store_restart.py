@@ -85,9 +85,17 @@ async def test_a_request_outlives_its_store(
         await stack.assert_clean()
 
 
-async def test_kills_under_load(folder: Path, tmp_path: Path, cases: list[Case]) -> None:
-    """Several restarts in a row while requests of both kinds come and go."""
-    rng = random.Random(4)
+@pytest.mark.parametrize(
+    "kills",
+    [3, pytest.param(60, marks=[pytest.mark.chaos, pytest.mark.timeout(900)])],
+)
+async def test_kills_under_load(
+    folder: Path, tmp_path: Path, cases: list[Case], kills: int
+) -> None:
+    """Restarts in a row while requests of both kinds come and go."""
+    seed = random.randrange(1 << 30) if kills > 3 else 4
+    print(f"seed {seed}")
+    rng = random.Random(seed)
     async with local_stack(folder, tmp_path, SHAPE) as stack:
         over = asyncio.Event()
         count = 0
@@ -103,11 +111,11 @@ async def test_kills_under_load(folder: Path, tmp_path: Path, cases: list[Case])
         async with asyncio.TaskGroup() as group:
             for _ in range(4):
                 group.create_task(client())
-            for _ in range(3):
+            for _ in range(kills):
                 await asyncio.sleep(1.0 + rng.random())
                 await stack.restart_store(after_seconds=rng.choice([0.0, 0.4]))
             await stack.wait_attached()
             over.set()
-        assert count >= 4
-        assert (await stack.store_stats()).epoch == 4
+        assert count >= kills
+        assert (await stack.store_stats()).epoch == kills + 1
         await stack.assert_clean()
