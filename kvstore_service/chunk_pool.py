@@ -45,6 +45,17 @@ class GrantedRun:
 
 
 @dataclass(frozen=True, slots=True)
+class WrittenChunk:
+    """A granted slot and what its session says it wrote there."""
+
+    slot: int
+    generation: int
+    parent_key: bytes
+    token_ids: tuple[int, ...]
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
 class Contents:
     """What a chunk is, wherever it lies: equal contents, equal chunk."""
 
@@ -85,6 +96,7 @@ class ChunkPool:
         slots, allocator, index, leases: for reading and for integrity checks.
         findings: what the arena held at the start.
         unverified: slots of adopted chunks whose payload was not compared yet.
+        condemned: leased slots whose chunk proved damaged.
         prepared: slots between `prepare` and `grant` or `abandon`.
         sealed_total, evicted_total: since start.
     """
@@ -100,6 +112,7 @@ class ChunkPool:
         self.index = PrefixIndex(self._layout_hash, self.layout.chunk_tokens)
         self.leases = LeaseTable()
         self.unverified: set[int] = set()
+        self.condemned: set[int] = set()
         self.prepared: set[int] = set()
         self.sealed_total = 0
         self.evicted_total = 0
@@ -326,7 +339,11 @@ class ChunkPool:
 
     def unlease(self, lease: Lease) -> None:
         for slot in self.leases.drop(lease):
-            self._offer(slot)
+            if slot in self.condemned:
+                self.condemned.discard(slot)
+                self.give_back(slot)
+            else:
+                self._offer(slot)
 
     @contextmanager
     def guard(self, keys: Iterable[bytes]) -> Iterator[None]:
@@ -375,7 +392,7 @@ class ChunkPool:
         guarded = (self.index.get(key) for key in self._guarded)
         slots = [*self.leases.leased_slots, *(entry.slot for entry in guarded if entry)]
         for slot in slots:
-            entry: Entry | None = self._chunks[slot]
+            entry = self._chunks.get(slot)  # none: condemned
             while entry is not None and entry.slot not in kept:
                 kept.add(entry.slot)
                 entry = self.index.get(entry.parent_key)
@@ -416,10 +433,10 @@ class ChunkPool:
     def discard(self, entry: Entry) -> int:
         """Take a chunk that proved damaged out, with all below it; how many that were.
 
-        Nobody reads them: what is unverified was never leased, and neither was
-        anything below it.
+        What somebody leases stays where it is, but is SEALED no more: readers find
+        out, and the slot is free once the last lease of it ended.
         """
-        below = [child for child in self.index.subtree(entry.key) if child.slot in self._chunks]
+        below = self.index.subtree(entry.key)
         for child in reversed(below):
             self._remove(child.slot)
         return len(below)
@@ -428,8 +445,12 @@ class ChunkPool:
         entry = self.index.remove(self._chunks.pop(slot).key)
         self.unverified.discard(slot)
         self._policy.forget(slot)
-        self.slots.free(slot)
-        self.allocator.free(slot)
+        if self.leases.is_leased(slot):
+            self.slots.quarantine(slot)
+            self.condemned.add(slot)
+        else:
+            self.slots.free(slot)
+            self.allocator.free(slot)
         if self.listener is not None:
             self.listener.evicted(entry)
         parent = self.index.get(entry.parent_key)
@@ -438,9 +459,9 @@ class ChunkPool:
 
     # -- integrity ---------------------------------------------------------------------
 
-    def chunk_at(self, slot: int) -> Entry:
-        """The sealed chunk in a slot. Raises KeyError."""
-        return self._chunks[slot]
+    def find(self, slot: int) -> Entry | None:
+        """The sealed chunk in a slot, if there is one."""
+        return self._chunks.get(slot)
 
     def holds(self, entry: Entry) -> bool:
         """Whether this very chunk is still where it was."""

@@ -30,7 +30,7 @@ class IntegrityChecker:
         pool = self._store.pool
         return [
             *pool.slots.check_integrity(),
-            *pool.leases.check_integrity(set(pool.chunks())),
+            *pool.leases.check_integrity(set(pool.chunks()) | pool.condemned),
             *self._check_free_runs(),
             *self._check_generations(),
             *self._check_sessions(),
@@ -91,8 +91,11 @@ class IntegrityChecker:
             *pool.slots.in_state(SlotState.WRITING),
             *pool.slots.in_state(SlotState.QUARANTINED),
         }
-        if unsealed != set(holder):
-            violations.append(f"unsealed slots without a session: {sorted(unsealed ^ set(holder))}")
+        expected_unsealed = set(holder) | pool.condemned
+        if unsealed != expected_unsealed:
+            violations.append(
+                f"unsealed slots without a session: {sorted(unsealed ^ expected_unsealed)}"
+            )
         known = {session.session_id for session in store.sessions}
         violations += [
             f"lease {lease.lease_id} has no session"

@@ -29,7 +29,7 @@ FREE, WRITING, SEALED, QUARANTINED = SlotState
 _MAY_BECOME: tuple[tuple[SlotState, ...], ...] = (
     (WRITING,),  # FREE
     (SEALED, QUARANTINED, FREE),  # WRITING
-    (FREE,),  # SEALED
+    (FREE, QUARANTINED),  # SEALED
     (FREE,),  # QUARANTINED
 )
 
@@ -125,7 +125,8 @@ class SlotTable:
         self._commit(slot, SEALED)
 
     def quarantine(self, slot: int) -> None:
-        """WRITING → QUARANTINED: the writer may still be writing."""
+        """WRITING → QUARANTINED: the writer may still be writing. SEALED → QUARANTINED:
+        the payload proved damaged while somebody leased it."""
         self._check(slot, QUARANTINED)
         self._commit(slot, QUARANTINED)
 

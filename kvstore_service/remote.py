@@ -19,11 +19,12 @@ from typing import Any, TypeVar
 import xxhash
 
 from kvstore_service import validation
+from kvstore_service.chunk_pool import WrittenChunk
 from kvstore_service.encoding import sealed_chunks
 from kvstore_service.once import Call, OnceTable
 from kvstore_service.prefix_index import Entry
 from kvstore_service.sessions import Session
-from kvstore_service.store import KvStore, WrittenChunk
+from kvstore_service.store import KvStore
 from kvstore_service.upkeep import Upkeep
 from splitpoint.errors import (
     ChunkLost,
@@ -89,7 +90,7 @@ class RemoteStreams:
                         # The next piece is read while this one is on its way.
                         message = self._read_piece(entry, index, offset, size, digest)
                         if message is None:
-                            self._store.found_damaged(session.session_id, entry)
+                            self._store.found_damaged(entry)
                             raise DataLoss(
                                 f"the payload of slot {slot} differs from its checksum",
                                 reason="PAYLOAD_MISMATCH",
@@ -235,7 +236,7 @@ class RemoteStreams:
         salt = header.tenant_salt
         try:
             with self._store.sealing(chunks):
-                await self._upkeep.verify(lambda: self._store.unverified_in_seal(salt, chunks))
+                await self._upkeep.verify(lambda: self._store.adopted.in_seal(salt, chunks))
                 damages = await loop.run_in_executor(self._threads, self._store.verify, chunks)
                 outcome = self._store.seal(
                     header.session_id,

@@ -15,13 +15,13 @@ from typing import Any
 from google.protobuf.duration_pb2 import Duration
 
 from kvstore_service import validation
-from kvstore_service.chunk_pool import GrantedRun, Preparation
+from kvstore_service.chunk_pool import GrantedRun, Preparation, WrittenChunk
 from kvstore_service.encoding import handle_of, sealed_chunks
 from kvstore_service.eviction import DEFAULT_POLICY
 from kvstore_service.once import Call, OnceTable, Response
 from kvstore_service.remote import RemoteStreams
 from kvstore_service.room_keeper import RoomKeeper
-from kvstore_service.store import KvStore, Matched, SealOutcome, WrittenChunk
+from kvstore_service.store import KvStore, Matched, SealOutcome
 from kvstore_service.upkeep import Upkeep
 from splitpoint.arena_format import ArenaFormatError
 from splitpoint.arena_records import SlotState
@@ -153,7 +153,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         if known is not None:
             return known
         salt = request.tenant_salt
-        if self.store.unverified_in_match(salt, tokens):
+        if self.store.adopted.in_match(salt, tokens):
             work = self._verify_and_match(request, tokens)
             return await self._once.run(call, work, keep_errors=False)
         found = self.store.match(request.session_id, salt, tokens)
@@ -163,7 +163,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         self, request: pb.MatchRequest, tokens: Sequence[int]
     ) -> pb.MatchResponse:
         salt = request.tenant_salt
-        await self.upkeep.verify(lambda: self.store.unverified_in_match(salt, tokens))
+        await self.upkeep.verify(lambda: self.store.adopted.in_match(salt, tokens))
         return self._matched(self.store.match(request.session_id, salt, tokens))
 
     def _matched(self, found: Matched) -> pb.MatchResponse:
@@ -238,7 +238,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
     ) -> pb.SealResponse:
         salt = request.tenant_salt
         with self.store.sealing(chunks):
-            await self.upkeep.verify(lambda: self.store.unverified_in_seal(salt, chunks))
+            await self.upkeep.verify(lambda: self.store.adopted.in_seal(salt, chunks))
             damages = await self._read_back(chunks)
             outcome = self.store.seal(
                 request.session_id,

@@ -11,10 +11,10 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 
 from kvstore_service.admission import SecondUse
-from kvstore_service.chunk_pool import ChunkPool, GrantedRun, Preparation
+from kvstore_service.adopted import AdoptedChunks, damage_of
+from kvstore_service.chunk_pool import ChunkPool, GrantedRun, Preparation, WrittenChunk
 from kvstore_service.eviction import EvictionPolicy, LeastRecentlyUsed
 from kvstore_service.eviction_record import RecordedPolicy
 from kvstore_service.leases import Lease
@@ -29,17 +29,6 @@ from splitpoint.arena_records import salt_tag
 from splitpoint.errors import DataLoss, FailedPrecondition, SplitpointError
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenChunk:
-    """A granted slot and what its session says it wrote there."""
-
-    slot: int
-    generation: int
-    parent_key: bytes
-    token_ids: tuple[int, ...]
-    checksum: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +92,7 @@ class KvStore:
         writer: how metadata gets into the arena; the default is the mapping.
 
     Attributes:
+        adopted: chunks of an earlier store, until they were compared with their checksums.
         evictions: the policy at work, with its account.
         recovery_seconds: how long it took to read what the arena held.
     """
@@ -125,11 +115,15 @@ class KvStore:
         self.pool = ChunkPool(arena, self.evictions, writer=writer)
         self.sessions = SessionTable(clock, lease_seconds)
         self.counters = Counters()
+        self.adopted = AdoptedChunks(self.pool, self._count_damage)
         self._is_present = is_present or (lambda id_: presence.is_held(arena.fd, id_))
         for session_id, holder in self.pool.findings.holders.items():
             self.sessions.restore(session_id, holder.process, dict(holder.granted))
         self.sweep()
         self.recovery_seconds = clock() - began
+
+    def _count_damage(self) -> None:
+        self.counters.checksum_failures += 1
 
     @property
     def epoch(self) -> int:
@@ -169,7 +163,9 @@ class KvStore:
                 reason="LAYOUT_MISMATCH",
                 layout=self.arena.layout.to_json(),
             )
-        previous = self.sessions.find(previous_session_id)
+        # Nobody can speak for writers that nobody knows.
+        known = previous_session_id != UNKNOWN_WRITER
+        previous = self.sessions.find(previous_session_id) if known else None
         if previous is not None:
             if previous.process != process:
                 raise FailedPrecondition(
@@ -245,8 +241,8 @@ class KvStore:
     def match(self, session_id: bytes, salt: bytes, token_ids: Sequence[int]) -> Matched:
         """The longest cached prefix, leased to the session."""
         session = self._user(session_id)
-        while unverified := self.unverified_in_match(salt, token_ids):
-            self.settle(unverified, self.check(unverified))
+        while unverified := self.adopted.in_match(salt, token_ids):
+            self.adopted.settle(unverified, self.adopted.check(unverified))
         found = self.pool.match(salt, token_ids)
         self.counters.matches += 1
         self.counters.query_tokens += len(token_ids)
@@ -274,7 +270,7 @@ class KvStore:
     def leased_chunk(self, session_id: bytes, slot: int, generation: int) -> Entry:
         """The sealed chunk in a slot. Raises FailedPrecondition unless the session leased it."""
         session = self.sessions.live(session_id)
-        entry = self.pool.chunks().get(slot)
+        entry = self.pool.find(slot)
         if entry is None or entry.generation != generation:
             raise FailedPrecondition(
                 f"slot {slot} holds no sealed chunk of generation {generation}",
@@ -287,72 +283,14 @@ class KvStore:
             )
         return entry
 
-    def found_damaged(self, session_id: bytes, entry: Entry) -> None:
-        """A leased chunk's payload differs from its checksum.
-
-        The session's leases of it end. Unless somebody else leases it, or a chunk
-        below it, all these are gone.
-        """
-        session = self.sessions.find(session_id)
-        if not self.pool.holds(entry):
-            return
-        self.counters.checksum_failures += 1
-        for lease_id in list(session.lease_ids) if session is not None else []:
-            lease = self.pool.leases.get(lease_id)
-            if session is not None and lease is not None and entry.slot in lease.slots:
-                self._release_lease(session, lease_id)
-        below = self.pool.index.subtree(entry.key)
-        if not any(self.pool.leases.is_leased(child.slot) for child in below):
+    def found_damaged(self, entry: Entry) -> None:
+        """A chunk's payload differs from its checksum: it is served to nobody any more."""
+        if self.pool.holds(entry):
+            self.counters.checksum_failures += 1
             lost = self.pool.discard(entry)
             _log.error(
                 "slot %d is damaged: it and %d chunks below it are gone", entry.slot, lost - 1
             )
-
-    # -- adopted chunks ------------------------------------------------------------------
-
-    def unverified_in_match(self, salt: bytes, token_ids: Sequence[int]) -> list[Entry]:
-        """Chunks of the longest cached prefix that no payload was compared for yet.
-
-        `match` checks them itself, slowly; whoever must not wait checks and settles
-        them beforehand, again and again until there are none.
-        """
-        if not self.pool.unverified:
-            return []
-        return self._unverified(self.pool.match(salt, token_ids).entries)
-
-    def unverified_in_seal(self, salt: bytes, chunks: Sequence[WrittenChunk]) -> list[Entry]:
-        """Chunks that `seal` would name as parents or as duplicates, likewise."""
-        if not self.pool.unverified:
-            return []
-        named: list[Entry | None] = []
-        for chunk in chunks:
-            contents = self.pool.contents(salt, chunk.parent_key, chunk.token_ids)
-            named += [self.pool.index.get(chunk.parent_key), self.pool.index.get(contents.key)]
-        return self._unverified(entry for entry in named if entry is not None)
-
-    def unverified_chunks(self, limit: int) -> list[Entry]:
-        """Some of those that are left."""
-        return [self.pool.chunk_at(slot) for slot in islice(self.pool.unverified, limit)]
-
-    def _unverified(self, entries: Iterable[Entry]) -> list[Entry]:
-        found = {entry.slot: entry for entry in entries if entry.slot in self.pool.unverified}
-        return list(found.values())
-
-    def check(self, entries: Sequence[Entry]) -> list[ArenaFormatError | None]:
-        """What is wrong with each chunk's payload; None: nothing. Slow, for any thread."""
-        return [self._damage(e.slot, e.token_count, e.checksum) for e in entries]
-
-    def settle(self, entries: Sequence[Entry], damages: Sequence[ArenaFormatError | None]) -> None:
-        """Serve the checked chunks from now on; the damaged ones go, with all below them."""
-        for entry, damage in zip(entries, damages, strict=True):
-            if not self.pool.holds(entry):
-                continue  # evicted meanwhile, and its slot perhaps used anew
-            if damage is None:
-                self.pool.unverified.discard(entry.slot)
-            elif entry.slot in self.pool.unverified:
-                self.counters.checksum_failures += 1
-                lost = self.pool.discard(entry)
-                _log.error("%s: it and %d chunks below it are gone", damage.message, lost - 1)
 
     # -- writing -------------------------------------------------------------------------
 
@@ -397,14 +335,10 @@ class KvStore:
 
     def verify(self, chunks: Sequence[WrittenChunk]) -> list[ArenaFormatError | None]:
         """What is wrong with each payload, read back; None: nothing. Slow, for any thread."""
-        return [self._damage(c.slot, len(c.token_ids), c.checksum) for c in chunks]
-
-    def _damage(self, slot: int, token_count: int, checksum: int) -> ArenaFormatError | None:
-        try:
-            self.arena.check_payload(slot, token_count, checksum)
-        except ArenaFormatError as error:
-            return error
-        return None
+        return [
+            damage_of(self.arena, chunk.slot, len(chunk.token_ids), chunk.checksum)
+            for chunk in chunks
+        ]
 
     def seal(
         self,
@@ -424,8 +358,8 @@ class KvStore:
         sealed; those before it stay sealed, those behind it stay granted.
         """
         session = self.sessions.live(session_id)
-        while unverified := self.unverified_in_seal(salt, chunks):
-            self.settle(unverified, self.check(unverified))
+        while unverified := self.adopted.in_seal(salt, chunks):
+            self.adopted.settle(unverified, self.adopted.check(unverified))
         lease = self._lease_of(session, lease_id)
         is_new_lease = lease is None and keep_leased
         if is_new_lease:

@@ -85,14 +85,14 @@ class Upkeep:
         loop = asyncio.get_running_loop()
         # Guarded from eviction: its slots must not change while they are read.
         with self.store.pool.guard(entry.key for entry in entries):
-            damages = await loop.run_in_executor(self._threads, self.store.check, entries)
-            self.store.settle(entries, damages)
+            damages = await loop.run_in_executor(self._threads, self.store.adopted.check, entries)
+            self.store.adopted.settle(entries, damages)
 
     async def _verify_adopted(self) -> None:
         """Every adopted chunk, at half the speed of one thread at most."""
         total = len(self.store.pool.unverified)
         began = self._clock()
-        while entries := self.store.unverified_chunks(_VERIFY_BATCH):
+        while entries := self.store.adopted.some(_VERIFY_BATCH):
             batch_began = self._clock()
             await self._verify_batch(entries)
             await asyncio.sleep(self._clock() - batch_began)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from kvstore_service.chunk_pool import WrittenChunk
 from kvstore_service.sessions import ProcessIdentity
-from kvstore_service.store import WrittenChunk
 from splitpoint.arena_format import ID_BYTES
 from splitpoint.errors import InvalidArgument
 from splitpoint.keys import KEY_BYTES, SALT_LIMIT

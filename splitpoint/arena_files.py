@@ -6,6 +6,7 @@ Knows paths and limits; what an arena file holds is `splitpoint.arena`'s busines
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
 import uuid
@@ -15,6 +16,8 @@ from splitpoint.arena import open_arena
 from splitpoint.arena_format import ArenaFormatError
 from splitpoint.config import format_size, memory_facts
 from splitpoint.errors import FailedPrecondition, NotFound, ResourceExhausted
+
+_log = logging.getLogger(__name__)
 
 # Superblocks, records and tokens of an arena of some 100,000 slots.
 _KEPT_OF_DAMAGED_BYTES = 64 << 20
@@ -46,12 +49,23 @@ def damaged_path(path: Path) -> Path:
 
 
 def set_aside(fd: int, path: Path) -> None:
-    """Keep the front of a damaged arena for whoever wants to know why, and free the rest.
+    """Keep the front of a damaged arena for whoever wants to know why, and give up the rest.
 
-    At most one such file: a crash loop cannot fill the memory with them.
+    The file itself is unlinked, never shortened: workers that still map it would
+    be killed by their next access. At most one such copy: a crash loop cannot fill
+    the memory with them.
     """
-    os.ftruncate(fd, min(os.fstat(fd).st_size, _KEPT_OF_DAMAGED_BYTES))
-    os.rename(path, damaged_path(path))
+    front = os.pread(fd, _KEPT_OF_DAMAGED_BYTES, 0)
+    damaged = damaged_path(path)
+    damaged.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with os.fdopen(os.open(damaged, flags, 0o600), "wb") as copy:
+            copy.write(front)
+    except OSError as error:  # a full file system must not keep the store from starting
+        _log.warning("%s is not kept: %s", path, error.strerror)
+        damaged.unlink(missing_ok=True)
+    os.unlink(path)
 
 
 def remove_unfinished(path: Path) -> None:

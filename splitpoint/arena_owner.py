@@ -111,11 +111,12 @@ class ArenaOwner:
         lies at the path, and what `Backing.populate` raises.
         """
         geometry = Geometry(layout, slot_count)
-        check_room(self.path.parent, geometry.size_bytes)
         # Under another name until it is whole: what lies at the path is always
         # a complete arena, whenever we are killed.
         unfinished = unfinished_path(self.path)
+        # Before the room is measured: a store killed while it allocated left much of it.
         remove_unfinished(unfinished)
+        check_room(self.path.parent, geometry.size_bytes)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(unfinished, flags, 0o600)
         try:

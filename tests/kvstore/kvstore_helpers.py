@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from kvstore_service.chunk_pool import WrittenChunk
 from kvstore_service.integrity import IntegrityChecker
 from kvstore_service.sessions import ProcessIdentity
-from kvstore_service.store import KvStore, WrittenChunk
+from kvstore_service.store import KvStore
 from splitpoint.arena import Arena
 from splitpoint.arena_owner import open_or_create_arena
 from splitpoint.arena_records import SlotState

@@ -316,6 +316,7 @@ def test_one_lost_superblock_costs_nothing(path: Path) -> None:
 def test_a_damaged_arena_of_ours_is_set_aside(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     owner, arena = open_pair(path)
     before = arena.superblock.instance_id
+    worker = attach(arena)
     arena.metadata[200] = 1
     arena.metadata[4096 + 300] = 1
     arena.close()
@@ -325,6 +326,8 @@ def test_a_damaged_arena_of_ours_is_set_aside(path: Path, caplog: pytest.LogCapt
     assert opened.arena.superblock.instance_id != before
     assert path.with_name("arena.damaged").exists()
     assert "damaged" in caplog.text
+    worker.plane(1, "V")[SLOTS - 1] = 1  # whoever maps it still is not killed by that
+    worker.close()
     opened.arena.close()
     opened.owner.remove()
     assert not path.parent.exists()

@@ -34,9 +34,10 @@ from kvstore_helpers import (
     write_payload,
 )
 
+from kvstore_service.chunk_pool import WrittenChunk
 from kvstore_service.prefix_index import Entry
 from kvstore_service.sessions import ProcessIdentity
-from kvstore_service.store import KvStore, WrittenChunk
+from kvstore_service.store import KvStore
 from splitpoint.arena_format import RECORD_BYTES, RECORDS_OFFSET
 from splitpoint.arena_records import CHUNK_OFFSET
 from splitpoint.errors import DataLoss, FailedPrecondition, NotFound, ResourceExhausted
@@ -275,21 +276,21 @@ class StoreMachine(RuleBasedStateMachine):
 
     def settle(self, entries: list[Entry]) -> None:
         """Compare adopted chunks; the model loses the damaged ones, and only those."""
-        damages = self.store.check(entries)
+        damages = self.store.adopted.check(entries)
         for entry, damage in zip(entries, damages, strict=True):
             assert bool(damage) == self.chunks[entry.key].is_damaged
-        self.store.settle(entries, damages)
+        self.store.adopted.settle(entries, damages)
         for entry, damage in zip(entries, damages, strict=True):
             if damage is not None:
                 self.lose(entry.key)
 
     def settle_match(self, salt: bytes, sequence: list[int]) -> None:
-        while entries := self.store.unverified_in_match(salt, sequence):
+        while entries := self.store.adopted.in_match(salt, sequence):
             self.settle(entries)
 
     @rule(limit=st.integers(1, 4))
     def verify_in_the_background(self, limit: int) -> None:
-        self.settle(self.store.unverified_chunks(limit))
+        self.settle(self.store.adopted.some(limit))
 
     @rule(seconds=st.sampled_from([1.0, 4.0, 9.0]), data=st.data())
     def time_passes(self, seconds: float, data: st.DataObject) -> None:
@@ -382,7 +383,7 @@ class StoreMachine(RuleBasedStateMachine):
             parent = chunk_key(LAYOUT.layout_hash, salt, parent, piece)
         if not chunks:
             return
-        self.settle(self.store.unverified_in_seal(salt, chunks))
+        self.settle(self.store.adopted.in_seal(salt, chunks))
         bad = data.draw(st.integers(0, len(chunks) - 1)) if is_damaged else len(chunks)
         if is_damaged:
             layer = data.draw(st.integers(0, LAYOUT.layer_count - 1))

@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 from kvstore_helpers import LAYOUT, Bench, payload_of, read_payload, seed_of, store_sequence
 
+from kvstore_service.chunk_pool import WrittenChunk
 from kvstore_service.integrity import IntegrityChecker
 from kvstore_service.records import MappedMetadata
-from kvstore_service.store import KvStore, WrittenChunk
+from kvstore_service.recovery import UNKNOWN_WRITER
+from kvstore_service.sessions import ProcessIdentity
+from kvstore_service.store import KvStore
 from splitpoint.arena_format import (
     RECORD_BYTES,
     RECORDS_OFFSET,
@@ -72,8 +75,8 @@ class Seen:
 
 def seen(store: KvStore) -> Seen:
     pool = store.pool
-    while entries := store.unverified_chunks(SLOTS):
-        store.settle(entries, store.check(entries))
+    while entries := store.adopted.some(SLOTS):
+        store.adopted.settle(entries, store.adopted.check(entries))
     return Seen(
         chunks=frozenset(
             (slot, entry.generation, entry.key, tuple(read_payload(store.arena, slot).values()))
@@ -211,11 +214,11 @@ def test_sealed_chunks_are_served_again_and_verified_first(bench: Bench) -> None
     store_sequence(bench.store, session, SALT, tokens, keep_leased=True)
     bench.crash()
     assert bench.store.epoch == 2
-    assert len(bench.store.unverified_chunks(9)) == 2
+    assert len(bench.store.adopted.some(9)) == 2
     again = bench.attach()
     found = bench.store.match(again, SALT, tokens)
     assert found.cached_tokens == 6
-    assert bench.store.unverified_chunks(9) == []
+    assert bench.store.adopted.some(9) == []
     parent = b""
     for entry, piece in zip(found.entries, ((1, 2, 3, 4), (5, 6)), strict=True):
         expected = payload_of(LAYOUT, seed_of(parent, piece), len(piece))
@@ -352,6 +355,49 @@ def test_a_damaged_duplicate_or_parent_is_noticed_by_a_seal(bench: Bench) -> Non
     store_sequence(bench.store, again, SALT, [1] * 8)  # new, not a duplicate of damage
     assert bench.store.counters.duplicates == 0
     assert bench.store.match(again, SALT, [1] * 8).cached_tokens == 8
+
+
+def test_a_chunk_that_proves_damaged_under_leases_is_served_to_nobody(bench: Bench) -> None:
+    session, other = bench.attach(), bench.attach()
+    store_sequence(bench.store, session, SALT, [1] * 12)
+    found = bench.store.match(other, SALT, [1] * 12)
+    middle = found.entries[1]
+    handles = [(entry.slot, entry.generation) for entry in found.entries]
+    bench.store.found_damaged(middle)
+    bench.store.found_damaged(middle)  # again: it is known
+    assert bench.store.counters.checksum_failures == 1
+    assert bench.store.match(session, SALT, [1] * 12).cached_tokens == 4
+    # The reader finds out, and its slots are not used by others before it is done.
+    assert bench.arena.is_current(*zip(handles[0], strict=True))
+    assert not bench.arena.is_current(*zip(handles[1], strict=True))
+    assert not bench.arena.is_current(*zip(handles[2], strict=True))
+    assert bench.states() == (5, 0, 1, 2)
+    assert len([*bench.store.reserve(session, 5, SALT)]) >= 1
+    bench.store.release(other, [found.lease_id], [])
+    assert bench.states() == (2, 5, 1, 0)
+
+
+def test_a_condemned_slot_survives_a_crash_as_quarantined(bench: Bench) -> None:
+    session, other = bench.attach(), bench.attach()
+    store_sequence(bench.store, session, SALT, [1] * 4)
+    found = bench.store.match(other, SALT, [1] * 4)
+    bench.store.found_damaged(found.entries[0])
+    bench.crash()
+    assert bench.states() == (7, 0, 0, 1)
+    bench.presence.gone.add(session)
+    bench.store.sweep()
+    assert bench.states() == (8, 0, 0, 0)
+
+
+def test_nobody_speaks_for_writers_that_nobody_knows(bench: Bench) -> None:
+    session = bench.attach()
+    bench.store.reserve(session, 1, SALT)
+    bench.arena.metadata[record_offset(0)] = 0x77
+    bench.arena.metadata[record_offset(0) + GRANT_OFFSET] ^= 1
+    bench.crash()
+    for process in (ProcessIdentity(0, 0), ProcessIdentity(5, 5)):
+        bench.store.attach("x", process, previous_session_id=UNKNOWN_WRITER)
+        assert bench.states() == (7, 0, 0, 1)
 
 
 # -- tenants ---------------------------------------------------------------------------

@@ -229,8 +229,17 @@ async def test_a_flipped_byte_is_data_loss_and_the_chunk_goes(remote: Remote) ->
         await remote.read([chunk.handle for chunk in answer.chunks])
     assert (await remote.match(TOKENS)).cached_tokens == 4
     stats = await remote.stats()
-    assert (stats.sealed_slot_count, stats.free_slot_count) == (1, SLOTS - 1)
+    assert (stats.sealed_slot_count, stats.quarantined_slot_count) == (1, 2)
     assert stats.checksum_failure_count == 1
+    await call(
+        remote.stub.Release(
+            pb.ReleaseRequest(
+                session_id=remote.session, request_id=b"x", lease_ids=[answer.lease_id]
+            )
+        )
+    )
+    stats = await remote.stats()
+    assert (stats.sealed_slot_count, stats.free_slot_count) == (1, SLOTS - 1)
 
 
 async def test_a_chunk_that_is_released_and_evicted_is_not_read(remote: Remote) -> None:

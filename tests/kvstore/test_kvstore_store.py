@@ -10,9 +10,9 @@ import pytest
 from kvstore_helpers import LAYOUT, Bench, read_payload, seed_of, store_sequence, write_payload
 
 from kvstore_service import chunk_pool, prefix_index
+from kvstore_service.chunk_pool import WrittenChunk
 from kvstore_service.eviction import LeastRecentlyUsed
 from kvstore_service.leases import LeaseTable
-from kvstore_service.store import WrittenChunk
 from splitpoint.arena_records import first_generation
 from splitpoint.errors import DataLoss, FailedPrecondition, NotFound, ResourceExhausted
 from splitpoint.keys import chunk_key
