@@ -106,7 +106,9 @@ def test_generate_json(address: str) -> None:
     assert len(answer["token_ids"]) == answer["usage"]["completion_tokens"] == 8
     assert answer["finish_reason"] == "length"
     assert answer["worker"] in ("0", "1")
-    assert set(answer["plan"]) == {"residency", "split_tokens", "method", "reason"}
+    assert set(answer["plan"]) == {
+        *("residency", "split_tokens", "method", "reason", "fetched_tokens"),
+    }
     assert 0 < answer["ttft_seconds"] <= answer["seconds"]
 
 
@@ -195,7 +197,7 @@ def test_the_readmes_python_examples_run(address: str) -> None:
 
 def test_a_killed_worker_stops_everything_and_leaves_nothing(tmp_path: Path) -> None:
     instance = f"kill-{os.getpid()}"
-    with stack(f"unix:{tmp_path}/p.sock", instance, "--workers", "1") as process:
+    with stack(f"unix:{tmp_path}/p.sock", instance, "--workers", "1", "--no-restart") as process:
         wait_until_up(process)
         services = service_processes(instance)
         assert set(services.values()) >= {"kvstore_service", "worker_service", "scheduler_service"}
