@@ -137,8 +137,7 @@ class RemoteStreams:
     async def write(self, requests: AsyncIterator[pb.WriteChunksRequest]) -> pb.WriteChunksResponse:
         """Reserve, fill and seal. See WriteChunks in kvstore.proto."""
         parts = aiter(requests)
-        async with asyncio.timeout(PIECE_SECONDS):
-            first = await anext(parts, None)
+        first = await self._next(None, parts)
         if first is None or first.WhichOneof("part") != "header":
             raise InvalidArgument("the first message is the header", field="header")
         header = first.header
@@ -254,7 +253,7 @@ class RemoteStreams:
         )
 
     async def _next(
-        self, session: Session, parts: AsyncIterator[pb.WriteChunksRequest]
+        self, session: Session | None, parts: AsyncIterator[pb.WriteChunksRequest]
     ) -> pb.WriteChunksRequest | None:
         task = asyncio.ensure_future(_anext(parts))
         try:
@@ -289,9 +288,10 @@ class RemoteStreams:
         finally:
             self._turns.release()
 
-    async def _until_end(self, session: Session, task: asyncio.Task[Result]) -> Result:
+    async def _until_end(self, session: Session | None, task: asyncio.Task[Result]) -> Result:
         """What the peer does next, unless it takes too long or its session or the store ends."""
-        ends = [asyncio.ensure_future(e.wait()) for e in (session.ended, self._stopping)]
+        events = [self._stopping] if session is None else [self._stopping, session.ended]
+        ends = [asyncio.ensure_future(event.wait()) for event in events]
         try:
             await asyncio.wait(
                 {task, *ends}, timeout=PIECE_SECONDS, return_when=asyncio.FIRST_COMPLETED
@@ -303,7 +303,7 @@ class RemoteStreams:
                 end.cancel()
         if self._stopping.is_set():
             raise Unavailable("the store is stopping", reason="STOPPING")
-        if session.ended.is_set():
+        if session is not None and session.ended.is_set():
             raise FailedPrecondition("the session ended", reason="SESSION_EXPIRED")
         raise DeadlineExceeded(f"no piece moved for {PIECE_SECONDS:g} s", reason="STALLED")
 

@@ -69,6 +69,9 @@ class AnswerBook:
         return known[1]
 
     def remember(self, request_id: bytes, digest: bytes, answer: Answer) -> None:
+        replaced = self._answers.get(request_id)
+        if replaced is not None:
+            self._bytes -= _size(replaced[1])
         self._answers[request_id] = (digest, answer)
         self._bytes += _size(answer)
         while len(self._answers) > self._limit or (

@@ -7,11 +7,10 @@ import asyncio
 import logging
 import os
 import secrets
-import stat
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 from scheduler_service.limits import Limits
 from scheduler_service.server import ServedModel
@@ -32,7 +31,7 @@ from splitpoint.planner import Residency
 from splitpoint.redis_link import add_redis_arguments, redis_options
 from splitpoint.shapes import DataType, ModelShape, read_config
 from splitpoint.text import Tokenizer
-from splitpoint.tls import identity_of
+from splitpoint.tls import identity_of, read_private
 
 _log = logging.getLogger(__name__)
 
@@ -133,35 +132,33 @@ def read_server_key(path: str | None) -> bytes:
     """
     if path is None:
         return secrets.token_bytes(_KEY_BYTES)
-    try:
-        made = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    except FileExistsError:
-        pass
-    except OSError as error:
-        raise InvalidArgument(
-            f"the server key {path} cannot be made: {error.strerror}", field="server_key_file"
-        ) from error
-    else:
-        with os.fdopen(made, "wb") as file:
-            file.write(secrets.token_bytes(_KEY_BYTES))
-    try:
-        found = os.stat(path)
-        key = Path(path).read_bytes()
-    except OSError as error:
-        raise InvalidArgument(
-            f"the server key {path} cannot be read: {error.strerror}", field="server_key_file"
-        ) from error
-    if stat.S_IMODE(found.st_mode) & 0o077 or found.st_uid != os.getuid():
-        raise PermissionDenied(
-            f"the server key {path} is open to others (mode {stat.S_IMODE(found.st_mode):04o}): "
-            "it must belong to this user, with mode 0600"
-        )
+    if not os.path.lexists(path):
+        _make_key(path)
+    key = read_private(path, "the server key")
     if len(key) < _SHORTEST_KEY:
         raise InvalidArgument(
             f"the server key {path} has {len(key)} bytes, at least {_SHORTEST_KEY} are needed",
             field="server_key_file",
         )
     return key
+
+
+def _make_key(path: str) -> None:
+    """A new key, whole or not at all: a half-written one would stop every later start."""
+    fresh = f"{path}.{os.getpid()}.new"
+    try:
+        made = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        try:
+            with os.fdopen(made, "wb") as file:
+                file.write(secrets.token_bytes(_KEY_BYTES))
+            with suppress(FileExistsError):  # somebody else was quicker: theirs counts
+                os.link(fresh, path)
+        finally:
+            os.unlink(fresh)
+    except OSError as error:
+        raise InvalidArgument(
+            f"the server key {path} cannot be made: {error.strerror}", field="server_key_file"
+        ) from error
 
 
 async def _serve(arguments: argparse.Namespace) -> int:

@@ -161,11 +161,12 @@ def read_private(path: str | Path, what: str) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise InvalidArgument(f"{what} {path} cannot be read: {error.strerror}") from error
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(descriptor)
+        raise InvalidArgument(f"{what} {path} is not a file")
     with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(file.fileno())
         mode = stat.S_IMODE(found.st_mode)
-        if not stat.S_ISREG(found.st_mode):
-            raise InvalidArgument(f"{what} {path} is not a file")
         if found.st_uid != os.getuid() or mode & 0o177:
             raise PermissionDenied(
                 f"{what} {path} is open to others (mode {mode:04o}): "

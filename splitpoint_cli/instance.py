@@ -5,21 +5,26 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from splitpoint import config
 from splitpoint.errors import FailedPrecondition
 
 _LOCK = "lock"
+# Idle services of a killed `up` are gone within a second; busy ones drain for longer.
+_SILENCE_SECONDS = 5.0
 
 
 @contextmanager
 def exclusive(runtime: Path, instance: str) -> Iterator[None]:
     """Hold the instance's lock. Raises FailedPrecondition when another `up` has it.
 
-    Sockets that a killed predecessor left behind are removed.
+    Sockets that a killed predecessor left behind are removed, but not while somebody
+    still serves there: a server that stops unlinks its path, whoever owns that by then.
     """
     lock = _take(runtime)
     if lock is None:
@@ -28,6 +33,7 @@ def exclusive(runtime: Path, instance: str) -> Iterator[None]:
             "(choose another --listen port or --instance)"
         )
     try:
+        _await_silence(runtime, instance)
         os.ftruncate(lock, 0)
         os.write(lock, str(os.getpid()).encode())  # for `splitpoint down`
         for stale in runtime.glob("*.sock"):
@@ -37,6 +43,22 @@ def exclusive(runtime: Path, instance: str) -> Iterator[None]:
         os.close(lock)
 
 
+def _await_silence(runtime: Path, instance: str) -> None:
+    """Wait a little for the services of a killed `up`. Raises FailedPrecondition."""
+    deadline = time.monotonic() + _SILENCE_SECONDS
+    while alive := sorted(path.stem for path in runtime.glob("*.sock") if _answers(path)):
+        if time.monotonic() > deadline:
+            raise _still_stopping(instance, alive)
+        time.sleep(0.1)
+
+
+def _still_stopping(instance: str, alive: list[str]) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"`splitpoint up` of {instance} was killed, and {', '.join(alive)} still stops: "
+        "try again in a moment"
+    )
+
+
 def running_process(runtime: Path) -> int | None:
     """Process id of the `up` that holds the lock; None: there is none."""
     try:
@@ -44,9 +66,20 @@ def running_process(runtime: Path) -> int | None:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                return int(lock.read())
+                return _written_id(lock)
     except FileNotFoundError:
         pass
+    return None
+
+
+def _written_id(lock: TextIO) -> int | None:
+    """The number in a held lock file; None if its holder does not get to writing it."""
+    for _ in range(50):
+        lock.seek(0)
+        text = lock.read()
+        if text.isdecimal():
+            return int(text)
+        time.sleep(0.1)  # taken, but not written yet
     return None
 
 
@@ -64,10 +97,7 @@ def clear_leftovers(runtime: Path, instance: str) -> bool:
         was_used = bool(left) or os.fstat(lock).st_size > 0
         alive = sorted(path.stem for path in left if path.suffix == ".sock" and _answers(path))
         if alive:
-            raise FailedPrecondition(
-                f"`splitpoint up` of {instance} was killed, and {', '.join(alive)} still stops: "
-                "try again in a moment"
-            )
+            raise _still_stopping(instance, alive)
         config.remove_tree(runtime)  # the lock last held: nobody starts in between
         return was_used
     finally:

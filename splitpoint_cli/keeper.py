@@ -43,7 +43,10 @@ class Keeper:
                 )
                 for start in self._starts & done:
                     self._starts.discard(start)
-                    start.result()  # raises what nobody foresaw
+                    try:
+                        start.result()  # raises what nobody foresaw
+                    except ServiceExited as death:
+                        return death
                 if exit_ in done:
                     given_up = self._decide(exit_.result())
                     if given_up is not None:
@@ -72,11 +75,29 @@ class Keeper:
         self._starts.add(asyncio.create_task(self._bring_back(command, decision.seconds)))
         return None
 
+    async def _start(self, command: ServiceCommand) -> Service:
+        """A process for the command; while the system has none to give, that is a death, too."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                return await self._supervisor.start(command)
+            except OSError as error:
+                decision = self._policies[command.name].died(loop.time(), served_seconds=0.0)
+                if isinstance(decision, GiveUp):
+                    raise ServiceExited(
+                        command.name, 1, (), and_then=f"cannot be started: {error.strerror}"
+                    ) from error
+                self._say(
+                    command.name,
+                    f"cannot be started ({error.strerror}); again in {decision.seconds:g} s",
+                )
+                await asyncio.sleep(decision.seconds)
+
     async def _bring_back(self, command: ServiceCommand, pause: float) -> None:
         await asyncio.sleep(pause)
         loop = asyncio.get_running_loop()
         began = loop.time()
-        service = await self._supervisor.start(command)
+        service = await self._start(command)
         try:
             await service.ready()
         except ServiceExited:

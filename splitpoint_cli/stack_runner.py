@@ -32,6 +32,8 @@ class StackRunner:
         self._stack = stack
         self.output = StackOutput(verbose=verbose, quiet=quiet)
         self.address = stack.listen
+        # An arena that an earlier run kept is ours once our own store has served it.
+        self._arena_is_ours = not stack.arena.exists()
 
     @asynccontextmanager
     async def running(self, stop: asyncio.Event) -> AsyncIterator[Supervisor]:
@@ -99,6 +101,7 @@ class StackRunner:
         began = time.monotonic()
         store = await supervisor.start(stack.store)
         await self._await_ready(store, f"allocating {config.format_size(stack.host_memory_bytes)}")
+        self._arena_is_ours = True
         workers = [await supervisor.start(command) for command in stack.workers]
         await asyncio.gather(
             *(
@@ -123,7 +126,7 @@ class StackRunner:
     def _clean_up(self) -> None:
         """Sockets and shared memory, whatever state the services left them in."""
         config.remove_tree(self._stack.runtime)
-        if not self._stack.keep_arena:
+        if self._arena_is_ours and not self._stack.keep_arena:
             config.remove_tree(self._stack.arena.parent)
 
 

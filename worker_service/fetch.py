@@ -7,13 +7,14 @@ stay, the rest is computed. Runs on the event loop; copies have a lane.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from splitpoint.errors import DataLoss, SplitpointError, Unavailable
 from splitpoint.keys import chunk_key
@@ -25,6 +26,8 @@ from worker_service.remote_session import RemoteSession, remote_session
 from worker_service.store_client import Connection, Match, StoreClient, WrittenChunk
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 # Reserved, read and sealed together: large enough for a link's full speed, small
 # enough that what a source that dies had sent is not all lost.
@@ -121,7 +124,7 @@ class Fetcher:
         chunk_tokens = self._layout.chunk_tokens
         first = chunk_key(self._layout.layout_hash, salt, b"", tokens[:chunk_tokens])
         async with self._turn(first):
-            own = await self._store.match(salt, tokens)
+            own = await self._obtained(self._store.match(salt, tokens), self._give_back_match)
             lease_ids = [own.lease_id]
             try:
                 if own.cached_tokens >= min(source.cached_tokens, len(tokens) - 1):
@@ -180,7 +183,10 @@ class Fetcher:
         """Reserve, read, seal; returns the key of the last chunk."""
         handles = found.chunks[first : first + len(pieces)]
         self._check_session(connection)
-        granted = await self._store.reserve(connection, salt, len(pieces))
+        granted = await self._obtained(
+            self._store.reserve(connection, salt, len(pieces)),
+            lambda granted: self._store.release(connection, slots=granted),
+        )
         slots = [slot for slot, _ in granted]
         try:
             began = time.monotonic()
@@ -201,7 +207,10 @@ class Fetcher:
             for (slot, generation), piece, checksum in zip(granted, pieces, checksums, strict=True):
                 written.append(WrittenChunk(slot, generation, parent, piece, checksum))
                 parent = chunk_key(self._layout.layout_hash, salt, parent, piece)
-            sealed = await self._store.seal(connection, salt, written, lease_ids[-1])
+            sealed = await self._obtained(
+                self._store.seal(connection, salt, written, lease_ids[-1]),
+                lambda sealed: self._store.release(connection, lease_ids=[sealed.lease_id]),
+            )
         except BaseException:
             await self._undisturbed(self._give_up(connection, granted))
             raise
@@ -210,6 +219,32 @@ class Fetcher:
         if sealed.chunks[-1].key != parent:
             raise DataLoss("the own store names a fetched chunk by another key")
         return parent
+
+    async def _obtained(
+        self,
+        call: Coroutine[Any, Any, Result],
+        give_back: Callable[[Result], Coroutine[Any, Any, None]],
+    ) -> Result:
+        """What a call grants; if nobody waits for it any more, it is given back when it comes.
+
+        A call that is cancelled may have been carried out all the same.
+        """
+        task = asyncio.create_task(call)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+
+            async def afterwards() -> None:
+                with contextlib.suppress(SplitpointError):
+                    await give_back(await task)
+
+            cleanup = asyncio.create_task(afterwards())
+            self._cleanups.add(cleanup)
+            cleanup.add_done_callback(self._cleanups.discard)
+            raise
+
+    async def _give_back_match(self, match: Match) -> None:
+        await self._store.release(match.connection, lease_ids=[match.lease_id])
 
     async def _give_up(self, connection: Connection, slots: Sequence[tuple[int, int]]) -> None:
         await self.quiesce()  # a copy may still be writing

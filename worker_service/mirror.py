@@ -32,6 +32,12 @@ from worker_service.arena_tensors import ArenaTensors, StoredChunk
 _RETRY_SECONDS = 0.25
 
 
+def name_of(key: bytes, checksum: int) -> bytes:
+    """What a chunk is called in a mirror: its bytes count, so that two chunks whose
+    keys collide are never taken for each other."""
+    return key + checksum.to_bytes(8, "little")
+
+
 class Mirror:
     """The slots. Raises ResourceExhausted when there is not that much memory."""
 
@@ -98,8 +104,8 @@ class Mirror:
                 reason="MIRROR_FULL",
             )
         while len(self._free) < count:
-            key = next(key for key in self._chunks if not self._holders[key])
-            self._forget(self._chunks.pop(key).slot)
+            name = next(name for name in self._chunks if not self._holders[name])
+            self._forget(self._chunks.pop(name).slot)
         slots = sorted(self._free.pop() for _ in range(count))
         for slot in slots:
             self._generations[slot] += 1
@@ -114,31 +120,34 @@ class Mirror:
                 del self._granted[slot]
                 self._forget(slot)
 
-    def publish(self, slot: int, key: bytes, token_count: int) -> StoredChunk:
-        """A granted slot is filled. If the chunk is there already, that one counts."""
+    def publish(self, slot: int, name: bytes, key: bytes, token_count: int) -> StoredChunk:
+        """A granted slot is filled. If the chunk is there already, that one counts.
+
+        `name` tells chunks apart here; see `name_of`.
+        """
         generation = self._granted.pop(slot)
-        existing = self._chunks.get(key)
+        existing = self._chunks.get(name)
         if existing is not None:
             self._forget(slot)
             return existing
         self._commit(slot, SlotState.SEALED)
-        chunk = self._chunks[key] = StoredChunk(slot, generation, token_count, key)
+        chunk = self._chunks[name] = StoredChunk(slot, generation, token_count, key)
         return chunk
 
-    def find(self, key: bytes) -> StoredChunk | None:
-        return self._chunks.get(key)
+    def find(self, name: bytes) -> StoredChunk | None:
+        return self._chunks.get(name)
 
-    def hold(self, keys: Iterable[bytes]) -> None:
+    def hold(self, names: Iterable[bytes]) -> None:
         """Keep these chunks until they are dropped as often as they were held."""
-        for key in keys:
-            self._holders[key] += 1
-            self._chunks.move_to_end(key)
+        for name in names:
+            self._holders[name] += 1
+            self._chunks.move_to_end(name)
 
-    def drop(self, keys: Iterable[bytes]) -> None:
-        for key in keys:
-            self._holders[key] -= 1
-            if not self._holders[key]:
-                del self._holders[key]
+    def drop(self, names: Iterable[bytes]) -> None:
+        for name in names:
+            self._holders[name] -= 1
+            if not self._holders[name]:
+                del self._holders[name]
 
     def _forget(self, slot: int) -> None:
         self._commit(slot, SlotState.FREE)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from splitpoint.errors import DeadlineExceeded, ResourceExhausted, SplitpointError, Unavailable
 from splitpoint.payload import Payload
@@ -19,7 +20,7 @@ from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import types_pb2
 from worker_service.arena_tensors import ArenaTensors, StoredChunk
 from worker_service.chunk_streams import read_chunks, write_chunks
-from worker_service.mirror import Mirror
+from worker_service.mirror import Mirror, name_of
 from worker_service.store_client import (
     CALL_SECONDS,
     Connection,
@@ -50,6 +51,7 @@ class RemoteStoreClient(StoreClient):
         self._lane = ThreadPoolExecutor(1, thread_name_prefix="remote-store")
         self._held: dict[_LeaseName, list[bytes]] = {}
         self.mirror: Mirror | None = None
+        self._cleanups: set[asyncio.Task[None]] = set()
 
     async def start(self, layout: ArenaLayout) -> None:
         """Raises ResourceExhausted when the mirror does not fit, and what Attach raises."""
@@ -59,8 +61,23 @@ class RemoteStoreClient(StoreClient):
         await super().start(layout)
 
     async def close(self) -> None:
+        await asyncio.gather(*self._cleanups, return_exceptions=True)
         await super().close()
         self._lane.shutdown()
+
+    def _spawn(self, cleanup: Coroutine[Any, Any, None]) -> None:
+        """To its end, whoever is cancelled meanwhile."""
+
+        async def logged() -> None:
+            try:
+                await cleanup
+            except SplitpointError as error:
+                # The session is gone, and what it held with it.
+                log.info("giving back at the store failed: %s", error.message)
+
+        task = asyncio.create_task(logged())
+        self._cleanups.add(task)
+        task.add_done_callback(self._cleanups.discard)
 
     def _attach_request(self, previous: bytes) -> pb.AttachRequest:
         # Nothing of an earlier session is left there that could be acknowledged.
@@ -98,9 +115,10 @@ class RemoteStoreClient(StoreClient):
         except SplitpointError as error:
             log.warning("a prefix came in part: %s", error.message)
         except BaseException:
-            mirror.drop(self._held.pop((connection.session_id, answer.lease_id)))
+            # The lease at the store, too; whoever cancelled us does not wait for it.
+            self._spawn(self.release(connection, lease_ids=[answer.lease_id]))
             raise
-        chunks = tuple(chunk for key in held if (chunk := mirror.find(key)) is not None)
+        chunks = tuple(chunk for name in held if (chunk := mirror.find(name)) is not None)
         held_tokens = sum(chunk.token_count for chunk in chunks)
         cached = min(answer.cached_tokens, held_tokens)
         return Match(connection, cached, chunks, answer.lease_id, storable)
@@ -111,13 +129,16 @@ class RemoteStoreClient(StoreClient):
         """Chunks of the match into the mirror, front to back."""
         mirror = self._started()
         keys = list(answer.chunk_keys)
+        names = [
+            name_of(key, handle.checksum) for key, handle in zip(keys, answer.chunks, strict=True)
+        ]
         batch = max(1, BATCH_BYTES // mirror.arena.layout.chunk_bytes)
         while (start := len(held)) < len(keys):
-            if mirror.find(keys[start]) is not None:
-                self._take_hold(held, keys[start])
+            if mirror.find(names[start]) is not None:
+                self._take_hold(held, names[start])
                 continue
             missing = start + 1
-            while missing < min(start + batch, len(keys)) and mirror.find(keys[missing]) is None:
+            while missing < min(start + batch, len(keys)) and mirror.find(names[missing]) is None:
                 missing += 1
             count = min(missing - start, mirror.free_count)
             if not count:
@@ -153,12 +174,13 @@ class RemoteStoreClient(StoreClient):
             behind.add_done_callback(lambda _: mirror.give_back(granted))
             raise
         for slot, handle, key in zip(slots, handles, keys, strict=True):
-            mirror.publish(slot, key, handle.token_count)
-            self._take_hold(held, key)
+            name = name_of(key, handle.checksum)
+            mirror.publish(slot, name, key, handle.token_count)
+            self._take_hold(held, name)
 
-    def _take_hold(self, held: list[bytes], key: bytes) -> None:
-        self._started().hold([key])
-        held.append(key)
+    def _take_hold(self, held: list[bytes], name: bytes) -> None:
+        self._started().hold([name])
+        held.append(name)
 
     async def reserve(
         self, connection: Connection, salt: bytes, slot_count: int
@@ -190,8 +212,9 @@ class RemoteStoreClient(StoreClient):
         stored: list[StoredChunk] = []
         held = self._held.setdefault((connection.session_id, answer.lease_id), [])
         for chunk, sealed in zip(chunks, answer.chunks, strict=True):
-            stored.append(mirror.publish(chunk.slot, sealed.key, sealed.handle.token_count))
-            self._take_hold(held, sealed.key)
+            name = name_of(sealed.key, sealed.handle.checksum)
+            stored.append(mirror.publish(chunk.slot, name, sealed.key, sealed.handle.token_count))
+            self._take_hold(held, name)
         return Sealed(tuple(stored), answer.lease_id)
 
     async def _send(

@@ -349,6 +349,9 @@ class StoreClient:
             except OSError as error:
                 # No memory or descriptors to map it with, for now.
                 log.warning("mapping the arena failed: %s", error)
+            except Exception:
+                # A bug must not cost the worker its store for ever.
+                log.exception("attaching again failed")
         return None
 
     def _require(self) -> Connection:

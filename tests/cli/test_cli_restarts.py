@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +16,10 @@ from test_cli_up import SECONDS, assert_nothing_left, stack
 from up_process import wait_until_up
 
 from splitpoint.config import arena_path, remove_tree, runtime_directory
-from splitpoint_cli.child import ServiceCommand, child_environment
+from splitpoint.errors import FailedPrecondition
+from splitpoint_cli.child import ServiceCommand, ServiceExited, child_environment
+from splitpoint_cli.instance import exclusive
+from splitpoint_cli.keeper import Keeper
 from splitpoint_cli.restart_policy import GiveUp, RestartAfter, RestartLimits, RestartPolicy
 
 
@@ -192,3 +197,59 @@ def test_down_clears_what_a_killed_up_left(tmp_path: Path) -> None:
     assert "NOT_FOUND: no stack named test-down is running" in again.stderr
     assert not (runtime_directory("test-other").parent / instance).exists()
     runtime_directory("test-other").rmdir()
+
+
+class FailingSupervisor:
+    """Cannot start anything, as a system without a process to spare."""
+
+    def __init__(self, dead: object) -> None:
+        self.dead: asyncio.Queue[object] = asyncio.Queue()
+        self.dead.put_nowait(dead)
+
+    async def next_exit(self) -> object:
+        return await self.dead.get()
+
+    async def start(self, command: ServiceCommand) -> object:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+
+class DeadService:
+    name = "store"
+    address = ""
+    served_seconds = 0.0
+    command = ServiceCommand("store", ())
+
+    def death(self, and_then: str = "") -> ServiceExited:
+        return ServiceExited("store", -9, (), and_then=and_then)
+
+
+async def test_a_fork_that_fails_is_one_more_death() -> None:
+    said: list[str] = []
+    limits = RestartLimits(first_delay_seconds=0.01)
+    keeper = Keeper(
+        FailingSupervisor(DeadService()),  # type: ignore[arg-type]
+        limits,
+        lambda _, text: said.append(text),
+    )
+    async with asyncio.timeout(30):
+        death = await keeper.run()
+    assert "cannot be started" in death.message
+    assert sum("cannot be started" in text for text in said) >= 2
+
+
+def test_a_socket_that_answers_is_not_taken_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Services of a killed `up` unlink their sockets late: whoever starts then waits or refuses."""
+    monkeypatch.setattr("splitpoint_cli.instance._SILENCE_SECONDS", 0.2)
+    runtime = tmp_path / "r"
+    with exclusive(runtime, "x"):
+        pass
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(runtime / "store.sock"))
+        server.listen()
+        with pytest.raises(FailedPrecondition, match="store still stops"), exclusive(runtime, "x"):
+            pass
+        assert (runtime / "store.sock").exists()
+    with exclusive(runtime, "x"):
+        assert not (runtime / "store.sock").exists()

@@ -18,6 +18,7 @@ from tiny_models import build_tiny, clear_prompt, write_tiny
 from splitpoint.errors import FailedPrecondition
 from splitpoint.rpc import open_channel
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
+from worker_service.fetch import Fetcher
 from worker_service.startup import LoadedWorker
 
 MODEL = build_tiny("llama")
@@ -299,6 +300,52 @@ async def test_a_cancelled_request_does_not_wait_for_its_fetch(hosts: tuple[Host
     finally:
         first.process.send_signal(signal.SIGCONT)
     await second.assert_clean()
+
+
+async def test_a_fetch_cancelled_while_its_own_store_is_slow_leaves_nothing(
+    hosts: tuple[Host, Host],
+) -> None:
+    """What the own store grants after the request is gone is given back all the same."""
+    first, second = hosts
+    await first.generate(PROMPT)
+    for milliseconds in (0, 2, 5, 10, 20, 40):
+        name = await second.admit(PROMPT, **source(first), tenant_salt=b"%d" % milliseconds)
+        await asyncio.sleep(milliseconds / 1000)
+        second.process.send_signal(signal.SIGSTOP)
+        try:
+            await asyncio.sleep(0.05)
+            cancel = worker_pb2.CancelCommand(request_id=name)
+            await second.run.write(worker_pb2.RunRequest(cancel=cancel))
+            await asyncio.sleep(0.05)
+        finally:
+            second.process.send_signal(signal.SIGCONT)
+        await second.results(name)
+    await second.assert_clean()
+
+
+async def test_what_comes_for_nobody_is_given_back() -> None:
+    """A call that is cancelled may have been carried out: its grant must not be lost."""
+    fetcher = Fetcher.__new__(Fetcher)
+    fetcher._cleanups = set()
+    granted = asyncio.Event()
+    given_back: list[str] = []
+
+    async def call() -> str:
+        await granted.wait()
+        return "slots"
+
+    async def give_back(what: str) -> None:
+        given_back.append(what)
+
+    waiting = asyncio.create_task(fetcher._obtained(call(), give_back))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert given_back == []
+    granted.set()
+    await asyncio.gather(*fetcher._cleanups)
+    assert given_back == ["slots"]
 
 
 async def test_rates_are_measured_and_told(hosts: tuple[Host, Host]) -> None:

@@ -83,6 +83,27 @@ async def test_wrong_arguments_are_refused(arguments: list[str], word: str) -> N
         assert "Traceback" not in log.decode()
 
 
+def test_a_key_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed between any two steps of making it, the next start still has a key."""
+    path = tmp_path / "key"
+
+    class Killed(BaseException):
+        pass
+
+    def die(*_: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.link", die)
+        with pytest.raises(Killed):
+            read_server_key(str(path))
+    assert not path.exists()
+    (tmp_path / "key.99999.new").touch(0o600)  # what kill -9 leaves of another try
+    key = read_server_key(str(path))
+    assert len(key) == 32
+    assert read_server_key(str(path)) == key
+
+
 def test_server_keys(tmp_path: Path) -> None:
     path = tmp_path / "key"
     made = read_server_key(str(path))
@@ -99,5 +120,5 @@ def test_server_keys(tmp_path: Path) -> None:
     os.unlink(path)
     path.mkdir()
     path.chmod(0o700)
-    with pytest.raises(InvalidArgument, match="cannot be read"):
+    with pytest.raises(InvalidArgument, match="is not a file"):
         read_server_key(str(path))
