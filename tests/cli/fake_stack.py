@@ -25,8 +25,9 @@ def main(instance: str, log: str, store: str, worker: str, scheduler: str, pause
         instance=instance, workers=2, device="cpu", host_memory="1MiB", listen="127.0.0.1:0"
     )
     stack = plan_stack(options)
-    stack.arena.parent.mkdir(mode=0o700, exist_ok=True)
-    stack.arena.touch()  # as a store would
+    if store != "crash":
+        stack.arena.parent.mkdir(mode=0o700, exist_ok=True)
+        stack.arena.touch()  # as a store would
 
     def fake(name: str, behave: str, *more: str) -> ServiceCommand:
         arguments = (FAKE, "--name", name.replace(" ", "-"), "--behave", behave, "--log", log)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from up_process import up_process, wait_until_up
 
-from splitpoint.config import arena_path, runtime_directory
+from splitpoint.config import arena_path, remove_tree, runtime_directory
 
 FAKE_STACK = str(Path(__file__).parent / "fake_stack.py")
 SECONDS = 20
@@ -105,6 +105,19 @@ def test_a_service_that_cannot_start_says_why(tmp_path: Path) -> None:
     assert "no luck today" in errors
     assert "store ended with status 7" in errors
     assert_nothing_left(log, "test-crash")
+
+
+def test_an_arena_that_was_kept_survives_a_start_that_failed(tmp_path: Path) -> None:
+    arena = arena_path("test-crash-kept")
+    arena.parent.mkdir(mode=0o700)
+    arena.touch(0o600)
+    try:
+        with stack(tmp_path / "log", "test-crash-kept", store="crash") as process:
+            process.communicate(timeout=SECONDS)
+        assert process.returncode == 1
+        assert arena.exists()
+    finally:
+        remove_tree(arena.parent)
 
 
 def test_two_stacks_cannot_share_a_name(tmp_path: Path) -> None:
