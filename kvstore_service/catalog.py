@@ -24,6 +24,7 @@ from kvstore_service.chunk_pool import ChunkPool
 from kvstore_service.prefix_index import Entry
 from splitpoint.directory import add_announcement, add_withdrawal, prune
 from splitpoint.directory_entries import (
+    BEATS_BETWEEN_PRUNES,
     HEARTBEAT_SECONDS,
     LIFETIME_MILLISECONDS,
     REVISION_FIELD,
@@ -41,7 +42,6 @@ _MOST_PENDING = 65_536
 _BATCH = 1024
 # What is sealed within this time goes into one write.
 _GATHER_SECONDS = 0.05
-_BEATS_BETWEEN_PRUNES = 30
 
 _Fields = dict[Any, Any]  # as redis-py wants them: chunk key -> generation, and the revision
 
@@ -119,7 +119,7 @@ class CatalogPublisher:
                     next_beat = self._clock() + HEARTBEAT_SECONDS
                     self.beat_count += 1
                     await self._heartbeat()
-                    if self.beat_count % _BEATS_BETWEEN_PRUNES == 0:
+                    if self.beat_count % BEATS_BETWEEN_PRUNES == 0:
                         await prune(self._link, STORES)
                 elif self._written is not None and not self._link.is_away:
                     await self._flush()

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from scheduler_service.fetch_plan import FetchSource
 from scheduler_service.footprint import Demand, Fits, NeverFits, WorkerFacts, footprint_of
 from scheduler_service.routing import Candidate, choose_worker
 from splitpoint.config import format_size
-from splitpoint.fetch import FetchSource
 from splitpoint.planner import Residency
 
 

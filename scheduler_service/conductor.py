@@ -19,6 +19,7 @@ from typing import Any
 from scheduler_service.admission import Admission, Admitted, Rejected, Ticket
 from scheduler_service.answers import completion, rejection
 from scheduler_service.dispatch import Accepted, Duplicate, Gap, take
+from scheduler_service.fetch_plan import Fetch
 from scheduler_service.footprint import Demand
 from scheduler_service.limits import Limits
 from scheduler_service.planning import check_split, plan_attempt
@@ -29,7 +30,6 @@ from scheduler_service.transcript import Transcript
 from scheduler_service.validation import GenerateInput
 from splitpoint.convert import plan_to_proto
 from splitpoint.errors import Internal, NotFound, SplitpointError, Unavailable, from_code
-from splitpoint.fetch import Fetch
 from splitpoint.keys import tenant_salt
 from splitpoint.planner import Plan, Residency
 from splitpoint.text import Tokenizer

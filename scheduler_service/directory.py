@@ -48,10 +48,3 @@ class Directory:
                 self.workers, self.stores = tuple(workers), tuple(stores)
                 on_workers(workers)
             await asyncio.sleep(HEARTBEAT_SECONDS)
-
-    def address_of(self, instance_id: bytes) -> str:
-        """What the store advertises; empty for one that is not known."""
-        for store in self.stores:
-            if instance_id and store.instance_id == instance_id:
-                return store.address
-        return ""

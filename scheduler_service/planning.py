@@ -9,10 +9,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from scheduler_service.admission import Admitted
+from scheduler_service.fetch_plan import Fetch, FetchSource, plan_with_fetch
 from scheduler_service.footprint import Demand, Fits, NeverFits, WorkerFacts, footprint_of
 from splitpoint.convert import method_from_proto
 from splitpoint.errors import InvalidArgument
-from splitpoint.fetch import Fetch, FetchSource, plan_with_fetch
 from splitpoint.planner import Plan, PlanInput, Residency, plan_request
 from splitpoint.v1 import worker_pb2
 

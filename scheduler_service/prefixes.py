@@ -7,14 +7,14 @@ it advertises; its instance tells that they are one.
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from scheduler_service.fetch_plan import FetchSource
 from scheduler_service.footprint import WorkerFacts
 from scheduler_service.prefix_catalog import LayoutName, PrefixCatalog, PrefixQuery
+from splitpoint.config import is_local_address
 from splitpoint.directory_entries import StoreEntry
-from splitpoint.fetch import FetchSource
 
 # Sources that a plan compares; the ones that hold most come first.
 _MOST_SOURCES = 8
@@ -84,19 +84,8 @@ def sort_out(
             if tokens > 0
             and address not in mine
             and layouts.get(address) == facts.layout_hash
-            and (is_local(worker.address) or not is_local(address))
+            and (is_local_address(worker.address) or not is_local_address(address))
         ]
         others.sort(key=lambda source: (-source.cached_tokens, source.address))
         sources[facts.worker_id] = tuple(others[:_MOST_SOURCES])
     return Prefixes(own, sources)
-
-
-def is_local(address: str) -> bool:
-    """Whether the address means something only on the host it was given on."""
-    if address.startswith("unix:"):
-        return True
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

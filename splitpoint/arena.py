@@ -180,17 +180,11 @@ class Arena:
         Ask before reading and again after the last byte was read; what was read
         between two different answers must never be used.
         """
-        return self._all_in(SlotState.SEALED, slots, generations)
-
-    def is_writing(self, slots: Sequence[int], generations: Sequence[int]) -> bool:
-        """Whether every slot is granted for writing under its generation."""
-        return self._all_in(SlotState.WRITING, slots, generations)
-
-    def _all_in(self, state: SlotState, slots: Sequence[int], generations: Sequence[int]) -> bool:
         words, slot_count = self._words, self.slot_count
         return all(
             0 <= slot < slot_count
-            and words[_FIRST_WORD + slot * _WORDS_PER_RECORD] == commit_word(generation, state)
+            and words[_FIRST_WORD + slot * _WORDS_PER_RECORD]
+            == commit_word(generation, SlotState.SEALED)
             for slot, generation in zip(slots, generations, strict=True)
         )
 

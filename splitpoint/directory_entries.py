@@ -23,6 +23,8 @@ from splitpoint.errors import InvalidArgument
 HEARTBEAT_SECONDS = 1.0
 # An entry outlives two lost heartbeats.
 LIFETIME_MILLISECONDS = 3000
+# Owners take the dead out of the index now and then.
+BEATS_BETWEEN_PRUNES = 30
 STORES = "sp:stores"
 WORKERS = "sp:workers"
 # Field of the chunks hash that names its last write. No chunk key is as short.

@@ -86,14 +86,6 @@ class Mirror:
         """Slots that a grant could have, those of chunks that nobody holds included."""
         return self.slot_count - len(self._granted) - len(+self._holders)
 
-    @property
-    def held_count(self) -> int:
-        return len(+self._holders)
-
-    @property
-    def granted_count(self) -> int:
-        return len(self._granted)
-
     def grant(self, count: int) -> list[tuple[int, int]]:
         """(slot, generation) pairs to fill. All or nothing; raises ResourceExhausted."""
         if count > self.free_count:

@@ -16,7 +16,13 @@ import grpc
 from redis.asyncio import Redis
 
 from splitpoint.directory import add_announcement, add_withdrawal, prune
-from splitpoint.directory_entries import HEARTBEAT_SECONDS, WORKERS, ModelName, WorkerEntry
+from splitpoint.directory_entries import (
+    BEATS_BETWEEN_PRUNES,
+    HEARTBEAT_SECONDS,
+    WORKERS,
+    ModelName,
+    WorkerEntry,
+)
 from splitpoint.errors import Unavailable
 from splitpoint.redis_link import RedisLink
 from splitpoint.rpc import open_channel
@@ -29,7 +35,6 @@ log = logging.getLogger(__name__)
 # The store may come back with another arena: its name is asked for again now and then.
 BEATS_BETWEEN_QUESTIONS = 5
 STORE_SECONDS = 0.25
-BEATS_BETWEEN_PRUNES = 30
 
 
 class Registration:

@@ -8,14 +8,15 @@ import pytest
 from scheduler_doubles import CHUNK_TOKENS, LAYOUT, PAGE_BYTES, PROFILE, SHAPE, TOKENIZER
 
 from scheduler_service.admission import Admitted, Ticket
+from scheduler_service.fetch_plan import ROUND_TRIP_SECONDS, Fetch, FetchSource
 from scheduler_service.footprint import Demand, WorkerFacts
 from scheduler_service.planning import as_it_happened, plan_attempt
-from scheduler_service.prefixes import PlacedWorker, is_local, sort_out
+from scheduler_service.prefixes import PlacedWorker, sort_out
+from splitpoint.config import is_local_address
 from splitpoint.convert import plan_from_proto, plan_to_proto, profile_from_proto, profile_to_proto
 from splitpoint.costs import Profile
 from splitpoint.directory_entries import StoreEntry
 from splitpoint.errors import InvalidArgument
-from splitpoint.fetch import ROUND_TRIP_SECONDS, Fetch, FetchSource
 from splitpoint.planner import Plan, Residency
 from splitpoint.v1 import types_pb2, worker_pb2
 
@@ -177,5 +178,7 @@ def test_other_layouts_and_other_hosts_sockets_are_no_sources() -> None:
 
 
 def test_local_addresses() -> None:
-    assert all(map(is_local, ("unix:/s", "127.0.0.1:1", "localhost:1", "[::1]:1", "127.8.0.1:1")))
-    assert not any(map(is_local, ("10.0.0.1:1", "host:1", "[2001:db8::1]:1", "0.0.0.0:1")))
+    local = ("unix:/s", "127.0.0.1:1", "localhost:1", "[::1]:1", "127.8.0.1:1")
+    reachable = ("10.0.0.1:1", "host:1", "[2001:db8::1]:1", "0.0.0.0:1")
+    assert all(map(is_local_address, local))
+    assert not any(map(is_local_address, reachable))

@@ -137,8 +137,6 @@ def test_commit_words_decide(made: Arena) -> None:
     assert worker.is_current([2], [9])
     assert not worker.is_current([2], [8])
     assert not worker.is_current([2, 4], [9, 5])
-    assert worker.is_writing([4], [5])
-    assert not worker.is_writing([2], [9])
     assert not worker.is_current([-1], [9])
     assert not worker.is_current([SLOTS], [9])
     assert worker.is_current([], [])
