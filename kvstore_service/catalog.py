@@ -216,7 +216,10 @@ class CatalogPublisher:
         return write
 
     async def _rebuild(self) -> None:
-        """Write everything beside the old hash, then put it in the old one's place."""
+        """Write everything beside the old hash, then put it in the old one's place.
+
+        Every part is a heartbeat, too: all of them may take longer than an entry lives.
+        """
         self._written = None
         self._pending.clear()
         self._overflowed = False
@@ -233,7 +236,8 @@ class CatalogPublisher:
         fields += generations.items()
         for start in range(0, len(fields), _BATCH):
             part: _Fields = dict(fields[start : start + _BATCH])
-            await self._link.run(_hash_write(fresh, part), is_heartbeat=True)
+            so_far = self._entry(_Written(revision, start + len(part)))
+            await self._link.run(_hash_write(fresh, part, so_far), is_heartbeat=True)
         written = _Written(revision, len(fields))
 
         async def replace(redis: Redis) -> Any:
@@ -267,12 +271,13 @@ class CatalogPublisher:
         )
 
 
-def _hash_write(key: str, fields: _Fields) -> Callable[[Redis], Any]:
+def _hash_write(key: str, fields: _Fields, entry: StoreEntry) -> Callable[[Redis], Any]:
     async def write(redis: Redis) -> Any:
         async with redis.pipeline(transaction=True) as pipe:
             pipe.hset(key, mapping=fields)
             # Should we die in the middle of it.
             pipe.pexpire(key, 10 * LIFETIME_MILLISECONDS)
+            add_announcement(pipe, STORES, entry)
             return await pipe.execute()
 
     return write

@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 from catalog_helpers import (
     SIZE,
     Store,
     catalog_of,
+    ended,
     publishing,
     query,
     reading,
@@ -27,6 +29,7 @@ from kvstore_service import catalog as publisher_module
 from kvstore_service.catalog import CatalogPublisher
 from splitpoint.directory_entries import REVISION_FIELD, STORES, chunks_key, entry_key
 from splitpoint.keys import chunk_keys
+from splitpoint.redis_link import RedisLink, parse_redis_url
 
 PROMPT = list(range(100, 100 + 6 * SIZE))
 
@@ -71,6 +74,36 @@ async def test_a_flush_is_noticed(tmp_path: Path, redis_server: RedisServer) -> 
         since = publisher.beat_count
         redis_server.flush()
         await whole_again(publisher, redis_server, store, since)
+
+
+async def test_a_store_stays_alive_however_long_a_rebuild_takes(
+    tmp_path: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two parts the entry runs out, as it does when they take long."""
+    monkeypatch.setattr(publisher_module, "_BATCH", 2)
+    was_alive: list[bool] = []
+
+    class SlowLink(RedisLink):
+        async def run(self, operation: Any, *, is_heartbeat: bool = False) -> Any:
+            result = await super().run(operation, is_heartbeat=is_heartbeat)
+            with redis_server.client() as client:
+                was_alive.append(client.delete(key) == 1)
+            return result
+
+    async with serving_store(tmp_path) as store:
+        key = entry_key(STORES, store.bench.arena.superblock.instance_id)
+        store.seal(PROMPT)
+        link = SlowLink(parse_redis_url(redis_server.url))
+        publisher = CatalogPublisher(link, store.bench.store.pool, store.address)
+        task = asyncio.create_task(publisher.run())
+        try:
+            await until(lambda: publisher.rebuild_count > 0)
+        finally:
+            await ended(task)
+            await link.close()
+        assert written_keys(redis_server, store) == held_keys(store)
+    # The old hash's end, four parts of six chunks and a revision, and the replacement.
+    assert was_alive[:6] == [False, True, True, True, True, True]
 
 
 async def test_a_batch_onto_a_flushed_catalog_rebuilds_it_at_once(
