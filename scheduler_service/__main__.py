@@ -134,7 +134,7 @@ def read_server_key(path: str | None) -> bytes:
         return secrets.token_bytes(_KEY_BYTES)
     if not os.path.lexists(path):
         _make_key(path)
-    key = read_private(path, "the server key")
+    key = read_private(path, "the server key", field="server_key_file")
     if len(key) < _SHORTEST_KEY:
         raise InvalidArgument(
             f"the server key {path} has {len(key)} bytes, at least {_SHORTEST_KEY} are needed",
@@ -145,7 +145,8 @@ def read_server_key(path: str | None) -> bytes:
 
 def _make_key(path: str) -> None:
     """A new key, whole or not at all: a half-written one would stop every later start."""
-    fresh = f"{path}.{os.getpid()}.new"
+    # Not named by the process: in a container every start may have the same id.
+    fresh = f"{path}.{secrets.token_hex(8)}.new"
     try:
         made = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         try:

@@ -11,7 +11,6 @@ import asyncio
 import logging
 import os
 import ssl
-import stat
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -26,7 +25,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from splitpoint.breaker import Breaker, State
-from splitpoint.errors import InvalidArgument, PermissionDenied, Unavailable
+from splitpoint.errors import InvalidArgument, Unavailable
+from splitpoint.tls import read_private
 
 _log = logging.getLogger(__name__)
 
@@ -135,16 +135,13 @@ def _bad_url(why: str) -> InvalidArgument:
 
 def _read_password(path: Path) -> str:
     """The first line of a file that others cannot read."""
+    secret = read_private(path, "the Redis password file", field="redis_password_file")
     try:
-        mode = path.stat()
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = secret.decode().splitlines()
+    except UnicodeDecodeError:  # whose words would show the secret
         raise InvalidArgument(
-            f"the Redis password file {path} cannot be read", field="redis_password_file"
-        ) from error
-    if stat.S_IMODE(mode.st_mode) & 0o077 or mode.st_uid not in (os.getuid(), 0):
-        raise PermissionDenied(f"the Redis password file {path} is open to others (needs 0600)")
-    lines = text.splitlines()
+            f"the Redis password file {path} is no text", field="redis_password_file"
+        ) from None
     if not lines or not lines[0]:
         raise InvalidArgument(
             f"the Redis password file {path} is empty", field="redis_password_file"

@@ -155,16 +155,22 @@ def trusting_own_server(identity: Identity) -> Identity:
     )
 
 
-def read_private(path: str | Path, what: str) -> bytes:
-    """A secret's bytes. Raises PermissionDenied when anybody else could read or write it."""
+def read_private(path: str | Path, what: str, *, field: str = "") -> bytes:
+    """A secret's bytes.
+
+    Raises PermissionDenied when anybody else could read or write it, InvalidArgument
+    when it cannot be read; that names `field`, the argument which gave the path.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise InvalidArgument(f"{what} {path} cannot be read: {error.strerror}") from error
+        raise InvalidArgument(
+            f"{what} {path} cannot be read: {error.strerror}", field=field
+        ) from error
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
         os.close(descriptor)
-        raise InvalidArgument(f"{what} {path} is not a file")
+        raise InvalidArgument(f"{what} {path} is not a file", field=field)
     with os.fdopen(descriptor, "rb") as file:
         mode = stat.S_IMODE(found.st_mode)
         if found.st_uid != os.getuid() or mode & 0o177:

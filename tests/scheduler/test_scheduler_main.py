@@ -98,7 +98,8 @@ def test_a_key_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(Killed):
             read_server_key(str(path))
     assert not path.exists()
-    (tmp_path / "key.99999.new").touch(0o600)  # what kill -9 leaves of another try
+    # What kill -9 leaves of another try, by a process of the same id.
+    (tmp_path / f"key.{os.getpid()}.new").touch(0o600)
     key = read_server_key(str(path))
     assert len(key) == 32
     assert read_server_key(str(path)) == key
