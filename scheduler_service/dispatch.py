@@ -7,9 +7,11 @@ order, from the attempt that counts. Knows no queue and no memory.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import grpc
 
 from splitpoint.v1 import worker_pb2, worker_pb2_grpc
 
@@ -74,7 +76,8 @@ class RunStream:
         on_step: Callable[[worker_pb2.RunResponse], None],
     ) -> None:
         """Until the worker ends the stream. Raises grpc.RpcError when it breaks."""
-        call = self._stub.Run(self._requests())
+        call = self._stub.Run()
+        sending = asyncio.create_task(self._send(call))
         try:
             await self._accepted(call)
             on_open()
@@ -82,6 +85,8 @@ class RunStream:
                 on_step(response)
         finally:
             call.cancel()
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
 
     async def _accepted(self, call: Any) -> None:
         headers = asyncio.ensure_future(call.initial_metadata())
@@ -93,6 +98,14 @@ class RunStream:
             # Refused: reading tells why.
             await call.read()
 
-    async def _requests(self) -> AsyncIterator[worker_pb2.RunRequest]:
+    async def _send(self, call: Any) -> None:
+        """Commands in order, for as long as the stream takes them.
+
+        Not through an iterator: gRPC abandons that, still waiting, when a call is refused.
+        """
         while True:
-            yield await self._commands.get()
+            command = await self._commands.get()
+            try:
+                await call.write(command)
+            except (grpc.RpcError, asyncio.InvalidStateError):
+                return  # the stream's end is told to whoever reads it

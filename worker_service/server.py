@@ -45,6 +45,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     health: HealthReporter | None = None
     draining: bool = False
     _stream_is_open: bool = field(default=False, init=False)
+    _ending: asyncio.Task[None] | None = field(default=None, init=False)
     _closing: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     async def GetInfo(
@@ -100,8 +101,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if self._stream_is_open:
             raise FailedPrecondition("another Run stream is open", reason="STREAM_OPEN")
         self._stream_is_open = True
-        # Tells the scheduler at once that the stream was accepted.
-        await context.send_initial_metadata(())
         listener = worker.runtime.listen()
         ends = [
             asyncio.create_task(self._read_commands(worker, request_iterator)),
@@ -109,20 +108,30 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             asyncio.create_task(_given_up(listener)),
         ]
         try:
+            # Tells the scheduler at once that the stream was accepted.
+            await context.send_initial_metadata(())
             step = 0
             async for output in _outputs_until(listener.outputs, ends):
                 step += 1
                 yield response_from(output, step)
         finally:
-            worker.runtime.unlisten(listener)
-            for end in ends:
-                end.cancel()
-            # What they raised, _outputs_until raised before.
-            await asyncio.gather(*ends, return_exceptions=True)
-            worker.runtime.cancel_all()
-            # The next stream starts on an empty engine.
-            await worker.runtime.wait_idle(DRAIN_SECONDS)
-            self._stream_is_open = False
+            # A task of its own: a scheduler that is killed cancels this call at any
+            # moment, and the worker must be there for its successor all the same.
+            self._ending = asyncio.create_task(self._end_stream(worker, listener, ends))
+            await asyncio.shield(self._ending)
+
+    async def _end_stream(
+        self, worker: LoadedWorker, listener: Listener, ends: Sequence[asyncio.Task[Any]]
+    ) -> None:
+        worker.runtime.unlisten(listener)
+        for end in ends:
+            end.cancel()
+        # What they raised, _outputs_until raised before.
+        await asyncio.gather(*ends, return_exceptions=True)
+        worker.runtime.cancel_all()
+        # The next stream starts on an empty engine.
+        await worker.runtime.wait_idle(DRAIN_SECONDS)
+        self._stream_is_open = False
 
     async def Drain(
         self,

@@ -146,6 +146,33 @@ async def test_a_bad_admission_fails_alone(folder: Path, case: str) -> None:
         assert finishes["good"].reason == types_pb2.FINISH_REASON_LENGTH
 
 
+async def test_schedulers_that_go_at_any_moment_leave_the_worker_to_the_next(
+    folder: Path,
+) -> None:
+    async with serving(folder) as (_, address), open_channel(address) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        for attempt in range(40):
+            stream = stub.Run()
+            if attempt % 2:
+                await stream.write(admit(f"lost {attempt}"))
+            await asyncio.sleep(attempt % 8 * 0.001)
+            stream.cancel()
+        async with asyncio.timeout(20):
+            while True:
+                stream = stub.Run()
+                await stream.write(admit("a"))
+                try:
+                    response = await stream.read()
+                except grpc.aio.AioRpcError as error:
+                    if "another Run stream is open" not in str(error.details()):
+                        raise
+                    await asyncio.sleep(0.05)
+                    continue
+                assert response is not grpc.aio.EOF
+                stream.cancel()
+                return
+
+
 async def test_one_stream_at_a_time_and_its_end_cancels(folder: Path) -> None:
     async with serving(folder) as (servicer, address), open_channel(address) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
