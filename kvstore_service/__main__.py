@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from kvstore_service.admission import SecondUse
+from kvstore_service.admission import ADMISSIONS, SecondUse
 from kvstore_service.catalog import CatalogPublisher
 from kvstore_service.eviction import DEFAULT_POLICY, POLICIES
 from kvstore_service.room_keeper import RoomKeeper
@@ -38,8 +38,8 @@ from splitpoint.config import (
 from splitpoint.errors import InvalidArgument
 from splitpoint.huge_pages import WISHES, Backing
 from splitpoint.numa import bound_to, choose_node
-from splitpoint.redis_link import (
-    RedisLink,
+from splitpoint.redis_link import RedisLink
+from splitpoint.redis_options import (
     RedisOptions,
     add_advertise_argument,
     add_redis_arguments,
@@ -104,7 +104,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     keep.add_argument(
         "--admission",
         default="always",
-        choices=["always", "second-use"],
+        choices=ADMISSIONS,
         help="second-use: store only what was asked for before",
     )
     memory = parser.add_argument_group("where the arena's memory is (docs/memory.md)")

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+# What --admission knows.
+ADMISSIONS = ("always", "second-use")
+
 # Of a chunk's key, a SHA-256: enough to tell millions of keys apart.
 _MARK_BYTES = 8
 LEAST_MARKS = 1 << 16

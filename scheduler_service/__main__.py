@@ -28,7 +28,7 @@ from splitpoint.config import (
 )
 from splitpoint.errors import InvalidArgument, PermissionDenied, SplitpointError
 from splitpoint.planner import Residency
-from splitpoint.redis_link import add_redis_arguments, redis_options
+from splitpoint.redis_options import add_redis_arguments, redis_options
 from splitpoint.shapes import DataType, ModelShape, read_config
 from splitpoint.text import Tokenizer
 from splitpoint.tls import identity_of, read_private

@@ -26,7 +26,8 @@ from splitpoint import rpc
 from splitpoint.access import Access
 from splitpoint.config import log_failure
 from splitpoint.planner import Residency
-from splitpoint.redis_link import RedisLink, RedisOptions
+from splitpoint.redis_link import RedisLink
+from splitpoint.redis_options import RedisOptions
 from splitpoint.tls import PLAIN, Identity
 from splitpoint.v1 import scheduler_pb2_grpc
 

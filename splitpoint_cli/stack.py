@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 from splitpoint import config
 from splitpoint.access import read_tokens
 from splitpoint.checkpoints import model_name, resolve_model
 from splitpoint.errors import InvalidArgument
+from splitpoint.redis_options import read_redis_options
 from splitpoint.shapes import DataType, ModelShape, read_config
 from splitpoint.tls import Identity, read_identity
 from splitpoint_cli.child import ServiceCommand
+from splitpoint_cli.devices import choose_devices, default_threads
 
 # Beyond the grace given to running requests; a worker also waits for write-back.
 _SCHEDULER_STOP_SECONDS = 10.0
@@ -54,6 +55,20 @@ class StackOptions:
     tls_ca: str | None = None
     tokens: str | None = None
     tenant_requests: int | None = None
+    # The store's: what stays in the arena, and what it is made of.
+    eviction: str | None = None
+    evict_above: float | None = None
+    evict_to: float | None = None
+    admission: str | None = None
+    lease_seconds: float | None = None
+    huge_pages: str | None = None
+    numa_node: str | None = None
+    # The workers': most of the arena that they page-lock.
+    pin_limit: str | None = None
+    # Of all services.
+    redis: str | None = None
+    redis_password_file: str | None = None
+    redis_ca: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +110,11 @@ def plan_stack(options: StackOptions) -> Stack:
         read_tokens(options.tokens)  # said now, not after minutes of loading
     if options.device_memory is not None:
         config.parse_size(options.device_memory, field="device_memory")
+    if options.pin_limit is not None:
+        config.parse_size(options.pin_limit, field="pin_limit")
+    read_redis_options(
+        options.redis, password_file=options.redis_password_file, ca_file=options.redis_ca
+    )
     folder = resolve_model(options.model)
     shape = model_shape(folder, options.dtype)
     devices = choose_devices(options.device, options.workers)
@@ -113,7 +133,12 @@ def plan_stack(options: StackOptions) -> Stack:
         key = runtime / "key"
     store_address = config.check_address(f"unix:{runtime}/store.sock")
     worker_addresses = tuple(f"unix:{runtime}/worker-{i}.sock" for i in range(len(devices)))
-    common = ["--reflection"] if options.reflection else []
+    common = [
+        *(["--reflection"] if options.reflection else []),
+        *_given("--redis", options.redis),
+        *_given("--redis-password-file", options.redis_password_file),
+        *_given("--redis-ca", options.redis_ca),
+    ]
 
     store = ServiceCommand(
         "store",
@@ -129,6 +154,13 @@ def plan_stack(options: StackOptions) -> Stack:
             # Whoever keeps an arena wants to know that it does not fit; what a killed
             # stack left is only worth having if it does.
             "--keep-arena" if options.keep_arena else "--replace-arena",
+            *_given("--eviction", options.eviction),
+            *_given("--evict-above", options.evict_above),
+            *_given("--evict-to", options.evict_to),
+            *_given("--admission", options.admission),
+            *_given("--lease-seconds", options.lease_seconds),
+            *_given("--huge-pages", options.huge_pages),
+            *_given("--numa-node", options.numa_node),
             *common,
         ],
         # Every page of the arena is allocated before the store is ready.
@@ -149,6 +181,7 @@ def plan_stack(options: StackOptions) -> Stack:
                 *_given("--device-memory", options.device_memory),
                 *_given("--max-batch", options.max_batch),
                 *_given("--prefill-chunk", options.prefill_chunk),
+                *_given("--pin-limit", options.pin_limit),
                 *_given("--threads", options.threads or default_threads(devices, device)),
                 *common,
             ],
@@ -249,45 +282,6 @@ def default_host_memory() -> int:
     free = os.statvfs(config.SHARED_MEMORY)
     shm_free = free.f_bavail * free.f_frsize
     return min(config.memory_facts().usable_bytes // 4, shm_free // 2, _MOST_DEFAULT_HOST_MEMORY)
-
-
-def choose_devices(device: str, workers: int | None) -> tuple[str, ...]:
-    """One device per worker: GPUs in turn (cuda:0, cuda:1, ...), or cpu for all.
-
-    Without a count there is one worker per GPU, or one CPU worker.
-    """
-    if workers is not None and workers < 1:
-        raise InvalidArgument("at least one worker is needed", field="workers")
-    gpus = visible_gpu_count()
-    if device == "auto":
-        device = "cuda" if gpus and _torch_has_cuda() else "cpu"
-    if device == "cpu":
-        return ("cpu",) * (workers or 1)
-    if device == "cuda":
-        if not gpus:
-            raise InvalidArgument("there is no CUDA device here", field="device")
-        return tuple(f"cuda:{i % gpus}" for i in range(workers or gpus))
-    raise InvalidArgument(f"device {device!r} is not one of auto, cpu, cuda", field="device")
-
-
-def visible_gpu_count() -> int:
-    """GPUs this process may use, without loading a driver library or torch."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return len([part for part in chosen.split(",") if part.strip() not in ("", "-1")])
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
-
-
-def _torch_has_cuda() -> bool:
-    # CPU builds say so in their version: "2.13.0+cpu".
-    return not metadata.version("torch").endswith("+cpu")
-
-
-def default_threads(devices: tuple[str, ...], device: str) -> int | None:
-    """Threads of one CPU worker: the cores, divided among the CPU workers."""
-    if device != "cpu":
-        return None
-    return max(1, config.available_cores() // devices.count("cpu"))
 
 
 def instance_of(listen: str) -> str:

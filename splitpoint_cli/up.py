@@ -16,6 +16,13 @@ from splitpoint_cli.restart_policy import RestartLimits
 from splitpoint_cli.stack import StackOptions, plan_stack
 from splitpoint_cli.stack_runner import run_stack
 
+# Sections of --help.
+_SERVING = "Serving"
+_ARENA = "The arena"
+_LIMITS = "Limits of workers and scheduler"
+_SECURITY = "Security"
+_REDIS = "Redis"
+
 
 class Device(enum.StrEnum):
     AUTO = "auto"
@@ -42,6 +49,23 @@ class Activations(enum.StrEnum):
     NEVER = "never"
 
 
+class Eviction(enum.StrEnum):
+    LRU = "lru"
+    FIFO = "fifo"
+    COUNTER = "counter"
+
+
+class Admission(enum.StrEnum):
+    ALWAYS = "always"
+    SECOND_USE = "second-use"
+
+
+class HugePages(enum.StrEnum):
+    AUTO = "auto"
+    NEVER = "never"
+    ALWAYS = "always"
+
+
 def up(
     model: Annotated[
         str | None,
@@ -66,6 +90,7 @@ def up(
         typer.Option(
             help="Budget of each worker for weights and caches; absent: the worker decides.",
             metavar="SIZE",
+            rich_help_panel=_LIMITS,
         ),
     ] = None,
     host_memory: Annotated[
@@ -74,10 +99,17 @@ def up(
             help="Size of the store's arena; absent: a quarter of the available memory, "
             "at most 8 GiB and half of what /dev/shm has free.",
             metavar="SIZE",
+            rich_help_panel=_ARENA,
         ),
     ] = None,
     chunk_tokens: Annotated[
-        int, typer.Option(help="Tokens per chunk of the store.", min=1, max=4096)
+        int,
+        typer.Option(
+            help="Tokens per chunk of the store.",
+            min=1,
+            max=4096,
+            rich_help_panel=_ARENA,
+        ),
     ] = 64,
     listen: Annotated[
         str,
@@ -87,67 +119,214 @@ def up(
     ] = config.DEFAULT_ADDRESS,
     residency: Annotated[
         ResidencyChoice,
-        typer.Option(help="For requests that do not say; auto: resident when it fits."),
+        typer.Option(
+            help="For requests that do not say; auto: resident when it fits.",
+            rich_help_panel=_SERVING,
+        ),
     ] = ResidencyChoice.AUTO,
     activations: Annotated[
         Activations,
-        typer.Option(help="Whether the store keeps layer inputs; auto: when they can pay."),
+        typer.Option(
+            help="Whether the store keeps layer inputs; auto: when they can pay.",
+            rich_help_panel=_ARENA,
+        ),
     ] = Activations.AUTO,
     keep_arena: Annotated[
         bool,
         typer.Option(
             "--keep-arena",
             help="Leave the shared-memory file on exit, for the next `up` of this instance.",
+            rich_help_panel=_ARENA,
         ),
     ] = False,
     no_restart: Annotated[
         bool,
         typer.Option(
-            "--no-restart", help="Stop everything when a service dies for the first time."
+            "--no-restart",
+            help="Stop everything when a service dies for the first time.",
+            rich_help_panel=_SERVING,
         ),
     ] = False,
+    eviction: Annotated[
+        Eviction | None,
+        typer.Option(
+            help="Who goes when the arena is full; absent: lru.",
+            rich_help_panel=_ARENA,
+        ),
+    ] = None,
+    evict_above: Annotated[
+        float | None,
+        typer.Option(
+            help="Evict in the background above this fraction of slots in use; absent: never.",
+            min=0,
+            max=1,
+            rich_help_panel=_ARENA,
+        ),
+    ] = None,
+    evict_to: Annotated[
+        float | None,
+        typer.Option(
+            help="And down to this one; absent: 0.05 less.",
+            min=0,
+            max=1,
+            rich_help_panel=_ARENA,
+        ),
+    ] = None,
+    admission: Annotated[
+        Admission | None,
+        typer.Option(
+            help="second-use: store only what was asked for before; absent: always.",
+            rich_help_panel=_ARENA,
+        ),
+    ] = None,
+    lease_seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="After so long without a word a worker loses what it holds in the store.",
+            min=0.1,
+            rich_help_panel=_ARENA,
+        ),
+    ] = None,
+    huge_pages: Annotated[
+        HugePages | None,
+        typer.Option(
+            help="auto: where the file system has them.",
+            rich_help_panel=_ARENA,
+        ),
+    ] = None,
+    numa_node: Annotated[
+        str | None,
+        typer.Option(
+            help="Node of the arena's memory; auto: that of the GPUs.",
+            metavar="auto|none|N",
+            rich_help_panel=_ARENA,
+        ),
+    ] = None,
+    pin_limit: Annotated[
+        str | None,
+        typer.Option(
+            help="Page-lock at most this much of the arena for the GPU; 0: nothing; absent: all.",
+            metavar="SIZE",
+            rich_help_panel=_ARENA,
+        ),
+    ] = None,
     threads: Annotated[
         int | None,
-        typer.Option(help="Threads per worker; absent: cores / CPU workers.", min=1),
+        typer.Option(
+            help="Threads per worker; absent: cores / CPU workers.",
+            min=1,
+            rich_help_panel=_LIMITS,
+        ),
     ] = None,
     prefill_chunk: Annotated[
-        int | None, typer.Option(help="Most prompt tokens in one engine step.", min=1)
+        int | None,
+        typer.Option(
+            help="Most prompt tokens in one engine step.",
+            min=1,
+            rich_help_panel=_LIMITS,
+        ),
     ] = None,
     max_batch: Annotated[
-        int | None, typer.Option(help="Most requests in one engine step.", min=1)
+        int | None,
+        typer.Option(
+            help="Most requests in one engine step.",
+            min=1,
+            rich_help_panel=_LIMITS,
+        ),
     ] = None,
     grace: Annotated[
         float,
-        typer.Option(help="Seconds that running requests may go on after Ctrl-C.", min=0),
+        typer.Option(
+            help="Seconds that running requests may go on after Ctrl-C.",
+            min=0,
+            rich_help_panel=_SERVING,
+        ),
     ] = 30.0,
     queue_capacity: Annotated[
-        int | None, typer.Option(help="Most requests that may wait.", min=1)
+        int | None,
+        typer.Option(
+            help="Most requests that may wait.",
+            min=1,
+            rich_help_panel=_LIMITS,
+        ),
     ] = None,
     instance: Annotated[
         str | None,
-        typer.Option(help="Name of this stack's sockets and arena; absent: from the port."),
+        typer.Option(
+            help="Name of this stack's sockets and arena; absent: from the port.",
+            rich_help_panel=_SERVING,
+        ),
     ] = None,
     tls_cert: Annotated[
         str | None,
-        typer.Option(help="Certificate chain (PEM) of the scheduler; serve TLS.", metavar="PATH"),
+        typer.Option(
+            help="Certificate chain (PEM) of the scheduler; serve TLS.",
+            metavar="PATH",
+            rich_help_panel=_SECURITY,
+        ),
     ] = None,
     tls_key: Annotated[
-        str | None, typer.Option(help="Its private key, mode 0600.", metavar="PATH")
+        str | None,
+        typer.Option(
+            help="Its private key, mode 0600.",
+            metavar="PATH",
+            rich_help_panel=_SECURITY,
+        ),
     ] = None,
     tls_ca: Annotated[
         str | None,
-        typer.Option(help="Demand a certificate of this authority from clients.", metavar="PATH"),
+        typer.Option(
+            help="Demand a certificate of this authority from clients.",
+            metavar="PATH",
+            rich_help_panel=_SECURITY,
+        ),
     ] = None,
     tokens: Annotated[
         str | None,
-        typer.Option(help="Who may call (see `splitpoint token`), mode 0600.", metavar="FILE"),
+        typer.Option(
+            help="Who may call (see `splitpoint token`), mode 0600.",
+            metavar="FILE",
+            rich_help_panel=_SECURITY,
+        ),
     ] = None,
     tenant_requests: Annotated[
-        int | None, typer.Option(help="Most requests of one tenant that may run or wait.", min=1)
+        int | None,
+        typer.Option(
+            help="Most requests of one tenant that may run or wait.",
+            min=1,
+            rich_help_panel=_SECURITY,
+        ),
     ] = None,
     reflection: Annotated[
-        bool, typer.Option("--reflection", help="Serve gRPC reflection (for grpcurl).")
+        bool,
+        typer.Option(
+            "--reflection",
+            help="Serve gRPC reflection (for grpcurl).",
+            rich_help_panel=_SERVING,
+        ),
     ] = False,
+    redis: Annotated[
+        str | None,
+        typer.Option(
+            help="Registry and catalog for more services on this host (docs/redis.md).",
+            metavar="URL",
+            rich_help_panel=_REDIS,
+        ),
+    ] = None,
+    redis_password_file: Annotated[
+        str | None,
+        typer.Option(
+            help="Its password, mode 0600; better than one in the URL.",
+            metavar="PATH",
+            rich_help_panel=_REDIS,
+        ),
+    ] = None,
+    redis_ca: Annotated[
+        str | None,
+        typer.Option(
+            help="Who signs its certificate (PEM).", metavar="PATH", rich_help_panel=_REDIS
+        ),
+    ] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show every log line, not only warnings.")
     ] = False,
@@ -184,6 +363,17 @@ def up(
         tls_ca=tls_ca,
         tokens=tokens,
         tenant_requests=tenant_requests,
+        eviction=eviction and eviction.value,
+        evict_above=evict_above,
+        evict_to=evict_to,
+        admission=admission and admission.value,
+        lease_seconds=lease_seconds,
+        huge_pages=huge_pages and huge_pages.value,
+        numa_node=numa_node,
+        pin_limit=pin_limit,
+        redis=redis,
+        redis_password_file=redis_password_file,
+        redis_ca=redis_ca,
     )
     limits = None if no_restart else RestartLimits()
     raise typer.Exit(asyncio.run(run_stack(plan_stack(options), verbose=verbose, limits=limits)))

@@ -23,8 +23,8 @@ from splitpoint.config import (
     watch_parent,
 )
 from splitpoint.errors import Internal
-from splitpoint.redis_link import (
-    RedisLink,
+from splitpoint.redis_link import RedisLink
+from splitpoint.redis_options import (
     RedisOptions,
     add_advertise_argument,
     add_redis_arguments,

@@ -19,7 +19,8 @@ from scheduler_service.peek import StorePeeker
 from scheduler_service.prefix_catalog import LayoutName, PrefixCatalog, PrefixQuery
 from scheduler_service.redis_catalog import RedisCatalog
 from splitpoint import rpc
-from splitpoint.redis_link import RedisLink, parse_redis_url
+from splitpoint.redis_link import RedisLink
+from splitpoint.redis_options import parse_redis_url
 from splitpoint.v1 import kvstore_pb2_grpc
 
 SIZE = LAYOUT.chunk_tokens

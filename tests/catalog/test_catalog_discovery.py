@@ -27,7 +27,8 @@ from scheduler_service.service import Scheduler, SchedulerOptions
 from splitpoint.directory import add_announcement
 from splitpoint.directory_entries import WORKERS, ModelName, WorkerEntry
 from splitpoint.errors import Unavailable
-from splitpoint.redis_link import RedisLink, parse_redis_url
+from splitpoint.redis_link import RedisLink
+from splitpoint.redis_options import parse_redis_url
 
 MODEL_NAME = ModelName(
     SHAPE.layer_count, SHAPE.hidden_size, SHAPE.vocabulary_size, SHAPE.context_length

@@ -30,8 +30,8 @@ from splitpoint.breaker import State
 from splitpoint.directory import add_announcement, prune, read_entries
 from splitpoint.directory_entries import STORES, WORKERS, ModelName, StoreEntry, WorkerEntry
 from splitpoint.errors import InvalidArgument, PermissionDenied, SplitpointError, Unavailable
-from splitpoint.redis_link import (
-    RedisLink,
+from splitpoint.redis_link import RedisLink
+from splitpoint.redis_options import (
     RedisOptions,
     add_redis_arguments,
     parse_redis_url,

@@ -206,7 +206,9 @@ def test_status(script: Script) -> None:
 
 def test_version_and_help_are_quick_and_torchless() -> None:
     assert splitpoint("--version").stdout.startswith("splitpoint ")
-    code = "import sys, splitpoint_cli.main; assert not {'torch', 'numpy'} & set(sys.modules)"
+    code = (
+        "import sys, splitpoint_cli.main; assert not {'torch', 'numpy', 'redis'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, env=child_environment({}), timeout=60)
     for command in ("up", "generate", "plan", "status", "bench"):
         assert splitpoint(command, "--help").returncode == 0

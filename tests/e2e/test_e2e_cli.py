@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis_server import RedisServer
 from up_process import up_process, wait_until_up
 
 from splitpoint.client import Client
 from splitpoint.config import arena_path, runtime_directory
+from splitpoint.directory_entries import STORES, WORKERS
 from splitpoint_cli.child import child_environment
 from splitpoint_cli.demo import prompts
 
@@ -230,11 +232,21 @@ def test_services_end_when_up_itself_is_killed(tmp_path: Path) -> None:
     assert_nothing_left(instance)
 
 
-def test_activations_never_make_a_forced_split_an_error(tmp_path: Path) -> None:
+def test_options_reach_the_services(tmp_path: Path, redis_server: RedisServer) -> None:
     instance = f"never-{os.getpid()}"
     address = f"unix:{tmp_path}/p.sock"
-    with stack(address, instance, "--workers", "1", "--activations", "never") as process:
+    options = (
+        *("--workers", "1", "--activations", "never", "--eviction", "counter"),
+        *("--evict-above", "0.9", "--admission", "second-use", "--lease-seconds", "5"),
+        *("--huge-pages", "never", "--numa-node", "none", "--pin-limit", "0"),
+        *("--redis", redis_server.url),
+    )
+    with stack(address, instance, *options) as process:
         wait_until_up(process)
+        status = splitpoint("status", "--address", address, "--json")
+        assert json.loads(status.stdout)["stores"][0]["eviction_policy"] == "counter"
+        with redis_server.client() as client:
+            assert client.scard(STORES) == client.scard(WORKERS) == 1
         done = splitpoint("generate", "x", "--address", address, "--split", "1")
         assert done.returncode == 2
         assert "INVALID_ARGUMENT" in done.stderr

@@ -1,0 +1,49 @@
+"""Which devices this host has for workers, told without loading a driver library or torch."""
+
+from __future__ import annotations
+
+import os
+from importlib import metadata
+from pathlib import Path
+
+from splitpoint import config
+from splitpoint.errors import InvalidArgument
+
+
+def choose_devices(device: str, workers: int | None) -> tuple[str, ...]:
+    """One device per worker: GPUs in turn (cuda:0, cuda:1, ...), or cpu for all.
+
+    Without a count there is one worker per GPU, or one CPU worker.
+    """
+    if workers is not None and workers < 1:
+        raise InvalidArgument("at least one worker is needed", field="workers")
+    gpus = visible_gpu_count()
+    if device == "auto":
+        device = "cuda" if gpus and _torch_has_cuda() else "cpu"
+    if device == "cpu":
+        return ("cpu",) * (workers or 1)
+    if device == "cuda":
+        if not gpus:
+            raise InvalidArgument("there is no CUDA device here", field="device")
+        return tuple(f"cuda:{i % gpus}" for i in range(workers or gpus))
+    raise InvalidArgument(f"device {device!r} is not one of auto, cpu, cuda", field="device")
+
+
+def visible_gpu_count() -> int:
+    """GPUs this process may use, without loading a driver library or torch."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return len([part for part in chosen.split(",") if part.strip() not in ("", "-1")])
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def _torch_has_cuda() -> bool:
+    # CPU builds say so in their version: "2.13.0+cpu".
+    return not metadata.version("torch").endswith("+cpu")
+
+
+def default_threads(devices: tuple[str, ...], device: str) -> int | None:
+    """Threads of one CPU worker: the cores, divided among the CPU workers."""
+    if device != "cpu":
+        return None
+    return max(1, config.available_cores() // devices.count("cpu"))

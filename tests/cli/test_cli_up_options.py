@@ -1,0 +1,112 @@
+"""What `up` passes on: every option arrives in the words of the service that it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvstore_service.__main__ import parse_arguments as parse_store
+from kvstore_service.admission import ADMISSIONS
+from kvstore_service.eviction import POLICIES
+from scheduler_service.__main__ import _parse as parse_scheduler
+from splitpoint.config import remove_tree, runtime_directory
+from splitpoint.errors import InvalidArgument, PermissionDenied, SplitpointError
+from splitpoint.huge_pages import WISHES
+from splitpoint_cli import up
+from splitpoint_cli.main import app
+from splitpoint_cli.stack import Stack, StackOptions, plan_stack
+from worker_service.__main__ import parse_arguments as parse_worker
+
+INSTANCE = "test-options"
+
+
+@pytest.fixture(autouse=True)
+def runtime() -> Iterator[Path]:
+    folder = runtime_directory(INSTANCE)
+    yield folder
+    remove_tree(folder)
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Stack:
+    """What `splitpoint up` with these arguments would run."""
+    stacks: list[Stack] = []
+
+    async def run_stack(stack: Stack, **_: object) -> int:
+        stacks.append(stack)
+        return 0
+
+    monkeypatch.setattr(up, "run_stack", run_stack)
+    base = ("--device", "cpu", "--workers", "2", "--instance", INSTANCE)
+    done = CliRunner().invoke(app, ["up", *base, *arguments])
+    assert done.exit_code == 0, done.output
+    [stack] = stacks
+    return stack
+
+
+def test_the_store_gets_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = planned(
+        monkeypatch,
+        *("--eviction", "counter", "--evict-above", "0.9", "--evict-to", "0.7"),
+        *("--admission", "second-use", "--lease-seconds", "5"),
+        *("--huge-pages", "never", "--numa-node", "none", "--pin-limit", "1GiB"),
+    )
+    store = parse_store(list(stack.store.arguments[2:]))
+    assert (store.eviction, store.evict_above, store.evict_to) == ("counter", 0.9, 0.7)
+    assert (store.admission, store.lease_seconds) == ("second-use", 5.0)
+    assert (store.huge_pages, store.numa_node) == ("never", "none")
+    for command in stack.workers:
+        assert parse_worker(list(command.arguments[2:])).pin_limit == "1GiB"
+
+
+def test_what_is_not_given_is_left_to_the_services(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = planned(monkeypatch)
+    arguments = list(stack.store.arguments[2:])
+    kept = {"--listen", "--model", "--dtype", "--activations", "--chunk-tokens", "--host-memory"}
+    flags = {word for word in arguments if word.startswith("--")}
+    assert flags == kept | {"--arena", "--replace-arena"}
+    assert parse_worker(list(stack.workers[0].arguments[2:])).pin_limit is None
+
+
+def test_choices_are_those_of_the_store() -> None:
+    assert set(up.Eviction) == set(POLICIES)
+    assert set(up.Admission) == set(ADMISSIONS)
+    assert set(up.HugePages) == set(WISHES)
+
+
+def test_redis_is_for_every_service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    password = tmp_path / "password"
+    password.touch(0o600)
+    password.write_text("secret\n")
+    stack = planned(
+        monkeypatch,
+        *("--redis", "rediss://ann@h", "--redis-password-file", str(password)),
+        *("--redis-ca", "ca.pem"),
+    )
+    parsed = [
+        parse_store(list(stack.store.arguments[2:])),
+        *(parse_worker(list(worker.arguments[2:])) for worker in stack.workers),
+        parse_scheduler(list(stack.scheduler.arguments[2:])),
+    ]
+    for service in parsed:
+        assert service.redis == "rediss://ann@h"
+        assert service.redis_password_file == str(password)
+        assert service.redis_ca == "ca.pem"
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (StackOptions(pin_limit="lots"), InvalidArgument),
+        (StackOptions(redis="http://h"), InvalidArgument),
+        (StackOptions(redis_ca="ca.pem"), InvalidArgument),
+        (StackOptions(redis="redis://h", redis_password_file="/etc/hostname"), PermissionDenied),
+    ],
+)
+def test_nonsense_is_refused_before_anything_starts(
+    options: StackOptions, error: type[SplitpointError]
+) -> None:
+    with pytest.raises(error):
+        plan_stack(options)
