@@ -135,10 +135,13 @@ class Service:
         alive_fd: int,
         show: Callable[[LogLine], None],
         on_exit: Callable[[Service], None],
+        *,
+        inherited: Sequence[int] = (),
     ) -> Self:
         """Start a child that ends when the pipe `alive_fd` is closed at its other end.
 
         `show` gets every line it writes; `on_exit` is called once it is gone.
+        `inherited`: further open files that it keeps open.
         """
         process = await asyncio.create_subprocess_exec(
             interpreter,
@@ -149,7 +152,7 @@ class Service:
             stdout=PIPE,
             stderr=PIPE,
             limit=_LINE_LIMIT,
-            pass_fds=(alive_fd,),
+            pass_fds=(alive_fd, *inherited),
             process_group=0,
             env=child_environment(command.environment),
         )

@@ -1,30 +1,40 @@
-"""The folder of one running stack: its lock, its sockets, and what a killed `up` left there."""
+"""The folder of one running stack: its locks, its sockets, and what a killed `up` left there.
+
+Two locks. `lock` is held by `up` alone and names it. `services` is held by `up` and,
+because they inherit the open file, by each of its services: it is free once the last
+of them is gone, however each of them ended.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
-import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
 
 from splitpoint import config
-from splitpoint.errors import FailedPrecondition
+from splitpoint.errors import Cancelled, FailedPrecondition
 
 _LOCK = "lock"
-# Idle services of a killed `up` are gone within a second; busy ones drain for longer.
-_SILENCE_SECONDS = 5.0
+_SERVICES = "services"
+# Always as long, so that one write replaces one id by another. Ids end at 2^22.
+_ID_DIGITS = 10
+# Between taking the lock and writing the id a process does nothing else.
+_ID_SECONDS = 2.0
+# A worker drains for 30 s, then its store stops.
+_STOP_SECONDS = 60.0
+_POLL_SECONDS = 0.05
 
 
 @contextmanager
-def exclusive(runtime: Path, instance: str) -> Iterator[None]:
+def exclusive(runtime: Path, instance: str) -> Iterator[int]:
     """Hold the instance's lock. Raises FailedPrecondition when another `up` has it.
 
-    Sockets that a killed predecessor left behind are removed, but not while somebody
-    still serves there: a server that stops unlinks its path, whoever owns that by then.
+    Yields the open file that every service has to inherit; `predecessors_gone`
+    comes before the first of them.
     """
     lock = _take(runtime)
     if lock is None:
@@ -33,75 +43,121 @@ def exclusive(runtime: Path, instance: str) -> Iterator[None]:
             "(choose another --listen port or --instance)"
         )
     try:
-        _await_silence(runtime, instance)
-        os.ftruncate(lock, 0)
-        os.write(lock, str(os.getpid()).encode())  # for `splitpoint down`
-        for stale in runtime.glob("*.sock"):
-            stale.unlink()
-        yield
+        os.pwrite(lock, f"{os.getpid():{_ID_DIGITS}}".encode(), 0)  # for `splitpoint down`
+        services = _open(runtime / _SERVICES)
+        try:
+            yield services
+        finally:
+            os.close(services)
     finally:
         os.close(lock)
 
 
-def _await_silence(runtime: Path, instance: str) -> None:
-    """Wait a little for the services of a killed `up`. Raises FailedPrecondition."""
-    deadline = time.monotonic() + _SILENCE_SECONDS
-    while alive := sorted(path.stem for path in runtime.glob("*.sock") if _answers(path)):
-        if time.monotonic() > deadline:
-            raise _still_stopping(instance, alive)
-        time.sleep(0.1)
+async def predecessors_gone(
+    services: int,
+    runtime: Path,
+    instance: str,
+    *,
+    stop: asyncio.Event,
+    say: Callable[[str], None],
+    seconds: float = _STOP_SECONDS,
+) -> None:
+    """Wait until no service of a killed `up` runs, then remove the sockets that they left.
+
+    They end by themselves once their running requests are done. Until then the arena
+    is theirs, and each unlinks its socket by name as it ends.
+
+    Raises FailedPrecondition when they take longer than `seconds`, Cancelled when
+    `stop` is set before.
+    """
+    deadline = time.monotonic() + seconds
+    is_first = True
+    while not _lock_at_once(services):
+        if is_first:
+            say(f"an earlier `splitpoint up` of {instance} was killed, its services still stop ...")
+            is_first = False
+        if time.monotonic() >= deadline:
+            raise FailedPrecondition(f"{_leftover(runtime, instance)}, even after {seconds:g} s")
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), _POLL_SECONDS)
+            raise Cancelled("stopped while starting")
+    _unlink_sockets(runtime)
 
 
-def _still_stopping(instance: str, alive: list[str]) -> FailedPrecondition:
-    return FailedPrecondition(
-        f"`splitpoint up` of {instance} was killed, and {', '.join(alive)} still stops: "
-        "try again in a moment"
-    )
+def _unlink_sockets(runtime: Path) -> None:
+    for stale in runtime.glob("*.sock"):
+        stale.unlink()
 
 
-def running_process(runtime: Path) -> int | None:
-    """Process id of the `up` that holds the lock; None: there is none."""
+def running_process(runtime: Path, *, seconds: float = _ID_SECONDS) -> int | None:
+    """Process id of the `up` that holds the lock; None: there is none, or it starts just now."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            with (runtime / _LOCK).open() as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    process_id = _id_in(lock.read())
+                else:
+                    return None
+        except FileNotFoundError:
+            return None
+        if process_id is not None or time.monotonic() >= deadline:
+            return process_id
+        time.sleep(_POLL_SECONDS)
+
+
+def _id_in(text: str) -> int | None:
+    """None: whoever holds the lock has not written yet, at most a dead one has."""
     try:
-        with (runtime / _LOCK).open() as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return _written_id(lock)
-    except FileNotFoundError:
-        pass
-    return None
-
-
-def _written_id(lock: TextIO) -> int | None:
-    """The number in a held lock file; None if its holder does not get to writing it."""
-    for _ in range(50):
-        lock.seek(0)
-        text = lock.read()
-        if text.isdecimal():
-            return int(text)
-        time.sleep(0.1)  # taken, but not written yet
-    return None
+        process_id = int(text)
+    except ValueError:
+        return None
+    return process_id if Path(f"/proc/{process_id}").exists() else None
 
 
 def clear_leftovers(runtime: Path, instance: str) -> bool:
     """Remove what a killed `up` left in its folder, and the folder; whether there was anything.
 
-    Raises FailedPrecondition while services of it still answer: they end by
+    Raises FailedPrecondition while services of it still run: they end by
     themselves, once their running requests are done.
     """
     lock = _take(runtime)
     if lock is None:
         raise FailedPrecondition(f"a stack named {instance} is starting just now")
     try:
-        left = [path for path in runtime.iterdir() if path.name != _LOCK]
-        was_used = bool(left) or os.fstat(lock).st_size > 0
-        alive = sorted(path.stem for path in left if path.suffix == ".sock" and _answers(path))
-        if alive:
-            raise _still_stopping(instance, alive)
+        was_used = os.fstat(lock).st_size > 0 or any(
+            path.name != _LOCK for path in runtime.iterdir()
+        )
+        services = _open(runtime / _SERVICES)
+        try:
+            if not _lock_at_once(services):
+                raise FailedPrecondition(f"{_leftover(runtime, instance)}: try again in a moment")
+        finally:
+            os.close(services)
         config.remove_tree(runtime)  # the lock last held: nobody starts in between
         return was_used
     finally:
         os.close(lock)
+
+
+def _leftover(runtime: Path, instance: str) -> str:
+    running = ", ".join(map(str, sorted(_users_of(runtime / _SERVICES)))) or "?"
+    return (
+        f"`splitpoint up` of {instance} was killed, and its services still stop "
+        f"(processes {running})"
+    )
+
+
+def _users_of(path: Path) -> set[int]:
+    """Other processes of this user that have the file open."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # ended meanwhile, or not ours to look into
+            if any(os.path.samefile(fd, path) for fd in (entry / "fd").iterdir() if fd.exists()):
+                found.add(int(entry.name))
+    return found - {os.getpid()}
 
 
 def _take(runtime: Path) -> int | None:
@@ -110,12 +166,10 @@ def _take(runtime: Path) -> int | None:
         config.make_private(runtime)
         path = runtime / _LOCK
         try:
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            lock = _open(path)
         except FileNotFoundError:  # the folder was removed in this moment
             continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _lock_at_once(lock):
             os.close(lock)
             return None
         try:
@@ -126,11 +180,14 @@ def _take(runtime: Path) -> int | None:
         os.close(lock)  # its former holder removed the file before we had the lock
 
 
-def _answers(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(path))
-        except OSError:
-            return False
-        return True
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def _lock_at_once(file: int) -> bool:
+    """Whether the open file has its lock now."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -6,6 +6,7 @@ Turns options into commands; starting them is the supervisor's business.
 from __future__ import annotations
 
 import os
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,8 +132,12 @@ def plan_stack(options: StackOptions) -> Stack:
     key = arena.parent / "key"
     if not options.keep_arena and not key.exists():
         key = runtime / "key"
-    store_address = config.check_address(f"unix:{runtime}/store.sock")
-    worker_addresses = tuple(f"unix:{runtime}/worker-{i}.sock" for i in range(len(devices)))
+    # No two starts share a name: a gRPC server unlinks its path as it ends, whosever it is then.
+    start = secrets.token_hex(3)
+    store_address = config.check_address(f"unix:{runtime}/store-{start}.sock")
+    worker_addresses = tuple(
+        config.check_address(f"unix:{runtime}/worker-{i}-{start}.sock") for i in range(len(devices))
+    )
     common = [
         *(["--reflection"] if options.reflection else []),
         *_given("--redis", options.redis),

@@ -14,7 +14,7 @@ from splitpoint.client import AsyncClient
 from splitpoint.errors import Cancelled
 from splitpoint.tls import trusting_own_server
 from splitpoint_cli.child import Service, ServiceExited, ServiceNotReady
-from splitpoint_cli.instance import exclusive
+from splitpoint_cli.instance import exclusive, predecessors_gone
 from splitpoint_cli.keeper import Keeper
 from splitpoint_cli.output import err
 from splitpoint_cli.restart_policy import RestartLimits
@@ -33,20 +33,26 @@ class StackRunner:
         self.output = StackOutput(verbose=verbose, quiet=quiet)
         self.address = stack.listen
         # An arena that an earlier run kept is ours once our own store has served it.
-        self._arena_is_ours = not stack.arena.exists()
+        self._arena_is_ours = False
 
     @asynccontextmanager
     async def running(self, stop: asyncio.Event) -> AsyncIterator[Supervisor]:
         """The supervised stack, from the moment it serves.
 
-        Raises Cancelled when `stop` is set before that, ServiceExited or
-        ServiceNotReady when a service fails to start: a wrong argument must not
-        be tried for ever. Once the block is left, `stop` being set (again)
-        means: do not wait for anything.
+        Raises Cancelled when `stop` is set before that, FailedPrecondition when the
+        instance is not free, ServiceExited or ServiceNotReady when a service fails to
+        start: a wrong argument must not be tried for ever. Once the block is left,
+        `stop` being set (again) means: do not wait for anything.
         """
-        with exclusive(self._stack.runtime, self._stack.instance):
+        runtime, instance = self._stack.runtime, self._stack.instance
+        with exclusive(runtime, instance) as services:
+            # Before anything is ours to clean up.
+            await predecessors_gone(
+                services, runtime, instance, stop=stop, say=self.output.progress
+            )
+            self._arena_is_ours = not self._stack.arena.exists()
             try:
-                async with Supervisor(sys.executable, self.output.line) as supervisor:
+                async with Supervisor(sys.executable, self.output.line, [services]) as supervisor:
                     try:
                         await self._start_unless(supervisor, stop)
                         yield supervisor

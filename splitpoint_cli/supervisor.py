@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self
 
 from splitpoint_cli.child import LogLine, Service, ServiceCommand
@@ -27,11 +27,15 @@ class Supervisor:
     Args:
         interpreter: path of the Python that runs the services.
         show: called with every line a child writes.
+        inherited: open files that every child gets beside the pipe.
     """
 
-    def __init__(self, interpreter: str, show: Callable[[LogLine], None]) -> None:
+    def __init__(
+        self, interpreter: str, show: Callable[[LogLine], None], inherited: Sequence[int] = ()
+    ) -> None:
         self._interpreter = interpreter
         self._show = show
+        self._inherited = inherited
         # By name, in the order of their first start: a successor takes the place
         # of the one that died.
         self._services: dict[str, Service] = {}
@@ -63,7 +67,12 @@ class Supervisor:
             if command.socket is not None and command.socket.is_socket():
                 command.socket.unlink()
         service = await Service.start(
-            self._interpreter, command, self._alive_read, self._show, self._ended
+            self._interpreter,
+            command,
+            self._alive_read,
+            self._show,
+            self._ended,
+            inherited=self._inherited,
         )
         self._services[command.name] = service
         return service

@@ -3,7 +3,8 @@
     python fake_service.py --behave NAME [--log FILE] [--health ADDRESS] --parent-fd N
 
 Every life is recorded in FILE as lines "start NAME PID" and "stop NAME". Behaviours that
-end in "-again" serve in their first life and show it in the later ones.
+end in "-again" serve in their first life and show it in the later ones. "drain" waits, once
+it is to stop, until there is a file FILE.drained, and then unlinks its socket as gRPC does.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent import futures
 from pathlib import Path
 
@@ -29,7 +31,7 @@ def main() -> int:
         "--behave",
         choices=(
             *("serve", "crash", "never-ready", "stubborn", "die-later", "parent-of-one"),
-            *("crash-again", "never-ready-again"),
+            *("crash-again", "never-ready-again", "drain"),
         ),
         default="serve",
     )
@@ -90,6 +92,10 @@ def main() -> int:
         os.kill(os.getpid(), signal.SIGKILL)
     # A stubborn one outlives SIGTERM, but not the end of its parent.
     stop.wait()
+    if options.behave == "drain":
+        while not options.log.with_suffix(".drained").exists():
+            time.sleep(0.02)
+        Path(options.socket).unlink(missing_ok=True)
     record("stop")
     return 0
 

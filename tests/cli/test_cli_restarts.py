@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from test_cli_supervisor import pids, wait_gone
 from test_cli_up import SECONDS, assert_nothing_left, stack
 from up_process import wait_until_up
 
-from splitpoint.config import arena_path, remove_tree, runtime_directory
-from splitpoint.errors import FailedPrecondition
+from splitpoint.config import arena_path, make_private, remove_tree, runtime_directory
+from splitpoint.errors import Cancelled, FailedPrecondition
 from splitpoint_cli.child import ServiceCommand, ServiceExited, child_environment
-from splitpoint_cli.instance import exclusive
+from splitpoint_cli.instance import exclusive, predecessors_gone, running_process
 from splitpoint_cli.keeper import Keeper
 from splitpoint_cli.restart_policy import GiveUp, RestartAfter, RestartLimits, RestartPolicy
 
@@ -186,7 +187,7 @@ def test_down_clears_what_a_killed_up_left(tmp_path: Path) -> None:
         process.communicate(timeout=SECONDS)
     deadline = time.monotonic() + SECONDS
     while (done := down()).returncode == 1 and time.monotonic() < deadline:
-        assert "still stops" in done.stderr
+        assert "still stop" in done.stderr
     try:
         assert done.returncode == 0, done.stderr
         assert f"splitpoint arena rm {instance}" in done.stderr
@@ -237,19 +238,96 @@ async def test_a_fork_that_fails_is_one_more_death() -> None:
     assert sum("cannot be started" in text for text in said) >= 2
 
 
-def test_a_socket_that_answers_is_not_taken_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Services of a killed `up` unlink their sockets late: whoever starts then waits or refuses."""
-    monkeypatch.setattr("splitpoint_cli.instance._SILENCE_SECONDS", 0.2)
-    runtime = tmp_path / "r"
-    with exclusive(runtime, "x"):
-        pass
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(runtime / "store.sock"))
-        server.listen()
-        with pytest.raises(FailedPrecondition, match="store still stops"), exclusive(runtime, "x"):
-            pass
-        assert (runtime / "store.sock").exists()
-    with exclusive(runtime, "x"):
-        assert not (runtime / "store.sock").exists()
+# -- what a killed `up` leaves ----------------------------------------------------------
+
+
+def sockets(instance: str) -> set[str]:
+    return {path.name for path in runtime_directory(instance).glob("*.sock")}
+
+
+def test_the_next_up_waits_for_services_of_a_killed_one(tmp_path: Path) -> None:
+    old, new, instance = tmp_path / "old", tmp_path / "new", "test-next"
+    with stack(old, instance, worker="drain") as first:
+        wait_until_up(first)
+        first.kill()
+        with stack(new, instance) as second:
+            read_until(second, "its services still stop")
+            assert not new.exists(), "nothing is started beside them"
+            old.with_suffix(".drained").touch()
+            wait_until_up(second)
+            assert not wait_gone(pids(old), 0)
+            wanted = {"store.sock", "worker-0.sock", "worker-1.sock", "scheduler.sock"}
+            assert sockets(instance) >= wanted
+            second.send_signal(signal.SIGINT)
+            second.communicate(timeout=SECONDS)
+        assert second.returncode == 0
+    assert_nothing_left(new, instance)
+
+
+def test_ctrl_c_while_waiting_leaves_them_alone(tmp_path: Path) -> None:
+    log, instance = tmp_path / "log", "test-wait"
+    with stack(log, instance, worker="drain") as first:
+        wait_until_up(first)
+        first.kill()
+        with stack(tmp_path / "new", instance) as second:
+            read_until(second, "its services still stop")
+            second.send_signal(signal.SIGINT)
+            second.communicate(timeout=SECONDS)
+        assert second.returncode == 130
+        assert sockets(instance) >= {"worker-0.sock", "worker-1.sock"}
+        assert arena_path(instance).exists()
+        log.with_suffix(".drained").touch()
+    with stack(tmp_path / "last", instance) as third:
+        wait_until_up(third)
+        third.send_signal(signal.SIGINT)
+        third.communicate(timeout=SECONDS)
+    assert_nothing_left(tmp_path / "last", instance)
+
+
+async def test_services_that_never_end_are_named(tmp_path: Path) -> None:
+    def said(text: str) -> None:
+        words.append(text)
+
+    words: list[str] = []
+    runtime = tmp_path / "run"
+    with exclusive(runtime, "it") as services:
+        await predecessors_gone(services, runtime, "it", stop=asyncio.Event(), say=said)
+        child = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", "input()"), stdin=subprocess.PIPE, pass_fds=(services,)
+        )
+    (runtime / "store.sock").touch()
+    try:
+        assert not words
+        with exclusive(runtime, "it") as services:
+            stop = asyncio.Event()
+            with pytest.raises(FailedPrecondition, match=rf"killed.*processes {child.pid}\)"):
+                await predecessors_gone(services, runtime, "it", stop=stop, say=said, seconds=0.0)
+            stop.set()
+            with pytest.raises(Cancelled):
+                await predecessors_gone(services, runtime, "it", stop=stop, say=said)
+            assert (runtime / "store.sock").exists()
+            await asyncio.wait_for(child.communicate(b"\n"), SECONDS)
+            await predecessors_gone(services, runtime, "it", stop=stop, say=said)
+            assert not (runtime / "store.sock").exists()
+        assert len(words) == 2
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+
+
+def test_down_between_taking_the_lock_and_writing_the_id(tmp_path: Path) -> None:
+    runtime = tmp_path / "run"
+    make_private(runtime)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    with (runtime / "lock").open("w+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert running_process(runtime, seconds=0.1) is None
+        # What a killed `up` had written is nobody's id.
+        lock.write(f"{gone.pid:10}")
+        lock.flush()
+        assert running_process(runtime, seconds=0.1) is None
+    with exclusive(runtime, "it"):
+        assert running_process(runtime) == os.getpid()
+    assert running_process(runtime) is None

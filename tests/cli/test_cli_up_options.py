@@ -96,6 +96,12 @@ def test_redis_is_for_every_service(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         assert service.redis_ca == "ca.pem"
 
 
+def test_sockets_of_two_starts_have_different_names() -> None:
+    first, second = (plan_stack(StackOptions(device="cpu", instance=INSTANCE)) for _ in range(2))
+    assert first.store_address != second.store_address
+    assert not set(first.worker_addresses) & set(second.worker_addresses)
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [

@@ -218,17 +218,25 @@ def test_services_end_when_up_itself_is_killed(tmp_path: Path) -> None:
         services = service_processes(instance)
         process.kill()
         process.communicate()
+    assert len(services) == 3
+    # At once: it waits for the arena and harms nobody, nor do they harm it.
+    address = f"unix:{tmp_path}/again.sock"
+    with stack(address, instance, "--workers", "1") as process:
+        wait_until_up(process)
+        assert not services.keys() & service_processes(instance).keys()
+        status = splitpoint("status", "--address", address, "--json")
+        assert status.returncode == 0, status.stderr
+        assert json.loads(status.stdout)["stores"][0]["slot_count"] > 0
+        process.kill()
+        process.communicate()
     deadline = time.monotonic() + 60
     while service_processes(instance) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert len(services) == 3
     assert service_processes(instance) == {}
     assert not arena_path(instance).exists(), "the store takes its arena away by itself"
-    # What only `up` could remove goes with the next `up` of that name.
-    with stack(f"unix:{tmp_path}/p.sock", instance, "--workers", "1") as process:
-        wait_until_up(process)
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+    # What only `up` could remove goes with `down`, or with the next `up` of that name.
+    down = splitpoint("down", "--instance", instance)
+    assert down.returncode == 0, down.stderr
     assert_nothing_left(instance)
 
 
