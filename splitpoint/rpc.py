@@ -53,6 +53,9 @@ _ERROR_FACT_LIMIT = 200
 _ERROR_FACT_COUNT = 8
 _DETAILS_KEY = "grpc-status-details-bin"
 _PUSHBACK_KEY = "grpc-retry-pushback-ms"
+# What a grpc.aio client says of a stream whose end overtook a message it was sending.
+# It puts this over the status that it had from the server, which is lost.
+_SEND_FAILED = "Internal error from Core"
 
 _log = logging.getLogger(__name__)
 
@@ -260,6 +263,8 @@ def error_of(error: grpc.RpcError) -> SplitpointError:
     code = call.code() if hasattr(call, "code") else None
     if not isinstance(code, grpc.StatusCode):
         return Internal("the call failed without a status", reason="NO_STATUS")
+    if code is grpc.StatusCode.INTERNAL and call.details() == _SEND_FAILED:
+        return Unavailable("the call ended while a message was being sent", reason="CALL_ENDED")
     number: int = code.value[0]
     result = from_code(number, explain_failure(str(call.details() or code.name)))
     for key, value in call.trailing_metadata() or ():

@@ -19,11 +19,13 @@ from kvstore_service.server import SERVICE_NAME, KvStoreServicer
 from splitpoint.errors import (
     AlreadyExists,
     DataLoss,
+    DeadlineExceeded,
     FailedPrecondition,
     InvalidArgument,
     NotFound,
     ResourceExhausted,
     SplitpointError,
+    Unavailable,
 )
 from splitpoint.keys import chunk_key
 from splitpoint.rpc import create_server, error_of, listen, open_channel
@@ -104,7 +106,13 @@ class Remote:
         return header, payloads
 
     async def send(self, *parts: pb.WriteChunksRequest) -> pb.WriteChunksResponse:
-        return await call(self.stub.WriteChunks(iter(parts), timeout=20))
+        """As a worker does: once more if gRPC lost the answer while it was sending."""
+        try:
+            return await call(self.stub.WriteChunks(iter(parts), timeout=20))
+        except Unavailable as error:
+            if error.reason != "CALL_ENDED":
+                raise
+            return await call(self.stub.WriteChunks(iter(parts), timeout=20))
 
     async def write(self, tokens: list[int], **changes: Any) -> pb.WriteChunksResponse:
         header, payloads = self.header(tokens, **changes)
@@ -307,6 +315,26 @@ async def test_a_broken_stream_leaves_nothing(remote: Remote, case: str) -> None
     assert stats.free_slot_count == SLOTS
     # Its id is free: nothing happened under it.
     await remote.send(*parts_of(header, payloads))
+
+
+async def test_a_status_that_grpc_lost_is_no_internal_error(remote: Remote) -> None:
+    """A write that loses against the call's end makes grpc.aio forget the server's status."""
+    stream = remote.stub.WriteChunks()
+    await stream.write(pb.WriteChunksRequest())
+    assert await stream.code() == grpc.StatusCode.INVALID_ARGUMENT
+    stream._cython_call.set_internal_error("what its write() does then")
+    with pytest.raises(Unavailable) as caught:
+        await call(stream)
+    assert caught.value.reason == "CALL_ENDED"
+
+
+async def test_a_stream_without_a_header_ends(
+    remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore_service.remote.PIECE_SECONDS", 0.05)
+    with pytest.raises(DeadlineExceeded) as caught:
+        await call(remote.stub.WriteChunks())
+    assert caught.value.reason == "STALLED"
 
 
 async def test_wrong_bytes_and_rows_past_the_tokens_are_not_sealed(remote: Remote) -> None:
