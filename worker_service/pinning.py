@@ -148,7 +148,11 @@ class Pinning:
         def work() -> None:
             if self._held and self.between_steps is not None:
                 # Requests that still read the arena before go on, from unlocked pages.
-                self.between_steps(self._release)
+                try:
+                    self.between_steps(self._release)
+                except TimeoutError as error:
+                    self.description = f"not pinned, the arena before still is: {error}"
+                    raise
             else:
                 self._release()
             self._payload = payload

@@ -196,17 +196,28 @@ class Runtime:
         return await future
 
     def _between_steps(self, function: Callable[[], None]) -> None:
-        """From another thread: run `function` on the engine's, and return after it."""
+        """From another thread: run `function` on the engine's, and return after it.
+
+        Raises TimeoutError when the engine does not come to it; it never runs then.
+        """
         done: concurrent.futures.Future[None] = concurrent.futures.Future()
 
         def run() -> None:
+            # Under the future's lock: it is given up before this, or waited for.
+            if not done.set_running_or_notify_cancel():
+                return
             try:
                 function()
-            finally:
+            except Exception as error:
+                done.set_exception(error)
+            else:
                 done.set_result(None)
 
         self.engine.post(Call(run))
-        done.result(STEP_SECONDS)
+        concurrent.futures.wait([done], STEP_SECONDS)
+        if done.cancel():
+            raise TimeoutError(f"the engine's step did not end within {STEP_SECONDS:g} s")
+        done.result()
 
     # -- the engine's side -----------------------------------------------------------
 
