@@ -23,6 +23,9 @@ from splitpoint.v1 import types_pb2
 
 # How long a peer may be silent in the middle of a stream.
 SILENCE_SECONDS = 10.0
+# Moved together: large enough for a link's full speed, small enough that what a peer
+# that dies had sent is not all lost.
+BATCH_BYTES = 64 << 20
 
 
 async def read_chunks(

@@ -22,6 +22,8 @@ from splitpoint.payload import Payload
 from splitpoint.shapes import ArenaLayout
 from splitpoint.v1 import kvstore_pb2 as pb
 from worker_service.arena_tensors import ArenaTensors
+from worker_service.chunk_streams import BATCH_BYTES
+from worker_service.lanes import passed
 from worker_service.remote_session import RemoteSession, remote_session
 from worker_service.store_client import Connection, Match, StoreClient, WrittenChunk
 
@@ -29,18 +31,17 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-# Reserved, read and sealed together: large enough for a link's full speed, small
-# enough that what a source that dies had sent is not all lost.
-BATCH_BYTES = 64 << 20
 # Below this a fetch measures round trips, not the link.
 MEASURABLE_BYTES = 1 << 20
 # Weight of a new rate in the average.
 NEW_RATE_SHARE = 0.3
 LONGEST_SECONDS = 30.0
+# For releases when the worker stops; the session's end does what is left.
+CLOSE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class FetchSource:
+class FetchOrder:
     """Where the scheduler thinks more of a prefix is. `predicted_seconds` 0: it cannot tell."""
 
     address: str
@@ -88,7 +89,7 @@ class Fetcher:
         self._turns: dict[bytes, tuple[asyncio.Lock, list[None]]] = {}
 
     async def fetch(
-        self, name: str, source: FetchSource, salt: bytes, tokens: Sequence[int]
+        self, name: str, source: FetchOrder, salt: bytes, tokens: Sequence[int]
     ) -> Fetched:
         """Bring what the source has more of. Never raises but when cancelled."""
         result = Fetched()
@@ -109,17 +110,18 @@ class Fetcher:
 
     async def quiesce(self) -> None:
         """Return once no copy that was begun is under way any more."""
-        await asyncio.get_running_loop().run_in_executor(self._lane, _nothing)
+        await passed(self._lane)
 
     async def close(self) -> None:
         """No fetch may run any more."""
-        await asyncio.gather(*self._cleanups, return_exceptions=True)
+        if self._cleanups:
+            await asyncio.wait(self._cleanups, timeout=CLOSE_SECONDS)
         self._lane.shutdown()
 
     # -- one fetch ----------------------------------------------------------------
 
     async def _fetch(
-        self, source: FetchSource, salt: bytes, tokens: Sequence[int], result: Fetched
+        self, source: FetchOrder, salt: bytes, tokens: Sequence[int], result: Fetched
     ) -> None:
         chunk_tokens = self._layout.chunk_tokens
         first = chunk_key(self._layout.layout_hash, salt, b"", tokens[:chunk_tokens])
@@ -290,7 +292,3 @@ def cut_tail(tensors: ArenaTensors, slot: int, token_count: int) -> int:
     for plane in tensors.inputs:
         plane[slot, token_count:] = 0
     return tensors.arena.checksum(slot)
-
-
-def _nothing() -> None:
-    """A place in the lane."""

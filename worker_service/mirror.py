@@ -24,7 +24,7 @@ from splitpoint.arena_format import (
 )
 from splitpoint.arena_records import SlotState, commit_word
 from splitpoint.config import format_size, memory_facts
-from splitpoint.errors import ResourceExhausted
+from splitpoint.errors import FailedPrecondition, ResourceExhausted
 from splitpoint.shapes import ArenaLayout
 from worker_service.arena_tensors import ArenaTensors, StoredChunk
 
@@ -112,12 +112,18 @@ class Mirror:
                 del self._granted[slot]
                 self._forget(slot)
 
-    def publish(self, slot: int, name: bytes, key: bytes, token_count: int) -> StoredChunk:
-        """A granted slot is filled. If the chunk is there already, that one counts.
+    def publish(
+        self, place: tuple[int, int], name: bytes, key: bytes, token_count: int
+    ) -> StoredChunk:
+        """A granted (slot, generation) is filled. A chunk that is there already counts.
 
-        `name` tells chunks apart here; see `name_of`.
+        `name` tells chunks apart here; see `name_of`. Raises FailedPrecondition when the
+        slot was given back meanwhile: it may be somebody else's.
         """
-        generation = self._granted.pop(slot)
+        slot, generation = place
+        if self._granted.get(slot) != generation:
+            raise FailedPrecondition(f"slot {slot} of the mirror was given back meanwhile")
+        del self._granted[slot]
         existing = self._chunks.get(name)
         if existing is not None:
             self._forget(slot)

@@ -19,10 +19,12 @@ from splitpoint.tls import PLAIN, Identity
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import types_pb2
 from worker_service.arena_tensors import ArenaTensors, StoredChunk
-from worker_service.chunk_streams import read_chunks, write_chunks
+from worker_service.chunk_streams import BATCH_BYTES, read_chunks, write_chunks
+from worker_service.lanes import passed
 from worker_service.mirror import Mirror, name_of
 from worker_service.store_client import (
     CALL_SECONDS,
+    GOODBYE_SECONDS,
     Connection,
     Match,
     Sealed,
@@ -35,7 +37,6 @@ log = logging.getLogger(__name__)
 # A write may take as long as the slowest link that is worth having: 10 MB/s.
 SLOWEST_BYTES_PER_SECOND = 10e6
 LONGEST_READ_SECONDS = 30.0
-BATCH_BYTES = 64 << 20
 
 _LeaseName = tuple[bytes, int]  # session, lease: ids begin anew with every store
 
@@ -61,7 +62,8 @@ class RemoteStoreClient(StoreClient):
         await super().start(layout)
 
     async def close(self) -> None:
-        await asyncio.gather(*self._cleanups, return_exceptions=True)
+        if self._cleanups:
+            await asyncio.wait(self._cleanups, timeout=GOODBYE_SECONDS)
         await super().close()
         self._lane.shutdown()
 
@@ -94,6 +96,7 @@ class RemoteStoreClient(StoreClient):
         """Lease the longest cached prefix and bring it here, as far as the mirror has room."""
         connection, mirror = self._require(), self._started()
         answer = await self._call(
+            connection,
             self._stub.Match,
             pb.MatchRequest(
                 session_id=connection.session_id,
@@ -169,14 +172,16 @@ class RemoteStoreClient(StoreClient):
             )
         except BaseException:
             # A last copy may be in the lane; the slots are free behind it.
-            loop = asyncio.get_running_loop()
-            behind = loop.run_in_executor(self._lane, _nothing)
-            behind.add_done_callback(lambda _: mirror.give_back(granted))
+            self._spawn(self._give_back(granted))
             raise
-        for slot, handle, key in zip(slots, handles, keys, strict=True):
+        for place, handle, key in zip(granted, handles, keys, strict=True):
             name = name_of(key, handle.checksum)
-            mirror.publish(slot, name, key, handle.token_count)
+            mirror.publish(place, name, key, handle.token_count)
             self._take_hold(held, name)
+
+    async def _give_back(self, granted: Sequence[tuple[int, int]]) -> None:
+        await passed(self._lane)
+        self._started().give_back(granted)
 
     def _take_hold(self, held: list[bytes], name: bytes) -> None:
         self._started().hold([name])
@@ -192,7 +197,6 @@ class RemoteStoreClient(StoreClient):
         self, connection: Connection, salt: bytes, chunks: Sequence[WrittenChunk], lease_id: int
     ) -> Sealed:
         """Send written mirror slots to the store; they stay here until `release`."""
-        mirror = self._started()
         header = pb.WriteChunksHeader(
             session_id=connection.session_id,
             request_id=self._request_id(),
@@ -208,17 +212,34 @@ class RemoteStoreClient(StoreClient):
             lease_id=lease_id,
             keep_leased=True,
         )
-        answer = await self._send(header, [chunk.slot for chunk in chunks])
+        answer = await self._send(connection, header, [chunk.slot for chunk in chunks])
+        try:
+            return self._publish(connection, chunks, answer)
+        except SplitpointError:
+            # Given back while they were sent, by a caller that did not wait for it.
+            if not lease_id:
+                self._spawn(self.release(connection, lease_ids=[answer.lease_id]))
+            raise
+
+    def _publish(
+        self,
+        connection: Connection,
+        chunks: Sequence[WrittenChunk],
+        answer: pb.WriteChunksResponse,
+    ) -> Sealed:
+        mirror = self._started()
         stored: list[StoredChunk] = []
         held = self._held.setdefault((connection.session_id, answer.lease_id), [])
         for chunk, sealed in zip(chunks, answer.chunks, strict=True):
-            name = name_of(sealed.key, sealed.handle.checksum)
-            stored.append(mirror.publish(chunk.slot, name, sealed.key, sealed.handle.token_count))
+            # Of the bytes that are here: the store may have had the chunk with others.
+            name = name_of(sealed.key, chunk.checksum)
+            place = (chunk.slot, chunk.generation)
+            stored.append(mirror.publish(place, name, sealed.key, sealed.handle.token_count))
             self._take_hold(held, name)
         return Sealed(tuple(stored), answer.lease_id)
 
     async def _send(
-        self, header: pb.WriteChunksHeader, slots: Sequence[int]
+        self, connection: Connection, header: pb.WriteChunksHeader, slots: Sequence[int]
     ) -> pb.WriteChunksResponse:
         """Once more if no answer came: the store stores nothing twice."""
         payload = Payload(self._started().arena)
@@ -226,7 +247,11 @@ class RemoteStoreClient(StoreClient):
         try:
             return await write_chunks(self._stub, header, payload, slots, self._lane, limit)
         except (DeadlineExceeded, Unavailable):
-            return await write_chunks(self._stub, header, payload, slots, self._lane, limit)
+            try:
+                return await write_chunks(self._stub, header, payload, slots, self._lane, limit)
+            except (DeadlineExceeded, Unavailable):
+                self._give_up(connection)
+                raise
 
     async def release(
         self,
@@ -251,7 +276,3 @@ class RemoteStoreClient(StoreClient):
 
 def _always() -> None:
     """Mirror slots may always be written: nobody else does."""
-
-
-def _nothing() -> None:
-    """A place in the lane."""

@@ -19,8 +19,7 @@ from splitpoint.tls import PLAIN, Identity
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc, types_pb2
 from worker_service.chunk_streams import read_chunks
-
-CALL_SECONDS = 10.0
+from worker_service.store_client import CALL_SECONDS
 
 
 class RemoteSession:

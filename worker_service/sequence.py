@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from splitpoint.planner import Residency
 from splitpoint.text import TextStream
 from worker_service.arena_tensors import StoredChunk
-from worker_service.fetch import FetchSource
+from worker_service.fetch import FetchOrder
 from worker_service.restore import Puller
 from worker_service.sampling import Sampling
 from worker_service.store_client import Match
@@ -27,7 +27,7 @@ class Admission:
     split_tokens: int
     salt: bytes
     # Another host's store that may hold more of the prefix than the own one.
-    source: FetchSource | None = None
+    source: FetchOrder | None = None
 
     @property
     def key(self) -> tuple[str, int]:

@@ -45,6 +45,8 @@ Response = TypeVar("Response")
 
 CALL_SECONDS = 10.0
 REATTACH_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0)
+# For the store to end a session that is given up; one that hangs is not waited for.
+GOODBYE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,8 @@ class StoreClient:
         # Page-locks every arena that is attached; None: nothing is locked.
         self.pinning: Pinning | None = None
         self._closing = asyncio.Event()
+        # Ends the KeepAlive stream of the current session.
+        self._letting_go = asyncio.Event()
 
     async def layout(self, timeout: float = 30.0) -> ArenaLayout:
         """The store's layout, without attaching; waits for the store to be there."""
@@ -158,6 +162,7 @@ class StoreClient:
     async def close(self) -> None:
         """End the session; the store frees what it held."""
         self._closing.set()
+        self._letting_go.set()
         if self._keeper is not None:
             await self._keeper
         if self.pinning is not None:
@@ -170,6 +175,7 @@ class StoreClient:
         """Lease the longest cached prefix of the tokens."""
         connection = self._require()
         answer = await self._call(
+            connection,
             self._stub.Match,
             pb.MatchRequest(
                 session_id=connection.session_id,
@@ -190,6 +196,7 @@ class StoreClient:
     ) -> list[tuple[int, int]]:
         """Granted (slot, generation) pairs, in as few contiguous runs as there are."""
         answer = await self._call(
+            connection,
             self._stub.Reserve,
             pb.ReserveRequest(
                 session_id=connection.session_id,
@@ -209,6 +216,7 @@ class StoreClient:
     ) -> Sealed:
         """Publish written slots; they stay leased until `release`."""
         answer = await self._call(
+            connection,
             self._stub.Seal,
             pb.SealRequest(
                 session_id=connection.session_id,
@@ -243,6 +251,7 @@ class StoreClient:
         if not lease_ids and not slots:
             return
         await self._call(
+            connection,
             self._stub.Release,
             pb.ReleaseRequest(
                 session_id=connection.session_id,
@@ -304,34 +313,48 @@ class StoreClient:
             self.connection = None
             self._connected.clear()
             log.warning("the KV store session was lost: serving without cached prefixes")
-            if self.quiesce is not None:
-                await self.quiesce()
             self.connection = await self._reattach(connection.session_id)
             if self.connection is not None:
+                if not self._closing.is_set():
+                    self._letting_go.clear()
                 self._connected.set()
-                if self.reattached is not None:
-                    self.reattached()
+                self._tell_reattached()
                 log.warning("attached to the KV store again, epoch %d", self.connection.epoch)
 
     async def _hold(self, connection: Connection) -> None:
-        """One KeepAlive stream, until it breaks or the client closes."""
+        """One KeepAlive stream, until it breaks, the client closes or gives the session up."""
 
         async def beats() -> AsyncIterator[pb.KeepAliveRequest]:
-            while not self._closing.is_set():
+            while not self._letting_go.is_set():
                 yield pb.KeepAliveRequest(session_id=connection.session_id)
                 try:
                     async with asyncio.timeout(connection.lease_seconds / 3):
-                        await self._closing.wait()
+                        await self._letting_go.wait()
                 except TimeoutError:
                     continue
 
+        async def listen() -> None:
+            try:
+                async for _ in self._stub.KeepAlive(beats()):
+                    pass
+            except grpc.RpcError as error:
+                log.warning("KeepAlive ended: %s", error_of(error).message)
+            except Exception:
+                log.exception("KeepAlive failed")
+
+        listening = asyncio.create_task(listen())
+        letting_go = asyncio.create_task(self._letting_go.wait())
         try:
-            async for _ in self._stub.KeepAlive(beats()):
-                pass
-        except grpc.RpcError as error:
-            log.warning("KeepAlive ended: %s", error_of(error).message)
+            await asyncio.wait({listening, letting_go}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({listening}, timeout=GOODBYE_SECONDS)
+        finally:
+            listening.cancel()
+            letting_go.cancel()
+            await asyncio.gather(listening, letting_go, return_exceptions=True)
 
     async def _reattach(self, previous: bytes) -> Connection | None:
+        """Another session; None: the client closes. Whatever goes wrong is tried again."""
+        is_quiet = False
         for attempt in itertools.count():
             delay = REATTACH_SECONDS[min(attempt, len(REATTACH_SECONDS) - 1)]
             try:
@@ -341,6 +364,9 @@ class StoreClient:
             except TimeoutError:
                 pass
             try:
+                if not is_quiet and self.quiesce is not None:
+                    await self.quiesce()
+                is_quiet = True
                 return await self._attach(previous)
             except InvalidArgument:
                 previous = b""
@@ -354,6 +380,19 @@ class StoreClient:
                 log.exception("attaching again failed")
         return None
 
+    def _tell_reattached(self) -> None:
+        try:
+            if self.reattached is not None:
+                self.reattached()
+        except Exception:
+            log.exception("not everybody was told of the new session")
+
+    def _give_up(self, connection: Connection) -> None:
+        """End a session in which nobody knows what is granted: the next one frees it."""
+        if self.connection is connection and not self._closing.is_set():
+            log.warning("the KV store does not answer: its session is given up")
+            self._letting_go.set()
+
     def _require(self) -> Connection:
         if self.connection is None:
             raise Unavailable("the KV store is away", reason="STORE_LOST")
@@ -363,17 +402,25 @@ class StoreClient:
         return next(self._request_numbers).to_bytes(8, "little")
 
     async def _call(
-        self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Response], request: Request
+        self,
+        connection: Connection,
+        method: grpc.aio.UnaryUnaryMultiCallable[Request, Response],
+        request: Request,
     ) -> Response:
         """One call; an answer that did not come is asked for once more.
 
         Every request carries its id, so the store does nothing twice, and what a
-        call that timed out did grant is learned instead of leaked.
+        call that timed out did grant is learned instead of leaked. If it cannot be
+        learned, the session ends: what it holds is free when the next one begins.
         """
         try:
             return await self._once(method, request)
         except (DeadlineExceeded, Unavailable):
-            return await self._once(method, request)
+            try:
+                return await self._once(method, request)
+            except (DeadlineExceeded, Unavailable):
+                self._give_up(connection)
+                raise
 
     async def _once(
         self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Response], request: Request

@@ -7,7 +7,7 @@ from splitpoint.errors import InvalidArgument, SplitpointError
 from splitpoint.keys import SALT_LIMIT
 from splitpoint.shapes import ModelShape
 from splitpoint.v1 import types_pb2, worker_pb2
-from worker_service.fetch import FetchSource
+from worker_service.fetch import FetchOrder
 from worker_service.messages import FinishEvent, StepOutput
 from worker_service.sampling import Sampling
 from worker_service.sequence import Admission
@@ -76,7 +76,7 @@ def admission_from(
     )
 
 
-def _source_of(command: worker_pb2.AdmitCommand) -> FetchSource | None:
+def _source_of(command: worker_pb2.AdmitCommand) -> FetchOrder | None:
     """Where to fetch from; None: nowhere. Raises InvalidArgument."""
     address = command.source_store_address
     if not address:
@@ -87,7 +87,7 @@ def _source_of(command: worker_pb2.AdmitCommand) -> FetchSource | None:
         )
     if command.source_cached_tokens < 0:
         raise InvalidArgument("must be at least 0", field="admit.source_cached_tokens")
-    return FetchSource(address, command.source_cached_tokens, command.plan.predicted_fetch_seconds)
+    return FetchOrder(address, command.source_cached_tokens, command.plan.predicted_fetch_seconds)
 
 
 def response_from(output: StepOutput, step: int) -> worker_pb2.RunResponse:

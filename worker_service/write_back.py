@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from splitpoint.config import log_failure
 from splitpoint.errors import (
     FailedPrecondition,
     Internal,
@@ -27,6 +28,7 @@ from splitpoint.errors import (
 from splitpoint.keys import chunk_key
 from worker_service.arena_tensors import ArenaTensors, StoredChunk
 from worker_service.device_cache import DeviceCache
+from worker_service.lanes import passed
 from worker_service.store_client import Connection, Match, StoreClient, WrittenChunk
 
 log = logging.getLogger(__name__)
@@ -36,6 +38,8 @@ log = logging.getLogger(__name__)
 BATCH_CHUNKS = 32
 # How long a streamed request's chunks wait for slots in an arena full of leases.
 RESERVE_SECONDS = 30.0
+# For everything queued when the worker stops; what is not stored then is not reused.
+CLOSE_SECONDS = 5.0
 
 SequenceKey = tuple[str, int]
 
@@ -164,21 +168,29 @@ class WriteBack:
         task = asyncio.create_task(self._close_chain(key), name=f"flush {key[0]}")
         self._closers.add(task)
         task.add_done_callback(self._closers.discard)
+        task.add_done_callback(log_failure)
 
     async def close(self) -> None:
-        """Wait for everything queued."""
-        while self._closers:
-            await asyncio.gather(*self._closers)
+        """Write everything queued, within CLOSE_SECONDS; the session's end frees the rest.
+
+        No copy is under way any more when this returns.
+        """
         for key in list(self._chains):
-            await self._close_chain(key)
-        self._lane.shutdown()
+            self.flush(key)
+        if self._closers:
+            _, late = await asyncio.wait(self._closers, timeout=CLOSE_SECONDS)
+            if late:
+                log.warning("%d sequences are not stored: the store takes too long", len(late))
+            for task in late:
+                task.cancel()
+        await asyncio.to_thread(self._lane.shutdown)
 
     async def quiesce(self) -> None:
         """Return once no copy that was begun is under way any more.
 
         The lane is one thread, first come first served: behind them is after them.
         """
-        await asyncio.get_running_loop().run_in_executor(self._lane, _nothing)
+        await passed(self._lane)
 
     async def _close_chain(self, key: SequenceKey) -> None:
         chain = self._chains.pop(key, None)
@@ -332,7 +344,3 @@ def _copy_rows(
         spare = target.shape[row_axis] - rows
         if spare:
             target.narrow(row_axis, rows, spare).zero_()
-
-
-def _nothing() -> None:
-    """A place in the lane."""
