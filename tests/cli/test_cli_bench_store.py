@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from splitpoint.errors import Unavailable
+from splitpoint.payload import PIECE_BYTES
 from splitpoint_cli.child import child_environment
 from splitpoint_cli.store_mapping import SlotRun, runs_of
 from splitpoint_cli.store_redis import measure_redis, server
@@ -103,7 +104,7 @@ def test_a_small_run_ends_in_json(tmp_path: Path) -> None:
     } == dict.fromkeys(("Reserve", "Seal", "Match", "Release"), 64)
     assert report["batches"]["chunks_per_second"] > 0
     assert set(report["streams"]) == {"ReadChunks", "Redis SET", "Redis GET"}
-    assert report["streams"]["ReadChunks"]["value_bytes"] == 1 << 20
+    assert report["streams"]["ReadChunks"]["value_bytes"] == PIECE_BYTES
     assert report["streams"]["ReadChunks"]["ratio_to_peer"] > 0
 
 
