@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from splitpoint.costs import Profile
 from splitpoint.errors import InvalidArgument
-from splitpoint.planner import Plan, Residency, RestoreMethod
+from splitpoint.planner import Objective, Plan, Residency, RestoreMethod, Schedule
 from splitpoint.shapes import ArenaLayout, DataType, ModelShape
 from splitpoint.v1 import types_pb2 as pb
 
@@ -22,10 +22,23 @@ _METHODS = {
     RestoreMethod.LOAD: pb.RESTORE_METHOD_LOAD,
     RestoreMethod.SPLIT: pb.RESTORE_METHOD_SPLIT,
     RestoreMethod.RECOMPUTE: pb.RESTORE_METHOD_RECOMPUTE,
+    RestoreMethod.TOKENS: pb.RESTORE_METHOD_TOKENS,
+}
+_SCHEDULES = {
+    Schedule.SERIAL: pb.SCHEDULE_SERIAL,
+    Schedule.COLUMN: pb.SCHEDULE_COLUMN,
+    Schedule.ROW: pb.SCHEDULE_ROW,
+    Schedule.PIPELINED: pb.SCHEDULE_PIPELINED,
+}
+_OBJECTIVES = {
+    Objective.LATENCY: pb.OBJECTIVE_LATENCY,
+    Objective.THROUGHPUT: pb.OBJECTIVE_THROUGHPUT,
 }
 _DATA_TYPES_BACK: dict[int, DataType] = {number: value for value, number in _DATA_TYPES.items()}
 _RESIDENCIES_BACK: dict[int, Residency] = {number: value for value, number in _RESIDENCIES.items()}
 _METHODS_BACK: dict[int, RestoreMethod] = {number: value for value, number in _METHODS.items()}
+_SCHEDULES_BACK: dict[int, Schedule] = {number: value for value, number in _SCHEDULES.items()}
+_OBJECTIVES_BACK: dict[int, Objective] = {number: value for value, number in _OBJECTIVES.items()}
 
 
 def data_type_to_proto(value: DataType) -> pb.DataType:
@@ -60,6 +73,34 @@ def method_from_proto(number: int) -> RestoreMethod:
         return _METHODS_BACK[number]
     except KeyError:
         raise InvalidArgument(f"unknown restore method {number}", field="method") from None
+
+
+def schedule_to_proto(value: Schedule) -> pb.Schedule:
+    return _SCHEDULES[value]
+
+
+def schedule_from_proto(number: int) -> Schedule:
+    """Unspecified is serial: what everybody spoke before there was a choice."""
+    if number == pb.SCHEDULE_UNSPECIFIED:
+        return Schedule.SERIAL
+    try:
+        return _SCHEDULES_BACK[number]
+    except KeyError:
+        raise InvalidArgument(f"unknown schedule {number}", field="schedule") from None
+
+
+def objective_to_proto(value: Objective) -> pb.Objective:
+    return _OBJECTIVES[value]
+
+
+def objective_from_proto(number: int) -> Objective:
+    """Unspecified is latency."""
+    if number == pb.OBJECTIVE_UNSPECIFIED:
+        return Objective.LATENCY
+    try:
+        return _OBJECTIVES_BACK[number]
+    except KeyError:
+        raise InvalidArgument(f"unknown objective {number}", field="objective") from None
 
 
 def shape_to_proto(shape: ModelShape) -> pb.ModelShape:
@@ -135,6 +176,8 @@ def profile_to_proto(profile: Profile) -> pb.Profile:
         prefill_flops_per_second=profile.prefill_flops_per_second,
         description=profile.description,
         remote_bytes_per_second=profile.remote_bytes_per_second,
+        prefill_overhead_seconds=profile.prefill_overhead_seconds,
+        step_compute_seconds=profile.step_compute_seconds,
     )
 
 
@@ -147,6 +190,8 @@ def profile_from_proto(message: pb.Profile) -> Profile:
         prefill_flops_per_second=message.prefill_flops_per_second,
         description=message.description,
         remote_bytes_per_second=dict(message.remote_bytes_per_second),
+        prefill_overhead_seconds=message.prefill_overhead_seconds,
+        step_compute_seconds=message.step_compute_seconds,
     )
 
 
@@ -167,6 +212,12 @@ def plan_to_proto(plan: Plan) -> pb.Plan:
         split_cap=plan.split_cap,
         fetched_tokens=plan.fetched_tokens,
         predicted_fetch_seconds=plan.predicted_fetch_seconds,
+        schedule=schedule_to_proto(plan.schedule),
+        recomputed_tokens=plan.recomputed_tokens,
+        resident_tokens=plan.resident_tokens,
+        tile_tokens=plan.tile_tokens,
+        predicted_step_seconds=plan.predicted_step_seconds,
+        objective=objective_to_proto(plan.objective),
     )
 
 
@@ -187,4 +238,10 @@ def plan_from_proto(message: pb.Plan) -> Plan:
         split_cap=message.split_cap,
         fetched_tokens=message.fetched_tokens,
         predicted_fetch_seconds=message.predicted_fetch_seconds,
+        schedule=schedule_from_proto(message.schedule),
+        recomputed_tokens=message.recomputed_tokens,
+        resident_tokens=message.resident_tokens,
+        tile_tokens=message.tile_tokens,
+        predicted_step_seconds=message.predicted_step_seconds,
+        objective=objective_from_proto(message.objective),
     )

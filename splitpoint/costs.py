@@ -28,12 +28,21 @@ class Profile:
     # Rates at which chunks came from other hosts' stores, by the store's address;
     # what is missing was never measured.
     remote_bytes_per_second: Mapping[str, float] = field(default_factory=dict)
+    # Of one piece of a prefill, beside its FLOP.
+    prefill_overhead_seconds: float = 0.0
+    # What one decode step computes, its cache traffic left out. 0: not measured.
+    step_compute_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("link_bytes_per_second", "rebuild_flops_per_second"):
             _require_finite(name, getattr(self, name), above_zero=True)
         _require_finite("prefill_flops_per_second", self.prefill_flops_per_second, above_zero=True)
-        for name in ("link_overhead_seconds", "rebuild_overhead_seconds"):
+        for name in (
+            "link_overhead_seconds",
+            "rebuild_overhead_seconds",
+            "prefill_overhead_seconds",
+            "step_compute_seconds",
+        ):
             _require_finite(name, getattr(self, name), above_zero=False)
         if not isinstance(self.remote_bytes_per_second, Mapping):
             raise InvalidArgument(

@@ -41,6 +41,7 @@ class RestoreMethod(Enum):
     LOAD = "load"
     SPLIT = "split"
     RECOMPUTE = "recompute"
+    TOKENS = "tokens"
 
     @classmethod
     def of(cls, split_tokens: int, cached_tokens: int) -> RestoreMethod:
@@ -57,6 +58,14 @@ class Schedule(Enum):
     SERIAL = "serial"
     COLUMN = "column"
     ROW = "row"
+    PIPELINED = "pipelined"
+
+
+class Objective(Enum):
+    """What a plan is to be best at."""
+
+    LATENCY = "latency"
+    THROUGHPUT = "throughput"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +121,17 @@ class Plan:
     # the predicted seconds for that (part of predicted_ttft_seconds).
     fetched_tokens: int = 0
     predicted_fetch_seconds: float = 0.0
+    schedule: Schedule = Schedule.SERIAL
+    # With method TOKENS: [0, recomputed_tokens) is expected to be prefilled.
+    recomputed_tokens: int = 0
+    # Streamed: K,V of [0, resident_tokens) stay on the device, [resident_tokens,
+    # split_tokens) is rebuilt in each step. Schedule ROW: X stays there.
+    resident_tokens: int = 0
+    # Tokens of X in one tile on the link; 0: the worker chooses.
+    tile_tokens: int = 0
+    # Streamed: predicted seconds of a decode step at this length.
+    predicted_step_seconds: float = 0.0
+    objective: Objective = Objective.LATENCY
 
     @property
     def kappa_ratio(self) -> float:
