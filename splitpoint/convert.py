@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from splitpoint.costs import Profile
 from splitpoint.errors import InvalidArgument
-from splitpoint.planner import Objective, Plan, Residency, RestoreMethod, Schedule
+from splitpoint.planner import Objective, Plan, Residency, RestoreMethod
+from splitpoint.schedule import Schedule
 from splitpoint.shapes import ArenaLayout, DataType, ModelShape
 from splitpoint.v1 import types_pb2 as pb
 

@@ -24,6 +24,7 @@ from enum import Enum
 
 from splitpoint.costs import Profile
 from splitpoint.errors import InvalidArgument
+from splitpoint.schedule import Schedule
 from splitpoint.shapes import ModelShape
 
 
@@ -50,15 +51,6 @@ class RestoreMethod(Enum):
         if split_tokens == 0:
             return cls.LOAD
         return cls.RECOMPUTE if split_tokens >= cached_tokens else cls.SPLIT
-
-
-class Schedule(Enum):
-    """What overlaps with what; see the module's formulas."""
-
-    SERIAL = "serial"
-    COLUMN = "column"
-    ROW = "row"
-    PIPELINED = "pipelined"
 
 
 class Objective(Enum):

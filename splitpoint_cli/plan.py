@@ -12,7 +12,8 @@ from splitpoint.checkpoints import model_name, resolve_model
 from splitpoint.config import format_size
 from splitpoint.costs import BUILT_IN_PROFILES, Profile, load_profile
 from splitpoint.errors import InvalidArgument, NotFound
-from splitpoint.planner import Plan, PlanInput, Schedule, plan_request
+from splitpoint.planner import Plan, PlanInput, plan_request
+from splitpoint.schedule import Schedule
 from splitpoint.shapes import BUILT_IN_SHAPES, ModelShape, read_config
 from splitpoint_cli.output import EXIT_HELP, out, print_json, seconds_text
 from splitpoint_cli.stack import parse_dtype

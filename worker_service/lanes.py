@@ -1,9 +1,336 @@
-"""Lanes: executors of one thread, where copies take their turns off the event loop."""
+"""Lanes: ordered queues of work that run side by side on one device.
+
+On a GPU a lane is a CUDA stream, on a CPU a thread; compute is the caller's own
+stream or thread. What must wait for what is said with events, never by stopping the
+whole device. `SerialLanes` is the serial twin: the same calls, each carried out
+before the next. What the work does is not known here.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from splitpoint.errors import InvalidArgument
+from splitpoint.schedule import Lane
+from worker_service.timeline import Span
+
+_SIDE_LANES = (Lane.LINK_IN, Lane.LINK_OUT, Lane.WEIGHTS_IN)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Something for a lane: what to call, and what a span of it says.
+
+    Attributes:
+        call: enqueues (CUDA) or does (CPU) the work.
+        size_bytes: bytes that cross the link; 0 for work that moves none.
+        amount: bytes of a copy or FLOP of a product, for whoever fits costs.
+    """
+
+    name: str
+    call: Callable[[], None]
+    size_bytes: int = 0
+    amount: float = 0.0
+    layer: int | None = None
+    tokens: int = 0
+
+
+class Event(ABC):
+    """A point in a lane, reached when the work it stands for is done."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Until it is reached, on the host. Raises what the work raised."""
+
+    @property
+    @abstractmethod
+    def is_done(self) -> bool:
+        """Whether it was reached, without waiting."""
+
+
+class EmulatedLink:
+    """A link with a rate of its own, so that a CPU has something to overlap with.
+
+    Transfers of one direction follow each other without gaps, as those of a copy
+    engine do: a transfer that was ready in time starts when the one before ends,
+    however late the thread that stands for the engine woke up.
+
+    Attributes:
+        bytes_per_second: may be changed at any time; counts from the next transfer on.
+    """
+
+    def __init__(self, bytes_per_second: float) -> None:
+        if not 0 < bytes_per_second < float("inf"):
+            raise InvalidArgument("the link rate must be above 0", field="link_rate")
+        self.bytes_per_second = bytes_per_second
+        self._free_at: dict[str, float] = {}
+        self._turn = threading.Lock()
+
+    def transfer(self, work: Work, resource: str, ready: float) -> tuple[float, float]:
+        """Do the work, and take as long as the link would; returns start and end."""
+        # Held throughout: both lanes towards the device share one link.
+        with self._turn:
+            start = max(ready, self._free_at.get(resource, 0.0))
+            work.call()
+            end = start + work.size_bytes / self.bytes_per_second
+            left = end - time.perf_counter()
+            if left > 0:
+                time.sleep(left)
+            else:
+                end = time.perf_counter()
+            self._free_at[resource] = end
+            return start, end
+
+
+class Lanes(ABC):
+    """The lanes of one device, given work by one thread.
+
+    Attributes:
+        before: called in the lane before each piece of work; tests delay lanes with it.
+    """
+
+    def __init__(self, device: torch.device, link: EmulatedLink | None = None) -> None:
+        if link is not None and device.type != "cpu":
+            raise InvalidArgument("a link rate can only be emulated on a CPU", field="link_rate")
+        self.device = device
+        self.link = link
+        self.before: Callable[[Lane], None] | None = None
+
+    @abstractmethod
+    def run(self, lane: Lane, work: Work, after: Sequence[Event] = ()) -> Event:
+        """Put work into a lane, to begin once all of `after` is reached.
+
+        Work of the compute lane belongs to the caller: on a CPU it is done, and what
+        it or an event in `after` raises is raised here.
+        """
+
+    @abstractmethod
+    def finish(self) -> list[Span]:
+        """Wait on the host until every lane is empty; the spans since the last call.
+
+        Raises the first error of a lane's work, after all of it has ended.
+        """
+
+    def settle(self) -> None:
+        """`finish` for someone who has an error already: its spans and errors are dropped."""
+        try:
+            self.finish()
+        except Exception:  # the caller has the one that counts
+            pass
+
+    def close(self) -> None:
+        """Wait for everything, and end the lanes' threads."""
+        self.settle()
+
+    def _enter(self, lane: Lane) -> None:
+        if self.before is not None:
+            self.before(lane)
+
+    def _carry_out(self, lane: Lane, work: Work, ready: float) -> Span:
+        """On a CPU: do it now, in this thread."""
+        self._enter(lane)
+        if self.link is not None and lane is not Lane.COMPUTE:
+            start, end = self.link.transfer(work, lane.resource, ready)
+        else:
+            start = time.perf_counter()
+            work.call()
+            end = time.perf_counter()
+        return _span(lane, work, start, end)
+
+
+class _Reached(Event):
+    """Of work that is done before anybody can ask."""
+
+    def wait(self) -> None:
+        return
+
+    @property
+    def is_done(self) -> bool:
+        return True
+
+
+class _ThreadEvent(Event):
+    def __init__(self, future: Future[Span]) -> None:
+        self.future = future
+
+    def wait(self) -> None:
+        self.future.result()
+
+    @property
+    def is_done(self) -> bool:
+        return self.future.done()
+
+
+class ThreadLanes(Lanes):
+    """Lanes of a CPU: one thread each, and the caller's for compute."""
+
+    def __init__(self, device: torch.device, link: EmulatedLink | None = None) -> None:
+        super().__init__(device, link)
+        self._threads = {
+            lane: ThreadPoolExecutor(1, thread_name_prefix=lane.value) for lane in _SIDE_LANES
+        }
+        self._pending: list[Future[Span]] = []
+        self._spans: list[Span] = []
+
+    def run(self, lane: Lane, work: Work, after: Sequence[Event] = ()) -> Event:
+        if lane is Lane.COMPUTE:
+            for event in after:
+                event.wait()
+            self._spans.append(self._carry_out(lane, work, time.perf_counter()))
+            return _Reached()
+        submitted = time.perf_counter()
+
+        def carry_out() -> Span:
+            ready = submitted
+            for event in after:
+                event.wait()
+                if isinstance(event, _ThreadEvent):
+                    ready = max(ready, event.future.result().end)
+            with torch.inference_mode():
+                return self._carry_out(lane, work, ready)
+
+        future = self._threads[lane].submit(carry_out)
+        self._pending.append(future)
+        return _ThreadEvent(future)
+
+    def finish(self) -> list[Span]:
+        pending, self._pending = self._pending, []
+        spans, self._spans = self._spans, []
+        error: BaseException | None = None
+        for future in pending:
+            failure = future.exception()  # waits
+            if failure is None:
+                spans.append(future.result())
+            elif error is None:
+                error = failure
+        if error is not None:
+            raise error
+        return spans
+
+    def close(self) -> None:
+        super().close()
+        for thread in self._threads.values():
+            thread.shutdown()
+
+
+class SerialLanes(Lanes):
+    """The serial twin: everything in the caller's thread and stream, one after the other."""
+
+    def __init__(self, device: torch.device, link: EmulatedLink | None = None) -> None:
+        super().__init__(device, link)
+        self._spans: list[Span] = []
+
+    def run(self, lane: Lane, work: Work, after: Sequence[Event] = ()) -> Event:
+        span = self._carry_out(lane, work, time.perf_counter())
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+            span = _span(lane, work, span.start, time.perf_counter())
+        self._spans.append(span)
+        return _Reached()
+
+    def finish(self) -> list[Span]:
+        spans, self._spans = self._spans, []
+        return spans
+
+
+class _StreamEvent(Event):
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self.event.query())
+
+
+class StreamLanes(Lanes):
+    """Lanes of a GPU: a CUDA stream each, and the caller's current stream for compute.
+
+    No GPU has confirmed this class yet.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._streams = {lane: torch.cuda.Stream(device) for lane in _SIDE_LANES}  # type: ignore[no-untyped-call]
+        # Begin and end of each piece of work, to be read once the host has waited.
+        self._timed: list[tuple[Lane, Work, Any, Any]] = []
+        self._origin: tuple[float, Any] | None = None
+
+    def run(self, lane: Lane, work: Work, after: Sequence[Event] = ()) -> Event:
+        compute = torch.cuda.current_stream(self.device)
+        stream = compute if lane is Lane.COMPUTE else self._streams[lane]
+        if self._origin is None:
+            self._begin(compute)
+        for event in after:
+            if isinstance(event, _StreamEvent):
+                stream.wait_event(event.event)
+        with torch.cuda.stream(stream):
+            self._enter(lane)
+            start = self._record(stream)
+            work.call()
+            end = self._record(stream)
+        self._timed.append((lane, work, start, end))
+        return _StreamEvent(end)
+
+    def finish(self) -> list[Span]:
+        timed, self._timed = self._timed, []
+        origin, self._origin = self._origin, None
+        if origin is None:
+            return []
+        for lane in Lane:
+            last = [entry for entry in timed if entry[0] is lane][-1:]
+            for _, _, _, end in last:
+                end.synchronize()
+        at, first = origin
+        return [
+            _span(
+                lane,
+                work,
+                at + first.elapsed_time(start) / 1e3,
+                at + first.elapsed_time(end) / 1e3,
+            )
+            for lane, work, start, end in timed
+        ]
+
+    def _begin(self, compute: Any) -> None:
+        """What compute was given before must be over before a lane touches its memory."""
+        first = self._record(compute)
+        for stream in self._streams.values():
+            stream.wait_event(first)
+        self._origin = (time.perf_counter(), first)
+
+    @staticmethod
+    def _record(stream: Any) -> Any:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+
+def lanes_of(
+    device: torch.device, *, overlapped: bool = True, link: EmulatedLink | None = None
+) -> Lanes:
+    """The lanes a worker uses; `overlapped=False` is the serial twin.
+
+    Raises InvalidArgument for an emulated link on a GPU.
+    """
+    if not overlapped:
+        return SerialLanes(device, link)
+    if device.type == "cuda":
+        if link is not None:
+            raise InvalidArgument("a link rate can only be emulated on a CPU", field="link_rate")
+        return StreamLanes(device)
+    return ThreadLanes(device, link)
 
 
 async def passed(lane: ThreadPoolExecutor) -> None:
@@ -13,3 +340,7 @@ async def passed(lane: ThreadPoolExecutor) -> None:
 
 def _nothing() -> None:
     """A place in the lane."""
+
+
+def _span(lane: Lane, work: Work, start: float, end: float) -> Span:
+    return Span(lane, work.name, start, end, work.layer, work.tokens, work.amount)

@@ -12,11 +12,11 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.planner import (
     PlanInput,
     RestoreMethod,
-    Schedule,
     SplitCosts,
     best_split,
     plan_request,
 )
+from splitpoint.schedule import Schedule
 from splitpoint.shapes import BUILT_IN_SHAPES
 
 H100 = BUILT_IN_PROFILES["h100-pcie5"]

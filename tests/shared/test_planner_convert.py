@@ -9,7 +9,8 @@ import pytest
 from splitpoint import convert
 from splitpoint.costs import BUILT_IN_PROFILES
 from splitpoint.errors import InvalidArgument
-from splitpoint.planner import Objective, Plan, Residency, RestoreMethod, Schedule
+from splitpoint.planner import Objective, Plan, Residency, RestoreMethod
+from splitpoint.schedule import Schedule
 from splitpoint.v1 import types_pb2
 
 PLAN = Plan(

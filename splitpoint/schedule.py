@@ -1,0 +1,252 @@
+"""A restore as data: which copies and products there are, on which lane, after which others.
+
+The worker carries a task list out, the planner lets `simulate` work out how long it
+will take, and tests compare the two. Costs are arguments: what a task takes, and
+what bytes it moves, is not known here.
+
+The schedules, for one layer with [0, l) rebuilt and [l, s) loaded:
+
+    SERIAL     send X[0:l]; rebuild; load K,V[l:s]; one after the other
+    COLUMN     send X[0:l]; then rebuild beside load: KVPR's order (Eq. 10 there),
+               each layer after the one before
+    ROW        X[0:l] is on the device already: rebuild beside load
+    PIPELINED  X in tiles: tile k is rebuilt while tile k+1 and a share of K,V[l:s]
+               are on the link; no layer waits for the one before
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Lane(Enum):
+    """An ordered queue of work: its tasks run in the order they were given."""
+
+    LINK_IN = "link in"
+    LINK_OUT = "link out"
+    WEIGHTS_IN = "weights in"
+    COMPUTE = "compute"
+
+    @property
+    def resource(self) -> str:
+        """What the lane keeps busy: both lanes towards the device share one link."""
+        return "link in" if self is Lane.WEIGHTS_IN else self.value
+
+
+class Schedule(Enum):
+    """What overlaps with what; see the module's text."""
+
+    SERIAL = "serial"
+    COLUMN = "column"
+    ROW = "row"
+    PIPELINED = "pipelined"
+
+
+class TaskKind(Enum):
+    """What a task does with its tokens in its layer."""
+
+    SEND = "send X"  # X into a staging slot, over the link
+    EMBED = "embed"  # layer 0's X into a staging slot, from token ids
+    REBUILD = "rebuild"  # K and V from a staging slot's X
+    LOAD = "load"  # K and V, over the link
+
+    @property
+    def lane(self) -> Lane:
+        return Lane.LINK_IN if self in (TaskKind.SEND, TaskKind.LOAD) else Lane.COMPUTE
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One copy or one product. `after`: indices of earlier tasks that must be done.
+
+    `[first, last)` are positions of the prefix; `slot` is the X staging slot of
+    SEND, EMBED and REBUILD; None: none is needed.
+    """
+
+    kind: TaskKind
+    layer: int
+    first: int
+    last: int
+    slot: int | None = None
+    after: tuple[int, ...] = ()
+
+    @property
+    def lane(self) -> Lane:
+        return self.kind.lane
+
+    @property
+    def tokens(self) -> int:
+        return self.last - self.first
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreWork:
+    """What is to be restored, and how finely.
+
+    Attributes:
+        first, split, cached: tokens [first, split) are rebuilt, [split, cached) loaded.
+        chunk_tokens: loads are whole chunks; the split may lie inside one.
+        tile_tokens: tokens of one staging slot, a multiple of chunk_tokens.
+        slots: staging slots for X.
+        embeds: layer 0's X is computed from token ids instead of sent.
+    """
+
+    layer_count: int
+    first: int
+    split: int
+    cached: int
+    chunk_tokens: int
+    tile_tokens: int
+    slots: int = 2
+    embeds: bool = True
+
+    def __post_init__(self) -> None:
+        if self.first % self.chunk_tokens or self.tile_tokens % self.chunk_tokens:
+            raise ValueError("a restore begins at a chunk, and its tiles are whole chunks")
+        if self.slots < 1 or self.tile_tokens < 1:
+            raise ValueError("a restore needs a staging slot")
+
+
+def restore_tasks(work: RestoreWork, schedule: Schedule) -> list[Task]:
+    """The tasks of a restore in the order they are given to the lanes."""
+    builder = _Builder(work, schedule)
+    for layer in range(work.layer_count):
+        builder.add_layer(layer)
+    return builder.tasks
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """When each task runs, in seconds from the start; tasks as in the list simulated."""
+
+    starts: tuple[float, ...]
+    ends: tuple[float, ...]
+    busy: Mapping[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """From the start to the end of the last task; 0 for no tasks."""
+        return max(self.ends, default=0.0)
+
+
+def simulate(tasks: Sequence[Task], seconds: Callable[[Task], float]) -> Simulation:
+    """Run the lanes on paper: each resource takes its tasks in order, one at a time.
+
+    A task begins when its resource is free and everything in `after` has ended.
+    """
+    free: dict[str, float] = {}
+    busy: dict[str, float] = {}
+    starts: list[float] = []
+    ends: list[float] = []
+    for task in tasks:
+        resource, duration = task.lane.resource, seconds(task)
+        start = max([free.get(resource, 0.0), *(ends[index] for index in task.after)])
+        free[resource] = start + duration
+        busy[resource] = busy.get(resource, 0.0) + duration
+        starts.append(start)
+        ends.append(start + duration)
+    return Simulation(tuple(starts), tuple(ends), busy)
+
+
+class _Builder:
+    """Adds tasks layer by layer, in blocks of one tile and its share of the loads."""
+
+    def __init__(self, work: RestoreWork, schedule: Schedule) -> None:
+        self.tasks: list[Task] = []
+        self._work = work
+        self._schedule = schedule
+        # The last REBUILD from each slot: after it, the slot may be filled again.
+        self._readers: dict[int, int] = {}
+        self._filled = 0
+        self._tiles = _ranges(work.first, work.split, work.tile_tokens)
+        self._loads = self._load_ranges()
+        # The chunk in which the split lies is loaded whole, by the first load, and
+        # its rebuilt rows are written over it.
+        inside = work.first < work.split < work.cached and work.split % work.chunk_tokens
+        self._boundary = work.split - inside if inside else None
+
+    def add_layer(self, layer: int) -> None:
+        first_load: int | None = None
+        for index in range(max(len(self._tiles), len(self._loads))):
+            barrier = self._barrier()
+            source: int | None = None
+            if index < len(self._tiles):
+                source = self._add_source(layer, self._tiles[index], barrier)
+            if index < len(self._loads):
+                load = self._add(TaskKind.LOAD, layer, self._loads[index], after=barrier)
+                first_load = load if first_load is None else first_load
+            if index < len(self._tiles):
+                self._add_rebuild(layer, self._tiles[index], source, barrier, first_load)
+
+    def _barrier(self) -> tuple[int, ...]:
+        """What a block waits for: all of the block before, which is KVPR's order, or nothing.
+
+        Whatever came earlier ended before that block began.
+        """
+        if self._schedule is Schedule.PIPELINED or not self.tasks:
+            return ()
+        last = self.tasks[-1]
+        count = 1
+        while count < min(3, len(self.tasks)) and self.tasks[-count - 1].layer == last.layer:
+            count += 1
+        return tuple(range(len(self.tasks) - count, len(self.tasks)))
+
+    def _add_source(
+        self, layer: int, tile: tuple[int, int], barrier: tuple[int, ...]
+    ) -> int | None:
+        """X of a tile into the next staging slot; None: it lies on the device."""
+        if self._schedule is Schedule.ROW:
+            return None
+        slot = self._filled % self._work.slots
+        self._filled += 1
+        after = (*barrier, self._readers[slot]) if slot in self._readers else barrier
+        kind = TaskKind.EMBED if layer == 0 and self._work.embeds else TaskKind.SEND
+        return self._add(kind, layer, tile, slot=slot, after=after)
+
+    def _add_rebuild(
+        self,
+        layer: int,
+        tile: tuple[int, int],
+        source: int | None,
+        barrier: tuple[int, ...],
+        first_load: int | None,
+    ) -> None:
+        after = barrier if source is None else (source,)
+        if self._boundary is not None and first_load is not None and tile[1] > self._boundary:
+            after = (*after, first_load)
+        slot = None if source is None else self.tasks[source].slot
+        rebuild = self._add(TaskKind.REBUILD, layer, tile, slot=slot, after=after)
+        if slot is not None:
+            self._readers[slot] = rebuild
+
+    def _load_ranges(self) -> list[tuple[int, int]]:
+        """K,V[l:s] in as many pieces as there are tiles, front first."""
+        work = self._work
+        if work.split >= work.cached:
+            return []
+        start = max(work.first, work.split - work.split % work.chunk_tokens)
+        count = -(-(work.cached - start) // work.chunk_tokens)
+        pieces = min(max(1, len(self._tiles)), count)
+        edges = [start + count * piece // pieces * work.chunk_tokens for piece in range(pieces)]
+        return list(zip(edges, [*edges[1:], work.cached], strict=True))
+
+    def _add(
+        self,
+        kind: TaskKind,
+        layer: int,
+        span: tuple[int, int],
+        *,
+        slot: int | None = None,
+        after: tuple[int, ...] = (),
+    ) -> int:
+        if self._schedule is Schedule.SERIAL and self.tasks:
+            after = (len(self.tasks) - 1,)
+        self.tasks.append(Task(kind, layer, span[0], span[1], slot, after))
+        return len(self.tasks) - 1
+
+
+def _ranges(first: int, last: int, size: int) -> list[tuple[int, int]]:
+    """[first, last) in pieces of `size`, the last one perhaps smaller."""
+    return [(start, min(start + size, last)) for start in range(first, last, size)]
