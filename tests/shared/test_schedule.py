@@ -161,5 +161,5 @@ def test_both_lanes_towards_the_device_share_the_link() -> None:
 
 @pytest.mark.parametrize(("first", "tile", "slots"), [(3, 4, 2), (0, 6, 2), (0, 4, 0)])
 def test_work_that_cannot_be_is_refused(first: int, tile: int, slots: int) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="a restore"):
         RestoreWork(1, first, 0, 8, chunk_tokens=4, tile_tokens=tile, slots=slots)
