@@ -23,7 +23,7 @@ from worker_service.attention import (
 from worker_service.attention_plan import DecodePlan, PrefillPlan
 from worker_service.device_cache import DeviceCache
 from worker_service.model.layer import DecoderLayer
-from worker_service.restore import Puller, Tile, tiles
+from worker_service.puller import Puller, Tile, tiles
 from worker_service.sequence import Sequence
 
 

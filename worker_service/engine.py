@@ -17,11 +17,13 @@ import torch
 
 from splitpoint.errors import ChunkLost, Internal, SplitpointError
 from splitpoint.planner import RestoreMethod
+from splitpoint.schedule import Lane
 from splitpoint.shapes import chunks_of
 from splitpoint.text import Tokenizer
 from worker_service.arena_tensors import StoredChunk
 from worker_service.batch import Batch, Segment, SequenceLost, build_batch
 from worker_service.device_cache import DeviceCache
+from worker_service.lanes import Lanes, lanes_of
 from worker_service.memory import MemoryPlan
 from worker_service.messages import (
     Admit,
@@ -37,15 +39,21 @@ from worker_service.messages import (
     TokenEvent,
 )
 from worker_service.model.decoder import Decoder
+from worker_service.mover import Mover
 from worker_service.paging import Pager
-from worker_service.restore import Puller, restore
+from worker_service.puller import Puller
+from worker_service.restore import Prefix, restore
 from worker_service.roster import Roster
 from worker_service.sampling import Choice, NonFiniteLogits, SamplingRow, choose
 from worker_service.sequence import Sequence
 from worker_service.store_client import Match
+from worker_service.timeline import Span
 from worker_service.write_back import ChunksStored, Flushed, WriteEnded, WriteFailed
 
 log = logging.getLogger(__name__)
+
+# Pages of X in a tile unless a plan says otherwise.
+TILE_PAGES = 4
 
 
 class Engine:
@@ -60,8 +68,10 @@ class Engine:
         prefill_chunk_tokens: int,
         eos_token_ids: tuple[int, ...] = (),
         tokenizer: Tokenizer | None = None,
+        lanes: Lanes | None = None,
     ) -> None:
         self.model = model
+        self.lanes = lanes if lanes is not None else lanes_of(cache.device)
         self.cache = cache
         self.plan: MemoryPlan = cache.plan
         self.pager = Pager(cache)
@@ -73,6 +83,7 @@ class Engine:
         self.roster = Roster(cache, self.pager, tokenizer, max_batch_size)
         self._windows = {layer.window for layer in model.layers}
         self._puller: Puller | None = None
+        self._mover: Mover | None = None
         self._stopped = False
 
     # -- the loop ---------------------------------------------------------------
@@ -82,14 +93,17 @@ class Engine:
         self._commands.put(command)
 
     def run(self, deliver: Callable[[StepOutput], None]) -> None:
-        """Step until `Stop`; sleeps while nothing can run."""
-        while not self._stopped:
-            output = self.step()
-            if not output.is_empty:
-                deliver(output)
-            if not output.ran and not self._stopped:
-                # Whatever lets a request go on arrives as a command.
-                self._take(self._commands.get())
+        """Step until `Stop`, then end the lanes; sleeps while nothing can run."""
+        try:
+            while not self._stopped:
+                output = self.step()
+                if not output.is_empty:
+                    deliver(output)
+                if not output.ran and not self._stopped:
+                    # Whatever lets a request go on arrives as a command.
+                    self._take(self._commands.get())
+        finally:
+            self.lanes.close()
 
     @torch.inference_mode()
     def step(self) -> StepOutput:
@@ -110,6 +124,7 @@ class Engine:
     def forget_arena(self) -> None:
         """Let go of the arena that was read last; sequences that still read it keep it."""
         self._puller = None
+        self._mover = None
 
     # -- commands ---------------------------------------------------------------
 
@@ -160,7 +175,7 @@ class Engine:
         match = sequence.match
         if match is None:
             sequence.restored = True
-            self._report_restore(sequence, 0, 0, 0.0)
+            self._report_restore(sequence, 0, 0, 0.0, [])
             return
         started = time.perf_counter()
         # The last token is computed anew whatever is cached: its logits are needed.
@@ -170,13 +185,13 @@ class Engine:
         sequence.restored = True
         chunks = match.chunks[: chunks_of(cached, self.chunk_tokens)]
         split = min(sequence.admission.split_tokens, cached)
-        self._restore_pages(sequence, match, chunks, cached, split)
+        spans = self._restore_pages(sequence, match, chunks, cached, split)
         full = cached // self.chunk_tokens
         sequence.computed = cached
         sequence.stored = list(chunks[:full])
         sequence.written_chunks = full
         sequence.writes_back = True
-        self._report_restore(sequence, cached, split, time.perf_counter() - started)
+        self._report_restore(sequence, cached, split, time.perf_counter() - started, spans)
 
     def _restore_pages(
         self,
@@ -185,24 +200,55 @@ class Engine:
         chunks: tuple[StoredChunk, ...],
         cached: int,
         split: int,
-    ) -> None:
+    ) -> list[Span]:
         """A resident prefix comes in whole; of a streamed one only a partial tail."""
-        puller = self._puller_for(match)
-        sequence.puller = puller
+        sequence.puller = self._puller_for(match)
+        mover = self._mover_for(match)
         full = cached // self.chunk_tokens
         first = full if sequence.is_streamed else 0
         self.pager.take_for_prefix(sequence, first, len(chunks))
-        restore(puller, chunks, first, split, self.cache.keys, self.cache.values, sequence.pages)
+        prefix = Prefix(chunks, first, sequence.pages, sequence.tokens, cached, split)
+        spans = restore(
+            mover,
+            self.lanes,
+            prefix,
+            self.cache.keys,
+            self.cache.values,
+            tile_tokens=TILE_PAGES * self.chunk_tokens,
+        )
         if cached % self.chunk_tokens and self.cache.inputs:
             # The tail's chunk will be sealed anew with more tokens, X included.
             page = self.pager.take_input_page(sequence, full)
-            puller.pull_inputs(chunks[full], self.cache.inputs, page)
+            for work in mover.send_inputs(chunks[full], self.cache.inputs, page):
+                self.lanes.run(Lane.LINK_IN, work)
+            spans += self.lanes.finish()
+            mover.tensors.check_current(chunks[full:])
+        return spans
 
-    def _report_restore(self, sequence: Sequence, cached: int, split: int, seconds: float) -> None:
-        method = RestoreMethod.of(split, cached)
+    def _report_restore(
+        self, sequence: Sequence, cached: int, split: int, seconds: float, spans: list[Span]
+    ) -> None:
+        link = [span for span in spans if span.lane is Lane.LINK_IN]
+        compute = [span for span in spans if span.lane is Lane.COMPUTE]
         self.roster.output.restores.append(
-            RestoreEvent(sequence.key, cached, split, method, seconds)
+            RestoreEvent(
+                sequence.key,
+                cached,
+                split,
+                RestoreMethod.of(split, cached),
+                seconds,
+                link_bytes=int(sum(span.amount for span in link)),
+                link_busy_seconds=sum(span.seconds for span in link),
+                compute_busy_seconds=sum(span.seconds for span in compute),
+            )
         )
+
+    def _mover_for(self, match: Match) -> Mover:
+        """One for each mapped arena; in practice one until the store restarts."""
+        tensors = match.connection.tensors
+        if self._mover is None or self._mover.tensors is not tensors:
+            self._mover = Mover(self.model, tensors, self.cache.device)
+        return self._mover
 
     def _puller_for(self, match: Match) -> Puller:
         """One for each mapped arena; in practice one until the store restarts."""

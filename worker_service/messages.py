@@ -109,6 +109,12 @@ class RestoreEvent:
     # From another host's store, before.
     fetched_tokens: int = 0
     fetch_seconds: float = 0.0
+    # Prefilled from their ids, from the front.
+    recomputed_tokens: int = 0
+    predicted_seconds: float = 0.0
+    link_bytes: int = 0
+    link_busy_seconds: float = 0.0
+    compute_busy_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

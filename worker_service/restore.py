@@ -1,182 +1,138 @@
-"""Brings stored chunks onto the device: loads K,V[l:] and rebuilds K,V[:l] from X.
+"""Brings a stored prefix onto the device: loads K,V[l:] and rebuilds K,V[:l] from X.
 
-The serial form: every copy and every GEMM waits for the one before it. It is
-the twin against which an overlapped form must prove equal, and is kept.
-Knows nothing of requests or of the store's calls.
+What is done in which order comes from `splitpoint.schedule`; this carries it out on
+lanes, where the serial twin is a matter of which lanes they are. Knows nothing of
+requests or of the store's calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from worker_service.arena_tensors import ArenaTensors, StoredChunk
-from worker_service.memory import STAGING_PAGES
-from worker_service.model.decoder import Decoder
+from splitpoint.schedule import RestoreWork, Schedule, Task, TaskKind, restore_tasks
+from splitpoint.shapes import chunks_of
+from worker_service.arena_tensors import StoredChunk
+from worker_service.lanes import Event, Lanes, Work
+from worker_service.mover import Mover, Part
+from worker_service.timeline import Span
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
-    """Consecutive chunks of one sequence, few enough to fit the staging buffers.
-
-    `first_token` is the position of the first chunk's first row; rows below
-    `split_tokens` are rebuilt, the others loaded.
-    """
-
-    chunks: tuple[StoredChunk, ...]
-    first_token: int
-    split_tokens: int
-
-    def rebuilt_rows(self, chunk_tokens: int) -> int:
-        """Rows of the tile below the split, from its first row on."""
-        rows = min(self.split_tokens - self.first_token, len(self.chunks) * chunk_tokens)
-        return max(rows, 0)
-
-
-def tiles(
-    chunks: Sequence[StoredChunk], first_chunk: int, split_tokens: int, chunk_tokens: int
-) -> Iterator[Tile]:
-    """The chunks of a prefix from `first_chunk` on in staging-sized pieces, front first."""
-    for start in range(first_chunk, len(chunks), STAGING_PAGES):
-        yield Tile(
-            chunks=tuple(chunks[start : start + STAGING_PAGES]),
-            first_token=start * chunk_tokens,
-            split_tokens=split_tokens,
-        )
-
-
-class Puller:
-    """Copies or rebuilds one layer of one tile into device pages.
+class Prefix:
+    """A stored prefix and where it goes.
 
     Attributes:
-        keys, values: staging tiles `[STAGING_PAGES, n_kv, chunk_tokens, d]` for
-            streamed attention; a restore writes into the cache instead.
+        chunks: all of it, front first; restored from `first_chunk` on.
+        pages: `pages[j]` receives chunk j; None before `first_chunk`.
+        token_ids: of at least the rebuilt tokens: layer 0's X comes from them.
+        cached_tokens: what is wanted of it; the last chunk may hold more.
+        split_tokens: [0, split) is rebuilt, the rest loaded.
     """
 
-    def __init__(self, model: Decoder, tensors: ArenaTensors, device: torch.device) -> None:
-        layout = tensors.layout
-        self._model = model
-        self.tensors = tensors
-        self.chunk_tokens = layout.chunk_tokens
-        self._device = device
-        like = tensors.keys[0]
-        kv_page = (STAGING_PAGES, *like.shape[1:])
-        # Zeros: rows past a partial chunk's tokens are masked, yet must be finite.
-        self.keys = torch.zeros(kv_page, dtype=like.dtype, device=device)
-        self.values = torch.zeros(kv_page, dtype=like.dtype, device=device)
-        self._inputs = (
-            torch.zeros(
-                (STAGING_PAGES, layout.chunk_tokens, layout.hidden_size),
-                dtype=like.dtype,
-                device=device,
-            )
-            if layout.has_activations
-            else None
-        )
-
-    def pull(
-        self,
-        layer: int,
-        tile: Tile,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        pages: Sequence[int],
-    ) -> None:
-        """Fill `pages[i]` of keys and values with chunk i of the tile.
-
-        Raises ChunkLost when a slot changed before or during the copy; the
-        pages then hold nothing usable.
-        """
-        rebuilt = tile.rebuilt_rows(self.chunk_tokens)
-        first_loaded = rebuilt // self.chunk_tokens
-        self.tensors.check_current(tile.chunks)
-        self._load(self.tensors.keys[layer], keys, tile.chunks, pages, first_loaded)
-        self._load(self.tensors.values[layer], values, tile.chunks, pages, first_loaded)
-        if rebuilt:
-            self._rebuild(layer, tile, rebuilt, keys, values, pages)
-        self.tensors.check_current(tile.chunks)
-
-    def pull_inputs(self, chunk: StoredChunk, inputs: Sequence[torch.Tensor], page: int) -> None:
-        """Copy X of one chunk, all layers, into an input page."""
-        self.tensors.check_current([chunk])
-        for source, target in zip(self.tensors.inputs, inputs, strict=True):
-            target[page].copy_(source[chunk.slot])
-        self.tensors.check_current([chunk])
-
-    def _load(
-        self,
-        plane: torch.Tensor,
-        target: torch.Tensor,
-        chunks: Sequence[StoredChunk],
-        pages: Sequence[int],
-        first: int,
-    ) -> None:
-        slots = [chunk.slot for chunk in chunks]
-        for start, length in _runs(slots, pages, first):
-            slot, page = slots[start], pages[start]
-            target[page : page + length].copy_(plane[slot : slot + length])
-
-    def _rebuild(
-        self,
-        layer: int,
-        tile: Tile,
-        rows: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        pages: Sequence[int],
-    ) -> None:
-        """K,V[:l] of this tile from X: `K = RoPE(norm(X W_K + b_K))`, `V = X W_V + b_V`."""
-        if self._inputs is None:
-            raise RuntimeError("a split above zero was planned for an arena without activations")
-        count = -(-rows // self.chunk_tokens)
-        self._load(self.tensors.inputs[layer], self._inputs, tile.chunks[:count], range(count), 0)
-        inputs = self._inputs[:count].flatten(0, 1)[:rows]
-        first = tile.first_token
-        positions = torch.arange(first, first + rows, device=self._device)
-        rebuilt_keys, rebuilt_values = self._model.layers[layer].project_kv(
-            inputs, self._model.rotary(positions)
-        )
-        index = torch.arange(rows, device=self._device)
-        page_of = torch.as_tensor(pages, device=self._device)[index // self.chunk_tokens]
-        row_of = index % self.chunk_tokens
-        keys[page_of, :, row_of] = rebuilt_keys
-        values[page_of, :, row_of] = rebuilt_values
+    chunks: Sequence[StoredChunk]
+    first_chunk: int
+    pages: Sequence[int | None]
+    token_ids: Sequence[int]
+    cached_tokens: int
+    split_tokens: int
 
 
 def restore(
-    puller: Puller,
-    chunks: Sequence[StoredChunk],
-    first_chunk: int,
-    split_tokens: int,
+    mover: Mover,
+    lanes: Lanes,
+    prefix: Prefix,
     keys: Sequence[torch.Tensor],
     values: Sequence[torch.Tensor],
-    pages: Sequence[int | None],
-) -> None:
-    """Bring the chunks of a prefix, from `first_chunk` on, into cache pages.
+    *,
+    schedule: Schedule = Schedule.PIPELINED,
+    tile_tokens: int,
+) -> list[Span]:
+    """Bring the prefix into cache pages; returns what ran when.
 
-    `keys[i]`, `values[i]` are layer i's `[pages, n_kv, chunk_tokens, d]`;
-    `pages[j]` receives chunk j. Raises ChunkLost.
+    `keys[i]`, `values[i]` are layer i's `[pages, n_kv, chunk_tokens, d]`. Tiles are
+    of `tile_tokens`, as far as the staging memory allows. Raises ChunkLost when a slot
+    changed while it was read: the pages then hold nothing usable.
     """
-    for tile in tiles(chunks, first_chunk, split_tokens, puller.chunk_tokens):
-        start = tile.first_token // puller.chunk_tokens
-        targets = [page for page in pages[start : start + len(tile.chunks)] if page is not None]
-        for layer, (layer_keys, layer_values) in enumerate(zip(keys, values, strict=True)):
-            puller.pull(layer, tile, layer_keys, layer_values, targets)
+    wanted = prefix.chunks[prefix.first_chunk :]
+    if not wanted:
+        return []
+    mover.divide(tile_tokens)
+    work = RestoreWork(
+        layer_count=len(keys),
+        first=prefix.first_chunk * mover.chunk_tokens,
+        split=prefix.split_tokens,
+        cached=prefix.cached_tokens,
+        chunk_tokens=mover.chunk_tokens,
+        tile_tokens=mover.tile_tokens,
+        slots=mover.slot_count,
+    )
+    carrier = _Carrier(mover, prefix, keys, values)
+    try:
+        events: list[Event] = []
+        for task in restore_tasks(work, schedule):
+            after = [events[index] for index in task.after]
+            events.append(lanes.run(task.lane, carrier.work_of(task), after))
+        spans = lanes.finish()
+    except BaseException:
+        # No lane may touch the pages once somebody else may have them.
+        lanes.settle()
+        raise
+    # A slot's generation only grows: if it is current now, it was all the time.
+    mover.tensors.check_current(wanted)
+    return spans
 
 
-def _runs(slots: Sequence[int], pages: Sequence[int], first: int) -> Iterator[tuple[int, int]]:
-    """(start, length) of stretches where slots and pages both go up by one.
+class _Carrier:
+    """Turns tasks into work; what all layers share is made once."""
 
-    One copy each: copies below 64 KiB reach a tenth of a PCIe link.
-    """
-    start = first
-    for index in range(first + 1, len(slots) + 1):
-        if (
-            index == len(slots)
-            or slots[index] != slots[index - 1] + 1
-            or pages[index] != pages[index - 1] + 1
-        ):
-            yield start, index - start
-            start = index
+    def __init__(
+        self,
+        mover: Mover,
+        prefix: Prefix,
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+    ) -> None:
+        self._mover = mover
+        self._prefix = prefix
+        self._keys = keys
+        self._values = values
+        self._parts: dict[tuple[bool, int, int], Part] = {}
+
+    def work_of(self, task: Task) -> Work:
+        mover, layer = self._mover, task.layer
+        keys, values = self._keys[layer], self._values[layer]
+        if task.kind is TaskKind.LOAD:
+            return mover.load(layer, self._part(task), keys, values)
+        if task.slot is None:
+            raise RuntimeError("a prefix that is restored has no activations on the device")
+        if task.kind is TaskKind.SEND:
+            return mover.send(layer, self._part(task), task.slot)
+        if task.kind is TaskKind.EMBED:
+            ids = self._prefix.token_ids[task.first : task.last]
+            device = mover.device
+            token_ids = torch.tensor(ids, dtype=torch.int64, device=device)
+            return mover.embed(token_ids, self._positions(task), task.slot)
+        return mover.rebuild(layer, self._part(task), task.slot, keys, values)
+
+    def _part(self, task: Task) -> Part:
+        is_rebuilt = task.kind is not TaskKind.LOAD
+        key = (is_rebuilt, task.first, task.last)
+        part = self._parts.get(key)
+        if part is None:
+            part = self._parts[key] = self._make_part(task, is_rebuilt=is_rebuilt)
+        return part
+
+    def _make_part(self, task: Task, *, is_rebuilt: bool) -> Part:
+        chunk = self._mover.chunk_tokens
+        span = slice(task.first // chunk, chunks_of(task.last, chunk))
+        chunks = self._prefix.chunks[span]
+        pages = [page for page in self._prefix.pages[span] if page is not None]
+        if is_rebuilt:
+            return self._mover.rebuilt_part(chunks, pages, self._positions(task))
+        return self._mover.part(chunks, pages, task.tokens)
+
+    def _positions(self, task: Task) -> torch.Tensor:
+        return torch.arange(task.first, task.last, device=self._mover.device)

@@ -8,7 +8,7 @@ from splitpoint.planner import Residency
 from splitpoint.text import TextStream
 from worker_service.arena_tensors import StoredChunk
 from worker_service.fetch import FetchOrder
-from worker_service.restore import Puller
+from worker_service.puller import Puller
 from worker_service.sampling import Sampling
 from worker_service.store_client import Match
 

@@ -125,6 +125,11 @@ def response_from(output: StepOutput, step: int) -> worker_pb2.RunResponse:
             restore_seconds=restore.seconds,
             fetched_tokens=restore.fetched_tokens,
             fetch_seconds=restore.fetch_seconds,
+            recomputed_tokens=restore.recomputed_tokens,
+            predicted_restore_seconds=restore.predicted_seconds,
+            link_bytes=restore.link_bytes,
+            link_busy_seconds=restore.link_busy_seconds,
+            compute_busy_seconds=restore.compute_busy_seconds,
         )
     response.finishes.extend(finish_from(event) for event in output.finishes)
     return response

@@ -1,0 +1,234 @@
+"""Single pieces of a transfer: X or K,V over the link, K,V rebuilt from X.
+
+A `Mover` makes `Work` for lanes; it decides neither on the order nor on what is
+rebuilt. Whoever gives its work to lanes says what must be done before what, and
+checks afterwards that the chunks that were read are still current.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from worker_service.arena_tensors import ArenaTensors, StoredChunk
+from worker_service.lanes import Work
+from worker_service.memory import STAGING_PAGES
+from worker_service.model.decoder import Decoder, Rotary
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Chunks and the device pages they belong to: what one copy or product is about.
+
+    `rows` counts the rows meant, from the first chunk's first one on; whole chunks but
+    perhaps the last.
+    """
+
+    chunks: tuple[StoredChunk, ...]
+    pages: tuple[int, ...]
+    rows: int
+    # Of the rows, for RoPE; only what is rebuilt needs it.
+    rotary: Rotary | None = None
+
+
+class Mover:
+    """Makes the pieces of work of one mapped arena on one device.
+
+    Attributes:
+        slot_pages: pages of X that one staging slot holds; see `divide`.
+        slot_count: staging slots.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        tensors: ArenaTensors,
+        device: torch.device,
+        *,
+        staging_pages: int = STAGING_PAGES,
+    ) -> None:
+        layout = tensors.layout
+        self.model = model
+        self.tensors = tensors
+        self.chunk_tokens = layout.chunk_tokens
+        self.device = device
+        self.slot_pages = staging_pages
+        self.slot_count = 1
+        self._staging_pages = staging_pages
+        self._staging = (
+            torch.zeros(
+                (staging_pages, layout.chunk_tokens, layout.hidden_size),
+                dtype=tensors.inputs[0].dtype,
+                device=device,
+            )
+            if layout.has_activations
+            else None
+        )
+
+    def divide(self, tile_tokens: int) -> None:
+        """Cut the staging memory into slots of one tile each; nothing may be in it.
+
+        A tile larger than half of the memory is shrunk, so that there are two slots,
+        unless it is as large as the whole: then there is one.
+        """
+        pages = max(1, tile_tokens // self.chunk_tokens)
+        if pages < self._staging_pages:
+            pages = min(pages, max(1, self._staging_pages // 2))
+        self.slot_pages = min(pages, self._staging_pages)
+        self.slot_count = self._staging_pages // self.slot_pages
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens of X that one staging slot holds."""
+        return self.slot_pages * self.chunk_tokens
+
+    # -- over the link --------------------------------------------------------------
+
+    def load(self, layer: int, part: Part, keys: torch.Tensor, values: torch.Tensor) -> Work:
+        """K and V of whole chunks into `part.pages` of `[pages, n_kv, C, d]`."""
+        slots = [chunk.slot for chunk in part.chunks]
+        size = 2 * len(slots) * self.tensors.layout.kv_slot_bytes
+
+        def call() -> None:
+            copy_runs(self.tensors.keys[layer], keys, slots, part.pages)
+            copy_runs(self.tensors.values[layer], values, slots, part.pages)
+
+        return Work("load K,V", call, size, size, layer, part.rows)
+
+    def send(self, layer: int, part: Part, slot: int) -> Work:
+        """X of the part's chunks into a staging slot."""
+        slots = [chunk.slot for chunk in part.chunks]
+        staging = self._slot(slot)
+        size = len(slots) * self.tensors.layout.x_slot_bytes
+
+        def call() -> None:
+            copy_runs(self.tensors.inputs[layer], staging, slots, range(len(slots)))
+
+        return Work("send X", call, size, size, layer, part.rows)
+
+    def send_inputs(
+        self, chunk: StoredChunk, inputs: Sequence[torch.Tensor], page: int
+    ) -> list[Work]:
+        """X of one chunk, layer by layer, into an input page of `[pages, C, h]`."""
+        size = self.tensors.layout.x_slot_bytes
+
+        def copy(source: torch.Tensor, target: torch.Tensor) -> Work:
+            return Work(
+                "send X",
+                lambda: copy_runs(source, target, [chunk.slot], [page]),
+                size,
+                size,
+                tokens=chunk.token_count,
+            )
+
+        return [
+            copy(source, target) for source, target in zip(self.tensors.inputs, inputs, strict=True)
+        ]
+
+    # -- on the device ----------------------------------------------------------------
+
+    def embed(self, token_ids: torch.Tensor, positions: torch.Tensor, slot: int) -> Work:
+        """Layer 0's X of int64 `[rows]` token ids into a staging slot: norm(embed(ids))."""
+        staging = self._slot(slot)
+
+        def call() -> None:
+            hidden = self.model.embed(token_ids, positions)
+            inputs = self.model.layers[0].attention_input(hidden)
+            staging.flatten(0, 1)[: len(token_ids)].copy_(inputs)
+
+        return Work("embed", call, layer=0, tokens=len(token_ids))
+
+    def rebuild(
+        self, layer: int, part: Part, slot: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> Work:
+        """K,V of the part's rows from a staging slot's X (KVPR Eq. 7), into its pages.
+
+        `K = RoPE(norm(X W_K + b_K))`, `V = X W_V + b_V`.
+        """
+        staging = self._slot(slot)
+        work = part.rows * self.model.shape.rebuild_flops_per_token_layer
+
+        def call() -> None:
+            inputs = staging.flatten(0, 1)[: part.rows]
+            built = self.model.layers[layer].project_kv(inputs, part.rotary)
+            for rows, plane in zip(built, (keys, values), strict=True):
+                put_rows(plane, part.pages, rows)
+
+        return Work("rebuild", call, 0, work, layer, part.rows)
+
+    def part(self, chunks: Sequence[StoredChunk], pages: Sequence[int], rows: int) -> Part:
+        """A part that is loaded."""
+        return Part(tuple(chunks), tuple(pages), rows)
+
+    def rebuilt_part(
+        self,
+        chunks: Sequence[StoredChunk],
+        pages: Sequence[int],
+        positions: torch.Tensor,
+    ) -> Part:
+        """A part that is rebuilt; `positions`: int64 `[rows]` of its rows."""
+        rotary = self.model.rotary(positions)
+        return Part(tuple(chunks), tuple(pages), len(positions), rotary)
+
+    def _slot(self, slot: int) -> torch.Tensor:
+        if self._staging is None:
+            raise RuntimeError("a split above zero was planned for an arena without activations")
+        return self._staging[slot * self.slot_pages : (slot + 1) * self.slot_pages]
+
+
+def copy_runs(
+    plane: torch.Tensor, target: torch.Tensor, slots: Sequence[int], pages: Sequence[int]
+) -> None:
+    """`target[pages[i]] = plane[slots[i]]`, one copy for each stretch without a gap.
+
+    Copies below 64 KiB reach a tenth of a PCIe link.
+    """
+    for start, length in runs(slots, pages):
+        slot, page = slots[start], pages[start]
+        copy(target[page : page + length], plane[slot : slot + length])
+
+
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Asynchronous towards a GPU; on a CPU in this thread alone.
+
+    torch would start a team of threads for a large copy, which then takes turns
+    with the team that computes on the same cores.
+    """
+    if target.device.type == "cpu" and source.device.type == "cpu":
+        np.copyto(_host_bytes(target), _host_bytes(source))
+    else:
+        target.copy_(source, non_blocking=True)
+
+
+def put_rows(plane: torch.Tensor, pages: Sequence[int], rows: torch.Tensor) -> None:
+    """Rows `[N, n_kv, d]` into pages of `[pages, n_kv, C, d]`, front first, the last in part."""
+    chunk = plane.shape[2]
+    whole = len(rows) // chunk
+    for start, length in runs(pages[:whole], pages[:whole]):
+        page, first = pages[start], start * chunk
+        block = rows[first : first + length * chunk]
+        target = plane[page : page + length]
+        target.copy_(block.view(length, chunk, *rows.shape[1:]).transpose(1, 2))
+    rest = len(rows) - whole * chunk
+    if rest:
+        plane[pages[whole], :, :rest].copy_(rows[whole * chunk :].transpose(0, 1))
+
+
+def runs(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(start, length) of stretches where both sequences go up by one."""
+    start = 0
+    for index in range(1, len(first) + 1):
+        if (
+            index == len(first)
+            or first[index] != first[index - 1] + 1
+            or second[index] != second[index - 1] + 1
+        ):
+            yield start, index - start
+            start = index
+
+
+def _host_bytes(tensor: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    return tensor.view(torch.uint8).numpy()
