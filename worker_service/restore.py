@@ -15,7 +15,7 @@ import torch
 from splitpoint.schedule import RestoreWork, Schedule, Task, TaskKind, restore_tasks
 from splitpoint.shapes import chunks_of
 from worker_service.arena_tensors import StoredChunk
-from worker_service.lanes import Event, Lanes, Work
+from worker_service.lanes import Lanes, Step, Work
 from worker_service.mover import Mover, Part
 from worker_service.timeline import Span
 
@@ -71,10 +71,8 @@ def restore(
     )
     carrier = _Carrier(mover, prefix, keys, values)
     try:
-        events: list[Event] = []
-        for task in restore_tasks(work, schedule):
-            after = [events[index] for index in task.after]
-            events.append(lanes.run(task.lane, carrier.work_of(task), after))
+        tasks = restore_tasks(work, schedule)
+        lanes.run_all([Step(task.lane, carrier.work_of(task), task.after) for task in tasks])
         spans = lanes.finish()
     except BaseException:
         # No lane may touch the pages once somebody else may have them.

@@ -185,9 +185,9 @@ def test_on_a_slow_link_copies_and_products_run_side_by_side(one: StoredPrefix) 
     rebuilds = [span for span in spans if span.name == "rebuild"]
     assert all(a.end <= b.start for a, b in itertools.pairwise(link))
     assert any(r.start < s.end and s.start < r.end for r in rebuilds for s in link)
-    # The link is never idle between its first byte and its last.
+    # No byte crosses faster than the link.
     busy = sum(span.seconds for span in link)
-    assert busy == pytest.approx(sum(span.amount for span in link) / 2e6, rel=0.05)
+    assert busy >= sum(span.amount for span in link) / 2e6 * (1 - 1e-6)
 
 
 @pytest.mark.parametrize("lanes", [ThreadLanes(CPU), SerialLanes(CPU)], ids=["threads", "serial"])
@@ -215,15 +215,16 @@ def test_a_chunk_lost_on_the_way_is_never_taken_for_a_prefix(
     lanes.close()
 
 
-def test_an_error_on_the_link_ends_the_restore_and_leaves_no_copy_behind(
-    one: StoredPrefix,
+@pytest.mark.parametrize("broken", [Lane.LINK_IN, Lane.COMPUTE])
+def test_an_error_in_a_lane_ends_the_restore_and_leaves_no_copy_behind(
+    one: StoredPrefix, broken: Lane
 ) -> None:
     lanes = ThreadLanes(CPU)
     seen = 0
 
     def fail(lane: Lane) -> None:
         nonlocal seen
-        seen += lane is Lane.LINK_IN
+        seen += lane is broken
         if seen == 4:
             raise OSError("the bus is gone")
 
