@@ -12,6 +12,7 @@ import asyncio
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -71,7 +72,8 @@ class EmulatedLink:
 
     Transfers of one direction follow each other without gaps, as those of a copy
     engine do: a transfer that was ready in time starts when the one before ends,
-    however late the thread that stands for the engine woke up.
+    however late the thread that stands for the engine woke up. Nobody sees a
+    transfer as done before its bytes are there and its time is over.
 
     Attributes:
         bytes_per_second: may be changed at any time; counts from the next transfer on.
@@ -82,22 +84,29 @@ class EmulatedLink:
             raise InvalidArgument("the link rate must be above 0", field="link_rate")
         self.bytes_per_second = bytes_per_second
         self._free_at: dict[str, float] = {}
-        self._turn = threading.Lock()
+        self._booking = threading.Lock()
 
     def transfer(self, work: Work, resource: str, ready: float) -> tuple[float, float]:
         """Do the work, and take as long as the link would; returns start and end."""
-        # Held throughout: both lanes towards the device share one link.
-        with self._turn:
+        seconds = work.size_bytes / self.bytes_per_second
+        # Both lanes towards the device book turns on one link, each its next transfer
+        # only, so neither starves; the way back has a link of its own.
+        with self._booking:
             start = max(ready, self._free_at.get(resource, 0.0))
-            work.call()
-            end = start + work.size_bytes / self.bytes_per_second
-            left = end - time.perf_counter()
-            if left > 0:
-                time.sleep(left)
-            else:
-                end = time.perf_counter()
-            self._free_at[resource] = end
-            return start, end
+            self._free_at[resource] = start + seconds
+        began = time.thread_time()
+        work.call()
+        # A copy that is slower than the link; that the thread was kept off its core
+        # is not the link's time.
+        more = max(0.0, time.thread_time() - began - seconds)
+        if more:
+            with self._booking:
+                self._free_at[resource] += more
+        end = start + seconds + more
+        left = end - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+        return start, end
 
 
 class Lanes(ABC):
@@ -198,7 +207,7 @@ class ThreadLanes(Lanes):
         self._threads = {
             lane: ThreadPoolExecutor(1, thread_name_prefix=lane.value) for lane in _SIDE_LANES
         }
-        self._pending: list[Future[Span]] = []
+        self._pending: deque[Future[Span]] = deque()
         self._spans: list[Span] = []
 
     def run(self, lane: Lane, work: Work, after: Sequence[Event] = ()) -> Event:
@@ -247,15 +256,19 @@ class ThreadLanes(Lanes):
         return future
 
     def finish(self) -> list[Span]:
-        pending, self._pending = self._pending, []
-        spans, self._spans = self._spans, []
         error: BaseException | None = None
-        for future in pending:
+        spans: list[Span] = []
+        while self._pending:
+            future = self._pending[0]
             failure = future.exception()  # waits
+            # Only now: whoever is interrupted here still has to wait for it in `settle`.
+            self._pending.popleft()
             if failure is None:
                 spans.append(future.result())
             elif error is None:
                 error = failure
+        spans += self._spans
+        self._spans = []
         if error is not None:
             raise error
         return spans
@@ -301,62 +314,66 @@ class _StreamEvent(Event):
 class StreamLanes(Lanes):
     """Lanes of a GPU: a CUDA stream each, and the caller's current stream for compute.
 
-    No GPU has confirmed this class yet.
+    No GPU has confirmed this class yet: `cuda` is torch.cuda, or in tests a double of
+    its streams and events.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         super().__init__(device)
-        self._streams = {lane: torch.cuda.Stream(device) for lane in _SIDE_LANES}  # type: ignore[no-untyped-call]
+        self._cuda = cuda
+        self._streams = {lane: cuda.Stream(device) for lane in _SIDE_LANES}
         # Begin and end of each piece of work, to be read once the host has waited.
         self._timed: list[tuple[Lane, Work, Any, Any]] = []
-        self._origin: tuple[float, Any] | None = None
+        # The first event since the last `finish`: spans are counted from it.
+        self._first: Any = None
 
     def run(self, lane: Lane, work: Work, after: Sequence[Event] = ()) -> Event:
-        compute = torch.cuda.current_stream(self.device)
+        compute = self._cuda.current_stream(self.device)
         stream = compute if lane is Lane.COMPUTE else self._streams[lane]
-        if self._origin is None:
+        if self._first is None:
             self._begin(compute)
         for event in after:
             if isinstance(event, _StreamEvent):
                 stream.wait_event(event.event)
-        with torch.cuda.stream(stream):
+        with self._cuda.stream(stream):
             self._enter(lane)
             start = self._record(stream)
-            work.call()
-            end = self._record(stream)
-        self._timed.append((lane, work, start, end))
+            try:
+                work.call()
+            finally:
+                # Work that failed half way has put something into the stream, too.
+                end = self._record(stream)
+                self._timed.append((lane, work, start, end))
         return _StreamEvent(end)
 
     def finish(self) -> list[Span]:
         timed, self._timed = self._timed, []
-        origin, self._origin = self._origin, None
-        if origin is None:
+        first, self._first = self._first, None
+        if not timed:
             return []
         for lane in Lane:
             last = [entry for entry in timed if entry[0] is lane][-1:]
             for _, _, _, end in last:
                 end.synchronize()
-        at, first = origin
-        return [
-            _span(
-                lane,
-                work,
-                at + first.elapsed_time(start) / 1e3,
-                at + first.elapsed_time(end) / 1e3,
-            )
+        offsets = [
+            (lane, work, first.elapsed_time(start) / 1e3, first.elapsed_time(end) / 1e3)
             for lane, work, start, end in timed
+        ]
+        # The host has just seen the last of them end. When `first` was reached it cannot
+        # tell: the stream may have been far behind the host.
+        origin = time.perf_counter() - max(offset for *_, offset in offsets)
+        return [
+            _span(lane, work, origin + start, origin + end) for lane, work, start, end in offsets
         ]
 
     def _begin(self, compute: Any) -> None:
         """What compute was given before must be over before a lane touches its memory."""
-        first = self._record(compute)
+        self._first = self._record(compute)
         for stream in self._streams.values():
-            stream.wait_event(first)
-        self._origin = (time.perf_counter(), first)
+            stream.wait_event(self._first)
 
-    @staticmethod
-    def _record(stream: Any) -> Any:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    def _record(self, stream: Any) -> Any:
+        event = self._cuda.Event(enable_timing=True)
         event.record(stream)
         return event
 

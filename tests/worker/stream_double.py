@@ -1,0 +1,117 @@
+"""CUDA streams and events on paper: what `StreamLanes` uses of torch.cuda, in adversarial order.
+
+Work sits in its stream until somebody on the host waits; then any stream whose next
+piece may run is chosen at random, so whatever streams and events leave open happens
+some day. Each stream keeps its own time. It knows no device, and proves nothing
+about one: only that the waits which were asked for suffice.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass
+class Recording:
+    """One `record` of an event; `at`: its stream's time when it was reached."""
+
+    at: float | None = None
+
+
+@dataclass
+class Stream:
+    """In order: work (a call and its seconds), records, and waits."""
+
+    cuda: StreamDouble
+    now: float = 0.0
+    queue: deque[tuple[str, object, float]] = field(default_factory=deque)
+
+    def wait_event(self, event: TimedEvent) -> None:
+        if event.recording is not None:  # as CUDA: an event never recorded holds nobody
+            self.queue.append(("wait", event.recording, 0.0))
+
+    @property
+    def may_run(self) -> bool:
+        if not self.queue:
+            return False
+        kind, what, _ = self.queue[0]
+        return kind != "wait" or (isinstance(what, Recording) and what.at is not None)
+
+    def run_one(self) -> None:
+        kind, what, seconds = self.queue.popleft()
+        if isinstance(what, Recording):
+            if kind == "record":
+                what.at = self.now
+            elif what.at is not None:
+                self.now = max(self.now, what.at)
+        elif callable(what):
+            what()
+            self.now += seconds
+
+
+@dataclass
+class TimedEvent:
+    cuda: StreamDouble
+    recording: Recording | None = None
+
+    def record(self, stream: Stream) -> None:
+        self.recording = Recording()
+        stream.queue.append(("record", self.recording, 0.0))
+
+    def query(self) -> bool:
+        return self.recording is None or self.recording.at is not None
+
+    def synchronize(self) -> None:
+        self.cuda.synchronized += 1
+        while not self.query():
+            self.cuda.run_something()
+
+    def elapsed_time(self, end: TimedEvent) -> float:
+        """Milliseconds; as CUDA an error before both were reached."""
+        times = [each.recording.at if each.recording else None for each in (self, end)]
+        if times[0] is None or times[1] is None:
+            raise RuntimeError("device not ready")
+        return 1e3 * (times[1] - times[0])
+
+
+class StreamDouble:
+    """In place of the module torch.cuda. `synchronized` counts how often the host waited."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.synchronized = 0
+        self.default = Stream(self)
+        self.current = self.default
+        self.streams = [self.default]
+
+    def Stream(self, device: torch.device) -> Stream:
+        self.streams.append(Stream(self))
+        return self.streams[-1]
+
+    def Event(self, *, enable_timing: bool) -> TimedEvent:
+        assert enable_timing
+        return TimedEvent(self)
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return self.current
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def launch(self, call: Callable[[], None], seconds: float = 0.0) -> None:
+        """What a kernel or a copy does: into the current stream, to happen later."""
+        self.current.queue.append(("work", call, seconds))
+
+    def run_something(self) -> None:
+        self.rng.choice([stream for stream in self.streams if stream.may_run]).run_one()
