@@ -225,11 +225,11 @@ class ThreadLanes(Lanes):
             index: Future[Span]() for index, step in enumerate(steps) if step.lane is Lane.COMPUTE
         }
         futures: list[Future[Span]] = []
-        for index, step in enumerate(steps):
-            after = [futures[earlier] for earlier in step.after]
-            future = promised.get(index)
-            futures.append(self._submit(step.lane, step.work, after) if future is None else future)
         try:
+            for index, step in enumerate(steps):
+                after = [futures[earlier] for earlier in step.after]
+                promise = promised.get(index)
+                futures.append(promise or self._submit(step.lane, step.work, after))
             for index, future in promised.items():
                 for earlier in steps[index].after:
                     futures[earlier].result()

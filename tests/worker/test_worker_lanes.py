@@ -23,6 +23,7 @@ from worker_service.lanes import (
     Event,
     Lanes,
     SerialLanes,
+    Step,
     StreamLanes,
     ThreadLanes,
     Work,
@@ -56,45 +57,82 @@ def of(lane: Lane, spans: Sequence[Span]) -> list[Span]:
 # -- order and events ----------------------------------------------------------------
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("kind", [ThreadLanes, SerialLanes])
 def test_nothing_begins_before_what_it_waits_for_however_lanes_are_delayed(
-    kind: type[ThreadLanes] | type[SerialLanes],
+    kind: type[ThreadLanes] | type[SerialLanes], at_once: bool
 ) -> None:
     rng = random.Random(4)
     lanes = kind(CPU)
     lanes.before = lambda _: time.sleep(rng.choice([0.0, 0.0, 1e-4, 5e-4]))
     for _ in range(15):
-        done: list[int] = []
-        given: list[tuple[Lane, Event]] = []
-        waits: list[list[int]] = []
-        broken: list[int] = []
-
-        def work(number: int, earlier: list[int], done: list[int], broken: list[int]) -> Work:
-            def call() -> None:
-                if not set(earlier) <= set(done):
-                    broken.append(number)
-                done.append(number)
-
-            return Work(str(number), call)
-
-        for number in range(40):
-            earlier = rng.sample(range(number), min(number, rng.randrange(4)))
-            waits.append(earlier)
-            lane = rng.choice(list(Lane))
-            after = [given[index][1] for index in earlier]
-            given.append((lane, lanes.run(lane, work(number, earlier, done, broken), after)))
+        steps, done, broken = random_steps(rng)
+        if at_once:
+            lanes.run_all(steps)
+        else:
+            events: list[Event] = []
+            for step in steps:
+                after = [events[index] for index in step.after]
+                events.append(lanes.run(step.lane, step.work, after))
         spans = lanes.finish()
         assert not broken
-        assert sorted(done) == list(range(40))
-        assert all(event.is_done for _, event in given)
+        assert sorted(done) == list(range(len(steps)))
         by_number = {int(span.name): span for span in spans}
-        assert len(by_number) == len(spans) == 40
-        for number, earlier in enumerate(waits):
-            assert all(by_number[each].end <= by_number[number].start for each in earlier)
+        assert len(by_number) == len(spans) == len(steps)
+        for number, step in enumerate(steps):
+            assert all(by_number[each].end <= by_number[number].start for each in step.after)
         for lane in Lane:
-            mine = [number for number, (of_lane, _) in enumerate(given) if of_lane is lane]
-            assert [number for number in done if number in mine] == mine
+            mine = [number for number, step in enumerate(steps) if step.lane is lane]
+            assert [number for number in done if steps[number].lane is lane] == mine
     lanes.close()
+
+
+def random_steps(rng: random.Random) -> tuple[list[Step], list[int], list[int]]:
+    """Forty pieces of work; which were done, in order, and which began too early."""
+    done: list[int] = []
+    broken: list[int] = []
+
+    def step(number: int) -> Step:
+        earlier = rng.sample(range(number), min(number, rng.randrange(4)))
+
+        def call() -> None:
+            if not set(earlier) <= set(done):
+                broken.append(number)
+            done.append(number)
+
+        return Step(rng.choice(list(Lane)), Work(str(number), call), tuple(earlier))
+
+    return [step(number) for number in range(40)], done, broken
+
+
+def test_copies_of_a_whole_list_go_ahead_of_its_compute(threads: ThreadLanes) -> None:
+    arrived = threading.Event()
+
+    def compute() -> None:
+        assert arrived.wait(30), "the copy waits for compute that it does not need"
+
+    threads.run_all(
+        [
+            Step(Lane.COMPUTE, Work("compute", compute)),
+            Step(Lane.LINK_IN, Work("copy", arrived.set)),
+        ]
+    )
+    assert len(threads.finish()) == 2
+
+
+def test_copies_behind_compute_that_failed_are_not_done(threads: ThreadLanes) -> None:
+    seen: list[str] = []
+    with pytest.raises(ValueError, match="NaN"):
+        threads.run_all(
+            [
+                Step(Lane.COMPUTE, Work("bad", raiser(ValueError("NaN")))),
+                Step(Lane.LINK_IN, Work("never", lambda: seen.append("copy")), (0,)),
+                Step(Lane.COMPUTE, Work("never", lambda: seen.append("compute"))),
+                Step(Lane.LINK_OUT, Work("never", lambda: seen.append("out")), (2,)),
+            ]
+        )
+    threads.settle()
+    assert seen == []
 
 
 def test_lanes_run_side_by_side_and_compute_is_the_callers_own_thread(threads: ThreadLanes) -> None:
@@ -393,7 +431,7 @@ def test_streams_keep_every_order_that_was_asked_for_and_no_other(
     done: list[int] = []
     broken: list[int] = []
 
-    def work_of(number: int) -> Work:
+    def step_of(number: int) -> Step:
         task = tasks[number]
 
         def happen() -> None:
@@ -401,17 +439,14 @@ def test_streams_keep_every_order_that_was_asked_for_and_no_other(
                 broken.append(number)
             done.append(number)
 
-        return Work(str(number), lambda: cuda.launch(happen, seconds=task.tokens))
+        call = lambda: cuda.launch(happen, seconds=task.tokens)  # noqa: E731
+        return Step(task.lane, Work(str(number), call), task.after)
 
-    events: list[Event] = []
-    for number, task in enumerate(tasks):
-        after = [events[index] for index in task.after]
-        events.append(lanes.run(task.lane, work_of(number), after))
+    lanes.run_all([step_of(number) for number in range(len(tasks))])
     assert cuda.synchronized == 0, "the host waited before anybody asked it to"
     spans = lanes.finish()
     assert not broken
     assert sorted(done) == list(range(len(tasks)))
-    assert all(event.is_done for event in events)
     found = max(s.end for s in spans) - min(s.start for s in spans)
     # Two streams, one for each resource: no wait too many either.
     assert found == pytest.approx(simulate(tasks, lambda task: task.tokens).seconds, abs=1e-3)
