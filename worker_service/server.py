@@ -211,7 +211,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
 def _measure(worker: LoadedWorker) -> Profile:
     engine = worker.engine
-    measured = measure(engine.model, engine.cache.device, worker.device_description)
+    measured = measure(
+        engine.model, engine.cache.device, worker.device_description, lanes=engine.lanes
+    )
     # Rates of fetches are not measured here, and stay.
     return replace(measured, remote_bytes_per_second=worker.profile.remote_bytes_per_second)
 

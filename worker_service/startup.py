@@ -210,7 +210,7 @@ def _build_engine(
         tokenizer=tokenizer,
     )
     description = describe_device(device)
-    profile = measure(model, device, description)
+    profile = measure(model, device, description, lanes=engine.lanes)
     log.info(
         "%s on %s: weights %s, cache %s in %d pages",
         shape.name,
