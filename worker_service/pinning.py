@@ -2,16 +2,19 @@
 
 Readiness does not wait: copies from what is not locked yet go through the
 driver's own buffers and are right, only slower. What a registrar does is the
-driver's business; this module decides on pieces, order and rollback. All methods
-of `Pinning` but the work itself run on the event loop.
+driver's business; this module decides on pieces, order and rollback, and says
+when locked memory does not do what it was locked for. All methods of `Pinning`
+but the work itself run on the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import resource
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,6 +31,10 @@ log = logging.getLogger(__name__)
 PIECE_BYTES = 64 << 30
 # cudaHostRegisterPortable: locked for every context of the process.
 _PORTABLE = 1
+# What is copied to see whether copies are asynchronous: far longer on the link than
+# a call takes, little enough to be no burden on a device's memory.
+PROBE_BYTES = 8 << 20
+PROBES = 3
 
 
 class PinningFailed(Exception):
@@ -42,6 +49,9 @@ class Registrar(Protocol):
 
     def unregister(self, address: int) -> None:
         """Undo `register` of the range that begins here. Raises PinningFailed."""
+
+    def fault_of(self, address: int, size_bytes: int) -> str | None:
+        """What keeps copies from a registered range from being asynchronous; None: nothing."""
 
 
 class CudaRegistrar:
@@ -60,10 +70,58 @@ class CudaRegistrar:
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             self._check(runtime.cudaHostUnregister(address))
 
+    def fault_of(self, address: int, size_bytes: int) -> str | None:
+        size = min(PROBE_BYTES, size_bytes)
+        # torch asks the driver, so this holds for memory it did not allocate itself.
+        if not all(
+            _memory(start, size).is_pinned() for start in (address, address + size_bytes - size)
+        ):
+            return "torch does not take it for pinned memory"
+        if size < PROBE_BYTES:
+            return None  # too little for a copy to outlast its call
+        try:
+            return copy_fault(self._probe(_memory(address, size)))
+        except torch.OutOfMemoryError:
+            return "there was no device memory left to check its copies with"
+
+    def _probe(self, source: torch.Tensor) -> list[tuple[float, float]]:
+        """(seconds until the call returned, until the copy was done), a few times."""
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        probes = []
+        with torch.cuda.stream(stream):
+            target = torch.empty_like(source, device=self._device)
+            for _ in range(PROBES):
+                started = time.perf_counter()
+                target.copy_(source, non_blocking=True)
+                issued = time.perf_counter()
+                stream.synchronize()
+                probes.append((issued - started, time.perf_counter() - started))
+        return probes
+
     @staticmethod
     def _check(code: object) -> None:
         if int(code) != 0:  # type: ignore[call-overload]
             raise PinningFailed(f"CUDA error {code}")
+
+
+def _memory(address: int, size_bytes: int) -> torch.Tensor:
+    """Bytes of this process as a tensor; whoever calls knows that they are mapped."""
+    memory = (ctypes.c_uint8 * size_bytes).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def copy_fault(probes: Sequence[tuple[float, float]]) -> str | None:
+    """Whether copies come back before they are done, by (issued, done) seconds of a few.
+
+    One that does is proof; others may have waited for the interpreter, or been the first.
+    """
+    if any(issued < done / 2 for issued, done in probes):
+        return None
+    issued, done = min(probes)
+    return (
+        f"copies from it are not asynchronous: a call takes {1e6 * issued:.0f} µs, "
+        f"the copy {1e6 * done:.0f} µs"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +247,7 @@ class Pinning:
         self, base: int, pieces: Sequence[Piece], size_bytes: int, stop: threading.Event
     ) -> None:
         self.description = f"pinning {format_size(size_bytes)}"
+        fault: str | None = None
         for piece in pieces:
             if stop.is_set():
                 return  # another arena follows, or the end: both release
@@ -201,6 +260,7 @@ class Pinning:
                 return
             self._held.append((base + piece.offset, piece.size_bytes))
             self.pinned_bytes += piece.size_bytes
+            fault = fault or self._registrar.fault_of(base + piece.offset, piece.size_bytes)
         if self._limit_bytes is None:
             self.description = f"pinned {format_size(self.pinned_bytes)}"
         else:
@@ -208,7 +268,12 @@ class Pinning:
                 f"pinned {format_size(self.pinned_bytes)} of {format_size(size_bytes)} "
                 f"(--pin-limit {format_size(self._limit_bytes)})"
             )
-        log.info("%s", self.description)
+        if fault is None:
+            log.info("%s", self.description)
+        else:
+            # Restores are right all the same, but overlap less than planned.
+            self.description += f", but {fault}"
+            log.warning("%s", self.description)
 
     def _release(self) -> None:
         while self._held:

@@ -15,7 +15,14 @@ import torch
 from splitpoint.arena import Arena
 from splitpoint.arena_owner import open_or_create_arena
 from splitpoint.shapes import ArenaLayout, DataType
-from worker_service.pinning import CudaRegistrar, Piece, Pinning, PinningFailed, pieces_of
+from worker_service.pinning import (
+    CudaRegistrar,
+    Piece,
+    Pinning,
+    PinningFailed,
+    copy_fault,
+    pieces_of,
+)
 
 LAYOUT = ArenaLayout(
     chunk_tokens=16,
@@ -36,6 +43,7 @@ class Driver:
         self.room = room
         self.locked: dict[int, int] = {}
         self.most_locked = 0
+        self.fault: str | None = None
         self.may_go_on = threading.Event()
         self.may_go_on.set()
 
@@ -51,6 +59,10 @@ class Driver:
 
     def unregister(self, address: int) -> None:
         del self.locked[address]
+
+    def fault_of(self, address: int, size_bytes: int) -> str | None:
+        assert self.locked[address] == size_bytes
+        return self.fault
 
 
 @pytest.fixture
@@ -133,6 +145,27 @@ async def test_a_limit_locks_whole_planes_below_it(arena: Arena) -> None:
     await pinning.close()
 
 
+async def test_locked_memory_that_does_not_help_is_told(arena: Arena) -> None:
+    driver = Driver()
+    driver.fault = "copies from it are not asynchronous"
+    pinning = Pinning(driver, piece_bytes=1)
+    pinning.attach(arena)
+    await pinning.idle()
+    assert pinning.pinned_bytes == payload_bytes(arena)
+    assert pinning.description.startswith("pinned ")
+    assert pinning.description.endswith(", but copies from it are not asynchronous")
+    await pinning.close()
+
+
+def test_one_copy_that_returns_early_proves_them_asynchronous() -> None:
+    waited = (0.9e-3, 1e-3)
+    assert copy_fault([(1e-5, 1e-3), waited]) is None
+    assert copy_fault([waited, waited, (1e-5, 1e-3)]) is None
+    assert copy_fault([waited, (2e-3, 3e-3)]) == (
+        "copies from it are not asynchronous: a call takes 900 µs, the copy 1000 µs"
+    )
+
+
 def test_a_low_memlock_limit_is_named_with_its_remedy() -> None:
     """In a process of its own: a limit that was lowered cannot be raised again."""
     script = (
@@ -160,6 +193,7 @@ async def test_the_cuda_driver_locks_and_unlocks(arena: Arena) -> None:
     pinning.attach(arena)
     await pinning.idle()
     assert pinning.pinned_bytes == payload_bytes(arena), pinning.description
+    assert "but" not in pinning.description
     assert tensor.is_pinned()
     await pinning.close()
     assert not tensor.is_pinned()
