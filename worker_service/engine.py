@@ -23,6 +23,7 @@ from splitpoint.text import Tokenizer
 from worker_service.arena_tensors import StoredChunk
 from worker_service.batch import Batch, Segment, SequenceLost, build_batch
 from worker_service.device_cache import DeviceCache
+from worker_service.gather import gatherer_of
 from worker_service.lanes import Lanes, lanes_of
 from worker_service.memory import MemoryPlan
 from worker_service.messages import (
@@ -84,6 +85,7 @@ class Engine:
         self._windows = {layer.window for layer in model.layers}
         self._puller: Puller | None = None
         self._mover: Mover | None = None
+        self._gatherer = gatherer_of(cache.device)
         self._stopped = False
 
     # -- the loop ---------------------------------------------------------------
@@ -247,7 +249,7 @@ class Engine:
         """One for each mapped arena; in practice one until the store restarts."""
         tensors = match.connection.tensors
         if self._mover is None or self._mover.tensors is not tensors:
-            self._mover = Mover(self.model, tensors, self.cache.device)
+            self._mover = Mover(self.model, tensors, self.cache.device, gatherer=self._gatherer)
         return self._mover
 
     def _puller_for(self, match: Match) -> Puller:
