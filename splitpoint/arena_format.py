@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from splitpoint.errors import FailedPrecondition, InvalidArgument
-from splitpoint.shapes import ArenaLayout, DataType, Plane, align
+from splitpoint.shapes import ArenaLayout, DataType, Encoding, Plane, align
 
 MAGIC = b"SPLARENA"
 VERSION = 1
@@ -27,10 +27,11 @@ FINGERPRINT_LIMIT = 64
 
 # magic, version, endian tag, size | layout hash | seven layout fields,
 # slot_count, record size, fingerprint length | fingerprint | instance, boot |
-# epoch, sequence, condition, process id
-_SUPERBLOCK = struct.Struct("<8sIIQ16s10I64s16s16sQQII")
+# epoch, sequence, condition, process id, encoding
+_SUPERBLOCK = struct.Struct("<8sIIQ16s10I64s16s16sQQIII")
 _CRC_OFFSET = SUPERBLOCK_BYTES - 4
 _DATA_TYPES = tuple(DataType)
+_ENCODINGS = tuple(Encoding)
 _LAYER_LIMIT = 4096
 _DIMENSION_LIMIT = 1 << 24
 
@@ -205,6 +206,7 @@ class Superblock:
             self.sequence,
             self.condition,
             self.process_id,
+            _ENCODINGS.index(self.layout.encoding),
         ).ljust(_CRC_OFFSET, b"\0")
         return body + zlib.crc32(body).to_bytes(4, "little")
 
@@ -226,14 +228,14 @@ class Superblock:
         ):
             raise BadSuperblockChecksum("the superblock's bytes differ from their CRC")
         slot_count, record_bytes, fingerprint_length, fingerprint = fields[12:16]
-        layout = _decode_layout(fields[5:12], fingerprint, fingerprint_length)
+        instance_id, boot_id, epoch, sequence, condition, process_id, encoding = fields[16:]
+        layout = _decode_layout(fields[5:12], fingerprint, fingerprint_length, encoding)
         if layout.layout_hash != layout_hash:
             raise LayoutHashMismatch("the layout hash is not that of the layout fields")
         if record_bytes != RECORD_BYTES:
             raise BadRecordSize(f"records of {record_bytes} bytes")
         if slot_count < 1:
             raise BadSlotCount("an arena without slots")
-        instance_id, boot_id, epoch, sequence, condition, process_id = fields[16:]
         if Geometry(layout, slot_count).size_bytes != size_bytes:
             raise SizeMismatch(f"{slot_count} slots of this layout do not make {size_bytes} bytes")
         if condition not in (Condition.OPEN, Condition.CLOSED):
@@ -272,7 +274,7 @@ def choose_superblock(first: bytes, second: bytes) -> Superblock:
 
 
 def _decode_layout(
-    fields: tuple[int, ...], fingerprint: bytes, fingerprint_length: int
+    fields: tuple[int, ...], fingerprint: bytes, fingerprint_length: int, encoding: int
 ) -> ArenaLayout:
     chunk_tokens, layers, kv_heads, head_dim, hidden, data_type, activations = fields
     for name, value, limit in (
@@ -289,6 +291,8 @@ def _decode_layout(
         raise BadLayout(f"has_activations is {activations}")
     if fingerprint_length > FINGERPRINT_LIMIT:
         raise BadLayout(f"a model fingerprint of {fingerprint_length} bytes")
+    if encoding >= len(_ENCODINGS):
+        raise BadLayout(f"encoding {encoding}")
     try:
         return ArenaLayout(
             chunk_tokens=chunk_tokens,
@@ -299,6 +303,7 @@ def _decode_layout(
             data_type=_DATA_TYPES[data_type],
             has_activations=bool(activations),
             model_fingerprint=fingerprint[:fingerprint_length],
+            encoding=_ENCODINGS[encoding],
         )
     except InvalidArgument as error:
         raise BadLayout(error.message) from error

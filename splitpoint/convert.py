@@ -6,13 +6,18 @@ from splitpoint.costs import Profile
 from splitpoint.errors import InvalidArgument
 from splitpoint.planner import Objective, Plan, Residency, RestoreMethod
 from splitpoint.schedule import Schedule
-from splitpoint.shapes import ArenaLayout, DataType, ModelShape
+from splitpoint.shapes import ArenaLayout, DataType, Encoding, ModelShape
 from splitpoint.v1 import types_pb2 as pb
 
 _DATA_TYPES = {
     DataType.FLOAT32: pb.DATA_TYPE_FLOAT32,
     DataType.BFLOAT16: pb.DATA_TYPE_BFLOAT16,
     DataType.FLOAT16: pb.DATA_TYPE_FLOAT16,
+}
+_ENCODINGS = {
+    Encoding.NATIVE: pb.ENCODING_UNSPECIFIED,
+    Encoding.INT8: pb.ENCODING_INT8,
+    Encoding.INT4: pb.ENCODING_INT4,
 }
 _RESIDENCIES = {
     Residency.RESIDENT: pb.RESIDENCY_RESIDENT,
@@ -36,6 +41,7 @@ _OBJECTIVES = {
     Objective.THROUGHPUT: pb.OBJECTIVE_THROUGHPUT,
 }
 _DATA_TYPES_BACK: dict[int, DataType] = {number: value for value, number in _DATA_TYPES.items()}
+_ENCODINGS_BACK: dict[int, Encoding] = {number: value for value, number in _ENCODINGS.items()}
 _RESIDENCIES_BACK: dict[int, Residency] = {number: value for value, number in _RESIDENCIES.items()}
 _METHODS_BACK: dict[int, RestoreMethod] = {number: value for value, number in _METHODS.items()}
 _SCHEDULES_BACK: dict[int, Schedule] = {number: value for value, number in _SCHEDULES.items()}
@@ -51,6 +57,18 @@ def data_type_from_proto(number: int) -> DataType:
         return _DATA_TYPES_BACK[number]
     except KeyError:
         raise InvalidArgument(f"unknown data type {number}", field="data_type") from None
+
+
+def encoding_to_proto(value: Encoding) -> pb.Encoding:
+    return _ENCODINGS[value]
+
+
+def encoding_from_proto(number: int) -> Encoding:
+    """Zero, which an older sender leaves, is native. Raises InvalidArgument."""
+    try:
+        return _ENCODINGS_BACK[number]
+    except KeyError:
+        raise InvalidArgument(f"unknown encoding {number}", field="encoding") from None
 
 
 def residency_to_proto(value: Residency) -> pb.Residency:
@@ -152,6 +170,7 @@ def layout_to_proto(layout: ArenaLayout) -> pb.ArenaLayout:
         has_activations=layout.has_activations,
         model_fingerprint=layout.model_fingerprint,
         layout_hash=layout.layout_hash,
+        encoding=encoding_to_proto(layout.encoding),
     )
 
 
@@ -165,6 +184,7 @@ def layout_from_proto(message: pb.ArenaLayout) -> ArenaLayout:
         data_type=data_type_from_proto(message.data_type),
         has_activations=message.has_activations,
         model_fingerprint=message.model_fingerprint,
+        encoding=encoding_from_proto(message.encoding),
     )
 
 

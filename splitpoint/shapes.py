@@ -36,6 +36,49 @@ class DataType(Enum):
         return 4 if self is DataType.FLOAT32 else 2
 
 
+class Encoding(Enum):
+    """How a store keeps K, V and X; the value is its name on command lines.
+
+    A row, one token of one head (K, V: d elements) or one token (X: h elements),
+    is encoded by itself, in groups of consecutive elements with parameters of
+    their own; the last group of a row may be shorter. NATIVE keeps the elements
+    as they are. INT8 keeps one signed byte an element and a scale a group; INT4
+    half a byte an element, a scale and a minimum a group. See docs/arena-format.md.
+    """
+
+    NATIVE = "native"
+    INT8 = "int8"
+    INT4 = "int4"
+
+    @property
+    def is_lossy(self) -> bool:
+        return self is not Encoding.NATIVE
+
+    @property
+    def group_elements(self) -> int:
+        """Elements that share parameters. Raises ValueError for NATIVE, which has none."""
+        if self is Encoding.NATIVE:
+            raise ValueError("native rows have no groups")
+        return 128 if self is Encoding.INT8 else 64
+
+    def parameter_bytes(self, width: int) -> int:
+        """float16 parameters at the front of a row of `width` elements."""
+        if self is Encoding.NATIVE:
+            return 0
+        each = 2 if self is Encoding.INT8 else 4
+        return each * -(-width // self.group_elements)
+
+    def row_bytes(self, width: int, data_type: DataType) -> int:
+        """One row of `width` elements as stored, its parameters included.
+
+        Always even when encoded, so that every row's float16 parameters are aligned.
+        """
+        if self is Encoding.NATIVE:
+            return width * data_type.size
+        elements = width if self is Encoding.INT8 else -(-width // 2)
+        return align(self.parameter_bytes(width) + elements, 2)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """What the formulas need to know of a decoder-only transformer."""
@@ -102,6 +145,15 @@ class ModelShape:
     def activation_bytes_per_token_layer(self) -> int:
         """X of one token in one layer: h * p."""
         return self.hidden_size * self.data_type.size
+
+    def stored_kv_bytes_per_token_layer(self, encoding: Encoding) -> int:
+        """K and V of one token in one layer as a store of this encoding keeps them:
+        what crosses the link when they are loaded."""
+        return 2 * self.kv_head_count * encoding.row_bytes(self.head_dim, self.data_type)
+
+    def stored_activation_bytes_per_token_layer(self, encoding: Encoding) -> int:
+        """X of one token in one layer as a store of this encoding keeps it."""
+        return encoding.row_bytes(self.hidden_size, self.data_type)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -213,8 +265,9 @@ class Plane:
 class ArenaLayout:
     """The bytes of one chunk: what store and workers must agree on.
 
-    Slots of K and V are `[n_kv, chunk_tokens, d]`, slots of X
-    `[chunk_tokens, h]`. See docs/arena-format.md.
+    Slots of K and V are `[n_kv, chunk_tokens]` rows of d elements, slots of X
+    `[chunk_tokens]` rows of h elements; `data_type` is that of the elements
+    before they are encoded. See docs/arena-format.md.
     """
 
     chunk_tokens: int
@@ -225,6 +278,7 @@ class ArenaLayout:
     data_type: DataType
     has_activations: bool
     model_fingerprint: bytes = b""
+    encoding: Encoding = Encoding.NATIVE
 
     def __post_init__(self) -> None:
         if not 1 <= self.chunk_tokens <= 4096:
@@ -238,6 +292,7 @@ class ArenaLayout:
         chunk_tokens: int,
         has_activations: bool,
         model_fingerprint: bytes = b"",
+        encoding: Encoding = Encoding.NATIVE,
     ) -> ArenaLayout:
         return cls(
             chunk_tokens=chunk_tokens,
@@ -248,6 +303,7 @@ class ArenaLayout:
             data_type=shape.data_type,
             has_activations=has_activations,
             model_fingerprint=model_fingerprint,
+            encoding=encoding,
         )
 
     @property
@@ -255,14 +311,34 @@ class ArenaLayout:
         return ("K", "V", "X") if self.has_activations else ("K", "V")
 
     @property
+    def kv_row_bytes(self) -> int:
+        """K, or V, of one token of one head in one layer, as stored."""
+        return self.encoding.row_bytes(self.head_dim, self.data_type)
+
+    @property
+    def x_row_bytes(self) -> int:
+        """X of one token in one layer, as stored."""
+        return self.encoding.row_bytes(self.hidden_size, self.data_type)
+
+    @property
+    def stored_kv_bytes_per_token_layer(self) -> int:
+        """K and V of one token in one layer on the link."""
+        return 2 * self.kv_head_count * self.kv_row_bytes
+
+    @property
+    def stored_activation_bytes_per_token_layer(self) -> int:
+        """X of one token in one layer on the link, whether or not this arena has any."""
+        return self.x_row_bytes
+
+    @property
     def kv_slot_bytes(self) -> int:
         """K, or V, of one chunk in one layer."""
-        return self.kv_head_count * self.chunk_tokens * self.head_dim * self.data_type.size
+        return self.kv_head_count * self.chunk_tokens * self.kv_row_bytes
 
     @property
     def x_slot_bytes(self) -> int:
         """X of one chunk in one layer."""
-        return self.chunk_tokens * self.hidden_size * self.data_type.size
+        return self.chunk_tokens * self.x_row_bytes
 
     @property
     def chunk_bytes(self) -> int:
@@ -289,6 +365,7 @@ class ArenaLayout:
     def to_json(self) -> str:
         fields = asdict(self)
         fields["data_type"] = self.data_type.value
+        fields["encoding"] = self.encoding.value
         fields["model_fingerprint"] = self.model_fingerprint.hex()
         return json.dumps(fields, sort_keys=True)
 
@@ -296,6 +373,7 @@ class ArenaLayout:
     def from_json(cls, text: str) -> ArenaLayout:
         fields = json.loads(text)
         fields["data_type"] = DataType(fields["data_type"])
+        fields["encoding"] = Encoding(fields.get("encoding", Encoding.NATIVE.value))
         fields["model_fingerprint"] = bytes.fromhex(fields["model_fingerprint"])
         return cls(**fields)
 
@@ -313,8 +391,12 @@ def _layout_hash(layout: ArenaLayout) -> bytes:
         list(DataType).index(layout.data_type),
         layout.has_activations,
     )
-    digest = hashlib.sha256(b"splitpoint layout v1\0" + packed + layout.model_fingerprint)
-    return digest.digest()[:16]
+    domain = b"splitpoint layout v1\0"
+    if layout.encoding is not Encoding.NATIVE:
+        # A domain of its own: native layouts keep the hash they had before encodings were.
+        number = list(Encoding).index(layout.encoding)
+        domain = b"splitpoint encoded layout v1\0" + struct.pack("<I", number)
+    return hashlib.sha256(domain + packed + layout.model_fingerprint).digest()[:16]
 
 
 def align(offset: int, to: int = PAGE_ALIGNMENT) -> int:

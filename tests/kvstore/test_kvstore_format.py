@@ -41,7 +41,7 @@ from splitpoint.arena_records import (
 )
 from splitpoint.errors import InvalidArgument
 from splitpoint.keys import fingerprint, pack_tokens
-from splitpoint.shapes import ArenaLayout, DataType
+from splitpoint.shapes import ArenaLayout, DataType, Encoding
 
 SUPERBLOCK = Superblock(
     layout=LAYOUT,
@@ -64,6 +64,7 @@ layouts = st.builds(
     data_type=st.sampled_from(DataType),
     has_activations=st.booleans(),
     model_fingerprint=st.binary(max_size=64),
+    encoding=st.sampled_from(Encoding),
 )
 
 
@@ -111,6 +112,11 @@ def test_the_offsets_of_the_document() -> None:
     assert struct.unpack_from("<QQII", block, 176) == (3, 8, 1, 4242)
     assert not any(block[200:4092])
     assert struct.unpack_from("<I", block, 4092) == (zlib.crc32(block[:4092]),)
+    for number, encoding in enumerate((Encoding.NATIVE, Encoding.INT8, Encoding.INT4)):
+        layout = dataclasses.replace(LAYOUT, encoding=encoding)
+        block = dataclasses.replace(SUPERBLOCK, layout=layout).encode()
+        assert struct.unpack_from("<I", block, 200) == (number,)
+        assert not any(block[204:4092])
 
 
 # -- superblocks --------------------------------------------------------------------
@@ -182,6 +188,8 @@ SUPERBLOCK_ATTACKS: list[tuple[str, Callable[[], bytes], type[ArenaFormatError]]
     ("unknown data type", lambda: forged(60, "<I", 3), arena_format.BadLayout),
     ("activations 2", lambda: forged(64, "<I", 2), arena_format.BadLayout),
     ("long fingerprint", lambda: forged(76, "<I", 65), arena_format.BadLayout),
+    ("unknown encoding", lambda: forged(200, "<I", 3), arena_format.BadLayout),
+    ("other encoding", lambda: forged(200, "<I", 1), arena_format.LayoutHashMismatch),
     ("other layout hash", lambda: forged(24, "<B", 0), arena_format.LayoutHashMismatch),
     ("other fingerprint", lambda: forged(80, "<B", 0), arena_format.LayoutHashMismatch),
     ("other head dim", lambda: forged(52, "<I", 8), arena_format.LayoutHashMismatch),

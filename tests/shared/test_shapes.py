@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import pytest
 
 from splitpoint.errors import InvalidArgument
-from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout, DataType, ModelShape, chunks_of
+from splitpoint.shapes import (
+    BUILT_IN_SHAPES,
+    ArenaLayout,
+    DataType,
+    Encoding,
+    ModelShape,
+    chunks_of,
+)
 
 KIB = 1024
 
@@ -86,10 +94,68 @@ def test_layout_hash_differs_with_every_field() -> None:
         ArenaLayout(64, 2, 2, 8, 16, DataType.BFLOAT16, False, b"weights"),
         ArenaLayout(64, 2, 2, 8, 16, DataType.FLOAT32, True, b"weights"),
         ArenaLayout(64, 2, 2, 8, 16, DataType.FLOAT32, False, b"other weights"),
+        ArenaLayout(64, 2, 2, 8, 16, DataType.FLOAT32, False, b"weights", Encoding.INT8),
+        ArenaLayout(64, 2, 2, 8, 16, DataType.FLOAT32, False, b"weights", Encoding.INT4),
     ]
     hashes = {layout.layout_hash for layout in (base, *others)}
     assert len(hashes) == len(others) + 1
-    assert ArenaLayout.from_json(base.to_json()) == base
+    for layout in (base, *others):
+        assert ArenaLayout.from_json(layout.to_json()) == layout
+
+
+def test_native_layouts_are_those_from_before_encodings() -> None:
+    base = ArenaLayout(64, 2, 2, 8, 16, DataType.FLOAT32, False, b"weights")
+    assert base.layout_hash.hex() == "1426b299a0076bc176ee142b8aa0e495"
+    before = json.loads(base.to_json())
+    del before["encoding"]
+    assert ArenaLayout.from_json(json.dumps(before)) == base
+
+
+@pytest.mark.parametrize(
+    ("encoding", "width", "expected"),
+    [
+        # Counted by hand: parameters, elements, padding.
+        (Encoding.NATIVE, 64, 128),
+        (Encoding.INT8, 1, 2 + 1 + 1),
+        (Encoding.INT8, 64, 2 + 64),
+        (Encoding.INT8, 128, 2 + 128),
+        (Encoding.INT8, 129, 2 * 2 + 129 + 1),
+        (Encoding.INT8, 4096, 32 * 2 + 4096),
+        (Encoding.INT4, 1, 4 + 1 + 1),
+        (Encoding.INT4, 6, 4 + 3 + 1),
+        (Encoding.INT4, 64, 4 + 32),
+        (Encoding.INT4, 65, 2 * 4 + 33 + 1),
+        (Encoding.INT4, 128, 2 * 4 + 64),
+        (Encoding.INT4, 4096, 64 * 4 + 2048),
+    ],
+)
+def test_bytes_of_an_encoded_row(encoding: Encoding, width: int, expected: int) -> None:
+    assert encoding.row_bytes(width, DataType.BFLOAT16) == expected
+    if encoding.is_lossy:
+        assert encoding.row_bytes(width, DataType.FLOAT32) == expected
+
+
+@pytest.mark.parametrize(
+    ("encoding", "kv_ratio", "x_ratio"),
+    [
+        (Encoding.NATIVE, 1.0, 1.0),
+        (Encoding.INT8, 130 / 256, 130 / 256),
+        (Encoding.INT4, 4.5 / 16, 4.5 / 16),
+    ],
+)
+def test_stored_bytes_against_sixteen_bits(
+    encoding: Encoding, kv_ratio: float, x_ratio: float
+) -> None:
+    shape = BUILT_IN_SHAPES["llama-3-8b"]
+    stored = shape.stored_kv_bytes_per_token_layer(encoding)
+    assert stored == kv_ratio * shape.kv_bytes_per_token_layer
+    inputs = shape.stored_activation_bytes_per_token_layer(encoding)
+    assert inputs == x_ratio * shape.activation_bytes_per_token_layer
+    layout = ArenaLayout.of(shape, chunk_tokens=64, has_activations=True, encoding=encoding)
+    assert layout.stored_kv_bytes_per_token_layer == stored
+    assert layout.stored_activation_bytes_per_token_layer == inputs
+    assert layout.chunk_bytes == 32 * 64 * (stored + inputs)
+    assert layout.chunk_bytes == sum(plane.slot_bytes for plane in layout.planes(0, 1))
 
 
 def test_config_without_a_key_names_it() -> None:
