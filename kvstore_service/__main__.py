@@ -46,7 +46,7 @@ from splitpoint.redis_options import (
     redis_options,
 )
 from splitpoint.rpc import HealthReporter, create_server, enable_reflection, listen
-from splitpoint.shapes import ArenaLayout, DataType, ModelShape, read_config
+from splitpoint.shapes import ArenaLayout, DataType, Encoding, ModelShape, read_config
 from splitpoint.tls import Identity, identity_of
 from splitpoint.v1 import kvstore_pb2_grpc
 
@@ -72,6 +72,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default="auto",
         choices=["auto", "always", "never"],
         help="keep layer inputs; auto: when loading them can pay",
+    )
+    parser.add_argument(
+        "--kv-encoding",
+        default=Encoding.NATIVE.value,
+        choices=[encoding.value for encoding in Encoding],
+        help="how K, V and X are kept; int8 and int4 are smaller and lossy (docs/compression.md)",
     )
     parser.add_argument("--chunk-tokens", type=int, default=DEFAULT_CHUNK_TOKENS, metavar="N")
     parser.add_argument("--host-memory", required=True, metavar="SIZE", help="most the arena takes")
@@ -147,6 +153,7 @@ def layout_of(arguments: argparse.Namespace) -> ArenaLayout:
         chunk_tokens=arguments.chunk_tokens,
         has_activations=wanted[arguments.activations],
         model_fingerprint=model_fingerprint(arguments.model),
+        encoding=Encoding(arguments.kv_encoding),
     )
 
 
@@ -192,12 +199,13 @@ async def serve(arguments: argparse.Namespace) -> None:
     owner, arena = opened.owner, opened.arena
     superblock = arena.superblock
     log.info(
-        "%s arena %s: %s, %d slots of %d tokens, %s activations",
+        "%s arena %s: %s, %d slots of %d tokens, %s, %s activations",
         "adopted" if opened.is_adopted else "new",
         arena.path,
         format_size(arena.size_bytes),
         arena.slot_count,
         arena.layout.chunk_tokens,
+        arena.layout.encoding.value,
         "with" if arena.layout.has_activations else "without",
     )
     store = KvStore(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from splitpoint.config import format_size
 from splitpoint.costs import Profile
 from splitpoint.planner import Residency
-from splitpoint.shapes import ModelShape, chunks_of
+from splitpoint.shapes import Encoding, ModelShape, chunks_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,8 @@ class WorkerFacts:
     # Slots of the store's arena (None: it could not be asked), bytes of each.
     store_slot_count: int | None = None
     slot_bytes: int = 0
+    # How its store keeps K, V and X.
+    encoding: Encoding = Encoding.NATIVE
 
     @property
     def capacity_tokens(self) -> int:

@@ -47,7 +47,7 @@ def plan_attempt(
                 residency=admitted.residency,
                 footprint_bytes=admitted.size_bytes,
                 forced_split_tokens=forced_split,
-                residency_reason=admitted.reason,
+                residency_reason=_with_loss(admitted.reason, worker),
             ),
         )
 
@@ -87,9 +87,16 @@ def explain(
             has_activations=worker.has_activations,
             residency=verdict.residency,
             footprint_bytes=verdict.size_bytes,
-            residency_reason=verdict.reason,
+            residency_reason=_with_loss(verdict.reason, worker),
         ),
     )
+
+
+def _with_loss(reason: str, worker: WorkerFacts) -> str:
+    """A reason that says so when what comes from the worker's store is not exact."""
+    if not worker.encoding.is_lossy:
+        return reason
+    return f"{reason}; the store keeps {worker.encoding.value}, so cached tokens are approximate"
 
 
 def check_split(split_tokens: int | None, workers: Collection[WorkerFacts]) -> None:

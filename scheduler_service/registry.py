@@ -182,6 +182,7 @@ class WorkerConnection:
             store_instance_id=self._advertised_store or (store.instance_id if store else b""),
             store_slot_count=store.slot_count if store else None,
             slot_bytes=layout.chunk_bytes,
+            encoding=layout.encoding,
         )
 
     async def _watch_health(self, channel: grpc.aio.Channel, registry: Registry) -> None:

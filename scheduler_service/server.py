@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from scheduler_service.conductor import Conductor
-from scheduler_service.footprint import NeverFits
+from scheduler_service.footprint import NeverFits, WorkerFacts
 from scheduler_service.planning import explain
 from scheduler_service.requests import Request
 from scheduler_service.validation import (
@@ -31,7 +31,12 @@ from scheduler_service.validation import (
     validate_generate,
 )
 from splitpoint.access import current_caller
-from splitpoint.convert import plan_to_proto, profile_to_proto, shape_to_proto
+from splitpoint.convert import (
+    encoding_to_proto,
+    plan_to_proto,
+    profile_to_proto,
+    shape_to_proto,
+)
 from splitpoint.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -40,7 +45,7 @@ from splitpoint.errors import (
     Unavailable,
 )
 from splitpoint.rpc import MESSAGE_LIMIT_BYTES
-from splitpoint.shapes import ModelShape
+from splitpoint.shapes import Encoding, ModelShape
 from splitpoint.text import Tokenizer
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import scheduler_pb2_grpc
@@ -210,9 +215,16 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
             has_tokenizer=self._model.tokenizer is not None,
             has_activations=any(worker.facts.has_activations for worker in ready),
             chunk_tokens=ready[0].facts.chunk_tokens if ready else 0,
+            kv_encoding=encoding_to_proto(_smallest(worker.facts for worker in ready)),
         )
         message.shape.name = message.name
         return message
+
+
+def _smallest(workers: Iterable[WorkerFacts]) -> Encoding:
+    """The one that keeps least of a token; native when there is no worker."""
+    order = list(Encoding)
+    return max((worker.encoding for worker in workers), key=order.index, default=Encoding.NATIVE)
 
 
 class AdminServicer(scheduler_pb2_grpc.AdminServiceServicer):

@@ -15,7 +15,7 @@ from splitpoint import convert
 from splitpoint.costs import Profile
 from splitpoint.errors import Internal
 from splitpoint.planner import Plan
-from splitpoint.shapes import ModelShape
+from splitpoint.shapes import Encoding, ModelShape
 from splitpoint.v1 import scheduler_pb2, types_pb2
 
 
@@ -175,6 +175,9 @@ class Model:
     has_tokenizer: bool
     has_activations: bool
     chunk_tokens: int
+    # How the store keeps the cache; unless native, what follows a reused prefix is
+    # approximate.
+    kv_encoding: Encoding = Encoding.NATIVE
 
 
 def model(message: scheduler_pb2.GetModelResponse) -> Model:
@@ -194,6 +197,7 @@ def _model(message: scheduler_pb2.Model) -> Model:
         has_tokenizer=message.has_tokenizer,
         has_activations=message.has_activations,
         chunk_tokens=message.chunk_tokens,
+        kv_encoding=convert.encoding_from_proto(message.kv_encoding),
     )
 
 

@@ -105,8 +105,9 @@ def lines_of(report: Mapping[str, Any]) -> Iterator[str]:
     activations = "with" if layout["has_activations"] else "without"
     yield (
         f"layout      {layout['layer_count']} layers, {layout['kv_head_count']} heads of "
-        f"{layout['head_dim']}, hidden {layout['hidden_size']}, {layout['data_type']}, "
-        f"{layout['chunk_tokens']} tokens a chunk, {activations} activations"
+        f"{layout['head_dim']}, hidden {layout['hidden_size']}, {layout['data_type']} "
+        f"kept as {layout['encoding']}, {layout['chunk_tokens']} tokens a chunk, "
+        f"{activations} activations"
     )
     slots = ", ".join(f"{count:,} {state}" for state, count in report["slots"].items() if count)
     yield f"slots       {report['slot_count']:,}: {slots}"

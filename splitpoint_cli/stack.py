@@ -56,7 +56,8 @@ class StackOptions:
     tls_ca: str | None = None
     tokens: str | None = None
     tenant_requests: int | None = None
-    # The store's: what stays in the arena, and what it is made of.
+    # The store's: how it keeps the cache, what stays in the arena, what that is made of.
+    kv_encoding: str | None = None
     eviction: str | None = None
     evict_above: float | None = None
     evict_to: float | None = None
@@ -159,6 +160,7 @@ def plan_stack(options: StackOptions) -> Stack:
             # Whoever keeps an arena wants to know that it does not fit; what a killed
             # stack left is only worth having if it does.
             "--keep-arena" if options.keep_arena else "--replace-arena",
+            *_given("--kv-encoding", options.kv_encoding),
             *_given("--eviction", options.eviction),
             *_given("--evict-above", options.evict_above),
             *_given("--evict-to", options.evict_to),

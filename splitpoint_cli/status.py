@@ -134,6 +134,7 @@ def status_json(found: Status) -> dict[str, object]:
                 "ready_worker_count": model.ready_worker_count,
                 "has_tokenizer": model.has_tokenizer,
                 "has_activations": model.has_activations,
+                "kv_encoding": model.kv_encoding.value,
                 "chunk_tokens": model.chunk_tokens,
             }
             for model in found.models
@@ -179,6 +180,7 @@ def _store_json(store: Store) -> dict[str, object]:
         "data_type": convert.data_type_from_proto(store.stats.layout.data_type).value,
         "chunk_tokens": store.stats.layout.chunk_tokens,
         "has_activations": store.stats.layout.has_activations,
+        "kv_encoding": convert.encoding_from_proto(store.stats.layout.encoding).value,
         **{name: getattr(store.stats, name) for name in _STORE_FIELDS},
         "evicted_by_use_count": list(store.stats.evicted_by_use_count),
     }
@@ -223,7 +225,14 @@ def _store_line(store: Store) -> str:
     return (
         f"store {store.address}: {stats.sealed_slot_count:,} of {stats.slot_count:,} slots sealed, "
         f"{stats.leased_slot_count:,} leased, {hits}, arena {format_size(stats.arena_size_bytes)}"
+        f"{_lossy_note(stats)}"
     )
+
+
+def _lossy_note(stats: kvstore_pb2.GetStatsResponse) -> str:
+    """What reuse costs in exactness; nothing for a store that keeps what was computed."""
+    encoding = convert.encoding_from_proto(stats.layout.encoding)
+    return f" in {encoding.value}: what is reused is approximate" if encoding.is_lossy else ""
 
 
 def _memory_line(stats: kvstore_pb2.GetStatsResponse) -> str:

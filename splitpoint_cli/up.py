@@ -49,6 +49,12 @@ class Activations(enum.StrEnum):
     NEVER = "never"
 
 
+class KvEncoding(enum.StrEnum):
+    NATIVE = "native"
+    INT8 = "int8"
+    INT4 = "int4"
+
+
 class Eviction(enum.StrEnum):
     LRU = "lru"
     FIFO = "fifo"
@@ -131,6 +137,14 @@ def up(
             rich_help_panel=_ARENA,
         ),
     ] = Activations.AUTO,
+    kv_encoding: Annotated[
+        KvEncoding | None,
+        typer.Option(
+            help="How the store keeps keys, values and layer inputs; int8 and int4 are smaller "
+            "and lossy (docs/compression.md); absent: native.",
+            rich_help_panel=_ARENA,
+        ),
+    ] = None,
     keep_arena: Annotated[
         bool,
         typer.Option(
@@ -350,6 +364,7 @@ def up(
         listen=listen,
         residency=residency.value,
         activations=activations.value,
+        kv_encoding=kv_encoding and kv_encoding.value,
         keep_arena=keep_arena,
         threads=threads,
         prefill_chunk=prefill_chunk,

@@ -9,7 +9,7 @@ import torch
 
 from splitpoint.arena import Arena
 from splitpoint.errors import ChunkLost
-from worker_service.device_cache import TORCH_TYPES
+from worker_service.chunk_codec import ChunkCodec
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,26 +26,31 @@ class ArenaTensors:
     """Views of one attached arena.
 
     Attributes:
-        keys, values: per layer `[slots, n_kv, chunk_tokens, d]`.
-        inputs: per layer `[slots, chunk_tokens, h]`; empty without activations.
+        codec: what the planes' elements mean; encoded ones are raw bytes here.
+        keys, values: per layer `[slots, n_kv, chunk_tokens, d]`, or row bytes for d.
+        inputs: per layer `[slots, chunk_tokens, h]`, or row bytes for h; empty
+            without activations.
     """
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self.layout = layout = arena.layout
-        dtype = TORCH_TYPES[layout.data_type]
-        kv_slot = (layout.kv_head_count, layout.chunk_tokens, layout.head_dim)
+        self.codec = codec = ChunkCodec(layout)
 
-        def views(tensor: str, slot: tuple[int, ...]) -> list[torch.Tensor]:
+        def views(tensor: str) -> list[torch.Tensor]:
+            slot = codec.stored_shape(tensor)
             return [
-                torch.from_numpy(arena.plane(layer, tensor)).view(dtype).view(-1, *slot)
+                torch.from_numpy(arena.plane(layer, tensor)).view(codec.stored_type).view(-1, *slot)
                 for layer in range(layout.layer_count)
             ]
 
-        self.keys = views("K", kv_slot)
-        self.values = views("V", kv_slot)
-        x_slot = (layout.chunk_tokens, layout.hidden_size)
-        self.inputs = views("X", x_slot) if layout.has_activations else []
+        self.keys = views("K")
+        self.values = views("V")
+        self.inputs = views("X") if layout.has_activations else []
+
+    def plane(self, layer: int, tensor: str) -> torch.Tensor:
+        """All slots of "K", "V" or "X" in one layer."""
+        return {"K": self.keys, "V": self.values, "X": self.inputs}[tensor][layer]
 
     def check_current(self, chunks: Sequence[StoredChunk]) -> None:
         """Raise ChunkLost unless every chunk is still sealed under its generation.

@@ -14,6 +14,9 @@ from splitpoint.errors import ResourceExhausted
 from splitpoint.shapes import ArenaLayout, ModelShape, chunks_of
 
 STAGING_PAGES = 16
+# What encoding (four float32 copies and two of bytes) and decoding (one and three)
+# hold for each element at once; write-back encodes while a restore decodes.
+CODEC_BYTES_PER_ELEMENT = 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,16 @@ def _workspace_bytes(
     shape: ModelShape, layout: ArenaLayout, max_batch_size: int, prefill_chunk_tokens: int
 ) -> int:
     """Staging tiles and the tensors of the largest step."""
-    staging = STAGING_PAGES * (2 * layout.kv_slot_bytes + layout.x_slot_bytes)
+    staged_tokens = STAGING_PAGES * layout.chunk_tokens
+    staging = staged_tokens * (
+        shape.kv_bytes_per_token_layer + shape.activation_bytes_per_token_layer
+    )
+    if layout.encoding.is_lossy:
+        staging += staged_tokens * (
+            layout.stored_kv_bytes_per_token_layer
+            + layout.stored_activation_bytes_per_token_layer
+            + CODEC_BYTES_PER_ELEMENT * max(shape.kv_width, shape.hidden_size)
+        )
     rows = max_batch_size + prefill_chunk_tokens
     widest = max(shape.intermediate_size * 2, shape.query_width + 2 * shape.kv_width)
     step = rows * (4 * shape.hidden_size + widest + shape.intermediate_size) * shape.data_type.size

@@ -7,17 +7,17 @@ checks afterwards that the chunks that were read are still current.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from worker_service.arena_tensors import ArenaTensors, StoredChunk
-from worker_service.gather import Gatherer, Planes
+from worker_service.gather import Gatherer
 from worker_service.lanes import Work
 from worker_service.memory import STAGING_PAGES
 from worker_service.model.decoder import Decoder, Rotary
+from worker_service.stage import Stage, runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +60,9 @@ class Mover:
         self.slot_pages = staging_pages
         self.slot_count = 1
         self._staging_pages = staging_pages
-        self._gatherer = gatherer
+        self._stage = Stage(tensors, device, staging_pages, gatherer)
         self._staging = (
-            torch.zeros(
-                (staging_pages, layout.chunk_tokens, layout.hidden_size),
-                dtype=tensors.inputs[0].dtype,
-                device=device,
-            )
+            tensors.codec.native_zeros("X", staging_pages, device)
             if layout.has_activations
             else None
         )
@@ -95,10 +91,8 @@ class Mover:
         slots = [chunk.slot for chunk in part.chunks]
         size = 2 * len(slots) * self.tensors.layout.kv_slot_bytes
 
-        planes = [(self.tensors.keys[layer], keys), (self.tensors.values[layer], values)]
-
         def call() -> None:
-            self._fetch(planes, slots, part.pages)
+            self._stage.bring(layer, {"K": keys, "V": values}, slots, part.pages)
 
         return Work("load K,V", call, size, size, layer, part.rows)
 
@@ -109,7 +103,7 @@ class Mover:
         size = len(slots) * self.tensors.layout.x_slot_bytes
 
         def call() -> None:
-            self._fetch([(self.tensors.inputs[layer], staging)], slots, range(len(slots)))
+            self._stage.bring(layer, {"X": staging}, slots, range(len(slots)))
 
         return Work("send X", call, size, size, layer, part.rows)
 
@@ -119,18 +113,16 @@ class Mover:
         """X of one chunk, layer by layer, into an input page of `[pages, C, h]`."""
         size = self.tensors.layout.x_slot_bytes
 
-        def copy(source: torch.Tensor, target: torch.Tensor) -> Work:
+        def copy(layer: int, target: torch.Tensor) -> Work:
             return Work(
                 "send X",
-                lambda: copy_runs(source, target, [chunk.slot], [page]),
+                lambda: self._stage.bring(layer, {"X": target}, [chunk.slot], [page]),
                 size,
                 size,
                 tokens=chunk.token_count,
             )
 
-        return [
-            copy(source, target) for source, target in zip(self.tensors.inputs, inputs, strict=True)
-        ]
+        return [copy(layer, target) for layer, target in enumerate(inputs)]
 
     # -- on the device ----------------------------------------------------------------
 
@@ -177,44 +169,10 @@ class Mover:
         rotary = self.model.rotary(positions)
         return Part(tuple(chunks), tuple(pages), len(positions), rotary)
 
-    def _fetch(self, planes: Sequence[Planes], slots: Sequence[int], pages: Sequence[int]) -> None:
-        """Slots of each plane into the pages of its target, the faster way."""
-        if self._gatherer is not None:
-            run_count = sum(1 for _ in runs(slots, pages))
-            if self._gatherer.takes(planes, run_count, len(slots)):
-                self._gatherer.gather(planes, slots, pages)
-                return
-        for plane, target in planes:
-            copy_runs(plane, target, slots, pages)
-
     def _slot(self, slot: int) -> torch.Tensor:
         if self._staging is None:
             raise RuntimeError("a split above zero was planned for an arena without activations")
         return self._staging[slot * self.slot_pages : (slot + 1) * self.slot_pages]
-
-
-def copy_runs(
-    plane: torch.Tensor, target: torch.Tensor, slots: Sequence[int], pages: Sequence[int]
-) -> None:
-    """`target[pages[i]] = plane[slots[i]]`, one copy for each stretch without a gap.
-
-    Copies below 64 KiB reach a tenth of a PCIe link.
-    """
-    for start, length in runs(slots, pages):
-        slot, page = slots[start], pages[start]
-        copy(target[page : page + length], plane[slot : slot + length])
-
-
-def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Asynchronous towards a GPU; on a CPU in this thread alone.
-
-    torch would start a team of threads for a large copy, which then takes turns
-    with the team that computes on the same cores.
-    """
-    if target.device.type == "cpu" and source.device.type == "cpu":
-        np.copyto(_host_bytes(target), _host_bytes(source))
-    else:
-        target.copy_(source, non_blocking=True)
 
 
 def put_rows(plane: torch.Tensor, pages: Sequence[int], rows: torch.Tensor) -> None:
@@ -229,20 +187,3 @@ def put_rows(plane: torch.Tensor, pages: Sequence[int], rows: torch.Tensor) -> N
     rest = len(rows) - whole * chunk
     if rest:
         plane[pages[whole], :, :rest].copy_(rows[whole * chunk :].transpose(0, 1))
-
-
-def runs(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(start, length) of stretches where both sequences go up by one."""
-    start = 0
-    for index in range(1, len(first) + 1):
-        if (
-            index == len(first)
-            or first[index] != first[index - 1] + 1
-            or second[index] != second[index - 1] + 1
-        ):
-            yield start, index - start
-            start = index
-
-
-def _host_bytes(tensor: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    return tensor.view(torch.uint8).numpy()

@@ -14,6 +14,7 @@ import torch
 from worker_service.arena_tensors import ArenaTensors, StoredChunk
 from worker_service.memory import STAGING_PAGES
 from worker_service.model.decoder import Decoder
+from worker_service.stage import Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +61,13 @@ class Puller:
         self.tensors = tensors
         self.chunk_tokens = layout.chunk_tokens
         self._device = device
-        like = tensors.keys[0]
-        kv_page = (STAGING_PAGES, *like.shape[1:])
+        self._stage = Stage(tensors, device, STAGING_PAGES)
         # Zeros: rows past a partial chunk's tokens are masked, yet must be finite.
-        self.keys = torch.zeros(kv_page, dtype=like.dtype, device=device)
-        self.values = torch.zeros(kv_page, dtype=like.dtype, device=device)
+        self.keys, self.values = (
+            tensors.codec.native_zeros(tensor, STAGING_PAGES, device) for tensor in ("K", "V")
+        )
         self._inputs = (
-            torch.zeros(
-                (STAGING_PAGES, layout.chunk_tokens, layout.hidden_size),
-                dtype=like.dtype,
-                device=device,
-            )
+            tensors.codec.native_zeros("X", STAGING_PAGES, device)
             if layout.has_activations
             else None
         )
@@ -91,24 +88,12 @@ class Puller:
         rebuilt = tile.rebuilt_rows(self.chunk_tokens)
         first_loaded = rebuilt // self.chunk_tokens
         self.tensors.check_current(tile.chunks)
-        self._load(self.tensors.keys[layer], keys, tile.chunks, pages, first_loaded)
-        self._load(self.tensors.values[layer], values, tile.chunks, pages, first_loaded)
+        slots = [chunk.slot for chunk in tile.chunks[first_loaded:]]
+        for tensor, target in (("K", keys), ("V", values)):
+            self._stage.bring(layer, {tensor: target}, slots, pages[first_loaded:])
         if rebuilt:
             self._rebuild(layer, tile, rebuilt, keys, values, pages)
         self.tensors.check_current(tile.chunks)
-
-    def _load(
-        self,
-        plane: torch.Tensor,
-        target: torch.Tensor,
-        chunks: Sequence[StoredChunk],
-        pages: Sequence[int],
-        first: int,
-    ) -> None:
-        slots = [chunk.slot for chunk in chunks]
-        for start, length in _runs(slots, pages, first):
-            slot, page = slots[start], pages[start]
-            target[page : page + length].copy_(plane[slot : slot + length])
 
     def _rebuild(
         self,
@@ -123,7 +108,8 @@ class Puller:
         if self._inputs is None:
             raise RuntimeError("a split above zero was planned for an arena without activations")
         count = -(-rows // self.chunk_tokens)
-        self._load(self.tensors.inputs[layer], self._inputs, tile.chunks[:count], range(count), 0)
+        slots = [chunk.slot for chunk in tile.chunks[:count]]
+        self._stage.bring(layer, {"X": self._inputs}, slots, range(count))
         inputs = self._inputs[:count].flatten(0, 1)[:rows]
         first = tile.first_token
         positions = torch.arange(first, first + rows, device=self._device)
@@ -135,19 +121,3 @@ class Puller:
         row_of = index % self.chunk_tokens
         keys[page_of, :, row_of] = rebuilt_keys
         values[page_of, :, row_of] = rebuilt_values
-
-
-def _runs(slots: Sequence[int], pages: Sequence[int], first: int) -> Iterator[tuple[int, int]]:
-    """(start, length) of stretches where slots and pages both go up by one.
-
-    One copy each: copies below 64 KiB reach a tenth of a PCIe link.
-    """
-    start = first
-    for index in range(first + 1, len(slots) + 1):
-        if (
-            index == len(slots)
-            or slots[index] != slots[index - 1] + 1
-            or pages[index] != pages[index - 1] + 1
-        ):
-            yield start, index - start
-            start = index

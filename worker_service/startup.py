@@ -177,6 +177,7 @@ def _check_layout(layout: ArenaLayout, shape: ModelShape, folder: Path) -> None:
         chunk_tokens=layout.chunk_tokens,
         has_activations=layout.has_activations,
         model_fingerprint=model_fingerprint(folder),
+        encoding=layout.encoding,
     )
     if expected.layout_hash != layout.layout_hash:
         differing = [

@@ -29,6 +29,7 @@ from splitpoint.keys import chunk_key
 from worker_service.arena_tensors import ArenaTensors, StoredChunk
 from worker_service.device_cache import DeviceCache
 from worker_service.lanes import passed
+from worker_service.memory import STAGING_PAGES
 from worker_service.store_client import Connection, Match, StoreClient, WrittenChunk
 
 log = logging.getLogger(__name__)
@@ -313,34 +314,64 @@ def copy_chunks(
 ) -> list[int]:
     """Copy pages into granted slots, all planes; returns each slot's checksum.
 
-    Rows past a chunk's tokens are written as zeros: the payload of a slot is a
-    function of its tokens alone. The pages are complete: a step hands chunks
-    over only after it read its logits back, which waits for its kernels.
+    What an arena keeps encoded is encoded on the device, so that only its bytes
+    cross the link. Rows past a chunk's tokens are written as zeros: a slot holds
+    nothing of the chunk before. The pages are complete: a step hands chunks over
+    only after it read its logits back, which waits for its kernels.
+
+    Raises Unencodable for what the arena's encoding has no bytes for.
     """
-    for job, slot in zip(jobs, slots, strict=True):
-        rows = len(job.token_ids)
-        _copy_rows(tensors.keys, cache.keys, slot, job.page, rows, row_axis=1)
-        _copy_rows(tensors.values, cache.values, slot, job.page, rows, row_axis=1)
+    store = _copy_pages if tensors.codec.is_native else _encode_pages
+    pages = [job.page for job in jobs]
+    rows = [len(job.token_ids) for job in jobs]
+    for layer in range(tensors.layout.layer_count):
+        store(tensors, "K", layer, cache.keys[layer], pages, slots, rows)
+        store(tensors, "V", layer, cache.values[layer], pages, slots, rows)
         if tensors.inputs:
-            if job.input_page is None:
-                raise RuntimeError(f"chunk {job.chunk_index} has no activations to store")
-            _copy_rows(tensors.inputs, cache.inputs, slot, job.input_page, rows, row_axis=0)
+            input_pages = [_input_page(job) for job in jobs]
+            store(tensors, "X", layer, cache.inputs[layer], input_pages, slots, rows)
     return [tensors.arena.checksum(slot) for slot in slots]
 
 
-def _copy_rows(
-    planes: Sequence[torch.Tensor],
-    pages: Sequence[torch.Tensor],
-    slot: int,
-    page: int,
-    rows: int,
-    *,
-    row_axis: int,
+def _input_page(job: WriteJob) -> int:
+    if job.input_page is None:
+        raise RuntimeError(f"chunk {job.chunk_index} has no activations to store")
+    return job.input_page
+
+
+def _copy_pages(
+    tensors: ArenaTensors,
+    tensor: str,
+    layer: int,
+    source: torch.Tensor,
+    pages: Sequence[int],
+    slots: Sequence[int],
+    rows: Sequence[int],
 ) -> None:
-    """One page of every layer into its slot; rows from `rows` on become zero."""
-    for plane, source in zip(planes, pages, strict=True):
-        target = plane[slot]
-        target.copy_(source[page])
-        spare = target.shape[row_axis] - rows
-        if spare:
-            target.narrow(row_axis, rows, spare).zero_()
+    """One tensor of one layer as it is; the first `rows[i]` rows of page i are in use."""
+    plane = tensors.plane(layer, tensor)
+    for slot, page, count in zip(slots, pages, rows, strict=True):
+        plane[slot].copy_(source[page])
+        plane[slot, ..., count:, :].zero_()
+
+
+def _encode_pages(
+    tensors: ArenaTensors,
+    tensor: str,
+    layer: int,
+    source: torch.Tensor,
+    pages: Sequence[int],
+    slots: Sequence[int],
+    rows: Sequence[int],
+) -> None:
+    """The same, encoded: as many pages at once as the workspace was planned for."""
+    plane = tensors.plane(layer, tensor)
+    for first in range(0, len(pages), STAGING_PAGES):
+        batch = slice(first, first + STAGING_PAGES)
+        native = source[torch.as_tensor(pages[batch], device=source.device)]
+        for index, count in enumerate(rows[batch]):
+            # Zeros are encoded as zeros; what lies there may be anything.
+            native[index, ..., count:, :] = 0
+        stored = tensors.codec.encode(native)
+        for slot, chunk in zip(slots[batch], stored, strict=True):
+            plane[slot].copy_(chunk)

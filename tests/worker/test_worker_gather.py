@@ -13,7 +13,7 @@ import torch
 from splitpoint.costs import Line
 from worker_service import gather
 from worker_service.gather import BLOCK_WORDS, PROGRAMS, GatherCosts, Gatherer, gatherer_of, launch
-from worker_service.mover import copy_runs
+from worker_service.stage import copy_runs
 
 
 @pytest.fixture

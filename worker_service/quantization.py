@@ -1,0 +1,191 @@
+"""Rows of elements as int8 or int4 bytes and back: docs/arena-format.md, section Rows.
+
+Pure torch on any device, vectorised over all leading dimensions. Round to nearest
+in groups along the last dimension, symmetric for int8, asymmetric for int4, as is
+usual for keys and values (per token: KIVI, FlexGen). Knows no slots and no arenas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from splitpoint.errors import FailedPrecondition
+from splitpoint.shapes import DataType, Encoding
+
+INT8_LEVELS = 127
+INT4_LEVELS = 15
+# The largest finite float16: what a scale or minimum can be.
+_FINITE = 65504.0
+# A scale may be too small by so much of itself, far below what a step hides. Without it
+# a value that was decoded before would miss its own scale by a float32 rounding.
+_SLACK = 1 - 2.0**-20
+
+
+class Unencodable(FailedPrecondition):
+    """A value is not finite, or larger than the encoding's parameters can say."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """`count` groups of `size` elements in a row: elements from `first` on, parameters
+    from the `index`-th on."""
+
+    first: int
+    size: int
+    count: int
+    index: int
+
+    def of(self, rows: torch.Tensor) -> torch.Tensor:
+        """A view `[..., count, size]` of elements `[..., width]`."""
+        part = rows[..., self.first : self.first + self.count * self.size]
+        return part.view(*rows.shape[:-1], self.count, self.size)
+
+    def scales(self, parameters: torch.Tensor) -> torch.Tensor:
+        """A view `[..., count]` of int8's parameters."""
+        return parameters[..., self.index : self.index + self.count]
+
+    def pairs(self, parameters: torch.Tensor) -> torch.Tensor:
+        """A view `[..., count, 2]` of int4's parameters: scale, minimum."""
+        part = parameters[..., 2 * self.index : 2 * (self.index + self.count)]
+        return part.view(*parameters.shape[:-1], self.count, 2)
+
+
+def encode(values: torch.Tensor, encoding: Encoding) -> torch.Tensor:
+    """Rows `[..., width]` of any float type as uint8 `[..., row bytes]` on the same device.
+
+    The largest error is half a step: for int8 max|x| / 254 of the group, for int4
+    (max - min) / 30, each with what rounding the parameters to float16 adds
+    (2^-10 of the step; for int4 also 2^-10 |min| / 30 when the minimum is far from 0),
+    and what rounding to the element type adds when decoding.
+
+    Encoding decoded values again gives the same bytes in float32, as long as no
+    group's values lie closer together than a float16 at its minimum tells apart.
+    In 16-bit types the rounding to them may move a value by one more step.
+
+    Raises Unencodable for NaN and infinity, and for magnitudes above 65,504 (int4)
+    or 8.3 million (int8), which no working model's cache has: waits for the device.
+    """
+    width = values.shape[-1]
+    parameter_bytes = encoding.parameter_bytes(width)
+    # In these encodings the size of a row does not depend on the element type.
+    row_bytes = encoding.row_bytes(width, DataType.FLOAT32)
+    encoded = values.new_zeros((*values.shape[:-1], row_bytes), dtype=torch.uint8)
+    parameters = encoded[..., :parameter_bytes].view(torch.float16)
+    largest = _largest_decoded(values.dtype, encoding)
+    levels = []
+    for group in _groups(width, encoding):
+        part = group.of(values).float()
+        low, high = part.aminmax(dim=-1)
+        _check_range(low, high, encoding)
+        if encoding is Encoding.INT8:
+            scale = _scale(torch.maximum(high, -low), INT8_LEVELS, largest)
+            group.scales(parameters).copy_(scale)
+            level = _steps(part, scale).clamp_(-INT8_LEVELS, INT8_LEVELS)
+        else:
+            minimum = _at_most(low)
+            scale = _scale(high - minimum.float(), INT4_LEVELS, largest - minimum.float())
+            group.pairs(parameters).copy_(torch.stack((scale, minimum), dim=-1))
+            level = _steps(part - minimum.float().unsqueeze(-1), scale).clamp_(0, INT4_LEVELS)
+        levels.append(level.flatten(-2))
+    level = levels[0] if len(levels) == 1 else torch.cat(levels, dim=-1)
+    _write_levels(level, encoding, encoded[..., parameter_bytes:])
+    return encoded
+
+
+def decode(encoded: torch.Tensor, encoding: Encoding, target: torch.Tensor) -> None:
+    """Fill `target` `[..., width]`, of any float type, from uint8 `[..., row bytes]`.
+
+    Both lie on one device. Computed in float32 and rounded once. The inner stride
+    of `encoded` is 1 and all others are even, as those of an arena are.
+    """
+    width = target.shape[-1]
+    parameter_bytes = encoding.parameter_bytes(width)
+    parameters = encoded[..., :parameter_bytes].view(torch.float16).float()
+    level = _levels(encoded[..., parameter_bytes:], encoding, width)
+    for group in _groups(width, encoding):
+        part, into = group.of(level), group.of(target)
+        if encoding is Encoding.INT8:
+            torch.mul(part, group.scales(parameters).unsqueeze(-1), out=into)
+        else:
+            scale, minimum = group.pairs(parameters).unsqueeze(-2).unbind(-1)
+            torch.add(part * scale, minimum, out=into)
+
+
+def _write_levels(level: torch.Tensor, encoding: Encoding, data: torch.Tensor) -> None:
+    """Whole numbers `[..., width]` of any type into the bytes behind the parameters."""
+    width = level.shape[-1]
+    if encoding is Encoding.INT8:
+        data[..., :width] = level.to(torch.int8).view(torch.uint8)
+        return
+    nibbles = level.to(torch.uint8)
+    low, high = nibbles[..., 0::2], nibbles[..., 1::2]
+    data[..., : low.shape[-1]] = low
+    data[..., : high.shape[-1]] |= high << 4
+
+
+def _levels(data: torch.Tensor, encoding: Encoding, width: int) -> torch.Tensor:
+    """The whole numbers again: int8 `[..., width]`, or uint8 for int4."""
+    if encoding is Encoding.INT8:
+        return data[..., :width].view(torch.int8)
+    packed = data[..., : (width + 1) // 2]
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)[..., :width]
+
+
+def _groups(width: int, encoding: Encoding) -> Iterator[_Group]:
+    """The full groups of a row, then what is left of it."""
+    size = encoding.group_elements
+    count, rest = divmod(width, size)
+    if count:
+        yield _Group(0, size, count, 0)
+    if rest:
+        yield _Group(count * size, rest, 1, count)
+
+
+def _largest_decoded(dtype: torch.dtype, encoding: Encoding) -> torch.Tensor | float:
+    """What no decoded value may exceed, so that it is finite in its type."""
+    if encoding is Encoding.INT4 or dtype is torch.float16:
+        return _FINITE
+    return INT8_LEVELS * _FINITE
+
+
+def _check_range(low: torch.Tensor, high: torch.Tensor, encoding: Encoding) -> None:
+    limit = _FINITE if encoding is Encoding.INT4 else INT8_LEVELS * _FINITE
+    # Whatever is compared with a NaN is false.
+    if not bool(((low >= -limit) & (high <= limit)).all()):
+        raise Unencodable(
+            f"a value is not finite, or beyond the {limit:,.0f} that {encoding.value} can say"
+        )
+
+
+def _scale(span: torch.Tensor, levels: int, room: torch.Tensor | float) -> torch.Tensor:
+    """The float16 step that reaches over `span` in `levels` steps, and never over `room`.
+
+    0 where the span is too small for any step: the group is constant then.
+    """
+    step = _at_least(span / levels * _SLACK)
+    most = _at_most(torch.as_tensor(room, device=span.device) / levels)
+    step = torch.minimum(step, most)
+    return torch.where(span < 0.5 * step.float(), 0, step)
+
+
+def _steps(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The nearest whole number of steps; 0 where the step is 0."""
+    inverse = torch.where(scale > 0, 1 / scale.float(), 0)
+    return (values * inverse.unsqueeze(-1)).round_()
+
+
+def _at_least(values: torch.Tensor) -> torch.Tensor:
+    """The smallest float16 that is not below each finite value; never -0."""
+    nearest = values.to(torch.float16)
+    # Neighbours in value are neighbours as integers, in sign and magnitude.
+    away = torch.where(nearest < 0, -1, 1).to(torch.int16)
+    above = (nearest.view(torch.int16) + away).view(torch.float16)
+    return torch.where(nearest.float() < values, above, nearest) + 0.0
+
+
+def _at_most(values: torch.Tensor) -> torch.Tensor:
+    """The largest float16 that is not above each finite value; never -0."""
+    return 0.0 - _at_least(-values)
