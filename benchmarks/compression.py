@@ -1,0 +1,367 @@
+"""What a compressed store costs in accuracy and saves on the link: native, int8, int4.
+
+The bundled model reads Python files it was never trained on, with teacher
+forcing. What it has read goes through write-back into an arena and comes back by
+a restore, exactly as a worker does it; what follows is predicted from that:
+
+    restored   1,024 tokens, the first 512 restored: loaded
+    split      the same, K and V of the first 256 rebuilt from stored X
+    streamed   every chunk of 64 comes from the arena once it is complete, so that
+               all but the newest tokens were encoded
+
+Bytes on the link are counted where they move: of a restore what its link lane
+carried, of write-back every copy that torch makes into the arena's mapping.
+
+    python -m benchmarks.compression [--windows N] [--dtype TYPE] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import platform
+import random
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from splitpoint.checkpoints import resolve_model
+from splitpoint.schedule import Lane
+from splitpoint.shapes import ArenaLayout, DataType, Encoding
+from splitpoint.text import Tokenizer
+from worker_service.arena_tensors import StoredChunk
+from worker_service.attention import prefill
+from worker_service.attention_plan import PrefillPlan
+from worker_service.device_cache import TORCH_TYPES, DeviceCache
+from worker_service.lanes import lanes_of
+from worker_service.memory import divide
+from worker_service.mirror import Mirror, name_of
+from worker_service.model.decoder import Decoder
+from worker_service.mover import Mover
+from worker_service.restore import Prefix, restore
+from worker_service.write_back import WriteJob, copy_chunks
+
+CHUNK = 64
+WINDOW = 1024
+PREFIX = 512
+SPLIT = 256
+SEED = 0
+# Held out when the bundled model was trained (tools/train_stdlib_model.py), and two
+# packages of the development environment, which never were in it.
+UNSEEN = (
+    ("stdlib", "asyncio"),
+    ("stdlib", "unittest"),
+    ("purelib", "_pytest"),
+    ("purelib", "rich"),
+)
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Token ids of one package, and the files they came from."""
+
+    package: str
+    token_ids: list[int]
+    files: list[str]
+
+
+def read_unseen(tokenizer: Tokenizer, eos: int, token_count: int) -> Iterator[Sample]:
+    """So many tokens of each package's files in random order: BOS file EOS BOS file EOS ..."""
+    for scheme, package in UNSEEN:
+        root = Path(sysconfig.get_paths()[scheme])
+        ids: list[int] = []
+        files: list[str] = []
+        paths = sorted((root / package).rglob("*.py"))
+        random.Random(SEED).shuffle(paths)
+        for path in paths:
+            text = path.read_text(encoding="utf-8")
+            if len(ids) >= token_count:
+                break
+            if text.strip():
+                ids += [*tokenizer.encode(text), eos]
+                files.append(path.relative_to(root).as_posix())
+        yield Sample(package, ids[:token_count], files)
+
+
+class LinkCounter(TorchDispatchMode):
+    """Counts the bytes that torch copies into one mapped arena, in this thread."""
+
+    def __init__(self, mirror: Mirror) -> None:
+        super().__init__()
+        payload = mirror.arena.payload
+        self._first = payload.ctypes.data
+        self._last = self._first + payload.nbytes
+        self.written_bytes = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            target = args[0]
+            if self._first <= target.data_ptr() < self._last:
+                self.written_bytes += target.nbytes
+        return func(*args, **(kwargs or {}))
+
+
+class Reader:
+    """The model, its cache, and an arena of one encoding."""
+
+    def __init__(self, model: Decoder, encoding: Encoding) -> None:
+        layout = ArenaLayout.of(
+            model.shape, chunk_tokens=CHUNK, has_activations=True, encoding=encoding
+        )
+        self.model = model
+        self.encoding = encoding
+        plan = divide(
+            model.shape,
+            layout,
+            budget_bytes=1 << 30,
+            weight_bytes=model.weight_bytes,
+            max_batch_size=1,
+            prefill_chunk_tokens=WINDOW,
+        )
+        self.cache = DeviceCache(layout, plan, CPU)
+        self.mirror = Mirror(layout, 64 << 20)
+        self.mover = Mover(model, self.mirror.tensors, CPU)
+        self.lanes = lanes_of(CPU)
+        self.link = LinkCounter(self.mirror)
+        self._windows = {layer.window for layer in model.layers}
+
+    def compute(self, token_ids: Sequence[int], start: int, count: int) -> torch.Tensor:
+        """Logits `[count, vocabulary]` of tokens [start, start + count); page i holds chunk i."""
+        positions = torch.arange(start, start + count)
+        pages, rows = positions // CHUNK, positions % CHUNK
+        before = list(range(-(-start // CHUNK)))
+        plan = PrefillPlan.of_prefix(
+            before, start, count, chunk_tokens=CHUNK, windows=self._windows, device=CPU
+        )
+        model, cache = self.model, self.cache
+        hidden = model.embed(torch.tensor(token_ids[start : start + count]), positions)
+        rotary = model.rotary(positions)
+        for index, layer in enumerate(model.layers):
+            inputs = layer.attention_input(hidden)
+            queries, keys, values = layer.project(inputs, rotary)
+            cache.write(index, pages, rows, keys, values)
+            cache.write_inputs(index, pages, rows, inputs)
+            attended = prefill(
+                queries,
+                keys,
+                values,
+                cache.keys[index],
+                cache.values[index],
+                plan,
+                window=layer.window,
+                scale=layer.scale,
+            )
+            hidden = layer.finish(hidden, attended)
+        return model.logits(hidden)
+
+    def store(self, token_ids: Sequence[int], first: int, last: int) -> list[StoredChunk]:
+        """Chunks [first, last) from their pages into the arena, by write-back's own copy."""
+        jobs = [
+            WriteJob(index, index, index, tuple(token_ids[index * CHUNK : (index + 1) * CHUNK]))
+            for index in range(first, last)
+        ]
+        places = self.mirror.grant(len(jobs))
+        with self.link:
+            checksums = copy_chunks(
+                self.cache, self.mirror.tensors, jobs, [slot for slot, _ in places]
+            )
+        chunks = []
+        for job, place, checksum in zip(jobs, places, checksums, strict=True):
+            # Named by what it holds: nobody looks these chunks up by their keys.
+            key = hashlib.sha256(repr((job.chunk_index, place, checksum)).encode()).digest()
+            chunks.append(self.mirror.publish(place, name_of(key, checksum), key, CHUNK))
+        return chunks
+
+    def forget(self) -> None:
+        """What the pages hold; a restore that forgot a row would be seen."""
+        for plane in (*self.cache.keys, *self.cache.values, *self.cache.inputs):
+            plane.zero_()
+
+    def restore(
+        self, token_ids: Sequence[int], chunks: Sequence[StoredChunk], first: int, split: int
+    ) -> float:
+        """Chunks from `first` on into their pages, rows below `split` rebuilt from X.
+
+        Returns the bytes that came over the link.
+        """
+        pages = [None if index < first else index for index in range(len(chunks))]
+        spans = restore(
+            self.mover,
+            self.lanes,
+            Prefix(chunks, first, pages, token_ids, len(chunks) * CHUNK, split),
+            self.cache.keys,
+            self.cache.values,
+            tile_tokens=PREFIX // 4,
+        )
+        return sum(span.amount for span in spans if span.lane is Lane.LINK_IN)
+
+    # -- what is measured: negative log-likelihoods of the tokens that were predicted ----
+
+    def restored(self, token_ids: Sequence[int], split: int) -> torch.Tensor:
+        """Of the tokens after the prefix."""
+        self.compute(token_ids, 0, PREFIX)
+        chunks = self.store(token_ids, 0, PREFIX // CHUNK)
+        self.forget()
+        self.restore(token_ids, chunks, 0, split)
+        return losses(self.compute(token_ids, PREFIX, WINDOW - PREFIX), token_ids, PREFIX)
+
+    def streamed(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Of the tokens after the first chunk, each chunk encoded once it is complete."""
+        found = []
+        chunks: list[StoredChunk] = []
+        for start in range(0, WINDOW, CHUNK):
+            found.append(losses(self.compute(token_ids, start, CHUNK), token_ids, start))
+            index = start // CHUNK
+            chunks += self.store(token_ids, index, index + 1)
+            self.restore(token_ids, chunks, index, 0)
+        return torch.cat(found[1:])
+
+
+def losses(logits: torch.Tensor, token_ids: Sequence[int], start: int) -> torch.Tensor:
+    """Of predicting token i + 1 at each position i from `start` on, where there is one."""
+    targets = torch.tensor(token_ids[start + 1 : start + 1 + len(logits)])
+    return functional.cross_entropy(logits[: len(targets)], targets, reduction="none")
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Of one encoding: perplexities, and bytes a token on the link."""
+
+    encoding: str
+    perplexity: dict[str, float]
+    written_bytes: float
+    loaded_bytes: float
+    sent_bytes: float
+
+
+@torch.inference_mode()
+def measure(model: Decoder, encoding: Encoding, windows: Sequence[Sequence[int]]) -> Result:
+    reader = Reader(model, encoding)
+    found: dict[str, list[torch.Tensor]] = {"restored": [], "split": [], "streamed": []}
+    try:
+        for window in windows:
+            found["restored"].append(reader.restored(window, 0))
+            found["split"].append(reader.restored(window, SPLIT))
+            found["streamed"].append(reader.streamed(window))
+        moved = link_bytes(reader, windows[0])
+    finally:
+        reader.lanes.close()
+    perplexity = {name: math.exp(torch.cat(each).mean().item()) for name, each in found.items()}
+    return Result(encoding.value, perplexity, *moved)
+
+
+def link_bytes(reader: Reader, window: Sequence[int]) -> tuple[float, float, float]:
+    """Bytes a token: K, V and X written; K and V loaded; X sent to rebuild all of them
+    (of all layers but the first, whose X comes from the token ids)."""
+    link = reader.link
+    reader.compute(window, 0, PREFIX)
+    before = link.written_bytes
+    chunks = reader.store(window, 0, PREFIX // CHUNK)
+    written = link.written_bytes - before
+    loaded, sent = (reader.restore(window, chunks, 0, split) for split in (0, PREFIX))
+    return written / PREFIX, loaded / PREFIX, sent / PREFIX
+
+
+def run(window_count: int, dtype: str) -> dict[str, object]:
+    folder = resolve_model(None)
+    tokenizer = Tokenizer.load(folder)
+    if tokenizer is None:
+        raise SystemExit(f"{folder} has no tokenizer")
+    data_type = DataType(dtype)
+    model = Decoder.load(folder, CPU, TORCH_TYPES[data_type])
+    samples = list(read_unseen(tokenizer, eos=1, token_count=window_count * WINDOW))
+    windows = [
+        sample.token_ids[start : start + WINDOW]
+        for sample in samples
+        for start in range(0, len(sample.token_ids) - WINDOW + 1, WINDOW)
+    ]
+    began = time.monotonic()
+    results = [measure(model, encoding, windows) for encoding in Encoding]
+    native = results[0]
+    return {
+        "benchmark": "compression",
+        "model": folder.name,
+        "dtype": data_type.value,
+        "window_tokens": WINDOW,
+        "prefix_tokens": PREFIX,
+        "split_tokens": SPLIT,
+        "chunk_tokens": CHUNK,
+        "windows": len(windows),
+        "encodings": [
+            {
+                "encoding": result.encoding,
+                "perplexity": result.perplexity,
+                "perplexity_over_native": {
+                    name: value / native.perplexity[name] - 1
+                    for name, value in result.perplexity.items()
+                },
+                "written_bytes_per_token": result.written_bytes,
+                "loaded_bytes_per_token": result.loaded_bytes,
+                "sent_bytes_per_token": result.sent_bytes,
+                "written_over_16_bit": result.written_bytes / native.written_bytes,
+                "loaded_over_16_bit": result.loaded_bytes / native.loaded_bytes,
+                "sent_over_16_bit": result.sent_bytes / native.sent_bytes,
+            }
+            for result in results
+        ],
+        "seed": SEED,
+        "files": {sample.package: sample.files for sample in samples},
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "seconds": time.monotonic() - began,
+    }
+
+
+def report(result: dict[str, Any]) -> None:
+    print(
+        f"{'':<8} {'bytes loaded':>13} {'of 16 bit':>10} {'restored':>18} {'split':>18} "
+        f"{'streamed':>18}"
+    )
+    for entry in result["encodings"]:
+        cells = [
+            f"{entry['perplexity'][name]:.4f} {entry['perplexity_over_native'][name]:+9.3%}"
+            for name in ("restored", "split", "streamed")
+        ]
+        print(
+            f"{entry['encoding']:<8} {entry['loaded_bytes_per_token']:>13,.0f} "
+            f"{entry['loaded_over_16_bit']:>10.3f} " + " ".join(f"{cell:>18}" for cell in cells)
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--windows", type=int, default=4, help="of each package")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
+    parser.add_argument("--json", type=Path, help="write the JSON line here, too")
+    arguments = parser.parse_args()
+    result = run(arguments.windows, arguments.dtype)
+    report(result)
+    line = json.dumps(result)
+    if arguments.json is not None:
+        arguments.json.write_text(line + "\n")
+    print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
