@@ -19,7 +19,8 @@ from splitpoint.schedule import Lane
 from worker_service.device_cache import TORCH_TYPES
 from worker_service.lanes import Lanes, Work, lanes_of
 from worker_service.model.decoder import Decoder, Rotary
-from worker_service.mover import copy, put_rows
+from worker_service.mover import put_rows
+from worker_service.stage import copy
 
 COPY_BYTES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 # A slow link need not show its largest size: the line has enough points without.
