@@ -205,6 +205,16 @@ class ModelShape:
         attention = 4 * self.query_width * self.layer_count * context
         return int(new_tokens * (2 * active + attention)) + 2 * embedding
 
+    def fill_flops(self, new_tokens: int, cached_tokens: int = 0) -> int:
+        """K and V of new tokens in every layer from their ids: what comes back by recompute.
+
+        A prefill without logits, and without all that follows K and V in the last layer.
+        """
+        embedding = self.vocabulary_size * self.hidden_size
+        whole = self.prefill_flops(new_tokens, cached_tokens) - 2 * embedding
+        before_last = whole * (self.layer_count - 1) // self.layer_count
+        return before_last + new_tokens * self.rebuild_flops_per_token_layer
+
     # -- construction ---------------------------------------------------------
 
     @classmethod

@@ -23,8 +23,10 @@ from splitpoint.text import Tokenizer
 from worker_service.arena_tensors import StoredChunk
 from worker_service.batch import Batch, Segment, SequenceLost, build_batch
 from worker_service.device_cache import DeviceCache
+from worker_service.forward import through_layers
 from worker_service.gather import gatherer_of
 from worker_service.lanes import Lanes, lanes_of
+from worker_service.meeting import Met, restore_from_both_ends
 from worker_service.memory import MemoryPlan
 from worker_service.messages import (
     Admit,
@@ -40,6 +42,7 @@ from worker_service.messages import (
     TokenEvent,
 )
 from worker_service.model.decoder import Decoder
+from worker_service.model.layer import DecoderLayer
 from worker_service.mover import Mover
 from worker_service.paging import Pager
 from worker_service.puller import Puller
@@ -48,7 +51,6 @@ from worker_service.roster import Roster
 from worker_service.sampling import Choice, NonFiniteLogits, SamplingRow, choose
 from worker_service.sequence import Sequence
 from worker_service.store_client import Match
-from worker_service.timeline import Span
 from worker_service.write_back import ChunksStored, Flushed, WriteEnded, WriteFailed
 
 log = logging.getLogger(__name__)
@@ -177,7 +179,7 @@ class Engine:
         match = sequence.match
         if match is None:
             sequence.restored = True
-            self._report_restore(sequence, 0, 0, 0.0, [])
+            self._report_restore(sequence, 0, 0, 0.0, Met(0, []))
             return
         started = time.perf_counter()
         # The last token is computed anew whatever is cached: its logits are needed.
@@ -187,13 +189,13 @@ class Engine:
         sequence.restored = True
         chunks = match.chunks[: chunks_of(cached, self.chunk_tokens)]
         split = min(sequence.admission.split_tokens, cached)
-        spans = self._restore_pages(sequence, match, chunks, cached, split)
+        met = self._restore_pages(sequence, match, chunks, cached, split)
         full = cached // self.chunk_tokens
         sequence.computed = cached
         sequence.stored = list(chunks[:full])
         sequence.written_chunks = full
         sequence.writes_back = True
-        self._report_restore(sequence, cached, split, time.perf_counter() - started, spans)
+        self._report_restore(sequence, cached, split, time.perf_counter() - started, met)
 
     def _restore_pages(
         self,
@@ -202,7 +204,7 @@ class Engine:
         chunks: tuple[StoredChunk, ...],
         cached: int,
         split: int,
-    ) -> list[Span]:
+    ) -> Met:
         """A resident prefix comes in whole; of a streamed one only a partial tail."""
         sequence.puller = self._puller_for(match)
         mover = self._mover_for(match)
@@ -210,35 +212,48 @@ class Engine:
         first = full if sequence.is_streamed else 0
         self.pager.take_for_prefix(sequence, first, len(chunks))
         prefix = Prefix(chunks, first, sequence.pages, sequence.tokens, cached, split)
-        spans = restore(
-            mover,
-            self.lanes,
-            prefix,
-            self.cache.keys,
-            self.cache.values,
-            tile_tokens=TILE_PAGES * self.chunk_tokens,
-        )
+        met = self._bring_in(sequence, mover, prefix)
         if cached % self.chunk_tokens and self.cache.inputs:
             # The tail's chunk will be sealed anew with more tokens, X included.
             page = self.pager.take_input_page(sequence, full)
             for work in mover.send_inputs(chunks[full], self.cache.inputs, page):
                 self.lanes.run(Lane.LINK_IN, work)
-            spans += self.lanes.finish()
+            met.spans.extend(self.lanes.finish())
             mover.tensors.check_current(chunks[full:])
-        return spans
+        return met
+
+    def _bring_in(self, sequence: Sequence, mover: Mover, prefix: Prefix) -> Met:
+        """K and V of the prefix into its pages, by the method that was planned."""
+        admission, keys, values = sequence.admission, self.cache.keys, self.cache.values
+        if admission.method is RestoreMethod.TOKENS:
+            return restore_from_both_ends(
+                mover,
+                self.lanes,
+                prefix,
+                keys,
+                values,
+                block_tokens=self.prefill_chunk_tokens,
+                expected_tokens=admission.recomputed_tokens,
+            )
+        tile_tokens = TILE_PAGES * self.chunk_tokens
+        return Met(0, restore(mover, self.lanes, prefix, keys, values, tile_tokens=tile_tokens))
 
     def _report_restore(
-        self, sequence: Sequence, cached: int, split: int, seconds: float, spans: list[Span]
+        self, sequence: Sequence, cached: int, split: int, seconds: float, met: Met
     ) -> None:
-        link = [span for span in spans if span.lane is Lane.LINK_IN]
-        compute = [span for span in spans if span.lane is Lane.COMPUTE]
+        link = [span for span in met.spans if span.lane is Lane.LINK_IN]
+        compute = [span for span in met.spans if span.lane is Lane.COMPUTE]
+        method = RestoreMethod.of(split, cached)
+        if cached and sequence.admission.method is RestoreMethod.TOKENS:
+            method = RestoreMethod.TOKENS
         self.roster.output.restores.append(
             RestoreEvent(
                 sequence.key,
                 cached,
                 split,
-                RestoreMethod.of(split, cached),
+                method,
                 seconds,
+                recomputed_tokens=met.recomputed_tokens,
                 link_bytes=int(sum(span.amount for span in link)),
                 link_busy_seconds=sum(span.seconds for span in link),
                 compute_busy_seconds=sum(span.seconds for span in compute),
@@ -303,15 +318,21 @@ class Engine:
 
         A NaN stays in its token's row from the layer where it arises to the end.
         """
-        model = self.model
+        model, cache = self.model, self.cache
+
+        def attend(
+            index: int,
+            layer: DecoderLayer,
+            inputs: torch.Tensor,
+            queries: torch.Tensor,
+            keys: torch.Tensor,
+            values: torch.Tensor,
+        ) -> torch.Tensor:
+            batch.write(cache, index, inputs, keys, values)
+            return batch.attend(cache, index, layer, queries, keys, values)
+
         hidden = model.embed(batch.token_ids, batch.positions)
-        rotary = model.rotary(batch.positions)
-        for index, layer in enumerate(model.layers):
-            inputs = layer.attention_input(hidden)
-            queries, keys, values = layer.project(inputs, rotary)
-            batch.write(self.cache, index, inputs, keys, values)
-            attended = batch.attend(self.cache, index, layer, queries, keys, values)
-            hidden = layer.finish(hidden, attended)
+        hidden = through_layers(model.layers, hidden, model.rotary(batch.positions), attend)
         finite = hidden.isfinite().all(dim=1).tolist()
         return model.logits(hidden[batch.logit_rows]), finite
 

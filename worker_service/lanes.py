@@ -109,12 +109,21 @@ class EmulatedLink:
         return start, end
 
 
+# Asked for the next piece of work whenever a lane is about to be idle; None: no more.
+Source = Callable[[], Work | None]
+
+
 class Lanes(ABC):
     """The lanes of one device, given work by one thread.
 
     Attributes:
         before: called in the lane before each piece of work; tests delay lanes with it.
+        overlapping: lanes run side by side; False for the serial twin.
+        ahead: pieces of drawn work that are not done yet when the next one is asked for.
     """
+
+    overlapping = True
+    ahead = 0
 
     def __init__(self, device: torch.device, link: EmulatedLink | None = None) -> None:
         if link is not None and device.type != "cpu":
@@ -143,6 +152,16 @@ class Lanes(ABC):
             events.append(self.run(step.lane, step.work, after))
 
     @abstractmethod
+    def draw(self, lane: Lane, source: Source) -> Event:
+        """Work drawn one piece at a time, each when the lane needs it; reached at the end.
+
+        For work that is not known in advance, since it depends on how far other lanes
+        have come. `source` is called from a thread of the lanes, never twice at once;
+        the serial twin draws everything before it returns. Not for the compute lane,
+        which belongs to the caller.
+        """
+
+    @abstractmethod
     def finish(self) -> list[Span]:
         """Wait on the host until every lane is empty; the spans since the last call.
 
@@ -159,6 +178,11 @@ class Lanes(ABC):
     def close(self) -> None:
         """Wait for everything, and end the lanes' threads."""
         self.settle()
+
+    @staticmethod
+    def _require_side(lane: Lane) -> None:
+        if lane not in _SIDE_LANES:
+            raise ValueError(f"nothing can be drawn by the {lane.value} lane: it is the caller's")
 
     def _enter(self, lane: Lane) -> None:
         if self.before is not None:
@@ -187,8 +211,12 @@ class _Reached(Event):
         return True
 
 
+# The spans of a piece of work, or of all that was drawn.
+_Done = Future[list[Span]]
+
+
 class _ThreadEvent(Event):
-    def __init__(self, future: Future[Span]) -> None:
+    def __init__(self, future: _Done) -> None:
         self.future = future
 
     def wait(self) -> None:
@@ -207,7 +235,7 @@ class ThreadLanes(Lanes):
         self._threads = {
             lane: ThreadPoolExecutor(1, thread_name_prefix=lane.value) for lane in _SIDE_LANES
         }
-        self._pending: deque[Future[Span]] = deque()
+        self._pending: deque[_Done] = deque()
         self._spans: list[Span] = []
 
     def run(self, lane: Lane, work: Work, after: Sequence[Event] = ()) -> Event:
@@ -217,25 +245,23 @@ class ThreadLanes(Lanes):
             self._spans.append(self._carry_out(lane, work, time.perf_counter()))
             return _Reached()
         futures = [event.future for event in after if isinstance(event, _ThreadEvent)]
-        return _ThreadEvent(self._submit(lane, work, futures))
+        return _ThreadEvent(self._run_in(lane, work, futures))
 
     def run_all(self, steps: Sequence[Step]) -> None:
         # Compute's ends are promised first, so that copies can be queued behind them.
-        promised = {
-            index: Future[Span]() for index, step in enumerate(steps) if step.lane is Lane.COMPUTE
-        }
-        futures: list[Future[Span]] = []
+        promised = {index: _Done() for index, step in enumerate(steps) if step.lane is Lane.COMPUTE}
+        futures: list[_Done] = []
         try:
             for index, step in enumerate(steps):
                 after = [futures[earlier] for earlier in step.after]
                 promise = promised.get(index)
-                futures.append(promise or self._submit(step.lane, step.work, after))
+                futures.append(promise or self._run_in(step.lane, step.work, after))
             for index, future in promised.items():
                 for earlier in steps[index].after:
                     futures[earlier].result()
                 span = self._carry_out(Lane.COMPUTE, steps[index].work, time.perf_counter())
                 self._spans.append(span)
-                future.set_result(span)
+                future.set_result([span])
         except BaseException as error:
             # Nobody may wait for what will not come.
             for future in promised.values():
@@ -243,14 +269,32 @@ class ThreadLanes(Lanes):
                     future.set_exception(error)
             raise
 
-    def _submit(self, lane: Lane, work: Work, after: Sequence[Future[Span]]) -> Future[Span]:
+    def draw(self, lane: Lane, source: Source) -> Event:
+        self._require_side(lane)
         submitted = time.perf_counter()
 
-        def carry_out() -> Span:
-            ready = max([submitted, *(future.result().end for future in after)])
+        def carry_out() -> list[Span]:
+            spans: list[Span] = []
             with torch.inference_mode():
-                return self._carry_out(lane, work, ready)
+                while (work := source()) is not None:
+                    # A copy engine would have had it at hand when the one before ended.
+                    ready = spans[-1].end if spans else submitted
+                    spans.append(self._carry_out(lane, work, ready))
+            return spans
 
+        return _ThreadEvent(self._submit(lane, carry_out))
+
+    def _run_in(self, lane: Lane, work: Work, after: Sequence[_Done]) -> _Done:
+        submitted = time.perf_counter()
+
+        def carry_out() -> list[Span]:
+            ends = [span.end for future in after for span in future.result()]
+            with torch.inference_mode():
+                return [self._carry_out(lane, work, max([submitted, *ends]))]
+
+        return self._submit(lane, carry_out)
+
+    def _submit(self, lane: Lane, carry_out: Callable[[], list[Span]]) -> _Done:
         future = self._threads[lane].submit(carry_out)
         self._pending.append(future)
         return future
@@ -264,7 +308,7 @@ class ThreadLanes(Lanes):
             # Only now: whoever is interrupted here still has to wait for it in `settle`.
             self._pending.popleft()
             if failure is None:
-                spans.append(future.result())
+                spans += future.result()
             elif error is None:
                 error = failure
         spans += self._spans
@@ -282,6 +326,8 @@ class ThreadLanes(Lanes):
 class SerialLanes(Lanes):
     """The serial twin: everything in the caller's thread and stream, one after the other."""
 
+    overlapping = False
+
     def __init__(self, device: torch.device, link: EmulatedLink | None = None) -> None:
         super().__init__(device, link)
         self._spans: list[Span] = []
@@ -292,6 +338,12 @@ class SerialLanes(Lanes):
             torch.cuda.current_stream(self.device).synchronize()
             span = _span(lane, work, span.start, time.perf_counter())
         self._spans.append(span)
+        return _Reached()
+
+    def draw(self, lane: Lane, source: Source) -> Event:
+        self._require_side(lane)
+        while (work := source()) is not None:
+            self.run(lane, work)
         return _Reached()
 
     def finish(self) -> list[Span]:
@@ -311,12 +363,29 @@ class _StreamEvent(Event):
         return bool(self.event.query())
 
 
+class _DrawnEvent(Event):
+    """Drawn work is given to its stream by a thread of the host, which waits for it, too."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        self._future.result()
+
+    @property
+    def is_done(self) -> bool:
+        return self._future.done()
+
+
 class StreamLanes(Lanes):
     """Lanes of a GPU: a CUDA stream each, and the caller's current stream for compute.
 
     No GPU has confirmed this class yet: `cuda` is torch.cuda, or in tests a double of
     its streams and events.
     """
+
+    # One piece is under way while the next is drawn and given to its stream.
+    ahead = 1
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         super().__init__(device)
@@ -326,15 +395,49 @@ class StreamLanes(Lanes):
         self._timed: list[tuple[Lane, Work, Any, Any]] = []
         # The first event since the last `finish`: spans are counted from it.
         self._first: Any = None
+        self._drawers = {
+            lane: ThreadPoolExecutor(1, thread_name_prefix=lane.value) for lane in _SIDE_LANES
+        }
+        self._drawn: deque[tuple[Lane, Future[None]]] = deque()
 
     def run(self, lane: Lane, work: Work, after: Sequence[Event] = ()) -> Event:
         compute = self._cuda.current_stream(self.device)
         stream = compute if lane is Lane.COMPUTE else self._streams[lane]
         if self._first is None:
             self._begin(compute)
-        for event in after:
+        for event in (*after, *self._drawing(lane)):
             if isinstance(event, _StreamEvent):
                 stream.wait_event(event.event)
+            else:
+                event.wait()
+        return _StreamEvent(self._enqueue(lane, stream, work))
+
+    def draw(self, lane: Lane, source: Source) -> Event:
+        self._require_side(lane)
+        if self._first is None:
+            self._begin(self._cuda.current_stream(self.device))
+        stream = self._streams[lane]
+
+        def carry_out() -> None:
+            under_way: deque[Any] = deque()
+            with torch.inference_mode():
+                while (work := source()) is not None:
+                    under_way.append(self._enqueue(lane, stream, work))
+                    if len(under_way) > self.ahead:
+                        under_way.popleft().synchronize()
+            for end in under_way:
+                end.synchronize()
+
+        future = self._drawers[lane].submit(carry_out)
+        self._drawn.append((lane, future))
+        return _DrawnEvent(future)
+
+    def _drawing(self, lane: Lane) -> list[Event]:
+        """What a lane was asked to draw: all of it comes before anything else there."""
+        return [_DrawnEvent(future) for drawer, future in self._drawn if drawer is lane]
+
+    def _enqueue(self, lane: Lane, stream: Any, work: Work) -> Any:
+        """Put work into its stream; the event at its end."""
         with self._cuda.stream(stream):
             self._enter(lane)
             start = self._record(stream)
@@ -344,17 +447,23 @@ class StreamLanes(Lanes):
                 # Work that failed half way has put something into the stream, too.
                 end = self._record(stream)
                 self._timed.append((lane, work, start, end))
-        return _StreamEvent(end)
+        return end
 
     def finish(self) -> list[Span]:
+        error: BaseException | None = None
+        while self._drawn:
+            error = error or self._drawn[0][1].exception()  # waits
+            self._drawn.popleft()
         timed, self._timed = self._timed, []
         first, self._first = self._first, None
-        if not timed:
-            return []
         for lane in Lane:
             last = [entry for entry in timed if entry[0] is lane][-1:]
             for _, _, _, end in last:
                 end.synchronize()
+        if error is not None:
+            raise error
+        if not timed:
+            return []
         offsets = [
             (lane, work, first.elapsed_time(start) / 1e3, first.elapsed_time(end) / 1e3)
             for lane, work, start, end in timed
@@ -365,6 +474,11 @@ class StreamLanes(Lanes):
         return [
             _span(lane, work, origin + start, origin + end) for lane, work, start, end in offsets
         ]
+
+    def close(self) -> None:
+        super().close()
+        for drawer in self._drawers.values():
+            drawer.shutdown()
 
     def _begin(self, compute: Any) -> None:
         """What compute was given before must be over before a lane touches its memory."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from splitpoint.planner import Residency
+from splitpoint.planner import Residency, RestoreMethod
 from splitpoint.text import TextStream
 from worker_service.arena_tensors import StoredChunk
 from worker_service.fetch import FetchOrder
@@ -28,6 +28,10 @@ class Admission:
     salt: bytes
     # Another host's store that may hold more of the prefix than the own one.
     source: FetchOrder | None = None
+    # TOKENS: prefill from the front while chunks come from the back, expected to meet
+    # at `recomputed_tokens`. Any other: what split_tokens says.
+    method: RestoreMethod = RestoreMethod.LOAD
+    recomputed_tokens: int = 0
 
     @property
     def key(self) -> tuple[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from splitpoint.convert import method_to_proto, plan_from_proto, profile_to_proto
 from splitpoint.errors import InvalidArgument, SplitpointError
 from splitpoint.keys import SALT_LIMIT
+from splitpoint.planner import Plan, Residency, RestoreMethod
 from splitpoint.shapes import ModelShape
 from splitpoint.v1 import types_pb2, worker_pb2
 from worker_service.fetch import FetchOrder
@@ -63,6 +64,7 @@ def admission_from(
             field="admit.forced_split_tokens",
             reason="NO_ACTIVATIONS",
         )
+    _check_method(plan, forces_split=command.HasField("forced_split_tokens"))
     return Admission(
         request_id=command.request_id,
         attempt=command.attempt,
@@ -73,7 +75,23 @@ def admission_from(
         split_tokens=split,
         salt=command.tenant_salt,
         source=_source_of(command),
+        method=plan.method,
+        recomputed_tokens=plan.recomputed_tokens,
     )
+
+
+def _check_method(plan: Plan, *, forces_split: bool) -> None:
+    """Raises InvalidArgument for a prefill from the front that cannot be."""
+    if plan.recomputed_tokens < 0:
+        raise InvalidArgument("must be at least 0", field="admit.plan.recomputed_tokens")
+    if plan.method is not RestoreMethod.TOKENS:
+        return
+    if plan.residency is not Residency.RESIDENT:
+        raise InvalidArgument(
+            "only a resident cache comes back by method TOKENS", field="admit.plan.method"
+        )
+    if forces_split:
+        raise InvalidArgument("method TOKENS has no split point", field="admit.forced_split_tokens")
 
 
 def _source_of(command: worker_pb2.AdmitCommand) -> FetchOrder | None:
