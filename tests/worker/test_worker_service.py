@@ -115,6 +115,15 @@ async def test_info_profile_and_run(folder: Path) -> None:
         assert tokens == {"a": ANSWER, "b": SHORT_ANSWER}
 
 
+def tokens_plan(**changes: object) -> types_pb2.Plan:
+    fields: dict[str, object] = {
+        "residency": types_pb2.RESIDENCY_RESIDENT,
+        "method": types_pb2.RESTORE_METHOD_TOKENS,
+        **changes,
+    }
+    return types_pb2.Plan(**fields)  # type: ignore[arg-type]
+
+
 BAD_ADMISSIONS: dict[str, Callable[[], worker_pb2.RunRequest]] = {
     "empty prompt": lambda: admit("x", prompt_token_ids=[]),
     "token outside the vocabulary": lambda: admit("x", prompt_token_ids=[VOCABULARY]),
@@ -123,6 +132,11 @@ BAD_ADMISSIONS: dict[str, Callable[[], worker_pb2.RunRequest]] = {
     "beyond the context": lambda: admit("x", sampling=types_pb2.SamplingParams(max_tokens=511)),
     "no residency": lambda: admit("x", plan=types_pb2.Plan()),
     "split without activations": lambda: admit("x", forced_split_tokens=4),
+    "streamed from tokens": lambda: admit(
+        "x", plan=tokens_plan(residency=types_pb2.RESIDENCY_STREAMED)
+    ),
+    "a split of tokens": lambda: admit("x", plan=tokens_plan(), forced_split_tokens=0),
+    "recomputed below zero": lambda: admit("x", plan=tokens_plan(recomputed_tokens=-1)),
     "salt too long": lambda: admit("x", tenant_salt=b"s" * 129),
     "everything delivered": lambda: admit("x", delivered_token_ids=list(range(3, 15))),
 }
