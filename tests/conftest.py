@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import shutil
 import socket
 import sys
@@ -15,11 +14,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SHARED_MEMORY = Path("/dev/shm")
 
 # Helpers beside this file (tiny_models.py, ...) are imported by plain name.
 sys.path.insert(0, str(ROOT / "tests"))
+from own_names import owner_of, shared_memory_folder  # noqa: E402
 from redis_server import RedisServer  # noqa: E402
+
+from splitpoint.config import SHARED_MEMORY  # noqa: E402
 
 # Two threads on two cores only fight when several processes test at once;
 # child processes inherit this, and torch reads it when it is first imported.
@@ -45,7 +46,10 @@ def shared_memory_entries() -> set[str]:
 
 
 def in_use_elsewhere(name: str) -> bool:
-    """Whether a process that is not ours maps the entry: another stack on this machine."""
+    """Whether the entry is of another test process, or another stack on this machine maps it."""
+    owner = owner_of(name)
+    if owner is not None:
+        return owner != os.getpid() and Path(f"/proc/{owner}").exists()
     ours = {os.getpid(), *child_processes()}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) in ours:
@@ -55,9 +59,7 @@ def in_use_elsewhere(name: str) -> bool:
                 return True
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
-    # The folders of `shm_folder` say whose they are.
-    owner = re.match(r"splitpoint-test-(\d+)-", name)
-    return owner is not None and int(owner[1]) != os.getpid() and Path(f"/proc/{owner[1]}").exists()
+    return False
 
 
 def child_processes(pid: int | None = None) -> set[int]:
@@ -101,7 +103,7 @@ def nothing_left_behind() -> Iterator[None]:
 @pytest.fixture
 def shm_folder() -> Iterator[Path]:
     """A private folder on tmpfs for an arena, gone afterwards."""
-    folder = SHARED_MEMORY / f"splitpoint-test-{os.getpid()}-{time.monotonic_ns()}"
+    folder = shared_memory_folder()
     folder.mkdir(mode=0o700)
     yield folder
     shutil.rmtree(folder)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import os
 import random
 import shutil
 import sys
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+from own_names import shared_memory_folder
 
 from scheduler_service.server import ServedModel
 from scheduler_service.service import Scheduler, SchedulerOptions
@@ -104,7 +104,7 @@ async def local_stack(
 ) -> AsyncIterator[LocalStack]:
     """Serve the checkpoint in `folder`; `sockets` is an empty folder with a short path."""
     shape = shape or StackShape()
-    arena = Path(f"/dev/shm/splitpoint-test-{os.getpid()}-{time.monotonic_ns()}/arena")
+    arena = shared_memory_folder() / "arena"
     async with AsyncExitStack() as cleanup:
         cleanup.callback(shutil.rmtree, arena.parent, ignore_errors=True)
         address = f"unix:{sockets}/kv"

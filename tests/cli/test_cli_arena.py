@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from own_names import instance_name
 from typer.testing import CliRunner
 
 from splitpoint.arena import Arena
@@ -53,7 +54,7 @@ LAYOUT = ArenaLayout(
 )
 SLOTS = 8
 FIRST = first_generation(1)
-INSTANCE = f"test-arena-{os.getpid()}"
+INSTANCE = instance_name("arena")
 
 
 class Writer:

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from own_names import instance_name
 from test_cli_supervisor import pids, wait_gone
 from test_cli_up import SECONDS, assert_nothing_left, stack
 from up_process import wait_until_up
@@ -93,7 +94,7 @@ def test_a_restarted_service_keeps_the_port_it_had() -> None:
 
 @pytest.mark.parametrize("name", ["store", "worker-1", "scheduler"])
 def test_a_killed_service_comes_back(tmp_path: Path, name: str) -> None:
-    log, instance = tmp_path / "log", f"test-back-{name}"
+    log, instance = tmp_path / "log", instance_name(f"back-{name}")
     with stack(log, instance, pause="0.05") as process:
         wait_until_up(process)
         os.kill(lives(log, name)[0], signal.SIGKILL)
@@ -114,7 +115,7 @@ def test_a_killed_service_comes_back(tmp_path: Path, name: str) -> None:
 
 def test_one_that_cannot_come_back_is_given_up(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with stack(log, "test-give-up", worker="crash-again", pause="0.02") as process:
+    with stack(log, instance_name("give-up"), worker="crash-again", pause="0.02") as process:
         wait_until_up(process)
         os.kill(lives(log, "worker-0")[0], signal.SIGKILL)
         _, errors = process.communicate(timeout=SECONDS)
@@ -125,24 +126,24 @@ def test_one_that_cannot_come_back_is_given_up(tmp_path: Path) -> None:
     # Shown when written, and not once more at the end; what was not shown, is now.
     assert errors.count("no luck today") == 4
     assert errors.count("fake: starting") == 1
-    assert_nothing_left(log, "test-give-up")
+    assert_nothing_left(log, instance_name("give-up"))
 
 
 def test_no_restart_ends_with_the_first_death(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with stack(log, "test-never", pause="never") as process:
+    with stack(log, instance_name("never"), pause="never") as process:
         wait_until_up(process)
         os.kill(lives(log, "store")[0], signal.SIGKILL)
         _, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
     assert errors.endswith("splitpoint: UNAVAILABLE: store ended by SIGKILL\n")
     assert len(lives(log, "store")) == 1
-    assert_nothing_left(log, "test-never")
+    assert_nothing_left(log, instance_name("never"))
 
 
 def test_ctrl_c_during_a_pause(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with stack(log, "test-pause", pause="3600") as process:
+    with stack(log, instance_name("pause"), pause="3600") as process:
         wait_until_up(process)
         os.kill(lives(log, "store")[0], signal.SIGKILL)
         read_until(process, "starts again in 3600 s")
@@ -150,12 +151,12 @@ def test_ctrl_c_during_a_pause(tmp_path: Path) -> None:
         process.communicate(timeout=SECONDS)
     assert process.returncode == 0
     assert len(lives(log, "store")) == 1
-    assert_nothing_left(log, "test-pause")
+    assert_nothing_left(log, instance_name("pause"))
 
 
 def test_ctrl_c_during_a_restart(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with stack(log, "test-restart", worker="never-ready-again", pause="0.02") as process:
+    with stack(log, instance_name("restart"), worker="never-ready-again", pause="0.02") as process:
         wait_until_up(process)
         os.kill(lives(log, "worker-0")[0], signal.SIGKILL)
         deadline = time.monotonic() + SECONDS
@@ -165,11 +166,11 @@ def test_ctrl_c_during_a_restart(tmp_path: Path) -> None:
         process.communicate(timeout=SECONDS)
     assert process.returncode == 0
     assert len(lives(log, "worker-0")) == 2
-    assert_nothing_left(log, "test-restart")
+    assert_nothing_left(log, instance_name("restart"))
 
 
 def test_down_clears_what_a_killed_up_left(tmp_path: Path) -> None:
-    log, instance = tmp_path / "log", "test-down"
+    log, instance = tmp_path / "log", instance_name("down")
 
     def down() -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -195,9 +196,9 @@ def test_down_clears_what_a_killed_up_left(tmp_path: Path) -> None:
         remove_tree(arena_path(instance).parent)
     again = down()
     assert again.returncode == 2
-    assert "NOT_FOUND: no stack named test-down is running" in again.stderr
-    assert not (runtime_directory("test-other").parent / instance).exists()
-    runtime_directory("test-other").rmdir()
+    assert f"NOT_FOUND: no stack named {instance} is running" in again.stderr
+    assert not (runtime_directory(instance_name("other")).parent / instance).exists()
+    runtime_directory(instance_name("other")).rmdir()
 
 
 class FailingSupervisor:
@@ -246,7 +247,7 @@ def sockets(instance: str) -> set[str]:
 
 
 def test_the_next_up_waits_for_services_of_a_killed_one(tmp_path: Path) -> None:
-    old, new, instance = tmp_path / "old", tmp_path / "new", "test-next"
+    old, new, instance = tmp_path / "old", tmp_path / "new", instance_name("next")
     with stack(old, instance, worker="drain") as first:
         wait_until_up(first)
         first.kill()
@@ -265,7 +266,7 @@ def test_the_next_up_waits_for_services_of_a_killed_one(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_while_waiting_leaves_them_alone(tmp_path: Path) -> None:
-    log, instance = tmp_path / "log", "test-wait"
+    log, instance = tmp_path / "log", instance_name("wait")
     with stack(log, instance, worker="drain") as first:
         wait_until_up(first)
         first.kill()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from own_names import instance_name
 from up_process import up_process, wait_until_up
 
 from splitpoint.config import arena_path, remove_tree, runtime_directory
@@ -44,7 +45,7 @@ def assert_nothing_left(log: Path, instance: str) -> None:
 
 def test_ctrl_c_stops_in_order_and_exits_0(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with stack(log, "test-ctrl-c") as process:
+    with stack(log, instance_name("ctrl-c")) as process:
         printed = wait_until_up(process)
         assert "worker 1" in printed
         assert "splitpoint generate" in printed
@@ -55,12 +56,12 @@ def test_ctrl_c_stops_in_order_and_exits_0(tmp_path: Path) -> None:
     assert stops[0] == "scheduler"
     assert stops[-1] == "store"
     assert len(stops) == 4
-    assert_nothing_left(log, "test-ctrl-c")
+    assert_nothing_left(log, instance_name("ctrl-c"))
 
 
 def test_ctrl_c_twice_kills_what_hangs(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with stack(log, "test-twice", worker="stubborn") as process:
+    with stack(log, instance_name("twice"), worker="stubborn") as process:
         wait_until_up(process)
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
@@ -70,12 +71,12 @@ def test_ctrl_c_twice_kills_what_hangs(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=SECONDS)
     assert process.returncode == 0
-    assert_nothing_left(log, "test-twice")
+    assert_nothing_left(log, instance_name("twice"))
 
 
 def test_ctrl_c_while_starting(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with stack(log, "test-early", worker="never-ready") as process:
+    with stack(log, instance_name("early"), worker="never-ready") as process:
         assert process.stderr is not None
         for line in process.stderr:
             if "worker 1" in line:
@@ -83,36 +84,36 @@ def test_ctrl_c_while_starting(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=SECONDS)
     assert process.returncode == 130
-    assert_nothing_left(log, "test-early")
+    assert_nothing_left(log, instance_name("early"))
 
 
 def test_a_dead_worker_ends_everything_with_1(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with stack(log, "test-death", worker="die-later") as process:
+    with stack(log, instance_name("death"), worker="die-later") as process:
         _, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
     assert "UNAVAILABLE: worker" in errors
     assert "SIGKILL" in errors
     assert "last lines of worker" in errors
-    assert_nothing_left(log, "test-death")
+    assert_nothing_left(log, instance_name("death"))
 
 
 def test_a_service_that_cannot_start_says_why(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with stack(log, "test-crash", store="crash") as process:
+    with stack(log, instance_name("crash"), store="crash") as process:
         _, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
     assert "no luck today" in errors
     assert "store ended with status 7" in errors
-    assert_nothing_left(log, "test-crash")
+    assert_nothing_left(log, instance_name("crash"))
 
 
 def test_an_arena_that_was_kept_survives_a_start_that_failed(tmp_path: Path) -> None:
-    arena = arena_path("test-crash-kept")
+    arena = arena_path(instance_name("crash-kept"))
     arena.parent.mkdir(mode=0o700)
     arena.touch(0o600)
     try:
-        with stack(tmp_path / "log", "test-crash-kept", store="crash") as process:
+        with stack(tmp_path / "log", instance_name("crash-kept"), store="crash") as process:
             process.communicate(timeout=SECONDS)
         assert process.returncode == 1
         assert arena.exists()
@@ -122,9 +123,9 @@ def test_an_arena_that_was_kept_survives_a_start_that_failed(tmp_path: Path) -> 
 
 def test_two_stacks_cannot_share_a_name(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with stack(log, "test-shared") as first:
+    with stack(log, instance_name("shared")) as first:
         wait_until_up(first)
-        with stack(tmp_path / "other", "test-shared") as second:
+        with stack(tmp_path / "other", instance_name("shared")) as second:
             _, errors = second.communicate(timeout=SECONDS)
         assert second.returncode != 0
         assert "already running" in errors
@@ -132,4 +133,4 @@ def test_two_stacks_cannot_share_a_name(tmp_path: Path) -> None:
         first.send_signal(signal.SIGTERM)
         first.communicate(timeout=SECONDS)
     assert first.returncode == 0
-    assert_nothing_left(log, "test-shared")
+    assert_nothing_left(log, instance_name("shared"))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from own_names import instance_name
 from typer.testing import CliRunner
 
 from kvstore_service.__main__ import parse_arguments as parse_store
@@ -20,7 +21,7 @@ from splitpoint_cli.main import app
 from splitpoint_cli.stack import Stack, StackOptions, plan_stack
 from worker_service.__main__ import parse_arguments as parse_worker
 
-INSTANCE = "test-options"
+INSTANCE = instance_name("options")
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from own_names import instance_name
 from redis_server import RedisServer
 from up_process import up_process, wait_until_up
 
@@ -79,7 +80,7 @@ def assert_nothing_left(instance: str) -> None:
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """One stack for the tests that only talk to it."""
-    instance = f"test-{os.getpid()}"
+    instance = instance_name("cli")
     address = f"unix:{tmp_path_factory.mktemp('up')}/public.sock"
     with stack(address, instance) as process:
         printed = wait_until_up(process)
@@ -198,7 +199,7 @@ def test_the_readmes_python_examples_run(address: str) -> None:
 
 
 def test_a_killed_worker_stops_everything_and_leaves_nothing(tmp_path: Path) -> None:
-    instance = f"kill-{os.getpid()}"
+    instance = instance_name("kill")
     with stack(f"unix:{tmp_path}/p.sock", instance, "--workers", "1", "--no-restart") as process:
         wait_until_up(process)
         services = service_processes(instance)
@@ -212,7 +213,7 @@ def test_a_killed_worker_stops_everything_and_leaves_nothing(tmp_path: Path) -> 
 
 
 def test_services_end_when_up_itself_is_killed(tmp_path: Path) -> None:
-    instance = f"orphan-{os.getpid()}"
+    instance = instance_name("orphan")
     with stack(f"unix:{tmp_path}/p.sock", instance, "--workers", "1") as process:
         wait_until_up(process)
         services = service_processes(instance)
@@ -241,7 +242,7 @@ def test_services_end_when_up_itself_is_killed(tmp_path: Path) -> None:
 
 
 def test_options_reach_the_services(tmp_path: Path, redis_server: RedisServer) -> None:
-    instance = f"never-{os.getpid()}"
+    instance = instance_name("never")
     address = f"unix:{tmp_path}/p.sock"
     options = (
         *("--workers", "1", "--activations", "never", "--eviction", "counter"),

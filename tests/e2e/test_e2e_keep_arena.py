@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from own_names import instance_name
 from test_e2e_cli import assert_nothing_left, splitpoint
 from test_e2e_restarts import PROMPT, SECONDS, wait_sealed
 from up_process import up_process, wait_until_up
@@ -17,7 +17,7 @@ from splitpoint.answers import Completion
 from splitpoint.client import Client
 from splitpoint.config import arena_path, remove_tree
 
-INSTANCE = f"test-keep-{os.getpid()}"
+INSTANCE = instance_name("keep")
 
 
 @contextmanager

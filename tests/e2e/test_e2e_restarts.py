@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from own_names import instance_name
 from test_e2e_cli import assert_nothing_left, service_processes
 from up_process import up_process, wait_until_up
 
@@ -46,7 +47,7 @@ def wait_sealed(store: str) -> None:
 
 
 def test_every_service_comes_back_after_kill_9(tmp_path: Path) -> None:
-    instance = f"test-kill-{os.getpid()}"
+    instance = instance_name("restarts")
     command = [
         *(sys.executable, "-m", "splitpoint_cli", "up", "--device", "cpu", "--threads", "1"),
         *("--dtype", "float32", "--host-memory", "64MiB", "--device-memory", "128MiB"),

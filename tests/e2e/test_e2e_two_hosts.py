@@ -7,17 +7,16 @@ fetched by the other, whose answer must be the same.
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from local_stack import ROOT, prompt_of, stop_process, wait_for_workers
+from own_names import shared_memory_folder
 from redis_server import RedisServer
 
 from splitpoint.access import Caller, Role
@@ -52,7 +51,7 @@ async def two_hosts(folder: Path, model: Path, redis: RedisServer) -> AsyncItera
     admin = add_token(tokens, Caller("admin", Role.ADMIN))
     token_file.touch(0o600)
     token_file.write_text(add_token(tokens, Caller("services", Role.WORKER)))
-    shm = Path(f"/dev/shm/splitpoint-test-{os.getpid()}-{time.monotonic_ns()}")
+    shm = shared_memory_folder()
     shm.mkdir(mode=0o700)
     common = [
         *("--listen", "127.0.0.1:0", "--model", str(model), "--dtype", "float32"),

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +31,7 @@ from kvstore_helpers import (
     seed_of,
     write_payload,
 )
+from own_names import shared_memory_folder
 
 from kvstore_service.chunk_pool import WrittenChunk
 from kvstore_service.prefix_index import Entry
@@ -85,8 +84,7 @@ class Stored:
 class StoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        name = f"splitpoint-test-{os.getpid()}-{time.monotonic_ns()}"
-        self.folder = Path("/dev/shm") / name
+        self.folder = shared_memory_folder()
         self.folder.mkdir(mode=0o700)
         self.bench = Bench(self.folder, SLOTS, lease_seconds=LEASE_SECONDS)
         self.holders: dict[bytes, Holder] = {}

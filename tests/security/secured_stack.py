@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from own_names import shared_memory_folder
 
 from splitpoint.access import Caller, Role
 from splitpoint.client import AsyncClient
@@ -73,7 +73,7 @@ async def secured_stack(folder: Path) -> AsyncIterator[SecuredStack]:
     tokens = {name: add_token(tokens_file, caller) for name, caller in CALLERS.items()}
     token_file.touch(0o600)
     token_file.write_text(tokens["services"] + "\n")
-    arena = Path(f"/dev/shm/splitpoint-test-{os.getpid()}-{time.monotonic_ns()}/arena")
+    arena = shared_memory_folder() / "arena"
     logs = {name: folder / f"{name}.log" for name in ("store", "worker", "scheduler")}
     security = [
         *("--tls-cert", str(certificates / "server.pem")),

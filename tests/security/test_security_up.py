@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+from own_names import instance_name
 from up_process import up_process, wait_until_up
 
 from splitpoint.access import Caller, Role
@@ -44,7 +44,7 @@ def test_up_beyond_loopback(tmp_path: Path, free_port: int) -> None:
         *("--tls-cert", f"{certificates}/server.pem"),
         *("--tls-key", f"{certificates}/server-key.pem"),
     ]
-    base = ["up", "--listen", f"0.0.0.0:{free_port}", "--instance", f"test-tls-{os.getpid()}"]
+    base = ["up", "--listen", f"0.0.0.0:{free_port}", "--instance", instance_name("tls")]
 
     refused = splitpoint(*base, *tls)
     assert refused.returncode == 2
