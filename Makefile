@@ -9,6 +9,8 @@ BIN    := $(VENV)/bin
 TORCH_INDEX ?=
 # Extra arguments, as in: make up ARGS="--workers 2"
 ARGS   ?=
+# Test files that run side by side; 0: one after the other, in one process (for --pdb).
+TEST_JOBS ?= 2
 PROTOS := $(wildcard proto/splitpoint/v1/*.proto)
 # A GPU node often has torch already, and may have no network: run from the
 # source tree with whatever Python is at hand.
@@ -16,7 +18,7 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test chaos check proto bench bench-store gpu up down clean
-# Nothing here gains from running side by side, and the tests time themselves.
+# Targets build on each other; the tests spread over the cores by themselves.
 .NOTPARALLEL:
 
 help:  ## Show the targets
@@ -52,7 +54,7 @@ demo: proto  ## Two CPU workers on one store: cold and warm, then everything sto
 	@$(BIN)/python -m splitpoint_cli.demo
 
 test: proto  ## Run the tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(ARGS)
 
 chaos: proto  ## The long fault runs, which `make test` leaves out
 	$(BIN)/python -m pytest -m chaos $(ARGS)
