@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -55,26 +56,31 @@ async def check_concurrent(stack: LocalStack, model: PreTrainedModel) -> None:
 
 
 async def check_restored(stack: LocalStack, model: PreTrainedModel) -> None:
-    """Worker 0 writes the prefix, worker 1 restores it at every split."""
+    """Worker 0 writes the prefix, worker 1 restores it at every split, alone and in one batch."""
     prefix, answered = clear_prompt(model, 100, NEW_TOKENS)
     first = await greedy(stack, prefix, "0")
     assert list(first.token_ids) == answered
     # The second turn of a chat: prompt, answer, and more. Its prefix ends inside a chunk.
     prompt, wanted = clear_prompt(model, 9, NEW_TOKENS, before=[*prefix, *answered])
     cached = len(prefix) + NEW_TOKENS - 1
-    for split in (0, 1, cached // 2, cached):
-        for residency in (Residency.RESIDENT, Residency.STREAMED):
-            salt = bytes([split % 251, residency is Residency.STREAMED])
-            await greedy(stack, prefix, "0", cache_salt=salt)
-            answer = await greedy(
-                stack, prompt, "1", split=split, residency=residency, cache_salt=salt
-            )
-            assert list(answer.token_ids) == wanted, (split, residency)
-            assert answer.usage.cached_tokens == cached
-            assert answer.plan is not None
-            assert answer.plan.split_tokens == split
-            assert answer.plan.residency is residency
-            assert answer.worker == "1"
+    cases = list(product((cached // 2, 0, 1, cached), (Residency.RESIDENT, Residency.STREAMED)))
+    # Under salts of their own, or the first one's answer would be the next one's prefix.
+    salts = [bytes([number]) for number in range(1, 1 + len(cases))]
+    await asyncio.gather(*(greedy(stack, prefix, "0", cache_salt=salt) for salt in salts))
+
+    async def check(split: int, residency: Residency, salt: bytes) -> None:
+        answer = await greedy(stack, prompt, "1", split=split, residency=residency, cache_salt=salt)
+        assert list(answer.token_ids) == wanted, (split, residency)
+        assert answer.usage.cached_tokens == cached
+        assert answer.plan is not None
+        assert answer.plan.split_tokens == split
+        assert answer.plan.residency is residency
+        assert answer.worker == "1"
+
+    salted = [(*case, salt) for case, salt in zip(cases, salts, strict=True)]
+    for each in salted[:2]:
+        await check(*each)
+    await asyncio.gather(*(check(*each) for each in salted[2:]))
 
 
 @pytest.mark.parametrize("case", CASES)
