@@ -52,8 +52,10 @@ class Profile:
         for rate in self.remote_bytes_per_second.values():
             _require_finite("remote_bytes_per_second", rate, above_zero=True)
 
-    def prefill_seconds(self, flops: float) -> float:
-        return flops / self.prefill_flops_per_second
+    def prefill_seconds(self, flops: float, pieces: int = 1) -> float:
+        """A prefill of so much work, done in so many pieces."""
+        overhead = pieces * self.prefill_overhead_seconds
+        return overhead + flops / self.prefill_flops_per_second
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
@@ -147,13 +149,15 @@ def _require_finite(field: str, value: float, *, above_zero: bool) -> None:
 
 def _assumed(name: str, link_gb: float, peak_tflops: float) -> Profile:
     # 60 % of the dense bf16 peak is what large GEMMs reach in practice, half of
-    # it over a whole prefill; 10 us are one pinned copy's launch and one kernel's.
+    # it over a whole prefill; 10 us are one pinned copy's launch and one kernel's;
+    # a prefill launches some hundred of them.
     return Profile(
         link_bytes_per_second=link_gb * 1e9,
         link_overhead_seconds=10e-6,
         rebuild_flops_per_second=0.6 * peak_tflops * 1e12,
         rebuild_overhead_seconds=10e-6,
         prefill_flops_per_second=0.5 * peak_tflops * 1e12,
+        prefill_overhead_seconds=2e-3,
         description=f"{name}: assumed from data sheets, not measured",
     )
 

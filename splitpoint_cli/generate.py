@@ -185,11 +185,19 @@ def _collect(generation: Generation, *, stream: bool) -> Completion:
 def _summary(completion: Completion) -> str:
     usage = completion.usage
     fetched = completion.plan.fetched_tokens if completion.plan is not None else 0
+    restored = ""
+    if completion.plan is not None and completion.restore_seconds:
+        restored = (
+            f"restored in {seconds_text(completion.restore_seconds)} "
+            f"({completion.plan.method.value}, "
+            f"{seconds_text(completion.plan.predicted_restore_seconds)} predicted), "
+        )
     return (
         f"{usage.completion_tokens} tokens ({completion.finish_reason.value}), "
         f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached"
         f"{f' ({fetched} fetched from another store)' if fetched else ''}, "
-        f"worker {completion.worker}, first token after {seconds_text(completion.ttft_seconds)}, "
+        f"{restored}worker {completion.worker}, "
+        f"first token after {seconds_text(completion.ttft_seconds)}, "
         f"{seconds_text(completion.seconds)} in all, seed {completion.seed}"
     )
 
@@ -208,6 +216,7 @@ def completion_json(completion: Completion) -> dict[str, object]:
         },
         "worker": completion.worker,
         "plan": None if completion.plan is None else plan_json(completion.plan),
+        "restore_seconds": completion.restore_seconds,
         "ttft_seconds": completion.ttft_seconds,
         "seconds": completion.seconds,
     }
@@ -218,6 +227,12 @@ def plan_json(plan: Plan) -> dict[str, object]:
         "residency": plan.residency.value,
         "split_tokens": plan.split_tokens,
         "method": plan.method.value,
+        "schedule": plan.schedule.value,
         "reason": plan.reason,
         "fetched_tokens": plan.fetched_tokens,
+        "recomputed_tokens": plan.recomputed_tokens,
+        "resident_tokens": plan.resident_tokens,
+        "predicted_restore_seconds": plan.predicted_restore_seconds,
+        "predicted_load_seconds": plan.predicted_load_seconds,
+        "predicted_step_seconds": plan.predicted_step_seconds,
     }

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated
+from enum import Enum
+from typing import Annotated, TypeVar
 
 import typer
 from rich.table import Table
 
 from splitpoint.checkpoints import model_name, resolve_model
-from splitpoint.config import format_size
+from splitpoint.config import format_size, parse_size
 from splitpoint.costs import BUILT_IN_PROFILES, Profile, load_profile
 from splitpoint.errors import InvalidArgument, NotFound
-from splitpoint.planner import Plan, PlanInput, plan_request
+from splitpoint.planner import Objective, Plan, PlanInput, Residency, RestoreMethod, plan_request
 from splitpoint.schedule import Schedule
 from splitpoint.shapes import BUILT_IN_SHAPES, ModelShape, read_config
 from splitpoint_cli.output import EXIT_HELP, out, print_json, seconds_text
 from splitpoint_cli.stack import parse_dtype
 from splitpoint_cli.up import Dtype
+from worker_service.memory import STAGING_PAGES
+
+_Named = TypeVar("_Named", bound=Enum)
 
 _SCHEDULES = {
     Schedule.SERIAL: "one after the other: X, rebuild, load",
     Schedule.COLUMN: "X over the link first, then rebuilding beside loading",
     Schedule.ROW: "X on the device already, rebuilding beside loading",
+    Schedule.PIPELINED: "X in tiles, each rebuilt while the next copy is on the link",
 }
 
 
@@ -50,11 +55,44 @@ def plan(
     schedule: Annotated[
         str,
         typer.Option(
-            help="What overlaps: serial (X, rebuild, load in turn; what workers do today), "
-            "column (X, then rebuild beside load), row (X already on the device).",
-            metavar="serial|column|row",
+            help="What overlaps: pipelined (X in tiles, rebuilt while the rest is on the link), "
+            "serial (X, rebuild, load in turn: workers with --serial), column (X, then rebuild "
+            "beside load: KVPR), row (X already on the device).",
+            metavar="pipelined|serial|column|row",
         ),
-    ] = Schedule.SERIAL.value,
+    ] = Schedule.PIPELINED.value,
+    objective: Annotated[
+        str,
+        typer.Option(
+            help="latency: least time for this request; throughput: least use of whichever of "
+            "link and device is busier, when many requests share them.",
+            metavar="latency|throughput",
+        ),
+    ] = Objective.LATENCY.value,
+    residency: Annotated[
+        str,
+        typer.Option(
+            help="resident: restored once; streamed: pulled in each decode step.",
+            metavar="resident|streamed",
+        ),
+    ] = Residency.RESIDENT.value,
+    spare: Annotated[
+        str,
+        typer.Option(
+            help="Streamed: device memory in which a part of the prefix may stay.", metavar="SIZE"
+        ),
+    ] = "0",
+    step_ms: Annotated[
+        float | None,
+        typer.Option(
+            help="Streamed: what a decode step computes beside; absent: as in the profile.",
+            metavar="MS",
+            min=0,
+        ),
+    ] = None,
+    chunk_tokens: Annotated[
+        int, typer.Option(help="Tokens per chunk of the store.", min=1, max=4096)
+    ] = 64,
     activations: Annotated[
         bool,
         typer.Option("--activations/--no-activations", help="Whether the store holds activations."),
@@ -70,6 +108,12 @@ def plan(
         new_tokens=new,
         has_activations=activations,
         schedule=parse_schedule(schedule),
+        residency=parse_residency(residency),
+        objective=parse_objective(objective),
+        chunk_tokens=chunk_tokens,
+        staging_tokens=STAGING_PAGES * chunk_tokens,
+        spare_bytes=parse_size(spare, field="spare"),
+        step_compute_seconds=None if step_ms is None else step_ms / 1e3,
         footprint_bytes=(cached + new + max_tokens) * shape.kv_bytes_per_token,
     )
     _check_context(shape, cached + new + max_tokens)
@@ -103,13 +147,24 @@ def find_shape(model: str, dtype: str = "auto") -> ModelShape:
 
 
 def parse_schedule(text: str) -> Schedule:
+    return _parse(Schedule, text, "schedule")
+
+
+def parse_objective(text: str) -> Objective:
+    return _parse(Objective, text, "objective")
+
+
+def parse_residency(text: str) -> Residency:
+    return _parse(Residency, text, "residency")
+
+
+def _parse(kind: type[_Named], text: str, field: str) -> _Named:
+    """A value of the enum by its name. Raises InvalidArgument."""
     try:
-        return Schedule(text)
+        return kind(text)
     except ValueError:
-        names = ", ".join(kind.value for kind in Schedule)
-        raise InvalidArgument(
-            f"schedule {text!r} is not one of {names}", field="schedule"
-        ) from None
+        names = ", ".join(str(value.value) for value in kind)
+        raise InvalidArgument(f"{field} {text!r} is not one of {names}", field=field) from None
 
 
 def _check_context(shape: ModelShape, tokens: int) -> None:
@@ -128,7 +183,6 @@ def plan_report(
     return {
         "model": shape.name,
         "profile": dataclasses.asdict(costs),
-        "schedule": request.schedule.value,
         "has_activations": request.has_activations,
         "kv_bytes_per_token": shape.kv_bytes_per_token,
         "activation_bytes_per_token": shape.activation_bytes_per_token,
@@ -137,6 +191,8 @@ def plan_report(
         **dataclasses.asdict(answer),
         "residency": answer.residency.value,
         "method": answer.method.value,
+        "schedule": answer.schedule.value,
+        "objective": answer.objective.value,
     }
 
 
@@ -151,13 +207,37 @@ def _print_table(shape: ModelShape, costs: Profile, request: PlanInput, answer: 
         ("keys and values", f"{format_size(shape.kv_bytes_per_token)} a token"),
         ("activations X", f"{format_size(shape.activation_bytes_per_token)} a token"),
         ("rho = X / (K+V)", f"{shape.rho:.2f}"),
-        ("schedule", f"{request.schedule.value} ({_SCHEDULES[request.schedule]})"),
-        ("split", f"{answer.split_tokens:,} ({answer.method.value})"),
+        ("schedule", f"{answer.schedule.value} ({_SCHEDULES[answer.schedule]})"),
+        ("method", answer.method.value),
+        *_parts(answer),
         ("load everything", seconds_text(answer.predicted_load_seconds)),
         ("restore as planned", seconds_text(answer.predicted_restore_seconds)),
+        *_step(answer),
         ("first token after", seconds_text(answer.predicted_ttft_seconds)),
         ("cache in memory", format_size(answer.footprint_bytes)),
+        ("objective", answer.objective.value),
         ("reason", answer.reason),
     ):
         table.add_row(name, value)
     out.print(table)
+
+
+def _parts(answer: Plan) -> list[tuple[str, str]]:
+    """Which tokens come back in which way."""
+    rows = []
+    if answer.resident_tokens:
+        kind = "X" if answer.schedule is Schedule.ROW else "K and V"
+        rows.append(("stays on the device", f"{kind} of {answer.resident_tokens:,} tokens"))
+    if answer.method is RestoreMethod.TOKENS:
+        rows.append(("from token ids", f"{answer.recomputed_tokens:,}"))
+    else:
+        rows.append(("split", f"{answer.split_tokens:,}"))
+    if answer.tile_tokens:
+        rows.append(("on the link at once", f"{answer.tile_tokens:,} tokens a layer"))
+    return rows
+
+
+def _step(answer: Plan) -> list[tuple[str, str]]:
+    if answer.residency is Residency.RESIDENT:
+        return []
+    return [("each decode step", seconds_text(answer.predicted_step_seconds))]

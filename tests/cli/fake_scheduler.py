@@ -25,6 +25,9 @@ PLAN = types_pb2.Plan(
     reason="split 0: because this is a test",
     cached_tokens=2,
     new_tokens=1,
+    schedule=types_pb2.SCHEDULE_PIPELINED,
+    predicted_restore_seconds=0.125,
+    predicted_load_seconds=0.125,
 )
 SHAPE = types_pb2.ModelShape(
     name="tiny",
@@ -97,6 +100,7 @@ class FakeScheduler(
                 plan=PLAN,
                 worker_id="0",
                 request_id=request.request_id,
+                restore_seconds=0.0625,
                 ttft_seconds=0.25,
                 total_seconds=0.5,
                 text=script.tail,

@@ -54,12 +54,38 @@ def test_plan_answers_zero_for_grouped_queries_and_says_why() -> None:
     assert "rho >= 1" in str(answer["reason"])
 
 
-@pytest.mark.parametrize("schedule", ["serial", "column", "row"])
+@pytest.mark.parametrize("schedule", ["serial", "column", "row", "pipelined"])
 def test_plan_splits_multi_head_models(schedule: str) -> None:
     answer = plan("--model", "opt-6.7b", "--schedule", schedule, *H100)
     assert int(str(answer["split_tokens"])) > 0
     predicted = float(str(answer["predicted_restore_seconds"]))
     assert predicted < float(str(answer["predicted_load_seconds"]))
+    assert answer["schedule"] == schedule
+
+
+def test_plan_of_a_streamed_sequence_with_room_for_its_front() -> None:
+    answer = plan(
+        *("--model", "llama-3-8b", *H100, "--residency", "streamed"),
+        *("--spare", "64MiB", "--step-ms", "4"),
+    )
+    # 128 KiB of keys and values a token, whole chunks of 64.
+    assert answer["resident_tokens"] == 512
+    assert float(str(answer["predicted_step_seconds"])) > 0.004
+    table = splitpoint(
+        *("plan", "--model", "llama-3-8b", *H100, "--residency", "streamed", "--spare", "64MiB")
+    )
+    assert table.returncode == 0, table.stderr
+    assert "K and V of 512 tokens" in table.stdout
+    assert "each decode step" in table.stdout
+
+
+def test_plan_for_throughput_spares_the_device() -> None:
+    arguments = ("--model", "opt-6.7b", "--profile", "a100-pcie4", "--cached", "800")
+    latency = plan(*arguments, "--new", "1000")
+    throughput = plan(*arguments, "--new", "1000", "--objective", "throughput")
+    assert int(str(latency["split_tokens"])) > 400
+    assert throughput["method"] == "load"
+    assert throughput["objective"] == "throughput"
 
 
 def test_plan_reads_folders_and_profile_files(bundled_model: Path, tmp_path: Path) -> None:
@@ -91,6 +117,9 @@ def test_plan_without_activations() -> None:
         (("--model", "opt-6.7b", *H100, "--cached", "4000"), "INVALID_ARGUMENT: 4,228 tokens"),
         (("--model", "opt-6.7b", *H100, "--new", "0"), "INVALID_ARGUMENT: new_tokens"),
         (("--model", "opt-6.7b", *H100, "--schedule", "x"), "INVALID_ARGUMENT: schedule"),
+        (("--model", "opt-6.7b", *H100, "--objective", "x"), "INVALID_ARGUMENT: objective"),
+        (("--model", "opt-6.7b", *H100, "--residency", "x"), "INVALID_ARGUMENT: residency"),
+        (("--model", "opt-6.7b", *H100, "--spare", "x"), "INVALID_ARGUMENT: 'x' is not a size"),
     ],
 )
 def test_plan_errors_are_one_line(arguments: tuple[str, ...], message: str) -> None:
@@ -114,9 +143,16 @@ def test_generate_json_has_exactly_these_fields(script: Script) -> None:
             "residency": "resident",
             "split_tokens": 0,
             "method": "load",
+            "schedule": "pipelined",
             "reason": "split 0: because this is a test",
             "fetched_tokens": 0,
+            "recomputed_tokens": 0,
+            "resident_tokens": 0,
+            "predicted_restore_seconds": 0.125,
+            "predicted_load_seconds": 0.125,
+            "predicted_step_seconds": 0.0,
         },
+        "restore_seconds": 0.0625,
         "ttft_seconds": 0.25,
         "seconds": 0.5,
     }

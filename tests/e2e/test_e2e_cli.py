@@ -104,13 +104,15 @@ def test_generate_json(address: str) -> None:
     answer = generate(address, "def main():", "--max-tokens", "8", "--ignore-eos")
     assert set(answer) == {
         *("token_ids", "text", "finish_reason", "usage", "worker", "plan"),
-        *("ttft_seconds", "seconds"),
+        *("restore_seconds", "ttft_seconds", "seconds"),
     }
     assert len(answer["token_ids"]) == answer["usage"]["completion_tokens"] == 8
     assert answer["finish_reason"] == "length"
     assert answer["worker"] in ("0", "1")
     assert set(answer["plan"]) == {
-        *("residency", "split_tokens", "method", "reason", "fetched_tokens"),
+        *("residency", "split_tokens", "method", "schedule", "reason", "fetched_tokens"),
+        *("recomputed_tokens", "resident_tokens", "predicted_restore_seconds"),
+        *("predicted_load_seconds", "predicted_step_seconds"),
     }
     assert 0 < answer["ttft_seconds"] <= answer["seconds"]
 

@@ -1,8 +1,9 @@
-"""The closed form against brute force, and what the planner says."""
+"""What the planner chooses, that it is the best of all, and what it says."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,86 +11,92 @@ import pytest
 from splitpoint.costs import BUILT_IN_PROFILES, Profile, fit_line
 from splitpoint.errors import InvalidArgument
 from splitpoint.planner import (
+    Objective,
+    Plan,
     PlanInput,
+    Residency,
     RestoreMethod,
-    SplitCosts,
-    best_split,
     plan_request,
 )
 from splitpoint.schedule import Schedule
-from splitpoint.shapes import BUILT_IN_SHAPES
+from splitpoint.shapes import BUILT_IN_SHAPES, ModelShape
+from splitpoint.split_costs import Manner, SplitCosts, best_split
+from splitpoint.token_recompute import TokenRecompute, load_piece
 
 H100 = BUILT_IN_PROFILES["h100-pcie5"]
+LLAMA = BUILT_IN_SHAPES["llama-3-8b"]
+OPT = BUILT_IN_SHAPES["opt-6.7b"]
+GEMMA = BUILT_IN_SHAPES["gemma-2-9b"]
+PIPELINED = PlanInput(
+    2000, 48, True, schedule=Schedule.PIPELINED, chunk_tokens=64, staging_tokens=1024
+)
 
 
-def random_costs(rng: random.Random) -> SplitCosts:
-    """Six decades of balance between link and compute, overheads present or not."""
-
-    def overhead() -> float:
-        return rng.choice([0.0, 10 ** rng.uniform(-7, -3)])
-
-    return SplitCosts(
-        activation=10 ** rng.uniform(-8, -5),
-        load=10 ** rng.uniform(-8, -5),
-        rebuild=10 ** rng.uniform(-9, -4),
-        copy_overhead=overhead(),
-        rebuild_overhead=overhead(),
+def random_profile(rng: random.Random) -> Profile:
+    """From slow links with a fast device to the other way round."""
+    return Profile(
+        link_bytes_per_second=10 ** rng.uniform(8, 11),
+        link_overhead_seconds=rng.choice([0.0, 10 ** rng.uniform(-6, -4)]),
+        rebuild_flops_per_second=10 ** rng.uniform(11, 15),
+        rebuild_overhead_seconds=rng.choice([0.0, 10 ** rng.uniform(-6, -4)]),
+        prefill_flops_per_second=10 ** rng.uniform(11, 15),
+        prefill_overhead_seconds=rng.choice([0.0, 10 ** rng.uniform(-4, -2)]),
+        step_compute_seconds=rng.choice([0.0, 10 ** rng.uniform(-4, -1)]),
     )
-
-
-@pytest.mark.parametrize("schedule", list(Schedule))
-def test_closed_form_equals_brute_force_on_2000_random_profiles(schedule: Schedule) -> None:
-    rng = random.Random(20_251_121)
-    interior = 0
-    for _ in range(2000):
-        costs = random_costs(rng)
-        cached = rng.randint(0, 400)
-        best = min(costs.layer_seconds(split, cached, schedule) for split in range(cached + 1))
-        split = best_split(costs, cached, schedule)
-        assert costs.layer_seconds(split, cached, schedule) == pytest.approx(best, rel=1e-12)
-        interior += 0 < split < cached
-    if schedule is not Schedule.SERIAL:
-        # Without overlap the cost is a straight line: only its ends can win.
-        assert interior > 200
 
 
 def test_serial_schedule_never_splits_inside() -> None:
     rng = random.Random(1)
     for _ in range(300):
-        split = best_split(random_costs(rng), 100, Schedule.SERIAL)
-        assert split in (0, 100)
+        costs = SplitCosts.of(OPT, random_profile(rng))
+        assert best_split(costs, 100, Manner(Schedule.SERIAL)) in (0, 100)
 
 
-def test_grouped_queries_load_everything_and_say_why() -> None:
-    plan = plan_request(
-        BUILT_IN_SHAPES["llama-3-8b"],
-        H100,
-        PlanInput(2048, 64, has_activations=True, schedule=Schedule.COLUMN),
-    )
+@pytest.mark.parametrize("schedule", [Schedule.COLUMN, Schedule.PIPELINED])
+def test_grouped_queries_load_everything_and_say_why(schedule: Schedule) -> None:
+    plan = plan_request(LLAMA, H100, replace(PIPELINED, schedule=schedule))
     assert plan.split_tokens == 0
     assert plan.method is RestoreMethod.LOAD
     assert "rho >= 1" in plan.reason
     assert plan.predicted_restore_seconds == plan.predicted_load_seconds
+    if schedule is Schedule.PIPELINED:
+        # Recomputing from token ids was thought of, too.
+        assert "from their ids" in plan.reason
 
 
 def test_multi_head_attention_splits_on_a_fast_gpu() -> None:
     plan = plan_request(
-        BUILT_IN_SHAPES["opt-6.7b"],
-        H100,
-        PlanInput(2048, 64, has_activations=True, schedule=Schedule.COLUMN),
+        OPT, H100, PlanInput(2048, 64, has_activations=True, schedule=Schedule.COLUMN)
     )
     assert 0 < plan.split_tokens < 2048
     assert plan.method is RestoreMethod.SPLIT
     assert plan.predicted_restore_seconds < 0.75 * plan.predicted_load_seconds
     line = plan.split_slope * 2048 + plan.split_intercept
-    assert abs(line - plan.split_tokens) <= 1
+    assert line == pytest.approx(plan.split_tokens)
+
+
+def test_the_pipeline_halves_the_restore_of_multi_head_attention() -> None:
+    a100 = BUILT_IN_PROFILES["a100-pcie4"]
+    plan = plan_request(OPT, a100, PIPELINED)
+    column = plan_request(OPT, a100, replace(PIPELINED, schedule=Schedule.COLUMN))
+    assert plan.schedule is Schedule.PIPELINED
+    assert plan.split_tokens % 64 == 0
+    assert plan.tile_tokens % 64 == 0
+    assert plan.predicted_restore_seconds < 0.58 * plan.predicted_load_seconds
+    assert column.predicted_restore_seconds > 1.15 * plan.predicted_restore_seconds
+    assert "about equally busy" in plan.reason
 
 
 def test_nothing_cached() -> None:
-    plan = plan_request(BUILT_IN_SHAPES["opt-125m"], H100, PlanInput(0, 7, has_activations=True))
-    assert (plan.split_tokens, plan.method) == (0, RestoreMethod.NONE)
-    assert plan.predicted_restore_seconds == 0
-    assert "nothing is cached" in plan.reason
+    for schedule in Schedule:
+        plan = plan_request(
+            BUILT_IN_SHAPES["opt-125m"],
+            H100,
+            PlanInput(0, 7, has_activations=True, schedule=schedule),
+        )
+        assert (plan.split_tokens, plan.method) == (0, RestoreMethod.NONE)
+        assert plan.predicted_restore_seconds == 0
+        assert "nothing is cached" in plan.reason
 
 
 def test_forced_split_is_capped_and_needs_activations() -> None:
@@ -104,14 +111,267 @@ def test_forced_split_is_capped_and_needs_activations() -> None:
     assert plan_request(shape, H100, PlanInput(100, 5, False, forced_split_tokens=0))
 
 
+def test_a_forced_split_is_never_answered_with_token_ids() -> None:
+    # A device so fast that recomputing would win.
+    fast = replace(H100, prefill_flops_per_second=1e18, prefill_overhead_seconds=0.0)
+    assert plan_request(LLAMA, fast, PIPELINED).method is RestoreMethod.TOKENS
+    for split, method in ((0, RestoreMethod.LOAD), (100, RestoreMethod.SPLIT)):
+        plan = plan_request(LLAMA, fast, replace(PIPELINED, forced_split_tokens=split))
+        assert (plan.method, plan.split_tokens, plan.recomputed_tokens) == (method, split, 0)
+
+
 def test_row_schedule_can_split_grouped_queries() -> None:
     # With X on the device already, only the rebuild competes with the link.
     plan = plan_request(
-        BUILT_IN_SHAPES["llama-3-8b"],
-        H100,
-        PlanInput(4096, 64, has_activations=True, schedule=Schedule.ROW),
+        LLAMA, H100, PlanInput(4096, 64, has_activations=True, schedule=Schedule.ROW)
     )
     assert plan.split_tokens > 0
+
+
+# -- token ids --------------------------------------------------------------------------
+
+
+def recompute_of(profile: Profile, plan: PlanInput, shape: ModelShape = LLAMA) -> TokenRecompute:
+    costs = SplitCosts.of(shape, profile)
+    piece = load_piece(costs, plan.cached_tokens, plan.chunk_tokens)
+    return TokenRecompute(shape, profile, costs, plan.cached_tokens, piece, plan.prefill_tokens)
+
+
+def test_the_meeting_point_equals_brute_force() -> None:
+    rng = random.Random(3)
+    met_inside = 0
+    for _ in range(300):
+        request = replace(
+            PIPELINED,
+            cached_tokens=rng.randint(1, 3000),
+            chunk_tokens=rng.choice([16, 64]),
+            prefill_tokens=rng.choice([0, 256]),
+        )
+        recompute = recompute_of(random_profile(rng), request)
+        cached, chunk = request.cached_tokens, request.chunk_tokens
+        point = recompute.meeting_point(chunk)
+        assert point % chunk == 0 or point == cached
+        least = min(recompute.seconds(m) for m in [*range(0, cached, chunk), cached])
+        assert recompute.seconds(point) == pytest.approx(least, rel=1e-12)
+        met_inside += 0 < point < cached
+    assert met_inside > 100
+
+
+def test_grouped_queries_meet_in_the_middle_where_both_alone_take_equally_long() -> None:
+    load = plan_request(LLAMA, H100, PIPELINED).predicted_load_seconds
+    flops = LLAMA.prefill_flops(2000)
+    profile = replace(H100, prefill_flops_per_second=flops / load, prefill_overhead_seconds=0.0)
+    plan = plan_request(LLAMA, profile, PIPELINED)
+    assert plan.method is RestoreMethod.TOKENS
+    assert plan.split_tokens == 0
+    assert 900 < plan.recomputed_tokens < 1100
+    assert plan.predicted_restore_seconds < 0.6 * load
+    assert plan.tile_tokens % 64 == 0
+    assert f"[0, {plan.recomputed_tokens:,}) is recomputed from token ids" in plan.reason
+
+
+def test_token_ids_are_for_resident_restores_that_overlap() -> None:
+    fast = replace(H100, prefill_flops_per_second=1e18, prefill_overhead_seconds=0.0)
+    for request in (
+        replace(PIPELINED, residency=Residency.STREAMED),
+        replace(PIPELINED, schedule=Schedule.SERIAL),
+    ):
+        assert plan_request(LLAMA, fast, request).method is RestoreMethod.LOAD
+    bare = replace(PIPELINED, has_activations=False)
+    assert plan_request(OPT, fast, bare).method is RestoreMethod.TOKENS
+
+
+def test_a_client_may_ask_for_token_ids_or_for_loading() -> None:
+    tokens = plan_request(LLAMA, H100, replace(PIPELINED, forced_method=RestoreMethod.TOKENS))
+    assert tokens.method is RestoreMethod.TOKENS
+    assert "was asked for" in tokens.reason
+    load = plan_request(OPT, H100, replace(PIPELINED, forced_method=RestoreMethod.LOAD))
+    assert (load.method, load.split_tokens) == (RestoreMethod.LOAD, 0)
+    assert "was asked for" in load.reason
+    serial = replace(PIPELINED, schedule=Schedule.SERIAL, forced_method=RestoreMethod.TOKENS)
+    twin = plan_request(LLAMA, H100, serial)
+    assert twin.recomputed_tokens == tokens.recomputed_tokens
+    assert twin.predicted_restore_seconds > tokens.predicted_restore_seconds
+    with pytest.raises(InvalidArgument, match="load or tokens, not split"):
+        replace(PIPELINED, forced_method=RestoreMethod.SPLIT)
+    with pytest.raises(InvalidArgument, match="not both"):
+        replace(PIPELINED, forced_method=RestoreMethod.LOAD, forced_split_tokens=0)
+    with pytest.raises(InvalidArgument, match="resident") as caught:
+        replace(PIPELINED, forced_method=RestoreMethod.TOKENS, residency=Residency.STREAMED)
+    assert caught.value.field == "restore_method"
+
+
+# -- the choice ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", [Schedule.SERIAL, Schedule.COLUMN, Schedule.PIPELINED])
+def test_no_plan_is_predicted_slower_than_loading(schedule: Schedule) -> None:
+    rng = random.Random(schedule.value)
+    methods = set()
+    for _ in range(300):
+        shape = rng.choice(list(BUILT_IN_SHAPES.values()))
+        request = PlanInput(
+            rng.randint(1, 8000),
+            rng.randint(1, 100),
+            has_activations=rng.random() < 0.8,
+            schedule=schedule,
+            residency=rng.choice(list(Residency)),
+            objective=rng.choice(list(Objective)),
+            chunk_tokens=rng.choice([16, 64]),
+            staging_tokens=rng.choice([0, 1024]),
+            spare_bytes=rng.choice([0, 0, 1 << 28]),
+        )
+        plan = plan_request(shape, random_profile(rng), request)
+        methods.add(plan.method)
+        if request.objective is Objective.LATENCY and request.residency is Residency.RESIDENT:
+            assert plan.predicted_restore_seconds <= plan.predicted_load_seconds
+        if not shape.activations_can_pay and request.residency is Residency.RESIDENT:
+            assert plan.split_tokens == 0
+        assert plan.split_tokens % request.chunk_tokens == 0 or plan.split_tokens in (
+            request.cached_tokens,
+            plan.resident_tokens,
+        )
+        assert 0 <= plan.split_tokens <= request.cached_tokens
+        assert plan.split_slope * request.cached_tokens + plan.split_intercept == pytest.approx(
+            plan.split_tokens, abs=1e-6
+        )
+        assert plan.reason
+    expected = {RestoreMethod.LOAD, RestoreMethod.RECOMPUTE}
+    if schedule is not Schedule.SERIAL:
+        expected.add(RestoreMethod.SPLIT)
+    if schedule is Schedule.PIPELINED:
+        expected.add(RestoreMethod.TOKENS)
+    assert methods == expected
+
+
+def test_what_saves_less_than_2_percent_is_not_done() -> None:
+    base = PlanInput(2000, 48, True, schedule=Schedule.COLUMN)
+    seen = {RestoreMethod.LOAD: 0, RestoreMethod.SPLIT: 0}
+    for rate in range(1, 200):
+        profile = replace(H100, rebuild_flops_per_second=rate * 1e12)
+        plan = plan_request(GEMMA, profile, base)
+        ratio = plan.predicted_restore_seconds / plan.predicted_load_seconds
+        assert plan.method in seen
+        seen[plan.method] += 1
+        assert ratio == 1 if plan.method is RestoreMethod.LOAD else ratio < 0.98
+    assert min(seen.values()) > 5
+
+
+@pytest.mark.parametrize(
+    ("shape", "profile", "request_", "words"),
+    [
+        (OPT, H100, replace(PIPELINED, has_activations=False), ["tokens: [0, ", "no activations"]),
+        (
+            OPT,
+            replace(H100, rebuild_flops_per_second=1e12, prefill_flops_per_second=1e12),
+            PIPELINED,
+            ["compute is the limit"],
+        ),
+        (
+            OPT,
+            replace(H100, link_overhead_seconds=5e-3, rebuild_overhead_seconds=5e-3),
+            replace(PIPELINED, cached_tokens=100, schedule=Schedule.COLUMN),
+            ["too few", "2 chunks"],
+        ),
+        (OPT, H100, replace(PIPELINED, schedule=Schedule.COLUMN), ["the link is the limit"]),
+        (
+            LLAMA,
+            replace(H100, prefill_flops_per_second=1e17),
+            PIPELINED,
+            ["recomputed from", "rho 2.00 >= 1"],
+        ),
+        (
+            OPT,
+            replace(H100, prefill_flops_per_second=1e17),
+            PIPELINED,
+            ["the best split with activations would take"],
+        ),
+        (
+            OPT,
+            replace(H100, rebuild_flops_per_second=1e13),
+            replace(PIPELINED, schedule=Schedule.SERIAL),
+            ["loading a token takes"],
+        ),
+        (
+            OPT,
+            H100,
+            replace(PIPELINED, residency_reason="resident: it fits"),
+            ["everything is rebuilt", "; resident: it fits"],
+        ),
+    ],
+)  # fmt: skip
+def test_reasons_say_why(
+    shape: ModelShape, profile: Profile, request_: PlanInput, words: Sequence[str]
+) -> None:
+    plan = plan_request(shape, profile, request_)
+    for word in words:
+        assert word in plan.reason, plan.reason
+
+
+def test_smaller_bytes_on_the_link_move_the_split() -> None:
+    half = replace(
+        PIPELINED,
+        stored_kv_bytes=OPT.kv_bytes_per_token_layer // 2,
+        stored_activation_bytes=OPT.activation_bytes_per_token_layer // 2,
+    )
+    a100 = BUILT_IN_PROFILES["a100-pcie4"]
+    native, encoded = (plan_request(OPT, a100, request) for request in (PIPELINED, half))
+    assert encoded.predicted_load_seconds < 0.51 * native.predicted_load_seconds
+    assert 0 < encoded.split_tokens < native.split_tokens
+    assert encoded.predicted_restore_seconds < native.predicted_restore_seconds
+
+
+# -- objectives -----------------------------------------------------------------------------
+
+
+def busier(plan: Plan, shape: ModelShape, profile: Profile, request: PlanInput) -> float:
+    """How long the request occupies whichever of link and device it occupies longer."""
+    costs = SplitCosts.of(shape, profile)
+    prefill = plan.predicted_ttft_seconds - plan.predicted_restore_seconds
+    if plan.method is RestoreMethod.TOKENS:
+        recompute = recompute_of(profile, request, shape)
+        link = recompute.load_seconds(plan.recomputed_tokens)
+        return max(link, recompute.prefill_seconds(plan.recomputed_tokens) + prefill)
+    link = costs.link_seconds(plan.split_tokens, plan.cached_tokens, plan.tile_tokens)
+    return max(link, costs.rebuild_seconds(plan.split_tokens, plan.tile_tokens) + prefill)
+
+
+def test_throughput_takes_least_of_the_busier_resource_and_latency_least_time() -> None:
+    rng = random.Random(11)
+    differ = 0
+    for _ in range(200):
+        shape = rng.choice([OPT, LLAMA, GEMMA])
+        profile = random_profile(rng)
+        request = replace(PIPELINED, cached_tokens=rng.randint(64, 4000))
+        for_all = replace(request, objective=Objective.THROUGHPUT)
+        latency, throughput = (plan_request(shape, profile, each) for each in (request, for_all))
+        assert throughput.objective is Objective.THROUGHPUT
+        assert "for throughput" in throughput.reason
+        # Up to the 2 % that are not worth a second way.
+        assert (
+            busier(throughput, shape, profile, request)
+            <= busier(latency, shape, profile, request) / 0.98
+        )
+        assert latency.predicted_restore_seconds <= throughput.predicted_restore_seconds / 0.98
+        differ += (latency.split_tokens, latency.method) != (
+            throughput.split_tokens,
+            throughput.method,
+        )
+    assert differ > 20
+
+
+def test_throughput_leaves_the_device_to_the_prefill() -> None:
+    """Latency rebuilds; with a long prefill of its own a request rather loads."""
+    request = replace(PIPELINED, new_tokens=2000, objective=Objective.THROUGHPUT)
+    a100 = BUILT_IN_PROFILES["a100-pcie4"]
+    assert plan_request(OPT, a100, request).method is RestoreMethod.LOAD
+    assert plan_request(OPT, a100, replace(request, new_tokens=1)).split_tokens > 1000
+    latency = replace(request, objective=Objective.LATENCY)
+    assert plan_request(OPT, a100, latency).split_tokens > 1000
+    assert "compute is the limit" in plan_request(OPT, a100, request).reason
+
+
+# -- profiles -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

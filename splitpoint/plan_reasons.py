@@ -1,0 +1,198 @@
+"""The words of a plan: why this way, in one sentence with its numbers.
+
+Decides nothing: reads what `choices` compared.
+"""
+
+from __future__ import annotations
+
+from splitpoint.choices import Choice, Choices, Chooser
+from splitpoint.config import format_size
+from splitpoint.plan import Objective, Residency, RestoreMethod
+from splitpoint.schedule import Schedule
+
+# Link and device count as equally busy within this.
+_BALANCED = 0.9
+
+
+def reason_of(chooser: Chooser, choices: Choices, load_seconds: float) -> str:
+    """Why `choices.best`. `load_seconds`: what loading everything takes."""
+    request, best = chooser.request, choices.best
+    if not request.cached_tokens:
+        return f"nothing is cached: {request.new_tokens:,} tokens are prefilled"
+    if request.forced_split_tokens is not None:
+        capped = best.split != request.forced_split_tokens
+        note = " (all that is cached)" if capped and best.split else ""
+        return (
+            f"split {best.split:,}{note} was asked for: predicted {_ms(best.seconds)} against "
+            f"{_ms(load_seconds)} for loading everything"
+        )
+    if request.forced_method is not None:
+        return (
+            f"method {best.method.value} was asked for: {_what(chooser, best)}predicted "
+            f"{_ms(best.seconds)} against {_ms(load_seconds)} for loading everything"
+        )
+    if best.method is RestoreMethod.LOAD:
+        words = _why_load(chooser, choices)
+    elif best.method is RestoreMethod.TOKENS:
+        words = _why_tokens(chooser, choices, load_seconds)
+    else:
+        words = _why_split(chooser, choices, load_seconds)
+    return words + _objective_words(chooser, choices)
+
+
+def _what(chooser: Chooser, best: Choice) -> str:
+    if best.method is not RestoreMethod.TOKENS:
+        return ""
+    rest = chooser.request.cached_tokens - best.recomputed
+    return (
+        f"[0, {best.recomputed:,}) is recomputed from token ids while {rest:,} tokens are "
+        "loaded from the back, "
+    )
+
+
+def _why_tokens(chooser: Chooser, choices: Choices, load_seconds: float) -> str:
+    best = choices.best
+    against = (
+        f"{_ms(best.seconds)} against {_ms(load_seconds)} for loading everything "
+        f"(x {best.seconds / load_seconds:.2f})"
+    )
+    what = _what(chooser, best)
+    if best.recomputed == chooser.request.cached_tokens:
+        what = f"all {best.recomputed:,} cached tokens are recomputed from their ids, "
+    if not chooser.shape.activations_can_pay:
+        instead = f"sending activations could not pay (rho {chooser.shape.rho:.2f} >= 1)"
+    elif choices.split is None:
+        instead = "the store holds no activations"
+    else:
+        instead = f"the best split with activations would take {_ms(choices.split.score)}"
+    return f"tokens: {what}predicted {against}; {instead}"
+
+
+def _why_split(chooser: Chooser, choices: Choices, load_seconds: float) -> str:
+    best, cached = choices.best, chooser.request.cached_tokens
+    if best.split == cached:
+        what = f"split {best.split:,}: everything is rebuilt from activations as they come"
+    else:
+        meanwhile = "" if best.schedule is Schedule.SERIAL else " meanwhile"
+        what = (
+            f"split {best.split:,} of {cached:,}: the front is rebuilt, the rest{meanwhile} loaded"
+        )
+    if chooser.request.residency is Residency.STREAMED:
+        return (
+            f"{what}{_stays(chooser, best)}: a step takes {_ms(best.step_seconds)}, "
+            f"{_ms(choices.load.step_seconds)} without rebuilding: {_limit(chooser, best)}"
+        )
+    against = (
+        f"{_ms(best.seconds)} against {_ms(load_seconds)} for loading everything "
+        f"(x {best.seconds / load_seconds:.2f})"
+    )
+    if best.schedule is Schedule.SERIAL:
+        return f"{what}, one after the other, predicted {against}"
+    return f"{what}, predicted {against}: {_limit(chooser, best)}"
+
+
+def _limit(chooser: Chooser, best: Choice) -> str:
+    """What keeps it from being faster."""
+    link, device = best.link_seconds, best.compute_seconds
+    if chooser.request.residency is Residency.STREAMED:
+        device += chooser.beside_seconds
+    words = f"link {_ms(link)}, device {_ms(device)}"
+    if min(link, device) >= _BALANCED * max(link, device):
+        return f"{words}, about equally busy"
+    return f"{words}, {'the link' if link > device else 'compute'} is the limit"
+
+
+def _stays(chooser: Chooser, best: Choice) -> str:
+    """What of a streamed prefix is on the device all the time."""
+    if not best.resident:
+        return ""
+    if best.schedule is Schedule.ROW:
+        size = format_size(best.resident * chooser.shape.activation_bytes_per_token)
+        return f" from X that stays on the device ({size}, less than its keys and values)"
+    size = format_size(best.resident * chooser.shape.kv_bytes_per_token)
+    return f", keys and values of the first {best.resident:,} stay on the device ({size})"
+
+
+def _why_load(chooser: Chooser, choices: Choices) -> str:
+    request, best = chooser.request, choices.best
+    if best.resident == request.cached_tokens:
+        return f"split 0: nothing is pulled{_stays(chooser, best)}"
+    words = (
+        f"split 0: all {request.cached_tokens - best.resident:,} "
+        f"{'other' if best.resident else 'cached'} tokens are loaded{_stays(chooser, best)}, "
+        f"{_why_no_split(chooser, choices)}"
+    )
+    if choices.tokens is None:
+        return words
+    return f"{words}; {_why_no_tokens(chooser, choices.tokens, choices.load)}"
+
+
+def _why_no_split(chooser: Chooser, choices: Choices) -> str:
+    shape, costs, request = chooser.shape, chooser.costs, chooser.request
+    on_link = request.schedule is not Schedule.ROW
+    if on_link and not shape.activations_can_pay:
+        return (
+            f"since an activation is {shape.rho:.2f} x the bytes of its keys and values "
+            "(rho >= 1): sending it can never pay"
+        )
+    if choices.split is None:
+        return "since the store holds no activations"
+    if choices.split.split:
+        return (
+            f"since rebuilding {choices.split.split:,} of them would take "
+            f"{_ms(choices.split.score)} instead of {_ms(choices.load.score)}: too little to gain"
+        )
+    send = costs.activation if on_link else 0.0
+    if request.schedule is Schedule.SERIAL and send + costs.rebuild >= costs.load:
+        return (
+            f"since loading a token takes {_us(costs.load)} a layer and rebuilding it "
+            f"{_us(send + costs.rebuild)}"
+        )
+    if chooser.beside_seconds >= choices.load.link_seconds:
+        return (
+            f"since compute is the limit: the link takes {_ms(choices.load.link_seconds)}, the "
+            f"device has {_ms(chooser.beside_seconds)} to do without rebuilding"
+        )
+    if costs.rebuild > 8 * costs.load:
+        return (
+            f"since compute is the limit: rebuilding a token takes {_us(costs.rebuild)} a layer, "
+            f"loading it {_us(costs.load)}"
+        )
+    chunks = -(-request.cached_tokens // request.chunk_tokens)
+    few = f" ({chunks:,} chunks)" if request.chunk_tokens > 1 else ""
+    return f"since {request.cached_tokens:,} tokens{few} are too few to pay for a second operation"
+
+
+def _why_no_tokens(chooser: Chooser, tokens: Choice, load: Choice) -> str:
+    request = chooser.request
+    if tokens.recomputed:
+        little = ": too little to gain" if tokens.score < load.score else ""
+        return (
+            f"recomputing the first {tokens.recomputed:,} from their ids meanwhile would take "
+            f"{_ms(tokens.score)} instead of {_ms(load.score)}{little}"
+        )
+    first = min(request.chunk_tokens, request.cached_tokens)
+    seconds = chooser.profile.prefill_seconds(chooser.shape.prefill_flops(first))
+    many = f"even {first:,} tokens" if first > 1 else "a token"
+    return (
+        f"recomputing {many} from their ids takes {_ms(seconds)}, loading everything "
+        f"{_ms(load.seconds)}"
+    )
+
+
+def _objective_words(chooser: Chooser, choices: Choices) -> str:
+    if chooser.request.objective is Objective.LATENCY:
+        return ""
+    best, load = choices.best, choices.load
+    return (
+        f"; for throughput: the busier of link and device has {_ms(best.score)} to do, "
+        f"{_ms(load.score)} with loading"
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.3g} µs"

@@ -1,0 +1,337 @@
+"""Seconds of a restore for every split and schedule, and the split that takes the least.
+
+A cached prefix of s tokens comes back layer by layer: [0, l) is rebuilt from
+stored activations X, [l, s) is loaded. Per layer, with rates and overheads of the
+profile (C0 per copy, G0 per GEMM),
+
+    a = X bytes / v_link      c = K and V bytes / v_link      g = 4 h d_kv / v_gpu
+
+X goes in n = ceil(l / tile) pieces, and K,V[l:s] in as many (one when l = 0), so
+that a piece of either takes
+
+    send = C0 + a tile      rebuild = G0 + g tile      load = C0 + c (s - l) / n
+
+and all of a layer n times that. Layer 0 sends nothing: its X is computed from
+token ids. S, R and P are the sums over all layers of sends, rebuilds and loads:
+
+    SERIAL     S + R + P                              nothing overlaps
+    COLUMN     S + max(R, P)                          a barrier per layer: KVPR Eq. 10
+    ROW        max(R, P)                              X is on the device already
+    PIPELINED  max(S + P, S + P - load + rebuild, R)  no barriers
+
+The middle term of PIPELINED is its fill: the last tile can only be rebuilt once it
+has come, which the last load alone hides. The first tile costs no fill, since layer 0
+keeps the device busy while the first X is on the link; but its tiles take staging
+slots, too, so the first X waits until all but slots - 1 of them are rebuilt. Where
+layer 0's loads are not enough for that time, the link idles. A part without tokens
+costs nothing, its overhead included. K and V of a layer count as one copy.
+
+Knows no shapes' names, no requests and no clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from splitpoint.costs import Profile
+from splitpoint.schedule import Schedule
+from splitpoint.shapes import ModelShape
+
+
+class Use(Enum):
+    """What the seconds are for."""
+
+    # One restore by itself.
+    ALONE = "alone"
+    # A decode step that pulls the prefix: each layer computes once it is there.
+    STEP = "step"
+    # One of many that keep the device and the link busy: what counts is how long
+    # it occupies whichever of the two it occupies longer.
+    SHARED = "shared"
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How a prefix comes back: what the seconds depend on beside the split.
+
+    Attributes:
+        tile_tokens: of X on the link at once; 0: all of it.
+        slots: tiles that fit the staging memory; 0: all do.
+        beside: seconds of other work that the same device does for this request: in
+            each step (STEP), or in all (SHARED).
+    """
+
+    schedule: Schedule
+    tile_tokens: int = 0
+    slots: int = 0
+    use: Use = Use.ALONE
+    beside: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SplitCosts:
+    """Seconds per token and per operation in one layer; see the module's formulas.
+
+    `embeds`: layer 0's X comes from token ids (False: it is sent, as in KVPR).
+    """
+
+    layer_count: int
+    activation: float  # a
+    load: float  # c
+    rebuild: float  # g
+    copy_overhead: float  # C0
+    rebuild_overhead: float  # G0
+    embeds: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        shape: ModelShape,
+        profile: Profile,
+        *,
+        kv_bytes: int | None = None,
+        activation_bytes: int | None = None,
+    ) -> SplitCosts:
+        """`kv_bytes`, `activation_bytes`: of one token in one layer as stored; None: native."""
+        link = profile.link_bytes_per_second
+        return cls(
+            layer_count=shape.layer_count,
+            activation=(activation_bytes or shape.activation_bytes_per_token_layer) / link,
+            load=(kv_bytes or shape.kv_bytes_per_token_layer) / link,
+            rebuild=shape.rebuild_flops_per_token_layer / profile.rebuild_flops_per_second,
+            copy_overhead=profile.link_overhead_seconds,
+            rebuild_overhead=profile.rebuild_overhead_seconds,
+        )
+
+    @property
+    def sending_layers(self) -> int:
+        return self.layer_count - 1 if self.embeds else self.layer_count
+
+    @property
+    def can_pay(self) -> bool:
+        """Whether a token's X takes less of the link than its K and V, over all layers."""
+        return self.sending_layers * self.activation < self.layer_count * self.load
+
+    def link_seconds(
+        self, split: int, cached: int, tile_tokens: int = 0, *, sends: bool = True
+    ) -> float:
+        """How long the link is busy with X of [0, split) and K,V of [split, cached)."""
+        pieces = tiles_of(split, tile_tokens)
+        send = pieces * self.copy_overhead + self.activation * split
+        total = self.sending_layers * send if sends else 0.0
+        if split < cached:
+            load = max(1, pieces) * self.copy_overhead + self.load * (cached - split)
+            total += self.layer_count * load
+        return total
+
+    def rebuild_seconds(self, split: int, tile_tokens: int = 0) -> float:
+        """How long the device is busy rebuilding K,V of [0, split)."""
+        pieces = tiles_of(split, tile_tokens)
+        return self.layer_count * (pieces * self.rebuild_overhead + self.rebuild * split)
+
+    def seconds(self, split: int, cached: int, manner: Manner) -> float:
+        """t(l) over all layers."""
+        return max(self.terms(split, tiles_of(split, manner.tile_tokens), cached, manner))
+
+    def slope(self, schedule: Schedule, tile_tokens: int = 0) -> float:
+        """By how much the split grows with the prefix, where rebuilding and the link take
+        equally long: in [0, 1]. Every tile has its overheads."""
+        layers, sends = self.layer_count, self.sending_layers
+        copy = self.copy_overhead / tile_tokens if tile_tokens else 0.0
+        product = self.rebuild_overhead / tile_tokens if tile_tokens else 0.0
+        grows = layers * (self.rebuild + product)
+        shrinks = layers * (self.load - copy)
+        if schedule is Schedule.PIPELINED:
+            shrinks -= sends * (self.activation + copy)
+        if grows + shrinks <= 0:
+            return 1.0
+        return min(1.0, layers * self.load / (grows + shrinks))
+
+    def terms(self, split: int, pieces: int, cached: int, manner: Manner) -> tuple[float, ...]:
+        """What t(l) is the maximum of: for given pieces lines in `split` between 0 and cached."""
+        layers, copy, beside = self.layer_count, self.copy_overhead, manner.beside
+        rest = cached - split
+        send = self.sending_layers * (pieces * copy + self.activation * split)
+        rebuild = layers * (pieces * self.rebuild_overhead + self.rebuild * split)
+        load = layers * (max(1, pieces) * copy + self.load * rest) if rest else 0.0
+        if manner.schedule is Schedule.SERIAL:
+            return (send + rebuild + load + beside,)
+        if manner.schedule is not Schedule.PIPELINED:
+            before = send if manner.schedule is Schedule.COLUMN else 0.0
+            return (before + load + beside, before + rebuild + beside)
+        if manner.use is Use.SHARED:
+            return (send + load, rebuild + beside)
+        is_step = manner.use is Use.STEP
+        link = send + load + (beside / layers if is_step else 0.0)
+        # In a step the first layer computes once its keys and values are there.
+        first = load / layers + rebuild * (layers - 1) / layers + beside if is_step else 0.0
+        if not split:
+            return (link, first)
+        tile = manner.tile_tokens or cached
+        last_rebuild = self.rebuild_overhead + self.rebuild * (split - (pieces - 1) * tile)
+        fill = last_rebuild - load / (layers * max(1, pieces))
+        if self.embeds:
+            waits = max(0, pieces - manner.slots + 1) if manner.slots else 0
+            late = link - load / layers + waits * (self.rebuild_overhead + self.rebuild * tile)
+            head = 0.0
+        else:
+            late = link
+            head = copy + self.activation * (tile if pieces > 1 else split)
+        return (link, link + fill, late, late + fill, rebuild + beside + head, first)
+
+
+def tiles_of(tokens: int, tile_tokens: int) -> int:
+    """Tiles that hold so many tokens; a tile size of 0 means one tile."""
+    if tile_tokens <= 0:
+        return min(tokens, 1)
+    return -(-tokens // tile_tokens)
+
+
+def best_split(
+    costs: SplitCosts, cached: int, manner: Manner, *, quantum: int = 1, cap: int | None = None
+) -> int:
+    """The l with the least `seconds`; the smallest such l.
+
+    Closed form: for a given number of tiles t(l) is the maximum of lines, so its
+    least value lies at an end of the tile or beside a crossing of two of them; and
+    of the tiles only the first, the last, and those about where another line begins
+    to lead can be best. 0 and `cached` stand alone, since a part without tokens
+    drops its overhead, too.
+
+    Args:
+        quantum: l is a multiple of it, or `cached`; tiles are multiples of it, too.
+        cap: no more than so many tokens are rebuilt. None: all may be.
+    """
+    limit = cached if cap is None else min(cap, cached)
+    candidates = {0}
+    if limit == cached:
+        candidates.add(cached)
+    # The largest multiple of the quantum that leaves something to load.
+    last = (min(limit, cached - 1) // quantum) * quantum
+    if last > 0:
+        search = _Search(costs, cached, manner, manner.tile_tokens or cached, quantum, last)
+        candidates.update(search.candidates())
+    return min(candidates, key=lambda split: (costs.seconds(split, cached, manner), split))
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """Where t(l) may be least for 0 < l <= last < cached."""
+
+    costs: SplitCosts
+    cached: int
+    manner: Manner
+    tile: int
+    quantum: int
+    last: int
+
+    def candidates(self) -> Iterator[int]:
+        count = tiles_of(self.last, self.tile)
+        tiles = {1, 2, count - 1, count}
+        # At its end a tile is whole, at its start its last piece is least.
+        for offset in (self.tile, self.quantum):
+            for turn in self._turns(count, offset):
+                tiles.update((turn - 1, turn, turn + 1))
+        for tile in tiles:
+            if 1 <= tile <= count:
+                yield from self._in_tile(tile)
+
+    def _turns(self, count: int, offset: int) -> Iterator[int]:
+        """For any two terms, the first tile where the other one is larger, by bisection."""
+
+        def at(tile: int) -> tuple[float, ...]:
+            return self._terms(min((tile - 1) * self.tile + offset, self.last), tile)
+
+        first, final = at(1), at(count)
+        for one in range(len(first)):
+            for other in range(one):
+                is_larger = first[one] > first[other]
+                if is_larger == (final[one] > final[other]):
+                    continue
+                low, high = 1, count
+                while high - low > 1:
+                    middle = (low + high) // 2
+                    terms = at(middle)
+                    if (terms[one] > terms[other]) == is_larger:
+                        low = middle
+                    else:
+                        high = middle
+                yield high
+
+    def _in_tile(self, tile: int) -> Iterator[int]:
+        """Both ends of the tile, and the multiples of the quantum beside each crossing."""
+        first = (tile - 1) * self.tile + self.quantum
+        end = min(tile * self.tile, self.last)
+        yield first
+        yield end
+        low, high = self._terms(first, tile), self._terms(end, tile)
+        for one in range(len(low)):
+            for other in range(one):
+                left, right = low[one] - low[other], high[one] - high[other]
+                if left * right < 0:
+                    crossing = first + (end - first) * left / (left - right)
+                    below = math.floor(crossing / self.quantum) * self.quantum
+                    yield min(max(below, first), end)
+                    yield min(max(below + self.quantum, first), end)
+
+    def _terms(self, split: int, pieces: int) -> tuple[float, ...]:
+        return self.costs.terms(split, pieces, self.cached, self.manner)
+
+
+def best_manner(
+    costs: SplitCosts,
+    cached: int,
+    schedule: Schedule,
+    *,
+    chunk_tokens: int = 1,
+    staging_tokens: int = 0,
+) -> Manner:
+    """The schedule with the tile size that serves its best split.
+
+    Many small tiles cost overheads, few large ones fill: the last one is rebuilt
+    when nothing is on the link any more. With o seconds of overhead a tile and f
+    seconds of fill a token, l / B * o + B * f is least at B = sqrt(l o / f). Only
+    PIPELINED has that fill; the others want tiles as large as staging allows.
+
+    Args:
+        chunk_tokens: a tile is a multiple of it.
+        staging_tokens: tokens of X that fit the staging memory; a tile takes at
+            most half of it. 0: no bound.
+    """
+    most = tiles_of(max(cached, 1), chunk_tokens)
+    if staging_tokens:
+        most = min(most, max(staging_tokens // (2 * chunk_tokens), 1))
+
+    def manner(chunks: int) -> Manner:
+        tile = min(max(chunks, 1), most) * chunk_tokens
+        return Manner(schedule, tile, max(2, staging_tokens // tile) if staging_tokens else 0)
+
+    if schedule is not Schedule.PIPELINED or not costs.can_pay:
+        return manner(most)
+
+    def seconds(manner: Manner) -> float:
+        return costs.seconds(
+            best_split(costs, cached, manner, quantum=chunk_tokens), cached, manner
+        )
+
+    wanted = _tile_tokens(costs, cached) / chunk_tokens
+    sizes = (manner(chunks) for chunks in (math.floor(wanted), math.ceil(wanted), most))
+    return min(sizes, key=lambda manner: (seconds(manner), manner.tile_tokens))
+
+
+def _tile_tokens(costs: SplitCosts, cached: int) -> float:
+    """B = sqrt(l o / f) at the split that is best without overheads."""
+    layers, sends = costs.layer_count, costs.sending_layers
+    spared = layers * costs.load - sends * costs.activation
+    worked = layers * costs.rebuild
+    split = cached * layers * costs.load / (spared + worked)
+    if split >= cached:
+        return math.sqrt(cached * sends * costs.copy_overhead / costs.rebuild)
+    # Link and device take equally long: what either pays for a tile counts by how
+    # little the other one gives way.
+    link, device = (sends + layers) * costs.copy_overhead, layers * costs.rebuild_overhead
+    overhead = (worked * link + spared * device) / (spared + worked)
+    return math.sqrt(split * overhead / costs.activation)

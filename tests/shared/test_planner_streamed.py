@@ -1,0 +1,183 @@
+"""Plans of streamed sequences: the split of each step, and what stays on the device."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from splitpoint.costs import BUILT_IN_PROFILES, Profile
+from splitpoint.planner import PlanInput, Residency, RestoreMethod, plan_request
+from splitpoint.resident_share import Pull, best_pull
+from splitpoint.schedule import Schedule
+from splitpoint.shapes import BUILT_IN_SHAPES, ModelShape
+from splitpoint.split_costs import Manner, SplitCosts, Use
+
+A100 = BUILT_IN_PROFILES["a100-pcie4"]
+OPT = BUILT_IN_SHAPES["opt-6.7b"]
+LLAMA = BUILT_IN_SHAPES["llama-3-8b"]
+STREAMED = PlanInput(
+    2000,
+    48,
+    True,
+    schedule=Schedule.PIPELINED,
+    residency=Residency.STREAMED,
+    chunk_tokens=64,
+    staging_tokens=1024,
+)
+
+
+def step_of(
+    shape: ModelShape, profile: Profile, request: PlanInput, split: int, resident: int = 0
+) -> float:
+    """A decode step that pulls with this split, by the formula."""
+    plan = plan_request(shape, profile, request)
+    costs = SplitCosts.of(shape, profile)
+    slots = request.staging_tokens // plan.tile_tokens
+    step = profile.step_compute_seconds
+    manner = Manner(request.schedule, plan.tile_tokens, slots, Use.STEP, step)
+    return costs.seconds(max(split - resident, 0), request.cached_tokens - resident, manner)
+
+
+def test_the_split_is_the_best_of_a_step_not_of_a_restore() -> None:
+    """The decode's own work leaves less of the device for rebuilding."""
+    splits = []
+    for step in (0.0, 0.01, 0.02, 0.05):
+        profile = replace(A100, step_compute_seconds=step)
+        plan = plan_request(OPT, profile, STREAMED)
+        splits.append(plan.split_tokens)
+        assert plan.predicted_step_seconds == pytest.approx(
+            step_of(OPT, profile, STREAMED, plan.split_tokens)
+        )
+        least = min(step_of(OPT, profile, STREAMED, split) for split in [*range(0, 2000, 64), 2000])
+        # Loading is preferred where rebuilding saves less than 2 %.
+        assert plan.predicted_step_seconds <= least / 0.98
+    assert splits == sorted(splits, reverse=True)
+    assert splits[0] > splits[2] > 0
+    assert splits[-1] == 0
+    slow = replace(A100, step_compute_seconds=0.05)
+    assert "compute is the limit" in plan_request(OPT, slow, STREAMED).reason
+
+
+def test_the_request_may_know_its_step_better_than_the_profile() -> None:
+    known = replace(STREAMED, step_compute_seconds=0.05)
+    slow = replace(A100, step_compute_seconds=0.05)
+    assert plan_request(OPT, A100, known) == plan_request(OPT, slow, STREAMED)
+
+
+def test_a_resident_plan_predicts_no_step() -> None:
+    resident = replace(STREAMED, residency=Residency.RESIDENT)
+    assert plan_request(OPT, A100, resident).predicted_step_seconds == 0
+    assert plan_request(OPT, A100, STREAMED).predicted_step_seconds > 0.01
+
+
+def test_spare_memory_keeps_the_front_on_the_device() -> None:
+    profile = replace(A100, step_compute_seconds=0.012)
+    spare = 700 * OPT.kv_bytes_per_token
+    without = plan_request(OPT, profile, STREAMED)
+    plan = plan_request(OPT, profile, replace(STREAMED, spare_bytes=spare))
+    assert plan.schedule is Schedule.PIPELINED
+    assert plan.resident_tokens == 640  # whole chunks
+    assert plan.resident_tokens < plan.split_tokens < plan.cached_tokens
+    assert plan.predicted_step_seconds < 0.8 * without.predicted_step_seconds
+    assert plan.predicted_load_seconds == without.predicted_load_seconds
+    assert "first 640 stay on the device" in plan.reason
+    everything = replace(STREAMED, spare_bytes=2000 * OPT.kv_bytes_per_token)
+    plan = plan_request(OPT, profile, everything)
+    assert (plan.resident_tokens, plan.split_tokens) == (2000, 0)
+    assert plan.predicted_step_seconds == 0.012
+    assert "nothing is pulled" in plan.reason
+
+
+def pulled_seconds(
+    shape: ModelShape, costs: SplitCosts, cached: int, manner: Manner, spare: int, chunk: int
+) -> float:
+    """The least seconds over everything that may stay, K and V or X, and every split."""
+    grid = [*range(0, cached, chunk), cached]
+    least = float("inf")
+    for kept in grid:
+        if kept * shape.kv_bytes_per_token <= spare:
+            rest = cached - kept
+            least = min(
+                least,
+                *(costs.seconds(split, rest, manner) for split in [*range(0, rest, chunk), rest]),
+            )
+        if kept * shape.activation_bytes_per_token <= spare:
+            row = replace(manner, schedule=Schedule.ROW)
+            least = min(least, costs.seconds(kept, cached, row))
+    return least
+
+
+def test_what_stays_is_the_best_of_all_three_way_splits() -> None:
+    rng = random.Random(2)
+    rows = 0
+    for _ in range(150):
+        shape = rng.choice([OPT, BUILT_IN_SHAPES["gemma-2-9b"], LLAMA])
+        profile = replace(A100, rebuild_flops_per_second=10 ** rng.uniform(12, 15.5))
+        costs = SplitCosts.of(shape, profile)
+        chunk, cached = 64, rng.randint(1, 1500)
+        step = rng.choice([0.0, 0.001, 0.02])
+        manner = Manner(Schedule.PIPELINED, 256, 4, Use.STEP, step)
+        spare = int(cached * shape.kv_bytes_per_token * rng.random())
+        pull = best_pull(shape, costs, cached, manner, chunk_tokens=chunk, spare_bytes=spare)
+        least = pulled_seconds(shape, costs, cached, manner, spare, chunk)
+        assert pull.seconds == pytest.approx(least, rel=1e-9)
+        rows += pull.schedule is Schedule.ROW
+    assert rows > 5
+
+
+def test_resident_keys_and_values_always_beat_resident_activations_from_rho_1_on() -> None:
+    """By brute force, not by the shortcut that the planner takes."""
+    rng = random.Random(4)
+    shapes = [shape for shape in BUILT_IN_SHAPES.values() if shape.rho >= 1]
+    for _ in range(100):
+        shape = rng.choice(shapes)
+        profile = replace(A100, rebuild_flops_per_second=10 ** rng.uniform(12, 16))
+        costs, cached = SplitCosts.of(shape, profile), rng.randint(1, 4000)
+        step = rng.choice([0.0, 0.001])
+        manner = Manner(Schedule.PIPELINED, use=Use.STEP, beside=step)
+        spare = int(cached * shape.kv_bytes_per_token * rng.random())
+        pull = best_pull(shape, costs, cached, manner, spare_bytes=spare)
+        assert pull.schedule is Schedule.PIPELINED
+        kept = min(spare // shape.activation_bytes_per_token, cached)
+        row = min(
+            costs.seconds(front, cached, replace(manner, schedule=Schedule.ROW))
+            for front in range(0, kept + 1, max(1, kept // 20))
+        )
+        assert pull.seconds <= row * (1 + 1e-9)
+
+
+def test_activations_stay_where_the_device_would_wait_for_the_link() -> None:
+    """MHA, an idle device, and a slow link: X of twice as many tokens serves more."""
+    shape = OPT
+    profile = replace(A100, link_bytes_per_second=5e9, rebuild_flops_per_second=1e15)
+    spare = 900 * shape.kv_bytes_per_token
+    plan = plan_request(shape, profile, replace(STREAMED, spare_bytes=spare))
+    assert plan.schedule is Schedule.ROW
+    assert plan.resident_tokens == plan.split_tokens > 900
+    assert plan.method is RestoreMethod.SPLIT
+    assert "X that stays on the device" in plan.reason
+    # The serial twin pulls, rebuilds and decodes in turn: nothing waits for the link alone.
+    serial = replace(STREAMED, schedule=Schedule.SERIAL, spare_bytes=spare)
+    assert plan_request(shape, profile, serial).schedule is Schedule.SERIAL
+
+
+def test_a_forced_split_beside_a_resident_front() -> None:
+    spare = 640 * OPT.kv_bytes_per_token
+    forced = replace(STREAMED, spare_bytes=spare, forced_split_tokens=1000)
+    plan = plan_request(OPT, A100, forced)
+    assert (plan.resident_tokens, plan.split_tokens) == (640, 1000)
+    assert plan.predicted_step_seconds == pytest.approx(
+        step_of(OPT, A100, forced, 1000, resident=640)
+    )
+    # What is resident anyway is not rebuilt.
+    below = plan_request(OPT, A100, replace(forced, forced_split_tokens=600))
+    assert (below.resident_tokens, below.split_tokens) == (640, 0)
+
+
+def test_nothing_spare_nothing_stays() -> None:
+    costs = SplitCosts.of(OPT, A100)
+    manner = Manner(Schedule.PIPELINED, use=Use.STEP)
+    pull = best_pull(OPT, costs, 1000, manner, spare_bytes=0, has_activations=False)
+    assert pull == Pull(0, 0, Schedule.PIPELINED, costs.seconds(0, 1000, manner))
