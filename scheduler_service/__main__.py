@@ -27,7 +27,7 @@ from splitpoint.config import (
     watch_parent,
 )
 from splitpoint.errors import InvalidArgument, PermissionDenied, SplitpointError
-from splitpoint.planner import Residency
+from splitpoint.planner import Objective, Residency
 from splitpoint.redis_options import add_redis_arguments, redis_options
 from splitpoint.shapes import DataType, ModelShape, read_config
 from splitpoint.text import Tokenizer
@@ -83,6 +83,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--residency", choices=["auto", "resident", "streamed"], default="auto")
     parser.add_argument(
+        "--objective",
+        choices=[objective.value for objective in Objective],
+        default=Objective.LATENCY.value,
+        help="of plans: least time for each request, or least use of whichever of link and "
+        "device is busier",
+    )
+    parser.add_argument(
         "--grace-seconds", type=float, default=30.0, metavar="S", help="for running requests"
     )
     return parser.parse_args(arguments)
@@ -117,6 +124,7 @@ def _options(arguments: argparse.Namespace) -> SchedulerOptions:
             tenant_requests=arguments.tenant_requests,
         ),
         default_residency=residency,
+        objective=Objective(arguments.objective),
         reflection=arguments.reflection,
         identity=identity_of(arguments),
         access=access_of(arguments.tokens),

@@ -22,7 +22,7 @@ from scheduler_service.dispatch import Accepted, Duplicate, Gap, take
 from scheduler_service.fetch_plan import Fetch
 from scheduler_service.footprint import Demand
 from scheduler_service.limits import Limits
-from scheduler_service.planning import check_split, plan_attempt
+from scheduler_service.planning import Wishes, check_split, plan_attempt
 from scheduler_service.prefixes import Prefixes
 from scheduler_service.registry import ReadyWorker, Registry, WorkerConnection
 from scheduler_service.requests import Request, RequestTable
@@ -31,7 +31,7 @@ from scheduler_service.validation import GenerateInput
 from splitpoint.convert import plan_to_proto
 from splitpoint.errors import Internal, NotFound, SplitpointError, Unavailable, from_code
 from splitpoint.keys import tenant_salt
-from splitpoint.planner import Plan, Residency
+from splitpoint.planner import Objective, Plan, Residency, RestoreMethod
 from splitpoint.text import Tokenizer
 from splitpoint.v1 import types_pb2, worker_pb2
 
@@ -69,6 +69,7 @@ class Conductor:
         eos_token_ids: frozenset[int],
         server_key: bytes,
         default_residency: Residency | None,
+        objective: Objective = Objective.LATENCY,
         clock: Callable[[], float],
         on_readiness: Callable[[], None],
     ) -> None:
@@ -87,6 +88,8 @@ class Conductor:
         self._eos_token_ids = eos_token_ids
         self._server_key = server_key
         self._default_residency = default_residency
+        # What plans are to be best at.
+        self.objective = objective
         self._clock = clock
         self._on_readiness = on_readiness
         self._arrivals = itertools.count()
@@ -226,7 +229,9 @@ class Conductor:
                 admitted,
                 token_count=len(request.input.prompt) + len(delivered),
                 cached_tokens=prefixes.own.get(placement.worker_id, 0),
-                forced_split=request.input.split_tokens,
+                wishes=Wishes(
+                    request.input.split_tokens, request.input.restore_method, self.objective
+                ),
                 sources=prefixes.sources.get(placement.worker_id, ()),
             )
         except SplitpointError as error:
@@ -251,6 +256,8 @@ class Conductor:
             command.source_cached_tokens = planned.source.cached_tokens
         if request.input.split_tokens is not None:
             command.forced_split_tokens = request.input.split_tokens
+        elif request.input.restore_method is RestoreMethod.LOAD:
+            command.forced_split_tokens = 0
         worker.stream.admit(command)
         if request.is_paused:
             worker.stream.set_paused(request.request_id, True)

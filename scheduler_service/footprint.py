@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from splitpoint.config import format_size
 from splitpoint.costs import Profile
 from splitpoint.planner import Residency
+from splitpoint.schedule import Schedule
 from splitpoint.shapes import Encoding, ModelShape, chunks_of
 
 
@@ -36,7 +37,11 @@ class WorkerFacts:
     # Slots of the store's arena (None: it could not be asked), bytes of each.
     store_slot_count: int | None = None
     slot_bytes: int = 0
-    # How its store keeps K, V and X.
+    # How the worker restores, with how much staging memory (0: unknown), in what
+    # pieces it prefills (0: unknown), and how its store keeps what it reads.
+    schedule: Schedule = Schedule.SERIAL
+    staging_tokens: int = 0
+    prefill_chunk_tokens: int = 0
     encoding: Encoding = Encoding.NATIVE
 
     @property

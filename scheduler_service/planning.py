@@ -6,15 +6,35 @@ Pure, on top of `splitpoint.planner`.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from scheduler_service.admission import Admitted
 from scheduler_service.fetch_plan import Fetch, FetchSource, plan_with_fetch
 from scheduler_service.footprint import Demand, Fits, NeverFits, WorkerFacts, footprint_of
 from splitpoint.convert import method_from_proto
 from splitpoint.errors import InvalidArgument
-from splitpoint.planner import Plan, PlanInput, Residency, plan_request
+from splitpoint.planner import (
+    Objective,
+    Plan,
+    PlanInput,
+    Residency,
+    RestoreMethod,
+    plan_request,
+)
 from splitpoint.v1 import worker_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a request, or the scheduler for all of them, asks of a plan."""
+
+    # Forced by the client; None: as the planner says.
+    split_tokens: int | None = None
+    restore_method: RestoreMethod | None = None
+    objective: Objective = Objective.LATENCY
+
+
+NO_WISHES = Wishes()
 
 
 def plan_attempt(
@@ -23,7 +43,7 @@ def plan_attempt(
     *,
     token_count: int,
     cached_tokens: int,
-    forced_split: int | None,
+    wishes: Wishes = NO_WISHES,
     sources: Sequence[FetchSource] = (),
 ) -> Fetch | Plan:
     """The plan of one placement, perhaps with a fetch before it.
@@ -33,9 +53,49 @@ def plan_attempt(
         cached_tokens: of these in the worker's store, as far as is known.
         sources: other stores that hold the sequence's beginning, as far as is known.
 
-    Raises InvalidArgument for a forced split that cannot be.
+    Raises InvalidArgument for a forced split or method that cannot be.
     """
+    place = _Place(admitted.residency, admitted.size_bytes, admitted.reason)
+    return _plan(worker, place, token_count, cached_tokens, wishes, sources)
 
+
+def explain(
+    worker: WorkerFacts,
+    *,
+    cached_tokens: int,
+    new_tokens: int,
+    max_tokens: int,
+    residency: Residency | None,
+    wishes: Wishes = NO_WISHES,
+    sources: Sequence[FetchSource] = (),
+) -> Plan | NeverFits:
+    """The plan that a request with these counts would get from an empty worker."""
+    demand = Demand(cached_tokens + new_tokens + max_tokens, residency)
+    verdict = footprint_of(demand, worker)
+    if not isinstance(verdict, Fits):
+        return verdict
+    place = _Place(verdict.residency, verdict.size_bytes, verdict.reason)
+    planned = _plan(worker, place, cached_tokens + new_tokens, cached_tokens, wishes, sources)
+    return planned.plan if isinstance(planned, Fetch) else planned
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the cache will live, what that is charged, and why there."""
+
+    residency: Residency
+    size_bytes: int
+    reason: str
+
+
+def _plan(
+    worker: WorkerFacts,
+    place: _Place,
+    token_count: int,
+    cached_tokens: int,
+    wishes: Wishes,
+    sources: Sequence[FetchSource],
+) -> Fetch | Plan:
     def plan(cached: int) -> Plan:
         return plan_request(
             worker.shape,
@@ -44,10 +104,17 @@ def plan_attempt(
                 cached_tokens=cached,
                 new_tokens=token_count - cached,
                 has_activations=worker.has_activations,
-                residency=admitted.residency,
-                footprint_bytes=admitted.size_bytes,
-                forced_split_tokens=forced_split,
-                residency_reason=_with_loss(admitted.reason, worker),
+                schedule=worker.schedule,
+                residency=place.residency,
+                footprint_bytes=place.size_bytes,
+                forced_split_tokens=wishes.split_tokens,
+                forced_method=wishes.restore_method,
+                residency_reason=_with_loss(place.reason, worker),
+                objective=wishes.objective,
+                chunk_tokens=worker.chunk_tokens,
+                staging_tokens=worker.staging_tokens,
+                prefill_tokens=worker.prefill_chunk_tokens,
+                encoding=worker.encoding,
             ),
         )
 
@@ -62,33 +129,6 @@ def plan_attempt(
         sources,
         chunk_tokens=worker.chunk_tokens,
         chunk_bytes=worker.slot_bytes,
-    )
-
-
-def explain(
-    worker: WorkerFacts,
-    *,
-    cached_tokens: int,
-    new_tokens: int,
-    max_tokens: int,
-    residency: Residency | None,
-) -> Plan | NeverFits:
-    """The plan that a request with these counts would get from an empty worker."""
-    demand = Demand(cached_tokens + new_tokens + max_tokens, residency)
-    verdict = footprint_of(demand, worker)
-    if not isinstance(verdict, Fits):
-        return verdict
-    return plan_request(
-        worker.shape,
-        worker.profile,
-        PlanInput(
-            cached_tokens=cached_tokens,
-            new_tokens=new_tokens,
-            has_activations=worker.has_activations,
-            residency=verdict.residency,
-            footprint_bytes=verdict.size_bytes,
-            residency_reason=_with_loss(verdict.reason, worker),
-        ),
     )
 
 
@@ -115,7 +155,7 @@ def as_it_happened(plan: Plan, report: worker_pb2.RestoreReport | None) -> Plan:
     if report is None or report.method == 0:
         return plan
     method = method_from_proto(report.method)
-    plan = _as_fetched(plan, report)
+    plan = _as_met(_as_predicted(_as_fetched(plan, report), report), report)
     found = (report.cached_tokens, report.split_tokens, method)
     if found == (plan.cached_tokens, plan.split_tokens, plan.method):
         return plan
@@ -131,6 +171,29 @@ def as_it_happened(plan: Plan, report: worker_pb2.RestoreReport | None) -> Plan:
             f"{plan.cached_tokens:,} and used method {method.value} with split "
             f"{report.split_tokens:,}"
         ),
+    )
+
+
+def _as_met(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:
+    """With the tokens that were recomputed until the chunks from the back were there."""
+    if report.recomputed_tokens == plan.recomputed_tokens:
+        return plan
+    reason = plan.reason
+    if report.recomputed_tokens:
+        reason = f"{reason}; they met at {report.recomputed_tokens:,}"
+    return replace(plan, recomputed_tokens=report.recomputed_tokens, reason=reason)
+
+
+def _as_predicted(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:
+    """With what the worker predicted of what it found, by the costs it knew then."""
+    predicted = report.predicted_restore_seconds
+    if not predicted:
+        return plan
+    later = predicted - plan.predicted_restore_seconds
+    return replace(
+        plan,
+        predicted_restore_seconds=predicted,
+        predicted_ttft_seconds=plan.predicted_ttft_seconds + later,
     )
 
 

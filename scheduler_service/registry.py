@@ -24,7 +24,12 @@ from scheduler_service.footprint import WorkerFacts
 from scheduler_service.peek import StorePeeker
 from scheduler_service.prefixes import PlacedWorker
 from splitpoint import rpc
-from splitpoint.convert import layout_from_proto, profile_from_proto, shape_from_proto
+from splitpoint.convert import (
+    layout_from_proto,
+    profile_from_proto,
+    schedule_from_proto,
+    shape_from_proto,
+)
 from splitpoint.directory_entries import ModelName, WorkerEntry
 from splitpoint.errors import FailedPrecondition, SplitpointError
 from splitpoint.shapes import ModelShape
@@ -182,6 +187,9 @@ class WorkerConnection:
             store_instance_id=self._advertised_store or (store.instance_id if store else b""),
             store_slot_count=store.slot_count if store else None,
             slot_bytes=layout.chunk_bytes,
+            schedule=schedule_from_proto(info.schedule),
+            staging_tokens=info.staging_tokens,
+            prefill_chunk_tokens=info.prefill_chunk_tokens,
             encoding=layout.encoding,
         )
 

@@ -18,8 +18,9 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from scheduler_service.conductor import Conductor
+from scheduler_service.fetch_plan import FetchSource
 from scheduler_service.footprint import NeverFits, WorkerFacts
-from scheduler_service.planning import explain
+from scheduler_service.planning import Wishes, explain
 from scheduler_service.requests import Request
 from scheduler_service.validation import (
     DEFAULT_MAX_TOKENS,
@@ -33,6 +34,7 @@ from scheduler_service.validation import (
 from splitpoint.access import current_caller
 from splitpoint.convert import (
     encoding_to_proto,
+    objective_from_proto,
     plan_to_proto,
     profile_to_proto,
     shape_to_proto,
@@ -125,6 +127,7 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
                 field="new_tokens",
                 reason="CONTEXT_EXCEEDED",
             )
+        wishes, sources = self._explained_wishes(request)
         response = pb.ExplainPlanResponse()
         for worker in self._conductor.registry.ready():
             if worker.ready is None:
@@ -135,6 +138,8 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
                 new_tokens=request.new_tokens,
                 max_tokens=max_tokens,
                 residency=residency,
+                wishes=wishes,
+                sources=sources,
             )
             entry = response.plans.add(worker_id=worker.worker_id)
             if isinstance(answer, NeverFits):
@@ -150,6 +155,20 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
         return response
 
     # -- below the calls ---------------------------------------------------------------
+
+    def _explained_wishes(self, request: pb.ExplainPlanRequest) -> tuple[Wishes, list[FetchSource]]:
+        """The objective, and the store to fetch from, of a plan that is only explained."""
+        objective = self._conductor.objective
+        if request.objective:
+            objective = objective_from_proto(request.objective)
+        remote = request.remote_cached_tokens
+        if not 0 <= remote <= request.cached_tokens + request.new_tokens:
+            raise InvalidArgument(
+                "remote_cached_tokens must be at least 0 and at most cached + new",
+                field="remote_cached_tokens",
+            )
+        address = request.remote_store_address or "another store"
+        return Wishes(objective=objective), [FetchSource(address, remote)] if remote else []
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ from scheduler_service.server import (
 from splitpoint import rpc
 from splitpoint.access import Access
 from splitpoint.config import log_failure
-from splitpoint.planner import Residency
+from splitpoint.planner import Objective, Residency
 from splitpoint.redis_link import RedisLink
 from splitpoint.redis_options import RedisOptions
 from splitpoint.tls import PLAIN, Identity
@@ -51,6 +51,8 @@ class SchedulerOptions:
     limits: Limits = field(default_factory=Limits)
     # For requests that leave it open. None: resident where that fits.
     default_residency: Residency | None = None
+    # What plans are to be best at.
+    objective: Objective = Objective.LATENCY
     reflection: bool = False
     # Who the scheduler is to clients, workers and stores.
     identity: Identity = PLAIN
@@ -86,6 +88,7 @@ class Scheduler:
             eos_token_ids=options.eos_token_ids,
             server_key=options.server_key,
             default_residency=options.default_residency,
+            objective=options.objective,
             clock=clock,
             on_readiness=self._readiness_changed.set,
         )

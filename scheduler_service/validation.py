@@ -11,10 +11,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from splitpoint.convert import residency_from_proto
+from splitpoint.convert import method_from_proto, residency_from_proto
 from splitpoint.errors import FailedPrecondition, InvalidArgument, NotFound
 from splitpoint.keys import SALT_LIMIT
-from splitpoint.planner import Residency
+from splitpoint.planner import Residency, RestoreMethod, check_forced_method
 from splitpoint.v1 import scheduler_pb2, types_pb2
 
 REQUEST_ID_LIMIT = 64
@@ -57,6 +57,7 @@ class GenerateInput:
     worker_id: str
     # None: as the plan says.
     split_tokens: int | None
+    restore_method: RestoreMethod | None
     # None: let the footprint decide.
     residency: Residency | None
 
@@ -97,6 +98,11 @@ def validate_generate(
     split = request.split_tokens if request.HasField("split_tokens") else None
     if split is not None and split < 0:
         raise InvalidArgument("split_tokens must be at least 0", field="split_tokens")
+    method = _restore_method(request.restore_method)
+    if method is not None:
+        check_forced_method(method, split, residency)
+        if method is RestoreMethod.TOKENS:
+            residency = Residency.RESIDENT  # a streamed prefix could not be recomputed
     _check_sampling(request.sampling, model, has_tokenizer=encode is not None)
     prompt = _prompt_of(request, model, encode)
     sampling = types_pb2.SamplingParams()
@@ -130,6 +136,7 @@ def validate_generate(
         cache_salt=request.cache_salt,
         worker_id=request.worker_id,
         split_tokens=split,
+        restore_method=method,
         residency=residency,
     )
 
@@ -145,6 +152,16 @@ def optional_residency(number: int) -> Residency | None:
     if number == types_pb2.RESIDENCY_UNSPECIFIED:
         return None
     return residency_from_proto(number)
+
+
+def _restore_method(number: int) -> RestoreMethod | None:
+    """None for unspecified. Raises InvalidArgument for an unknown number."""
+    if number == types_pb2.RESTORE_METHOD_UNSPECIFIED:
+        return None
+    try:
+        return method_from_proto(number)
+    except InvalidArgument as error:
+        raise InvalidArgument(error.message, field="restore_method") from error
 
 
 def check_text(text: str, encode: Callable[[str], list[int]] | None) -> list[int]:

@@ -75,12 +75,7 @@ class Chooser:
 
     @classmethod
     def of(cls, shape: ModelShape, profile: Profile, request: PlanInput) -> Chooser:
-        costs = SplitCosts.of(
-            shape,
-            profile,
-            kv_bytes=request.stored_kv_bytes,
-            activation_bytes=request.stored_activation_bytes,
-        )
+        costs = SplitCosts.of(shape, profile, request.encoding)
         manner = best_manner(
             costs,
             request.cached_tokens,

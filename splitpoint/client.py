@@ -44,7 +44,7 @@ from splitpoint.answers import (
 )
 from splitpoint.config import check_address, default_address
 from splitpoint.errors import DeadlineExceeded, Internal, InvalidArgument, Unavailable
-from splitpoint.planner import Residency
+from splitpoint.planner import Objective, Residency, RestoreMethod
 from splitpoint.tls import Identity, client_identity
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import scheduler_pb2_grpc, types_pb2
@@ -90,6 +90,8 @@ class GenerateOptions(TypedDict, total=False):
     worker: str
     # Rebuild this many cached tokens from activations instead of the plan's.
     split: int
+    # Load everything, or recompute the front from token ids, instead of the plan's.
+    restore: RestoreMethod
     residency: Residency
     # Seconds until DeadlineExceeded; absent: none.
     timeout: float
@@ -106,7 +108,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
     """
     given: dict[str, Any] = {**options}
     given.pop("timeout", None)
-    residency = given.pop("residency", None)
+    residency, restore = given.pop("residency", None), given.pop("restore", None)
     fields: dict[str, Any] = {
         "request_id": given.pop("request_id", None) or uuid.uuid4().hex,
         "model": given.pop("model", ""),
@@ -125,6 +127,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
         return pb.GenerateRequest(
             sampling=types_pb2.SamplingParams(**given),
             residency=_residency(residency),
+            restore_method=_restore_method(restore),
             **fields,
         )
     except (TypeError, ValueError) as error:
@@ -135,6 +138,12 @@ def _residency(value: Any) -> types_pb2.Residency:
     if value is None:
         return types_pb2.RESIDENCY_UNSPECIFIED
     return convert.residency_to_proto(Residency(value))
+
+
+def _restore_method(value: Any) -> types_pb2.RestoreMethod:
+    if value is None:
+        return types_pb2.RESTORE_METHOD_UNSPECIFIED
+    return convert.method_to_proto(RestoreMethod(value))
 
 
 class _Method(NamedTuple, Generic[_Result]):
@@ -162,15 +171,32 @@ def _stubs(channel: Any) -> dict[str, Any]:
     }
 
 
+class ExplainOptions(TypedDict, total=False):
+    """Keyword arguments of `explain_plan`; the fields of ExplainPlanRequest."""
+
+    max_tokens: int
+    # Served model; needed only when there are several.
+    model: str
+    residency: Residency
+    objective: Objective
+    # What another host's store holds, for whether fetching it pays.
+    remote_cached_tokens: int
+    remote_store_address: str
+
+
 def _explain_request(
-    cached_tokens: int, new_tokens: int, max_tokens: int, model: str, residency: Residency | None
+    cached_tokens: int, new_tokens: int, options: ExplainOptions
 ) -> pb.ExplainPlanRequest:
+    given: dict[str, Any] = {**options}
+    residency, objective = given.pop("residency", None), given.pop("objective", None)
     return pb.ExplainPlanRequest(
-        model=model,
         cached_tokens=cached_tokens,
         new_tokens=new_tokens,
-        max_tokens=max_tokens,
         residency=_residency(residency),
+        objective=types_pb2.OBJECTIVE_UNSPECIFIED
+        if objective is None
+        else convert.objective_to_proto(Objective(objective)),
+        **given,
     )
 
 
@@ -323,16 +349,10 @@ class Client:
         return self._call(_LIST_MODELS, pb.ListModelsRequest())
 
     def explain_plan(
-        self,
-        cached_tokens: int,
-        new_tokens: int,
-        *,
-        max_tokens: int = 0,
-        model: str = "",
-        residency: Residency | None = None,
+        self, cached_tokens: int, new_tokens: int, **options: Unpack[ExplainOptions]
     ) -> tuple[WorkerPlan, ...]:
         """The plan each worker would follow for K cached and T new tokens. Runs nothing."""
-        request = _explain_request(cached_tokens, new_tokens, max_tokens, model, residency)
+        request = _explain_request(cached_tokens, new_tokens, options)
         return self._call(_EXPLAIN_PLAN, request)
 
     def list_workers(self) -> tuple[Worker, ...]:
@@ -450,16 +470,10 @@ class AsyncClient:
         return await self._call(_LIST_MODELS, pb.ListModelsRequest())
 
     async def explain_plan(
-        self,
-        cached_tokens: int,
-        new_tokens: int,
-        *,
-        max_tokens: int = 0,
-        model: str = "",
-        residency: Residency | None = None,
+        self, cached_tokens: int, new_tokens: int, **options: Unpack[ExplainOptions]
     ) -> tuple[WorkerPlan, ...]:
         """As Client.explain_plan."""
-        request = _explain_request(cached_tokens, new_tokens, max_tokens, model, residency)
+        request = _explain_request(cached_tokens, new_tokens, options)
         return await self._call(_EXPLAIN_PLAN, request)
 
     async def list_workers(self) -> tuple[Worker, ...]:

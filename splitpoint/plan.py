@@ -7,6 +7,7 @@ from enum import Enum
 
 from splitpoint.errors import InvalidArgument
 from splitpoint.schedule import Schedule
+from splitpoint.shapes import Encoding
 
 
 class Residency(Enum):
@@ -68,9 +69,8 @@ class PlanInput:
     staging_tokens: int = 0
     # Most tokens of a prefill in one piece; 0: no bound.
     prefill_tokens: int = 0
-    # K and V, and X, of one token in one layer as stored. None: native.
-    stored_kv_bytes: int | None = None
-    stored_activation_bytes: int | None = None
+    # How the store keeps K, V and X: what crosses the link.
+    encoding: Encoding = Encoding.NATIVE
     # Streamed: device memory for a part of the prefix that need not be pulled.
     spare_bytes: int = 0
     # Of a decode step, its cache traffic left out. None: the profile's.

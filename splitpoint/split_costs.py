@@ -38,7 +38,7 @@ from enum import Enum
 
 from splitpoint.costs import Profile
 from splitpoint.schedule import Schedule
-from splitpoint.shapes import ModelShape
+from splitpoint.shapes import Encoding, ModelShape
 
 
 class Use(Enum):
@@ -88,19 +88,14 @@ class SplitCosts:
 
     @classmethod
     def of(
-        cls,
-        shape: ModelShape,
-        profile: Profile,
-        *,
-        kv_bytes: int | None = None,
-        activation_bytes: int | None = None,
+        cls, shape: ModelShape, profile: Profile, encoding: Encoding = Encoding.NATIVE
     ) -> SplitCosts:
-        """`kv_bytes`, `activation_bytes`: of one token in one layer as stored; None: native."""
+        """`encoding`: how the store keeps what crosses the link."""
         link = profile.link_bytes_per_second
         return cls(
             layer_count=shape.layer_count,
-            activation=(activation_bytes or shape.activation_bytes_per_token_layer) / link,
-            load=(kv_bytes or shape.kv_bytes_per_token_layer) / link,
+            activation=shape.stored_activation_bytes_per_token_layer(encoding) / link,
+            load=shape.stored_kv_bytes_per_token_layer(encoding) / link,
             rebuild=shape.rebuild_flops_per_token_layer / profile.rebuild_flops_per_second,
             copy_overhead=profile.link_overhead_seconds,
             rebuild_overhead=profile.rebuild_overhead_seconds,

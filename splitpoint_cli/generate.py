@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import signal
 import sys
 from types import FrameType
@@ -13,11 +14,18 @@ from splitpoint.answers import Completion
 from splitpoint.client import Client, GenerateOptions, Generation, Prompt
 from splitpoint.config import DEFAULT_ADDRESS
 from splitpoint.errors import Cancelled, Internal, InvalidArgument
-from splitpoint.planner import Plan, Residency
+from splitpoint.planner import Plan, Residency, RestoreMethod
 from splitpoint.tls import client_identity
 from splitpoint_cli.identity import CaFile, TokenFile
 from splitpoint_cli.output import EXIT_HELP, err, print_json, seconds_text
 from splitpoint_cli.up import ResidencyChoice
+
+
+class RestoreChoice(enum.StrEnum):
+    AUTO = "auto"
+    LOAD = "load"
+    TOKENS = "tokens"
+
 
 Address = Annotated[
     str,
@@ -55,6 +63,13 @@ def generate(
             help="Cached tokens to rebuild from activations; auto: as planned.", metavar="N|auto"
         ),
     ] = "auto",
+    restore: Annotated[
+        RestoreChoice,
+        typer.Option(
+            help="How the cached prefix comes back; tokens: recomputed from the front while the "
+            "rest is loaded from the back; auto: as planned."
+        ),
+    ] = RestoreChoice.AUTO,
     residency: Annotated[
         ResidencyChoice, typer.Option(help="Where the cache lives while decoding.")
     ] = ResidencyChoice.AUTO,
@@ -88,6 +103,8 @@ def generate(
         options["seed"] = seed
     if split != "auto":
         options["split"] = parse_split(split)
+    if restore is not RestoreChoice.AUTO:
+        options["restore"] = RestoreMethod(restore.value)
     if residency is not ResidencyChoice.AUTO:
         options["residency"] = Residency(residency.value)
     if timeout is not None:

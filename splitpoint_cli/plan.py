@@ -15,7 +15,7 @@ from splitpoint.costs import BUILT_IN_PROFILES, Profile, load_profile
 from splitpoint.errors import InvalidArgument, NotFound
 from splitpoint.planner import Objective, Plan, PlanInput, Residency, RestoreMethod, plan_request
 from splitpoint.schedule import Schedule
-from splitpoint.shapes import BUILT_IN_SHAPES, ModelShape, read_config
+from splitpoint.shapes import BUILT_IN_SHAPES, Encoding, ModelShape, read_config
 from splitpoint_cli.output import EXIT_HELP, out, print_json, seconds_text
 from splitpoint_cli.stack import parse_dtype
 from splitpoint_cli.up import Dtype
@@ -90,6 +90,12 @@ def plan(
             min=0,
         ),
     ] = None,
+    encoding: Annotated[
+        str,
+        typer.Option(
+            help="How the store keeps keys, values and activations.", metavar="native|int8|int4"
+        ),
+    ] = Encoding.NATIVE.value,
     chunk_tokens: Annotated[
         int, typer.Option(help="Tokens per chunk of the store.", min=1, max=4096)
     ] = 64,
@@ -110,6 +116,7 @@ def plan(
         schedule=parse_schedule(schedule),
         residency=parse_residency(residency),
         objective=parse_objective(objective),
+        encoding=_parse(Encoding, encoding, "encoding"),
         chunk_tokens=chunk_tokens,
         staging_tokens=STAGING_PAGES * chunk_tokens,
         spare_bytes=parse_size(spare, field="spare"),
@@ -183,6 +190,7 @@ def plan_report(
     return {
         "model": shape.name,
         "profile": dataclasses.asdict(costs),
+        "encoding": request.encoding.value,
         "has_activations": request.has_activations,
         "kv_bytes_per_token": shape.kv_bytes_per_token,
         "activation_bytes_per_token": shape.activation_bytes_per_token,

@@ -40,6 +40,7 @@ class StackOptions:
     chunk_tokens: int = 64
     listen: str = config.DEFAULT_ADDRESS
     residency: str = "auto"
+    objective: str = "latency"
     activations: str = "auto"
     keep_arena: bool = False
     threads: int | None = None
@@ -209,6 +210,7 @@ def plan_stack(options: StackOptions) -> Stack:
             *("--grace-seconds", str(options.grace_seconds)),
             *_given("--queue-capacity", options.queue_capacity),
             *("--residency", options.residency),
+            *("--objective", options.objective),
             *_given("--tenant-requests", options.tenant_requests),
             *_given("--tls-cert", options.tls_cert),
             *_given("--tls-key", options.tls_key),

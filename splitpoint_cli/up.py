@@ -43,6 +43,11 @@ class ResidencyChoice(enum.StrEnum):
     STREAMED = "streamed"
 
 
+class ObjectiveChoice(enum.StrEnum):
+    LATENCY = "latency"
+    THROUGHPUT = "throughput"
+
+
 class Activations(enum.StrEnum):
     AUTO = "auto"
     ALWAYS = "always"
@@ -130,6 +135,14 @@ def up(
             rich_help_panel=_SERVING,
         ),
     ] = ResidencyChoice.AUTO,
+    objective: Annotated[
+        ObjectiveChoice,
+        typer.Option(
+            help="Of plans: latency, least time for each request; throughput, least use of "
+            "whichever of link and device is busier.",
+            rich_help_panel=_SERVING,
+        ),
+    ] = ObjectiveChoice.LATENCY,
     activations: Annotated[
         Activations,
         typer.Option(
@@ -363,6 +376,7 @@ def up(
         chunk_tokens=chunk_tokens,
         listen=listen,
         residency=residency.value,
+        objective=objective.value,
         activations=activations.value,
         kv_encoding=kv_encoding and kv_encoding.value,
         keep_arena=keep_arena,

@@ -49,7 +49,6 @@ def attempt(
         ADMITTED,
         token_count=tokens,
         cached_tokens=own,
-        forced_split=None,
         sources=sources,
     )
 
@@ -66,7 +65,7 @@ def test_a_fast_way_is_taken_and_counted() -> None:
     assert fetch.plan.new_tokens == 64
     expected = ROUND_TRIP_SECONDS + 5 * LAYOUT.chunk_bytes / 1e12
     assert fetch.plan.predicted_fetch_seconds == pytest.approx(expected)
-    without = plan_attempt(FACTS, ADMITTED, token_count=160, cached_tokens=96, forced_split=None)
+    without = plan_attempt(FACTS, ADMITTED, token_count=160, cached_tokens=96)
     assert isinstance(without, Plan)
     assert fetch.plan.predicted_ttft_seconds == pytest.approx(
         without.predicted_ttft_seconds + expected

@@ -55,6 +55,7 @@ class Script:
     workers_ready: bool = True
     tail: str = ""
     requests: list[pb.GenerateRequest] = field(default_factory=list)
+    explained: list[pb.ExplainPlanRequest] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
     address: str = ""
 
@@ -126,6 +127,7 @@ class FakeScheduler(
     async def ExplainPlan(
         self, request: pb.ExplainPlanRequest, context: Any
     ) -> pb.ExplainPlanResponse:
+        self.script.explained.append(request)
         if request.new_tokens > 64:
             raise ResourceExhausted("never fits", needed_bytes=65)
         return pb.ExplainPlanResponse(

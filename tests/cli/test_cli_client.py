@@ -12,7 +12,7 @@ from fake_scheduler import Script, fake_scheduler
 from splitpoint import errors
 from splitpoint.answers import Completion, FinishReason, Tokens
 from splitpoint.client import AsyncClient, Client, generate_request
-from splitpoint.planner import Residency
+from splitpoint.planner import Objective, Residency
 from splitpoint.v1 import types_pb2
 
 
@@ -69,7 +69,18 @@ def test_unary_calls(script: Script) -> None:
         assert client.tokenize("ab").tokens == ("a", "b")
         assert client.get_model().shape.layer_count == 1
         assert client.list_models()[0].context_length == 64
-        plans = client.explain_plan(2, 1, residency=Residency.STREAMED)
+        plans = client.explain_plan(
+            2,
+            1,
+            residency=Residency.STREAMED,
+            objective=Objective.THROUGHPUT,
+            remote_cached_tokens=3,
+            remote_store_address="far:1",
+        )
+        asked = script.explained[0]
+        assert asked.residency == types_pb2.RESIDENCY_STREAMED
+        assert asked.objective == types_pb2.OBJECTIVE_THROUGHPUT
+        assert (asked.remote_cached_tokens, asked.remote_store_address) == (3, "far:1")
         assert plans[1].plan is None
         assert plans[1].rejection == "never fits"
         assert [worker.ready for worker in client.list_workers()] == [True, True]

@@ -13,6 +13,7 @@ import pytest
 from fake_scheduler import Script, fake_scheduler
 
 from splitpoint.costs import BUILT_IN_PROFILES
+from splitpoint.v1 import types_pb2
 from splitpoint_cli.child import child_environment
 
 COMMAND = [sys.executable, "-m", "splitpoint_cli"]
@@ -156,6 +157,13 @@ def test_generate_json_has_exactly_these_fields(script: Script) -> None:
         "ttft_seconds": 0.25,
         "seconds": 0.5,
     }
+
+
+def test_generate_asks_for_a_way_to_restore(script: Script) -> None:
+    done = splitpoint("generate", "a", "--address", script.address, "--restore", "tokens")
+    assert done.returncode == 0, done.stderr
+    assert script.requests[0].restore_method == types_pb2.RESTORE_METHOD_TOKENS
+    assert not script.requests[0].HasField("split_tokens")
 
 
 def test_generate_streams_text_and_reads_stdin(script: Script) -> None:

@@ -16,6 +16,7 @@ from scheduler_service.__main__ import _parse as parse_scheduler
 from splitpoint.config import remove_tree, runtime_directory
 from splitpoint.errors import InvalidArgument, PermissionDenied, SplitpointError
 from splitpoint.huge_pages import WISHES
+from splitpoint.planner import Objective
 from splitpoint_cli import up
 from splitpoint_cli.main import app
 from splitpoint_cli.stack import Stack, StackOptions, plan_stack
@@ -60,6 +61,14 @@ def test_the_store_gets_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (store.huge_pages, store.numa_node) == ("never", "none")
     for command in stack.workers:
         assert parse_worker(list(command.arguments[2:])).pin_limit == "1GiB"
+
+
+def test_the_scheduler_gets_its_objective(monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments, expected in (((), "latency"), (("--objective", "throughput"), "throughput")):
+        stack = planned(monkeypatch, *arguments)
+        scheduler = parse_scheduler(list(stack.scheduler.arguments[2:]))
+        assert scheduler.objective == expected
+    assert {choice.value for choice in up.ObjectiveChoice} == {kind.value for kind in Objective}
 
 
 def test_what_is_not_given_is_left_to_the_services(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,11 +22,17 @@ from scheduler_service.server import ServedModel
 from scheduler_service.service import Scheduler, SchedulerOptions
 from splitpoint import rpc
 from splitpoint.checkpoints import eos_token_ids
-from splitpoint.convert import layout_to_proto, profile_to_proto, shape_to_proto
+from splitpoint.convert import (
+    layout_to_proto,
+    profile_to_proto,
+    schedule_to_proto,
+    shape_to_proto,
+)
 from splitpoint.costs import Profile
 from splitpoint.errors import FailedPrecondition, SplitpointError
 from splitpoint.keys import pack_tokens
-from splitpoint.planner import Residency
+from splitpoint.planner import Objective, Residency
+from splitpoint.schedule import Schedule
 from splitpoint.shapes import ArenaLayout, ModelShape, chunks_of, read_config
 from splitpoint.text import Tokenizer
 from splitpoint.v1 import (
@@ -77,7 +83,7 @@ class WorkerDouble(worker_pb2_grpc.WorkerServiceServicer):
     """Runs requests without a model: one token of each per step.
 
     Attributes to set: `pace` (awaited before each step), `token_of`,
-    `cached_tokens` (what restores report), `refusal` (an error for the next
+    `cached_tokens` and `met_at` (what restores report), `profile`, `refusal` (an error for the next
     admits), `mangle` (changes each outgoing message).
     Attributes to read: `admits`, `cancels`, `pauses`, `resumes`, `most_pages`, `steps`.
     """
@@ -92,7 +98,13 @@ class WorkerDouble(worker_pb2_grpc.WorkerServiceServicer):
         kvstore_address: str = "",
         shape: ModelShape = SHAPE,
         has_activations: bool = True,
+        schedule: Schedule = Schedule.SERIAL,
+        profile: Profile = PROFILE,
     ) -> None:
+        self.schedule = schedule
+        self.profile = profile
+        # Where token ids and loaded chunks meet; None: where the plan says.
+        self.met_at: int | None = None
         self.worker_id = worker_id
         self.capacity_pages = capacity_pages
         self.streamed_pages = streamed_pages
@@ -162,7 +174,9 @@ class WorkerDouble(worker_pb2_grpc.WorkerServiceServicer):
             streamed_page_count=self.streamed_pages,
             max_batch_size=self.max_batch,
             prefill_chunk_tokens=64,
-            profile=profile_to_proto(PROFILE),
+            profile=profile_to_proto(self.profile),
+            schedule=schedule_to_proto(self.schedule),
+            staging_tokens=8 * CHUNK_TOKENS,
         )
 
     async def Run(self, requests: Any, context: Any) -> AsyncIterator[worker_pb2.RunResponse]:
@@ -236,6 +250,10 @@ class WorkerDouble(worker_pb2_grpc.WorkerServiceServicer):
                 if split == cached
                 else types_pb2.RESTORE_METHOD_SPLIT
             )
+        recomputed = 0
+        if command.plan.method == types_pb2.RESTORE_METHOD_TOKENS:
+            method = command.plan.method
+            recomputed = command.plan.recomputed_tokens if self.met_at is None else self.met_at
         self._restores.append(
             worker_pb2.RestoreReport(
                 request_id=command.request_id,
@@ -244,6 +262,7 @@ class WorkerDouble(worker_pb2_grpc.WorkerServiceServicer):
                 split_tokens=split,
                 method=method,
                 restore_seconds=0.25,
+                recomputed_tokens=recomputed,
             )
         )
 
@@ -430,6 +449,7 @@ async def stack(
     model: ServedModel = MODEL,
     clock: Callable[[], float] = time.monotonic,
     residency: Residency | None = None,
+    objective: Objective = Objective.LATENCY,
     server_key: bytes = b"k" * 32,
 ) -> AsyncIterator[Stack]:
     """A running scheduler, its workers ready. Ends with its books checked."""
@@ -445,6 +465,7 @@ async def stack(
             eos_token_ids=frozenset(eos_token_ids(MODEL_FOLDER)),
             limits=limits or Limits(),
             default_residency=residency,
+            objective=objective,
             reflection=True,
         ),
         clock=clock,

@@ -16,8 +16,12 @@ from scheduler_service.dispatch import Accepted, Duplicate, Gap, take
 from scheduler_service.footprint import Demand, Fits, NeverFits, WorkerFacts, footprint_of
 from scheduler_service.planning import as_it_happened, check_split, explain, plan_attempt
 from scheduler_service.routing import Candidate, choose_worker
+from splitpoint.convert import method_to_proto
+from splitpoint.costs import BUILT_IN_PROFILES
 from splitpoint.errors import InvalidArgument
 from splitpoint.planner import Plan, Residency, RestoreMethod
+from splitpoint.schedule import Schedule
+from splitpoint.shapes import BUILT_IN_SHAPES, Encoding
 from splitpoint.v1 import types_pb2, worker_pb2
 
 FACTS = WorkerFacts(
@@ -386,7 +390,7 @@ def admitted(residency: Residency = Residency.RESIDENT) -> Admitted:
 
 
 def test_plans_leave_the_last_token_to_compute() -> None:
-    plan = plan_attempt(FACTS, admitted(), token_count=32, cached_tokens=32, forced_split=None)
+    plan = plan_attempt(FACTS, admitted(), token_count=32, cached_tokens=32)
     assert (plan.cached_tokens, plan.new_tokens) == (31, 1)
     assert plan.footprint_bytes == 2 * PAGE_BYTES
     assert "resident: it fits" in plan.reason
@@ -410,7 +414,7 @@ def test_a_forced_split_needs_activations_somewhere() -> None:
 
 
 def test_reports_correct_the_plan() -> None:
-    plan = plan_attempt(FACTS, admitted(), token_count=32, cached_tokens=16, forced_split=None)
+    plan = plan_attempt(FACTS, admitted(), token_count=32, cached_tokens=16)
     same = worker_pb2.RestoreReport(
         cached_tokens=16,
         split_tokens=plan.split_tokens,
@@ -426,3 +430,60 @@ def test_reports_correct_the_plan() -> None:
     assert happened.method is RestoreMethod.NONE
     assert happened.reason.startswith(plan.reason)
     assert "0 tokens cached instead of 16" in happened.reason
+
+
+def test_a_report_brings_the_workers_own_prediction() -> None:
+    plan = plan_attempt(FACTS, admitted(), token_count=32, cached_tokens=16)
+    assert isinstance(plan, Plan)
+    report = worker_pb2.RestoreReport(
+        cached_tokens=16,
+        split_tokens=plan.split_tokens,
+        method=method_to_proto(plan.method),
+        predicted_restore_seconds=0.5,
+    )
+    happened = as_it_happened(plan, report)
+    assert happened.predicted_restore_seconds == 0.5
+    rest = plan.predicted_ttft_seconds - plan.predicted_restore_seconds
+    assert happened.predicted_ttft_seconds == pytest.approx(0.5 + rest)
+    assert happened.reason == plan.reason
+
+
+def test_plans_follow_the_workers_schedule_staging_and_encoding() -> None:
+    facts = replace(
+        FACTS,
+        shape=BUILT_IN_SHAPES["opt-6.7b"],
+        profile=BUILT_IN_PROFILES["a100-pcie4"],
+        chunk_tokens=64,
+        schedule=Schedule.PIPELINED,
+        staging_tokens=1024,
+        prefill_chunk_tokens=256,
+    )
+    plan = plan_attempt(facts, admitted(), token_count=2000, cached_tokens=1900)
+    serial = plan_attempt(
+        replace(facts, schedule=Schedule.SERIAL),
+        admitted(),
+        token_count=2000,
+        cached_tokens=1900,
+    )
+    assert isinstance(plan, Plan)
+    assert isinstance(serial, Plan)
+    assert (plan.schedule, serial.schedule) == (Schedule.PIPELINED, Schedule.SERIAL)
+    assert plan.split_tokens % 64 == 0 or plan.split_tokens == 1900
+    assert 0 < plan.tile_tokens <= 512
+    assert plan.predicted_restore_seconds < 0.6 * serial.predicted_restore_seconds
+    int8 = plan_attempt(
+        replace(facts, encoding=Encoding.INT8),
+        admitted(),
+        token_count=2000,
+        cached_tokens=1900,
+    )
+    assert isinstance(int8, Plan)
+    assert int8.predicted_load_seconds < 0.53 * plan.predicted_load_seconds
+    # Four pieces of prefill have four overheads.
+    long = replace(facts, prefill_chunk_tokens=25)
+    pieces = plan_attempt(long, admitted(), token_count=2000, cached_tokens=1900)
+    assert isinstance(pieces, Plan)
+    overhead = facts.profile.prefill_overhead_seconds
+    assert pieces.predicted_ttft_seconds == pytest.approx(
+        plan.predicted_ttft_seconds + 3 * overhead
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -13,6 +14,7 @@ from scheduler_doubles import (
     CHUNK_TOKENS,
     MODEL_FOLDER,
     PAGE_BYTES,
+    PROFILE,
     SHAPE,
     TOKENIZER,
     Steps,
@@ -34,6 +36,8 @@ from splitpoint.errors import (
     Unavailable,
 )
 from splitpoint.keys import tenant_salt
+from splitpoint.planner import Objective
+from splitpoint.schedule import Schedule
 from splitpoint.v1 import scheduler_pb2, types_pb2
 
 
@@ -257,6 +261,88 @@ async def test_forced_splits() -> None:
         assert error.field == "split_tokens"
         assert "no activations" in error.message
         assert await running.generate(ids_request(prompt, 2, split_tokens=0))
+    await store.stop()
+
+
+# Loading 32 tokens takes milliseconds, computing them next to nothing.
+SLOW_LINK = replace(PROFILE, link_bytes_per_second=1e8, prefill_flops_per_second=1e13)
+
+
+async def test_a_pipelined_worker_recomputes_from_token_ids_and_says_where_they_met() -> None:
+    store = StoreDouble(cached_tokens=32)
+    address = await store.start()
+    prompt = list(range(10, 50))
+    pipelined = WorkerDouble(
+        kvstore_address=address, schedule=Schedule.PIPELINED, profile=SLOW_LINK
+    )
+    async with stack(pipelined) as running:
+        done = (await running.generate(ids_request(prompt, 2))).done
+        command = pipelined.admits[0]
+        assert command.plan.method == done.plan.method == types_pb2.RESTORE_METHOD_TOKENS
+        assert command.plan.schedule == types_pb2.SCHEDULE_PIPELINED
+        assert command.plan.recomputed_tokens == done.plan.recomputed_tokens == 32
+        assert "recomputed from their ids" in done.plan.reason
+        assert "met at" not in done.plan.reason
+        pipelined.met_at = 16
+        done = (await running.generate(ids_request(prompt, 2))).done
+        assert done.plan.recomputed_tokens == 16
+        assert done.plan.reason.endswith("they met at 16")
+    serial = WorkerDouble(kvstore_address=address, profile=SLOW_LINK)
+    async with stack(serial) as running:
+        done = (await running.generate(ids_request(prompt, 2))).done
+        assert done.plan.schedule == types_pb2.SCHEDULE_SERIAL
+        assert done.plan.method != types_pb2.RESTORE_METHOD_TOKENS
+    await store.stop()
+
+
+async def test_a_client_chooses_how_its_prefix_comes_back() -> None:
+    store = StoreDouble(cached_tokens=32)
+    address = await store.start()
+    prompt = list(range(10, 50))
+    worker = WorkerDouble(kvstore_address=address, schedule=Schedule.PIPELINED, profile=SLOW_LINK)
+    async with stack(worker) as running:
+        load = ids_request(prompt, 2, restore_method=types_pb2.RESTORE_METHOD_LOAD)
+        done = (await running.generate(load)).done
+        assert done.plan.method == types_pb2.RESTORE_METHOD_LOAD
+        assert worker.admits[0].forced_split_tokens == 0
+        assert worker.admits[0].HasField("forced_split_tokens")
+        tokens = ids_request(prompt, 2, restore_method=types_pb2.RESTORE_METHOD_TOKENS)
+        done = (await running.generate(tokens)).done
+        assert done.plan.method == types_pb2.RESTORE_METHOD_TOKENS
+        assert not worker.admits[1].HasField("forced_split_tokens")
+        assert "was asked for" in done.plan.reason
+    await store.stop()
+
+
+async def test_the_objective_is_the_schedulers_unless_a_question_names_another() -> None:
+    worker = WorkerDouble(schedule=Schedule.PIPELINED)
+    async with stack(worker, objective=Objective.THROUGHPUT) as running:
+        done = (await running.generate(ids_request([5, 6], 2))).done
+        assert done.plan.objective == types_pb2.OBJECTIVE_THROUGHPUT
+
+        async def explained(**fields: Any) -> types_pb2.Plan:
+            question = scheduler_pb2.ExplainPlanRequest(cached_tokens=20, new_tokens=4, **fields)
+            return (await running.inference.ExplainPlan(question)).plans[0].plan
+
+        assert (await explained()).objective == types_pb2.OBJECTIVE_THROUGHPUT
+        latency = await explained(objective=types_pb2.OBJECTIVE_LATENCY)
+        assert latency.objective == types_pb2.OBJECTIVE_LATENCY
+
+
+async def test_a_fetch_can_be_explained() -> None:
+    store = StoreDouble()
+    address = await store.start()
+    profile = replace(
+        PROFILE, prefill_flops_per_second=1e9, remote_bytes_per_second={"far:1": 1e10}
+    )
+    async with stack(WorkerDouble(kvstore_address=address, profile=profile)) as running:
+        question = scheduler_pb2.ExplainPlanRequest(cached_tokens=4, new_tokens=60)
+        alone = (await running.inference.ExplainPlan(question)).plans[0].plan
+        question.remote_cached_tokens, question.remote_store_address = 48, "far:1"
+        plan = (await running.inference.ExplainPlan(question)).plans[0].plan
+        assert (plan.cached_tokens, plan.fetched_tokens) == (48, 48)
+        assert plan.predicted_ttft_seconds < alone.predicted_ttft_seconds
+        assert "from far:1 at 10 GB/s" in plan.reason
     await store.stop()
 
 

@@ -16,7 +16,7 @@ from scheduler_service.limits import Limits
 from scheduler_service.validation import GenerateInput, ModelFacts, validate_generate
 from splitpoint import rpc
 from splitpoint.errors import FailedPrecondition, InvalidArgument, NotFound
-from splitpoint.planner import Residency
+from splitpoint.planner import Residency, RestoreMethod
 from splitpoint.v1 import scheduler_pb2, types_pb2
 
 FACTS = ModelFacts("tiny", vocabulary_size=100, context_length=50)
@@ -93,6 +93,10 @@ BAD: list[tuple[str, Callable[[scheduler_pb2.GenerateRequest], Any]]] = [
     ("request_id", fields(request_id="a\nb")),
     ("split_tokens", fields(split_tokens=-1)),
     ("residency", fields(residency=9)),
+    ("restore_method", fields(restore_method=99)),
+    ("restore_method", fields(restore_method=types_pb2.RESTORE_METHOD_SPLIT)),
+    ("restore_method", fields(restore_method=types_pb2.RESTORE_METHOD_LOAD, split_tokens=0)),
+    ("restore_method", fields(restore_method=types_pb2.RESTORE_METHOD_TOKENS, residency=2)),
 ]
 
 
@@ -146,6 +150,16 @@ async def test_bad_inputs_over_the_wire() -> None:
                 scheduler_pb2.ExplainPlanRequest(new_tokens=1, residency=7),  # type: ignore[arg-type]
                 InvalidArgument,
             ),
+            (
+                "ExplainPlan",
+                scheduler_pb2.ExplainPlanRequest(new_tokens=1, objective=7),  # type: ignore[arg-type]
+                InvalidArgument,
+            ),
+            (
+                "ExplainPlan",
+                scheduler_pb2.ExplainPlanRequest(new_tokens=1, remote_cached_tokens=2),
+                InvalidArgument,
+            ),
         ):
             with pytest.raises(grpc.RpcError) as caught:
                 await getattr(running.inference, method)(message)
@@ -178,6 +192,14 @@ def test_what_was_left_open_is_filled_in() -> None:
     assert checked.stop_token_ids == {1}
     assert checked.ignore_eos
     assert check(fields_request(text="hello")).prompt == tuple(ord(c) % 100 for c in "hello")
+
+
+def test_token_ids_are_recomputed_into_device_memory_only() -> None:
+    asked = check(ids_request([1], restore_method=types_pb2.RESTORE_METHOD_TOKENS))
+    assert asked.restore_method is RestoreMethod.TOKENS
+    assert asked.residency is Residency.RESIDENT
+    loaded = check(ids_request([1], restore_method=types_pb2.RESTORE_METHOD_LOAD))
+    assert (loaded.restore_method, loaded.residency) == (RestoreMethod.LOAD, None)
 
 
 def fields_request(**values: Any) -> scheduler_pb2.GenerateRequest:

@@ -11,7 +11,7 @@ import pytest
 
 from splitpoint.costs import BUILT_IN_PROFILES
 from splitpoint.schedule import RestoreWork, Schedule, Task, TaskKind, restore_tasks, simulate
-from splitpoint.shapes import BUILT_IN_SHAPES
+from splitpoint.shapes import BUILT_IN_SHAPES, Encoding
 from splitpoint.split_costs import Manner, SplitCosts, Use, best_manner, best_split
 
 Seconds = npt.NDArray[np.float64]
@@ -239,13 +239,10 @@ def test_the_line_follows_the_best_split_of_a_growing_prefix() -> None:
 
 def test_fewer_bytes_on_the_link_are_fewer_seconds() -> None:
     shape, profile = BUILT_IN_SHAPES["opt-6.7b"], BUILT_IN_PROFILES["h100-pcie5"]
-    native = SplitCosts.of(shape, profile)
-    half = SplitCosts.of(
-        shape,
-        profile,
-        kv_bytes=shape.kv_bytes_per_token_layer // 2,
-        activation_bytes=shape.activation_bytes_per_token_layer // 2,
-    )
-    assert half.load == native.load / 2
-    assert half.activation == native.activation / 2
-    assert half.rebuild == native.rebuild
+    native, int8, int4 = (SplitCosts.of(shape, profile, encoding) for encoding in Encoding)
+    # 16-bit elements become bytes, and 4.5 bits, beside their groups' parameters.
+    assert int8.load / native.load == pytest.approx(130 / 256)
+    assert int4.load / native.load == pytest.approx(72 / 256)
+    assert int8.activation / native.activation == pytest.approx(130 / 256)
+    assert int4.activation / native.activation == pytest.approx(72 / 256)
+    assert int8.rebuild == int4.rebuild == native.rebuild
