@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from splitpoint.errors import SplitpointError
-from splitpoint_cli import arena, bench, certs, down, generate, plan, status, token, up
+from splitpoint_cli import arena, bench, certs, down, generate, plan, status, token, trace, up
 from splitpoint_cli.output import EXIT_HELP, exit_code, print_error
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app.command()(down.down)
 app.command()(generate.generate)
 app.command()(plan.plan)
 app.command()(status.status)
+app.command()(trace.trace)
 app.command()(certs.certs)
 app.command()(token.token)
 app.add_typer(arena.app, name="arena")

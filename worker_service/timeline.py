@@ -7,11 +7,14 @@ file. Knows nothing of what the spans' work was.
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from splitpoint.errors import InvalidArgument, NotFound
 from splitpoint.schedule import Lane
 
 # Some minutes of a busy worker; a trace that runs longer keeps its end.
@@ -39,9 +42,14 @@ class Span:
 
 
 class Trace:
-    """The latest spans of a process, for a file."""
+    """The latest spans of a process, for a file.
 
-    def __init__(self, limit: int = TRACE_SPANS) -> None:
+    Attributes:
+        facts: what whoever looks at the file should know, such as the device.
+    """
+
+    def __init__(self, facts: Mapping[str, str] | None = None, limit: int = TRACE_SPANS) -> None:
+        self.facts = dict(facts or {})
         self._spans: deque[Span] = deque(maxlen=limit)
 
     def extend(self, spans: Iterable[Span]) -> None:
@@ -53,10 +61,10 @@ class Trace:
 
     def write(self, path: Path) -> None:
         """As Chrome trace JSON: open it in chrome://tracing or ui.perfetto.dev."""
-        path.write_text(chrome_trace(self._spans))
+        path.write_text(chrome_trace(self._spans, self.facts))
 
 
-def chrome_trace(spans: Iterable[Span]) -> str:
+def chrome_trace(spans: Iterable[Span], facts: Mapping[str, str] | None = None) -> str:
     """The trace event format: one row per lane, times in microseconds from the first span."""
     listed = sorted(spans, key=lambda span: span.start)
     origin = listed[0].start if listed else 0.0
@@ -66,9 +74,9 @@ def chrome_trace(spans: Iterable[Span]) -> str:
         for lane, row in rows.items()
     ]
     for span in listed:
-        facts: dict[str, object] = {"tokens": span.tokens, "amount": span.amount}
+        details: dict[str, object] = {"tokens": span.tokens, "amount": span.amount}
         if span.layer is not None:
-            facts["layer"] = span.layer
+            details["layer"] = span.layer
         events.append(
             {
                 "ph": "X",
@@ -77,7 +85,60 @@ def chrome_trace(spans: Iterable[Span]) -> str:
                 "tid": rows[span.lane],
                 "ts": (span.start - origin) * 1e6,
                 "dur": span.seconds * 1e6,
-                "args": facts,
+                "args": details,
             }
         )
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+    return json.dumps(
+        {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(facts or {})}
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedTrace:
+    """What a trace file says: spans by start, seconds from the first one's, and facts."""
+
+    spans: tuple[Span, ...]
+    facts: Mapping[str, str]
+
+
+def read_trace(path: Path) -> RecordedTrace:
+    """A file that `Trace.write` made. Raises NotFound, or InvalidArgument for anything else."""
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise NotFound(f"there is no file {path}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{path} cannot be read as a trace: {error}", field="file") from error
+    try:
+        lanes: dict[int, Lane] = {}
+        spans: list[Span] = []
+        for event in content["traceEvents"]:
+            if event["ph"] == "M" and event["name"] == "thread_name":
+                lanes[event["tid"]] = Lane(event["args"]["name"])
+            elif event["ph"] == "X":
+                spans.append(_span_of(event, lanes))
+        facts = {str(name): str(fact) for name, fact in content.get("otherData", {}).items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InvalidArgument(
+            f"{path} is not a trace that a worker wrote: {error!r}", field="file"
+        ) from error
+    return RecordedTrace(tuple(sorted(spans, key=lambda span: span.start)), facts)
+
+
+def _span_of(event: Mapping[str, Any], lanes: Mapping[int, Lane]) -> Span:
+    """Raises KeyError, TypeError or ValueError."""
+    details = event["args"]
+    start, seconds = float(event["ts"]) / 1e6, float(event["dur"]) / 1e6
+    amount = float(details["amount"])
+    if not all(0 <= value < math.inf for value in (start, seconds, amount)):
+        raise ValueError("a time or an amount is negative or not a number")
+    layer = details.get("layer")
+    return Span(
+        lanes[event["tid"]],
+        str(event["name"]),
+        start,
+        start + seconds,
+        None if layer is None else int(layer),
+        int(details["tokens"]),
+        amount,
+    )

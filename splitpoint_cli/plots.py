@@ -1,0 +1,40 @@
+"""Pictures: the optional matplotlib, without a display and without global state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from splitpoint.errors import FailedPrecondition, InvalidArgument
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DOTS_PER_INCH = 150
+
+
+def check_picture(path: Path) -> None:
+    """Before work that ends in a picture: that it can be drawn and has a place.
+
+    Raises FailedPrecondition when matplotlib is missing, InvalidArgument for the path.
+    """
+    new_figure(1, 1)
+    if path.suffix.lower() != ".png":
+        raise InvalidArgument(f"{path}: pictures are PNG files", field="png")
+    if not path.parent.is_dir():
+        raise InvalidArgument(f"{path.parent} is no folder", field="png")
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure, in inches. Raises FailedPrecondition without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise FailedPrecondition(
+            f"a picture needs {error.name}: install splitpoint[plots]", reason="NO_PLOTS"
+        ) from error
+    return Figure(figsize=(width, height), dpi=DOTS_PER_INCH, layout="constrained")
+
+
+def save(figure: Figure, path: Path) -> None:
+    figure.savefig(path, format="png")
