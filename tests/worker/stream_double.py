@@ -9,6 +9,7 @@ about one: only that the waits which were asked for suffice.
 from __future__ import annotations
 
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -69,8 +70,9 @@ class TimedEvent:
 
     def synchronize(self) -> None:
         self.cuda.synchronized += 1
-        while not self.query():
-            self.cuda.run_something()
+        with self.cuda.running:
+            while not self.query():
+                self.cuda.run_something()
 
     def elapsed_time(self, end: TimedEvent) -> float:
         """Milliseconds; as CUDA an error before both were reached."""
@@ -86,9 +88,17 @@ class StreamDouble:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.synchronized = 0
+        # Held by the thread of the host whose waiting makes things happen.
+        self.running = threading.Lock()
         self.default = Stream(self)
-        self.current = self.default
         self.streams = [self.default]
+        self._thread = threading.local()
+
+    @property
+    def current(self) -> Stream:
+        """As in CUDA, each thread has its own."""
+        stream: Stream = getattr(self._thread, "current", self.default)
+        return stream
 
     def Stream(self, device: torch.device) -> Stream:
         self.streams.append(Stream(self))
@@ -103,11 +113,11 @@ class StreamDouble:
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
+        before, self._thread.current = self.current, stream
         try:
             yield
         finally:
-            self.current = before
+            self._thread.current = before
 
     def launch(self, call: Callable[[], None], seconds: float = 0.0) -> None:
         """What a kernel or a copy does: into the current stream, to happen later."""

@@ -490,3 +490,50 @@ def test_settling_waits_for_work_that_failed_half_way() -> None:
     assert cuda.current is cuda.default
     lanes.settle()
     assert seen == ["half"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_stream_draws_its_next_piece_while_one_is_under_way(seed: int) -> None:
+    lanes, cuda = stream_lanes(seed)
+    done: list[str] = []
+    asked: list[int] = []
+
+    def copy_of(name: str) -> Work:
+        return Work(name, lambda: cuda.launch(lambda: done.append(name), 1.0))
+
+    def source() -> Work | None:
+        asked.append(len(done))
+        return copy_of(f"piece {len(asked)}") if len(asked) < 6 else None
+
+    first = lanes.run(Lane.LINK_IN, copy_of("first"))
+    drawn = lanes.draw(Lane.LINK_IN, source)
+    last = lanes.run(Lane.LINK_IN, copy_of("last"))
+    # The lane's work before the draw is done by the time a piece of it is; and of the
+    # pieces that were drawn, at most the last one is under way when another is asked for.
+    assert asked[2:] == [2, 3, 4, 5]
+    drawn.wait()
+    assert drawn.is_done
+    assert first.is_done
+    lanes.run(Lane.COMPUTE, copy_of("product"), [drawn, last])
+    names = [span.name for span in sorted(lanes.finish(), key=lambda span: span.start)]
+    assert done == names == ["first", *(f"piece {n}" for n in range(1, 6)), "last", "product"]
+    lanes.close()
+
+
+def test_who_is_asked_for_a_stream_s_work_may_fail() -> None:
+    lanes, cuda = stream_lanes()
+    seen: list[str] = []
+    pieces = iter([Work("copy", lambda: cuda.launch(lambda: seen.append("copy"), 1.0))])
+
+    def source() -> Work | None:
+        return next(pieces, None) or fail()
+
+    def fail() -> Work:
+        raise OSError("no more")
+
+    lanes.draw(Lane.LINK_IN, source)
+    with pytest.raises(OSError, match="no more"):
+        lanes.finish()
+    assert seen == ["copy"], "a copy was left behind"
+    assert lanes.finish() == []
+    lanes.close()

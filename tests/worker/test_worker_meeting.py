@@ -15,6 +15,7 @@ import pytest
 import torch
 from local_stack import StackShape, serving_worker, start_store, stop_process
 from stored_prefix import CPU, StoredPrefix, stored_prefix
+from stream_double import StreamDouble
 from tiny_models import FAMILY_CASES, VOCABULARY, build_tiny, clear_prompt, write_tiny
 
 from splitpoint.errors import ChunkLost
@@ -22,7 +23,7 @@ from splitpoint.rpc import open_channel
 from splitpoint.schedule import Lane
 from splitpoint.shapes import chunks_of
 from splitpoint.v1 import types_pb2, worker_pb2, worker_pb2_grpc
-from worker_service.lanes import Event, Lanes, SerialLanes, Source, ThreadLanes, Work
+from worker_service.lanes import Event, Lanes, SerialLanes, Source, StreamLanes, ThreadLanes, Work
 from worker_service.meeting import LEAST_BLOCK_TOKENS, Met, restore_from_both_ends
 from worker_service.model.decoder import Decoder
 from worker_service.mover import Mover
@@ -285,6 +286,14 @@ def begin_with(lanes: Lanes, first: Lane, action: Callable[[], None]) -> None:
     lanes.before = before
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_who_gives_work_ahead_of_a_stream_misses_nothing(one: StoredPrefix, seed: int) -> None:
+    """The host's side of CUDA lanes: pieces are under way when the next are claimed."""
+    lanes = StreamLanes(torch.device("cuda"), StreamDouble(random.Random(seed)))
+    restore_and_compare(one, lanes, expected=seed * TOKENS // 9, block=(32, 128, 256)[seed % 3])
+    lanes.close()
+
+
 @pytest.mark.parametrize("lanes", [ThreadLanes(CPU), SerialLanes(CPU)], ids=["threads", "serial"])
 def test_a_chunk_lost_on_the_way_is_never_taken_for_a_prefix(
     lanes: Lanes, one: StoredPrefix, tmp_path: Path
@@ -320,6 +329,31 @@ def test_an_error_ends_both_lanes_and_leaves_no_copy_behind(
     lanes.before = None
     assert lanes.finish() == []
     restore_and_compare(one, lanes, expected=TOKENS // 2)
+    lanes.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@torch.inference_mode()
+def test_both_ends_meet_on_a_gpu(one: StoredPrefix, tmp_path: Path) -> None:
+    device = torch.device("cuda:0")
+    model = Decoder.load(write_tiny("llama-3", tmp_path), device, torch.float32)
+    lanes, pages = StreamLanes(device), list(range(len(one.chunks)))
+    for expected in (0, TOKENS // 2, TOKENS):
+        keys, values = ([plane.to(device) for plane in side] for side in one.empty_cache(PAGES))
+        met = restore_from_both_ends(
+            Mover(model, one.tensors, device),
+            lanes,
+            Prefix(one.chunks, 0, pages, one.token_ids, TOKENS, 0),
+            keys,
+            values,
+            block_tokens=BLOCK,
+            expected_tokens=expected,
+        )
+        for layer, (found, wanted) in enumerate(zip(keys, one.computed.keys, strict=True)):
+            rows = one.rows(found, pages, TOKENS).cpu()
+            torch.testing.assert_close(rows, wanted, rtol=1e-3, atol=1e-3, msg=f"layer {layer}")
+        check_spans(one, met, TOKENS)
     lanes.close()
 
 
@@ -415,7 +449,7 @@ async def answer(
     return tokens, reports[0]
 
 
-@pytest.mark.parametrize("case", ["llama-3", "llama", "qwen2-windows"])
+@pytest.mark.parametrize("case", ["opt", "qwen2-windows"])  # plain heads; grouped, with windows
 async def test_a_worker_restores_from_both_ends_and_goes_on_with_the_same_tokens(
     case: str, tmp_path: Path, shm_folder: Path
 ) -> None:
