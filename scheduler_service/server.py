@@ -267,6 +267,10 @@ class AdminServicer(scheduler_pb2_grpc.AdminServiceServicer):
             )
             if worker.ready is not None:
                 entry.device = worker.ready.info.device
+                entry.schedule = worker.ready.info.schedule
+                entry.emulated_link_bytes_per_second = (
+                    worker.ready.info.emulated_link_bytes_per_second
+                )
                 entry.cache_capacity_bytes = worker.ready.facts.cache_capacity_bytes
                 entry.kvstore_address = worker.ready.facts.kvstore_address
                 entry.profile.CopyFrom(profile_to_proto(worker.ready.facts.profile))

@@ -15,6 +15,7 @@ from splitpoint import convert
 from splitpoint.costs import Profile
 from splitpoint.errors import Internal
 from splitpoint.planner import Plan
+from splitpoint.schedule import Schedule
 from splitpoint.shapes import Encoding, ModelShape
 from splitpoint.v1 import scheduler_pb2, types_pb2
 
@@ -223,7 +224,10 @@ def worker_plans(message: scheduler_pb2.ExplainPlanResponse) -> tuple[WorkerPlan
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One worker as the scheduler sees it. Bytes of device memory for caches."""
+    """One worker as the scheduler sees it. Bytes of device memory for caches.
+
+    `emulated_link_bytes_per_second`: None: its link is what it is.
+    """
 
     id: str
     address: str
@@ -236,6 +240,8 @@ class Worker:
     profile: Profile | None
     kvstore_address: str
     message: str
+    schedule: Schedule = Schedule.SERIAL
+    emulated_link_bytes_per_second: float | None = None
 
 
 def workers(message: scheduler_pb2.ListWorkersResponse) -> tuple[Worker, ...]:
@@ -255,6 +261,8 @@ def workers(message: scheduler_pb2.ListWorkersResponse) -> tuple[Worker, ...]:
             else None,
             kvstore_address=entry.kvstore_address,
             message=entry.message,
+            schedule=convert.schedule_from_proto(entry.schedule),
+            emulated_link_bytes_per_second=entry.emulated_link_bytes_per_second or None,
         )
         for entry in message.workers
     )

@@ -54,6 +54,27 @@ def parse_size(text: str, *, field: str = "size") -> int:
     return int(number) * factor if number.isdigit() else int(float(number) * factor)
 
 
+def parse_rate(text: str, *, field: str) -> int:
+    """Bytes per second from "184MB", "184MB/s" or "16GiB"; sizes as in `parse_size`.
+
+    Raises InvalidArgument for anything else and for nothing per second.
+    """
+    rate = parse_size(text.strip().removesuffix("/s"), field=field)
+    if rate < 1:
+        raise InvalidArgument("a rate must be above 0", field=field)
+    return rate
+
+
+def format_rate(bytes_per_second: float) -> str:
+    """For people, in powers of 1000 as links are sold: "184 MB/s", "25.6 GB/s"."""
+    value = bytes_per_second
+    for unit in ("B/s", "kB/s", "MB/s", "GB/s"):
+        if value < 999.5 or unit == "GB/s":
+            break
+        value /= 1000
+    return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
+
+
 def format_size(size_bytes: int) -> str:
     """For people: "512 B", "1.5 KiB", "8 GiB"; at most three digits that matter."""
     value = float(size_bytes)

@@ -68,6 +68,10 @@ class StackOptions:
     numa_node: str | None = None
     # The workers': most of the arena that they page-lock.
     pin_limit: str | None = None
+    # And what overlaps in them; `trace` gets the worker's id before its suffix.
+    serial: bool = False
+    link_rate: str | None = None
+    trace: str | None = None
     # Of all services.
     redis: str | None = None
     redis_password_file: str | None = None
@@ -121,6 +125,7 @@ def plan_stack(options: StackOptions) -> Stack:
     folder = resolve_model(options.model)
     shape = model_shape(folder, options.dtype)
     devices = choose_devices(options.device, options.workers)
+    _check_lanes(options, devices)
     instance = config.check_instance(options.instance or instance_of(listen))
     runtime = config.runtime_directory(instance)
     arena = config.arena_path(instance)
@@ -191,6 +196,9 @@ def plan_stack(options: StackOptions) -> Stack:
                 *_given("--prefill-chunk", options.prefill_chunk),
                 *_given("--pin-limit", options.pin_limit),
                 *_given("--threads", options.threads or default_threads(devices, device)),
+                *(["--serial"] if options.serial else []),
+                *_given("--link-rate", options.link_rate),
+                *_given("--trace", trace_path(options.trace, i)),
                 *common,
             ],
             ready_seconds=_LOAD_SECONDS,
@@ -251,6 +259,24 @@ def _size_of(arena: Path) -> int:
         return arena.stat().st_size
     except FileNotFoundError:
         return 0
+
+
+def _check_lanes(options: StackOptions, devices: tuple[str, ...]) -> None:
+    """What every worker would refuse, said before any is started."""
+    if options.link_rate is not None:
+        config.parse_rate(options.link_rate, field="link_rate")
+        if any(device != "cpu" for device in devices):
+            raise InvalidArgument("a link rate can only be emulated on a CPU", field="link_rate")
+    if options.trace is not None and not Path(options.trace).absolute().parent.is_dir():
+        raise InvalidArgument(f"{Path(options.trace).parent} is no folder", field="trace")
+
+
+def trace_path(trace: str | None, worker: int) -> Path | None:
+    """`trace.json` of worker 0 is `trace-0.json`: each has a file of its own."""
+    if trace is None:
+        return None
+    path = Path(trace).absolute()
+    return path.with_stem(f"{path.stem}-{worker}")
 
 
 def socket_path(address: str) -> Path | None:

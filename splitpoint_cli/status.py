@@ -9,12 +9,13 @@ from typing import Annotated
 
 import grpc
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from splitpoint import convert, rpc
 from splitpoint.answers import Model, Queue, Worker
 from splitpoint.client import Client
-from splitpoint.config import DEFAULT_ADDRESS, format_size
+from splitpoint.config import DEFAULT_ADDRESS, format_rate, format_size
 from splitpoint.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from splitpoint.tls import PLAIN, Identity, client_identity
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc
@@ -139,7 +140,10 @@ def status_json(found: Status) -> dict[str, object]:
             }
             for model in found.models
         ],
-        "workers": [dataclasses.asdict(worker) for worker in found.workers],
+        "workers": [
+            {**dataclasses.asdict(worker), "schedule": worker.schedule.value}
+            for worker in found.workers
+        ],
         "queue": dataclasses.asdict(found.queue),
         "stores": [_store_json(store) for store in found.stores],
     }
@@ -191,19 +195,27 @@ def _print_tables(found: Status) -> None:
     names = ", ".join(model.name for model in found.models) or "no model yet"
     out.print(f"scheduler {found.address}: {state}, serves {names}")
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("worker", "state", "device", "cache", "running", "note"):
+    for column in ("worker", "state", "device", "schedule", "cache", "running", "note"):
         table.add_column(column)
     for worker in found.workers:
         table.add_row(
             worker.id,
             "draining" if worker.draining else "ready" if worker.ready else "not ready",
             worker.device,
+            worker.schedule.value if worker.device else "",
             f"{format_size(worker.cache_charged_bytes)} of "
             f"{format_size(worker.cache_capacity_bytes)}",
             str(worker.running_count),
             worker.message,
         )
     out.print(table)
+    for worker in found.workers:
+        if worker.emulated_link_bytes_per_second is not None:
+            rate = format_rate(worker.emulated_link_bytes_per_second)
+            out.print(
+                f"[bold red]worker {escape(worker.id)} EMULATES a link of {rate}: it is slower "
+                "than it could be (--link-rate)[/bold red]"
+            )
     for store in found.stores:
         out.print(_store_line(store))
         if store.stats is not None:

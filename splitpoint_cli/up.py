@@ -21,6 +21,7 @@ _SERVING = "Serving"
 _ARENA = "The arena"
 _LIMITS = "Limits of workers and scheduler"
 _SECURITY = "Security"
+_LANES = "Copies beside compute (docs/pipeline.md)"
 _REDIS = "Redis"
 
 
@@ -261,6 +262,31 @@ def up(
             rich_help_panel=_LIMITS,
         ),
     ] = None,
+    serial: Annotated[
+        bool,
+        typer.Option(
+            "--serial",
+            help="The serial twin: workers copy or compute, one after the other.",
+            rich_help_panel=_LANES,
+        ),
+    ] = False,
+    link_rate: Annotated[
+        str | None,
+        typer.Option(
+            help="Emulate a link of this rate in CPU workers: 184MB is 184 MB per second.",
+            metavar="RATE",
+            rich_help_panel=_LANES,
+        ),
+    ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            help="At the stop write what ran when, for `splitpoint trace`; out.json becomes "
+            "out-0.json of worker 0, and so on.",
+            metavar="FILE",
+            rich_help_panel=_LANES,
+        ),
+    ] = None,
     grace: Annotated[
         float,
         typer.Option(
@@ -400,6 +426,9 @@ def up(
         huge_pages=huge_pages and huge_pages.value,
         numa_node=numa_node,
         pin_limit=pin_limit,
+        serial=serial,
+        link_rate=link_rate,
+        trace=trace,
         redis=redis,
         redis_password_file=redis_password_file,
         redis_ca=redis_ca,

@@ -17,6 +17,7 @@ from splitpoint.config import (
     check_address,
     check_listen_address,
     log_failure,
+    parse_rate,
     parse_size,
     run_service,
     stop_on_signals,
@@ -78,6 +79,21 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="SIZE",
         help="page-lock at most this much of the arena for the GPU; 0: nothing; default: all",
     )
+    lanes = parser.add_argument_group("lanes (docs/pipeline.md)")
+    lanes.add_argument(
+        "--serial", action="store_true", help="the serial twin: no copy beside compute"
+    )
+    lanes.add_argument(
+        "--link-rate",
+        metavar="RATE",
+        help="emulate a link of this rate on a CPU: 184MB is 184 MB per second",
+    )
+    lanes.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="at the stop write what ran when there, for `splitpoint trace`",
+    )
     add_redis_arguments(parser)
     add_advertise_argument(parser)
     return parser.parse_args(arguments)
@@ -85,7 +101,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def options_from(arguments: argparse.Namespace, identity: Identity) -> WorkerOptions:
     memory, pin = arguments.device_memory, arguments.pin_limit
-    mirror = arguments.mirror_memory
+    mirror, rate = arguments.mirror_memory, arguments.link_rate
     return WorkerOptions(
         worker_id=arguments.worker_id,
         model_folder=arguments.model,
@@ -101,6 +117,9 @@ def options_from(arguments: argparse.Namespace, identity: Identity) -> WorkerOpt
         identity=identity,
         kvstore_is_remote=arguments.kvstore_remote,
         mirror_memory_bytes=None if mirror is None else parse_size(mirror, field="mirror-memory"),
+        is_serial=arguments.serial,
+        link_bytes_per_second=None if rate is None else parse_rate(rate, field="link-rate"),
+        trace_file=arguments.trace,
     )
 
 
@@ -160,6 +179,7 @@ async def _load_and_run(
         await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
     await health.shut_down()
     if failing.done():
+        _write_trace(worker, options.trace_file)
         # Device memory is in an unknown state: end, and let a supervisor start anew.
         raise Internal("the engine failed; see the log above")
     cancelled = await servicer.drain(DRAIN_SECONDS)
@@ -167,8 +187,22 @@ async def _load_and_run(
         log.warning("%d requests were cancelled after %g s", cancelled, DRAIN_SECONDS)
     servicer.close()
     await worker.runtime.stop()
+    _write_trace(worker, options.trace_file)
     stopping.cancel()
     failing.cancel()
+
+
+def _write_trace(worker: LoadedWorker, path: Path | None) -> None:
+    """Once the engine's thread has ended."""
+    trace = worker.engine.trace
+    if path is None or trace is None:
+        return
+    try:
+        trace.write(path)
+    except OSError as error:  # the disk is full, perhaps; all else ended well
+        log.error("the trace was not written: %s", error)
+    else:
+        log.info("%d spans written to %s", len(trace.spans), path)
 
 
 @asynccontextmanager

@@ -51,6 +51,7 @@ from worker_service.roster import Roster
 from worker_service.sampling import Choice, NonFiniteLogits, SamplingRow, choose
 from worker_service.sequence import Sequence
 from worker_service.store_client import Match
+from worker_service.timeline import Trace
 from worker_service.write_back import ChunksStored, Flushed, WriteEnded, WriteFailed
 
 log = logging.getLogger(__name__)
@@ -60,7 +61,11 @@ TILE_PAGES = 4
 
 
 class Engine:
-    """Runs requests on one device. `step` and `run` belong to one thread; `post` to any."""
+    """Runs requests on one device. `step` and `run` belong to one thread; `post` to any.
+
+    Attributes:
+        trace: gets the spans of restores; None: nobody wants them.
+    """
 
     def __init__(
         self,
@@ -88,6 +93,7 @@ class Engine:
         self._puller: Puller | None = None
         self._mover: Mover | None = None
         self._gatherer = gatherer_of(cache.device)
+        self.trace: Trace | None = None
         self._stopped = False
 
     # -- the loop ---------------------------------------------------------------
@@ -241,6 +247,8 @@ class Engine:
     def _report_restore(
         self, sequence: Sequence, cached: int, split: int, seconds: float, met: Met
     ) -> None:
+        if self.trace is not None:
+            self.trace.extend(met.spans)
         link = [span for span in met.spans if span.lane is Lane.LINK_IN]
         compute = [span for span in met.spans if span.lane is Lane.COMPUTE]
         method = RestoreMethod.of(split, cached)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from splitpoint.errors import InvalidArgument
-from splitpoint.schedule import Lane
+from splitpoint.schedule import Lane, Schedule
 from worker_service.timeline import Span
 
 _SIDE_LANES = (Lane.LINK_IN, Lane.LINK_OUT, Lane.WEIGHTS_IN)
@@ -131,6 +131,11 @@ class Lanes(ABC):
         self.device = device
         self.link = link
         self.before: Callable[[Lane], None] | None = None
+
+    @property
+    def schedule(self) -> Schedule:
+        """What restores on these lanes take as long as."""
+        return Schedule.PIPELINED if self.overlapping else Schedule.SERIAL
 
     @abstractmethod
     def run(self, lane: Lane, work: Work, after: Sequence[Event] = ()) -> Event:

@@ -10,7 +10,12 @@ from typing import Any
 
 import grpc
 
-from splitpoint.convert import layout_to_proto, profile_to_proto, shape_to_proto
+from splitpoint.convert import (
+    layout_to_proto,
+    profile_to_proto,
+    schedule_to_proto,
+    shape_to_proto,
+)
 from splitpoint.costs import Profile
 from splitpoint.errors import (
     Aborted,
@@ -54,7 +59,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         context: grpc.aio.ServicerContext[pb.GetInfoRequest, pb.GetInfoResponse],
     ) -> pb.GetInfoResponse:
         worker = self._loaded()
-        plan = worker.engine.plan
+        plan, lanes = worker.engine.plan, worker.engine.lanes
         pinning = worker.store.pinning if worker.store is not None else None
         return pb.GetInfoResponse(
             worker_id=worker.worker_id,
@@ -76,6 +81,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             model_path=str(worker.model_folder),
             pinned_bytes=pinning.pinned_bytes if pinning is not None else 0,
             pinning=pinning.description if pinning is not None else "",
+            schedule=schedule_to_proto(lanes.schedule),
+            emulated_link_bytes_per_second=lanes.link.bytes_per_second if lanes.link else 0.0,
         )
 
     async def Profile(

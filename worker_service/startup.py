@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from splitpoint.checkpoints import eos_token_ids, model_fingerprint, model_name
-from splitpoint.config import format_size, memory_facts
+from splitpoint.config import format_rate, format_size, memory_facts
 from splitpoint.costs import Profile
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.shapes import ArenaLayout, DataType, ModelShape, read_config
@@ -21,6 +21,7 @@ from splitpoint.text import Tokenizer
 from splitpoint.tls import PLAIN, Identity
 from worker_service.device_cache import TORCH_TYPES, DeviceCache
 from worker_service.engine import Engine
+from worker_service.lanes import EmulatedLink, Lanes, lanes_of
 from worker_service.memory import MemoryPlan, divide
 from worker_service.messages import StepOutput
 from worker_service.model.decoder import Decoder
@@ -29,6 +30,7 @@ from worker_service.profiler import measure
 from worker_service.remote_client import RemoteStoreClient
 from worker_service.runtime import Runtime
 from worker_service.store_client import StoreClient
+from worker_service.timeline import Trace
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +62,12 @@ class WorkerOptions:
     # The store is on another host: its chunks are mirrored in that much private memory.
     kvstore_is_remote: bool = False
     mirror_memory_bytes: int | None = None
+    # The serial twin: nothing overlaps.
+    is_serial: bool = False
+    # Of an emulated link, on a CPU only; None: memory is as fast as it is.
+    link_bytes_per_second: int | None = None
+    # What the lanes did goes there at the stop.
+    trace_file: Path | None = None
 
     def __post_init__(self) -> None:
         if self.kvstore_is_remote != (self.mirror_memory_bytes is not None):
@@ -73,6 +81,8 @@ class WorkerOptions:
                 raise InvalidArgument(f"{name} must be at least 1", field=name)
         if not 1 <= len(self.worker_id) <= 64:
             raise InvalidArgument("worker_id must have 1 to 64 characters", field="worker_id")
+        if self.trace_file is not None and not self.trace_file.parent.is_dir():
+            raise InvalidArgument(f"{self.trace_file.parent} is no folder", field="trace")
 
 
 @dataclass(slots=True)
@@ -101,6 +111,7 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
     FailedPrecondition (the store holds another model), Unavailable (no store).
     """
     device = choose_device(options.device)
+    lanes = _lanes(options, device)
     if options.threads is not None and device.type == "cpu":
         torch.set_num_threads(options.threads)
     config = read_config(options.model_folder)
@@ -108,6 +119,7 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
         config, name=model_name(options.model_folder), data_type=options.data_type
     )
     async with AsyncExitStack() as on_failure:
+        on_failure.callback(lanes.close)
         store: StoreClient | None = None
         if options.kvstore_address is None:
             layout = ArenaLayout.of(shape, chunk_tokens=options.chunk_tokens, has_activations=False)
@@ -128,7 +140,7 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
             layout = await store.layout()
             await asyncio.to_thread(_check_layout, layout, shape, options.model_folder)
         engine, profile, description = await asyncio.to_thread(
-            _build_engine, options, shape, layout, device
+            _build_engine, options, shape, layout, lanes
         )
         if store is not None:
             await store.start(layout)
@@ -192,8 +204,9 @@ def _check_layout(layout: ArenaLayout, shape: ModelShape, folder: Path) -> None:
 
 
 def _build_engine(
-    options: WorkerOptions, shape: ModelShape, layout: ArenaLayout, device: torch.device
+    options: WorkerOptions, shape: ModelShape, layout: ArenaLayout, lanes: Lanes
 ) -> tuple[Engine, Profile, str]:
+    device = lanes.device
     budget = _budget(options, shape, device)
     # The plan is made before the weights are read: a budget that cannot hold
     # them is said at once, not after minutes of loading.
@@ -209,8 +222,15 @@ def _build_engine(
         prefill_chunk_tokens=options.prefill_chunk_tokens,
         eos_token_ids=eos_token_ids(options.model_folder),
         tokenizer=tokenizer,
+        lanes=lanes,
     )
     description = describe_device(device)
+    if lanes.link is not None:
+        description += f", link emulated at {format_rate(lanes.link.bytes_per_second)}"
+        log.warning("the link is emulated: this worker is slower than it could be")
+    if options.trace_file is not None:
+        engine.trace = Trace({"device": description, "schedule": lanes.schedule.value})
+        _write_trace(engine.trace, options.trace_file)
     profile = measure(model, device, description, lanes=engine.lanes)
     log.info(
         "%s on %s: weights %s, cache %s in %d pages",
@@ -243,6 +263,23 @@ def _budget(options: WorkerOptions, shape: ModelShape, device: torch.device) -> 
         free, _ = torch.cuda.mem_get_info(device)
         return int(GPU_MEMORY_SHARE * free)
     return shape.weight_bytes + int(CPU_MEMORY_SHARE * memory_facts().usable_bytes)
+
+
+def _lanes(options: WorkerOptions, device: torch.device) -> Lanes:
+    """Raises InvalidArgument for an emulated link on a GPU."""
+    rate = options.link_bytes_per_second
+    link = None if rate is None else EmulatedLink(rate)
+    return lanes_of(device, overlapped=not options.is_serial, link=link)
+
+
+def _write_trace(trace: Trace, path: Path) -> None:
+    """An empty one, at the start: where no file can be is better known now than at the stop."""
+    try:
+        trace.write(path)
+    except OSError as error:
+        raise InvalidArgument(
+            f"{path} cannot be written: {error.strerror}", field="trace"
+        ) from error
 
 
 def describe_device(device: torch.device) -> str:

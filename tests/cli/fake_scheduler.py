@@ -143,7 +143,13 @@ class FakeScheduler(
         ready = self.script.workers_ready
         return pb.ListWorkersResponse(
             workers=[
-                pb.WorkerStatus(worker_id="0", ready=True, device="cpu"),
+                pb.WorkerStatus(
+                    worker_id="0",
+                    ready=True,
+                    device="cpu",
+                    schedule=types_pb2.SCHEDULE_PIPELINED,
+                    emulated_link_bytes_per_second=184e6,
+                ),
                 pb.WorkerStatus(worker_id="1", ready=ready, message="" if ready else "loading"),
             ]
         )

@@ -239,12 +239,18 @@ def test_status(script: Script) -> None:
     done = splitpoint("status", "--address", script.address)
     assert done.returncode == 0, done.stderr
     assert "memory is full" in done.stdout
+    assert "pipelined" in done.stdout
+    assert "worker 0 EMULATES a link of 184 MB/s" in done.stdout
+    assert "worker 1 EMULATES" not in done.stdout
     script.workers_ready = False
     done = splitpoint("status", "--address", script.address, "--json")
     assert done.returncode == 1
     answer = json.loads(done.stdout)
     assert answer["ready"] is False
     assert answer["workers"][1]["message"] == "loading"
+    assert [worker["schedule"] for worker in answer["workers"]] == ["pipelined", "serial"]
+    rates = [worker["emulated_link_bytes_per_second"] for worker in answer["workers"]]
+    assert rates == [184e6, None]
     assert answer["queue"]["requests"][0]["waited_seconds"] == 1.5
 
 

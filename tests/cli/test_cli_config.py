@@ -43,6 +43,35 @@ def test_parse_size_refuses(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "rate"), [("184MB", 184_000_000), ("184MB/s", 184_000_000), (" 16GiB/s", 16 << 30)]
+)
+def test_parse_rate(text: str, rate: int) -> None:
+    assert config.parse_rate(text, field="link_rate") == rate
+
+
+@pytest.mark.parametrize("text", ["", "/s", "0", "0.1B", "-1MB", "1MB/min"])
+def test_parse_rate_refuses(text: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        config.parse_rate(text, field="link_rate")
+    assert caught.value.field == "link_rate"
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"),
+    [
+        (1, "1 B/s"),
+        (1500, "1.5 kB/s"),
+        (184e6, "184 MB/s"),
+        (999.6e6, "1 GB/s"),
+        (25.6e9, "25.6 GB/s"),
+        (4e12, "4000 GB/s"),
+    ],
+)
+def test_format_rate(rate: float, text: str) -> None:
+    assert config.format_rate(rate) == text
+
+
+@pytest.mark.parametrize(
     ("size", "text"),
     [
         (0, "0 B"),

@@ -71,13 +71,29 @@ def test_the_scheduler_gets_its_objective(monkeypatch: pytest.MonkeyPatch) -> No
     assert {choice.value for choice in up.ObjectiveChoice} == {kind.value for kind in Objective}
 
 
+def test_the_workers_get_what_is_said_of_their_lanes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stack = planned(
+        monkeypatch,
+        *("--serial", "--link-rate", "184MB/s", "--trace", str(tmp_path / "out.json")),
+    )
+    for number, command in enumerate(stack.workers):
+        worker = parse_worker(list(command.arguments[2:]))
+        assert worker.serial
+        assert worker.link_rate == "184MB/s"
+        assert worker.trace == tmp_path / f"out-{number}.json"
+
+
 def test_what_is_not_given_is_left_to_the_services(monkeypatch: pytest.MonkeyPatch) -> None:
     stack = planned(monkeypatch)
     arguments = list(stack.store.arguments[2:])
     kept = {"--listen", "--model", "--dtype", "--activations", "--chunk-tokens", "--host-memory"}
     flags = {word for word in arguments if word.startswith("--")}
     assert flags == kept | {"--arena", "--replace-arena"}
-    assert parse_worker(list(stack.workers[0].arguments[2:])).pin_limit is None
+    worker = parse_worker(list(stack.workers[0].arguments[2:]))
+    assert worker.pin_limit is worker.link_rate is worker.trace is None
+    assert not worker.serial
 
 
 def test_choices_are_those_of_the_store() -> None:
@@ -116,6 +132,9 @@ def test_sockets_of_two_starts_have_different_names() -> None:
     ("options", "error"),
     [
         (StackOptions(pin_limit="lots"), InvalidArgument),
+        (StackOptions(device="cpu", link_rate="0"), InvalidArgument),
+        (StackOptions(device="cpu", link_rate="much"), InvalidArgument),
+        (StackOptions(device="cpu", trace="/no/such/folder/out.json"), InvalidArgument),
         (StackOptions(redis="http://h"), InvalidArgument),
         (StackOptions(redis_ca="ca.pem"), InvalidArgument),
         (StackOptions(redis="redis://h", redis_password_file="/etc/hostname"), PermissionDenied),

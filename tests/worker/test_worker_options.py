@@ -1,0 +1,90 @@
+"""What the command line says about lanes: the serial twin, the emulated link, the trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_models import write_tiny
+
+from splitpoint.errors import InvalidArgument
+from splitpoint.shapes import DataType
+from splitpoint.tls import PLAIN
+from splitpoint.v1 import types_pb2
+from splitpoint.v1 import worker_pb2 as pb
+from worker_service.__main__ import options_from, parse_arguments
+from worker_service.lanes import SerialLanes, ThreadLanes
+from worker_service.server import WorkerServicer
+from worker_service.startup import LoadedWorker, WorkerOptions, load_worker
+from worker_service.timeline import read_trace
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny("llama", tmp_path_factory.mktemp("llama"))
+
+
+def options(folder: Path, *arguments: str) -> WorkerOptions:
+    base = ("--listen", "unix:/none", "--model", str(folder), "--device", "cpu")
+    small = ("--dtype", "float32", "--device-memory", "64MiB", "--max-batch", "4")
+    return options_from(parse_arguments([*base, *small, *arguments]), PLAIN)
+
+
+async def info_of(worker: LoadedWorker) -> pb.GetInfoResponse:
+    servicer = WorkerServicer(worker=worker)
+    return await servicer.GetInfo(pb.GetInfoRequest(), None)  # type: ignore[arg-type]
+
+
+async def test_a_worker_overlaps_unless_told_otherwise(folder: Path) -> None:
+    worker = await load_worker(options(folder))
+    info = await info_of(worker)
+    await worker.runtime.stop()
+    assert type(worker.engine.lanes) is ThreadLanes
+    assert worker.engine.trace is None
+    assert info.schedule == types_pb2.SCHEDULE_PIPELINED
+    assert info.emulated_link_bytes_per_second == 0
+    assert "emulated" not in info.device
+
+
+async def test_a_serial_worker_on_an_emulated_link_says_so(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    worker = await load_worker(
+        options(folder, "--serial", "--link-rate", "500MB/s", "--trace", str(file))
+    )
+    info = await info_of(worker)
+    await worker.runtime.stop()
+    assert type(worker.engine.lanes) is SerialLanes
+    assert info.schedule == types_pb2.SCHEDULE_SERIAL
+    assert info.emulated_link_bytes_per_second == 5e8
+    assert "link emulated at 500 MB/s" in info.device
+    # No faster than the emulation, whatever memory could do.
+    assert info.profile.link_bytes_per_second < 5.5e8
+    # The file is there from the start, and what the profile measured is not in it.
+    recorded = read_trace(file)
+    assert recorded.spans == ()
+    assert recorded.facts == {"device": info.device, "schedule": "serial"}
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "field"),
+    [
+        ("--link-rate", "0", "link-rate"),
+        ("--link-rate", "fast", "link-rate"),
+        ("--link-rate", "184MB/h", "link-rate"),
+        ("--trace", "/no/such/folder/trace.json", "trace"),
+    ],
+)
+def test_nonsense_is_refused(folder: Path, flag: str, value: str, field: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        options(folder, flag, value)
+    assert caught.value.field == field
+
+
+async def test_a_trace_that_cannot_be_written_is_refused_at_the_start(
+    folder: Path, tmp_path: Path
+) -> None:
+    wanted = WorkerOptions(
+        "0", folder, device="cpu", data_type=DataType.FLOAT32, trace_file=tmp_path
+    )
+    with pytest.raises(InvalidArgument, match="cannot be written"):
+        await load_worker(wanted)
