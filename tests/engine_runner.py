@@ -12,7 +12,8 @@ from splitpoint.planner import Residency
 from splitpoint.shapes import ArenaLayout
 from worker_service.device_cache import DeviceCache
 from worker_service.engine import Engine
-from worker_service.memory import MemoryPlan, divide
+from worker_service.lanes import Lanes
+from worker_service.memory import STAGING_PAGES, MemoryPlan, divide
 from worker_service.messages import Admit, FinishEvent, StepOutput
 from worker_service.model.decoder import Decoder
 from worker_service.sampling import Sampling
@@ -22,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def make_engine(
-    folder: Path,
+    source: Path | Decoder,
     *,
     chunk_tokens: int = 16,
     max_batch_size: int = 16,
@@ -30,10 +31,13 @@ def make_engine(
     cache_pages: int | None = None,
     eos_token_ids: tuple[int, ...] = (),
     device: torch.device = CPU,
+    has_activations: bool = False,
+    staging_pages: int = STAGING_PAGES,
+    lanes: Lanes | None = None,
 ) -> Engine:
-    """An fp32 engine; `cache_pages` sizes its budget exactly."""
-    model = Decoder.load(folder, device, torch.float32)
-    layout = ArenaLayout.of(model.shape, chunk_tokens=chunk_tokens, has_activations=False)
+    """An fp32 engine of a checkpoint or model; `cache_pages` sizes its budget exactly."""
+    model = source if isinstance(source, Decoder) else Decoder.load(source, device, torch.float32)
+    layout = ArenaLayout.of(model.shape, chunk_tokens=chunk_tokens, has_activations=has_activations)
 
     def plan_for(budget: int) -> MemoryPlan:
         return divide(
@@ -43,6 +47,7 @@ def make_engine(
             weight_bytes=model.weight_bytes,
             max_batch_size=max_batch_size,
             prefill_chunk_tokens=prefill_chunk_tokens,
+            staging_pages=staging_pages,
         )
 
     plan = plan_for(1 << 30)
@@ -55,6 +60,7 @@ def make_engine(
         max_batch_size=max_batch_size,
         prefill_chunk_tokens=prefill_chunk_tokens,
         eos_token_ids=eos_token_ids,
+        lanes=lanes,
     )
 
 

@@ -12,6 +12,7 @@ import logging
 import queue
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -21,13 +22,14 @@ from splitpoint.schedule import Lane
 from splitpoint.shapes import chunks_of
 from splitpoint.text import Tokenizer
 from worker_service.arena_tensors import StoredChunk
-from worker_service.batch import Batch, Segment, SequenceLost, build_batch
+from worker_service.batch import Batch, build_batch
 from worker_service.device_cache import DeviceCache
+from worker_service.feed import Feed, compute
 from worker_service.forward import through_layers
 from worker_service.gather import gatherer_of
 from worker_service.lanes import Lanes, lanes_of
 from worker_service.meeting import Met, restore_from_both_ends
-from worker_service.memory import MemoryPlan
+from worker_service.memory import MemoryPlan, largest_tile
 from worker_service.messages import (
     Admit,
     Call,
@@ -45,13 +47,13 @@ from worker_service.model.decoder import Decoder
 from worker_service.model.layer import DecoderLayer
 from worker_service.mover import Mover
 from worker_service.paging import Pager
-from worker_service.puller import Puller
 from worker_service.restore import Prefix, restore
 from worker_service.roster import Roster
 from worker_service.sampling import Choice, NonFiniteLogits, SamplingRow, choose
-from worker_service.sequence import Sequence
+from worker_service.sequence import Segment, Sequence
+from worker_service.staging import Staging
 from worker_service.store_client import Match
-from worker_service.timeline import Trace
+from worker_service.timeline import Span, StepTimes, Trace
 from worker_service.write_back import ChunksStored, Flushed, WriteEnded, WriteFailed
 
 log = logging.getLogger(__name__)
@@ -64,7 +66,9 @@ class Engine:
     """Runs requests on one device. `step` and `run` belong to one thread; `post` to any.
 
     Attributes:
-        trace: gets the spans of restores; None: nobody wants them.
+        tile_pages: pages that a streamed step attends at once, if its memory has room.
+        last_step: times of the latest step that ran the model; None before the first.
+        trace: gets the spans of restores and streamed steps; None: nobody wants them.
     """
 
     def __init__(
@@ -89,8 +93,10 @@ class Engine:
         self.eos_token_ids = eos_token_ids
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self.roster = Roster(cache, self.pager, tokenizer, max_batch_size)
-        self._windows = {layer.window for layer in model.layers}
-        self._puller: Puller | None = None
+        self._windows = [layer.window for layer in model.layers]
+        self.staging = Staging(cache.layout, self.plan.staging_pages, cache.device)
+        self.tile_pages = largest_tile(self.plan.staging_pages)
+        self.last_step: StepTimes | None = None
         self._mover: Mover | None = None
         self._gatherer = gatherer_of(cache.device)
         self.trace: Trace | None = None
@@ -121,9 +127,11 @@ class Engine:
         self._take_commands()
         self.roster.admit_waiting()
         self._restore_admitted()
+        started = time.perf_counter()
         batch = self._form_batch()
         if batch is not None:
-            self._run_batch(batch)
+            spans = self._run_batch(batch)
+            self.last_step = StepTimes.of(time.perf_counter() - started, spans)
         return self._hand_over(ran=batch is not None)
 
     @property
@@ -133,7 +141,6 @@ class Engine:
 
     def forget_arena(self) -> None:
         """Let go of the arena that was read last; sequences that still read it keep it."""
-        self._puller = None
         self._mover = None
 
     # -- commands ---------------------------------------------------------------
@@ -175,8 +182,7 @@ class Engine:
                 try:
                     self._restore(sequence)
                 except ChunkLost as error:
-                    log.warning("%s: %s", sequence.admission.request_id, error.message)
-                    self.roster.lose(sequence)
+                    self._lose(sequence, error)
                 except SplitpointError as error:
                     self.roster.finish(sequence, FinishEvent(sequence.key, error=error))
 
@@ -211,14 +217,21 @@ class Engine:
         cached: int,
         split: int,
     ) -> Met:
-        """A resident prefix comes in whole; of a streamed one only a partial tail."""
-        sequence.puller = self._puller_for(match)
-        mover = self._mover_for(match)
+        """A resident prefix comes in whole; of a streamed one what stays on the device."""
+        mover = sequence.mover = self._mover_for(match)
         full = cached // self.chunk_tokens
-        first = full if sequence.is_streamed else 0
-        self.pager.take_for_prefix(sequence, first, len(chunks))
-        prefix = Prefix(chunks, first, sequence.pages, sequence.tokens, cached, split)
-        met = self._bring_in(sequence, mover, prefix)
+        stored = range(0)
+        if sequence.is_streamed:
+            stored = range(min(sequence.kept_chunks, full), full)
+        self.pager.take_for_prefix(sequence, stored, len(chunks))
+        front = stored.start * self.chunk_tokens
+        ends = [(0, front), (stored.stop, cached)] if stored else [(0, cached)]
+        met = Met(0, [])
+        for first, end in ends:
+            listed = chunks[: chunks_of(end, self.chunk_tokens)]
+            part = Prefix(listed, first, sequence.pages, sequence.tokens, end, min(split, end))
+            brought = self._bring_in(sequence, mover, part)
+            met = Met(met.recomputed_tokens + brought.recomputed_tokens, met.spans + brought.spans)
         if cached % self.chunk_tokens and self.cache.inputs:
             # The tail's chunk will be sealed anew with more tokens, X included.
             page = self.pager.take_input_page(sequence, full)
@@ -272,15 +285,8 @@ class Engine:
         """One for each mapped arena; in practice one until the store restarts."""
         tensors = match.connection.tensors
         if self._mover is None or self._mover.tensors is not tensors:
-            self._mover = Mover(self.model, tensors, self.cache.device, gatherer=self._gatherer)
+            self._mover = Mover(self.model, tensors, self.staging, self._gatherer)
         return self._mover
-
-    def _puller_for(self, match: Match) -> Puller:
-        """One for each mapped arena; in practice one until the store restarts."""
-        tensors = match.connection.tensors
-        if self._puller is None or self._puller.tensors is not tensors:
-            self._puller = Puller(self.model, tensors, self.cache.device)
-        return self._puller
 
     # -- the batch -------------------------------------------------------------------
 
@@ -303,30 +309,43 @@ class Engine:
                     budget -= count
         if not decodes and not segments:
             return None
-        return build_batch(decodes, segments, self.cache, self._windows)
+        return build_batch(decodes, segments, self.cache, self._windows, tile_pages=self.tile_pages)
 
     # -- the model ----------------------------------------------------------------------
 
-    def _run_batch(self, batch: Batch) -> None:
+    def _run_batch(self, batch: Batch) -> list[Span]:
+        """Returns what ran when, if anything was streamed."""
         try:
-            logits, finite = self._forward(batch)
-        except SequenceLost as error:
+            logits, finite, spans = self._forward(batch)
+        except BaseException:
+            # Between steps no copy may be under way, also when the engine ends here.
+            self.lanes.settle()
+            raise
+        lost = [] if batch.streamed is None else batch.streamed.lost()
+        if lost:
             # Nobody's tokens were counted yet: the others run again next step.
-            log.warning("%s: %s", error.sequence.admission.request_id, error)
-            self.roster.lose(error.sequence)
-            return
+            for each in lost:
+                self._lose(each.sequence, each.cause)
+            return spans
         finishes = self._sample(batch, logits, finite)
         for sequence in batch.sequences:
             self.roster.write_back(sequence)
         for sequence, event in finishes:
             self.roster.finish(sequence, event)
+        return spans
 
-    def _forward(self, batch: Batch) -> tuple[torch.Tensor, list[bool]]:
-        """Logits `[sampled, vocabulary]`, and for each row whether it is finite.
+    def _lose(self, sequence: Sequence, cause: ChunkLost) -> None:
+        log.warning("%s: %s", sequence.admission.request_id, cause.message)
+        # What it computed or restored from another chunk's bytes may hold a NaN.
+        self.pager.clear_unwritten(sequence)
+        self.roster.lose(sequence)
+
+    def _forward(self, batch: Batch) -> tuple[torch.Tensor, list[bool], list[Span]]:
+        """Logits `[sampled, vocabulary]`, for each row whether it is finite, and spans.
 
         A NaN stays in its token's row from the layer where it arises to the end.
         """
-        model, cache = self.model, self.cache
+        model, cache, feed = self.model, self.cache, self._feed_of(batch)
 
         def attend(
             index: int,
@@ -336,13 +355,29 @@ class Engine:
             keys: torch.Tensor,
             values: torch.Tensor,
         ) -> torch.Tensor:
-            batch.write(cache, index, inputs, keys, values)
-            return batch.attend(cache, index, layer, queries, keys, values)
+            write = partial(batch.write, cache, index, inputs, keys, values)
+            compute(feed, "write", index, write)
+            return batch.attend(cache, index, layer, queries, keys, values, feed)
 
         hidden = model.embed(batch.token_ids, batch.positions)
-        hidden = through_layers(model.layers, hidden, model.rotary(batch.positions), attend)
-        finite = hidden.isfinite().all(dim=1).tolist()
-        return model.logits(hidden[batch.logit_rows]), finite
+        hidden = through_layers(
+            model.layers, hidden, model.rotary(batch.positions), attend, partial(compute, feed)
+        )
+        finite = hidden.isfinite().all(dim=1)
+        logits = model.logits(hidden[batch.logit_rows])
+        spans = [] if feed is None else self.lanes.finish()
+        if self.trace is not None:
+            self.trace.extend(spans)
+        return logits, finite.tolist(), spans
+
+    def _feed_of(self, batch: Batch) -> Feed | None:
+        """Fills while the step begins to compute; None when nothing is streamed."""
+        streamed = batch.streamed
+        if streamed is None:
+            return None
+        feed = Feed(self.lanes, self.staging, streamed.tile_pages, streamed.layers)
+        feed.start()
+        return feed
 
     # -- sampling ---------------------------------------------------------------------
 

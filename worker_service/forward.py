@@ -6,13 +6,16 @@ share. Where K and V go, and what is attended to, is the caller's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 
 from worker_service.model.layer import DecoderLayer
 from worker_service.model.rope import Rotary
+
+Result = TypeVar("Result")
 
 
 class Attend(Protocol):
@@ -34,13 +37,36 @@ class Attend(Protocol):
     ) -> torch.Tensor: ...
 
 
+class CarryOut(Protocol):
+    """Calls a named part of a layer, by its index, and returns what it returns."""
+
+    def __call__(self, name: str, index: int, call: Callable[[], Result], /) -> Result: ...
+
+
+def at_once(_name: str, _index: int, call: Callable[[], Result], /) -> Result:
+    """The plain way; steps that overlap with lanes keep account of each part."""
+    return call()
+
+
 def through_layers(
-    layers: Iterable[DecoderLayer], hidden: torch.Tensor, rotary: Rotary | None, attend: Attend
+    layers: Iterable[DecoderLayer],
+    hidden: torch.Tensor,
+    rotary: Rotary | None,
+    attend: Attend,
+    carry_out: CarryOut = at_once,
 ) -> torch.Tensor:
     """The hidden `[N, h]` after these layers, from the one before them."""
     for index, layer in enumerate(layers):
-        inputs = layer.attention_input(hidden)
-        queries, keys, values = layer.project(inputs, rotary)
+        project = partial(_project, layer, hidden, rotary)
+        inputs, queries, keys, values = carry_out("project", index, project)
         attended = attend(index, layer, inputs, queries, keys, values)
-        hidden = layer.finish(hidden, attended)
+        hidden = carry_out("finish", index, partial(layer.finish, hidden, attended))
     return hidden
+
+
+def _project(
+    layer: DecoderLayer, hidden: torch.Tensor, rotary: Rotary | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """X, queries, keys and values."""
+    inputs = layer.attention_input(hidden)
+    return inputs, *layer.project(inputs, rotary)

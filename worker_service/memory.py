@@ -13,10 +13,22 @@ from splitpoint.config import format_size
 from splitpoint.errors import ResourceExhausted
 from splitpoint.shapes import ArenaLayout, ModelShape, chunks_of
 
+# Chunks of one layer that tiles land in. More of them make larger tiles, and copies
+# that go further ahead.
 STAGING_PAGES = 16
 # What encoding (four float32 copies and two of bytes) and decoding (one and three)
 # hold for each element at once; write-back encodes while a restore decodes.
 CODEC_BYTES_PER_ELEMENT = 25
+# The largest tile of a streamed prefill: its scores grow with the new tokens, too.
+PREFILL_TILE_PAGES = 16
+
+
+def largest_tile(staging_pages: int) -> int:
+    """Pages of the largest tile that leaves room for three in the staging memory.
+
+    Two come over the link while one is read, or one while the third holds what is rebuilt.
+    """
+    return max(1, staging_pages // 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +42,7 @@ class MemoryPlan:
     page_count: int
     input_page_count: int
     streamed_page_count: int
+    staging_pages: int = STAGING_PAGES
 
     @property
     def cache_capacity_bytes(self) -> int:
@@ -45,6 +58,7 @@ def divide(
     weight_bytes: int,
     max_batch_size: int,
     prefill_chunk_tokens: int,
+    staging_pages: int = STAGING_PAGES,
 ) -> MemoryPlan:
     """Split the budget; raises ResourceExhausted with the numbers when it is too small.
 
@@ -60,7 +74,13 @@ def divide(
     # A streamed request keeps what it computes until that is sealed: the
     # prefill chunk at hand, the one being written back, and its tail.
     streamed_pages = 2 * prefill_pages + 1
-    workspace = _workspace_bytes(shape, layout, max_batch_size, prefill_chunk_tokens) + input_bytes
+    workspace = (
+        staging_bytes(shape, layout, staging_pages)
+        + _decoding_bytes(shape, layout, staging_pages)
+        + _step_bytes(shape, max_batch_size, prefill_chunk_tokens)
+        + _streamed_bytes(shape, layout, max_batch_size, prefill_chunk_tokens, staging_pages)
+        + input_bytes
+    )
     left = budget_bytes - weight_bytes - workspace
     page_count = left // page_bytes
     if page_count < streamed_pages:
@@ -81,27 +101,65 @@ def divide(
         page_count=page_count,
         input_page_count=input_pages,
         streamed_page_count=streamed_pages,
+        staging_pages=staging_pages,
     )
 
 
-def _workspace_bytes(
-    shape: ModelShape, layout: ArenaLayout, max_batch_size: int, prefill_chunk_tokens: int
-) -> int:
-    """Staging tiles and the tensors of the largest step."""
-    staged_tokens = STAGING_PAGES * layout.chunk_tokens
-    staging = staged_tokens * (
-        shape.kv_bytes_per_token_layer + shape.activation_bytes_per_token_layer
-    )
-    if layout.encoding.is_lossy:
-        staging += staged_tokens * (
+def staging_bytes(shape: ModelShape, layout: ArenaLayout, pages: int) -> int:
+    """K, V and, where the arena has it, X of so many chunks in one layer."""
+    per_token = shape.kv_bytes_per_token_layer
+    if layout.has_activations:
+        per_token += shape.activation_bytes_per_token_layer
+    return pages * layout.chunk_tokens * per_token
+
+
+def _decoding_bytes(shape: ModelShape, layout: ArenaLayout, pages: int) -> int:
+    """Where encoded chunks land, and what making elements of them takes."""
+    if not layout.encoding.is_lossy:
+        return 0
+    return (
+        pages
+        * layout.chunk_tokens
+        * (
             layout.stored_kv_bytes_per_token_layer
             + layout.stored_activation_bytes_per_token_layer
             + CODEC_BYTES_PER_ELEMENT * max(shape.kv_width, shape.hidden_size)
         )
+    )
+
+
+def _step_bytes(shape: ModelShape, max_batch_size: int, prefill_chunk_tokens: int) -> int:
+    """The tensors of the largest step, attention left out."""
     rows = max_batch_size + prefill_chunk_tokens
     widest = max(shape.intermediate_size * 2, shape.query_width + 2 * shape.kv_width)
     step = rows * (4 * shape.hidden_size + widest + shape.intermediate_size) * shape.data_type.size
     logits = max_batch_size * shape.vocabulary_size * 4
-    # Attention scores of one streamed prefill tile, in fp32.
-    scores = 4 * shape.query_head_count * prefill_chunk_tokens * STAGING_PAGES * layout.chunk_tokens
-    return staging + step + 2 * logits + 2 * scores
+    return step + 2 * logits
+
+
+def _streamed_bytes(
+    shape: ModelShape,
+    layout: ArenaLayout,
+    max_batch_size: int,
+    prefill_chunk_tokens: int,
+    staging_pages: int,
+) -> int:
+    """What rebuilding and attending the largest tile of a streamed step takes at once."""
+    size, width, chunk = shape.data_type.size, shape.query_width, layout.chunk_tokens
+    tile_pages = largest_tile(staging_pages)
+    rows = tile_pages * chunk
+    # Scores as computed, in fp32 and as weights; each page's queries and results.
+    scores = rows * shape.query_head_count * (4 + 2 * size)
+    decode = scores + tile_pages * width * (4 + 2 * size)
+    # What was merged so far, the tile's share and their sum: fp32, with peaks and totals.
+    partials = 3 * (max_batch_size + 1) * 4 * (width + 2 * shape.query_head_count)
+    # The product, keys being normed and rotated, angles; X from token ids, half in fp32.
+    rebuild = rows * size * (2 * shape.kv_width + 4 * shape.kv_width + 4 * shape.head_dim)
+    embed = rows * shape.hidden_size * (3 * size + 8)
+    # Scores twice, queries, results and partials; K and V as taken and in order.
+    keys = PREFILL_TILE_PAGES * chunk
+    prefill = (
+        prefill_chunk_tokens * (2 * 4 * shape.query_head_count * keys + 4 * 5 * width)
+        + 2 * keys * shape.kv_bytes_per_token_layer
+    )
+    return max(decode + partials, rebuild, embed, prefill)

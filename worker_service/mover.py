@@ -15,9 +15,9 @@ import torch
 from worker_service.arena_tensors import ArenaTensors, StoredChunk
 from worker_service.gather import Gatherer
 from worker_service.lanes import Work
-from worker_service.memory import STAGING_PAGES
-from worker_service.model.decoder import Decoder, Rotary
+from worker_service.model.decoder import Decoder
 from worker_service.stage import Stage, runs
+from worker_service.staging import Staging
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,9 @@ class Part:
     chunks: tuple[StoredChunk, ...]
     pages: tuple[int, ...]
     rows: int
-    # Of the rows, for RoPE; only what is rebuilt needs it.
-    rotary: Rotary | None = None
+    # int64 `[rows]`, for RoPE; only what is rebuilt needs them. Angles are made anew for
+    # each layer: those of a long prefix would be more memory than the tile itself.
+    positions: torch.Tensor | None = None
 
 
 class Mover:
@@ -47,25 +48,17 @@ class Mover:
         self,
         model: Decoder,
         tensors: ArenaTensors,
-        device: torch.device,
-        *,
-        staging_pages: int = STAGING_PAGES,
+        staging: Staging,
         gatherer: Gatherer | None = None,
     ) -> None:
-        layout = tensors.layout
         self.model = model
         self.tensors = tensors
-        self.chunk_tokens = layout.chunk_tokens
-        self.device = device
-        self.slot_pages = staging_pages
+        self.chunk_tokens = tensors.layout.chunk_tokens
+        self.device = staging.device
+        self.slot_pages = staging.page_count
         self.slot_count = 1
-        self._staging_pages = staging_pages
-        self._stage = Stage(tensors, device, staging_pages, gatherer)
-        self._staging = (
-            tensors.codec.native_zeros("X", staging_pages, device)
-            if layout.has_activations
-            else None
-        )
+        self._stage = Stage(tensors, staging.device, staging.page_count, gatherer)
+        self._staging = staging
 
     def divide(self, tile_tokens: int) -> None:
         """Cut the staging memory into slots of one tile each; nothing may be in it.
@@ -74,10 +67,11 @@ class Mover:
         unless it is as large as the whole: then there is one.
         """
         pages = max(1, tile_tokens // self.chunk_tokens)
-        if pages < self._staging_pages:
-            pages = min(pages, max(1, self._staging_pages // 2))
-        self.slot_pages = min(pages, self._staging_pages)
-        self.slot_count = self._staging_pages // self.slot_pages
+        room = self._staging.page_count
+        if pages < room:
+            pages = min(pages, max(1, room // 2))
+        self.slot_pages = min(pages, room)
+        self.slot_count = room // self.slot_pages
 
     @property
     def tile_tokens(self) -> int:
@@ -149,7 +143,8 @@ class Mover:
 
         def call() -> None:
             inputs = staging.flatten(0, 1)[: part.rows]
-            built = self.model.layers[layer].project_kv(inputs, part.rotary)
+            rotary = None if part.positions is None else self.model.rotary(part.positions)
+            built = self.model.layers[layer].project_kv(inputs, rotary)
             for rows, plane in zip(built, (keys, values), strict=True):
                 put_rows(plane, part.pages, rows)
 
@@ -166,13 +161,13 @@ class Mover:
         positions: torch.Tensor,
     ) -> Part:
         """A part that is rebuilt; `positions`: int64 `[rows]` of its rows."""
-        rotary = self.model.rotary(positions)
-        return Part(tuple(chunks), tuple(pages), len(positions), rotary)
+        return Part(tuple(chunks), tuple(pages), len(positions), positions)
 
     def _slot(self, slot: int) -> torch.Tensor:
-        if self._staging is None:
+        inputs = self._staging.inputs
+        if inputs is None:
             raise RuntimeError("a split above zero was planned for an arena without activations")
-        return self._staging[slot * self.slot_pages : (slot + 1) * self.slot_pages]
+        return inputs[slot * self.slot_pages : (slot + 1) * self.slot_pages]
 
 
 def put_rows(plane: torch.Tensor, pages: Sequence[int], rows: torch.Tensor) -> None:

@@ -1,8 +1,9 @@
 """Which device pages a sequence has: claim, take, give back.
 
-Resident sequences keep every page until they end; streamed ones give a page up
-as soon as its chunk is sealed. X pages are held from a chunk's first token
-until it is sealed. Pure bookkeeping over `DeviceCache`'s allocators.
+Resident sequences keep every page until they end; streamed ones keep the front that
+was granted to them and give any other page up as soon as its chunk is sealed. X pages
+are held from a chunk's first token until it is sealed. Pure bookkeeping over
+`DeviceCache`'s allocators.
 """
 
 from __future__ import annotations
@@ -26,14 +27,22 @@ class Pager:
         """Pages a request may hold at once if it runs to max_tokens."""
         pages = chunks_of(admission.final_tokens, self._chunk_tokens)
         if admission.residency is Residency.STREAMED:
-            return min(pages, self._cache.plan.streamed_page_count)
+            streamed = self._cache.plan.streamed_page_count + self.kept_chunks(admission)
+            return min(pages, streamed)
         return pages
 
-    def take_for_prefix(self, sequence: Sequence, first_chunk: int, chunk_count: int) -> None:
-        """Pages for restored chunks from `first_chunk` on; those before stay in the store."""
-        sequence.pages = [None] * first_chunk
-        for _ in range(first_chunk, chunk_count):
-            sequence.pages.append(self._cache.pages.take())
+    def kept_chunks(self, admission: Admission) -> int:
+        """Leading chunks of a streamed request that stay on the device."""
+        if admission.residency is not Residency.STREAMED:
+            return 0
+        return admission.resident_tokens // self._chunk_tokens
+
+    def take_for_prefix(self, sequence: Sequence, stored: range, chunk_count: int) -> None:
+        """Pages for the first `chunk_count` chunks but those of `stored`, which stay in
+        the store."""
+        sequence.pages = [
+            None if index in stored else self._cache.pages.take() for index in range(chunk_count)
+        ]
 
     @property
     def may_take_input_page(self) -> bool:
@@ -71,14 +80,11 @@ class Pager:
         end = chunks_of(sequence.computed, chunk) if tail else sequence.computed // chunk
         jobs = []
         for index in range(sequence.written_chunks, end):
-            page = sequence.pages[index]
-            if page is None:
-                raise RuntimeError(f"chunk {index} left the device before it was stored")
             last = min((index + 1) * chunk, sequence.computed)
             jobs.append(
                 WriteJob(
                     chunk_index=index,
-                    page=page,
+                    page=sequence.page(index),
                     input_page=sequence.input_pages.get(index),
                     token_ids=tuple(sequence.tokens[index * chunk : last]),
                 )
@@ -96,7 +102,8 @@ class Pager:
                 continue
             sequence.stored.append(chunk)
             page = sequence.pages[index]
-            if sequence.is_streamed and page is not None:
+            is_kept = not sequence.is_streamed or index < sequence.kept_chunks
+            if not is_kept and page is not None:
                 self._cache.pages.give(page)
                 sequence.pages[index] = None
 

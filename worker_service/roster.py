@@ -204,6 +204,7 @@ class Roster:
             admission=admission,
             tokens=[*admission.prompt, *admission.delivered],
             claimed_pages=claim,
+            kept_chunks=self._pager.kept_chunks(admission),
             text=text,
             match=admit.match,
             paused=paused,

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from splitpoint.planner import Residency, RestoreMethod
+from splitpoint.split_line import SplitLine
 from splitpoint.text import TextStream
 from worker_service.arena_tensors import StoredChunk
 from worker_service.fetch import FetchOrder
-from worker_service.puller import Puller
+from worker_service.mover import Mover
 from worker_service.sampling import Sampling
 from worker_service.store_client import Match
 
@@ -24,8 +25,13 @@ class Admission:
     delivered: tuple[int, ...]
     sampling: Sampling
     residency: Residency
+    # Of the restore: [0, split_tokens) of what is cached is rebuilt, the rest loaded.
     split_tokens: int
     salt: bytes
+    # Streamed, of each step: how the split follows the sequence; None: it stays.
+    split_line: SplitLine | None = None
+    # Streamed: so many leading tokens, in whole chunks, keep their K,V on the device.
+    resident_tokens: int = 0
     # Another host's store that may hold more of the prefix than the own one.
     source: FetchOrder | None = None
     # TOKENS: prefill from the front while chunks come from the back, expected to meet
@@ -42,6 +48,12 @@ class Admission:
         """Tokens of the sequence if it runs to max_tokens."""
         return len(self.prompt) + self.sampling.max_tokens
 
+    def step_split(self, length: int) -> int:
+        """The split of a step that streams a sequence of `length` tokens."""
+        if self.split_line is None:
+            return self.split_tokens
+        return self.split_line.at(length)
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -55,17 +67,18 @@ class Sequence:
       5. finished   the tail is written back, then pages and leases are given up
 
     Chunk i is on the device when `pages[i]` is not None, and in the store when
-    `i < len(stored)`. A resident sequence keeps every page; a streamed one gives
-    a page up as soon as its chunk is sealed.
+    `i < len(stored)`. A resident sequence keeps every page; a streamed one keeps the
+    first `kept_chunks` and gives any other up as soon as its chunk is sealed.
     """
 
     admission: Admission
     tokens: list[int]
     claimed_pages: int
     text: TextStream | None
+    kept_chunks: int = 0
     match: Match | None = None
     # Reads the arena its stored chunks are in; another one after the store restarts.
-    puller: Puller | None = None
+    mover: Mover | None = None
     computed: int = 0
     pages: list[int | None] = field(default_factory=list)
     # X pages by chunk index, until the chunk is sealed.
@@ -81,6 +94,7 @@ class Sequence:
     # Write-back holds a chain (and the lease) for it.
     chain_is_open: bool = False
     losses: int = 0
+    _stored_end: int = field(default=0, init=False)
 
     @property
     def key(self) -> tuple[str, int]:
@@ -95,24 +109,53 @@ class Sequence:
         return self.admission.residency is Residency.STREAMED
 
     @property
-    def stored_front(self) -> int:
-        """Leading chunks that are in the store only; 0 unless streamed."""
-        if not self.is_streamed:
-            return 0
-        for index, page in enumerate(self.pages):
-            if page is not None:
-                return index
-        return len(self.pages)
+    def split_tokens(self) -> int:
+        """Of a step: rows before it are rebuilt, those after it loaded."""
+        return self.admission.step_split(self.computed)
+
+    @property
+    def stored_range(self) -> range:
+        """The chunks that are in the store only, between those that are on the device."""
+        start = min(self.kept_chunks, len(self.pages))
+        # Pages are given up front to back, so the end only ever moves on.
+        end = max(self._stored_end, start)
+        while end < len(self.pages) and self.pages[end] is None:
+            end += 1
+        self._stored_end = end
+        return range(start, end)
+
+    @property
+    def device_chunks(self) -> list[int]:
+        """The chunks that are on the device, in order."""
+        stored = self.stored_range
+        return [*range(stored.start), *range(stored.stop, len(self.pages))]
 
     @property
     def device_page_count(self) -> int:
-        return sum(page is not None for page in self.pages)
+        return len(self.pages) - len(self.stored_range)
+
+    def page(self, chunk_index: int) -> int:
+        """The device page of a chunk that must be there."""
+        page = self.pages[chunk_index]
+        if page is None:
+            raise RuntimeError(f"chunk {chunk_index} is needed on the device but is in the store")
+        return page
 
     def forget(self) -> None:
         """Back to step 1, tokens kept: nothing of it is computed or restored."""
         self.computed = 0
+        self._stored_end = 0
         self.stored = []
         self.written_chunks = 0
         self.match = None
-        self.puller = None
+        self.mover = None
         self.restored = False
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens `[start, start + count)` of a sequence, computed in one step."""
+
+    sequence: Sequence
+    start: int
+    count: int

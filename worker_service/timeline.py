@@ -41,6 +41,39 @@ class Span:
         return self.end - self.start
 
 
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """What one step of the engine took; all but `seconds` is 0 when nothing streamed.
+
+    Attributes:
+        seconds: laying the step out, running the model, and sampling.
+        link_busy, compute_busy: seconds that these had work; waiting is in neither.
+        link_bytes: what came over the link.
+        rebuilt_tokens, loaded_tokens: of the store's, summed over layers.
+    """
+
+    seconds: float
+    link_busy: float = 0.0
+    compute_busy: float = 0.0
+    link_bytes: int = 0
+    rebuilt_tokens: int = 0
+    loaded_tokens: int = 0
+
+    @classmethod
+    def of(cls, seconds: float, spans: Iterable[Span]) -> StepTimes:
+        """From the step's spans, as pieces of work name them (mover.py, feed.py)."""
+        listed = list(spans)
+        link = [span for span in listed if span.lane is Lane.LINK_IN]
+        return cls(
+            seconds=seconds,
+            link_busy=sum(span.seconds for span in link),
+            compute_busy=sum(span.seconds for span in listed if span.lane is Lane.COMPUTE),
+            link_bytes=int(sum(span.amount for span in link)),
+            rebuilt_tokens=sum(span.tokens for span in listed if span.name == "rebuild"),
+            loaded_tokens=sum(span.tokens for span in listed if span.name == "load K,V"),
+        )
+
+
 class Trace:
     """The latest spans of a process, for a file.
 

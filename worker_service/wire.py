@@ -7,6 +7,7 @@ from splitpoint.errors import InvalidArgument, SplitpointError
 from splitpoint.keys import SALT_LIMIT
 from splitpoint.planner import Plan, Residency, RestoreMethod
 from splitpoint.shapes import ModelShape
+from splitpoint.split_line import SplitLine
 from splitpoint.v1 import types_pb2, worker_pb2
 from worker_service.fetch import FetchOrder
 from worker_service.messages import FinishEvent, StepOutput
@@ -23,7 +24,11 @@ _REASONS = {
 
 
 def admission_from(
-    command: worker_pb2.AdmitCommand, shape: ModelShape, *, has_activations: bool
+    command: worker_pb2.AdmitCommand,
+    shape: ModelShape,
+    *,
+    has_activations: bool,
+    chunk_tokens: int,
 ) -> Admission:
     """The engine's form of a command. Raises InvalidArgument naming the field."""
     prompt = tuple(command.prompt_token_ids)
@@ -53,12 +58,16 @@ def admission_from(
             field="admit.prompt_token_ids",
         )
     plan = plan_from_proto(command.plan)
-    split = plan.split_tokens
-    if command.HasField("forced_split_tokens"):
-        split = command.forced_split_tokens
+    is_forced = command.HasField("forced_split_tokens")
+    split = command.forced_split_tokens if is_forced else plan.split_tokens
     if split < 0:
         raise InvalidArgument("must be at least 0", field="admit.forced_split_tokens")
-    if split > 0 and not has_activations:
+    if plan.resident_tokens < 0:
+        raise InvalidArgument("must be at least 0", field="admit.plan.resident_tokens")
+    line = None
+    if not is_forced:
+        line = SplitLine(plan.split_slope, plan.split_intercept, plan.split_cap, chunk_tokens)
+    if not has_activations and (split > 0 or (line is not None and line.cap > 0)):
         raise InvalidArgument(
             "the store holds no activations: only split 0 is possible",
             field="admit.forced_split_tokens",
@@ -73,6 +82,8 @@ def admission_from(
         sampling=sampling,
         residency=plan.residency,
         split_tokens=split,
+        split_line=line,
+        resident_tokens=plan.resident_tokens,
         salt=command.tenant_salt,
         source=_source_of(command),
         method=plan.method,

@@ -19,7 +19,10 @@ from splitpoint.shapes import ArenaLayout, chunks_of
 from worker_service.arena_tensors import ArenaTensors, StoredChunk
 from worker_service.attention import prefill
 from worker_service.attention_plan import PrefillPlan
+from worker_service.memory import STAGING_PAGES
 from worker_service.model.decoder import Decoder
+from worker_service.mover import Mover
+from worker_service.staging import Staging
 
 CPU = torch.device("cpu")
 
@@ -76,6 +79,9 @@ class StoredPrefix:
     @property
     def layout(self) -> ArenaLayout:
         return self.tensors.layout
+
+    def mover(self, staging_pages: int = STAGING_PAGES) -> Mover:
+        return Mover(self.model, self.tensors, Staging(self.layout, staging_pages, CPU))
 
     def empty_cache(self, page_count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Device planes `[pages, n_kv, C, d]` of every layer, poisoned."""

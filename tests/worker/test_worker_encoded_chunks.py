@@ -22,9 +22,9 @@ from worker_service.memory import STAGING_PAGES, divide
 from worker_service.mirror import Mirror, name_of
 from worker_service.model.decoder import Decoder
 from worker_service.mover import Mover
-from worker_service.puller import Puller, tiles
 from worker_service.quantization import Unencodable, decode, encode
 from worker_service.restore import Prefix, restore
+from worker_service.staging import Staging
 from worker_service.write_back import WriteJob, copy_chunks
 
 CPU = torch.device("cpu")
@@ -153,7 +153,8 @@ def test_a_restore_brings_back_what_was_encoded(
         for planes in (cache.keys, cache.values)
     )
     lanes = SerialLanes(CPU) if schedule is Schedule.SERIAL else ThreadLanes(CPU)
-    mover = Mover(stored.model, stored.mirror.tensors, CPU)
+    staging = Staging(layout, STAGING_PAGES, CPU)
+    mover = Mover(stored.model, stored.mirror.tensors, staging)
     prefix = Prefix(stored.chunks, 0, targets, IDS, TOKENS, split)
     spans = restore(mover, lanes, prefix, keys, values, schedule=schedule, tile_tokens=4 * CHUNK)
     lanes.close()
@@ -188,15 +189,13 @@ def test_a_restore_brings_back_what_was_encoded(
 @torch.inference_mode()
 def test_a_streamed_tile_and_an_input_page_are_decoded_too(stored: Written) -> None:
     layout, cache = stored.layout, stored.cache
-    puller = Puller(stored.model, stored.mirror.tensors, CPU)
-    tile = next(tiles(stored.chunks, 4, 0, CHUNK))
-    count = len(tile.chunks)
-    puller.pull(2, tile, puller.keys, puller.values, range(count))
-    wanted = stored.approximate(cache.values[2], stored.pages)[4 : 4 + count]
-    assert torch.equal(puller.values[:count], wanted)
+    lanes, staging = SerialLanes(CPU), Staging(layout, STAGING_PAGES, CPU)
+    mover = Mover(stored.model, stored.mirror.tensors, staging)
+    part = mover.part(stored.chunks[4:9], range(5), 5 * CHUNK)
+    lanes.run(Lane.LINK_IN, mover.load(2, part, staging.keys, staging.values))
+    wanted = stored.approximate(cache.values[2], stored.pages)[4:9]
+    assert torch.equal(staging.values[:5], wanted)
     inputs = [torch.full_like(plane, 1e4) for plane in cache.inputs]
-    lanes = SerialLanes(CPU)
-    mover = Mover(stored.model, stored.mirror.tensors, CPU)
     for work in mover.send_inputs(stored.chunks[-1], inputs, 6):
         lanes.run(Lane.LINK_IN, work)
     for layer in range(layout.layer_count):

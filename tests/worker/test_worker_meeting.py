@@ -28,6 +28,7 @@ from worker_service.meeting import LEAST_BLOCK_TOKENS, Met, restore_from_both_en
 from worker_service.model.decoder import Decoder
 from worker_service.mover import Mover
 from worker_service.restore import Prefix
+from worker_service.staging import Staging
 from worker_service.timeline import Span
 
 CHUNK = 16
@@ -134,7 +135,7 @@ def restore_and_compare(
     chunks = stored.chunks[: chunks_of(cached, CHUNK)]
     pages = pages or [(5 * index) % PAGES for index in range(len(chunks))]
     keys, values = stored.empty_cache(PAGES)
-    mover = Mover(stored.model, stored.tensors, CPU)
+    mover = stored.mover()
     met = restore_from_both_ends(
         mover,
         lanes,
@@ -229,7 +230,7 @@ def test_blocks_need_not_be_whole_chunks(one: StoredPrefix) -> None:
 
 def test_nothing_stored_is_nothing_to_do(one: StoredPrefix) -> None:
     keys, values = one.empty_cache(1)
-    mover, lanes = Mover(one.model, one.tensors, CPU), SerialLanes(CPU)
+    mover, lanes = one.mover(), SerialLanes(CPU)
     prefix = Prefix((), 0, [], [5], 0, 0)
     met = restore_from_both_ends(
         mover, lanes, prefix, keys, values, block_tokens=64, expected_tokens=0
@@ -342,7 +343,7 @@ def test_both_ends_meet_on_a_gpu(one: StoredPrefix, tmp_path: Path) -> None:
     for expected in (0, TOKENS // 2, TOKENS):
         keys, values = ([plane.to(device) for plane in side] for side in one.empty_cache(PAGES))
         met = restore_from_both_ends(
-            Mover(model, one.tensors, device),
+            Mover(model, one.tensors, Staging(one.layout, 16, device)),
             lanes,
             Prefix(one.chunks, 0, pages, one.token_ids, TOKENS, 0),
             keys,

@@ -17,7 +17,6 @@ from splitpoint.errors import ChunkLost
 from splitpoint.schedule import Lane, Schedule
 from worker_service.lanes import EmulatedLink, Lanes, SerialLanes, ThreadLanes
 from worker_service.model.decoder import Decoder
-from worker_service.mover import Mover
 from worker_service.restore import Prefix, restore
 from worker_service.timeline import Span
 
@@ -66,7 +65,7 @@ def restore_and_compare(
     chunks = stored.chunks[: -(-cached // CHUNK)]
     pages = pages or [(5 * index) % 17 for index in range(len(chunks))]
     keys, values = stored.empty_cache(17)
-    mover = Mover(stored.model, stored.tensors, CPU, staging_pages=staging_pages)
+    mover = stored.mover(staging_pages)
     spans = restore(
         mover,
         lanes,
@@ -121,7 +120,7 @@ def test_the_serial_twin_brings_back_the_same_bits(one: StoredPrefix, schedule: 
     found = []
     for lanes in (ThreadLanes(CPU), SerialLanes(CPU)):
         keys, values = one.empty_cache(17)
-        mover = Mover(one.model, one.tensors, CPU, staging_pages=8)
+        mover = one.mover(8)
         prefix = Prefix(one.chunks, 0, list(range(len(one.chunks))), one.token_ids, TOKENS, 75)
         with torch.inference_mode():
             restore(mover, lanes, prefix, keys, values, schedule=schedule, tile_tokens=2 * CHUNK)

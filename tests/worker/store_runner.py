@@ -1,0 +1,167 @@
+"""An engine with a real store's rules and a real arena, all in the test's own thread.
+
+What the worker's runtime and write-back do between steps, in the same order and with the
+same messages, without sockets: prefixes are matched and leased, full chunks are copied,
+verified and sealed, chains end with a flush, and lost prefixes are looked up again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from engine_runner import Transcript, admission
+
+from kvstore_service.chunk_pool import WrittenChunk
+from kvstore_service.prefix_index import Entry
+from kvstore_service.sessions import ProcessIdentity
+from kvstore_service.store import KvStore
+from splitpoint.arena_owner import open_or_create_arena
+from splitpoint.keys import chunk_key
+from splitpoint.planner import Residency
+from splitpoint.shapes import ArenaLayout
+from splitpoint.split_line import SplitLine
+from worker_service.arena_tensors import ArenaTensors, StoredChunk
+from worker_service.engine import Engine
+from worker_service.messages import Admit, Matched, StepOutput
+from worker_service.sampling import Sampling
+from worker_service.sequence import Admission
+from worker_service.store_client import Connection, Match
+from worker_service.write_back import ChunksStored, Flushed, SequenceKey, WriteJob, copy_chunks
+
+
+@dataclass
+class _Chain:
+    salt: bytes
+    parent_key: bytes
+    lease_ids: list[int]
+
+
+@dataclass
+class StoreRunner:
+    """One store, and the engines that use it one after the other.
+
+    Attributes:
+        after_step: called after each step, before its chunks are stored.
+    """
+
+    store: KvStore
+    connection: Connection
+    chains: dict[SequenceKey, _Chain] = field(default_factory=dict)
+    after_step: Callable[[StepOutput], None] = lambda _: None
+
+    @property
+    def layout(self) -> ArenaLayout:
+        return self.connection.tensors.layout
+
+    def run(
+        self, engine: Engine, admissions: Sequence[Admission], *, limit: int = 2000
+    ) -> Transcript:
+        """Admit everything at once and step until idle."""
+        for each in admissions:
+            self.admit(engine, each)
+        transcript = Transcript()
+        for _ in range(limit):
+            transcript.add(self.step(engine))
+            if engine.is_idle:
+                return transcript
+        raise AssertionError(f"not idle after {limit} steps")
+
+    def admit(self, engine: Engine, each: Admission) -> None:
+        tokens = [*each.prompt, *each.delivered]
+        engine.post(Admit(each, self._match(each.key, each.salt, tokens)))
+
+    def step(self, engine: Engine) -> StepOutput:
+        output = engine.step()
+        self.after_step(output)
+        for key, jobs in output.writes:
+            self._write(engine, key, jobs)
+        for key in output.flushes:
+            chain = self.chains.pop(key)
+            self.store.release(self.connection.session_id, chain.lease_ids, [])
+            engine.post(Flushed(key))
+        for lookup in output.lookups:
+            match = self._match(lookup.key, lookup.salt, lookup.tokens)
+            engine.post(Matched(lookup.key, match))
+        return output
+
+    def lose(self, chunk: StoredChunk) -> None:
+        """The store withdraws a leased chunk, as it does with damaged ones."""
+        session = self.connection.session_id
+        self.store.found_damaged(self.store.leased_chunk(session, chunk.slot, chunk.generation))
+
+    def _match(self, key: SequenceKey, salt: bytes, tokens: Sequence[int]) -> Match:
+        found = self.store.match(self.connection.session_id, salt, tokens)
+        chunks = tuple(_stored(entry) for entry in found.entries)
+        full = min(found.cached_tokens, len(tokens) - 1) // self.layout.chunk_tokens
+        self.chains[key] = _Chain(salt, chunks[full - 1].key if full else b"", [found.lease_id])
+        return Match(self.connection, found.cached_tokens, chunks, found.lease_id)
+
+    def _write(self, engine: Engine, key: SequenceKey, jobs: Sequence[WriteJob]) -> None:
+        store, session, chain = self.store, self.connection.session_id, self.chains[key]
+        runs = store.reserve(session, len(jobs), chain.salt)
+        granted = [
+            (run.first + offset, generation)
+            for run in runs
+            for offset, generation in enumerate(run.generations)
+        ]
+        slots = [slot for slot, _ in granted]
+        checksums = copy_chunks(engine.cache, self.connection.tensors, jobs, slots)
+        written, parent = [], chain.parent_key
+        for job, (slot, generation), checksum in zip(jobs, granted, checksums, strict=True):
+            written.append(WrittenChunk(slot, generation, parent, job.token_ids, checksum))
+            parent = chunk_key(self.layout.layout_hash, chain.salt, parent, job.token_ids)
+        outcome = store.seal(
+            session,
+            chain.salt,
+            written,
+            store.verify(written),
+            lease_id=chain.lease_ids[-1],
+            keep_leased=True,
+        )
+        if outcome.lease_id not in chain.lease_ids:
+            chain.lease_ids.append(outcome.lease_id)
+        stored = tuple(_stored(sealed.entry) for sealed in outcome.chunks)
+        if len(jobs[-1].token_ids) == self.layout.chunk_tokens:
+            chain.parent_key = stored[-1].key
+        engine.post(ChunksStored(key, jobs[0].chunk_index, stored))
+
+
+@contextmanager
+def store_runner(layout: ArenaLayout, folder: Path, slot_count: int) -> Iterator[StoreRunner]:
+    opened = open_or_create_arena(folder / "store" / "arena", layout, slot_count)
+    # Time stands still: nobody is late.
+    store = KvStore(opened.arena, clock=lambda: 0.0, lease_seconds=60, is_present=lambda _: True)
+    try:
+        session = store.attach("test", ProcessIdentity(1, 1)).session_id
+        tensors = ArenaTensors(opened.arena)
+        yield StoreRunner(store, Connection(session, opened.arena.superblock.epoch, 60.0, tensors))
+    finally:
+        store.close()
+        opened.owner.remove()
+
+
+def streamed(
+    name: str,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    *,
+    salt: bytes = b"",
+    split: int | SplitLine = 0,
+    resident_tokens: int = 0,
+) -> Admission:
+    """A request whose cache lives in the store."""
+    return replace(
+        admission(name, prompt, sampling),
+        residency=Residency.STREAMED,
+        salt=salt,
+        split_tokens=split if isinstance(split, int) else 0,
+        split_line=split if isinstance(split, SplitLine) else None,
+        resident_tokens=resident_tokens,
+    )
+
+
+def _stored(entry: Entry) -> StoredChunk:
+    return StoredChunk(entry.slot, entry.generation, entry.token_count, entry.key)
