@@ -19,7 +19,14 @@ ALLOWED = {
     "splitpoint_cli": {"splitpoint", "splitpoint_cli", *SERVICES},
 }
 # Only the worker computes; benchmarks run it in their own process.
-TORCH_FILES = ("worker_service/", "splitpoint_cli/decode_runs.py")
+TORCH_FILES = (
+    "worker_service/",
+    "splitpoint_cli/decode_runs.py",
+    "splitpoint_cli/offload_engine.py",
+    "splitpoint_cli/offload_peer.py",
+    "splitpoint_cli/offload_runs.py",
+    "splitpoint_cli/offload_store.py",
+)
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "yaml.load", "joblib.load", "numpy.load", "np.load"}
 

@@ -1,0 +1,116 @@
+"""`splitpoint bench offload`: decoding with the cache on the host, beside its limit and its peers.
+
+This file is the command; what is run is in offload_runs.py, which is imported (with
+torch) only once the benchmark starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from splitpoint.config import parse_size
+from splitpoint.errors import FailedPrecondition, InvalidArgument
+from splitpoint.shapes import DataType
+from splitpoint_cli.offload_picture import draw_sweep
+from splitpoint_cli.offload_report import OffloadWorkload, report_of, table_of
+from splitpoint_cli.output import err, out
+from splitpoint_cli.plan import find_shape
+from splitpoint_cli.plots import check_picture
+
+
+def offload(
+    shape: Annotated[
+        str,
+        typer.Option(
+            help="A built-in shape, or a checkpoint folder for its sizes; the weights are random.",
+            metavar="SHAPE|DIR",
+        ),
+    ] = "opt-125m",
+    dtype: Annotated[
+        str, typer.Option(help="Element type.", metavar="float32|bfloat16|float16")
+    ] = "float32",
+    batch: Annotated[int, typer.Option(help="Sequences at once.", min=1)] = 8,
+    prompt: Annotated[int, typer.Option(help="Prompt tokens of each.", min=1)] = 512,
+    new: Annotated[int, typer.Option(help="New tokens of each.", min=2)] = 32,
+    link_rate: Annotated[
+        str | None,
+        typer.Option(
+            help="Emulate a link of this rate on a CPU, in bytes per second.", metavar="SIZE"
+        ),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="Where all contenders run.", metavar="cpu|cuda|cuda:N")
+    ] = "cpu",
+    threads: Annotated[int, typer.Option(help="CPU threads; 0: one per core.", min=0)] = 0,
+    repeats: Annotated[int, typer.Option(help="Timed runs of each contender.", min=1)] = 5,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Also measure the step time over the split.")
+    ] = False,
+    change_link_rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Also a run in whose middle the emulated link's rate is multiplied by this.",
+            metavar="FACTOR",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of weights and prompts.")] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write the JSON here.", metavar="FILE")
+    ] = None,
+    png_file: Annotated[
+        Path | None, typer.Option("--png", help="Draw the sweep here.", metavar="FILE")
+    ] = None,
+    trace_file: Annotated[
+        Path | None,
+        typer.Option("--trace", help="Write the timeline as Chrome trace JSON.", metavar="FILE"),
+    ] = None,
+) -> None:
+    """Decode from a cache on the host: loading all of it, splits in turn and overlapped.
+
+    Our own decode with the cache on the device says which tokens are right and what a
+    step computes; on a GPU transformers' offloaded cache runs beside, with its faster
+    attention. Runs alternate; figures are medians. The last line is JSON.
+    """
+    model = find_shape(shape, dtype)
+    if dtype not in {known.value for known in DataType}:
+        raise InvalidArgument(f"no data type is called {dtype!r}", field="dtype")
+    if change_link_rate is not None and not 0 < change_link_rate < float("inf"):
+        raise InvalidArgument("the factor must be above 0", field="change_link_rate")
+    if png_file is not None:
+        if not sweep:
+            raise InvalidArgument("--png draws what --sweep measures", field="png")
+        check_picture(png_file)
+    workload = OffloadWorkload(
+        shape=model.name,
+        dtype=dtype,
+        batch=batch,
+        prompt=prompt,
+        new=new,
+        link_rate=None if link_rate is None else parse_size(link_rate, field="link_rate"),
+        repeats=repeats,
+        device=device,
+        threads=threads or len(os.sched_getaffinity(0)),
+        seed=seed,
+        sweep=sweep,
+        changed_link_factor=change_link_rate,
+    )
+    try:
+        from splitpoint_cli.offload_runs import run_all
+    except ModuleNotFoundError as error:
+        raise FailedPrecondition(
+            f"the benchmark needs {error.name}: install splitpoint[dev]", reason="NO_PEER"
+        ) from error
+    results = run_all(model, workload, lambda line: err.print(line), trace_file)
+    report = report_of(workload, results)
+    out.print(table_of(report))
+    if png_file is not None:
+        draw_sweep(report, png_file)
+    text = json.dumps(report)
+    if json_file is not None:
+        json_file.write_text(text + "\n")
+    print(text)
