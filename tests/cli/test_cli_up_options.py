@@ -9,6 +9,7 @@ import pytest
 from own_names import instance_name
 from typer.testing import CliRunner
 
+from kvstore_service.__main__ import layout_of
 from kvstore_service.__main__ import parse_arguments as parse_store
 from kvstore_service.admission import ADMISSIONS
 from kvstore_service.eviction import POLICIES
@@ -17,6 +18,7 @@ from splitpoint.config import remove_tree, runtime_directory
 from splitpoint.errors import InvalidArgument, PermissionDenied, SplitpointError
 from splitpoint.huge_pages import WISHES
 from splitpoint.planner import Objective
+from splitpoint.shapes import Encoding
 from splitpoint_cli import up
 from splitpoint_cli.main import app
 from splitpoint_cli.stack import Stack, StackOptions, plan_stack
@@ -54,11 +56,14 @@ def test_the_store_gets_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
         *("--eviction", "counter", "--evict-above", "0.9", "--evict-to", "0.7"),
         *("--admission", "second-use", "--lease-seconds", "5"),
         *("--huge-pages", "never", "--numa-node", "none", "--pin-limit", "1GiB"),
+        *("--kv-encoding", "int4"),
     )
     store = parse_store(list(stack.store.arguments[2:]))
     assert (store.eviction, store.evict_above, store.evict_to) == ("counter", 0.9, 0.7)
     assert (store.admission, store.lease_seconds) == ("second-use", 5.0)
     assert (store.huge_pages, store.numa_node) == ("never", "none")
+    assert store.kv_encoding == "int4"
+    assert layout_of(store).encoding is Encoding.INT4
     for command in stack.workers:
         assert parse_worker(list(command.arguments[2:])).pin_limit == "1GiB"
 
@@ -98,6 +103,7 @@ def test_what_is_not_given_is_left_to_the_services(monkeypatch: pytest.MonkeyPat
 
 def test_choices_are_those_of_the_store() -> None:
     assert set(up.Eviction) == set(POLICIES)
+    assert list(up.KvEncoding) == [encoding.value for encoding in Encoding]
     assert set(up.Admission) == set(ADMISSIONS)
     assert set(up.HugePages) == set(WISHES)
 

@@ -108,12 +108,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def host(folder: Path, sockets: Path, shm: Path, name: str) -> AsyncIterator[Host]:
+async def host(
+    folder: Path, sockets: Path, shm: Path, name: str, shape: StackShape = SHAPE
+) -> AsyncIterator[Host]:
     async with AsyncExitStack() as cleanup:
         arena = shm / name / "arena"
         cleanup.callback(shutil.rmtree, arena.parent, ignore_errors=True)
         address = f"unix:{sockets}/kv{name}"
-        process = await start_store(folder, address, arena, SHAPE)
+        process = await start_store(folder, address, arena, shape)
         cleanup.push_async_callback(stop_process, process)
         yield await cleanup.enter_async_context(
             worker_on(folder, sockets, name, address, arena, process)

@@ -35,7 +35,7 @@ from splitpoint.arena_owner import (
 )
 from splitpoint.arena_records import PayloadMismatch, RowsNotZero
 from splitpoint.errors import NotFound, ResourceExhausted
-from splitpoint.shapes import ArenaLayout, DataType
+from splitpoint.shapes import ArenaLayout, DataType, Encoding
 
 SLOTS = 6
 
@@ -181,6 +181,8 @@ def test_attach_refuses_what_was_not_announced(made: Arena) -> None:
     other = ArenaLayout(4, 2, 2, 4, 8, DataType.FLOAT16, True, b"test model")
     with pytest.raises(LayoutHashMismatch):
         attach(made, layout=other)
+    with pytest.raises(LayoutHashMismatch):
+        attach(made, layout=dataclasses.replace(LAYOUT, encoding=Encoding.INT4))
     with pytest.raises(BadSlotCount):
         attach(made, slot_count=SLOTS + 1)
     with pytest.raises(arenas.InstanceMismatch):
@@ -336,7 +338,12 @@ def test_an_arena_of_another_size_or_layout_is_refused(path: Path) -> None:
     arena.close()
     owner.leave()
     other = dataclasses.replace(LAYOUT, chunk_tokens=8)
-    for layout, slot_count, what in ((other, SLOTS, "chunk_tokens"), (LAYOUT, SLOTS + 1, "slots")):
+    encoded = dataclasses.replace(LAYOUT, encoding=Encoding.INT8)
+    for layout, slot_count, what in (
+        (other, SLOTS, "chunk_tokens"),
+        (encoded, SLOTS, "encoding"),
+        (LAYOUT, SLOTS + 1, "slots"),
+    ):
         with pytest.raises(ArenaDiffers, match=what) as caught:
             open_or_create_arena(path, layout, slot_count)
         assert "splitpoint arena rm" in caught.value.message
