@@ -132,19 +132,23 @@ class CostTracker:
             )
             or abs(step - known.step_compute_seconds) > HYSTERESIS * known.step_compute_seconds
         )
-        if not moved:
-            return False
-        self.profile = replace(
-            known,
+        if moved:
+            self.profile = self.fits
+        return moved
+
+    @property
+    def fits(self) -> Profile:
+        """The present fits as a profile, whether or not they were taken over."""
+        return replace(
+            self.profile,
             link_bytes_per_second=self.link.line.rate,
             link_overhead_seconds=self.link.line.overhead,
             rebuild_flops_per_second=self.rebuild.line.rate,
             rebuild_overhead_seconds=self.rebuild.line.overhead,
             prefill_flops_per_second=self.prefill.line.rate,
             prefill_overhead_seconds=self.prefill.line.overhead,
-            step_compute_seconds=step,
+            step_compute_seconds=self.step_compute.seconds or 0.0,
         )
-        return True
 
 
 def _moved(tracker: LineTracker, known: Line) -> bool:

@@ -12,23 +12,20 @@ import logging
 import queue
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 
+from splitpoint.costs import Profile
 from splitpoint.errors import ChunkLost, Internal, SplitpointError
-from splitpoint.planner import RestoreMethod
-from splitpoint.schedule import Lane
-from splitpoint.shapes import chunks_of
 from splitpoint.text import Tokenizer
-from worker_service.arena_tensors import StoredChunk
 from worker_service.batch import Batch, build_batch
+from worker_service.cost_watch import CostWatch
 from worker_service.device_cache import DeviceCache
 from worker_service.feed import Feed, compute
 from worker_service.forward import through_layers
-from worker_service.gather import gatherer_of
 from worker_service.lanes import Lanes, lanes_of
-from worker_service.meeting import Met, restore_from_both_ends
 from worker_service.memory import MemoryPlan, largest_tile
 from worker_service.messages import (
     Admit,
@@ -37,7 +34,6 @@ from worker_service.messages import (
     Command,
     FinishEvent,
     Matched,
-    RestoreEvent,
     SetPaused,
     StepOutput,
     Stop,
@@ -45,21 +41,17 @@ from worker_service.messages import (
 )
 from worker_service.model.decoder import Decoder
 from worker_service.model.layer import DecoderLayer
-from worker_service.mover import Mover
 from worker_service.paging import Pager
-from worker_service.restore import Prefix, restore
+from worker_service.replan import split_line_of
+from worker_service.restorer import Restorer
 from worker_service.roster import Roster
 from worker_service.sampling import Choice, NonFiniteLogits, SamplingRow, choose
 from worker_service.sequence import Segment, Sequence
 from worker_service.staging import Staging
-from worker_service.store_client import Match
 from worker_service.timeline import Span, StepTimes, Trace
 from worker_service.write_back import ChunksStored, Flushed, WriteEnded, WriteFailed
 
 log = logging.getLogger(__name__)
-
-# Pages of X in a tile unless a plan says otherwise.
-TILE_PAGES = 4
 
 
 class Engine:
@@ -68,7 +60,7 @@ class Engine:
     Attributes:
         tile_pages: pages that a streamed step attends at once, if its memory has room.
         last_step: times of the latest step that ran the model; None before the first.
-        trace: gets the spans of restores and streamed steps; None: nobody wants them.
+        restorer: brings prefixes in.
     """
 
     def __init__(
@@ -97,9 +89,15 @@ class Engine:
         self.staging = Staging(cache.layout, self.plan.staging_pages, cache.device)
         self.tile_pages = largest_tile(self.plan.staging_pages)
         self.last_step: StepTimes | None = None
-        self._mover: Mover | None = None
-        self._gatherer = gatherer_of(cache.device)
-        self.trace: Trace | None = None
+        self.restorer = Restorer(
+            model,
+            cache,
+            self.pager,
+            self.lanes,
+            self.staging,
+            block_tokens=prefill_chunk_tokens,
+        )
+        self._costs: CostWatch | None = None
         self._stopped = False
 
     # -- the loop ---------------------------------------------------------------
@@ -130,8 +128,10 @@ class Engine:
         started = time.perf_counter()
         batch = self._form_batch()
         if batch is not None:
+            predicted = self._predict(batch)
             spans = self._run_batch(batch)
-            self.last_step = StepTimes.of(time.perf_counter() - started, spans)
+            self.last_step = StepTimes.of(time.perf_counter() - started, spans, predicted)
+            self._learn(batch, self.last_step, spans)
         return self._hand_over(ran=batch is not None)
 
     @property
@@ -141,7 +141,49 @@ class Engine:
 
     def forget_arena(self) -> None:
         """Let go of the arena that was read last; sequences that still read it keep it."""
-        self._mover = None
+        self.restorer.forget_arena()
+
+    # -- what is measured ------------------------------------------------------------
+
+    @property
+    def trace(self) -> Trace | None:
+        """Gets the spans of restores and streamed steps; None: nobody wants them."""
+        return self.restorer.trace
+
+    @trace.setter
+    def trace(self, trace: Trace | None) -> None:
+        self.restorer.trace = trace
+
+    def watch_costs(self, profile: Profile) -> None:
+        """Predict by this profile, and refit it from now on; changes are in StepOutputs."""
+        self._costs = self.restorer.costs = CostWatch(profile)
+
+    def _predict(self, batch: Batch) -> float | None:
+        """Seconds of a step that only decodes, some of it streamed; None for any other."""
+        if self._costs is None or batch.streamed is None or batch.prefills:
+            return None
+        return self._costs.step_seconds(batch.streamed.traffic())
+
+    def _replan(self, profile: Profile) -> None:
+        """Streamed sequences follow new costs, unless their split was asked for."""
+        for sequence in self.roster.running:
+            if sequence.is_streamed and sequence.admission.split_line is not None:
+                line = split_line_of(
+                    self.model.shape,
+                    self.cache.layout,
+                    profile,
+                    schedule=self.lanes.schedule,
+                    tokens=len(sequence.tokens),
+                    resident_tokens=sequence.kept_chunks * self.chunk_tokens,
+                    staging_tokens=self.staging.page_count * self.chunk_tokens,
+                )
+                sequence.admission = replace(sequence.admission, split_line=line)
+
+    def _learn(self, batch: Batch, times: StepTimes, spans: list[Span]) -> None:
+        if self.trace is not None:
+            self.trace.extend(spans)
+        if self._costs is not None and batch.streamed is not None:
+            self._costs.stepped(times, spans, only_decodes=not batch.prefills)
 
     # -- commands ---------------------------------------------------------------
 
@@ -180,113 +222,13 @@ class Engine:
         for sequence in list(self.roster.running):
             if not sequence.restored and not sequence.awaits_match:
                 try:
-                    self._restore(sequence)
+                    event = self.restorer.restore(sequence)
+                    if event is not None:
+                        self.roster.output.restores.append(event)
                 except ChunkLost as error:
                     self._lose(sequence, error)
                 except SplitpointError as error:
                     self.roster.finish(sequence, FinishEvent(sequence.key, error=error))
-
-    def _restore(self, sequence: Sequence) -> None:
-        """Bring the matched prefix in, once there is room for it. Raises ChunkLost."""
-        match = sequence.match
-        if match is None:
-            sequence.restored = True
-            self._report_restore(sequence, 0, 0, 0.0, Met(0, []))
-            return
-        started = time.perf_counter()
-        # The last token is computed anew whatever is cached: its logits are needed.
-        cached = min(match.cached_tokens, len(sequence.tokens) - 1)
-        if cached % self.chunk_tokens and not self.pager.may_take_input_page:
-            return  # its tail needs an X page; write-back will give some back
-        sequence.restored = True
-        chunks = match.chunks[: chunks_of(cached, self.chunk_tokens)]
-        split = min(sequence.admission.split_tokens, cached)
-        met = self._restore_pages(sequence, match, chunks, cached, split)
-        full = cached // self.chunk_tokens
-        sequence.computed = cached
-        sequence.stored = list(chunks[:full])
-        sequence.written_chunks = full
-        sequence.writes_back = True
-        self._report_restore(sequence, cached, split, time.perf_counter() - started, met)
-
-    def _restore_pages(
-        self,
-        sequence: Sequence,
-        match: Match,
-        chunks: tuple[StoredChunk, ...],
-        cached: int,
-        split: int,
-    ) -> Met:
-        """A resident prefix comes in whole; of a streamed one what stays on the device."""
-        mover = sequence.mover = self._mover_for(match)
-        full = cached // self.chunk_tokens
-        stored = range(0)
-        if sequence.is_streamed:
-            stored = range(min(sequence.kept_chunks, full), full)
-        self.pager.take_for_prefix(sequence, stored, len(chunks))
-        front = stored.start * self.chunk_tokens
-        ends = [(0, front), (stored.stop, cached)] if stored else [(0, cached)]
-        met = Met(0, [])
-        for first, end in ends:
-            listed = chunks[: chunks_of(end, self.chunk_tokens)]
-            part = Prefix(listed, first, sequence.pages, sequence.tokens, end, min(split, end))
-            brought = self._bring_in(sequence, mover, part)
-            met = Met(met.recomputed_tokens + brought.recomputed_tokens, met.spans + brought.spans)
-        if cached % self.chunk_tokens and self.cache.inputs:
-            # The tail's chunk will be sealed anew with more tokens, X included.
-            page = self.pager.take_input_page(sequence, full)
-            for work in mover.send_inputs(chunks[full], self.cache.inputs, page):
-                self.lanes.run(Lane.LINK_IN, work)
-            met.spans.extend(self.lanes.finish())
-            mover.tensors.check_current(chunks[full:])
-        return met
-
-    def _bring_in(self, sequence: Sequence, mover: Mover, prefix: Prefix) -> Met:
-        """K and V of the prefix into its pages, by the method that was planned."""
-        admission, keys, values = sequence.admission, self.cache.keys, self.cache.values
-        if admission.method is RestoreMethod.TOKENS:
-            return restore_from_both_ends(
-                mover,
-                self.lanes,
-                prefix,
-                keys,
-                values,
-                block_tokens=self.prefill_chunk_tokens,
-                expected_tokens=admission.recomputed_tokens,
-            )
-        tile_tokens = TILE_PAGES * self.chunk_tokens
-        return Met(0, restore(mover, self.lanes, prefix, keys, values, tile_tokens=tile_tokens))
-
-    def _report_restore(
-        self, sequence: Sequence, cached: int, split: int, seconds: float, met: Met
-    ) -> None:
-        if self.trace is not None:
-            self.trace.extend(met.spans)
-        link = [span for span in met.spans if span.lane is Lane.LINK_IN]
-        compute = [span for span in met.spans if span.lane is Lane.COMPUTE]
-        method = RestoreMethod.of(split, cached)
-        if cached and sequence.admission.method is RestoreMethod.TOKENS:
-            method = RestoreMethod.TOKENS
-        self.roster.output.restores.append(
-            RestoreEvent(
-                sequence.key,
-                cached,
-                split,
-                method,
-                seconds,
-                recomputed_tokens=met.recomputed_tokens,
-                link_bytes=int(sum(span.amount for span in link)),
-                link_busy_seconds=sum(span.seconds for span in link),
-                compute_busy_seconds=sum(span.seconds for span in compute),
-            )
-        )
-
-    def _mover_for(self, match: Match) -> Mover:
-        """One for each mapped arena; in practice one until the store restarts."""
-        tensors = match.connection.tensors
-        if self._mover is None or self._mover.tensors is not tensors:
-            self._mover = Mover(self.model, tensors, self.staging, self._gatherer)
-        return self._mover
 
     # -- the batch -------------------------------------------------------------------
 
@@ -366,8 +308,6 @@ class Engine:
         finite = hidden.isfinite().all(dim=1)
         logits = model.logits(hidden[batch.logit_rows])
         spans = [] if feed is None else self.lanes.finish()
-        if self.trace is not None:
-            self.trace.extend(spans)
         return logits, finite.tolist(), spans
 
     def _feed_of(self, batch: Batch) -> Feed | None:
@@ -449,6 +389,10 @@ class Engine:
     def _hand_over(self, *, ran: bool) -> StepOutput:
         output, self.roster.output = self.roster.output, StepOutput()
         output.ran = ran
+        if self._costs is not None:
+            output.profile = self._costs.settle()
+            if output.profile is not None:
+                self._replan(output.profile)
         output.running_count = len(self.roster.running)
         output.cache_used_bytes = self.cache.used_bytes
         return output

@@ -41,6 +41,22 @@ class Shipment:
     rebuilt: Part | None
     token_ids: torch.Tensor | None
 
+    def copies(self, layer: int) -> list[int]:
+        """Bytes of each copy that brings it in this layer, in link order."""
+        layout = self.mover.tensors.layout
+        sizes = []
+        if self.rebuilt is not None and layer:
+            sizes.append(len(self.rebuilt.chunks) * layout.x_slot_bytes)
+        if self.loaded is not None:
+            sizes.append(2 * len(self.loaded.chunks) * layout.kv_slot_bytes)
+        return sizes
+
+    def rebuilds(self) -> list[int]:
+        """FLOP of each product that it takes in a layer."""
+        if self.rebuilt is None:
+            return []
+        return [self.rebuilt.rows * self.mover.model.shape.rebuild_flops_per_token_layer]
+
 
 @dataclass(slots=True)
 class _Slots:

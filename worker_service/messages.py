@@ -153,4 +153,5 @@ class StepOutput:
             or self.writes
             or self.flushes
             or self.lookups
+            or self.profile is not None
         )

@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from splitpoint.costs import Profile
 from splitpoint.errors import Internal, SplitpointError, Unavailable
 from splitpoint.planner import Residency
 from worker_service.engine import Engine
@@ -76,6 +77,8 @@ class Runtime:
         self.fetcher: Fetcher | None = None
         # Told when the rate of fetching from some store was measured.
         self.rates_changed: Callable[[Mapping[str, float]], None] | None = None
+        # Told when the engine's own costs changed; makes the profile that is reported.
+        self.costs_changed: Callable[[Profile], Profile] | None = None
         # Fetches under way, and what the finished ones brought until it is reported.
         self._fetches: dict[SequenceKey, asyncio.Task[Fetched]] = {}
         self._fetched: dict[SequenceKey, Fetched] = {}
@@ -258,7 +261,9 @@ class Runtime:
             self._fetched.pop(event.key, None)
         if not self.live:
             self._idle.set()
-        if output.tokens or output.finishes or output.restores:
+        if output.profile is not None and self.costs_changed is not None:
+            output.profile = self.costs_changed(output.profile)
+        if output.tokens or output.finishes or output.restores or output.profile is not None:
             self.emit(output)
 
     # -- the store's side --------------------------------------------------------------

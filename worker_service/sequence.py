@@ -38,6 +38,9 @@ class Admission:
     # at `recomputed_tokens`. Any other: what split_tokens says.
     method: RestoreMethod = RestoreMethod.LOAD
     recomputed_tokens: int = 0
+    # Tokens of X to send at once; 0: as the worker likes.
+    tile_tokens: int = 0
+    predicted_restore_seconds: float = 0.0
 
     @property
     def key(self) -> tuple[str, int]:

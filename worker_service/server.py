@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -92,10 +92,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> pb.ProfileResponse:
         worker = self._loaded()
         if request.refresh:
-            measured = await worker.runtime.call(lambda: _measure(worker))
-            worker.profile = replace(
-                measured, remote_bytes_per_second=worker.profile.remote_bytes_per_second
-            )
+            worker.remember_costs(await worker.runtime.call(lambda: _measure(worker)))
             worker.runtime.emit(StepOutput(profile=worker.profile))
         return pb.ProfileResponse(profile=profile_to_proto(worker.profile))
 
@@ -224,8 +221,8 @@ def _measure(worker: LoadedWorker) -> Profile:
     measured = measure(
         engine.model, engine.cache.device, worker.device_description, lanes=engine.lanes
     )
-    # Rates of fetches are not measured here, and stay.
-    return replace(measured, remote_bytes_per_second=worker.profile.remote_bytes_per_second)
+    engine.watch_costs(measured)
+    return measured
 
 
 async def _given_up(listener: Listener) -> None:

@@ -87,7 +87,7 @@ class WorkerOptions:
 
 @dataclass(slots=True)
 class LoadedWorker:
-    """A worker that can serve. `profile` is replaced when it measures anew."""
+    """A worker that can serve. `profile` follows what it measures."""
 
     worker_id: str
     instance_id: bytes
@@ -102,6 +102,12 @@ class LoadedWorker:
         """Fetches showed how fast other hosts' stores are: tell the scheduler."""
         self.profile = replace(self.profile, remote_bytes_per_second=dict(rates))
         self.runtime.emit(StepOutput(profile=self.profile))
+
+    def remember_costs(self, profile: Profile) -> Profile:
+        """The engine's own costs changed; returns the whole profile, remote rates included."""
+        rates = self.profile.remote_bytes_per_second
+        self.profile = replace(profile, remote_bytes_per_second=rates)
+        return self.profile
 
 
 async def load_worker(options: WorkerOptions) -> LoadedWorker:
@@ -158,6 +164,7 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
         device_description=description,
     )
     runtime.rates_changed = worker.remember_rates
+    runtime.costs_changed = worker.remember_costs
     return worker
 
 
@@ -229,9 +236,11 @@ def _build_engine(
         description += f", link emulated at {format_rate(lanes.link.bytes_per_second)}"
         log.warning("the link is emulated: this worker is slower than it could be")
     if options.trace_file is not None:
-        engine.trace = Trace({"device": description, "schedule": lanes.schedule.value})
-        _write_trace(engine.trace, options.trace_file)
+        trace = Trace({"device": description, "schedule": lanes.schedule.value})
+        engine.trace = trace
+        _write_trace(trace, options.trace_file)
     profile = measure(model, device, description, lanes=engine.lanes)
+    engine.watch_costs(profile)
     log.info(
         "%s on %s: weights %s, cache %s in %d pages",
         shape.name,

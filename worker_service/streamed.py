@@ -19,6 +19,7 @@ import torch
 from splitpoint.errors import ChunkLost
 from worker_service.attention import Partial, decode_partial, prefill_partial, tile_rows
 from worker_service.attention_plan import DecodePlan
+from worker_service.cost_watch import StepTraffic
 from worker_service.device_cache import DeviceCache
 from worker_service.feed import Feed, Shipment
 from worker_service.memory import PREFILL_TILE_PAGES, largest_tile
@@ -152,6 +153,16 @@ class StreamedStep:
 
             feed.take(index, shipment, attend)
         return merged.partial
+
+    def traffic(self) -> StepTraffic:
+        """What the feed will move and rebuild, before it does."""
+        copies: list[float] = []
+        rebuilds: list[float] = []
+        for layer, shipments in enumerate(self.layers):
+            for shipment in shipments:
+                copies += shipment.copies(layer)
+                rebuilds += shipment.rebuilds()
+        return StepTraffic(tuple(copies), tuple(rebuilds))
 
     def lost(self) -> list[LostSequence]:
         """Of which sequences a chunk is not what it was when it was read.

@@ -50,6 +50,7 @@ class StepTimes:
         link_busy, compute_busy: seconds that these had work; waiting is in neither.
         link_bytes: what came over the link.
         rebuilt_tokens, loaded_tokens: of the store's, summed over layers.
+        predicted_seconds: said beforehand; None: nothing was.
     """
 
     seconds: float
@@ -58,9 +59,12 @@ class StepTimes:
     link_bytes: int = 0
     rebuilt_tokens: int = 0
     loaded_tokens: int = 0
+    predicted_seconds: float | None = None
 
     @classmethod
-    def of(cls, seconds: float, spans: Iterable[Span]) -> StepTimes:
+    def of(
+        cls, seconds: float, spans: Iterable[Span], predicted_seconds: float | None = None
+    ) -> StepTimes:
         """From the step's spans, as pieces of work name them (mover.py, feed.py)."""
         listed = list(spans)
         link = [span for span in listed if span.lane is Lane.LINK_IN]
@@ -71,6 +75,7 @@ class StepTimes:
             link_bytes=int(sum(span.amount for span in link)),
             rebuilt_tokens=sum(span.tokens for span in listed if span.name == "rebuild"),
             loaded_tokens=sum(span.tokens for span in listed if span.name == "load K,V"),
+            predicted_seconds=predicted_seconds,
         )
 
 

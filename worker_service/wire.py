@@ -62,6 +62,8 @@ def admission_from(
     split = command.forced_split_tokens if is_forced else plan.split_tokens
     if split < 0:
         raise InvalidArgument("must be at least 0", field="admit.forced_split_tokens")
+    if plan.tile_tokens < 0:
+        raise InvalidArgument("must be at least 0", field="admit.plan.tile_tokens")
     if plan.resident_tokens < 0:
         raise InvalidArgument("must be at least 0", field="admit.plan.resident_tokens")
     line = None
@@ -88,6 +90,8 @@ def admission_from(
         source=_source_of(command),
         method=plan.method,
         recomputed_tokens=plan.recomputed_tokens,
+        tile_tokens=plan.tile_tokens,
+        predicted_restore_seconds=plan.predicted_restore_seconds,
     )
 
 

@@ -1,0 +1,108 @@
+"""Watches what restores and streamed steps took, and says beforehand what the next will.
+
+Between spans and `splitpoint.cost_tracker`: which piece of work is a measurement of
+which cost. Belongs to the engine's thread. Knows no requests; who hears of a new
+profile is the caller's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from splitpoint.cost_tracker import CostTracker, MeanTracker, Observation
+from splitpoint.costs import Profile
+from splitpoint.schedule import Lane, Schedule
+from splitpoint.shapes import ArenaLayout, ModelShape
+from splitpoint.split_costs import Manner, SplitCosts
+from worker_service.timeline import Span, StepTimes
+
+# Work of the compute lane that a step does because of what the store holds.
+_REBUILDING = ("rebuild", "embed")
+
+
+@dataclass(frozen=True, slots=True)
+class StepTraffic:
+    """What a step will move and rebuild: bytes of each copy, FLOP of each product."""
+
+    copies: tuple[float, ...]
+    rebuilds: tuple[float, ...]
+
+
+class CostWatch:
+    """One worker's costs, as they are now."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._tracker = CostTracker(profile)
+        # What a step takes beyond the longer of link and device: laying it out, the
+        # first tile's way, sampling.
+        self._beyond = MeanTracker()
+
+    @property
+    def profile(self) -> Profile:
+        """The latest one worth telling."""
+        return self._tracker.profile
+
+    def restored(self, spans: Iterable[Span]) -> None:
+        """A restore ran."""
+        self._observe(list(spans))
+
+    def stepped(self, times: StepTimes, spans: Iterable[Span], *, only_decodes: bool) -> None:
+        """A streamed step ran. Prefills in it say nothing of what a decode step computes."""
+        listed = list(spans)
+        self._observe(listed)
+        if only_decodes:
+            rebuilding = sum(span.seconds for span in listed if span.name in _REBUILDING)
+            self._tracker.step_compute.observe(times.compute_busy - rebuilding)
+            self._beyond.observe(max(0.0, times.seconds - max(times.link_busy, times.compute_busy)))
+
+    def settle(self) -> Profile | None:
+        """The profile, if it moved enough to be told; None: nothing new."""
+        return self._tracker.profile if self._tracker.settle() else None
+
+    # -- predictions -------------------------------------------------------------------
+
+    def step_seconds(self, traffic: StepTraffic) -> float | None:
+        """Of a decode step with this traffic; None before any step was seen."""
+        own, beyond = self._tracker.step_compute.seconds, self._beyond.seconds
+        if own is None or beyond is None:
+            return None
+        link = sum(self._tracker.link.seconds(size) for size in traffic.copies)
+        device = own + sum(self._tracker.rebuild.seconds(work) for work in traffic.rebuilds)
+        return max(link, device) + beyond
+
+    def restore_seconds(
+        self,
+        shape: ModelShape,
+        layout: ArenaLayout,
+        *,
+        split: int,
+        cached: int,
+        schedule: Schedule,
+        tile_tokens: int,
+        slots: int,
+    ) -> float:
+        """Of a restore of `cached` tokens, `split` of them rebuilt."""
+        costs = SplitCosts.of(shape, self._fits, layout.encoding)
+        return costs.seconds(split, cached, Manner(schedule, tile_tokens, slots))
+
+    # -- measurements --------------------------------------------------------------------
+
+    @property
+    def _fits(self) -> Profile:
+        """The present fits, whether or not they were told."""
+        return self._tracker.fits
+
+    def _observe(self, spans: list[Span]) -> None:
+        self._tracker.link.observe(_of(spans, Lane.LINK_IN))
+        self._tracker.rebuild.observe(_of(spans, Lane.COMPUTE, "rebuild"))
+        self._tracker.prefill.observe(_of(spans, Lane.COMPUTE, "prefill"))
+
+
+def _of(spans: Iterable[Span], lane: Lane, name: str | None = None) -> list[Observation]:
+    """Each piece with an amount. A copy of many planes at once counts as one."""
+    return [
+        Observation(span.amount, span.seconds)
+        for span in spans
+        if span.lane is lane and span.amount and (name is None or span.name == name)
+    ]

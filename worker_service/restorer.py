@@ -1,0 +1,197 @@
+"""Brings an admitted sequence's prefix in: pages, the way that was planned, the account of it.
+
+How bytes move is `restore.py`'s and `meeting.py`'s business; which requests run, and
+when, the engine's. Belongs to the engine's thread.
+"""
+
+from __future__ import annotations
+
+import time
+
+from splitpoint.planner import RestoreMethod
+from splitpoint.schedule import Lane
+from splitpoint.shapes import chunks_of
+from worker_service.arena_tensors import StoredChunk
+from worker_service.cost_watch import CostWatch
+from worker_service.device_cache import DeviceCache
+from worker_service.gather import gatherer_of
+from worker_service.lanes import Lanes
+from worker_service.meeting import Met, restore_from_both_ends
+from worker_service.messages import RestoreEvent
+from worker_service.model.decoder import Decoder
+from worker_service.mover import Mover
+from worker_service.paging import Pager
+from worker_service.restore import Prefix, restore
+from worker_service.sequence import Sequence
+from worker_service.staging import Staging
+from worker_service.store_client import Match
+from worker_service.timeline import Span, Trace
+
+# Pages of X in a tile where the plan leaves it to the worker.
+TILE_PAGES = 4
+
+
+class Restorer:
+    """Restores of one device.
+
+    Attributes:
+        trace: gets the spans; None: nobody wants them.
+        costs: learns from them and predicts; None: nobody measured any.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        cache: DeviceCache,
+        pager: Pager,
+        lanes: Lanes,
+        staging: Staging,
+        *,
+        block_tokens: int,
+    ) -> None:
+        self.trace: Trace | None = None
+        self.costs: CostWatch | None = None
+        self._model = model
+        self._cache = cache
+        self._pager = pager
+        self._lanes = lanes
+        self._staging = staging
+        self._block_tokens = block_tokens
+        self._chunk = cache.layout.chunk_tokens
+        self._gatherer = gatherer_of(cache.device)
+        self._mover: Mover | None = None
+
+    def forget_arena(self) -> None:
+        """Let go of the arena that was read last; sequences that still read it keep it."""
+        self._mover = None
+
+    def restore(self, sequence: Sequence) -> RestoreEvent | None:
+        """Bring the matched prefix in; None: there is no room for it yet. Raises ChunkLost."""
+        match = sequence.match
+        if match is None:
+            sequence.restored = True
+            return RestoreEvent(sequence.key, 0, 0, RestoreMethod.NONE, 0.0)
+        started = time.perf_counter()
+        # The last token is computed anew whatever is cached: its logits are needed.
+        cached = min(match.cached_tokens, len(sequence.tokens) - 1)
+        if cached % self._chunk and not self._pager.may_take_input_page:
+            return None  # its tail needs an X page; write-back will give some back
+        sequence.restored = True
+        chunks = match.chunks[: chunks_of(cached, self._chunk)]
+        split = min(sequence.admission.split_tokens, cached)
+        predicted = self._predicted(sequence, split, cached)
+        met = self._bring_pages(sequence, match, chunks, cached, split)
+        full = cached // self._chunk
+        sequence.computed = cached
+        sequence.stored = list(chunks[:full])
+        sequence.written_chunks = full
+        sequence.writes_back = True
+        self._learn(met.spans)
+        return _report(sequence, cached, split, time.perf_counter() - started, met, predicted)
+
+    def _bring_pages(
+        self,
+        sequence: Sequence,
+        match: Match,
+        chunks: tuple[StoredChunk, ...],
+        cached: int,
+        split: int,
+    ) -> Met:
+        """A resident prefix comes in whole; of a streamed one what stays on the device."""
+        mover = sequence.mover = self._mover_for(match)
+        full = cached // self._chunk
+        stored = range(0)
+        if sequence.is_streamed:
+            stored = range(min(sequence.kept_chunks, full), full)
+        self._pager.take_for_prefix(sequence, stored, len(chunks))
+        front = stored.start * self._chunk
+        ends = [(0, front), (stored.stop, cached)] if stored else [(0, cached)]
+        met = Met(0, [])
+        for first, end in ends:
+            listed = chunks[: chunks_of(end, self._chunk)]
+            part = Prefix(listed, first, sequence.pages, sequence.tokens, end, min(split, end))
+            brought = self._bring_in(sequence, mover, part)
+            met = Met(met.recomputed_tokens + brought.recomputed_tokens, met.spans + brought.spans)
+        if cached % self._chunk and self._cache.inputs:
+            # The tail's chunk will be sealed anew with more tokens, X included.
+            page = self._pager.take_input_page(sequence, full)
+            for work in mover.send_inputs(chunks[full], self._cache.inputs, page):
+                self._lanes.run(Lane.LINK_IN, work)
+            met.spans.extend(self._lanes.finish())
+            mover.tensors.check_current(chunks[full:])
+        return met
+
+    def _bring_in(self, sequence: Sequence, mover: Mover, prefix: Prefix) -> Met:
+        """K and V of the prefix into its pages, by the method that was planned."""
+        admission, keys, values = sequence.admission, self._cache.keys, self._cache.values
+        if admission.method is RestoreMethod.TOKENS:
+            return restore_from_both_ends(
+                mover,
+                self._lanes,
+                prefix,
+                keys,
+                values,
+                block_tokens=self._block_tokens,
+                expected_tokens=admission.recomputed_tokens,
+            )
+        tile = self._tile_tokens(sequence)
+        return Met(0, restore(mover, self._lanes, prefix, keys, values, tile_tokens=tile))
+
+    def _tile_tokens(self, sequence: Sequence) -> int:
+        return sequence.admission.tile_tokens or TILE_PAGES * self._chunk
+
+    def _predicted(self, sequence: Sequence, split: int, cached: int) -> float:
+        """Seconds for what was found; 0: nothing is predicted of what streams instead."""
+        if self.costs is None or sequence.is_streamed or not cached:
+            return 0.0
+        if sequence.admission.method is RestoreMethod.TOKENS:
+            return sequence.admission.predicted_restore_seconds
+        tile = self._tile_tokens(sequence)
+        return self.costs.restore_seconds(
+            self._model.shape,
+            self._cache.layout,
+            split=split,
+            cached=cached,
+            schedule=self._lanes.schedule,
+            tile_tokens=tile,
+            slots=self._staging.page_count * self._chunk // tile,
+        )
+
+    def _learn(self, spans: list[Span]) -> None:
+        if self.trace is not None:
+            self.trace.extend(spans)
+        if self.costs is not None:
+            self.costs.restored(spans)
+
+    def _mover_for(self, match: Match) -> Mover:
+        """One for each mapped arena; in practice one until the store restarts."""
+        tensors = match.connection.tensors
+        if self._mover is None or self._mover.tensors is not tensors:
+            self._mover = Mover(self._model, tensors, self._staging, self._gatherer)
+        return self._mover
+
+
+def _report(
+    sequence: Sequence, cached: int, split: int, seconds: float, met: Met, predicted: float
+) -> RestoreEvent:
+    link = [span for span in met.spans if span.lane is Lane.LINK_IN]
+    compute = [span for span in met.spans if span.lane is Lane.COMPUTE]
+    return RestoreEvent(
+        sequence.key,
+        cached,
+        split,
+        _method_of(sequence.admission.method, split, cached),
+        seconds,
+        recomputed_tokens=met.recomputed_tokens,
+        predicted_seconds=predicted,
+        link_bytes=int(sum(span.amount for span in link)),
+        link_busy_seconds=sum(span.seconds for span in link),
+        compute_busy_seconds=sum(span.seconds for span in compute),
+    )
+
+
+def _method_of(planned: RestoreMethod, split: int, cached: int) -> RestoreMethod:
+    """What a restore did, from what was asked for and what was there."""
+    if cached and planned is RestoreMethod.TOKENS:
+        return planned
+    return RestoreMethod.of(split, cached)
