@@ -26,15 +26,38 @@ from splitpoint.resident_share import Pull, best_pull, pull_of
 from splitpoint.schedule import Schedule
 from splitpoint.shapes import ModelShape
 from splitpoint.split_costs import Manner, SplitCosts, Use, best_manner, best_split, tiles_of
-from splitpoint.token_recompute import TokenRecompute, load_piece
+from splitpoint.token_recompute import TokenRecompute
 
 # Of what loading everything takes, what another way may take at most.
 WORTH_IT = 0.98
 
 
 @dataclass(frozen=True, slots=True)
+class SplitLine:
+    """l(s) = clamp(slope * s + intercept, 0, cap), all in tokens."""
+
+    slope: float
+    intercept: float
+    cap: int
+
+    def at(self, tokens: int, quantum: int) -> int:
+        """The split of so many tokens: a multiple of the quantum, or all of them."""
+        wanted = min(max(self.slope * tokens + self.intercept, 0.0), float(self.cap))
+        if wanted >= tokens:
+            return tokens
+        return min(round(wanted / quantum) * quantum, tokens)
+
+
+NO_SPLIT = SplitLine(0.0, 0.0, 0)
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
-    """One way. Seconds: of the restore (streamed: of one pass over the prefix)."""
+    """One way. Seconds: of the restore; link and device: of a step when streamed.
+
+    `split` and `resident` are those at `Chooser.length`, `now` is the split of what is
+    cached at present, `line` follows a growing prefix.
+    """
 
     method: RestoreMethod
     schedule: Schedule
@@ -44,6 +67,8 @@ class Choice:
     # What the objective compares, in seconds; smaller is better.
     score: float
     split: int = 0
+    now: int = 0
+    line: SplitLine = NO_SPLIT
     recomputed: int = 0
     resident: int = 0
     tile: int = 0
@@ -78,7 +103,7 @@ class Chooser:
         costs = SplitCosts.of(shape, profile, request.encoding)
         manner = best_manner(
             costs,
-            request.cached_tokens,
+            _length(request),
             request.schedule,
             chunk_tokens=request.chunk_tokens,
             staging_tokens=request.staging_tokens,
@@ -102,6 +127,12 @@ class Chooser:
         else:
             best = _least(load, split, tokens)
         return Choices(best, load, split, tokens)
+
+    @property
+    def length(self) -> int:
+        """Tokens that come back: of a restore what is cached; of a decode step all tokens,
+        since what is computed now will have been stored by then."""
+        return _length(self.request)
 
     @property
     def prefill_seconds(self) -> float:
@@ -135,8 +166,14 @@ class Chooser:
         if self._is_shared:
             return replace(self.manner, use=Use.SHARED, beside=self.beside_seconds)
         if self.request.residency is Residency.STREAMED:
-            return replace(self.manner, use=Use.STEP, beside=self.beside_seconds)
+            return self._step_of(self.manner)
         return self.manner
+
+    def _step_of(self, manner: Manner) -> Manner:
+        """A decode step that pulls the prefix in this manner."""
+        staging = self.request.staging_tokens
+        ahead = min(1.0, staging / self.length) if staging else 1.0
+        return replace(manner, use=Use.STEP, beside=self.beside_seconds, ahead=ahead)
 
     # -- resident ----------------------------------------------------------------
 
@@ -153,35 +190,31 @@ class Chooser:
             costs.rebuild_seconds(split, tile),
             costs.seconds(split, cached, self._compared),
             split=split,
+            now=split,
+            line=self._line(request.schedule, split),
             tile=tile,
         )
 
     def by_tokens(self) -> Choice:
         """Prefill the front while the back is loaded."""
         request = self.request
-        piece = load_piece(self.costs, request.cached_tokens, request.chunk_tokens)
-        recompute = TokenRecompute(
+        met = TokenRecompute(
             self.shape,
             self.profile,
             self.costs,
             request.cached_tokens,
-            piece,
+            request.chunk_tokens,
             request.prefill_tokens,
-        )
-        recomputed = recompute.meeting_point(request.chunk_tokens)
-        link = recompute.load_seconds(recomputed)
-        compute = recompute.prefill_seconds(recomputed)
-        is_overlapped = request.schedule is Schedule.PIPELINED
-        seconds = recompute.seconds(recomputed, overlapped=is_overlapped)
+        ).met(overlapped=request.schedule is Schedule.PIPELINED)
+        busier = max(met.link_seconds, met.compute_seconds + self.beside_seconds)
         return Choice(
             RestoreMethod.TOKENS,
             request.schedule,
-            seconds,
-            link,
-            compute,
-            max(link, compute + self.beside_seconds) if self._is_shared else seconds,
-            recomputed=recomputed,
-            tile=piece,
+            met.seconds,
+            met.link_seconds,
+            met.compute_seconds,
+            busier if self._is_shared else met.seconds,
+            recomputed=met.recomputed,
         )
 
     def _best_split(self) -> int:
@@ -193,13 +226,13 @@ class Chooser:
     # -- streamed ----------------------------------------------------------------
 
     def _choose_streamed(self) -> Choices:
-        request, cached, manner = self.request, self.request.cached_tokens, self._compared
+        request, length, manner = self.request, self.length, self._compared
 
         def pull(*, has_activations: bool) -> Pull:
             return best_pull(
                 self.shape,
                 self.costs,
-                cached,
+                length,
                 manner,
                 chunk_tokens=request.chunk_tokens,
                 spare_bytes=request.spare_bytes,
@@ -211,31 +244,62 @@ class Chooser:
         split = self._pulled(pull(has_activations=True)) if request.has_activations else None
         if request.forced_split_tokens is None and request.forced_method is None:
             return Choices(_least(load, split), load, split, None)
-        wanted = min(request.forced_split_tokens or 0, cached)
+        wanted = min(request.forced_split_tokens or 0, length)
         wanted = wanted if wanted > plain.resident else 0
-        forced = pull_of(self.costs, cached, manner, plain.resident, wanted)
+        forced = pull_of(self.costs, length, manner, plain.resident, wanted)
         return Choices(self._pulled(forced), load, split, None)
 
     def _pulled(self, pull: Pull) -> Choice:
-        """A pull as a choice: the step decides, a pass over the prefix is its restore."""
+        """A pull as a choice: the step decides, a pass over what is cached is its restore."""
         costs, cached, tile = self.costs, self.request.cached_tokens, self.manner.tile_tokens
         is_row = pull.schedule is Schedule.ROW
         held = 0 if is_row else pull.resident
-        rebuilt, pulled = max(pull.split - held, 0), cached - held
+        rebuilt, pulled = max(pull.split - held, 0), self.length - held
+        line = self._line(pull.schedule, pull.split)
+        is_forced = self.request.forced_split_tokens is not None
+        now = line.at(cached, 1 if is_forced else self.request.chunk_tokens)
+        if now <= held:
+            now = 0
         once = replace(self.manner, schedule=pull.schedule)
-        step = replace(once, use=Use.STEP, beside=self.beside_seconds)
+        held_now = min(held, cached)
         return Choice(
-            RestoreMethod.of(pull.split, cached),
+            RestoreMethod.of(now, cached),
             pull.schedule,
-            costs.seconds(rebuilt, pulled, once),
+            costs.seconds(max(now - held_now, 0), cached - held_now, once),
             costs.link_seconds(rebuilt, pulled, tile, sends=not is_row),
             costs.rebuild_seconds(rebuilt, tile),
             pull.seconds,
             split=pull.split,
+            now=now,
+            line=line,
             resident=pull.resident,
             tile=tile,
-            step_seconds=costs.seconds(rebuilt, pulled, step),
+            step_seconds=costs.seconds(rebuilt, pulled, self._step_of(once)),
         )
+
+    def _line(self, schedule: Schedule, split: int) -> SplitLine:
+        """Where rebuilding and the link take equally long, moved to go through the split.
+
+        A resident prefix does not grow, and neither does a split that was asked for, nor
+        the X that stays on the device.
+        """
+        request, length = self.request, self.length
+        if not split:
+            return NO_SPLIT
+        is_row = request.residency is Residency.STREAMED and schedule is Schedule.ROW
+        if request.forced_split_tokens is not None or is_row:
+            return SplitLine(0.0, float(split), split)
+        cap = self.shape.context_length if request.residency is Residency.STREAMED else length
+        if split == length or schedule is Schedule.SERIAL:
+            return SplitLine(1.0, float(split - length), cap)
+        slope = self.costs.slope(schedule, self.manner.tile_tokens)
+        return SplitLine(slope, split - slope * length, cap)
+
+
+def _length(request: PlanInput) -> int:
+    if request.residency is Residency.STREAMED:
+        return request.cached_tokens + request.new_tokens
+    return request.cached_tokens
 
 
 def _least(load: Choice, *others: Choice | None) -> Choice:

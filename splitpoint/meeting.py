@@ -12,12 +12,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from splitpoint.errors import InvalidArgument
+from splitpoint.shapes import chunks_of
 
 # What the plan expects counts as much as the first chunks that were seen to be done.
 _EXPECTED_CHUNKS = 2.0
 # A plan may be wrong about a side, but not so sure that the side is never tried at
 # all when there is a lot to do.
 _LEAST_SHARE = 0.02
+
+
+# Rows that a product needs to run at nearly full speed.
+LEAST_BLOCK_TOKENS = 64
+# A piece on the link has a copy for each layer's K and V: with this many chunks in a
+# run, what the host spends on starting copies does not count.
+MOST_CHUNKS_LOADED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +38,13 @@ class Stride:
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
             raise ValueError("a piece has at least one chunk, and no fewer than its least")
+
+
+def strides(chunk_tokens: int, block_tokens: int) -> tuple[Stride, Stride]:
+    """What the front computes at once, at most `block_tokens`, and what the back loads."""
+    most = max(1, block_tokens // chunk_tokens)
+    least = min(chunks_of(LEAST_BLOCK_TOKENS, chunk_tokens), most)
+    return Stride(least, most), Stride(1, MOST_CHUNKS_LOADED)
 
 
 @dataclass(slots=True)

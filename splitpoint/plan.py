@@ -155,7 +155,7 @@ class Plan:
     # Streamed: K,V of [0, resident_tokens) stay on the device, [resident_tokens,
     # split_tokens) is rebuilt in each step. Schedule ROW: X stays there.
     resident_tokens: int = 0
-    # Tokens of X in one tile on the link (TOKENS: of one load); 0: the worker chooses.
+    # Tokens of X in one tile on the link; 0: the worker chooses.
     tile_tokens: int = 0
     # Streamed: predicted seconds of a decode step at this length.
     predicted_step_seconds: float = 0.0

@@ -17,7 +17,7 @@ _BALANCED = 0.9
 def reason_of(chooser: Chooser, choices: Choices, load_seconds: float) -> str:
     """Why `choices.best`. `load_seconds`: what loading everything takes."""
     request, best = chooser.request, choices.best
-    if not request.cached_tokens:
+    if not chooser.length:
         return f"nothing is cached: {request.new_tokens:,} tokens are prefilled"
     if request.forced_split_tokens is not None:
         capped = best.split != request.forced_split_tokens
@@ -31,13 +31,15 @@ def reason_of(chooser: Chooser, choices: Choices, load_seconds: float) -> str:
             f"method {best.method.value} was asked for: {_what(chooser, best)}predicted "
             f"{_ms(best.seconds)} against {_ms(load_seconds)} for loading everything"
         )
-    if best.method is RestoreMethod.LOAD:
-        words = _why_load(chooser, choices)
-    elif best.method is RestoreMethod.TOKENS:
+    if best.method is RestoreMethod.TOKENS:
         words = _why_tokens(chooser, choices, load_seconds)
-    else:
+    elif best.split:
         words = _why_split(chooser, choices, load_seconds)
-    return words + _objective_words(chooser, choices)
+    else:
+        words = _why_load(chooser, choices)
+    if not request.cached_tokens:
+        words = f"nothing is cached: {request.new_tokens:,} tokens are prefilled; in a step {words}"
+    return words + _objective_words(choices, request.objective)
 
 
 def _what(chooser: Chooser, best: Choice) -> str:
@@ -69,13 +71,13 @@ def _why_tokens(chooser: Chooser, choices: Choices, load_seconds: float) -> str:
 
 
 def _why_split(chooser: Chooser, choices: Choices, load_seconds: float) -> str:
-    best, cached = choices.best, chooser.request.cached_tokens
-    if best.split == cached:
+    best, length = choices.best, chooser.length
+    if best.split == length:
         what = f"split {best.split:,}: everything is rebuilt from activations as they come"
     else:
         meanwhile = "" if best.schedule is Schedule.SERIAL else " meanwhile"
         what = (
-            f"split {best.split:,} of {cached:,}: the front is rebuilt, the rest{meanwhile} loaded"
+            f"split {best.split:,} of {length:,}: the front is rebuilt, the rest{meanwhile} loaded"
         )
     if chooser.request.residency is Residency.STREAMED:
         return (
@@ -114,11 +116,11 @@ def _stays(chooser: Chooser, best: Choice) -> str:
 
 
 def _why_load(chooser: Chooser, choices: Choices) -> str:
-    request, best = chooser.request, choices.best
-    if best.resident == request.cached_tokens:
+    best = choices.best
+    if best.resident == chooser.length:
         return f"split 0: nothing is pulled{_stays(chooser, best)}"
     words = (
-        f"split 0: all {request.cached_tokens - best.resident:,} "
+        f"split 0: all {chooser.length - best.resident:,} "
         f"{'other' if best.resident else 'cached'} tokens are loaded{_stays(chooser, best)}, "
         f"{_why_no_split(chooser, choices)}"
     )
@@ -158,9 +160,9 @@ def _why_no_split(chooser: Chooser, choices: Choices) -> str:
             f"since compute is the limit: rebuilding a token takes {_us(costs.rebuild)} a layer, "
             f"loading it {_us(costs.load)}"
         )
-    chunks = -(-request.cached_tokens // request.chunk_tokens)
+    chunks = -(-chooser.length // request.chunk_tokens)
     few = f" ({chunks:,} chunks)" if request.chunk_tokens > 1 else ""
-    return f"since {request.cached_tokens:,} tokens{few} are too few to pay for a second operation"
+    return f"since {chooser.length:,} tokens{few} are too few to pay for a second operation"
 
 
 def _why_no_tokens(chooser: Chooser, tokens: Choice, load: Choice) -> str:
@@ -180,8 +182,8 @@ def _why_no_tokens(chooser: Chooser, tokens: Choice, load: Choice) -> str:
     )
 
 
-def _objective_words(chooser: Chooser, choices: Choices) -> str:
-    if chooser.request.objective is Objective.LATENCY:
+def _objective_words(choices: Choices, objective: Objective) -> str:
+    if objective is Objective.LATENCY:
         return ""
     best, load = choices.best, choices.load
     return (

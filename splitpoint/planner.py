@@ -8,7 +8,7 @@ finds the words. Knows no gRPC, no clock, no tensors.
 
 from __future__ import annotations
 
-from splitpoint.choices import Choice, Chooser
+from splitpoint.choices import Chooser
 from splitpoint.costs import Profile
 from splitpoint.plan import (
     FORCED_METHODS,
@@ -21,7 +21,6 @@ from splitpoint.plan import (
     check_forced_split,
 )
 from splitpoint.plan_reasons import reason_of
-from splitpoint.schedule import Schedule
 from splitpoint.shapes import ModelShape
 
 __all__ = [
@@ -43,14 +42,13 @@ def plan_request(shape: ModelShape, profile: Profile, request: PlanInput) -> Pla
     choices = chooser.choose()
     best, cached = choices.best, request.cached_tokens
     load_seconds = chooser.costs.seconds(0, cached, chooser.manner)
-    slope, intercept, cap = _split_line(chooser, best)
     reason = reason_of(chooser, choices, load_seconds)
     if request.residency_reason:
         reason = f"{reason}; {request.residency_reason}"
     return Plan(
         residency=request.residency,
         method=best.method,
-        split_tokens=best.split,
+        split_tokens=best.now,
         reason=reason,
         cached_tokens=cached,
         new_tokens=request.new_tokens,
@@ -58,29 +56,13 @@ def plan_request(shape: ModelShape, profile: Profile, request: PlanInput) -> Pla
         predicted_restore_seconds=best.seconds,
         predicted_load_seconds=load_seconds,
         predicted_ttft_seconds=best.seconds + chooser.prefill_seconds,
-        split_slope=slope,
-        split_intercept=intercept,
-        split_cap=cap,
+        split_slope=best.line.slope,
+        split_intercept=best.line.intercept,
+        split_cap=best.line.cap,
         schedule=best.schedule,
         recomputed_tokens=best.recomputed,
         resident_tokens=best.resident,
-        tile_tokens=best.tile if cached else 0,
+        tile_tokens=best.tile if chooser.length else 0,
         predicted_step_seconds=best.step_seconds,
         objective=request.objective,
     )
-
-
-def _split_line(chooser: Chooser, best: Choice) -> tuple[float, float, int]:
-    """(slope, intercept, cap) that give the split at the present length.
-
-    The line is where rebuilding and the link take equally long; it is moved to go
-    through the split, which is a whole number of chunks.
-    """
-    request, split = chooser.request, best.split
-    cached = request.cached_tokens
-    if split == 0 or request.forced_split_tokens is not None:
-        return 0.0, float(split), split
-    if split == cached or best.schedule is Schedule.SERIAL:
-        return 1.0, float(split - cached), split
-    slope = chooser.costs.slope(best.schedule, best.tile)
-    return slope, split - slope * cached, cached

@@ -26,6 +26,13 @@ slots, too, so the first X waits until all but slots - 1 of them are rebuilt. Wh
 layer 0's loads are not enough for that time, the link idles. A part without tokens
 costs nothing, its overhead included. K and V of a layer count as one copy.
 
+A decode step that pulls the prefix computes D seconds beside, D / L of them in a layer
+once its keys and values are there. While it does, the next layer may come as far as it
+fits the staging memory (`ahead`, a part of it):
+
+    max(pipelined + D / L, R + D, P / L + R (L - 1) / L + D,
+        D + (S + P) (1 - ahead (L - 1) / L))
+
 Knows no shapes' names, no requests and no clock.
 """
 
@@ -62,6 +69,8 @@ class Manner:
         slots: tiles that fit the staging memory; 0: all do.
         beside: seconds of other work that the same device does for this request: in
             each step (STEP), or in all (SHARED).
+        ahead: STEP: the part of a layer that fits the staging memory, so that it can
+            come while the layer before computes.
     """
 
     schedule: Schedule
@@ -69,6 +78,7 @@ class Manner:
     slots: int = 0
     use: Use = Use.ALONE
     beside: float = 0.0
+    ahead: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,23 +169,30 @@ class SplitCosts:
             return (before + load + beside, before + rebuild + beside)
         if manner.use is Use.SHARED:
             return (send + load, rebuild + beside)
-        is_step = manner.use is Use.STEP
-        link = send + load + (beside / layers if is_step else 0.0)
-        # In a step the first layer computes once its keys and values are there.
-        first = load / layers + rebuild * (layers - 1) / layers + beside if is_step else 0.0
-        if not split:
-            return (link, first)
+        link, fill, late, head = send + load, 0.0, 0.0, 0.0
         tile = manner.tile_tokens or cached
-        last_rebuild = self.rebuild_overhead + self.rebuild * (split - (pieces - 1) * tile)
-        fill = last_rebuild - load / (layers * max(1, pieces))
-        if self.embeds:
-            waits = max(0, pieces - manner.slots + 1) if manner.slots else 0
-            late = link - load / layers + waits * (self.rebuild_overhead + self.rebuild * tile)
-            head = 0.0
-        else:
-            late = link
-            head = copy + self.activation * (tile if pieces > 1 else split)
-        return (link, link + fill, late, late + fill, rebuild + beside + head, first)
+        if split:
+            last_rebuild = self.rebuild_overhead + self.rebuild * (split - (pieces - 1) * tile)
+            fill = last_rebuild - load / (layers * max(1, pieces))
+            if self.embeds:
+                waits = max(0, pieces - manner.slots + 1) if manner.slots else 0
+                late = waits * (self.rebuild_overhead + self.rebuild * tile) - load / layers
+            else:
+                head = copy + self.activation * (tile if pieces > 1 else split)
+        after = beside / layers if manner.use is Use.STEP else 0.0
+        terms = tuple(link + after + more for more in (0.0, fill, late, late + fill))
+        busy = rebuild + beside + head
+        if manner.use is not Use.STEP:
+            return (*terms, busy)
+        others = (layers - 1) / layers
+        return (
+            *terms,
+            busy,
+            # The first layer computes once its keys and values are there.
+            load / layers + others * rebuild + beside,
+            # What does not fit the staging memory comes when the layer before is done.
+            beside + (1 - others * manner.ahead) * link,
+        )
 
 
 def tiles_of(tokens: int, tile_tokens: int) -> int:

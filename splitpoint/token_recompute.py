@@ -1,80 +1,99 @@
 """Recomputing a cached prefix's front from its token ids while its back is loaded.
 
-The front [0, m) is prefilled for real, in pieces; chunks of the back come over the
-link last ones first; both go on until they meet at m. No stored X is needed, so it
-works for every architecture, grouped queries included:
+The front [0, m) is prefilled for real, a block at a time; chunks of the back come over
+the link last ones first; both go on until they meet at m. No stored X is needed, so it
+works for every architecture, grouped queries included. Without overheads
 
-    t(m) = max(prefill(m), L (C0 pieces + c (s - m)))
+    t(m) = max(prefill(m), L c (s - m))
 
-The prefill grows with m, faster than linearly, and the link's part shrinks, so the
-least t lies beside their one crossing. The worker finds the real meeting point as
-it runs; this is the prediction. Knows no requests and no clock.
+of which one part grows with m and the other shrinks. Who takes which chunks is decided
+as it runs (`meeting`): the prediction lets the two sides run on paper, each asking for
+its next piece when it is done with one. Knows no requests and no clock.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from splitpoint.costs import Profile
+from splitpoint.meeting import Meeting, strides
 from splitpoint.shapes import ModelShape, chunks_of
-from splitpoint.split_costs import SplitCosts, tiles_of
+from splitpoint.split_costs import SplitCosts
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """How it goes: [0, recomputed) is computed, the rest loaded. `seconds` until both are
+    done, and how long link and device are busy."""
+
+    recomputed: int
+    seconds: float
+    link_seconds: float
+    compute_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRecompute:
-    """Costs of one prefix of `cached` tokens.
-
-    `piece_tokens`: tokens of one load, over all layers. `prefill_tokens`: of one
-    piece of the prefill; 0: it is one piece.
-    """
+    """Costs of one prefix of `cached` tokens. `prefill_tokens`: most of one block; 0: all."""
 
     shape: ModelShape
     profile: Profile
     costs: SplitCosts
     cached: int
-    piece_tokens: int
+    chunk_tokens: int
     prefill_tokens: int = 0
 
-    def prefill_seconds(self, recomputed: int) -> float:
-        """How long the device is busy with [0, recomputed)."""
-        if not recomputed:
-            return 0.0
-        pieces = tiles_of(recomputed, self.prefill_tokens)
-        return self.profile.prefill_seconds(self.shape.prefill_flops(recomputed), pieces)
+    def block_seconds(self, first: int, last: int) -> float:
+        """Prefill of tokens [first, last), after those before them."""
+        return self.profile.prefill_seconds(self.shape.prefill_flops(last - first, first))
 
-    def load_seconds(self, recomputed: int) -> float:
-        """How long the link is busy with [recomputed, cached)."""
-        rest = self.cached - recomputed
-        pieces = tiles_of(rest, self.piece_tokens)
-        costs = self.costs
-        return costs.layer_count * (pieces * costs.copy_overhead + costs.load * rest)
+    def load_seconds(self, tokens: int) -> float:
+        """One piece on the link: K and V of so many tokens in every layer."""
+        return self.costs.layer_count * (self.costs.copy_overhead + self.costs.load * tokens)
 
-    def seconds(self, recomputed: int, *, overlapped: bool = True) -> float:
-        prefill, load = self.prefill_seconds(recomputed), self.load_seconds(recomputed)
-        return max(prefill, load) if overlapped else prefill + load
-
-    def meeting_point(self, chunk_tokens: int = 1) -> int:
-        """The m, a multiple of chunk_tokens or all, with the least overlapped seconds."""
-        low, high = 0, chunks_of(self.cached, chunk_tokens)
+    def expected_point(self) -> int:
+        """The m, a multiple of chunk_tokens or all, with the least max(prefill, load), each
+        in one piece: what the two sides are told to expect."""
+        low, high = 0, chunks_of(self.cached, self.chunk_tokens)
         while high - low > 1:
             middle = (low + high) // 2
-            if self.prefill_seconds(middle * chunk_tokens) < self.load_seconds(
-                middle * chunk_tokens
-            ):
+            tokens = middle * self.chunk_tokens
+            if self.block_seconds(0, tokens) < self.load_seconds(self.cached - tokens):
                 low = middle
             else:
                 high = middle
-        beside = (low * chunk_tokens, min(high * chunk_tokens, self.cached))
-        return min(beside, key=lambda recomputed: (self.seconds(recomputed), recomputed))
+        beside = (low * self.chunk_tokens, min(high * self.chunk_tokens, self.cached))
+        return min(beside, key=lambda tokens: (self._in_one_piece(tokens), tokens))
 
+    def met(self, *, overlapped: bool = True) -> Met:
+        """Where they meet and when; in turn, back first, where nothing overlaps."""
+        front, back = strides(self.chunk_tokens, self.prefill_tokens or self.cached)
+        count = chunks_of(self.cached, self.chunk_tokens)
+        share = chunks_of(self.expected_point(), self.chunk_tokens) / count
+        meeting = Meeting(count, front=front, back=back, expected_share=share)
+        recomputed, computing, loading = 0, 0.0, 0.0
+        front_ends = back_ends = False
+        while not (front_ends and back_ends):
+            is_back = not back_ends and (not overlapped or front_ends or loading <= computing)
+            if is_back:
+                piece = meeting.take_back() if overlapped else meeting.take_expected_back()
+                if piece is None:
+                    back_ends = True
+                    continue
+                last = min(piece.stop * self.chunk_tokens, self.cached)
+                loading += self.load_seconds(last - piece.start * self.chunk_tokens)
+            else:
+                piece = meeting.take_front()
+                if piece is None:
+                    front_ends = True
+                    continue
+                last = min(piece.stop * self.chunk_tokens, self.cached)
+                computing += self.block_seconds(recomputed, last)
+                recomputed = last
+        seconds = max(computing, loading) if overlapped else computing + loading
+        return Met(recomputed, seconds, loading, computing)
 
-def load_piece(costs: SplitCosts, cached: int, chunk_tokens: int) -> int:
-    """Tokens of one load from the back: a multiple of chunk_tokens.
-
-    Small loads cost overheads, and the last one, which the prefill waits for, costs
-    half of itself on average: least at sqrt(2 s C0 / c).
-    """
-    wanted = math.sqrt(2 * cached * costs.copy_overhead / costs.load)
-    chunks = max(1, round(wanted / chunk_tokens))
-    return min(chunks, max(1, chunks_of(cached, chunk_tokens))) * chunk_tokens
+    def _in_one_piece(self, tokens: int) -> float:
+        prefill = self.block_seconds(0, tokens) if tokens else 0.0
+        load = self.load_seconds(self.cached - tokens) if tokens < self.cached else 0.0
+        return max(prefill, load)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from splitpoint.meeting import Meeting, Stride
+from splitpoint.meeting import Meeting, strides
 from splitpoint.schedule import Lane
 from splitpoint.shapes import chunks_of
 from worker_service.arena_tensors import StoredChunk
@@ -27,12 +27,6 @@ from worker_service.model.layer import DecoderLayer
 from worker_service.mover import Mover
 from worker_service.restore import Prefix
 from worker_service.timeline import Span
-
-# Rows that a product needs to run at nearly full speed.
-LEAST_BLOCK_TOKENS = 64
-# A piece on the link has a copy for each layer's K and V: with this many chunks in a
-# run, what the host spends on starting copies does not count.
-MOST_CHUNKS_LOADED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +94,15 @@ class _Ends:
         expected_tokens: int,
     ) -> None:
         chunk, cached = mover.chunk_tokens, prefix.cached_tokens
-        most = max(1, block_tokens // chunk)
-        least = min(chunks_of(LEAST_BLOCK_TOKENS, chunk), most)
+        count = chunks_of(cached, chunk)
+        front, back = strides(chunk, block_tokens)
         self._lock = threading.Lock()
         self._overlapping = lanes.overlapping
         self._meeting = Meeting(
-            chunks_of(cached, chunk),
-            front=Stride(least, most),
-            back=Stride(1, MOST_CHUNKS_LOADED),
-            expected_share=min(expected_tokens, cached) / cached,
+            count,
+            front=front,
+            back=back,
+            expected_share=1.0 if expected_tokens >= cached else expected_tokens / (count * chunk),
             ahead=lanes.ahead,
         )
 

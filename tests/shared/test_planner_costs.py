@@ -68,6 +68,8 @@ def seconds_of_all(costs: SplitCosts, splits: Seconds, cached: int, manner: Mann
     else:
         busy = np.where(splits > 0, busy + send_one, busy)
     if manner.use is Use.STEP:
+        late = beside + (1 - manner.ahead * (layers - 1) / layers) * (send + load)
+        busy = np.maximum(busy, late)
         link = link + beside / layers
         busy = np.maximum(busy, load_layer + rebuild * (layers - 1) / layers + beside)
     else:
@@ -92,6 +94,7 @@ def test_closed_form_equals_brute_force_on_2000_random_profiles(
             slots=rng.choice([0, 2, 3, 8]),
             use=use,
             beside=0.0 if use is Use.ALONE else rng.choice([0.0, 10 ** rng.uniform(-6, 0)]),
+            ahead=rng.choice([1.0, rng.random()]),
         )
         cap = rng.choice([None, None, None, rng.randint(0, 400)])
         limit = cached if cap is None else min(cap, cached)
@@ -161,6 +164,37 @@ def test_the_formula_is_what_the_lanes_take(schedule: Schedule) -> None:
         manner = Manner(schedule, tile, slots=rng.choice([2, 3, 8]))
         expected = simulated(costs, split, cached, manner, chunk)
         assert costs.seconds(split, cached, manner) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 5, 8, 20])
+def test_a_step_is_what_a_feed_with_few_slots_takes(slots: int) -> None:
+    """A layer's tiles through the staging slots; each layer computes once it has them all."""
+    layers, tiles, tile = 6, 8, 16
+    for beside in (0.0, 0.002, 0.02, 0.2):
+        tasks: list[Task] = []
+        readers: list[int] = []
+        for layer in range(layers):
+            for index in range(tiles):
+                after = (readers[-slots],) if len(readers) >= slots else ()
+                tasks.append(
+                    Task(TaskKind.LOAD, layer, index * tile, (index + 1) * tile, after=after)
+                )
+                # Attending is over at once here; the slot is free again.
+                tasks.append(Task(TaskKind.EMBED, layer, 0, 0, after=(len(tasks) - 1,)))
+                readers.append(len(tasks) - 1)
+            tasks.append(Task(TaskKind.REBUILD, layer, 0, 1))
+
+        def seconds(task: Task, beside: float = beside) -> float:
+            if task.kind is TaskKind.LOAD:
+                return 1e-5 * task.tokens
+            return beside / layers if task.kind is TaskKind.REBUILD else 0.0
+
+        expected = simulate(tasks, seconds).seconds
+        costs = SplitCosts(layers, 1e-5, 1e-5, 1e-6, copy_overhead=0.0, rebuild_overhead=0.0)
+        manner = Manner(
+            Schedule.PIPELINED, tile, slots, Use.STEP, beside, ahead=min(1.0, slots / tiles)
+        )
+        assert costs.seconds(0, tiles * tile, manner) == pytest.approx(expected, rel=0.02)
 
 
 def test_uneven_tiles_and_loads_change_little() -> None:

@@ -31,33 +31,57 @@ STREAMED = PlanInput(
 def step_of(
     shape: ModelShape, profile: Profile, request: PlanInput, split: int, resident: int = 0
 ) -> float:
-    """A decode step that pulls with this split, by the formula."""
+    """A decode step that pulls all tokens with this split, by the formula."""
     plan = plan_request(shape, profile, request)
-    costs = SplitCosts.of(shape, profile)
-    slots = request.staging_tokens // plan.tile_tokens
-    step = profile.step_compute_seconds
-    manner = Manner(request.schedule, plan.tile_tokens, slots, Use.STEP, step)
-    return costs.seconds(max(split - resident, 0), request.cached_tokens - resident, manner)
+    costs, staging = SplitCosts.of(shape, profile), request.staging_tokens
+    length = request.cached_tokens + request.new_tokens
+    manner = Manner(
+        request.schedule,
+        plan.tile_tokens,
+        slots=staging // plan.tile_tokens,
+        use=Use.STEP,
+        beside=profile.step_compute_seconds,
+        ahead=min(1.0, staging / length),
+    )
+    return costs.seconds(max(split - resident, 0), length - resident, manner)
 
 
 def test_the_split_is_the_best_of_a_step_not_of_a_restore() -> None:
     """The decode's own work leaves less of the device for rebuilding."""
     splits = []
+    request = replace(STREAMED, staging_tokens=8192)
     for step in (0.0, 0.01, 0.02, 0.05):
         profile = replace(A100, step_compute_seconds=step)
-        plan = plan_request(OPT, profile, STREAMED)
+        plan = plan_request(OPT, profile, request)
         splits.append(plan.split_tokens)
-        assert plan.predicted_step_seconds == pytest.approx(
-            step_of(OPT, profile, STREAMED, plan.split_tokens)
-        )
-        least = min(step_of(OPT, profile, STREAMED, split) for split in [*range(0, 2000, 64), 2000])
+        # By then the new tokens are pulled, too.
+        split = round(plan.split_slope * 2048 + plan.split_intercept)
+        assert split % 64 == 0
+        assert plan.predicted_step_seconds == pytest.approx(step_of(OPT, profile, request, split))
+        least = min(step_of(OPT, profile, request, split) for split in range(0, 2049, 64))
         # Loading is preferred where rebuilding saves less than 2 %.
         assert plan.predicted_step_seconds <= least / 0.98
     assert splits == sorted(splits, reverse=True)
     assert splits[0] > splits[2] > 0
     assert splits[-1] == 0
     slow = replace(A100, step_compute_seconds=0.05)
-    assert "compute is the limit" in plan_request(OPT, slow, STREAMED).reason
+    assert "compute is the limit" in plan_request(OPT, slow, request).reason
+    # What does not fit the staging memory cannot come while the device computes.
+    assert plan_request(OPT, slow, replace(request, staging_tokens=512)).split_tokens > 512
+
+
+def test_a_prompt_that_is_not_cached_yet_has_a_line_for_its_steps() -> None:
+    request = replace(STREAMED, cached_tokens=0, new_tokens=2048)
+    plan = plan_request(OPT, A100, request)
+    assert (plan.method, plan.split_tokens) == (RestoreMethod.NONE, 0)
+    assert plan.predicted_restore_seconds == 0
+    split = plan.split_slope * 2048 + plan.split_intercept
+    assert 1000 < split <= plan.split_cap
+    assert plan.predicted_step_seconds == pytest.approx(
+        step_of(OPT, A100, request, round(split)), rel=1e-9
+    )
+    assert "nothing is cached" in plan.reason
+    assert "in a step split" in plan.reason
 
 
 def test_the_request_may_know_its_step_better_than_the_profile() -> None:
@@ -83,9 +107,9 @@ def test_spare_memory_keeps_the_front_on_the_device() -> None:
     assert plan.predicted_step_seconds < 0.8 * without.predicted_step_seconds
     assert plan.predicted_load_seconds == without.predicted_load_seconds
     assert "first 640 stay on the device" in plan.reason
-    everything = replace(STREAMED, spare_bytes=2000 * OPT.kv_bytes_per_token)
+    everything = replace(STREAMED, spare_bytes=2048 * OPT.kv_bytes_per_token)
     plan = plan_request(OPT, profile, everything)
-    assert (plan.resident_tokens, plan.split_tokens) == (2000, 0)
+    assert (plan.resident_tokens, plan.split_tokens) == (2048, 0)
     assert plan.predicted_step_seconds == 0.012
     assert "nothing is pulled" in plan.reason
 

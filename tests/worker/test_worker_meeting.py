@@ -19,12 +19,13 @@ from stream_double import StreamDouble
 from tiny_models import FAMILY_CASES, VOCABULARY, build_tiny, clear_prompt, write_tiny
 
 from splitpoint.errors import ChunkLost
+from splitpoint.meeting import LEAST_BLOCK_TOKENS
 from splitpoint.rpc import open_channel
 from splitpoint.schedule import Lane
 from splitpoint.shapes import chunks_of
 from splitpoint.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from worker_service.lanes import Event, Lanes, SerialLanes, Source, StreamLanes, ThreadLanes, Work
-from worker_service.meeting import LEAST_BLOCK_TOKENS, Met, restore_from_both_ends
+from worker_service.meeting import Met, restore_from_both_ends
 from worker_service.model.decoder import Decoder
 from worker_service.mover import Mover
 from worker_service.restore import Prefix
