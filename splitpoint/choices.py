@@ -26,29 +26,14 @@ from splitpoint.resident_share import Pull, best_pull, pull_of
 from splitpoint.schedule import Schedule
 from splitpoint.shapes import ModelShape
 from splitpoint.split_costs import Manner, SplitCosts, Use, best_manner, best_split, tiles_of
+from splitpoint.split_line import SplitLine
 from splitpoint.token_recompute import TokenRecompute
 
 # Of what loading everything takes, what another way may take at most.
 WORTH_IT = 0.98
 
 
-@dataclass(frozen=True, slots=True)
-class SplitLine:
-    """l(s) = clamp(slope * s + intercept, 0, cap), all in tokens."""
-
-    slope: float
-    intercept: float
-    cap: int
-
-    def at(self, tokens: int, quantum: int) -> int:
-        """The split of so many tokens: a multiple of the quantum, or all of them."""
-        wanted = min(max(self.slope * tokens + self.intercept, 0.0), float(self.cap))
-        if wanted >= tokens:
-            return tokens
-        return min(round(wanted / quantum) * quantum, tokens)
-
-
-NO_SPLIT = SplitLine(0.0, 0.0, 0)
+NO_SPLIT = SplitLine.fixed(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +222,7 @@ class Chooser:
                 chunk_tokens=request.chunk_tokens,
                 spare_bytes=request.spare_bytes,
                 has_activations=has_activations,
+                keeps_activations=request.keeps_activations,
             )
 
         plain = pull(has_activations=False)
@@ -256,8 +242,7 @@ class Chooser:
         held = 0 if is_row else pull.resident
         rebuilt, pulled = max(pull.split - held, 0), self.length - held
         line = self._line(pull.schedule, pull.split)
-        is_forced = self.request.forced_split_tokens is not None
-        now = line.at(cached, 1 if is_forced else self.request.chunk_tokens)
+        now = line.at(cached)
         if now <= held:
             now = 0
         once = replace(self.manner, schedule=pull.schedule)
@@ -288,12 +273,12 @@ class Chooser:
             return NO_SPLIT
         is_row = request.residency is Residency.STREAMED and schedule is Schedule.ROW
         if request.forced_split_tokens is not None or is_row:
-            return SplitLine(0.0, float(split), split)
+            return SplitLine.fixed(split)
         cap = self.shape.context_length if request.residency is Residency.STREAMED else length
         if split == length or schedule is Schedule.SERIAL:
-            return SplitLine(1.0, float(split - length), cap)
+            return SplitLine(1.0, float(split - length), cap, request.chunk_tokens)
         slope = self.costs.slope(schedule, self.manner.tile_tokens)
-        return SplitLine(slope, split - slope * length, cap)
+        return SplitLine(slope, split - slope * length, cap, request.chunk_tokens)
 
 
 def _length(request: PlanInput) -> int:

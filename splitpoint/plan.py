@@ -73,6 +73,8 @@ class PlanInput:
     encoding: Encoding = Encoding.NATIVE
     # Streamed: device memory for a part of the prefix that need not be pulled.
     spare_bytes: int = 0
+    # Whether X may be what stays there (schedule ROW), not only K and V.
+    keeps_activations: bool = False
     # Of a decode step, its cache traffic left out. None: the profile's.
     step_compute_seconds: float | None = None
 

@@ -40,12 +40,14 @@ def best_pull(
     chunk_tokens: int = 1,
     spare_bytes: int = 0,
     has_activations: bool = True,
+    keeps_activations: bool = True,
 ) -> Pull:
     """The pull with the least seconds a step; the plainest of equal ones.
 
     Args:
         manner: of a decode step, `beside` being what it computes beside.
         spare_bytes: device memory for what stays.
+        keeps_activations: X may be what stays there.
     """
     resident = _whole_chunks(spare_bytes // shape.kv_bytes_per_token, chunk_tokens, cached)
     split = 0
@@ -53,7 +55,7 @@ def best_pull(
         split = best_split(costs, cached - resident, manner, quantum=chunk_tokens)
     best = pull_of(costs, cached, manner, resident, resident + split if split else 0)
     is_serial = manner.schedule is Schedule.SERIAL
-    if is_serial or not has_activations or not shape.activations_can_pay:
+    if is_serial or not (has_activations and keeps_activations and shape.activations_can_pay):
         return best
     room = _whole_chunks(spare_bytes // shape.activation_bytes_per_token, chunk_tokens, cached)
     row = replace(manner, schedule=Schedule.ROW)

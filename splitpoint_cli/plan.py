@@ -82,6 +82,12 @@ def plan(
             help="Streamed: device memory in which a part of the prefix may stay.", metavar="SIZE"
         ),
     ] = "0",
+    keep_activations: Annotated[
+        bool,
+        typer.Option(
+            "--keep-activations", help="Streamed: X may be what stays (no worker does it yet)."
+        ),
+    ] = False,
     step_ms: Annotated[
         float | None,
         typer.Option(
@@ -120,6 +126,7 @@ def plan(
         chunk_tokens=chunk_tokens,
         staging_tokens=STAGING_PAGES * chunk_tokens,
         spare_bytes=parse_size(spare, field="spare"),
+        keeps_activations=keep_activations,
         step_compute_seconds=None if step_ms is None else step_ms / 1e3,
         footprint_bytes=(cached + new + max_tokens) * shape.kv_bytes_per_token,
     )

@@ -25,6 +25,7 @@ STREAMED = PlanInput(
     residency=Residency.STREAMED,
     chunk_tokens=64,
     staging_tokens=1024,
+    keeps_activations=True,
 )
 
 
@@ -182,6 +183,8 @@ def test_activations_stay_where_the_device_would_wait_for_the_link() -> None:
     assert plan.resident_tokens == plan.split_tokens > 900
     assert plan.method is RestoreMethod.SPLIT
     assert "X that stays on the device" in plan.reason
+    plain = replace(STREAMED, spare_bytes=spare, keeps_activations=False)
+    assert plan_request(shape, profile, plain).schedule is Schedule.PIPELINED
     # The serial twin pulls, rebuilds and decodes in turn: nothing waits for the link alone.
     serial = replace(STREAMED, schedule=Schedule.SERIAL, spare_bytes=spare)
     assert plan_request(shape, profile, serial).schedule is Schedule.SERIAL
