@@ -51,11 +51,11 @@ class Admission:
         """Tokens of the sequence if it runs to max_tokens."""
         return len(self.prompt) + self.sampling.max_tokens
 
-    def step_split(self, length: int) -> int:
+    def step_split(self, length: int, chunk_tokens: int) -> int:
         """The split of a step that streams a sequence of `length` tokens."""
         if self.split_line is None:
             return self.split_tokens
-        return self.split_line.at(length)
+        return self.split_line.at(length, chunk_tokens)
 
 
 @dataclass(slots=True, eq=False)
@@ -110,11 +110,6 @@ class Sequence:
     @property
     def is_streamed(self) -> bool:
         return self.admission.residency is Residency.STREAMED
-
-    @property
-    def split_tokens(self) -> int:
-        """Of a step: rows before it are rebuilt, those after it loaded."""
-        return self.admission.step_split(self.computed)
 
     @property
     def stored_range(self) -> range:

@@ -206,7 +206,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 command,
                 worker.engine.model.shape,
                 has_activations=layout.has_activations,
-                chunk_tokens=layout.chunk_tokens,
             )
             if admission.key in worker.runtime.live:
                 raise InvalidArgument("this attempt is running already", field="admit.request_id")

@@ -278,7 +278,8 @@ class StreamedBuilder:
     # -- both ----------------------------------------------------------------------------
 
     def _stored_pages(self, sequence: Sequence, reader: int) -> list[StoredPage]:
-        chunk, split = self._chunk, sequence.split_tokens
+        chunk = self._chunk
+        split = sequence.admission.step_split(sequence.computed, chunk)
         return [
             StoredPage(
                 reader,

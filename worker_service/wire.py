@@ -28,7 +28,6 @@ def admission_from(
     shape: ModelShape,
     *,
     has_activations: bool,
-    chunk_tokens: int,
 ) -> Admission:
     """The engine's form of a command. Raises InvalidArgument naming the field."""
     prompt = tuple(command.prompt_token_ids)
@@ -68,7 +67,7 @@ def admission_from(
         raise InvalidArgument("must be at least 0", field="admit.plan.resident_tokens")
     line = None
     if not is_forced:
-        line = SplitLine(plan.split_slope, plan.split_intercept, plan.split_cap, chunk_tokens)
+        line = SplitLine(plan.split_slope, plan.split_intercept, plan.split_cap)
     if not has_activations and (split > 0 or (line is not None and line.cap > 0)):
         raise InvalidArgument(
             "the store holds no activations: only split 0 is possible",

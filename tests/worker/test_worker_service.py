@@ -137,6 +137,9 @@ BAD_ADMISSIONS: dict[str, Callable[[], worker_pb2.RunRequest]] = {
     ),
     "a split of tokens": lambda: admit("x", plan=tokens_plan(), forced_split_tokens=0),
     "recomputed below zero": lambda: admit("x", plan=tokens_plan(recomputed_tokens=-1)),
+    "no line of splits": lambda: admit("x", plan=tokens_plan(method=1, split_slope=float("nan"))),
+    "a line without activations": lambda: admit("x", plan=tokens_plan(method=1, split_cap=64)),
+    "resident below zero": lambda: admit("x", plan=tokens_plan(method=1, resident_tokens=-1)),
     "salt too long": lambda: admit("x", tenant_salt=b"s" * 129),
     "everything delivered": lambda: admit("x", delivered_token_ids=list(range(3, 15))),
 }

@@ -264,7 +264,7 @@ def test_windows_read_what_some_query_sees(
 
 def test_the_split_follows_the_sequence(llama: Case, lanes: ThreadLanes) -> None:
     engine = llama.engine(lanes)
-    line = SplitLine(0.5, 4.0, 1000, CHUNK)
+    line = SplitLine(0.5, 4.0, 1000)
     seen: list[tuple[int, int]] = []
 
     def note(_: StepOutput) -> None:
@@ -278,9 +278,8 @@ def test_the_split_follows_the_sequence(llama: Case, lanes: ThreadLanes) -> None
     transcript = llama.runner.run(engine, [streamed("1", llama.prompts[1], GREEDY, split=line)])
     llama.check(transcript)
     layers = llama.model.shape.layer_count
-    assert seen == [(length, layers * line.at(length)) for length, _ in seen]
+    assert seen == [(length, layers * line.at(length, CHUNK)) for length, _ in seen]
     assert {split // layers for _, split in seen} == {48}  # at 79 to 97 tokens
-    assert line.at(8) == 0
 
 
 def test_what_stays_on_the_device_is_neither_loaded_nor_rebuilt(
