@@ -11,7 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from scheduler_service.fetch_plan import FetchSource
-from scheduler_service.footprint import Demand, Fits, NeverFits, WorkerFacts, footprint_of
+from scheduler_service.footprint import (
+    Demand,
+    Fits,
+    NeverFits,
+    WorkerFacts,
+    footprint_of,
+    resident_share,
+)
 from scheduler_service.routing import Candidate, choose_worker
 from splitpoint.config import format_size
 from splitpoint.planner import Residency
@@ -40,8 +47,11 @@ class Admitted:
     ticket: Ticket
     worker_id: str
     residency: Residency
+    # Charged, `spare_bytes` included.
     size_bytes: int
     reason: str
+    # Streamed: for a part of the cache that stays on the device.
+    spare_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,4 +321,17 @@ class Admission:
             return None
         chosen = choose_worker(candidates).worker_id
         fits = fitting[chosen]
-        return Admitted(ticket, chosen, fits.residency, fits.size_bytes, fits.reason)
+        return self._admitted(ticket, chosen, fits)
+
+    def _admitted(self, ticket: Ticket, worker_id: str, fits: Fits) -> Admitted:
+        ledger = self._ledgers[worker_id]
+        is_alone = not any(waiting.arrival != ticket.arrival for waiting in self._queue)
+        spare = 0
+        if is_alone:
+            spare = resident_share(fits, ledger.free_bytes, ledger.facts.page_bytes)
+        reason = fits.reason
+        if spare:
+            reason += f", and {format_size(spare)} for a part that stays on the device"
+        return Admitted(
+            ticket, worker_id, fits.residency, fits.size_bytes + spare, reason, spare_bytes=spare
+        )

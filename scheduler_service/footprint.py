@@ -70,6 +70,9 @@ class Fits:
     reason: str
     # Slots of the worker's store that it will hold until it ends.
     slot_count: int = 0
+    # Streamed because it must: what its cache takes beyond `size_bytes`. Any part of it
+    # that stays on the device need not be pulled in every step.
+    spare_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,15 @@ def footprint_of(demand: Demand, worker: WorkerFacts) -> Fits | NeverFits:
     if demand.residency is None and not worker.kvstore_address:
         return resident  # whose numbers say more than "no store"
     return _streamed(demand, worker)
+
+
+def resident_share(fits: Fits, free_bytes: int, page_bytes: int) -> int:
+    """Bytes that a streamed request may keep besides its charge: half of what is free then.
+
+    The other half is for those who come next; whoever waits already comes first.
+    """
+    share = min(fits.spare_bytes, (free_bytes - fits.size_bytes) // 2)
+    return max(share, 0) // page_bytes * page_bytes
 
 
 def page_count(demand: Demand, worker: WorkerFacts, residency: Residency) -> int:
@@ -164,4 +176,6 @@ def _streamed(demand: Demand, worker: WorkerFacts) -> Fits | NeverFits:
         size,
         f"streamed: {why}, so {format_size(size)} are charged",
         slot_count=slots,
+        # Who asks for streaming wants the memory left alone.
+        spare_bytes=whole - size if demand.residency is None else 0,
     )

@@ -10,7 +10,14 @@ from dataclasses import dataclass, replace
 
 from scheduler_service.admission import Admitted
 from scheduler_service.fetch_plan import Fetch, FetchSource, plan_with_fetch
-from scheduler_service.footprint import Demand, Fits, NeverFits, WorkerFacts, footprint_of
+from scheduler_service.footprint import (
+    Demand,
+    Fits,
+    NeverFits,
+    WorkerFacts,
+    footprint_of,
+    resident_share,
+)
 from splitpoint.convert import method_from_proto
 from splitpoint.errors import InvalidArgument
 from splitpoint.planner import (
@@ -55,7 +62,7 @@ def plan_attempt(
 
     Raises InvalidArgument for a forced split or method that cannot be.
     """
-    place = _Place(admitted.residency, admitted.size_bytes, admitted.reason)
+    place = _Place(admitted.residency, admitted.size_bytes, admitted.reason, admitted.spare_bytes)
     return _plan(worker, place, token_count, cached_tokens, wishes, sources)
 
 
@@ -74,7 +81,8 @@ def explain(
     verdict = footprint_of(demand, worker)
     if not isinstance(verdict, Fits):
         return verdict
-    place = _Place(verdict.residency, verdict.size_bytes, verdict.reason)
+    spare = resident_share(verdict, worker.cache_capacity_bytes, worker.page_bytes)
+    place = _Place(verdict.residency, verdict.size_bytes + spare, verdict.reason, spare)
     planned = _plan(worker, place, cached_tokens + new_tokens, cached_tokens, wishes, sources)
     return planned.plan if isinstance(planned, Fetch) else planned
 
@@ -86,6 +94,7 @@ class _Place:
     residency: Residency
     size_bytes: int
     reason: str
+    spare_bytes: int = 0
 
 
 def _plan(
@@ -107,6 +116,7 @@ def _plan(
                 schedule=worker.schedule,
                 residency=place.residency,
                 footprint_bytes=place.size_bytes,
+                spare_bytes=place.spare_bytes,
                 forced_split_tokens=wishes.split_tokens,
                 forced_method=wishes.restore_method,
                 residency_reason=_with_loss(place.reason, worker),

@@ -13,7 +13,14 @@ from scheduler_doubles import CHUNK_TOKENS, PAGE_BYTES, PROFILE, SHAPE
 
 from scheduler_service.admission import Admission, Admitted, Ledger, Queued, Rejected, Ticket
 from scheduler_service.dispatch import Accepted, Duplicate, Gap, take
-from scheduler_service.footprint import Demand, Fits, NeverFits, WorkerFacts, footprint_of
+from scheduler_service.footprint import (
+    Demand,
+    Fits,
+    NeverFits,
+    WorkerFacts,
+    footprint_of,
+    resident_share,
+)
 from scheduler_service.planning import as_it_happened, check_split, explain, plan_attempt
 from scheduler_service.routing import Candidate, choose_worker
 from splitpoint.convert import method_to_proto
@@ -382,6 +389,56 @@ def test_any_order_of_messages_gives_each_token_once(
     assert taken == source
 
 
+# -- what stays on the device of a streamed request ---------------------------------------
+
+
+ROOMY_STORE = replace(FACTS, store_slot_count=None)
+
+
+def long_ticket(arrival: int) -> Ticket:
+    """Of 14 pages, four more than a worker has."""
+    return Ticket(arrival, Demand(tokens(14)))
+
+
+def test_a_streamed_request_keeps_half_of_what_is_free_when_nobody_waits() -> None:
+    admission = Admission(10)
+    admission.add_worker(ROOMY_STORE)
+    for arrival in (0, 1):
+        admission.submit(long_ticket(arrival))
+        placed = admission.admit()
+        assert placed is not None
+        # Of 10 pages 3 are charged and 3 of the other 7 stay; of the 4 left it is only 3.
+        share = (3 if arrival == 0 else 0) * PAGE_BYTES
+        assert (placed.spare_bytes, placed.size_bytes) == (share, 3 * PAGE_BYTES + share)
+        assert ("stays on the device" in placed.reason) == bool(share)
+    assert admission.check_integrity() == []
+    admission.release("0", 0)
+    ledger = admission.ledger("0")
+    assert ledger is not None
+    assert ledger.free_bytes == 7 * PAGE_BYTES
+
+
+def test_who_waits_comes_before_what_could_stay() -> None:
+    admission = Admission(10)
+    admission.add_worker(ROOMY_STORE)
+    for arrival in (0, 1):
+        admission.submit(long_ticket(arrival))
+    first, second = admission.admit(), admission.admit()
+    assert first is not None
+    assert second is not None
+    assert (first.spare_bytes, second.spare_bytes) == (0, 2 * PAGE_BYTES)
+
+
+def test_who_asks_for_streaming_leaves_the_memory_alone() -> None:
+    for wish, spare in ((Residency.STREAMED, 0), (None, 11 * PAGE_BYTES)):
+        fits = footprint_of(Demand(tokens(14), wish), FACTS)
+        assert isinstance(fits, Fits)
+        assert fits.spare_bytes == spare
+        # Whole pages, never more than is free or of use.
+        assert resident_share(fits, 3 * PAGE_BYTES, PAGE_BYTES) == 0
+        assert resident_share(fits, 99 * PAGE_BYTES, PAGE_BYTES) == spare
+
+
 # -- plans ---------------------------------------------------------------------------------
 
 
@@ -400,6 +457,10 @@ def test_explained_plans_and_rejections() -> None:
     plan = explain(FACTS, cached_tokens=40, new_tokens=8, max_tokens=16, residency=None)
     assert isinstance(plan, Plan)
     assert plan.footprint_bytes == 4 * PAGE_BYTES
+    streamed = explain(FACTS, cached_tokens=160, new_tokens=8, max_tokens=16, residency=None)
+    assert isinstance(streamed, Plan)
+    assert streamed.footprint_bytes == (3 + 3) * PAGE_BYTES
+    assert streamed.resident_tokens == 3 * CHUNK_TOKENS
     never = explain(NO_STORE, cached_tokens=0, new_tokens=161, max_tokens=1, residency=None)
     assert isinstance(never, NeverFits)
 
