@@ -50,6 +50,7 @@ class OffloadHost:
     Attributes:
         prompts: token ids of each sequence; stored once `prefill` ran.
         link: the emulated link, whose rate may be changed; None: the device's own.
+        memory: how device memory is divided.
         profile: measured over the lanes that are used.
         trace: spans of every run.
     """
@@ -79,9 +80,9 @@ class OffloadHost:
             # The store's own choice: what can never pay is not kept.
             has_activations=self.shape.activations_can_pay,
         )
-        plan = self._memory(model, layout)
-        check_device(plan, self.device)
-        cache = DeviceCache(layout, plan, self.device)
+        self.memory = self._divide(model, layout)
+        check_device(self.memory, self.device)
+        cache = DeviceCache(layout, self.memory, self.device)
         self._engines = {
             overlapped: Engine(
                 model,
@@ -187,7 +188,7 @@ class OffloadHost:
                 engine.post(answer)
         return DecodeRun(tuple(steps), tuple(tuple(tokens[name]) for name in names))
 
-    def _memory(self, model: Decoder, layout: ArenaLayout) -> MemoryPlan:
+    def _divide(self, model: Decoder, layout: ArenaLayout) -> MemoryPlan:
         """Exactly the pages that the resident reference needs."""
         workload = self._workload
 

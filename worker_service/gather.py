@@ -48,12 +48,17 @@ class GatherCosts:
 
 
 class Gatherer:
-    """Fetches slots of pinned planes by a kernel, where that is the faster way."""
+    """Fetches slots of pinned planes by a kernel, where that is the faster way.
+
+    Attributes:
+        costs: of both ways, on this device.
+        kernel: what `launch` starts.
+    """
 
     def __init__(self, device: torch.device, kernel: Any, costs: GatherCosts) -> None:
         self.costs = costs
+        self.kernel = kernel
         self._device = device
-        self._kernel = kernel
 
     def takes(self, planes: Sequence[Planes], run_count: int, slot_count: int) -> bool:
         """Whether these slots should, and may, be fetched by the kernel.
@@ -75,7 +80,7 @@ class Gatherer:
         index = torch.tensor([list(slots), list(pages)], dtype=torch.int64).pin_memory()
         on_device = index.to(self._device, non_blocking=True)
         for source, target in planes:
-            launch(self._kernel, target, source, on_device[0], on_device[1])
+            launch(self.kernel, target, source, on_device[0], on_device[1])
 
 
 def launch(
