@@ -242,7 +242,7 @@ class Chooser:
         held = 0 if is_row else pull.resident
         rebuilt, pulled = max(pull.split - held, 0), self.length - held
         line = self._line(pull.schedule, pull.split)
-        now = line.at(cached)
+        now = line.at(cached, self._quantum)
         if now <= held:
             now = 0
         once = replace(self.manner, schedule=pull.schedule)
@@ -262,6 +262,11 @@ class Chooser:
             step_seconds=costs.seconds(rebuilt, pulled, self._step_of(once)),
         )
 
+    @property
+    def _quantum(self) -> int:
+        """What a split is a multiple of: one that was asked for is taken as it is."""
+        return 1 if self.request.forced_split_tokens is not None else self.request.chunk_tokens
+
     def _line(self, schedule: Schedule, split: int) -> SplitLine:
         """Where rebuilding and the link take equally long, moved to go through the split.
 
@@ -276,9 +281,9 @@ class Chooser:
             return SplitLine.fixed(split)
         cap = self.shape.context_length if request.residency is Residency.STREAMED else length
         if split == length or schedule is Schedule.SERIAL:
-            return SplitLine(1.0, float(split - length), cap, request.chunk_tokens)
+            return SplitLine(1.0, float(split - length), cap)
         slope = self.costs.slope(schedule, self.manner.tile_tokens)
-        return SplitLine(slope, split - slope * length, cap, request.chunk_tokens)
+        return SplitLine(slope, split - slope * length, cap)
 
 
 def _length(request: PlanInput) -> int:

@@ -31,6 +31,11 @@ class SplitLine:
         if self.cap < 0:
             raise InvalidArgument("must be at least 0", field="split_cap")
 
+    @classmethod
+    def fixed(cls, split_tokens: int) -> SplitLine:
+        """The same split at every length that reaches it."""
+        return cls(0.0, float(split_tokens), split_tokens)
+
     def at(self, tokens: int, quantum: int) -> int:
         """The split of so many tokens: a multiple of the quantum, or all of them."""
         wanted = min(max(self.slope * tokens + self.intercept, 0.0), float(self.cap))

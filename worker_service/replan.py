@@ -41,4 +41,4 @@ def split_line_of(
             spare_bytes=resident_tokens * shape.kv_bytes_per_token,
         ),
     )
-    return SplitLine(plan.split_slope, plan.split_intercept, plan.split_cap, layout.chunk_tokens)
+    return SplitLine(plan.split_slope, plan.split_intercept, plan.split_cap)
