@@ -48,9 +48,11 @@ class LineTracker:
             return
         for name in ("_weight", "_x", "_y", "_xx", "_xy"):
             setattr(self, name, getattr(self, name) * self._kept)
+        # Relative errors count (see splitpoint.costs.fit_line), but a step counts as much
+        # as any other: else those of a link that was faster would outlive many slow ones.
+        scale = len(seen) / sum(1.0 / (each.seconds * each.seconds) for each in seen)
         for each in seen:
-            # Relative errors count: see splitpoint.costs.fit_line.
-            weight = 1.0 / (each.seconds * each.seconds)
+            weight = scale / (each.seconds * each.seconds)
             self._weight += weight
             self._x += weight * each.amount
             self._y += weight * each.seconds
