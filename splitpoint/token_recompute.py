@@ -44,8 +44,8 @@ class TokenRecompute:
     prefill_tokens: int = 0
 
     def block_seconds(self, first: int, last: int) -> float:
-        """Prefill of tokens [first, last), after those before them."""
-        return self.profile.prefill_seconds(self.shape.prefill_flops(last - first, first))
+        """K and V of tokens [first, last) in every layer, after those before them."""
+        return self.profile.prefill_seconds(self.shape.fill_flops(last - first, first))
 
     def load_seconds(self, tokens: int) -> float:
         """One piece on the link: K and V of so many tokens in every layer."""

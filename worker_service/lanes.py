@@ -109,8 +109,8 @@ class EmulatedLink:
         return start, end
 
 
-# Asked for the next piece of work whenever a lane is about to be idle; None: no more.
-Source = Callable[[], Work | None]
+# Asked for the next pieces of work whenever a lane is about to be idle; none: no more, ever.
+Source = Callable[[], Sequence[Work]]
 
 
 class Lanes(ABC):
@@ -119,7 +119,7 @@ class Lanes(ABC):
     Attributes:
         before: called in the lane before each piece of work; tests delay lanes with it.
         overlapping: lanes run side by side; False for the serial twin.
-        ahead: pieces of drawn work that are not done yet when the next one is asked for.
+        ahead: how many of the latest answers of a source are not done when it is asked again.
     """
 
     overlapping = True
@@ -158,7 +158,7 @@ class Lanes(ABC):
 
     @abstractmethod
     def draw(self, lane: Lane, source: Source) -> Event:
-        """Work drawn one piece at a time, each when the lane needs it; reached at the end.
+        """Work drawn a few pieces at a time, when the lane needs it; reached at the end.
 
         For work that is not known in advance, since it depends on how far other lanes
         have come. `source` is called from a thread of the lanes, never twice at once;
@@ -281,10 +281,11 @@ class ThreadLanes(Lanes):
         def carry_out() -> list[Span]:
             spans: list[Span] = []
             with torch.inference_mode():
-                while (work := source()) is not None:
-                    # A copy engine would have had it at hand when the one before ended.
-                    ready = spans[-1].end if spans else submitted
-                    spans.append(self._carry_out(lane, work, ready))
+                while works := source():
+                    for work in works:
+                        # A copy engine would have had it at hand when the one before ended.
+                        ready = spans[-1].end if spans else submitted
+                        spans.append(self._carry_out(lane, work, ready))
             return spans
 
         return _ThreadEvent(self._submit(lane, carry_out))
@@ -347,8 +348,9 @@ class SerialLanes(Lanes):
 
     def draw(self, lane: Lane, source: Source) -> Event:
         self._require_side(lane)
-        while (work := source()) is not None:
-            self.run(lane, work)
+        while works := source():
+            for work in works:
+                self.run(lane, work)
         return _Reached()
 
     def finish(self) -> list[Span]:
@@ -389,7 +391,7 @@ class StreamLanes(Lanes):
     its streams and events.
     """
 
-    # One piece is under way while the next is drawn and given to its stream.
+    # One answer is under way while the next is drawn and given to its stream.
     ahead = 1
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
@@ -426,8 +428,8 @@ class StreamLanes(Lanes):
         def carry_out() -> None:
             under_way: deque[Any] = deque()
             with torch.inference_mode():
-                while (work := source()) is not None:
-                    under_way.append(self._enqueue(lane, stream, work))
+                while works := source():
+                    under_way.append([self._enqueue(lane, stream, work) for work in works][-1])
                     if len(under_way) > self.ahead:
                         under_way.popleft().synchronize()
             for end in under_way:

@@ -63,7 +63,7 @@ def restore_from_both_ends(
     front = _Front(mover, prefix, keys, values, block_tokens)
     back = _Back(mover, prefix, keys, values)
     try:
-        loads = lanes.draw(Lane.LINK_IN, lambda: back.work(ends.next_back()))
+        loads = lanes.draw(Lane.LINK_IN, lambda: back.works(ends.next_back()))
         begun: deque[Event] = deque()
         while (chunks := ends.next_front()) is not None:
             begun.append(lanes.run(Lane.COMPUTE, front.work(chunks)))
@@ -137,31 +137,20 @@ class _Back:
         self._values = values
         self.loaded: list[StoredChunk] = []
 
-    def work(self, chunks: range | None) -> Work | None:
+    def works(self, chunks: range | None) -> list[Work]:
+        """A copy for each layer; none for no chunks."""
         if chunks is None:
-            return None
+            return []
         mover, span = self._mover, slice(chunks.start, chunks.stop)
         pages = [page for page in self._prefix.pages[span] if page is not None]
         stored = self._prefix.chunks[span]
         first, last = chunks.start * mover.chunk_tokens, chunks.stop * mover.chunk_tokens
         part = mover.part(stored, pages, min(last, self._prefix.cached_tokens) - first)
-        loads = [
+        self.loaded += stored
+        return [
             mover.load(layer, part, keys, values)
             for layer, (keys, values) in enumerate(zip(self._keys, self._values, strict=True))
         ]
-
-        def call() -> None:
-            for load in loads:
-                load.call()
-
-        self.loaded += stored
-        return Work(
-            "load chunks",
-            call,
-            sum(load.size_bytes for load in loads),
-            sum(load.amount for load in loads),
-            tokens=part.rows,
-        )
 
 
 class _Front:

@@ -501,9 +501,9 @@ def test_a_stream_draws_its_next_piece_while_one_is_under_way(seed: int) -> None
     def copy_of(name: str) -> Work:
         return Work(name, lambda: cuda.launch(lambda: done.append(name), 1.0))
 
-    def source() -> Work | None:
+    def source() -> list[Work]:
         asked.append(len(done))
-        return copy_of(f"piece {len(asked)}") if len(asked) < 6 else None
+        return [copy_of(f"piece {len(asked)}")] if len(asked) < 6 else []
 
     first = lanes.run(Lane.LINK_IN, copy_of("first"))
     drawn = lanes.draw(Lane.LINK_IN, source)
@@ -525,10 +525,9 @@ def test_who_is_asked_for_a_stream_s_work_may_fail() -> None:
     seen: list[str] = []
     pieces = iter([Work("copy", lambda: cuda.launch(lambda: seen.append("copy"), 1.0))])
 
-    def source() -> Work | None:
-        return next(pieces, None) or fail()
-
-    def fail() -> Work:
+    def source() -> list[Work]:
+        for piece in pieces:
+            return [piece]
         raise OSError("no more")
 
     lanes.draw(Lane.LINK_IN, source)

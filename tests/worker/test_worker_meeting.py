@@ -74,28 +74,29 @@ class PacedLanes(ThreadLanes):
         seconds: when the last piece ended.
     """
 
-    def __init__(self, *, compute: float, link: float) -> None:
+    def __init__(self, *, compute: float, link: float, layers: int) -> None:
         super().__init__(CPU)
         self.seconds = 0.0
-        self._token_seconds = {Lane.COMPUTE: compute, Lane.LINK_IN: link}
+        # A piece on the link is one layer of its tokens.
+        self._token_seconds = {Lane.COMPUTE: compute, Lane.LINK_IN: link / layers}
         self._busy_until = {Lane.COMPUTE: 0.0, Lane.LINK_IN: 0.0}
         self._changed = threading.Condition()
 
     def run(self, lane: Lane, work: Work, after: Sequence[Event] = ()) -> Event:
-        self._begin(lane, work)
+        self._begin(lane, [work])
         event = super().run(lane, work, after)
         self._end(lane)
         return event
 
     def draw(self, lane: Lane, source: Source) -> Event:
-        def paced() -> Work | None:
+        def paced() -> Sequence[Work]:
             self._end(lane)
-            work = source()
-            if work is None:
-                self._leave(lane)
+            works = source()
+            if works:
+                self._begin(lane, works)
             else:
-                self._begin(lane, work)
-            return work
+                self._leave(lane)
+            return works
 
         return super().draw(lane, paced)
 
@@ -103,9 +104,10 @@ class PacedLanes(ThreadLanes):
         self._leave(Lane.COMPUTE)
         return super().finish()
 
-    def _begin(self, lane: Lane, work: Work) -> None:
+    def _begin(self, lane: Lane, works: Sequence[Work]) -> None:
         with self._changed:
-            self._busy_until[lane] += work.tokens * self._token_seconds[lane]
+            tokens = sum(work.tokens for work in works)
+            self._busy_until[lane] += tokens * self._token_seconds[lane]
             self.seconds = max(self.seconds, self._busy_until[lane])
             self._changed.notify_all()
 
@@ -165,12 +167,12 @@ def check_spans(stored: StoredPrefix, met: Met, cached: int) -> None:
     """Each token was computed or loaded, none both, and the bytes are those of whole chunks."""
     computed = [span for span in met.spans if span.lane is Lane.COMPUTE]
     loaded = [span for span in met.spans if span.lane is Lane.LINK_IN]
+    layers = stored.layout.layer_count
     assert sum(span.tokens for span in computed) == met.recomputed_tokens
-    assert sum(span.tokens for span in loaded) == cached - met.recomputed_tokens
+    assert sum(span.tokens for span in loaded) == layers * (cached - met.recomputed_tokens)
     assert met.recomputed_tokens in (cached, met.recomputed_tokens // CHUNK * CHUNK)
     chunks = chunks_of(cached, CHUNK) - chunks_of(met.recomputed_tokens, CHUNK)
-    layout = stored.layout
-    assert sum(s.amount for s in loaded) == 2 * chunks * layout.layer_count * layout.kv_slot_bytes
+    assert sum(s.amount for s in loaded) == 2 * chunks * layers * stored.layout.kv_slot_bytes
 
 
 # -- every relation of speeds ----------------------------------------------------------
@@ -179,7 +181,7 @@ def check_spans(stored: StoredPrefix, met: Met, cached: int) -> None:
 @pytest.mark.parametrize("compute", [1e-4, 0.3, 1.0, 3.0, 1e4])
 def test_they_meet_where_both_are_done_at_once(stored: StoredPrefix, compute: float) -> None:
     """A token takes 1 on the link; expected is what is right, nothing is known of blocks."""
-    lanes = PacedLanes(compute=compute, link=1.0)
+    lanes = PacedLanes(compute=compute, link=1.0, layers=stored.layout.layer_count)
     met = restore_and_compare(stored, lanes, expected=round(TOKENS / (1 + compute)))
     lanes.close()
     best = TOKENS * compute / (1 + compute)
@@ -195,7 +197,7 @@ def test_they_meet_where_both_are_done_at_once(stored: StoredPrefix, compute: fl
 def test_what_was_expected_need_not_be_right(
     one: StoredPrefix, compute: float, share: float
 ) -> None:
-    lanes = PacedLanes(compute=compute, link=1.0)
+    lanes = PacedLanes(compute=compute, link=1.0, layers=one.layout.layer_count)
     restore_and_compare(one, lanes, expected=round(share * TOKENS))
     lanes.close()
     best = TOKENS * compute / (1 + compute)
@@ -203,11 +205,11 @@ def test_what_was_expected_need_not_be_right(
 
 
 def test_blocks_and_pieces_shrink_towards_the_meeting_point(one: StoredPrefix) -> None:
-    lanes = PacedLanes(compute=1.0, link=1.0)
+    lanes = PacedLanes(compute=1.0, link=1.0, layers=one.layout.layer_count)
     met = restore_and_compare(one, lanes, expected=TOKENS // 2, block=256)
     lanes.close()
     for lane, least in ((Lane.COMPUTE, LEAST_BLOCK_TOKENS), (Lane.LINK_IN, CHUNK)):
-        sizes = [span.tokens for span in met.spans if span.lane is lane]
+        sizes = [s.tokens for s in met.spans if s.lane is lane and s.layer in (0, None)]
         largest = sizes.index(max(sizes))
         assert sizes[largest:] == sorted(sizes[largest:], reverse=True)
         assert sizes[-1] <= least
@@ -217,7 +219,7 @@ def test_blocks_and_pieces_shrink_towards_the_meeting_point(one: StoredPrefix) -
 def test_short_prefixes_and_partial_tails(one: StoredPrefix, cached: int) -> None:
     for compute, link in ((1.0, 1.0), (1.0, 50.0), (50.0, 1.0)):
         for expected in (0, cached // 2, cached):
-            lanes = PacedLanes(compute=compute, link=link)
+            lanes = PacedLanes(compute=compute, link=link, layers=one.layout.layer_count)
             restore_and_compare(one, lanes, expected=expected, cached=cached)
             lanes.close()
 
@@ -364,7 +366,8 @@ def test_both_ends_meet_on_a_gpu(one: StoredPrefix, tmp_path: Path) -> None:
 
 def numbered(done: list[str], count: int) -> Source:
     works = [Work(f"piece {n}", lambda n=n: done.append(f"piece {n}")) for n in range(count)]  # type: ignore[misc]
-    return lambda: works.pop(0) if works else None
+    answers = [works[:2], works[2:]]
+    return lambda: answers.pop(0) if answers else []
 
 
 @pytest.mark.parametrize("lanes", [ThreadLanes(CPU), SerialLanes(CPU)], ids=["threads", "serial"])
@@ -386,21 +389,22 @@ def test_drawn_work_keeps_its_place_in_the_lane(lanes: Lanes) -> None:
 def test_the_next_piece_is_asked_for_when_the_one_before_is_done() -> None:
     lanes = ThreadLanes(CPU)
     events: list[str] = []
-    works = iter([Work("copy", lambda: events.append("done")) for _ in range(3)])
+    copy = Work("copy", lambda: events.append("done"))
+    answers = [[copy], [copy, copy], [copy], []]
 
-    def source() -> Work | None:
+    def source() -> list[Work]:
         events.append("asked")
-        return next(works, None)
+        return answers.pop(0)
 
     lanes.draw(Lane.LINK_IN, source).wait()
-    assert events == ["asked", "done"] * 3 + ["asked"]
+    assert events == [*["asked", "done"] * 2, "done", *["asked", "done"], "asked"]
     lanes.close()
 
 
 def test_an_error_of_who_is_asked_is_the_lane_s_error() -> None:
     lanes = ThreadLanes(CPU)
 
-    def source() -> Work | None:
+    def source() -> list[Work]:
         raise OSError("no more")
 
     event = lanes.draw(Lane.LINK_IN, source)
