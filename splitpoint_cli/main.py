@@ -9,7 +9,19 @@ from typing import Annotated
 import typer
 
 from splitpoint.errors import SplitpointError
-from splitpoint_cli import arena, bench, certs, down, generate, plan, status, token, trace, up
+from splitpoint_cli import (
+    arena,
+    bench,
+    certs,
+    down,
+    generate,
+    plan,
+    status,
+    token,
+    trace,
+    up,
+    what_pays,
+)
 from splitpoint_cli.output import EXIT_HELP, exit_code, print_error
 
 app = typer.Typer(
@@ -22,6 +34,7 @@ app.command()(up.up)
 app.command()(down.down)
 app.command()(generate.generate)
 app.command()(plan.plan)
+app.command()(what_pays.what_pays)
 app.command()(status.status)
 app.command()(trace.trace)
 app.command()(certs.certs)
