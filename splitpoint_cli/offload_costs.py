@@ -14,15 +14,17 @@ from splitpoint.planner import plan_request
 from splitpoint.schedule import Schedule
 from splitpoint.shapes import ModelShape
 from splitpoint.split_costs import Manner, SplitCosts, Use, best_manner, best_split
+from splitpoint.split_line import SplitLine
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSplit:
-    """A split of every sequence; `reason` is empty where nobody gave one."""
+    """A split of every sequence. The planner's has a reason, and a line to follow."""
 
     split_tokens: int
     step_seconds: float
     reason: str = ""
+    line: SplitLine | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,10 @@ class BatchCosts:
             ),
         )
         split = self._of_each(plan.split_tokens)
-        return BatchSplit(split, self.step_seconds(split), plan.reason)
+        slope = plan.split_slope
+        most = self.shape.context_length if split else 0
+        line = SplitLine(slope, split - slope * self.cached, most)
+        return BatchSplit(split, self.step_seconds(split), plan.reason, line)
 
     def sequential(self) -> BatchSplit:
         """The best split when nothing overlaps."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,15 +17,15 @@ from splitpoint.config import format_size
 from splitpoint.costs import Profile
 from splitpoint.errors import InvalidArgument, ResourceExhausted
 from splitpoint.plan import Residency
-from splitpoint.schedule import Lane
 from splitpoint.shapes import ArenaLayout, DataType, ModelShape, chunks_of
+from splitpoint.split_line import SplitLine
 from splitpoint_cli.offload_costs import BatchCosts
 from splitpoint_cli.offload_report import DecodeRun, OffloadWorkload, Step
 from splitpoint_cli.offload_store import LocalStore
 from worker_service.device_cache import TORCH_TYPES, DeviceCache
 from worker_service.engine import Engine
 from worker_service.lanes import EmulatedLink, lanes_of
-from worker_service.memory import STAGING_PAGES, MemoryPlan, divide
+from worker_service.memory import STAGING_PAGES, MemoryPlan, divide, staging_pages_on_gpu
 from worker_service.messages import Admit, StepOutput
 from worker_service.model.config import DecoderConfig
 from worker_service.model.decoder import Decoder
@@ -33,7 +33,7 @@ from worker_service.profiler import measure
 from worker_service.sampling import Sampling
 from worker_service.sequence import Admission
 from worker_service.startup import choose_device, describe_device
-from worker_service.timeline import Span, Trace
+from worker_service.timeline import StepTimes, Trace
 from worker_service.weights import TensorSource
 from worker_service.write_back import BATCH_CHUNKS
 
@@ -42,6 +42,16 @@ PREFILL_CHUNK_TOKENS = 512
 
 # After each step: how many steps there were.
 OnStep = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What every sequence of a run is asked for."""
+
+    new_tokens: int
+    residency: Residency
+    split_tokens: int = 0
+    split_line: SplitLine | None = None
 
 
 class OffloadHost:
@@ -96,6 +106,9 @@ class OffloadHost:
         self.profile: Profile = measure(
             model, self.device, describe_device(self.device), lanes=self._engines[True].lanes
         )
+        for engine in self._engines.values():
+            engine.watch_costs(self.profile)
+            engine.trace = self.trace
         self.store = LocalStore(layout, self._slot_count(), cache, self.device)
         self._run_count = 0
 
@@ -118,37 +131,35 @@ class OffloadHost:
             cached=cached,
             has_activations=self.has_activations,
             chunk_tokens=CHUNK_TOKENS,
-            staging_tokens=STAGING_PAGES * CHUNK_TOKENS,
+            staging_tokens=self.memory.staging_pages * CHUNK_TOKENS,
             compute_seconds=compute_seconds,
         )
 
     def prefill(self) -> None:
         """Compute and store every prompt."""
-        self._run(self._engines[True], Residency.RESIDENT, 0, 1)
+        self._run(self._engines[True], _Order(1, Residency.RESIDENT))
 
     def decode(
         self,
         new_tokens: int,
         *,
         split_tokens: int = 0,
+        split_line: SplitLine | None = None,
         overlapped: bool = True,
         residency: Residency = Residency.STREAMED,
         on_step: OnStep | None = None,
     ) -> DecodeRun:
-        """All sequences from their stored prompts, together."""
-        engine = self._engines[overlapped]
-        return self._run(engine, residency, split_tokens, new_tokens, on_step)
+        """All sequences from their stored prompts, together.
+
+        `split_line`: the engine follows it, and draws it anew when costs change; None:
+        the split stays.
+        """
+        order = _Order(new_tokens, residency, split_tokens, split_line)
+        return self._run(self._engines[overlapped], order, on_step)
 
     # -- below ---------------------------------------------------------------------------
 
-    def _run(
-        self,
-        engine: Engine,
-        residency: Residency,
-        split_tokens: int,
-        new_tokens: int,
-        on_step: OnStep | None = None,
-    ) -> DecodeRun:
+    def _run(self, engine: Engine, order: _Order, on_step: OnStep | None = None) -> DecodeRun:
         self._run_count += 1
         names = [f"{self._run_count}.{index}" for index in range(len(self.prompts))]
         for name, prompt in zip(names, self.prompts, strict=True):
@@ -157,30 +168,30 @@ class OffloadHost:
                 attempt=0,
                 prompt=prompt,
                 delivered=(),
-                sampling=Sampling(max_tokens=new_tokens, ignore_eos=True),
-                residency=residency,
-                split_tokens=split_tokens,
+                sampling=Sampling(max_tokens=order.new_tokens, ignore_eos=True),
+                residency=order.residency,
+                split_tokens=order.split_tokens,
+                split_line=order.split_line,
                 salt=b"",
             )
             engine.post(Admit(admission, self.store.match(admission.key, prompt)))
-        engine.trace = trace = Trace()
         tokens: dict[str, list[int]] = {name: [] for name in names}
         steps: list[Step] = []
+        times: list[StepTimes] = []
         begun: float | None = None
         while True:
             output = engine.step()
             now = time.perf_counter()
             _collect(output, tokens)
+            if output.ran and engine.last_step is not None:
+                times.append(engine.last_step)
             # Of a step in which some sequence had to wait for a page, the next is part.
             if min(len(each) for each in tokens.values()) > len(steps) + (begun is not None):
-                spans = trace.spans
-                self.trace.extend(spans)
-                engine.trace = trace = Trace()
                 if begun is not None:
-                    steps.append(_step(now - begun, spans))
+                    steps.append(_step(now - begun, times))
                     if on_step is not None:
                         on_step(len(steps))
-                begun = now
+                begun, times = now, []
             self.store.handle(output)
             if engine.is_idle:
                 break
@@ -191,6 +202,10 @@ class OffloadHost:
     def _divide(self, model: Decoder, layout: ArenaLayout) -> MemoryPlan:
         """Exactly the pages that the resident reference needs."""
         workload = self._workload
+        staging = STAGING_PAGES
+        if self.device.type == "cuda":
+            _, total = torch.cuda.mem_get_info(self.device)
+            staging = staging_pages_on_gpu(self.shape, layout, total)
 
         def plan(budget: int) -> MemoryPlan:
             return divide(
@@ -200,6 +215,7 @@ class OffloadHost:
                 weight_bytes=model.weight_bytes,
                 max_batch_size=workload.batch,
                 prefill_chunk_tokens=PREFILL_CHUNK_TOKENS,
+                staging_pages=staging,
             )
 
         # Any large budget tells what is fixed.
@@ -256,10 +272,13 @@ def _collect(output: StepOutput, tokens: dict[str, list[int]]) -> None:
         tokens[event.key[0]].append(event.choice.token_id)
 
 
-def _step(seconds: float, spans: Sequence[Span]) -> Step:
-    link = [span for span in spans if span.lane is Lane.LINK_IN]
+def _step(seconds: float, times: Sequence[StepTimes]) -> Step:
+    """One step of the batch from those of the engine, which is one unless somebody waited."""
+    predicted = [each.predicted_seconds for each in times]
+    known = [each for each in predicted if each is not None]
     return Step(
         seconds=seconds,
-        link_bytes=int(sum(span.amount for span in link)),
-        link_seconds=sum(span.seconds for span in link),
+        predicted_seconds=sum(known) if known and len(known) == len(predicted) else None,
+        link_bytes=sum(each.link_bytes for each in times),
+        link_seconds=sum(each.link_busy for each in times),
     )

@@ -86,7 +86,7 @@ def run_all(
             sweep=sweep,
             change=change,
             peers=tuple(name for name in contenders if name.startswith("transformers")),
-            unpredicted="the engine does not predict its steps yet",
+            unpredicted="no step of the pipelined split was predicted",
             pinning=host.store.pinning,
             skipped=tuple(skipped),
         )
@@ -113,6 +113,7 @@ class _Bench:
         costs = host.costs(workload.prompt, compute)
         planned = costs.planned()
         self.split, self.reason = planned.split_tokens, planned.reason
+        self._line = planned.line
         self._serial_split = costs.sequential().split_tokens
 
     def rounds(self) -> dict[str, Contender]:
@@ -180,7 +181,10 @@ class _Bench:
         )
 
     def changed_link(self, factor: float) -> LinkChange:
-        """A run in whose middle the link's rate changes; it has its old rate afterwards."""
+        """A run in whose middle the link's rate changes; it has its old rate afterwards.
+
+        The split follows the plan's line, which the engine draws anew as it learns.
+        """
         link = self._host.link
         if link is None:
             raise RuntimeError("only an emulated link has a rate to change")
@@ -192,7 +196,12 @@ class _Bench:
                 link.bytes_per_second = before * factor
 
         try:
-            run = self._host.decode(self._workload.new, split_tokens=self.split, on_step=change)
+            run = self._host.decode(
+                self._workload.new,
+                split_tokens=self.split,
+                split_line=self._line,
+                on_step=change,
+            )
         finally:
             link.bytes_per_second = before
         return LinkChange(factor, middle, run.steps)

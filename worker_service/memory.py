@@ -16,6 +16,11 @@ from splitpoint.shapes import ArenaLayout, ModelShape, chunks_of
 # Chunks of one layer that tiles land in. More of them make larger tiles, and copies
 # that go further ahead.
 STAGING_PAGES = 16
+# K and V of a tile on a GPU: what its copies take on the link must outlast what
+# launching them, and the attention over it, takes on the host.
+GPU_TILE_BYTES = 64 << 20
+# Of the budget, what larger tiles may take.
+STAGING_SHARE = 0.03
 # What encoding (four float32 copies and two of bytes) and decoding (one and three)
 # hold for each element at once; write-back encodes while a restore decodes.
 CODEC_BYTES_PER_ELEMENT = 25
@@ -29,6 +34,14 @@ def largest_tile(staging_pages: int) -> int:
     Two come over the link while one is read, or one while the third holds what is rebuilt.
     """
     return max(1, staging_pages // 3)
+
+
+def staging_pages_on_gpu(shape: ModelShape, layout: ArenaLayout, budget_bytes: int) -> int:
+    """Staging pages whose tiles are large enough for a GPU's link, within a share of the budget."""
+    page_bytes = layout.chunk_tokens * shape.kv_bytes_per_token_layer
+    wanted = 3 * -(-GPU_TILE_BYTES // page_bytes)
+    room = int(STAGING_SHARE * budget_bytes) // staging_bytes(shape, layout, 1)
+    return max(STAGING_PAGES, min(wanted, room))
 
 
 @dataclass(frozen=True, slots=True)

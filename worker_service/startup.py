@@ -22,7 +22,7 @@ from splitpoint.tls import PLAIN, Identity
 from worker_service.device_cache import TORCH_TYPES, DeviceCache
 from worker_service.engine import Engine
 from worker_service.lanes import EmulatedLink, Lanes, lanes_of
-from worker_service.memory import MemoryPlan, divide
+from worker_service.memory import STAGING_PAGES, MemoryPlan, divide, staging_pages_on_gpu
 from worker_service.messages import StepOutput
 from worker_service.model.decoder import Decoder
 from worker_service.pinning import CudaRegistrar, Pinning
@@ -217,9 +217,9 @@ def _build_engine(
     budget = _budget(options, shape, device)
     # The plan is made before the weights are read: a budget that cannot hold
     # them is said at once, not after minutes of loading.
-    plan = _divide(options, shape, layout, budget, shape.weight_bytes)
+    plan = _divide(options, shape, layout, device, budget, shape.weight_bytes)
     model = Decoder.load(options.model_folder, device=device, dtype=TORCH_TYPES[shape.data_type])
-    plan = _divide(options, shape, layout, budget, model.weight_bytes)
+    plan = _divide(options, shape, layout, device, budget, model.weight_bytes)
     cache = DeviceCache(layout, plan, device)
     tokenizer = Tokenizer.load(options.model_folder)
     engine = Engine(
@@ -253,8 +253,14 @@ def _build_engine(
 
 
 def _divide(
-    options: WorkerOptions, shape: ModelShape, layout: ArenaLayout, budget: int, weights: int
+    options: WorkerOptions,
+    shape: ModelShape,
+    layout: ArenaLayout,
+    device: torch.device,
+    budget: int,
+    weights: int,
 ) -> MemoryPlan:
+    is_gpu = device.type == "cuda"
     return divide(
         shape,
         layout,
@@ -262,6 +268,7 @@ def _divide(
         weight_bytes=weights,
         max_batch_size=options.max_batch_size,
         prefill_chunk_tokens=options.prefill_chunk_tokens,
+        staging_pages=(staging_pages_on_gpu(shape, layout, budget) if is_gpu else STAGING_PAGES),
     )
 
 
