@@ -1,0 +1,118 @@
+"""`splitpoint bench restore`: a cached prefix brought back in every way, beside its limit.
+
+This file is the command; what is run is in restore_runs.py, which is imported
+(with torch) only once the benchmark starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from splitpoint import config
+from splitpoint_cli.output import err, out
+from splitpoint_cli.plots import check_picture, save
+from splitpoint_cli.restore_picture import picture_of
+from splitpoint_cli.restore_report import report_of, table_of
+from splitpoint_cli.restore_workload import CHUNK_TOKENS, RestoreWorkload
+from worker_service.timeline import Trace
+
+SWEEP_POINTS = 16
+
+
+def restore(
+    shape: Annotated[
+        str, typer.Option(help="A built-in shape; its weights are random.", metavar="SHAPE")
+    ] = "opt-125m",
+    dtype: Annotated[
+        str, typer.Option(help="Element type.", metavar="float32|bfloat16|float16")
+    ] = "float32",
+    prompt: Annotated[
+        int, typer.Option(help="Cached tokens of each sequence.", min=CHUNK_TOKENS)
+    ] = 2000,
+    batch: Annotated[int, typer.Option(help="Sequences, one after the other.", min=1)] = 1,
+    layers: Annotated[
+        int, typer.Option(help="Only so many layers of the shape; 0: all.", min=0)
+    ] = 0,
+    link_rate: Annotated[
+        str | None,
+        typer.Option(
+            help="Emulate a link of this rate on a CPU: 184MB is 184 MB per second.",
+            metavar="RATE",
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where to.", metavar="cpu|cuda|cuda:N")] = "cpu",
+    threads: Annotated[int, typer.Option(help="CPU threads; 0: one per core.", min=0)] = 0,
+    repeats: Annotated[int, typer.Option(help="Timed runs of each contender.", min=5)] = 5,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Measure the time over all splits, too.")
+    ] = False,
+    tile: Annotated[
+        int, typer.Option(help="Tokens of X on the link at once; 0: the planner's.", min=0)
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Of weights and prompts.", min=0)] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write the JSON here.", metavar="FILE")
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option(help="Draw the sweep and the contenders.", metavar="FILE")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the lanes of one pipelined run, for `splitpoint trace`.", metavar="FILE"
+        ),
+    ] = None,
+) -> None:
+    """Loading, recomputing, KVPR's sequential split, the pipelined split and its serial twin.
+
+    All of them restore the same prefix from a real arena, in turns; each result is
+    compared with what was stored. Figures are medians, and each split the best that
+    was measured. The last line is JSON.
+    """
+    workload = RestoreWorkload(
+        shape=shape.lower(),
+        dtype=dtype,
+        prompt=prompt,
+        batch=batch,
+        layers=layers,
+        link_rate=None if link_rate is None else config.parse_rate(link_rate, field="link_rate"),
+        device=device,
+        threads=threads or len(os.sched_getaffinity(0)),
+        repeats=repeats,
+        sweep_points=SWEEP_POINTS if sweep else 0,
+        tile=tile,
+        seed=seed,
+    )
+    if png is not None:
+        check_picture(png)
+    from splitpoint_cli.restore_runs import run_all
+
+    recorder = None if trace is None else Trace(_facts(workload))
+    results = run_all(workload, lambda line: err.print(line), recorder)
+    report = report_of(workload, results)
+    out.print(table_of(report))
+    text = json.dumps(report)
+    if json_file is not None:
+        json_file.write_text(text + "\n")
+    if png is not None:
+        save(picture_of(report), png)
+    if trace is not None and recorder is not None:
+        recorder.write(trace)
+    print(text)
+
+
+def _facts(workload: RestoreWorkload) -> dict[str, str]:
+    """The title of a trace's picture."""
+    facts = {
+        "shape": f"{workload.shape} {workload.dtype}",
+        "device": f"{workload.device} ({workload.threads} threads)",
+        "cached": f"{workload.batch} x {workload.prompt}",
+    }
+    if workload.link_rate is not None:
+        facts["link"] = f"emulated at {config.format_rate(workload.link_rate)}"
+    return facts
