@@ -8,12 +8,10 @@ import logging
 import math
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvstore_service.admission import ADMISSIONS, SecondUse
-from kvstore_service.catalog import CatalogPublisher
 from kvstore_service.eviction import DEFAULT_POLICY, POLICIES
 from kvstore_service.room_keeper import RoomKeeper
 from kvstore_service.server import SERVICE_NAME, KvStoreServicer
@@ -29,7 +27,6 @@ from splitpoint.config import (
     check_address,
     check_listen_address,
     format_size,
-    log_failure,
     parse_size,
     run_service,
     stop_on_signals,
@@ -38,7 +35,7 @@ from splitpoint.config import (
 from splitpoint.errors import InvalidArgument
 from splitpoint.huge_pages import WISHES, Backing
 from splitpoint.numa import bound_to, choose_node
-from splitpoint.redis_link import RedisLink
+from splitpoint.redis_announcer import Announcer, announced
 from splitpoint.redis_options import (
     RedisOptions,
     add_advertise_argument,
@@ -49,6 +46,9 @@ from splitpoint.rpc import HealthReporter, create_server, enable_reflection, lis
 from splitpoint.shapes import ArenaLayout, DataType, Encoding, ModelShape, read_config
 from splitpoint.tls import Identity, identity_of
 from splitpoint.v1 import kvstore_pb2_grpc
+
+if TYPE_CHECKING:
+    from splitpoint.redis_link import RedisLink
 
 log = logging.getLogger(__name__)
 
@@ -272,9 +272,15 @@ async def _serve_store(
     if servicer.room_keeper is not None:
         upkeep.add(asyncio.create_task(servicer.room_keeper.run()))
     stopping = asyncio.create_task(stop.wait())
+
+    def publisher(link: RedisLink) -> Announcer:
+        from kvstore_service.catalog import CatalogPublisher
+
+        return CatalogPublisher(link, servicer.store.pool, arguments.advertise or bound)
+
     try:
         announce_ready(bound)
-        async with _published(redis, servicer.store, arguments.advertise or bound):
+        async with announced(redis, publisher, name="catalog"):
             await asyncio.wait({*upkeep, stopping}, return_when=asyncio.FIRST_COMPLETED)
         for task in upkeep:
             if task.done():
@@ -287,27 +293,6 @@ async def _serve_store(
         stopping.cancel()
         for task in upkeep:
             task.cancel()
-
-
-@asynccontextmanager
-async def _published(
-    redis: RedisOptions | None, store: KvStore, address: str
-) -> AsyncIterator[None]:
-    """In Redis's catalog, if there is one, for the length of the context."""
-    if redis is None:
-        yield
-        return
-    link = RedisLink(redis)
-    publisher = CatalogPublisher(link, store.pool, address)
-    publishing = asyncio.create_task(publisher.run(), name="catalog")
-    publishing.add_done_callback(log_failure)
-    try:
-        yield
-    finally:
-        publishing.cancel()
-        await asyncio.gather(publishing, return_exceptions=True)
-        await publisher.withdraw()
-        await link.close()
 
 
 def main() -> int:

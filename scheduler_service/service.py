@@ -6,14 +6,13 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from scheduler_service.conductor import Conductor
-from scheduler_service.directory import Directory
 from scheduler_service.limits import Limits
 from scheduler_service.peek import StorePeeker
 from scheduler_service.prefix_catalog import JoinedCatalogs, PrefixCatalog
 from scheduler_service.prefixes import Prefixes, find_prefixes
-from scheduler_service.redis_catalog import RedisCatalog
 from scheduler_service.registry import Registry
 from scheduler_service.server import (
     ADMIN_SERVICE,
@@ -26,10 +25,13 @@ from splitpoint import rpc
 from splitpoint.access import Access
 from splitpoint.config import log_failure
 from splitpoint.planner import Objective, Residency
-from splitpoint.redis_link import RedisLink
 from splitpoint.redis_options import RedisOptions
 from splitpoint.tls import PLAIN, Identity
 from splitpoint.v1 import scheduler_pb2_grpc
+
+if TYPE_CHECKING:
+    from scheduler_service.directory import Directory
+    from splitpoint.redis_link import RedisLink
 
 # For streams to deliver their last message once nothing runs any more.
 _LAST_WORDS_SECONDS = 1.0
@@ -74,12 +76,11 @@ class Scheduler:
         self.registry = Registry(
             options.worker_addresses, options.model.shape, self._peeker, options.identity
         )
-        self._link = RedisLink(options.redis) if options.redis is not None else None
-        self._directory = Directory(self._link) if self._link is not None else None
+        self._link: RedisLink | None = None
+        self._directory: Directory | None = None
         self._catalog: PrefixCatalog = self._peeker
-        if self._link is not None and self._directory is not None:
-            found = RedisCatalog(self._link, self._directory, self._peeker)
-            self._catalog = JoinedCatalogs([self._peeker, found])
+        if options.redis is not None:
+            self._use_redis(options.redis)
         self.conductor = Conductor(
             self.registry,
             self._find_prefixes,
@@ -111,6 +112,18 @@ class Scheduler:
         if options.reflection:
             rpc.enable_reflection(self.server, [INFERENCE_SERVICE, ADMIN_SERVICE])
         self._tasks: list[asyncio.Task[None]] = []
+
+    def _use_redis(self, options: RedisOptions) -> None:
+        """Workers and prefixes are also found there."""
+        # Here, because the client is a third of what a scheduler has to load.
+        from scheduler_service.directory import Directory
+        from scheduler_service.redis_catalog import RedisCatalog
+        from splitpoint.redis_link import RedisLink
+
+        self._link = RedisLink(options)
+        self._directory = Directory(self._link)
+        found = RedisCatalog(self._link, self._directory, self._peeker)
+        self._catalog = JoinedCatalogs([self._peeker, found])
 
     async def start(self, address: str) -> str:
         """Serves at once, ready once a worker is. Returns the address with its real port."""

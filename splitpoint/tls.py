@@ -2,28 +2,21 @@
 
 Reads and checks files, once, into a frozen `Identity` that is passed down to
 whatever opens channels or listens. Knows no gRPC: `splitpoint.rpc` makes its
-credentials from it.
+credentials from it. What is inside a certificate is read by `certificates.py`, which
+is loaded once there is one.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import ssl
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from cryptography import x509
-
 from splitpoint.errors import InvalidArgument, PermissionDenied
-
-_log = logging.getLogger(__name__)
-
-_EXPIRY_WARNING = timedelta(days=14)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +78,14 @@ def read_identity(
         key_pem = read_private(key, "the private key")
         certificate_pem = _read(certificate, "the certificate")
         _check_pair(certificate, key)
-        _warn_of_expiry(certificate, certificate_pem)
+        from splitpoint import certificates
+
+        certificates.warn_of_expiry(certificate, certificate_pem)
     if authorities is not None:
         authorities_pem = _read(authorities, "the certificate authority")
-        try:
-            x509.load_pem_x509_certificates(authorities_pem)
-        except ValueError as error:
-            raise InvalidArgument(
-                f"{authorities} holds no certificate (PEM)", field="tls-ca"
-            ) from error
+        from splitpoint import certificates
+
+        certificates.check_authorities(authorities, authorities_pem)
     return Identity(certificate_pem, key_pem, authorities_pem, token)
 
 
@@ -145,13 +137,14 @@ def trusting_own_server(identity: Identity) -> Identity:
     """
     if not identity.serves_tls:
         return identity
-    leaf = x509.load_pem_x509_certificates(identity.certificate)[0]
+    from splitpoint import certificates
+
     return Identity(
         identity.certificate,
         identity.key,
         identity.certificate,
         identity.token,
-        _name_of(leaf),
+        certificates.host_of(identity.certificate),
     )
 
 
@@ -224,29 +217,3 @@ def _check_pair(certificate: str | Path, key: str | Path) -> None:
             f"{certificate} and {key} are not a certificate (PEM) and its unencrypted key",
             field="tls-cert",
         ) from error
-
-
-def _warn_of_expiry(path: str | Path, certificate: bytes) -> None:
-    left = x509.load_pem_x509_certificates(certificate)[0].not_valid_after_utc - datetime.now(UTC)
-    if left <= timedelta():
-        _log.warning("the certificate %s has expired: no peer will accept it", path)
-    elif left < _EXPIRY_WARNING:
-        _log.warning("the certificate %s expires in %d days", path, left.days)
-
-
-def _name_of(certificate: x509.Certificate) -> str:
-    """Any name that the certificate is good for."""
-    try:
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
-        names = x509.SubjectAlternativeName([])
-    found = [
-        *names.get_values_for_type(x509.DNSName),
-        *map(str, names.get_values_for_type(x509.IPAddress)),
-    ]
-    if not found:
-        raise InvalidArgument(
-            "the certificate names no host (subjectAltName): no client could accept it",
-            field="tls-cert",
-        )
-    return found[0].replace("*", "any", 1)

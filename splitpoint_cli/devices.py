@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from importlib import metadata
 from pathlib import Path
 
 from splitpoint import config
@@ -38,6 +37,8 @@ def visible_gpu_count() -> int:
 
 
 def _torch_has_cuda() -> bool:
+    from importlib import metadata  # slow to load, and rarely needed
+
     # CPU builds say so in their version: "2.13.0+cpu".
     return not metadata.version("torch").endswith("+cpu")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from importlib import metadata
 from typing import Annotated
 
 import typer
@@ -51,6 +50,8 @@ def _print_version(wanted: bool) -> None:
 
 def version() -> str:
     """The installed version; "unknown" when the packages run from a bare source tree."""
+    from importlib import metadata  # slow to load, and rarely needed
+
     try:
         return metadata.version("splitpoint")
     except metadata.PackageNotFoundError:

@@ -72,6 +72,49 @@ def test_only_the_worker_and_the_benchmarks_import_torch() -> None:
     assert wrong == []
 
 
+# They take long to load, and only who names a Redis, a certificate or asks for a version
+# needs them: so they are imported where they are used.
+SLOW = {"redis", "cryptography", "importlib.metadata"}
+
+
+def loaded_at_start(module: str) -> set[str]:
+    """Modules that importing this one loads: its own imports, and those of ours among them."""
+    seen: set[str] = set()
+    new = [module]
+    while new:
+        path = ROOT.joinpath(*new.pop().split("."))
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if path.exists():
+            found = set(imported_at_once(ast.parse(path.read_text()).body))
+            new += found - seen
+            seen |= found
+    return seen
+
+
+def imported_at_once(body: list[ast.stmt]) -> Iterator[str]:
+    """What runs with the module itself: neither in a function nor for type checkers only."""
+    for node in body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            is_for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            inner = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+            yield from imported_at_once([] if is_for_types else inner)
+
+
+@pytest.mark.parametrize(
+    "program", ["splitpoint_cli.main", *(f"{service}.__main__" for service in sorted(SERVICES))]
+)
+def test_a_start_loads_nothing_slow_that_few_need(program: str) -> None:
+    loaded = loaded_at_start(program)
+    assert "splitpoint.tls" in loaded
+    early = {name for name in SLOW for found in loaded if f"{found}.".startswith(f"{name}.")}
+    assert early == set()
+
+
 def test_the_worker_does_not_need_transformers() -> None:
     wrong = [
         name

@@ -6,9 +6,8 @@ import argparse
 import asyncio
 import logging
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from splitpoint.access import access_of
 from splitpoint.config import (
@@ -16,7 +15,6 @@ from splitpoint.config import (
     announce_ready,
     check_address,
     check_listen_address,
-    log_failure,
     parse_rate,
     parse_size,
     run_service,
@@ -24,7 +22,7 @@ from splitpoint.config import (
     watch_parent,
 )
 from splitpoint.errors import Internal
-from splitpoint.redis_link import RedisLink
+from splitpoint.redis_announcer import Announcer, announced
 from splitpoint.redis_options import (
     RedisOptions,
     add_advertise_argument,
@@ -35,9 +33,11 @@ from splitpoint.rpc import HealthReporter, create_server, enable_reflection, lis
 from splitpoint.shapes import DataType
 from splitpoint.tls import Identity, identity_of
 from splitpoint.v1 import worker_pb2_grpc
-from worker_service.registration import Registration
 from worker_service.server import DRAIN_SECONDS, SERVICE_NAME, WorkerServicer
 from worker_service.startup import DEFAULT_CHUNK_TOKENS, LoadedWorker, WorkerOptions, load_worker
+
+if TYPE_CHECKING:
+    from splitpoint.redis_link import RedisLink
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +175,19 @@ async def _load_and_run(
     await health.set(SERVICE_NAME, True)
     announce_ready(address)
     failing = asyncio.create_task(worker.runtime.failed.wait())
-    async with _registered(redis, worker, advertise or address, servicer, options.identity):
+
+    def registration(link: RedisLink) -> Announcer:
+        from worker_service.registration import Registration
+
+        return Registration(
+            link,
+            worker,
+            advertise or address,
+            options.identity,
+            is_draining=lambda: servicer.draining,
+        )
+
+    async with announced(redis, registration, name="registration"):
         await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
     await health.shut_down()
     if failing.done():
@@ -203,33 +215,6 @@ def _write_trace(worker: LoadedWorker, path: Path | None) -> None:
         log.error("the trace was not written: %s", error)
     else:
         log.info("%d spans written to %s", len(trace.spans), path)
-
-
-@asynccontextmanager
-async def _registered(
-    redis: RedisOptions | None,
-    worker: LoadedWorker,
-    address: str,
-    servicer: WorkerServicer,
-    identity: Identity,
-) -> AsyncIterator[None]:
-    """In Redis, if there is one, for the length of the context."""
-    if redis is None:
-        yield
-        return
-    link = RedisLink(redis)
-    registration = Registration(
-        link, worker, address, identity, is_draining=lambda: servicer.draining
-    )
-    beating = asyncio.create_task(registration.run(), name="registration")
-    beating.add_done_callback(log_failure)
-    try:
-        yield
-    finally:
-        beating.cancel()
-        await asyncio.gather(beating, return_exceptions=True)
-        await registration.withdraw()
-        await link.close()
 
 
 def main() -> int:

@@ -24,7 +24,7 @@ from splitpoint.answers import Completion
 from splitpoint.client import AsyncClient
 from splitpoint.config import READY_PREFIX
 from splitpoint.tls import read_identity
-from splitpoint_cli.certs import make_certificates
+from splitpoint_cli.authority import make_certificates
 from splitpoint_cli.token import add_token
 
 PROMPT = prompt_of(1500, seed=3, vocabulary=2000)

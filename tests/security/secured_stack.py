@@ -16,7 +16,7 @@ from splitpoint.access import Caller, Role
 from splitpoint.client import AsyncClient
 from splitpoint.config import READY_PREFIX
 from splitpoint.tls import Identity, read_identity
-from splitpoint_cli.certs import make_certificates
+from splitpoint_cli.authority import make_certificates
 from splitpoint_cli.token import add_token
 
 ROOT = Path(__file__).resolve().parents[2]

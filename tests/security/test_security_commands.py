@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from splitpoint.access import Caller, Role, digest_of, find_caller, read_tokens
 from splitpoint.errors import AlreadyExists, InvalidArgument, PermissionDenied
-from splitpoint_cli.certs import make_certificates
+from splitpoint_cli.authority import make_certificates
 from splitpoint_cli.main import app
 from splitpoint_cli.token import add_token
 

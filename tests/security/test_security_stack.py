@@ -31,7 +31,7 @@ from splitpoint.errors import (
 )
 from splitpoint.tls import PLAIN, Identity, read_identity
 from splitpoint.v1 import kvstore_pb2, scheduler_pb2, worker_pb2
-from splitpoint_cli.certs import make_certificates
+from splitpoint_cli.authority import make_certificates
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -29,7 +29,7 @@ from splitpoint.tls import (
     read_identity,
     trusting_own_server,
 )
-from splitpoint_cli.certs import make_certificates
+from splitpoint_cli.authority import make_certificates
 from splitpoint_cli.token import add_token
 
 METHOD = "/splitpoint.v1.AdminService/GetQueue"

@@ -12,7 +12,7 @@ from own_names import instance_name
 from up_process import up_process, wait_until_up
 
 from splitpoint.access import Caller, Role
-from splitpoint_cli.certs import make_certificates
+from splitpoint_cli.authority import make_certificates
 from splitpoint_cli.child import child_environment
 from splitpoint_cli.token import add_token
 

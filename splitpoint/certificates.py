@@ -1,0 +1,55 @@
+"""What is inside a certificate: whether it is one, how long it is good, for which host.
+
+Loads the library that parses them, which a service without TLS does without: import
+this where a certificate has been given.
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+
+from splitpoint.errors import InvalidArgument
+
+_log = logging.getLogger(__name__)
+
+_EXPIRY_WARNING = timedelta(days=14)
+
+
+def check_authorities(path: str | Path, pem: bytes) -> None:
+    """Raises InvalidArgument, which names `path`, unless there is a certificate in `pem`."""
+    try:
+        x509.load_pem_x509_certificates(pem)
+    except ValueError as error:
+        raise InvalidArgument(f"{path} holds no certificate (PEM)", field="tls-ca") from error
+
+
+def warn_of_expiry(path: str | Path, pem: bytes) -> None:
+    """A line in the log when the first certificate has expired, or will within two weeks."""
+    left = x509.load_pem_x509_certificates(pem)[0].not_valid_after_utc - datetime.now(UTC)
+    if left <= timedelta():
+        _log.warning("the certificate %s has expired: no peer will accept it", path)
+    elif left < _EXPIRY_WARNING:
+        _log.warning("the certificate %s expires in %d days", path, left.days)
+
+
+def host_of(pem: bytes) -> str:
+    """Any name that the first certificate is good for. Raises InvalidArgument: it has none."""
+    certificate = x509.load_pem_x509_certificates(pem)[0]
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        names = x509.SubjectAlternativeName([])
+    found = [
+        *names.get_values_for_type(x509.DNSName),
+        *map(str, names.get_values_for_type(x509.IPAddress)),
+    ]
+    if not found:
+        raise InvalidArgument(
+            "the certificate names no host (subjectAltName): no client could accept it",
+            field="tls-cert",
+        )
+    return found[0].replace("*", "any", 1)
