@@ -17,11 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent import futures
 from pathlib import Path
-
-import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 
 def main() -> int:
@@ -77,6 +73,12 @@ def main() -> int:
         with options.log.open("a") as file:
             file.write(f"start grandchild {sleeper.pid}\n")
     if options.health:
+        # Here, because most fakes serve nothing, and there are a hundred of them.
+        from concurrent import futures
+
+        import grpc
+        from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
         server = grpc.server(futures.ThreadPoolExecutor(1))
         servicer = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
