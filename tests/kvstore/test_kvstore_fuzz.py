@@ -9,6 +9,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from fuzzing import stream_status
 from kvstore_helpers import Bench
 
 from kvstore_service.server import SERVICE_NAME, KvStoreServicer
@@ -150,15 +151,10 @@ async def test_random_streams(served: tuple[Bench, grpc.aio.Channel]) -> None:
         requests = [
             fuzzer.request(pb.KeepAliveRequest) for _ in range(fuzzer.random.randrange(1, 4))
         ]
-        call = send(iter(requests))
-        try:
-            async for _ in call:
-                pass
-        except grpc.RpcError:
-            pass
-        return await call.code()
+        return await stream_status(lambda: send(iter(requests)))
 
     for _ in range(ROUNDS // 20):
         seen.update(await asyncio.gather(*(stream() for _ in range(20))))
     assert seen <= EXPECTED, seen
+    assert grpc.StatusCode.INVALID_ARGUMENT in seen
     await check_alive(bench, channel)
