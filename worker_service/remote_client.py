@@ -30,6 +30,7 @@ from worker_service.store_client import (
     Sealed,
     StoreClient,
     WrittenChunk,
+    storable_tokens,
 )
 
 log = logging.getLogger(__name__)
@@ -95,17 +96,8 @@ class RemoteStoreClient(StoreClient):
     async def match(self, salt: bytes, token_ids: Sequence[int]) -> Match:
         """Lease the longest cached prefix and bring it here, as far as the mirror has room."""
         connection, mirror = self._require(), self._started()
-        answer = await self._call(
-            connection,
-            self._stub.Match,
-            pb.MatchRequest(
-                session_id=connection.session_id,
-                request_id=self._request_id(),
-                tenant_salt=salt,
-                token_ids=token_ids,
-            ),
-        )
-        storable = answer.storable_tokens if answer.HasField("storable_tokens") else None
+        answer = await self._match(connection, salt, token_ids)
+        storable = storable_tokens(answer)
         if not answer.lease_id:
             return Match(connection, 0, (), 0, storable)
         # Held one by one as they arrive, so that none makes room for the next.

@@ -174,7 +174,20 @@ class StoreClient:
     async def match(self, salt: bytes, token_ids: Sequence[int]) -> Match:
         """Lease the longest cached prefix of the tokens."""
         connection = self._require()
-        answer = await self._call(
+        answer = await self._match(connection, salt, token_ids)
+        chunks = tuple(
+            _stored(handle, key)
+            for handle, key in zip(answer.chunks, answer.chunk_keys, strict=True)
+        )
+        return Match(
+            connection, answer.cached_tokens, chunks, answer.lease_id, storable_tokens(answer)
+        )
+
+    async def _match(
+        self, connection: Connection, salt: bytes, token_ids: Sequence[int]
+    ) -> pb.MatchResponse:
+        """What the store has of the tokens, leased there."""
+        return await self._call(
             connection,
             self._stub.Match,
             pb.MatchRequest(
@@ -184,12 +197,6 @@ class StoreClient:
                 token_ids=token_ids,
             ),
         )
-        chunks = tuple(
-            _stored(handle, key)
-            for handle, key in zip(answer.chunks, answer.chunk_keys, strict=True)
-        )
-        storable = answer.storable_tokens if answer.HasField("storable_tokens") else None
-        return Match(connection, answer.cached_tokens, chunks, answer.lease_id, storable)
 
     async def reserve(
         self, connection: Connection, salt: bytes, slot_count: int
@@ -429,6 +436,11 @@ class StoreClient:
             return await method(request, timeout=CALL_SECONDS)
         except grpc.RpcError as error:
             raise error_of(error) from error
+
+
+def storable_tokens(answer: pb.MatchResponse) -> int | None:
+    """How far the store wants the sequence stored; None: all of it."""
+    return answer.storable_tokens if answer.HasField("storable_tokens") else None
 
 
 def process_start_ticks() -> int:
