@@ -23,9 +23,9 @@ from kvstore_service.chunk_pool import WrittenChunk
 from kvstore_service.encoding import sealed_chunks
 from kvstore_service.once import Call, OnceTable
 from kvstore_service.prefix_index import Entry
+from kvstore_service.sealer import Sealer
 from kvstore_service.sessions import Session
 from kvstore_service.store import KvStore
-from kvstore_service.upkeep import Upkeep
 from splitpoint.errors import (
     ChunkLost,
     DataLoss,
@@ -52,19 +52,19 @@ class RemoteStreams:
     """All streams of one store. `stopping` ends them.
 
     Args:
-        threads: read payloads; nobody uses the store any more once they are shut down.
+        threads: zero slots; nobody uses the store any more once they are shut down.
     """
 
     def __init__(
         self,
         store: KvStore,
-        upkeep: Upkeep,
+        sealer: Sealer,
         once: OnceTable,
         threads: ThreadPoolExecutor,
         stopping: asyncio.Event,
     ) -> None:
         self._store = store
-        self._upkeep = upkeep
+        self._sealer = sealer
         self._once = once
         self._threads = threads
         self._stopping = stopping
@@ -231,20 +231,14 @@ class RemoteStreams:
     async def _seal(
         self, header: pb.WriteChunksHeader, chunks: Sequence[WrittenChunk]
     ) -> pb.WriteChunksResponse:
-        loop = asyncio.get_running_loop()
-        salt = header.tenant_salt
         try:
-            with self._store.sealing(chunks):
-                await self._upkeep.verify(lambda: self._store.adopted.in_seal(salt, chunks))
-                damages = await loop.run_in_executor(self._threads, self._store.verify, chunks)
-                outcome = self._store.seal(
-                    header.session_id,
-                    salt,
-                    chunks,
-                    damages,
-                    lease_id=header.lease_id,
-                    keep_leased=header.keep_leased,
-                )
+            outcome = await self._sealer.seal(
+                header.session_id,
+                header.tenant_salt,
+                chunks,
+                lease_id=header.lease_id,
+                keep_leased=header.keep_leased,
+            )
         finally:
             # Behind a chunk that failed; sealed ones are not granted any more.
             self._store.give_up_writing(header.session_id, _places(chunks))

@@ -21,9 +21,9 @@ from kvstore_service.eviction import DEFAULT_POLICY
 from kvstore_service.once import Call, OnceTable, Response
 from kvstore_service.remote import RemoteStreams
 from kvstore_service.room_keeper import RoomKeeper
-from kvstore_service.store import KvStore, Matched, SealOutcome
+from kvstore_service.sealer import READ_AT_ONCE_BYTES, Sealer
+from kvstore_service.store import KvStore, Matched
 from kvstore_service.upkeep import Upkeep
-from splitpoint.arena_format import ArenaFormatError
 from splitpoint.arena_records import SlotState
 from splitpoint.convert import layout_to_proto
 from splitpoint.errors import FailedPrecondition, InvalidArgument, Unavailable
@@ -32,9 +32,6 @@ from splitpoint.v1 import kvstore_pb2_grpc
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["KvStoreService"].full_name
 _THREADS = 2
-# So much payload is read back on the event loop: some 0.1 ms, which is less than a
-# thread takes to get the interpreter and to give it back.
-_READ_AT_ONCE_BYTES = 256 << 10
 
 _log = logging.getLogger(__name__)
 
@@ -44,8 +41,8 @@ _Context = Any  # grpc.aio.ServicerContext; the generated base class is untyped
 class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
     """Serves one store. `stop` before the server stops, `close` afterwards.
 
-    `threads` read payloads back, those of a call with more than `read_at_once_bytes`
-    of them; they are shut down by `close`.
+    `threads` zero slots and read payloads back (`read_at_once_bytes`: see `Sealer`); they
+    are shut down by `close`.
 
     Attributes:
         room_keeper: who evicts in the background, for its count; None: nobody.
@@ -57,10 +54,9 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         store: KvStore,
         threads: ThreadPoolExecutor | None = None,
         *,
-        read_at_once_bytes: int = _READ_AT_ONCE_BYTES,
+        read_at_once_bytes: int = READ_AT_ONCE_BYTES,
     ) -> None:
         self.store = store
-        self._read_at_once_bytes = read_at_once_bytes
         self.room_keeper: RoomKeeper | None = None
         self.policy_name = DEFAULT_POLICY
         self.memory_description = ""
@@ -68,7 +64,8 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         self.upkeep = Upkeep(store, self._threads)
         self._once = OnceTable()
         self._stopping = asyncio.Event()
-        self._remote = RemoteStreams(store, self.upkeep, self._once, self._threads, self._stopping)
+        self._sealer = Sealer(store, self.upkeep, self._threads, read_at_once_bytes)
+        self._remote = RemoteStreams(store, self._sealer, self._once, self._threads, self._stopping)
 
     def stop(self) -> None:
         """End the KeepAlive streams: they would outlast any grace period."""
@@ -236,27 +233,13 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
     async def _seal(
         self, request: pb.SealRequest, chunks: Sequence[WrittenChunk]
     ) -> pb.SealResponse:
-        salt = request.tenant_salt
-        with self.store.sealing(chunks):
-            await self.upkeep.verify(lambda: self.store.adopted.in_seal(salt, chunks))
-            damages = await self._read_back(chunks)
-            outcome = self.store.seal(
-                request.session_id,
-                salt,
-                chunks,
-                damages,
-                lease_id=request.lease_id,
-                keep_leased=request.keep_leased,
-            )
-        return self._sealed(outcome)
-
-    async def _read_back(self, chunks: Sequence[WrittenChunk]) -> Sequence[ArenaFormatError | None]:
-        if len(chunks) * self.store.arena.layout.chunk_bytes <= self._read_at_once_bytes:
-            return self.store.verify(chunks)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self.store.verify, chunks)
-
-    def _sealed(self, outcome: SealOutcome) -> pb.SealResponse:
+        outcome = await self._sealer.seal(
+            request.session_id,
+            request.tenant_salt,
+            chunks,
+            lease_id=request.lease_id,
+            keep_leased=request.keep_leased,
+        )
         return pb.SealResponse(
             chunks=sealed_chunks(outcome), lease_id=outcome.lease_id, epoch=self.store.epoch
         )
