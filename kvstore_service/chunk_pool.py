@@ -13,25 +13,18 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvstore_service.allocator import Run, RunAllocator
+from kvstore_service.contents import Contents, keys_behind
 from kvstore_service.eviction import EvictionPolicy
 from kvstore_service.leases import Lease, LeaseTable
-from kvstore_service.prefix_index import Entry, PrefixIndex, PrefixMatch, sortable
+from kvstore_service.prefix_index import Entry, PrefixIndex, PrefixMatch
 from kvstore_service.records import MetadataWriter, SlotTable
 from kvstore_service.recovery import Findings, read_arena
 from kvstore_service.sessions import ProcessIdentity
+from kvstore_service.tenant_tags import TenantTags
 from splitpoint.arena import Arena
-from splitpoint.arena_records import (
-    NO_PARENT,
-    ChunkBlock,
-    SlotState,
-    encode_token_row,
-    salt_tag,
-)
+from splitpoint.arena_records import NO_PARENT, ChunkBlock, SlotState, encode_token_row
 from splitpoint.errors import FailedPrecondition, ResourceExhausted
-from splitpoint.keys import pack_tokens, packed_chunk_key, packed_fingerprint
 
-# Tag of slots whose last writer's tenant is not known; no salt has it.
-_UNKNOWN_TAG = b""
 # How long a caller should wait for others to release: about a decode's length.
 _RETRY_SECONDS = 0.25
 
@@ -53,18 +46,6 @@ class WrittenChunk:
     parent_key: bytes
     token_ids: tuple[int, ...]
     checksum: int
-
-
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """What a chunk is, wherever it lies: equal contents, equal chunk."""
-
-    key: bytes
-    parent_key: bytes  # empty for the first chunk of a sequence
-    salt_tag: bytes
-    packed_tokens: bytes  # see keys.pack_tokens
-    packed: bytes  # the same for the index, see prefix_index.sortable
-    fingerprint: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +102,9 @@ class ChunkPool:
         self._chunks: dict[int, Entry] = {}  # slot -> its sealed chunk
         self._guarded: Counter[bytes] = Counter()  # keys of chunks about to get children
         self._seal_number = self.findings.last_seal_number
-        # Whose bytes a slot holds, by salt tag; absent: nobody's, it is all zeros.
-        self._tags = {
-            slot: _UNKNOWN_TAG
-            for slot, generation in enumerate(self.findings.generations)
-            if generation
-        }
+        self._tags = TenantTags(
+            slot for slot, generation in enumerate(self.findings.generations) if generation
+        )
         self._adopt(self.findings)
         self.allocator = RunAllocator(arena.slot_count, self.slots.in_state(SlotState.FREE))
 
@@ -144,7 +122,7 @@ class ChunkPool:
             entry = chunk.entry
             self.index.add(entry)
             self._chunks[entry.slot] = entry
-            self._tags[entry.slot] = entry.salt_tag
+            self._tags.set(entry.slot, entry.salt_tag)
             self.unverified.add(entry.slot)
         for slot, state in enumerate(findings.states):
             if state is SlotState.SEALED and slot not in self._chunks:
@@ -168,8 +146,7 @@ class ChunkPool:
         runs = tuple(self.allocator.allocate(count))
         slots = [slot for run in runs for slot in run]
         self.prepared.update(slots)
-        dirty = tuple(slot for slot in slots if self._tags.get(slot, tag) != tag)
-        return Preparation(runs, tag, dirty)
+        return Preparation(runs, tag, self._tags.foreign(slots, tag))
 
     def grant(
         self, preparation: Preparation, session_id: bytes, process: ProcessIdentity
@@ -185,12 +162,12 @@ class ChunkPool:
 
     def _grant(self, slot: int, tag: bytes, session_id: bytes, process: ProcessIdentity) -> int:
         self.prepared.discard(slot)
-        self._tags[slot] = tag
+        self._tags.set(slot, tag)
         return self.slots.grant(slot, session_id, process.process_id, process.start_ticks)
 
     def tag_of(self, slot: int) -> bytes:
         """Salt tag of the tenant that a slot was granted for."""
-        return self._tags[slot]
+        return self._tags.of(slot)
 
     def abandon(self, preparation: Preparation) -> None:
         """Prepared slots are free again; nobody was granted them."""
@@ -211,15 +188,7 @@ class ChunkPool:
 
     def contents(self, salt: bytes, parent_key: bytes, token_ids: Sequence[int]) -> Contents:
         """What a chunk of these tokens after this parent is, and its key."""
-        packed_tokens = pack_tokens(token_ids)
-        return Contents(
-            key=packed_chunk_key(self._layout_hash, salt, parent_key, packed_tokens),
-            parent_key=parent_key,
-            salt_tag=salt_tag(salt),
-            packed_tokens=packed_tokens,
-            packed=sortable(packed_tokens),
-            fingerprint=packed_fingerprint(packed_tokens),
-        )
+        return Contents.of(self._layout_hash, salt, parent_key, token_ids)
 
     def sealed_like(self, contents: Contents) -> Entry | None:
         """The sealed chunk with these very contents, if there is one.
@@ -228,14 +197,7 @@ class ChunkPool:
         of different contents are told apart, never mixed up.
         """
         entry = self.index.get(contents.key)
-        if entry is None:
-            return None
-        if (
-            entry.parent_key != contents.parent_key
-            or entry.salt_tag != contents.salt_tag
-            or entry.fingerprint != contents.fingerprint
-            or entry.packed != contents.packed
-        ):
+        if entry is not None and not contents.are_those_of(entry):
             raise FailedPrecondition("another chunk has this key", reason="KEY_COLLISION")
         return entry
 
@@ -306,25 +268,8 @@ class ChunkPool:
     def keys_behind(
         self, salt: bytes, entries: Sequence[Entry], token_ids: Sequence[int]
     ) -> list[bytes]:
-        """Keys of the chunks of a sequence that its matched `entries` do not hold.
-
-        The last one may be a partial tail. A match that ends inside a chunk does
-        not hold that one.
-        """
-        packed_tokens = pack_tokens(token_ids)
-        size = 4 * self.layout.chunk_tokens
-        parent = b""
-        start = 0
-        for entry in entries:
-            if entry.packed != sortable(packed_tokens[start : start + size]):
-                break
-            parent, start = entry.key, start + len(entry.packed)
-        keys = []
-        for place in range(start, len(packed_tokens), size):
-            piece = packed_tokens[place : place + size]
-            parent = packed_chunk_key(self._layout_hash, salt, parent, piece)
-            keys.append(parent)
-        return keys
+        """See `contents.keys_behind`."""
+        return keys_behind(self._layout_hash, self.layout.chunk_tokens, salt, entries, token_ids)
 
     def use(self, entries: Sequence[Entry]) -> None:
         """The chunks of a sequence, first one first, are wanted again."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from kvstore_helpers import LAYOUT, Bench, read_payload, seed_of, store_sequence, write_payload
 
-from kvstore_service import chunk_pool, prefix_index
+from kvstore_service import contents, prefix_index
 from kvstore_service.chunk_pool import WrittenChunk
 from kvstore_service.eviction import LeastRecentlyUsed
 from kvstore_service.leases import LeaseTable
@@ -207,7 +207,7 @@ def test_equal_hashes_of_different_contents_are_told_apart(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a hash that is a constant, tokens, fingerprints, parents and tenants still differ."""
-    for module in (prefix_index, chunk_pool):
+    for module in (prefix_index, contents):
         monkeypatch.setattr(module, "packed_chunk_key", lambda *_: b"k" * 32)
     session = bench.attach()
     [first] = grant(bench, session)

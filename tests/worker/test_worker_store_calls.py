@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore_service import chunk_pool, prefix_index
+from kvstore_service import contents, prefix_index
 from kvstore_service.server import KvStoreServicer
 from kvstore_service.store import KvStore
 from splitpoint.arena_owner import open_or_create_arena
@@ -334,7 +334,7 @@ async def test_the_mirror_names_the_bytes_that_it_has(setup: Setup) -> None:
 async def test_equal_hashes_bring_no_bytes_of_another_tenant(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (prefix_index, chunk_pool):
+    for module in (prefix_index, contents):
         monkeypatch.setattr(module, "packed_chunk_key", lambda *_: b"k" * 32)
     async with setup.client(remote=True) as reader, setup.client() as writer:
         assert reader.connection is not None
