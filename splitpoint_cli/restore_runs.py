@@ -17,7 +17,7 @@ from splitpoint.costs import Profile
 from splitpoint.schedule import Lane, Schedule
 from splitpoint.shapes import chunks_of
 from splitpoint.split_costs import Manner, SplitCosts, best_manner, best_split
-from splitpoint.token_recompute import TokenRecompute, load_piece
+from splitpoint.token_recompute import TokenRecompute
 from splitpoint_cli.restore_report import (
     ACTIVATIONS,
     BOTH_ENDS,
@@ -48,6 +48,7 @@ from worker_service.model.decoder import Decoder
 from worker_service.mover import Mover
 from worker_service.profiler import measure
 from worker_service.restore import restore
+from worker_service.staging import Staging
 from worker_service.startup import choose_device, describe_device
 from worker_service.timeline import Span, Trace
 
@@ -91,9 +92,8 @@ class Restorer:
         gatherer = gatherer_of(stored.device)
 
         def mover(pages: int) -> Mover:
-            return Mover(
-                stored.model, stored.tensors, stored.device, staging_pages=pages, gatherer=gatherer
-            )
+            staging = Staging(stored.tensors.layout, pages, stored.device)
+            return Mover(stored.model, stored.tensors, staging, gatherer)
 
         # A worker's staging memory; and as KVPR wants it, room for X of everything.
         self._mover = mover(STAGING_PAGES)
@@ -177,7 +177,7 @@ class Planned:
             profile,
             costs,
             cached,
-            load_piece(costs, cached, CHUNK_TOKENS),
+            CHUNK_TOKENS,
             PREFILL_CHUNK_TOKENS,
         )
 
@@ -190,7 +190,7 @@ class Planned:
             pipelined,
             best(column),
             best(pipelined),
-            tokens.meeting_point(CHUNK_TOKENS),
+            tokens.met().recomputed,
         )
 
 
