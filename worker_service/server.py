@@ -82,6 +82,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             pinned_bytes=pinning.pinned_bytes if pinning is not None else 0,
             pinning=pinning.description if pinning is not None else "",
             schedule=schedule_to_proto(lanes.schedule),
+            staging_tokens=worker.engine.staging.page_count * worker.engine.chunk_tokens,
             emulated_link_bytes_per_second=lanes.link.bytes_per_second if lanes.link else 0.0,
         )
 

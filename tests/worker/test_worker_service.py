@@ -16,6 +16,7 @@ from tiny_models import VOCABULARY, build_tiny, clear_prompt, write_tiny
 from splitpoint.rpc import create_server, error_of, open_channel
 from splitpoint.shapes import DataType
 from splitpoint.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+from worker_service.memory import STAGING_PAGES
 from worker_service.server import WorkerServicer
 from worker_service.startup import WorkerOptions, load_worker
 
@@ -97,6 +98,8 @@ async def test_info_profile_and_run(folder: Path) -> None:
         assert info.worker_id == "w"
         assert info.cache_capacity_bytes % info.page_bytes == 0
         assert info.cache_capacity_bytes + info.weight_bytes < info.device_memory_bytes == 64 << 20
+        assert info.schedule == types_pb2.SCHEDULE_PIPELINED
+        assert info.staging_tokens == STAGING_PAGES * info.layout.chunk_tokens
         fresh = await stub.Profile(worker_pb2.ProfileRequest(refresh=True))
         assert fresh.profile.link_bytes_per_second > 0
         stream = stub.Run()
