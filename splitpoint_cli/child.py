@@ -66,6 +66,24 @@ class LogLine:
     important: bool
 
 
+class ServiceNotStarted(SplitpointError):
+    """The system gave no process for a service: no room for one, no memory, no descriptors.
+
+    Attributes:
+        why: the system's words.
+    """
+
+    code = 8
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(
+            f"{name} cannot be started: {why}", reason="SERVICE_NOT_STARTED", service=name
+        )
+        self.service = name
+        self.why = why
+        self.tail: tuple[LogLine, ...] = ()
+
+
 class ServiceExited(SplitpointError):
     """A child ended although nobody asked it to. `tail` holds its last lines."""
 
@@ -141,21 +159,28 @@ class Service:
         """Start a child that ends when the pipe `alive_fd` is closed at its other end.
 
         `show` gets every line it writes; `on_exit` is called once it is gone.
-        `inherited`: further open files that it keeps open.
+        `inherited`: further open files that it keeps open. Raises ServiceNotStarted.
         """
-        process = await asyncio.create_subprocess_exec(
-            interpreter,
-            *command.arguments,
-            "--parent-fd",
-            str(alive_fd),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=PIPE,
-            stderr=PIPE,
-            limit=_LINE_LIMIT,
-            pass_fds=(alive_fd, *inherited),
-            process_group=0,
-            env=child_environment(command.environment),
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                interpreter,
+                *command.arguments,
+                "--parent-fd",
+                str(alive_fd),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=PIPE,
+                stderr=PIPE,
+                limit=_LINE_LIMIT,
+                pass_fds=(alive_fd, *inherited),
+                process_group=0,
+                env=child_environment(command.environment),
+            )
+        except OSError as error:
+            raise ServiceNotStarted(command.name, error.strerror or str(error)) from error
+        except RuntimeError as error:
+            # asyncio may need a thread to watch it. A child that has come to life already
+            # ends with this process.
+            raise ServiceNotStarted(command.name, str(error)) from error
         return cls(command, process, show, on_exit)
 
     @property

@@ -5,7 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from splitpoint_cli.child import Service, ServiceCommand, ServiceExited, ServiceNotReady
+from splitpoint_cli.child import (
+    Service,
+    ServiceCommand,
+    ServiceExited,
+    ServiceNotReady,
+    ServiceNotStarted,
+)
 from splitpoint_cli.restart_policy import GiveUp, RestartLimits, RestartPolicy
 from splitpoint_cli.supervisor import Supervisor
 
@@ -81,15 +87,15 @@ class Keeper:
         while True:
             try:
                 return await self._supervisor.start(command)
-            except OSError as error:
+            except ServiceNotStarted as error:
                 decision = self._policies[command.name].died(loop.time(), served_seconds=0.0)
                 if isinstance(decision, GiveUp):
                     raise ServiceExited(
-                        command.name, 1, (), and_then=f"cannot be started: {error.strerror}"
+                        command.name, 1, (), and_then=f"cannot be started: {error.why}"
                     ) from error
                 self._say(
                     command.name,
-                    f"cannot be started ({error.strerror}); again in {decision.seconds:g} s",
+                    f"cannot be started ({error.why}); again in {decision.seconds:g} s",
                 )
                 await asyncio.sleep(decision.seconds)
 

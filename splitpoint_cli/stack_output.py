@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.markup import escape
 
 from splitpoint import config
-from splitpoint_cli.child import LogLine, ServiceExited, ServiceNotReady
+from splitpoint_cli.child import LogLine, ServiceExited, ServiceNotReady, ServiceNotStarted
 from splitpoint_cli.output import err, out, print_error
 from splitpoint_cli.stack import Stack
 
@@ -36,7 +36,7 @@ class StackOutput:
         if not self._quiet:
             err.print(f"{_prefix(service)} {escape(text)}" if service else f"[dim]{text}[/dim]")
 
-    def failure(self, error: ServiceExited | ServiceNotReady) -> None:
+    def failure(self, error: ServiceExited | ServiceNotReady | ServiceNotStarted) -> None:
         """The error, after those of the service's last lines that were not shown when written."""
         unseen = [line for line in error.tail if not self._is_shown(line)]
         if unseen:

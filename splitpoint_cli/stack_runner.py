@@ -13,7 +13,7 @@ from splitpoint import config
 from splitpoint.client import AsyncClient
 from splitpoint.errors import Cancelled
 from splitpoint.tls import trusting_own_server
-from splitpoint_cli.child import Service, ServiceExited, ServiceNotReady
+from splitpoint_cli.child import Service, ServiceExited, ServiceNotReady, ServiceNotStarted
 from splitpoint_cli.instance import exclusive, predecessors_gone
 from splitpoint_cli.keeper import Keeper
 from splitpoint_cli.output import err
@@ -40,9 +40,9 @@ class StackRunner:
         """The supervised stack, from the moment it serves.
 
         Raises Cancelled when `stop` is set before that, FailedPrecondition when the
-        instance is not free, ServiceExited or ServiceNotReady when a service fails to
-        start: a wrong argument must not be tried for ever. Once the block is left,
-        `stop` being set (again) means: do not wait for anything.
+        instance is not free, ServiceNotStarted, ServiceExited or ServiceNotReady when a
+        service fails to start: a wrong argument must not be tried for ever. Once the block
+        is left, `stop` being set (again) means: do not wait for anything.
         """
         runtime, instance = self._stack.runtime, self._stack.instance
         with exclusive(runtime, instance) as services:
@@ -158,7 +158,7 @@ async def run_stack(stack: Stack, *, verbose: bool, limits: RestartLimits | None
             err.print("stopping (once more to stop at once) ...")
     except Cancelled:
         return 130
-    except (ServiceExited, ServiceNotReady) as error:
+    except (ServiceExited, ServiceNotReady, ServiceNotStarted) as error:
         runner.output.failure(error)
         return 1
     return 0

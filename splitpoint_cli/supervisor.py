@@ -58,7 +58,10 @@ class Supervisor:
     # -- starting -----------------------------------------------------------------
 
     async def start(self, command: ServiceCommand) -> Service:
-        """Start a service without waiting for it; one of its name must be gone."""
+        """Start a service without waiting for it; one of its name must be gone.
+
+        Raises ServiceNotStarted.
+        """
         predecessor = self._services.get(command.name)
         if predecessor is not None:
             if not predecessor.gone.is_set():

@@ -19,7 +19,12 @@ from up_process import wait_until_up
 
 from splitpoint.config import arena_path, make_private, remove_tree, runtime_directory
 from splitpoint.errors import Cancelled, FailedPrecondition
-from splitpoint_cli.child import ServiceCommand, ServiceExited, child_environment
+from splitpoint_cli.child import (
+    ServiceCommand,
+    ServiceExited,
+    ServiceNotStarted,
+    child_environment,
+)
 from splitpoint_cli.instance import exclusive, predecessors_gone, running_process
 from splitpoint_cli.keeper import Keeper
 from splitpoint_cli.restart_policy import GiveUp, RestartAfter, RestartLimits, RestartPolicy
@@ -212,7 +217,7 @@ class FailingSupervisor:
         return await self.dead.get()
 
     async def start(self, command: ServiceCommand) -> object:
-        raise BlockingIOError(11, "Resource temporarily unavailable")
+        raise ServiceNotStarted(command.name, "Resource temporarily unavailable")
 
 
 class DeadService:

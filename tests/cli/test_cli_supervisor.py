@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -17,6 +21,7 @@ from splitpoint_cli.child import (
     ServiceCommand,
     ServiceExited,
     ServiceNotReady,
+    ServiceNotStarted,
     child_environment,
 )
 from splitpoint_cli.supervisor import Supervisor
@@ -53,6 +58,30 @@ def wait_gone(processes: list[int], seconds: float = 10.0) -> list[int]:
     while (left := [pid for pid in processes if is_alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     return left
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """This process can open nothing, which is what a start needs first."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = {int(name) for name in os.listdir("/proc/self/fd")}
+    lowest_free = next(number for number in count() if number not in taken)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+async def test_a_start_that_the_system_refuses_is_named(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    async with Supervisor(sys.executable, lambda _: None) as supervisor:
+        with no_descriptor_left(), pytest.raises(ServiceNotStarted) as caught:
+            await supervisor.start(fake("store", "serve", log))
+        assert caught.value.message == "store cannot be started: Too many open files"
+        again = await supervisor.start(fake("store", "serve", log))
+        assert await again.ready()
+    assert events(log) == ["start store", "stop store"]
 
 
 async def test_ready_addresses_logs_and_order_of_stopping(tmp_path: Path) -> None:

@@ -9,10 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from own_names import instance_name
 from up_process import up_process, wait_until_up
 
 from splitpoint.config import arena_path, remove_tree, runtime_directory
+from splitpoint_cli.restart_policy import RestartLimits
+from splitpoint_cli.stack import StackOptions, plan_stack
+from splitpoint_cli.stack_runner import run_stack
 
 FAKE_STACK = str(Path(__file__).parent / "fake_stack.py")
 SECONDS = 20
@@ -106,6 +110,22 @@ def test_a_service_that_cannot_start_says_why(tmp_path: Path) -> None:
     assert "no luck today" in errors
     assert "store ended with status 7" in errors
     assert_nothing_left(log, instance_name("crash"))
+
+
+async def test_a_first_start_without_a_process_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    instance = instance_name("no-process")
+    options = StackOptions(
+        instance=instance, device="cpu", host_memory="1MiB", listen="127.0.0.1:0"
+    )
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    assert await run_stack(plan_stack(options), verbose=False, limits=RestartLimits()) == 1
+    errors = capsys.readouterr().err
+    assert "store cannot be started: No such file or directory" in errors.splitlines()[-1]
+    assert not arena_path(instance).parent.exists()
+    assert not (runtime_directory(instance_name("other")).parent / instance).exists()
+    runtime_directory(instance_name("other")).rmdir()
 
 
 def test_an_arena_that_was_kept_survives_a_start_that_failed(tmp_path: Path) -> None:
