@@ -117,6 +117,7 @@ def _plan(
                 residency=place.residency,
                 footprint_bytes=place.size_bytes,
                 spare_bytes=place.spare_bytes,
+                keeps_activations=True,
                 forced_split_tokens=wishes.split_tokens,
                 forced_method=wishes.restore_method,
                 residency_reason=_with_loss(place.reason, worker),

@@ -57,7 +57,10 @@ def best_pull(
     is_serial = manner.schedule is Schedule.SERIAL
     if is_serial or not (has_activations and keeps_activations and shape.activations_can_pay):
         return best
-    room = _whole_chunks(spare_bytes // shape.activation_bytes_per_token, chunk_tokens, cached)
+    # X lies in pages that are made for K and V.
+    pages = spare_bytes // shape.page_bytes(chunk_tokens)
+    held = pages * shape.activations_per_page * chunk_tokens
+    room = _whole_chunks(held, chunk_tokens, cached)
     row = replace(manner, schedule=Schedule.ROW)
     front = best_split(costs, cached, row, quantum=chunk_tokens, cap=room)
     seconds = costs.seconds(front, cached, row)

@@ -169,6 +169,14 @@ class ModelShape:
         return chunk_tokens * self.kv_bytes_per_token
 
     @property
+    def activations_per_page(self) -> int:
+        """Chunks whose X fills a page of device memory, one in the place of K, one of V's.
+
+        0 unless X is exactly as large as either, as with multi-head attention.
+        """
+        return 2 if self.hidden_size == self.kv_width else 0
+
+    @property
     def activations_can_pay(self) -> bool:
         """Whether storing X can ever shorten a restore (rho < 1)."""
         return self.rho < 1

@@ -122,6 +122,19 @@ class DeviceCache:
         self.keys[layer][pages, :, rows] = keys
         self.values[layer][pages, :, rows] = values
 
+    def inputs_in_pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pages seen as room for X, `[page_count, chunk_tokens, h]`: in the place of K, of V.
+
+        The same memory; only where h is n_kv * d.
+        """
+        page = (-1, self.layout.chunk_tokens, self.layout.hidden_size)
+        return self.keys[layer].view(page), self.values[layer].view(page)
+
+    def keep_inputs(self, input_page: int, page: int, half: int) -> None:
+        """X of all layers from an input page into half 0 or 1 of a cache page."""
+        for layer, inputs in enumerate(self.inputs):
+            self.inputs_in_pages(layer)[half][page].copy_(inputs[input_page])
+
     def write_inputs(
         self, layer: int, pages: torch.Tensor, rows: torch.Tensor, inputs: torch.Tensor
     ) -> None:

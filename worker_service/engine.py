@@ -165,9 +165,11 @@ class Engine:
         return self._costs.step_seconds(batch.streamed.traffic())
 
     def _replan(self, profile: Profile) -> None:
-        """Streamed sequences follow new costs, unless their split was asked for."""
+        """Streamed sequences follow new costs, unless their split was asked for, or what
+        is rebuilt is what stays on the device."""
         for sequence in self.roster.running:
-            if sequence.is_streamed and sequence.admission.split_line is not None:
+            follows = sequence.admission.split_line is not None and not sequence.kept_inputs
+            if sequence.is_streamed and follows:
                 line = split_line_of(
                     self.model.shape,
                     self.cache.layout,

@@ -32,7 +32,8 @@ Attend = Callable[[torch.Tensor, torch.Tensor], None]
 class Shipment:
     """A tile with what its work needs; made once per step, used by every layer.
 
-    `token_ids`: int64 `[rebuilt rows]` on the device, from which layer 0 makes its X.
+    `token_ids`: int64 `[rebuilt rows]` on the device, from which layer 0 makes its X;
+    `take_inputs`: where X is kept on the device, puts that of a layer into staging pages.
     """
 
     tile: Tile
@@ -40,12 +41,13 @@ class Shipment:
     loaded: Part | None
     rebuilt: Part | None
     token_ids: torch.Tensor | None
+    take_inputs: Callable[[int, torch.Tensor], None] | None = None
 
     def copies(self, layer: int) -> list[int]:
         """Bytes of each copy that brings it in this layer, in link order."""
         layout = self.mover.tensors.layout
         sizes = []
-        if self.rebuilt is not None and layer:
+        if self.rebuilt is not None and layer and self.take_inputs is None:
             sizes.append(len(self.rebuilt.chunks) * layout.x_slot_bytes)
         if self.loaded is not None:
             sizes.append(2 * len(self.loaded.chunks) * layout.kv_slot_bytes)
@@ -172,7 +174,7 @@ class Feed:
         if shipment.rebuilt is not None:
             x_slot, sent = self._x_slots.take()
             # Layer 0's X comes from token ids, when it is its turn.
-            if layer:
+            if layer and shipment.take_inputs is None:
                 work = shipment.mover.send(layer, shipment.rebuilt, x_slot)
                 sent = [self._lanes.run(Lane.LINK_IN, work, sent)]
         if shipment.loaded is not None:
@@ -192,6 +194,9 @@ class Feed:
         mover, after = shipment.mover, [*under_way.sent, *under_way.loaded]
         if layer == 0:
             work = mover.embed(token_ids, part.positions, x_slot)
+            after.append(self._lanes.run(Lane.COMPUTE, work, under_way.sent))
+        elif shipment.take_inputs is not None:
+            work = mover.take(layer, part, x_slot, shipment.take_inputs)
             after.append(self._lanes.run(Lane.COMPUTE, work, under_way.sent))
         work = mover.rebuild(layer, part, x_slot, keys, values)
         rebuilt = self._lanes.run(Lane.COMPUTE, work, after)

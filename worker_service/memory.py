@@ -166,8 +166,9 @@ def _streamed_bytes(
     decode = scores + tile_pages * width * (4 + 2 * size)
     # What was merged so far, the tile's share and their sum: fp32, with peaks and totals.
     partials = 3 * (max_batch_size + 1) * 4 * (width + 2 * shape.query_head_count)
-    # The product, keys being normed and rotated, angles; X from token ids, half in fp32.
-    rebuild = rows * size * (2 * shape.kv_width + 4 * shape.kv_width + 4 * shape.head_dim)
+    # The product, keys being normed and rotated, angles, X where it was kept; X from
+    # token ids, half in fp32.
+    rebuild = rows * size * (6 * shape.kv_width + 4 * shape.head_dim + shape.hidden_size)
     embed = rows * shape.hidden_size * (3 * size + 8)
     # Scores twice, queries, results and partials; K and V as taken and in order.
     keys = PREFILL_TILE_PAGES * chunk

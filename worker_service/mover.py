@@ -7,7 +7,7 @@ checks afterwards that the chunks that were read are still current.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,18 +102,20 @@ class Mover:
         return Work("send X", call, size, size, layer, part.rows)
 
     def send_inputs(
-        self, chunk: StoredChunk, inputs: Sequence[torch.Tensor], page: int
+        self, chunks: Sequence[StoredChunk], inputs: Sequence[torch.Tensor], pages: Sequence[int]
     ) -> list[Work]:
-        """X of one chunk, layer by layer, into an input page of `[pages, C, h]`."""
-        size = self.tensors.layout.x_slot_bytes
+        """X of some chunks, layer by layer, into pages of `[pages, C, h]`."""
+        slots = [chunk.slot for chunk in chunks]
+        size = len(slots) * self.tensors.layout.x_slot_bytes
+        tokens = sum(chunk.token_count for chunk in chunks)
 
         def copy(layer: int, target: torch.Tensor) -> Work:
             return Work(
                 "send X",
-                lambda: self._stage.bring(layer, {"X": target}, [chunk.slot], [page]),
+                lambda: self._stage.bring(layer, {"X": target}, slots, pages),
                 size,
                 size,
-                tokens=chunk.token_count,
+                tokens=tokens,
             )
 
         return [copy(layer, target) for layer, target in enumerate(inputs)]
@@ -130,6 +132,13 @@ class Mover:
             staging.flatten(0, 1)[: len(token_ids)].copy_(inputs)
 
         return Work("embed", call, layer=0, tokens=len(token_ids))
+
+    def take(
+        self, layer: int, part: Part, slot: int, take: Callable[[int, torch.Tensor], None]
+    ) -> Work:
+        """X that is on the device already into a staging slot, by `take(layer, slot's pages)`."""
+        staging = self._slot(slot)
+        return Work("take X", lambda: take(layer, staging), layer=layer, tokens=part.rows)
 
     def rebuild(
         self, layer: int, part: Part, slot: int, keys: torch.Tensor, values: torch.Tensor

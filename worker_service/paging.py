@@ -9,6 +9,7 @@ are held from a chunk's first token until it is sealed. Pure bookkeeping over
 from __future__ import annotations
 
 from splitpoint.planner import Residency
+from splitpoint.schedule import Schedule
 from splitpoint.shapes import chunks_of
 from worker_service.device_cache import DeviceCache
 from worker_service.sequence import Admission, Sequence
@@ -22,20 +23,33 @@ class Pager:
         self._cache = cache
         self._chunk_tokens = cache.layout.chunk_tokens
         self._keeps_inputs = bool(cache.inputs)
+        layout = cache.layout
+        fits = layout.hidden_size == layout.kv_head_count * layout.head_dim
+        self._holds_rows = self._keeps_inputs and fits
 
     def claim_of(self, admission: Admission) -> int:
         """Pages a request may hold at once if it runs to max_tokens."""
         pages = chunks_of(admission.final_tokens, self._chunk_tokens)
         if admission.residency is Residency.STREAMED:
-            streamed = self._cache.plan.streamed_page_count + self.kept_chunks(admission)
-            return min(pages, streamed)
+            kept = self.kept_chunks(admission) + _halves(self.kept_inputs(admission))
+            return min(pages, self._cache.plan.streamed_page_count + kept)
         return pages
 
     def kept_chunks(self, admission: Admission) -> int:
-        """Leading chunks of a streamed request that stay on the device."""
+        """Leading chunks of a streamed request whose K,V stay on the device."""
+        return 0 if self._keeps_rows(admission) else self._kept(admission)
+
+    def kept_inputs(self, admission: Admission) -> int:
+        """Leading chunks of a streamed request whose X stays on the device."""
+        return self._kept(admission) if self._keeps_rows(admission) else 0
+
+    def _kept(self, admission: Admission) -> int:
         if admission.residency is not Residency.STREAMED:
             return 0
         return admission.resident_tokens // self._chunk_tokens
+
+    def _keeps_rows(self, admission: Admission) -> bool:
+        return admission.schedule is Schedule.ROW and self._holds_rows
 
     def take_for_prefix(self, sequence: Sequence, stored: range, chunk_count: int) -> None:
         """Pages for the first `chunk_count` chunks but those of `stored`, which stay in
@@ -96,16 +110,25 @@ class Pager:
         """Sealed chunks need their X page no more, and streamed ones no page at all."""
         for index, chunk in enumerate(command.chunks, command.first_chunk):
             input_page = sequence.input_pages.pop(index, None)
-            if input_page is not None:
-                self._cache.input_pages.give(input_page)
-            if chunk.token_count < self._chunk_tokens:
+            is_full = chunk.token_count == self._chunk_tokens
+            if is_full:
+                sequence.stored.append(chunk)
+                page = sequence.pages[index]
+                is_kept = not sequence.is_streamed or index < sequence.kept_chunks
+                if not is_kept and page is not None:
+                    self._cache.pages.give(page)
+                    sequence.pages[index] = None
+            if input_page is None:
                 continue
-            sequence.stored.append(chunk)
-            page = sequence.pages[index]
-            is_kept = not sequence.is_streamed or index < sequence.kept_chunks
-            if not is_kept and page is not None:
-                self._cache.pages.give(page)
-                sequence.pages[index] = None
+            if is_full and index < sequence.kept_inputs:
+                self.take_row_pages(sequence, index + 1)
+                self._cache.keep_inputs(input_page, sequence.row_pages[index // 2], index % 2)
+            self._cache.input_pages.give(input_page)
+
+    def take_row_pages(self, sequence: Sequence, chunk_count: int) -> None:
+        """Pages that hold X of the first `chunk_count` chunks, two in each."""
+        while len(sequence.row_pages) < _halves(chunk_count):
+            sequence.row_pages.append(self._cache.pages.take())
 
     def clear_unwritten(self, sequence: Sequence) -> None:
         """Zero the pages of a sequence that were not handed to write-back.
@@ -134,7 +157,9 @@ class Pager:
         for page in sequence.pages:
             if page is not None:
                 self._cache.pages.give(page)
-        sequence.pages = []
+        for page in sequence.row_pages:
+            self._cache.pages.give(page)
+        sequence.pages, sequence.row_pages = [], []
         self.give_input_pages(sequence)
 
     def free(self, sequence: Sequence) -> None:
@@ -142,3 +167,8 @@ class Pager:
         self.give_pages(sequence)
         self._cache.unclaim(sequence.claimed_pages)
         sequence.claimed_pages = 0
+
+
+def _halves(chunk_count: int) -> int:
+    """Pages for X of so many chunks."""
+    return chunks_of(chunk_count, 2)

@@ -112,14 +112,33 @@ class Restorer:
             part = Prefix(listed, first, sequence.pages, sequence.tokens, end, min(split, end))
             brought = self._bring_in(sequence, mover, part)
             met = Met(met.recomputed_tokens + brought.recomputed_tokens, met.spans + brought.spans)
+        kept = chunks[: min(sequence.kept_inputs, full)]
+        met.spans.extend(self._bring_inputs(sequence, mover, kept))
         if cached % self._chunk and self._cache.inputs:
             # The tail's chunk will be sealed anew with more tokens, X included.
             page = self._pager.take_input_page(sequence, full)
-            for work in mover.send_inputs(chunks[full], self._cache.inputs, page):
+            for work in mover.send_inputs(chunks[full:], self._cache.inputs, [page]):
                 self._lanes.run(Lane.LINK_IN, work)
             met.spans.extend(self._lanes.finish())
             mover.tensors.check_current(chunks[full:])
         return met
+
+    def _bring_inputs(
+        self, sequence: Sequence, mover: Mover, chunks: tuple[StoredChunk, ...]
+    ) -> list[Span]:
+        """X of the first chunks, to stay on the device. Raises ChunkLost."""
+        if not chunks:
+            return []
+        self._pager.take_row_pages(sequence, len(chunks))
+        rooms = [self._cache.inputs_in_pages(layer) for layer in range(len(self._model.layers))]
+        for half in (0, 1):
+            some = chunks[half::2]
+            pages = sequence.row_pages[: len(some)]
+            for work in mover.send_inputs(some, [room[half] for room in rooms], pages):
+                self._lanes.run(Lane.LINK_IN, work)
+        spans = self._lanes.finish()
+        mover.tensors.check_current(chunks)
+        return spans
 
     def _bring_in(self, sequence: Sequence, mover: Mover, prefix: Prefix) -> Met:
         """K and V of the prefix into its pages, by the method that was planned."""

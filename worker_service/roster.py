@@ -205,6 +205,7 @@ class Roster:
             tokens=[*admission.prompt, *admission.delivered],
             claimed_pages=claim,
             kept_chunks=self._pager.kept_chunks(admission),
+            kept_inputs=self._pager.kept_inputs(admission),
             text=text,
             match=admit.match,
             paused=paused,

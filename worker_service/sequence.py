@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from splitpoint.planner import Residency, RestoreMethod
+from splitpoint.schedule import Schedule
 from splitpoint.split_line import SplitLine
 from splitpoint.text import TextStream
 from worker_service.arena_tensors import StoredChunk
@@ -30,8 +31,10 @@ class Admission:
     salt: bytes
     # Streamed, of each step: how the split follows the sequence; None: it stays.
     split_line: SplitLine | None = None
-    # Streamed: so many leading tokens, in whole chunks, keep their K,V on the device.
+    # Streamed: of so many leading tokens, in whole chunks, K,V stay on the device; with
+    # schedule ROW it is X, from which they are rebuilt in each step.
     resident_tokens: int = 0
+    schedule: Schedule = Schedule.PIPELINED
     # Another host's store that may hold more of the prefix than the own one.
     source: FetchOrder | None = None
     # TOKENS: prefill from the front while chunks come from the back, expected to meet
@@ -71,7 +74,8 @@ class Sequence:
 
     Chunk i is on the device when `pages[i]` is not None, and in the store when
     `i < len(stored)`. A resident sequence keeps every page; a streamed one keeps the
-    first `kept_chunks` and gives any other up as soon as its chunk is sealed.
+    first `kept_chunks` and gives any other up as soon as its chunk is sealed. Of the first
+    `kept_inputs` it keeps X instead: that of chunk i in half `i % 2` of `row_pages[i // 2]`.
     """
 
     admission: Admission
@@ -79,11 +83,13 @@ class Sequence:
     claimed_pages: int
     text: TextStream | None
     kept_chunks: int = 0
+    kept_inputs: int = 0
     match: Match | None = None
     # Reads the arena its stored chunks are in; another one after the store restarts.
     mover: Mover | None = None
     computed: int = 0
     pages: list[int | None] = field(default_factory=list)
+    row_pages: list[int] = field(default_factory=list)
     # X pages by chunk index, until the chunk is sealed.
     input_pages: dict[int, int] = field(default_factory=dict)
     stored: list[StoredChunk] = field(default_factory=list)
@@ -113,7 +119,7 @@ class Sequence:
 
     @property
     def stored_range(self) -> range:
-        """The chunks that are in the store only, between those that are on the device."""
+        """The chunks whose K,V are not on the device, between those whose are."""
         start = min(self.kept_chunks, len(self.pages))
         # Pages are given up front to back, so the end only ever moves on.
         end = max(self._stored_end, start)
@@ -129,8 +135,14 @@ class Sequence:
         return [*range(stored.start), *range(stored.stop, len(self.pages))]
 
     @property
+    def read_chunks(self) -> list[StoredChunk]:
+        """What each step reads from the store."""
+        stored = self.stored_range
+        return self.stored[max(stored.start, self.kept_inputs) : stored.stop]
+
+    @property
     def device_page_count(self) -> int:
-        return len(self.pages) - len(self.stored_range)
+        return len(self.pages) - len(self.stored_range) + len(self.row_pages)
 
     def page(self, chunk_index: int) -> int:
         """The device page of a chunk that must be there."""

@@ -172,9 +172,7 @@ class StreamedStep:
         lost = []
         for sequence in self.sequences:
             try:
-                mover_of(sequence).tensors.check_current(
-                    [sequence.stored[chunk] for chunk in sequence.stored_range]
-                )
+                mover_of(sequence).tensors.check_current(sequence.read_chunks)
             except ChunkLost as error:
                 lost.append(LostSequence(sequence, error))
         return lost
@@ -205,6 +203,7 @@ class StreamedBuilder:
         windows: Rows[Window],
         tile_pages: int,
     ) -> None:
+        self._cache = cache
         self._chunk = cache.layout.chunk_tokens
         self._device = cache.device
         # Of each layer, in order.
@@ -285,7 +284,10 @@ class StreamedBuilder:
                 reader,
                 sequence.stored[index],
                 index * chunk,
-                min(max(split - index * chunk, 0), chunk),
+                chunk
+                if index < sequence.kept_inputs
+                else min(max(split - index * chunk, 0), chunk),
+                is_kept=index < sequence.kept_inputs,
             )
             for index in sequence.stored_range
         ]
@@ -349,7 +351,29 @@ class StreamedBuilder:
             positions += range(span.start, span.stop)
             token_ids += sequences[page.reader].tokens[span]
         rebuilt = mover.rebuilt_part(chunks, places, self._tensor(positions))
-        return Shipment(tile, mover, loaded, rebuilt, self._tensor(token_ids))
+        take_inputs = self._taking(tile, sequences) if tile.is_kept else None
+        return Shipment(tile, mover, loaded, rebuilt, self._tensor(token_ids), take_inputs)
+
+    def _taking(self, tile: Tile, sequences: Rows[Sequence]) -> Callable[[int, torch.Tensor], None]:
+        """Puts X of the tile's pages from where it is kept on the device into staging pages."""
+        halves: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        for half in (0, 1):
+            places, pages = [], []
+            for place, page in enumerate(tile.pages):
+                chunk = page.first_position // self._chunk
+                if chunk % 2 == half:
+                    places.append(place)
+                    pages.append(sequences[page.reader].row_pages[chunk // 2])
+            if places:
+                halves.append((half, self._tensor(places), self._tensor(pages)))
+        cache = self._cache
+
+        def take(layer: int, staging: torch.Tensor) -> None:
+            rooms = cache.inputs_in_pages(layer)
+            for half, places, pages in halves:
+                staging.index_copy_(0, places, rooms[half].index_select(0, pages))
+
+        return take
 
     def _kept(self, sequence: Sequence, end: int) -> list[DevicePages]:
         """Device pages up to position `end`, in pieces that a tile's scores have room for."""

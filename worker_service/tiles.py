@@ -21,13 +21,15 @@ class StoredPage:
     """A full chunk of a sequence that a step reads from the store.
 
     `reader` is the row of the query that attends it, `first_position` that of its first
-    token, and `[0, rebuilt_rows)` of its rows are rebuilt.
+    token, and `[0, rebuilt_rows)` of its rows are rebuilt. `is_kept`: all of them, from X
+    that is on the device.
     """
 
     reader: int
     chunk: StoredChunk
     first_position: int
     rebuilt_rows: int
+    is_kept: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ class Tile:
     Attributes:
         pages: all rebuilt whole, or all loaded; a page in which the split lies is alone.
         is_loaded: K,V come over the link.
+        is_kept: X is on the device: nothing comes over the link.
         rebuilt_rows: of the pages' rows, front first: all, none, or some of a single
             page, which are rebuilt over what was loaded.
     """
@@ -44,6 +47,7 @@ class Tile:
     pages: tuple[StoredPage, ...]
     is_loaded: bool
     rebuilt_rows: int
+    is_kept: bool = False
 
 
 def decode_tiles(pages: Sequence[StoredPage], tile_pages: int, chunk_tokens: int) -> list[Tile]:
@@ -68,19 +72,25 @@ def in_turn(first: Sequence[Tile], second: Sequence[Tile]) -> list[Tile]:
 
 
 def _tiles(pages: list[StoredPage], tile_pages: int, chunk_tokens: int) -> list[Tile]:
+    kept = [page for page in pages if page.is_kept]
+    pages = [page for page in pages if not page.is_kept]
     rebuilt = [page for page in pages if page.rebuilt_rows == chunk_tokens]
     loaded = [page for page in pages if page.rebuilt_rows == 0]
     mixed = [page for page in pages if 0 < page.rebuilt_rows < chunk_tokens]
     return in_turn(
-        [
-            Tile(cut, is_loaded=False, rebuilt_rows=len(cut) * chunk_tokens)
-            for cut in _cuts(rebuilt, tile_pages)
-        ],
+        in_turn(
+            [_rebuilt(cut, chunk_tokens) for cut in _cuts(rebuilt, tile_pages)],
+            [_rebuilt(cut, chunk_tokens, is_kept=True) for cut in _cuts(kept, tile_pages)],
+        ),
         [
             *(Tile((page,), is_loaded=True, rebuilt_rows=page.rebuilt_rows) for page in mixed),
             *(Tile(cut, is_loaded=True, rebuilt_rows=0) for cut in _cuts(loaded, tile_pages)),
         ],
     )
+
+
+def _rebuilt(pages: tuple[StoredPage, ...], chunk_tokens: int, *, is_kept: bool = False) -> Tile:
+    return Tile(pages, is_loaded=False, rebuilt_rows=len(pages) * chunk_tokens, is_kept=is_kept)
 
 
 def _cuts(pages: Sequence[StoredPage], most: int) -> list[tuple[StoredPage, ...]]:

@@ -85,6 +85,7 @@ def admission_from(
         split_tokens=split,
         split_line=line,
         resident_tokens=plan.resident_tokens,
+        schedule=plan.schedule,
         salt=command.tenant_salt,
         source=_source_of(command),
         method=plan.method,

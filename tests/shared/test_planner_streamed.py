@@ -128,7 +128,9 @@ def pulled_seconds(
                 least,
                 *(costs.seconds(split, rest, manner) for split in [*range(0, rest, chunk), rest]),
             )
-        if kept * shape.activation_bytes_per_token <= spare:
+        # X lies two chunks in a page, where K and V of one chunk would be.
+        pages = -(-kept // (2 * chunk))
+        if shape.activations_per_page and pages * shape.page_bytes(chunk) <= spare:
             row = replace(manner, schedule=Schedule.ROW)
             least = min(least, costs.seconds(kept, cached, row))
     return least
@@ -149,7 +151,7 @@ def test_what_stays_is_the_best_of_all_three_way_splits() -> None:
         least = pulled_seconds(shape, costs, cached, manner, spare, chunk)
         assert pull.seconds == pytest.approx(least, rel=1e-9)
         rows += pull.schedule is Schedule.ROW
-    assert rows > 5
+    assert rows > 3
 
 
 def test_resident_keys_and_values_always_beat_resident_activations_from_rho_1_on() -> None:

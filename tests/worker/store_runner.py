@@ -21,6 +21,7 @@ from kvstore_service.store import KvStore
 from splitpoint.arena_owner import open_or_create_arena
 from splitpoint.keys import chunk_key
 from splitpoint.planner import Residency
+from splitpoint.schedule import Schedule
 from splitpoint.shapes import ArenaLayout
 from splitpoint.split_line import SplitLine
 from worker_service.arena_tensors import ArenaTensors, StoredChunk
@@ -151,6 +152,7 @@ def streamed(
     salt: bytes = b"",
     split: int | SplitLine = 0,
     resident_tokens: int = 0,
+    schedule: Schedule = Schedule.PIPELINED,
 ) -> Admission:
     """A request whose cache lives in the store."""
     return replace(
@@ -160,6 +162,7 @@ def streamed(
         split_tokens=split if isinstance(split, int) else 0,
         split_line=split if isinstance(split, SplitLine) else None,
         resident_tokens=resident_tokens,
+        schedule=schedule,
     )
 
 

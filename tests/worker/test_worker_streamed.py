@@ -16,7 +16,7 @@ from store_runner import StoreRunner, store_runner, streamed
 from tiny_models import build_tiny, clear_prompt, write_tiny
 from torch.profiler import ProfilerActivity, profile
 
-from splitpoint.schedule import Lane
+from splitpoint.schedule import Lane, Schedule
 from splitpoint.shapes import ArenaLayout
 from splitpoint.split_line import SplitLine
 from worker_service.engine import Engine
@@ -192,6 +192,7 @@ def test_runs_with_delayed_lanes_find_no_race(llama: Case) -> None:
                 few,
                 split=rng.randrange(140),
                 resident_tokens=rng.choice([0, 0, 20, 64]),
+                schedule=rng.choice([Schedule.ROW, Schedule.PIPELINED]),
             )
             for index in chosen
         ]
@@ -308,6 +309,41 @@ def test_what_stays_on_the_device_is_neither_loaded_nor_rebuilt(
         assert engine.last_step.loaded_tokens == layers * (8 - chunks - rebuilt) * CHUNK
         assert most == chunks + 1 <= claims[-1]
     assert claims == sorted(claims)
+
+
+@pytest.mark.parametrize("name", ["opt", "llama"])
+def test_activations_that_stay_on_the_device_are_rebuilt_from_without_the_link(
+    name: str, lanes: ThreadLanes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Schedule ROW, from a warm store and from a cold one, two chunks of X in a page."""
+    for case in make_case(name, tmp_path_factory.mktemp("row")):
+        row = {"schedule": Schedule.ROW}
+        for kept in (CHUNK, 5 * CHUNK, 1000):
+            engine = case.engine(lanes)
+            engine.prefill_chunk_tokens = 40
+            case.run(engine, 0, salt=bytes([kept % 251]), resident_tokens=kept, **row)
+            case.run(engine, 24, resident_tokens=kept, **row)
+        engine, layers = case.engine(lanes), case.model.shape.layer_count
+        few = Sampling(max_tokens=4, ignore_eos=True)
+        request = streamed("2", case.prompts[2], few, resident_tokens=5 * CHUNK, **row)
+        most = 0
+
+        def note(_: StepOutput, engine: Engine = engine) -> None:
+            nonlocal most
+            most = max(most, engine.cache.pages.used_count)
+
+        case.runner.after_step = note
+        engine.trace = Trace()
+        case.runner.run(engine, [request])
+        times = engine.last_step
+        assert times is not None
+        assert times.rebuilt_tokens == layers * 5 * CHUNK
+        assert times.loaded_tokens == layers * 3 * CHUNK
+        # Only what is loaded crosses the link, and X of five chunks takes three pages.
+        assert times.link_bytes == times.loaded_tokens * case.model.shape.kv_bytes_per_token_layer
+        taken = [span for span in engine.trace.spans if span.name == "take X"]
+        assert {span.layer for span in taken} == set(range(1, layers))
+        assert most == 3 + 1 <= engine.pager.claim_of(request)
 
 
 @pytest.mark.parametrize("serial", [False, True])
