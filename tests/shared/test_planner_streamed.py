@@ -139,7 +139,7 @@ def pulled_seconds(
 def test_what_stays_is_the_best_of_all_three_way_splits() -> None:
     rng = random.Random(2)
     rows = 0
-    for _ in range(150):
+    for _ in range(300):
         shape = rng.choice([OPT, BUILT_IN_SHAPES["gemma-2-9b"], LLAMA])
         profile = replace(A100, rebuild_flops_per_second=10 ** rng.uniform(12, 15.5))
         costs = SplitCosts.of(shape, profile)
@@ -151,7 +151,7 @@ def test_what_stays_is_the_best_of_all_three_way_splits() -> None:
         least = pulled_seconds(shape, costs, cached, manner, spare, chunk)
         assert pull.seconds == pytest.approx(least, rel=1e-9)
         rows += pull.schedule is Schedule.ROW
-    assert rows > 3
+    assert rows > 5
 
 
 def test_resident_keys_and_values_always_beat_resident_activations_from_rho_1_on() -> None:
