@@ -21,9 +21,9 @@ STAGING_PAGES = 16
 GPU_TILE_BYTES = 64 << 20
 # Of the budget, what larger tiles may take.
 STAGING_SHARE = 0.03
-# What encoding (four float32 copies and two of bytes) and decoding (one and three)
-# hold for each element at once; write-back encodes while a restore decodes.
-CODEC_BYTES_PER_ELEMENT = 25
+# What encoding (four float32 copies and two of bytes) and decoding (one of bytes) hold
+# for each element at once, at most; write-back encodes while a restore decodes.
+CODEC_BYTES_PER_ELEMENT = 20
 # The largest tile of a streamed prefill: its scores grow with the new tokens, too.
 PREFILL_TILE_PAGES = 16
 

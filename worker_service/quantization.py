@@ -43,6 +43,16 @@ class _Group:
         part = rows[..., self.first : self.first + self.count * self.size]
         return part.view(*rows.shape[:-1], self.count, self.size)
 
+    def packed(self, data: torch.Tensor) -> torch.Tensor:
+        """A view `[..., count, ceil(size / 2)]` of int4's bytes `[..., ceil(width / 2)]`.
+
+        Elements 0, 2, 4, ... are the low halves, 1, 3, 5, ... the high ones. A group
+        begins at a whole byte, since the size of the ones before it is even.
+        """
+        size, first = (self.size + 1) // 2, self.first // 2
+        part = data[..., first : first + self.count * size]
+        return part.view(*data.shape[:-1], self.count, size)
+
     def scales(self, parameters: torch.Tensor) -> torch.Tensor:
         """A view `[..., count]` of int8's parameters."""
         return parameters[..., self.index : self.index + self.count]
@@ -74,8 +84,8 @@ def encode(values: torch.Tensor, encoding: Encoding) -> torch.Tensor:
     row_bytes = encoding.row_bytes(width, DataType.FLOAT32)
     encoded = values.new_zeros((*values.shape[:-1], row_bytes), dtype=torch.uint8)
     parameters = encoded[..., :parameter_bytes].view(torch.float16)
+    data = encoded[..., parameter_bytes:]
     largest = _largest_decoded(values.dtype, encoding)
-    levels = []
     for group in _groups(width, encoding):
         part = group.of(values).float()
         low, high = part.aminmax(dim=-1)
@@ -84,14 +94,15 @@ def encode(values: torch.Tensor, encoding: Encoding) -> torch.Tensor:
             scale = _scale(torch.maximum(high, -low), INT8_LEVELS, largest)
             group.scales(parameters).copy_(scale)
             level = _steps(part, scale).clamp_(-INT8_LEVELS, INT8_LEVELS)
+            group.of(data.view(torch.int8)).copy_(level)
         else:
             minimum = _at_most(low)
             scale = _scale(high - minimum.float(), INT4_LEVELS, largest - minimum.float())
             group.pairs(parameters).copy_(torch.stack((scale, minimum), dim=-1))
             level = _steps(part - minimum.float().unsqueeze(-1), scale).clamp_(0, INT4_LEVELS)
-        levels.append(level.flatten(-2))
-    level = levels[0] if len(levels) == 1 else torch.cat(levels, dim=-1)
-    _write_levels(level, encoding, encoded[..., parameter_bytes:])
+            nibbles, packed = level.to(torch.uint8), group.packed(data)
+            packed.copy_(nibbles[..., 0::2])
+            packed[..., : group.size // 2] |= nibbles[..., 1::2] << 4
     return encoded
 
 
@@ -104,34 +115,18 @@ def decode(encoded: torch.Tensor, encoding: Encoding, target: torch.Tensor) -> N
     width = target.shape[-1]
     parameter_bytes = encoding.parameter_bytes(width)
     parameters = encoded[..., :parameter_bytes].view(torch.float16).float()
-    level = _levels(encoded[..., parameter_bytes:], encoding, width)
+    data = encoded[..., parameter_bytes:]
     for group in _groups(width, encoding):
-        part, into = group.of(level), group.of(target)
+        into = group.of(target)
         if encoding is Encoding.INT8:
-            torch.mul(part, group.scales(parameters).unsqueeze(-1), out=into)
+            level = group.of(data.view(torch.int8))
+            torch.mul(level, group.scales(parameters).unsqueeze(-1), out=into)
         else:
             scale, minimum = group.pairs(parameters).unsqueeze(-2).unbind(-1)
-            torch.add(part * scale, minimum, out=into)
-
-
-def _write_levels(level: torch.Tensor, encoding: Encoding, data: torch.Tensor) -> None:
-    """Whole numbers `[..., width]` of any type into the bytes behind the parameters."""
-    width = level.shape[-1]
-    if encoding is Encoding.INT8:
-        data[..., :width] = level.to(torch.int8).view(torch.uint8)
-        return
-    nibbles = level.to(torch.uint8)
-    low, high = nibbles[..., 0::2], nibbles[..., 1::2]
-    data[..., : low.shape[-1]] = low
-    data[..., : high.shape[-1]] |= high << 4
-
-
-def _levels(data: torch.Tensor, encoding: Encoding, width: int) -> torch.Tensor:
-    """The whole numbers again: int8 `[..., width]`, or uint8 for int4."""
-    if encoding is Encoding.INT8:
-        return data[..., :width].view(torch.int8)
-    packed = data[..., : (width + 1) // 2]
-    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)[..., :width]
+            packed = group.packed(data)
+            high = packed[..., : group.size // 2] >> 4
+            torch.addcmul(minimum, packed & 15, scale, out=into[..., 0::2])
+            torch.addcmul(minimum, high, scale, out=into[..., 1::2])
 
 
 def _groups(width: int, encoding: Encoding) -> Iterator[_Group]:

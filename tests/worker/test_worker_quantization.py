@@ -198,3 +198,21 @@ def test_rows_are_encoded_one_by_one_into_their_size(
     assert torch.equal(pages[:, :, 2:7], through(values, encoding))
     assert not pages[:, :, :2].any()
     assert not pages[:, :, 7:].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("encoding", LOSSY)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_gpu_makes_the_same_bytes_and_reads_them_alike(
+    encoding: Encoding, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = (3 * torch.randn((4, 8, 64, 200), generator=generator) + 1).to(dtype)
+    encoded = encode(values, encoding)
+    assert torch.equal(encode(values.cuda(), encoding).cpu(), encoded)
+    decoded = torch.empty_like(values, device="cuda")
+    decode(encoded.cuda(), encoding, decoded)
+    wanted = through(values, encoding)
+    # A fused multiply and add may round another way.
+    torch.testing.assert_close(decoded.cpu(), wanted, rtol=2 * ROUNDING[dtype], atol=1e-6)
