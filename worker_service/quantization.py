@@ -19,9 +19,6 @@ INT8_LEVELS = 127
 INT4_LEVELS = 15
 # The largest finite float16: what a scale or minimum can be.
 _FINITE = 65504.0
-# A scale may be too small by so much of itself, far below what a step hides. Without it
-# a value that was decoded before would miss its own scale by a float32 rounding.
-_SLACK = 1 - 2.0**-20
 
 
 class Unencodable(FailedPrecondition):
@@ -156,14 +153,9 @@ def _check_range(low: torch.Tensor, high: torch.Tensor, encoding: Encoding) -> N
 
 
 def _scale(span: torch.Tensor, levels: int, room: torch.Tensor | float) -> torch.Tensor:
-    """The float16 step that reaches over `span` in `levels` steps, and never over `room`.
-
-    0 where the span is too small for any step: the group is constant then.
-    """
-    step = _at_least(span / levels * _SLACK)
+    """The float16 step that reaches over `span` in `levels` steps, and never over `room`."""
     most = _at_most(torch.as_tensor(room, device=span.device) / levels)
-    step = torch.minimum(step, most)
-    return torch.where(span < 0.5 * step.float(), 0, step)
+    return torch.minimum(_at_least(span / levels), most)
 
 
 def _steps(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

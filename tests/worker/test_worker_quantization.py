@@ -60,7 +60,7 @@ def rows(draw: st.DrawFn) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("encoding", LOSSY)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(rows())
 def test_every_value_comes_back_within_half_a_step(encoding: Encoding, row: torch.Tensor) -> None:
     decoded = through(row, encoding)
@@ -70,19 +70,18 @@ def test_every_value_comes_back_within_half_a_step(encoding: Encoding, row: torc
         assert error <= allowed_error(before.double(), encoding, row.dtype)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@settings(max_examples=200, deadline=None)
+@pytest.mark.parametrize("encoding", LOSSY)
+@settings(max_examples=80, deadline=None)
 @given(rows())
 def test_a_second_pass_moves_nothing_further_than_the_first(
-    dtype: torch.dtype, row: torch.Tensor
+    encoding: Encoding, row: torch.Tensor
 ) -> None:
     """A chunk's tail that was restored is encoded anew each time it grows."""
-    for encoding in LOSSY:
-        first = through(row.to(dtype), encoding)
-        second = through(first, encoding)
-        for before, after in zip(groups(first, encoding), groups(second, encoding), strict=True):
-            error = (before.double() - after.double()).abs().max().item()
-            assert error <= allowed_error(before.double(), encoding, dtype)
+    first = through(row, encoding)
+    second = through(first, encoding)
+    for before, after in zip(groups(first, encoding), groups(second, encoding), strict=True):
+        error = (before.double() - after.double()).abs().max().item()
+        assert error <= allowed_error(before.double(), encoding, row.dtype)
 
 
 @pytest.mark.parametrize("encoding", LOSSY)
