@@ -50,6 +50,7 @@ from worker_service.mirror import Mirror, name_of
 from worker_service.model.decoder import Decoder
 from worker_service.mover import Mover
 from worker_service.restore import Prefix, restore
+from worker_service.staging import Staging
 from worker_service.write_back import WriteJob, copy_chunks
 
 CHUNK = 64
@@ -138,7 +139,7 @@ class Reader:
         )
         self.cache = DeviceCache(layout, plan, CPU)
         self.mirror = Mirror(layout, 64 << 20)
-        self.mover = Mover(model, self.mirror.tensors, CPU)
+        self.mover = Mover(model, self.mirror.tensors, Staging(layout, plan.staging_pages, CPU))
         self.lanes = lanes_of(CPU)
         self.link = LinkCounter(self.mirror)
         self._windows = {layer.window for layer in model.layers}
