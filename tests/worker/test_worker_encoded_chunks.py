@@ -196,7 +196,7 @@ def test_a_streamed_tile_and_an_input_page_are_decoded_too(stored: Written) -> N
     wanted = stored.approximate(cache.values[2], stored.pages)[4:9]
     assert torch.equal(staging.values[:5], wanted)
     inputs = [torch.full_like(plane, 1e4) for plane in cache.inputs]
-    for work in mover.send_inputs(stored.chunks[-1], inputs, 6):
+    for work in mover.send_inputs([stored.chunks[-1]], inputs, [6]):
         lanes.run(Lane.LINK_IN, work)
     for layer in range(layout.layer_count):
         wanted = stored.approximate(cache.inputs[layer], stored.pages)
