@@ -12,12 +12,16 @@ The schedules, for one layer with [0, l) rebuilt and [l, s) loaded:
     ROW        X[0:l] is on the device already: rebuild beside load
     PIPELINED  X in tiles: tile k is rebuilt while tile k+1 and a share of K,V[l:s]
                are on the link; no layer waits for the one before
+
+Layer 0's X comes from token ids, so its products keep step with nothing on the link.
+PIPELINED has them evenly among those of the other layers: all at once, while X of the
+next layer fills the staging slots and then waits, they would leave the link idle.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -48,8 +52,8 @@ class TaskKind(Enum):
     """What a task does with its tokens in its layer."""
 
     SEND = "send X"  # X into a staging slot, over the link
-    EMBED = "embed"  # layer 0's X into a staging slot, from token ids
-    REBUILD = "rebuild"  # K and V from a staging slot's X
+    EMBED = "embed"  # layer 0's X from token ids, for the REBUILD that comes next
+    REBUILD = "rebuild"  # K and V from X: a staging slot's, or what was embedded
     LOAD = "load"  # K and V, over the link
 
     @property
@@ -62,7 +66,7 @@ class Task:
     """One copy or one product. `after`: indices of earlier tasks that must be done.
 
     `[first, last)` are positions of the prefix; `slot` is the X staging slot of
-    SEND, EMBED and REBUILD; None: none is needed.
+    SEND and REBUILD; None: none is needed.
     """
 
     kind: TaskKind
@@ -114,6 +118,10 @@ def restore_tasks(work: RestoreWork, schedule: Schedule) -> list[Task]:
     builder = _Builder(work, schedule)
     for layer in range(work.layer_count):
         builder.add_layer(layer)
+    if schedule is Schedule.PIPELINED and any(
+        task.kind is TaskKind.EMBED for task in builder.tasks
+    ):
+        return _with_first_layer_spread(builder.tasks)
     return builder.tasks
 
 
@@ -161,7 +169,7 @@ class _Builder:
         self._readers: dict[int, int] = {}
         self._filled = 0
         self._tiles = _ranges(work.first, work.split, work.tile_tokens)
-        self._loads = self._load_ranges()
+        self._shares = self._load_shares()
         # The chunk in which the split lies is loaded whole, by the first load, and
         # its rebuilt rows are written over it.
         inside = work.first < work.split < work.cached and work.split % work.chunk_tokens
@@ -169,13 +177,14 @@ class _Builder:
 
     def add_layer(self, layer: int) -> None:
         first_load: int | None = None
-        for index in range(max(len(self._tiles), len(self._loads))):
+        for index in range(len(self._shares)):
             barrier = self._barrier()
             source: int | None = None
             if index < len(self._tiles):
                 source = self._add_source(layer, self._tiles[index], barrier)
-            if index < len(self._loads):
-                load = self._add(TaskKind.LOAD, layer, self._loads[index], after=barrier)
+            piece = self._shares[index]
+            if piece is not None:
+                load = self._add(TaskKind.LOAD, layer, piece, after=barrier)
                 first_load = load if first_load is None else first_load
             if index < len(self._tiles):
                 self._add_rebuild(layer, self._tiles[index], source, barrier, first_load)
@@ -199,11 +208,12 @@ class _Builder:
         """X of a tile into the next staging slot; None: it lies on the device."""
         if self._schedule is Schedule.ROW:
             return None
+        if layer == 0 and self._work.embeds:
+            return self._add(TaskKind.EMBED, layer, tile, after=barrier)
         slot = self._filled % self._work.slots
         self._filled += 1
         after = (*barrier, self._readers[slot]) if slot in self._readers else barrier
-        kind = TaskKind.EMBED if layer == 0 and self._work.embeds else TaskKind.SEND
-        return self._add(kind, layer, tile, slot=slot, after=after)
+        return self._add(TaskKind.SEND, layer, tile, slot=slot, after=after)
 
     def _add_rebuild(
         self,
@@ -221,16 +231,24 @@ class _Builder:
         if slot is not None:
             self._readers[slot] = rebuild
 
-    def _load_ranges(self) -> list[tuple[int, int]]:
-        """K,V[l:s] in as many pieces as there are tiles, front first."""
+    def _load_shares(self) -> list[tuple[int, int] | None]:
+        """K,V[l:s] in as many pieces as there are tiles, front first: each block's, or None.
+
+        Fewer chunks than tiles are spread over the blocks, so that the link has about
+        as much to do beside each rebuild.
+        """
         work = self._work
         if work.split >= work.cached:
-            return []
+            return [None] * len(self._tiles)
         start = max(work.first, work.split - work.split % work.chunk_tokens)
         count = -(-(work.cached - start) // work.chunk_tokens)
         pieces = min(max(1, len(self._tiles)), count)
         edges = [start + count * piece // pieces * work.chunk_tokens for piece in range(pieces)]
-        return list(zip(edges, [*edges[1:], work.cached], strict=True))
+        spans = zip(edges, [*edges[1:], work.cached], strict=True)
+        shares: list[tuple[int, int] | None] = [None] * max(1, len(self._tiles))
+        for piece, span in enumerate(spans):
+            shares[piece * len(shares) // pieces] = span
+        return shares
 
     def _add(
         self,
@@ -245,6 +263,35 @@ class _Builder:
             after = (len(self.tasks) - 1,)
         self.tasks.append(Task(kind, layer, span[0], span[1], slot, after))
         return len(self.tasks) - 1
+
+
+def _with_first_layer_spread(tasks: Sequence[Task]) -> list[Task]:
+    """The same tasks, layer 0's blocks evenly among the others, beginning with one of them.
+
+    Neither waits for the other: layer 0 takes no staging slots.
+    """
+    first = _blocks([index for index, task in enumerate(tasks) if task.layer == 0], tasks)
+    others = _blocks([index for index, task in enumerate(tasks) if task.layer], tasks)
+    share = len(others) // len(first)
+    order: list[int] = []
+    for number, block in enumerate(first):
+        for each in (block, *others[number * share : (number + 1) * share]):
+            order += each
+    place = {index: position for position, index in enumerate(order)}
+    return [
+        replace(tasks[index], after=tuple(place[earlier] for earlier in tasks[index].after))
+        for index in order
+    ]
+
+
+def _blocks(indices: Sequence[int], tasks: Sequence[Task]) -> list[list[int]]:
+    """Tasks up to and with each REBUILD."""
+    blocks: list[list[int]] = [[]]
+    for index in indices:
+        blocks[-1].append(index)
+        if tasks[index].kind is TaskKind.REBUILD:
+            blocks.append([])
+    return blocks[:-1]
 
 
 def _ranges(first: int, last: int, size: int) -> list[tuple[int, int]]:

@@ -20,11 +20,13 @@ token ids. S, R and P are the sums over all layers of sends, rebuilds and loads:
     PIPELINED  max(S + P, S + P - load + rebuild, R)  no barriers
 
 The middle term of PIPELINED is its fill: the last tile can only be rebuilt once it
-has come, which the last load alone hides. The first tile costs no fill, since layer 0
-keeps the device busy while the first X is on the link; but its tiles take staging
-slots, too, so the first X waits until all but slots - 1 of them are rebuilt. Where
-layer 0's loads are not enough for that time, the link idles. A part without tokens
-costs nothing, its overhead included. K and V of a layer count as one copy.
+has come, which the last load alone hides. At the start the device has one tile of layer
+0, whose X needs no link, and then waits for the first X behind a load: where that takes
+longer, the difference is added to R. In a decode step layer 0 comes whole before layer
+1, and its tiles take staging slots, so the first X waits until all but slots - 1 of them
+are rebuilt; where layer 0's loads are not enough for that time, the link idles. A part
+without tokens costs nothing, its overhead included. K and V of a layer count as one
+copy.
 
 A decode step that pulls the prefix computes D seconds beside, D / L of them in a layer
 once its keys and values are there. While it does, the next layer may come as far as it
@@ -174,20 +176,25 @@ class SplitCosts:
         if split:
             last_rebuild = self.rebuild_overhead + self.rebuild * (split - (pieces - 1) * tile)
             fill = last_rebuild - load / (layers * max(1, pieces))
-            if self.embeds:
+            first_tile = tile if pieces > 1 else split
+            if not self.embeds:
+                head = copy + self.activation * first_tile
+            elif manner.use is Use.STEP:
                 waits = max(0, pieces - manner.slots + 1) if manner.slots else 0
                 late = waits * (self.rebuild_overhead + self.rebuild * tile) - load / layers
-            else:
-                head = copy + self.activation * (tile if pieces > 1 else split)
+            elif self.sending_layers:
+                # The first X, behind a load, against the one tile of layer 0.
+                arrives = load / (layers * pieces) + copy + self.activation * first_tile
+                head = arrives - self.rebuild_overhead - self.rebuild * first_tile
         after = beside / layers if manner.use is Use.STEP else 0.0
         terms = tuple(link + after + more for more in (0.0, fill, late, late + fill))
-        busy = rebuild + beside + head
+        busy = rebuild + beside
         if manner.use is not Use.STEP:
-            return (*terms, busy)
+            return (*terms, busy, busy + head)
         others = (layers - 1) / layers
         return (
             *terms,
-            busy,
+            busy + head,
             # The first layer computes once its keys and values are there.
             load / layers + others * rebuild + beside,
             # What does not fit the staging memory comes when the layer before is done.

@@ -59,6 +59,7 @@ class Mover:
         self.slot_count = 1
         self._stage = Stage(tensors, staging.device, staging.page_count, gatherer)
         self._staging = staging
+        self._embedded: torch.Tensor | None = None
 
     def divide(self, tile_tokens: int) -> None:
         """Cut the staging memory into slots of one tile each; nothing may be in it.
@@ -122,14 +123,22 @@ class Mover:
 
     # -- on the device ----------------------------------------------------------------
 
-    def embed(self, token_ids: torch.Tensor, positions: torch.Tensor, slot: int) -> Work:
-        """Layer 0's X of int64 `[rows]` token ids into a staging slot: norm(embed(ids))."""
-        staging = self._slot(slot)
+    def embed(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, slot: int | None = None
+    ) -> Work:
+        """Layer 0's X of int64 `[rows]` token ids: norm(embed(ids)).
+
+        Into a staging slot; None: for the `rebuild` that comes next on the compute lane.
+        """
+        staging = None if slot is None else self._slot(slot)
 
         def call() -> None:
             hidden = self.model.embed(token_ids, positions)
             inputs = self.model.layers[0].attention_input(hidden)
-            staging.flatten(0, 1)[: len(token_ids)].copy_(inputs)
+            if staging is None:
+                self._embedded = inputs
+            else:
+                staging.flatten(0, 1)[: len(token_ids)].copy_(inputs)
 
         return Work("embed", call, layer=0, tokens=len(token_ids))
 
@@ -141,23 +150,31 @@ class Mover:
         return Work("take X", lambda: take(layer, staging), layer=layer, tokens=part.rows)
 
     def rebuild(
-        self, layer: int, part: Part, slot: int, keys: torch.Tensor, values: torch.Tensor
+        self, layer: int, part: Part, slot: int | None, keys: torch.Tensor, values: torch.Tensor
     ) -> Work:
-        """K,V of the part's rows from a staging slot's X (KVPR Eq. 7), into its pages.
+        """K,V of the part's rows from X (KVPR Eq. 7), into its pages.
 
-        `K = RoPE(norm(X W_K + b_K))`, `V = X W_V + b_V`.
+        `K = RoPE(norm(X W_K + b_K))`, `V = X W_V + b_V`. X is a staging slot's; None:
+        what was embedded last.
         """
-        staging = self._slot(slot)
+        staging = None if slot is None else self._slot(slot)
         work = part.rows * self.model.shape.rebuild_flops_per_token_layer
 
         def call() -> None:
-            inputs = staging.flatten(0, 1)[: part.rows]
+            inputs = self._taken() if staging is None else staging.flatten(0, 1)[: part.rows]
             rotary = None if part.positions is None else self.model.rotary(part.positions)
             built = self.model.layers[layer].project_kv(inputs, rotary)
             for rows, plane in zip(built, (keys, values), strict=True):
                 put_rows(plane, part.pages, rows)
 
         return Work("rebuild", call, 0, work, layer, part.rows)
+
+    def _taken(self) -> torch.Tensor:
+        """X that was embedded for whoever is next."""
+        inputs, self._embedded = self._embedded, None
+        if inputs is None:
+            raise RuntimeError("nothing was embedded for this rebuild")
+        return inputs
 
     def part(self, chunks: Sequence[StoredChunk], pages: Sequence[int], rows: int) -> Part:
         """A part that is loaded."""

@@ -104,15 +104,14 @@ class _Carrier:
         keys, values = self._keys[layer], self._values[layer]
         if task.kind is TaskKind.LOAD:
             return mover.load(layer, self._part(task), keys, values)
-        if task.slot is None:
-            raise RuntimeError("a prefix that is restored has no activations on the device")
-        if task.kind is TaskKind.SEND:
-            return mover.send(layer, self._part(task), task.slot)
         if task.kind is TaskKind.EMBED:
             ids = self._prefix.token_ids[task.first : task.last]
-            device = mover.device
-            token_ids = torch.tensor(ids, dtype=torch.int64, device=device)
+            token_ids = torch.tensor(ids, dtype=torch.int64, device=mover.device)
             return mover.embed(token_ids, self._positions(task), task.slot)
+        if task.kind is TaskKind.SEND:
+            if task.slot is None:
+                raise RuntimeError("activations are sent into a staging slot")
+            return mover.send(layer, self._part(task), task.slot)
         return mover.rebuild(layer, self._part(task), task.slot, keys, values)
 
     def _part(self, task: Task) -> Part:

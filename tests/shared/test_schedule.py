@@ -154,6 +154,31 @@ def test_at_the_crossing_the_pipeline_tends_to_the_greater_of_link_and_compute()
     assert column.seconds >= 1.25 * run.seconds
 
 
+@pytest.mark.parametrize(("split", "rebuild"), [(2000, 14.0), (1856, 18.0), (1600, 23.6)])
+def test_products_of_the_first_layer_fill_gaps_and_make_none(split: int, rebuild: float) -> None:
+    """OPT-125M at 184 MB/s, in microseconds a token: half of X fits the staging memory."""
+    work = RestoreWork(
+        layer_count=12,
+        first=0,
+        split=split,
+        cached=2000,
+        chunk_tokens=64,
+        tile_tokens=128,
+        slots=8,
+    )
+    rate = {TaskKind.SEND: 16.7, TaskKind.LOAD: 33.4, TaskKind.REBUILD: rebuild}
+    tasks = restore_tasks(work, Schedule.PIPELINED)
+    run = simulate(tasks, lambda task: rate.get(task.kind, 0.0) * task.tokens)
+    assert run.seconds <= 1.02 * max(run.busy.values())
+    # In order within the layer, and from the first moment to nearly the last.
+    first = [index for index, task in enumerate(tasks) if task.layer == 0]
+    rebuilt = [tasks[index] for index in first if tasks[index].kind is TaskKind.REBUILD]
+    assert [task.first for task in rebuilt] == list(range(0, split, 128))
+    assert (first[0], tasks[0].kind) == (0, TaskKind.EMBED)
+    assert run.starts[first[-1]] > 0.8 * run.seconds
+    assert all(tasks[index].slot is None for index in first)
+
+
 def test_both_lanes_towards_the_device_share_the_link() -> None:
     assert Lane.WEIGHTS_IN.resource == Lane.LINK_IN.resource
     assert Lane.LINK_OUT.resource != Lane.LINK_IN.resource
