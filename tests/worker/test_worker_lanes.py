@@ -293,15 +293,26 @@ def test_transfers_take_what_the_rate_says_and_are_not_seen_before(
     assert all(span.end <= moment for span, moment in zip(spans, seen, strict=True))
 
 
+def occupied(lanes: Lanes, *directions: Lane) -> None:
+    """Keep the link busy for as long as it takes to give it what is measured."""
+    for lane in directions:
+        lanes.run(lane, copy(100 * PIECE, "occupied"))
+
+
+def measured(lane: Lane, spans: Sequence[Span]) -> list[Span]:
+    return [span for span in of(lane, spans) if span.name != "occupied"]
+
+
 def test_a_thread_that_wakes_late_makes_up_for_it() -> None:
     lanes = linked()
     slow = iter([0.02, *[0.0] * 60])
     lanes.before = lambda _: time.sleep(next(slow))
+    occupied(lanes, Lane.LINK_IN)
     for _ in range(40):
         lanes.run(Lane.LINK_IN, copy(PIECE))
     spans = of(Lane.LINK_IN, lanes.finish())
     lanes.close()
-    assert spans[-1].end - spans[0].start == pytest.approx(40 * PIECE / RATE, rel=0.2)
+    assert spans[-1].end - spans[0].start == pytest.approx(140 * PIECE / RATE)
 
 
 def test_the_link_is_idle_until_what_a_transfer_waits_for_is_done() -> None:
@@ -317,33 +328,33 @@ def test_the_link_is_idle_until_what_a_transfer_waits_for_is_done() -> None:
 
 def test_both_directions_have_a_link_of_their_own() -> None:
     lanes = linked()
+    occupied(lanes, Lane.LINK_IN, Lane.LINK_OUT)
     for _ in range(30):
         lanes.run(Lane.LINK_IN, copy(PIECE))
         lanes.run(Lane.LINK_OUT, copy(PIECE))
     spans = lanes.finish()
     lanes.close()
-    arrivals, departures = of(Lane.LINK_IN, spans), of(Lane.LINK_OUT, spans)
-    one_way = 30 * PIECE / RATE
-    for each in (arrivals, departures):
-        assert each[-1].end - each[0].start == pytest.approx(one_way, rel=0.3)
-    both = max(s.end for s in spans) - min(s.start for s in spans)
-    assert both < 1.6 * one_way
+    for lane in (Lane.LINK_IN, Lane.LINK_OUT):
+        one_way = measured(lane, spans)
+        assert one_way[-1].end - one_way[0].start == pytest.approx(30 * PIECE / RATE)
+    out, back = of(Lane.LINK_IN, spans)[0], of(Lane.LINK_OUT, spans)[0]
+    assert out.start < back.end
+    assert back.start < out.end
 
 
 def test_weights_share_the_link_with_the_cache_and_neither_starves() -> None:
     lanes = linked()
+    occupied(lanes, Lane.LINK_IN)
     for _ in range(30):
         lanes.run(Lane.LINK_IN, copy(PIECE))
         lanes.run(Lane.WEIGHTS_IN, copy(PIECE))
     spans = sorted(lanes.finish(), key=lambda span: span.start)
     lanes.close()
     assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(spans))
-    assert spans[-1].end - spans[0].start >= 60 * PIECE / RATE * 0.999
-    cache, weights = of(Lane.LINK_IN, spans), of(Lane.WEIGHTS_IN, spans)
-    assert cache[0].start < weights[-1].start
-    assert weights[0].start < cache[-1].start
+    shared = [span for span in spans if span.name != "occupied"]
+    assert shared[-1].end - shared[0].start == pytest.approx(60 * PIECE / RATE)
     # In turn: of the first half of the time each had a fair part.
-    assert 10 <= sum(span.lane is Lane.LINK_IN for span in spans[:30]) <= 20
+    assert 5 <= sum(span.lane is Lane.LINK_IN for span in shared[:30]) <= 25
 
 
 def test_a_rate_that_changes_counts_from_the_next_transfer_on() -> None:
@@ -359,9 +370,9 @@ def test_a_rate_that_changes_counts_from_the_next_transfer_on() -> None:
     spans = of(Lane.LINK_IN, lanes.finish())
     lanes.close()
     for span in spans[:10]:
-        assert span.seconds == pytest.approx(PIECE / RATE, rel=0.5)
+        assert span.seconds == pytest.approx(PIECE / RATE)
     for span in spans[10:]:
-        assert span.seconds == pytest.approx(4 * PIECE / RATE, rel=0.5)
+        assert span.seconds == pytest.approx(4 * PIECE / RATE)
 
 
 def test_a_copy_slower_than_the_link_takes_its_own_time() -> None:
