@@ -17,7 +17,7 @@ PROTOS := $(wildcard proto/splitpoint/v1/*.proto)
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test chaos check proto bench bench-store gpu up down clean
+.PHONY: help setup demo test chaos check proto bench bench-store bench-restore gpu up down clean
 # Targets build on each other; the tests spread over the cores by themselves.
 .NOTPARALLEL:
 
@@ -70,6 +70,9 @@ bench: proto  ## Decode speed against transformers, on the CPU
 
 bench-store: proto  ## The store: mapping, calls, streams, beside memcpy and Redis
 	$(BIN)/splitpoint bench store $(ARGS)
+
+bench-restore: proto  ## A cached prefix brought back in every way, over an emulated link
+	$(BIN)/splitpoint bench restore --link-rate 184MB --sweep $(ARGS)
 
 gpu:  ## Tests that need a CUDA device
 	@$(GPU_PYTHON) -c 'import splitpoint.v1.types_pb2' 2>/dev/null || $(GPU_PYTHON) hatch_build.py

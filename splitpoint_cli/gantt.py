@@ -6,6 +6,7 @@ Knows spans, not what their work was.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -89,14 +90,15 @@ def colours_of(spans: Sequence[Span]) -> dict[str, str]:
     return chosen
 
 
-def layer_extents(spans: Sequence[Span]) -> dict[int, tuple[float, float]]:
-    """Begin of the first and end of the last span of each layer, of one lane."""
-    extents: dict[int, tuple[float, float]] = {}
-    for span in spans:
-        if span.layer is not None:
-            first, last = extents.get(span.layer, (span.start, span.end))
-            extents[span.layer] = min(first, span.start), max(last, span.end)
-    return extents
+def layer_stretches(spans: Sequence[Span]) -> list[tuple[int, float, float]]:
+    """(layer, begin, end) wherever spans of one layer follow each other, of one lane."""
+    stretches: list[tuple[int, float, float]] = []
+    ordered = sorted(spans, key=lambda span: span.start)
+    for layer, group in itertools.groupby(ordered, key=lambda span: span.layer):
+        stretch = list(group)
+        if layer is not None:
+            stretches.append((layer, stretch[0].start, stretch[-1].end))
+    return stretches
 
 
 def gantt(spans: Sequence[Span], window: Window, facts: Mapping[str, str]) -> Figure:
@@ -119,7 +121,7 @@ def gantt(spans: Sequence[Span], window: Window, facts: Mapping[str, str]) -> Fi
                     edgecolor="white",
                     linewidth=0.4,
                 )
-        for layer, (first, last) in layer_extents(row.spans).items():
+        for layer, first, last in layer_stretches(row.spans):
             first, last = max(first, window.first), min(last, window.last)
             if last - first >= _LABEL_SHARE * window.seconds:
                 middle = (first + last) / 2

@@ -26,6 +26,8 @@ TORCH_FILES = (
     "splitpoint_cli/offload_peer.py",
     "splitpoint_cli/offload_runs.py",
     "splitpoint_cli/offload_store.py",
+    "splitpoint_cli/restore_runs.py",
+    "splitpoint_cli/restore_setup.py",
 )
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "yaml.load", "joblib.load", "numpy.load", "np.load"}
