@@ -77,6 +77,8 @@ bench-restore: proto  ## A cached prefix brought back in every way, over an emul
 gpu:  ## Tests that need a CUDA device
 	@$(GPU_PYTHON) -c 'import splitpoint.v1.types_pb2' 2>/dev/null || $(GPU_PYTHON) hatch_build.py
 	$(GPU_PYTHON) -m pytest -m gpu tests
+gpu:  ## CUDA tests, restores and decoding on a GPU, within ten minutes
+	$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
 
 up: proto  ## Start the stack here; Ctrl-C stops it
 	@$(BIN)/splitpoint up $(ARGS)

@@ -135,14 +135,17 @@ def hardware() -> str:
 
 
 def commit() -> str:
-    """Of the source tree; "unknown" when this is not one."""
-    answer = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    """Of the source tree; "unknown" when this is not one, or nobody can tell."""
+    try:
+        answer = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except FileNotFoundError:  # no git here
+        return "unknown"
     return answer.stdout.strip() if answer.returncode == 0 else "unknown"
 
 

@@ -1,0 +1,241 @@
+"""Everything that needs a GPU, in one run that ends in time: `make gpu`.
+
+Runs the CUDA tests, then restores and decoding with the cache on the host, each in a
+process of its own with a time limit, and compares what came out with what is promised.
+Works from the source tree without a network: stubs are generated, and Python packages
+that the machine lacks may be carried as wheels. Needs only the standard library itself.
+
+    python -m benchmarks.gpu [--wheels DIR] [--results DIR] [--parts NAMES] [--seconds N]
+    python -m benchmarks.gpu --device cpu --tiny      the same code, on any machine
+
+The last line is JSON. What is promised, and what no GPU has confirmed: docs/gpu.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.gpu_claims import (
+    LLAMA,
+    NEW_TOKENS,
+    OPT_LONG,
+    OPT_SHORT,
+    RESTORE,
+    TESTS,
+    Outcome,
+    claims_of,
+    print_claims,
+)
+from benchmarks.gpu_environment import ROOT, prepared
+
+RESULTS = ROOT / "benchmarks" / "results"
+SHARED_MEMORY = Path("/dev/shm")
+TIDY_SECONDS = 20
+# A device machine's command is often cut off at ten minutes.
+TOTAL_SECONDS = 540
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One process. It gets at most `seconds`, and is not begun with less than `least`."""
+
+    name: str
+    command: tuple[str, ...]
+    seconds: float
+    least: float
+
+
+def parts_of(device: str, *, is_tiny: bool) -> list[Part]:
+    """In order of importance: what comes last is what a short lease leaves out."""
+    files = sorted(
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if "mark.gpu" in path.read_text()
+    )
+    python, cli = sys.executable, (sys.executable, "-m", "splitpoint_cli", "bench")
+    here = ("--device", device, "--threads", "1" if is_tiny else "0")
+
+    def offload(shape: str, prompt: int, *more: str) -> tuple[str, ...]:
+        sizes = ("--batch", "64", "--prompt", str(prompt), "--new", str(max(NEW_TOKENS)))
+        if is_tiny:
+            shape = str(ROOT / "models" / "stdlib-llama") if "llama" in shape else "opt-125m"
+            sizes = ("--batch", "2", "--prompt", "130", "--new", "4", "--link-rate", "400MB")
+        dtype = ("--dtype", "float32" if is_tiny else "bfloat16", "--repeats", "1")
+        return (*cli, "offload", "--shape", shape, *sizes, *dtype, *here, *more)
+
+    restore = ("--shape", "opt-6.7b", "--prompt", "1984", "--dtype", "bfloat16")
+    if is_tiny:
+        restore = ("--shape", "opt-125m", "--layers", "2", "--prompt", "256", "--link-rate", "2GB")
+    return [
+        Part(
+            TESTS,
+            (
+                python,
+                "-m",
+                "pytest",
+                "-q",
+                "-m",
+                "gpu",
+                "-p",
+                "no:cacheprovider",
+                # Another machine's versions warn of other things.
+                "-W",
+                "default",
+                *files,
+            ),
+            150,
+            30,
+        ),
+        Part(OPT_LONG, offload("opt-6.7b", 512), 300, 120),
+        Part(LLAMA, offload("llama-3-8b", 512), 120, 60),
+        Part(OPT_SHORT, offload("opt-6.7b", 128, "--sweep"), 150, 60),
+        Part(RESTORE, (*cli, "restore", *restore, *here), 100, 30),
+    ]
+
+
+def run_part(part: Part, seconds: float, environment: Mapping[str, str]) -> Outcome:
+    """Run it, and end it and its children when its time is over."""
+    started = time.monotonic()
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            part.command,
+            cwd=ROOT,
+            env=dict(environment),
+            stdout=output,
+            stderr=errors,
+            start_new_session=True,
+        )
+        try:
+            code: int | None = process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+            end(process)
+        took = time.monotonic() - started
+        output.seek(0)
+        errors.seek(0)
+        lines, complaints = output.read().splitlines(), errors.read().splitlines()
+    if code is None:
+        return Outcome(took, problem=f"not done after {seconds:.0f} s")
+    if part.name == TESTS:
+        return tests_outcome(took, code, lines)
+    if code:
+        return Outcome(took, problem=f"exit code {code}: {' | '.join(complaints[-3:])}")
+    for line in lines[:-1]:
+        print(line)
+    return Outcome(took, json.loads(lines[-1]))
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """It may tidy up; then nothing of it, nor of what it started, is left."""
+    os.killpg(process.pid, signal.SIGINT)
+    try:
+        process.wait(timeout=TIDY_SECONDS)
+    except subprocess.TimeoutExpired:
+        pass
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    # An arena of many gigabytes would be missing to whatever comes next.
+    for folder in SHARED_MEMORY.glob(f"splitpoint-*-{process.pid}"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def tests_outcome(seconds: float, code: int, lines: Sequence[str]) -> Outcome:
+    """From pytest's last line, and the lines about what failed or was skipped."""
+    counts = {
+        name: sum(int(count) for count in re.findall(rf"(\d+) {name}", lines[-1] if lines else ""))
+        for name in ("passed", "failed", "error", "skipped")
+    }
+    told = [line for line in lines if line.startswith(("FAILED", "ERROR", "SKIPPED"))]
+    if code not in (0, 1):
+        return Outcome(seconds, problem=f"pytest ended with {code}: {' | '.join(lines[-3:])}")
+    return Outcome(seconds, {**counts, "lines": told})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to prove the script")
+    parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="for everything")
+    parser.add_argument("--parts", help="only these, separated by commas")
+    parser.add_argument("--wheels", type=Path, help="a folder of packages that are missing here")
+    parser.add_argument("--results", type=Path, help="where the JSON file goes")
+    arguments = parser.parse_args()
+    is_real = arguments.device != "cpu" and not arguments.tiny
+    ends = time.monotonic() + arguments.seconds
+    parts = parts_of(arguments.device, is_tiny=arguments.tiny)
+    wanted = set(arguments.parts.split(",")) if arguments.parts else {part.name for part in parts}
+    unknown = wanted - {part.name for part in parts}
+    if unknown:
+        parser.error(f"no part is called {', '.join(sorted(unknown))}")
+    outcomes: dict[str, Outcome] = {}
+    with tempfile.TemporaryDirectory(prefix="splitpoint-gpu-") as folder:
+        environment = prepared(arguments.wheels, Path(folder))
+        for part in parts:
+            left = ends - time.monotonic()
+            if part.name not in wanted:
+                outcomes[part.name] = Outcome(0.0, problem="not asked for")
+            elif left < part.least:
+                outcomes[part.name] = Outcome(0.0, problem=f"skipped: {left:.0f} s were left")
+            else:
+                print(f"== {part.name}", flush=True)
+                outcomes[part.name] = run_part(part, min(part.seconds, left), environment)
+            problem = outcomes[part.name].problem
+            if problem:
+                print(f"-- {part.name}: {problem}", flush=True)
+        # Only now: it is code that may need what was carried.
+        from splitpoint_cli.decode_report import commit as commit_of
+
+        commit = commit_of()
+    claims = claims_of(outcomes)
+    print_claims(claims)
+    if not is_real:
+        print("tiny sizes, or no GPU: this proves the script and nothing that is promised")
+    result = {
+        "benchmark": "gpu",
+        "device": arguments.device,
+        "tiny": arguments.tiny,
+        "commit": commit,
+        "claims": [
+            {
+                "claim": each.text,
+                "measured": each.measured,
+                "limit": each.limit,
+                "holds": each.holds,
+            }
+            for each in claims
+        ],
+        "parts": {
+            name: {
+                "seconds": round(each.seconds, 1),
+                "problem": each.problem,
+                "report": each.report,
+            }
+            for name, each in outcomes.items()
+        },
+    }
+    line = json.dumps(result)
+    target = arguments.results or (RESULTS if is_real else None)
+    if target is not None:
+        name = f"{time.strftime('%Y-%m-%d')}-{commit}-gpu.json"
+        (target / name).write_text(line + "\n")
+    print(line)
+    failed = any(each.problem and name in wanted for name, each in outcomes.items())
+    return 1 if failed or any(each.holds is False for each in claims if is_real) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""What is promised of a GPU, beside what the parts of `make gpu` measured. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+TESTS, RESTORE = "tests", "restore opt-6.7b"
+OPT_LONG, OPT_SHORT, LLAMA = (
+    "offload opt-6.7b 512",
+    "offload opt-6.7b 128",
+    "offload llama-3-8b 512",
+)
+NEW_TOKENS = (32, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a part printed, or why there is nothing. `report` is its JSON line."""
+
+    seconds: float
+    report: Mapping[str, Any] | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Something promised. `measured` None: it was not; `limit` is the most, or the least."""
+
+    text: str
+    measured: float | None
+    limit: float
+    at_least: bool = False
+
+    @property
+    def holds(self) -> bool | None:
+        if self.measured is None:
+            return None
+        return self.measured >= self.limit if self.at_least else self.measured <= self.limit
+
+
+def claims_of(outcomes: Mapping[str, Outcome]) -> list[Claim]:
+    """What is promised of a GPU of the H200's class, beside what was measured."""
+    reports = {
+        name: outcome.report for name, outcome in outcomes.items() if outcome.report is not None
+    }
+    tests = reports.get(TESTS)
+    failed = None
+    if tests is not None and tests["passed"]:
+        failed = float(tests["failed"] + tests["error"])
+    claims = [Claim("CUDA tests that fail", failed, 0)]
+    for name in (OPT_SHORT, OPT_LONG):
+        report = reports.get(name)
+        for new in NEW_TOKENS:
+            text = f"{name}, {new} new: decode over transformers' offloaded cache"
+            claims.append(Claim(text, over_peer(report, new), 0.5))
+        efficiency = None if report is None else report["link"]["efficiency"]
+        claims.append(Claim(f"{name}: link efficiency at l = 0", efficiency, 0.9, at_least=True))
+        claims.append(Claim(f"{name}: pipelined over full load", over_full_load(report), 0.6))
+    llama = over_full_load(reports.get(LLAMA))
+    # Never slower, with what a measurement cannot tell apart.
+    claims.append(Claim(f"{LLAMA}: planned over full load", llama, 1.03))
+    return claims
+
+
+def over_full_load(report: Mapping[str, Any] | None) -> float | None:
+    return None if report is None else float(report["ratios"]["pipelined_over_full_load"])
+
+
+def over_peer(report: Mapping[str, Any] | None, new_tokens: int) -> float | None:
+    """Decode latency of so many tokens, ours over transformers'; None: one of them has none."""
+    if report is None:
+        return None
+    contenders = report["contenders"]
+    peers = [name for name in contenders if name.startswith("transformers")]
+    if not peers:
+        return None
+    seconds = [
+        contenders[name]["step_seconds_of_last_run"][: new_tokens - 1]
+        for name in ("pipelined split", *peers)
+    ]
+    if min(len(each) for each in seconds) < new_tokens - 1:
+        return None
+    return round(sum(seconds[0]) / min(sum(each) for each in seconds[1:]), 3)
+
+
+def print_claims(claims: Sequence[Claim]) -> None:
+    width = max(len(claim.text) for claim in claims)
+    for claim in claims:
+        measured = "not measured" if claim.measured is None else f"{claim.measured:.3g}"
+        verdict = {True: "holds", False: "DOES NOT HOLD", None: ""}[claim.holds]
+        sign = ">=" if claim.at_least else "<="
+        print(f"{claim.text:<{width}}  {measured:>12}  {sign} {claim.limit:<5g} {verdict}")
