@@ -17,7 +17,7 @@ PROTOS := $(wildcard proto/splitpoint/v1/*.proto)
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test chaos check proto bench bench-store bench-restore gpu up down clean
+.PHONY: help setup demo test chaos check proto bench bench-store bench-restore bench-offload gpu up down clean
 # Targets build on each other; the tests spread over the cores by themselves.
 .NOTPARALLEL:
 
@@ -74,9 +74,9 @@ bench-store: proto  ## The store: mapping, calls, streams, beside memcpy and Red
 bench-restore: proto  ## A cached prefix brought back in every way, over an emulated link
 	$(BIN)/splitpoint bench restore --link-rate 184MB --sweep $(ARGS)
 
-gpu:  ## Tests that need a CUDA device
-	@$(GPU_PYTHON) -c 'import splitpoint.v1.types_pb2' 2>/dev/null || $(GPU_PYTHON) hatch_build.py
-	$(GPU_PYTHON) -m pytest -m gpu tests
+bench-offload: proto  ## Decoding with the cache on the host, over an emulated link
+	$(BIN)/splitpoint bench offload --link-rate 184MB $(ARGS)
+
 gpu:  ## CUDA tests, restores and decoding on a GPU, within ten minutes
 	$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
 
