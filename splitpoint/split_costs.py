@@ -16,7 +16,7 @@ token ids. S, R and P are the sums over all layers of sends, rebuilds and loads:
 
     SERIAL     S + R + P                              nothing overlaps
     COLUMN     S + max(R, P)                          a barrier per layer: KVPR Eq. 10
-    ROW        max(R, P)                              X is on the device already
+    ROW        max(R, P)                              X is on the device already; a barrier
     PIPELINED  max(S + P, S + P - load + rebuild, R)  no barriers
 
 The middle term of PIPELINED is its fill: the last tile can only be rebuilt once it
@@ -34,6 +34,9 @@ fits the staging memory (`ahead`, a part of it):
 
     max(pipelined + D / L, R + D, P / L + R (L - 1) / L + D,
         D + (S + P) (1 - ahead (L - 1) / L))
+
+With ROW such a step has no S and no fill, and its layers wait for each other no more
+than pipelined ones.
 
 Knows no shapes' names, no requests and no clock.
 """
@@ -164,16 +167,19 @@ class SplitCosts:
         send = self.sending_layers * (pieces * copy + self.activation * split)
         rebuild = layers * (pieces * self.rebuild_overhead + self.rebuild * split)
         load = layers * (max(1, pieces) * copy + self.load * rest) if rest else 0.0
+        is_row = manner.schedule is Schedule.ROW
+        if is_row:
+            send = 0.0
         if manner.schedule is Schedule.SERIAL:
             return (send + rebuild + load + beside,)
-        if manner.schedule is not Schedule.PIPELINED:
-            before = send if manner.schedule is Schedule.COLUMN else 0.0
-            return (before + load + beside, before + rebuild + beside)
+        if manner.schedule is Schedule.COLUMN or (is_row and manner.use is Use.ALONE):
+            return (send + load + beside, send + rebuild + beside)
         if manner.use is Use.SHARED:
             return (send + load, rebuild + beside)
         link, fill, late, head = send + load, 0.0, 0.0, 0.0
         tile = manner.tile_tokens or cached
-        if split:
+        # X that is there needs no slot, and nobody waits for it.
+        if split and not is_row:
             last_rebuild = self.rebuild_overhead + self.rebuild * (split - (pieces - 1) * tile)
             fill = last_rebuild - load / (layers * max(1, pieces))
             first_tile = tile if pieces > 1 else split

@@ -85,9 +85,10 @@ def plan(
     keep_activations: Annotated[
         bool,
         typer.Option(
-            "--keep-activations", help="Streamed: X may be what stays (no worker does it yet)."
+            "--keep-activations/--no-keep-activations",
+            help="Streamed: whether X may be what stays, instead of keys and values.",
         ),
-    ] = False,
+    ] = True,
     step_ms: Annotated[
         float | None,
         typer.Option(

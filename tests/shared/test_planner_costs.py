@@ -55,14 +55,19 @@ def seconds_of_all(costs: SplitCosts, splits: Seconds, cached: int, manner: Mann
     if manner.schedule is Schedule.COLUMN:
         return send + np.maximum(rebuild, load) + beside
     if manner.schedule is Schedule.ROW:
-        return np.maximum(rebuild, load) + beside
+        if manner.use is Use.ALONE:
+            return np.maximum(rebuild, load) + beside
+        # In steps X that lies there is sent for nothing, and never waited for.
+        send = 0.0 * send
     if manner.use is Use.SHARED:
         return np.maximum(send + load, rebuild + beside)
     link, busy = send + load, rebuild + beside
     # The last tile is rebuilt after its X, beside the last load.
     last = costs.rebuild_overhead + costs.rebuild * (splits - (pieces - 1) * tile)
     fill = np.where(splits > 0, last - load_layer / np.maximum(pieces, 1), 0.0)
-    if costs.embeds and manner.use is Use.ALONE:
+    if manner.schedule is Schedule.ROW:
+        fill = 0.0 * fill
+    elif costs.embeds and manner.use is Use.ALONE:
         first = costs.rebuild_overhead + costs.rebuild * np.minimum(splits, tile)
         late = load_layer / np.maximum(pieces, 1) + send_one - first
         busy = busy + np.where((splits > 0) & (sends > 0), np.maximum(late, 0.0), 0.0)
