@@ -45,6 +45,14 @@ def restore(
             metavar="RATE",
         ),
     ] = None,
+    balance: Annotated[
+        bool,
+        typer.Option(
+            "--balance",
+            help="Emulate a link on which loading everything takes as long as recomputing it "
+            "from token ids.",
+        ),
+    ] = False,
     device: Annotated[str, typer.Option(help="Where to.", metavar="cpu|cuda|cuda:N")] = "cpu",
     threads: Annotated[int, typer.Option(help="CPU threads; 0: one per core.", min=0)] = 0,
     repeats: Annotated[int, typer.Option(help="Timed runs of each contender.", min=5)] = 5,
@@ -87,6 +95,7 @@ def restore(
         sweep_points=SWEEP_POINTS if sweep else 0,
         tile=tile,
         seed=seed,
+        balance=balance,
     )
     if png is not None:
         check_picture(png)

@@ -74,7 +74,8 @@ class SweepPoint:
 
 @dataclass(frozen=True, slots=True)
 class RestoreResults:
-    """`skipped`: what was not measured, and why. `memory`: how the device sees the arena."""
+    """`skipped`: what was not measured, and why. `memory`: how the device sees the arena.
+    `link_rate`: bytes per second of the emulated link; None: there was none."""
 
     profile: Profile
     memory: str
@@ -82,6 +83,7 @@ class RestoreResults:
     sweep: tuple[SweepPoint, ...]
     skipped: tuple[str, ...]
     tolerance: float
+    link_rate: float | None = None
 
     def result(self, name: str) -> Result | None:
         return next((each for each in self.results if each.name == name), None)
@@ -137,6 +139,7 @@ def report_of(workload: RestoreWorkload, found: RestoreResults) -> dict[str, Any
     return {
         "benchmark": "restore",
         **asdict(workload),
+        "link_rate": found.link_rate,
         "hardware": hardware(),
         "commit": commit(),
         "memory": found.memory,

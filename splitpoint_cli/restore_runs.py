@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -17,7 +17,7 @@ from splitpoint.costs import Profile
 from splitpoint.schedule import Lane, Schedule
 from splitpoint.shapes import chunks_of
 from splitpoint.split_costs import Manner, SplitCosts, best_manner, best_split
-from splitpoint.token_recompute import TokenRecompute
+from splitpoint.token_recompute import Met, TokenRecompute
 from splitpoint_cli.restore_report import (
     ACTIVATIONS,
     BOTH_ENDS,
@@ -31,7 +31,7 @@ from splitpoint_cli.restore_report import (
     SweepPoint,
     Timing,
 )
-from splitpoint_cli.restore_setup import Stored, fill_pages, stored_prefixes
+from splitpoint_cli.restore_setup import Stored, stored_prefixes
 from splitpoint_cli.restore_workload import (
     CHUNK_TOKENS,
     PREFILL_CHUNK_TOKENS,
@@ -122,14 +122,21 @@ class Restorer:
             )
         return spans
 
-    @torch.inference_mode()
     def both_ends(self, expected_tokens: int) -> list[Span]:
         """By token ids and loads."""
+        return self._from_both_ends(self.lanes, expected_tokens)
+
+    def prefill(self) -> list[Span]:
+        """By token ids alone: nothing of the arena is read."""
+        return self._from_both_ends(self.serial_lanes, self.workload.prompt)
+
+    @torch.inference_mode()
+    def _from_both_ends(self, lanes: Lanes, expected_tokens: int) -> list[Span]:
         spans: list[Span] = []
         for sequence in self.stored.sequences:
             spans += restore_from_both_ends(
                 self._mover,
-                self.lanes,
+                lanes,
                 sequence.prefix(0),
                 self.stored.pages.keys,
                 self.stored.pages.values,
@@ -137,16 +144,6 @@ class Restorer:
                 expected_tokens=expected_tokens,
             ).spans
         return spans
-
-    def prefill(self) -> list[Span]:
-        """By token ids alone: nothing of the arena is read."""
-        stored = self.stored
-        started = time.perf_counter()
-        for sequence in stored.sequences:
-            fill_pages(stored.model, sequence.token_ids, stored.pages, sequence.pages)
-        if stored.device.type == "cuda":
-            torch.cuda.synchronize(stored.device)
-        return [Span(Lane.COMPUTE, "prefill", started, time.perf_counter())]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +155,7 @@ class Planned:
     pipelined: Manner
     column_split: int
     pipelined_split: int
-    meeting_tokens: int
+    meeting: Met
 
     @classmethod
     def of(cls, workload: RestoreWorkload, profile: Profile) -> Planned:
@@ -190,7 +187,7 @@ class Planned:
             pipelined,
             best(column),
             best(pipelined),
-            tokens.met().recomputed,
+            tokens.met(),
         )
 
 
@@ -211,11 +208,33 @@ def run_all(workload: RestoreWorkload, say: Say, trace: Trace | None = None) -> 
     )
     say(f"computing and storing {workload.batch} x {workload.prompt} tokens")
     with stored_prefixes(workload, model, device) as stored:
+        if workload.balance:
+            say("measuring how long recomputing everything takes")
+            workload = _balanced(workload, stored)
         restorer = Restorer(stored, workload)
         try:
             return _measure(workload, restorer, say, trace)
         finally:
             restorer.close()
+
+
+def _balanced(workload: RestoreWorkload, stored: Stored) -> RestoreWorkload:
+    """With a link that loads everything in the time that recomputing everything takes."""
+    workload = replace(workload, balance=False)
+    restorer = Restorer(stored, workload)
+    seconds = []
+    try:
+        for _ in range(1 + SEARCH_RUNS):
+            started = time.perf_counter()
+            restorer.prefill()
+            seconds.append(time.perf_counter() - started)
+    finally:
+        restorer.close()
+    layout = stored.tensors.layout
+    chunks = sum(len(sequence.chunks) for sequence in stored.sequences)
+    size = 2 * layout.layer_count * chunks * layout.kv_slot_bytes
+    # The first run warmed up.
+    return replace(workload, link_rate=round(size / statistics.median(seconds[1:])))
 
 
 def _measure(
@@ -240,7 +259,11 @@ def _measure(
             predicted_seconds=predicted(0, planned.pipelined),
         ),
         Contender(TOKENS, restorer.prefill),
-        Contender(BOTH_ENDS, lambda: restorer.both_ends(planned.meeting_tokens)),
+        Contender(
+            BOTH_ENDS,
+            lambda: restorer.both_ends(planned.meeting.recomputed),
+            predicted_seconds=batch * planned.meeting.seconds,
+        ),
     ]
     sweep: list[SweepPoint] = []
     skipped: list[str] = []
@@ -258,6 +281,7 @@ def _measure(
         sweep=tuple(sweep),
         skipped=tuple(skipped),
         tolerance=TOLERANCES[workload.data_type],
+        link_rate=workload.link_rate,
     )
 
 

@@ -21,6 +21,8 @@ class RestoreWorkload:
 
     Attributes:
         link_rate: bytes per second of an emulated link; None: the device's own.
+        balance: emulate a link on which loading everything takes as long as recomputing
+            everything from token ids; that is measured first.
         tile: tokens of X on the link at once; 0: as the planner says.
         layers: of the shape, that many; 0: all.
         sweep_points: splits that are measured besides 0; 0: only those near the best.
@@ -38,8 +40,11 @@ class RestoreWorkload:
     tile: int = 0
     layers: int = 0
     sweep_points: int = 0
+    balance: bool = False
 
     def __post_init__(self) -> None:
+        if self.balance and self.link_rate is not None:
+            raise InvalidArgument("give a link rate or balance it, not both", field="balance")
         shape = BUILT_IN_SHAPES.get(self.shape)
         if shape is None:
             raise InvalidArgument(f"no shape is called {self.shape!r}", field="shape")
