@@ -271,6 +271,7 @@ class AdminServicer(scheduler_pb2_grpc.AdminServiceServicer):
                 entry.emulated_link_bytes_per_second = (
                     worker.ready.info.emulated_link_bytes_per_second
                 )
+                entry.weights = worker.ready.info.weights
                 entry.cache_capacity_bytes = worker.ready.facts.cache_capacity_bytes
                 entry.kvstore_address = worker.ready.facts.kvstore_address
                 entry.profile.CopyFrom(profile_to_proto(worker.ready.facts.profile))

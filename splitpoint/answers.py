@@ -226,7 +226,8 @@ def worker_plans(message: scheduler_pb2.ExplainPlanResponse) -> tuple[WorkerPlan
 class Worker:
     """One worker as the scheduler sees it. Bytes of device memory for caches.
 
-    `emulated_link_bytes_per_second`: None: its link is what it is.
+    `emulated_link_bytes_per_second`: None: its link is what it is. `weights`: which are
+    on the host, and why; empty: none.
     """
 
     id: str
@@ -242,6 +243,7 @@ class Worker:
     message: str
     schedule: Schedule = Schedule.SERIAL
     emulated_link_bytes_per_second: float | None = None
+    weights: str = ""
 
 
 def workers(message: scheduler_pb2.ListWorkersResponse) -> tuple[Worker, ...]:
@@ -263,6 +265,7 @@ def workers(message: scheduler_pb2.ListWorkersResponse) -> tuple[Worker, ...]:
             message=entry.message,
             schedule=convert.schedule_from_proto(entry.schedule),
             emulated_link_bytes_per_second=entry.emulated_link_bytes_per_second or None,
+            weights=entry.weights,
         )
         for entry in message.workers
     )

@@ -199,6 +199,8 @@ def profile_to_proto(profile: Profile) -> pb.Profile:
         remote_bytes_per_second=profile.remote_bytes_per_second,
         prefill_overhead_seconds=profile.prefill_overhead_seconds,
         step_compute_seconds=profile.step_compute_seconds,
+        host_weight_bytes=profile.host_weight_bytes,
+        host_kv_weight_bytes=profile.host_kv_weight_bytes,
     )
 
 
@@ -213,6 +215,8 @@ def profile_from_proto(message: pb.Profile) -> Profile:
         remote_bytes_per_second=dict(message.remote_bytes_per_second),
         prefill_overhead_seconds=message.prefill_overhead_seconds,
         step_compute_seconds=message.step_compute_seconds,
+        host_weight_bytes=message.host_weight_bytes,
+        host_kv_weight_bytes=message.host_kv_weight_bytes,
     )
 
 

@@ -32,6 +32,10 @@ class Profile:
     prefill_overhead_seconds: float = 0.0
     # What one decode step computes, its cache traffic left out. 0: not measured.
     step_compute_seconds: float = 0.0
+    # Of weights on the host: over the link in each step or piece of a prefill, and of
+    # these W_K and W_V, without which nothing is rebuilt. 0: all are on the device.
+    host_weight_bytes: int = 0
+    host_kv_weight_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("link_bytes_per_second", "rebuild_flops_per_second"):
@@ -42,6 +46,8 @@ class Profile:
             "rebuild_overhead_seconds",
             "prefill_overhead_seconds",
             "step_compute_seconds",
+            "host_weight_bytes",
+            "host_kv_weight_bytes",
         ):
             _require_finite(name, getattr(self, name), above_zero=False)
         if not isinstance(self.remote_bytes_per_second, Mapping):
@@ -53,9 +59,15 @@ class Profile:
             _require_finite("remote_bytes_per_second", rate, above_zero=True)
 
     def prefill_seconds(self, flops: float, pieces: int = 1) -> float:
-        """A prefill of so much work, done in so many pieces."""
+        """A prefill of so much work, done in so many pieces, each of which reads all weights."""
         overhead = pieces * self.prefill_overhead_seconds
-        return overhead + flops / self.prefill_flops_per_second
+        computes = overhead + flops / self.prefill_flops_per_second
+        return max(computes, pieces * self.weight_seconds)
+
+    @property
+    def weight_seconds(self) -> float:
+        """How long the link is busy with weights in each step."""
+        return self.host_weight_bytes / self.link_bytes_per_second
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)

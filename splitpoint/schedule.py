@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Protocol, TypeVar
 
 
 class Lane(Enum):
@@ -55,9 +56,12 @@ class TaskKind(Enum):
     EMBED = "embed"  # layer 0's X from token ids, for the REBUILD that comes next
     REBUILD = "rebuild"  # K and V from X: a staging slot's, or what was embedded
     LOAD = "load"  # K and V, over the link
+    WEIGHTS = "weights"  # W_K and W_V of a layer on the host into a weight slot
 
     @property
     def lane(self) -> Lane:
+        if self is TaskKind.WEIGHTS:
+            return Lane.WEIGHTS_IN
         return Lane.LINK_IN if self in (TaskKind.SEND, TaskKind.LOAD) else Lane.COMPUTE
 
 
@@ -66,7 +70,7 @@ class Task:
     """One copy or one product. `after`: indices of earlier tasks that must be done.
 
     `[first, last)` are positions of the prefix; `slot` is the X staging slot of
-    SEND and REBUILD; None: none is needed.
+    SEND and REBUILD, the weight slot of WEIGHTS; None: none is needed.
     """
 
     kind: TaskKind
@@ -95,6 +99,8 @@ class RestoreWork:
         tile_tokens: tokens of one staging slot, a multiple of chunk_tokens.
         slots: staging slots for X.
         embeds: layer 0's X is computed from token ids instead of sent.
+        host_layers: whose W_K and W_V must come over the link before K and V can be rebuilt.
+        weight_slots: layers whose weights can be on the device or on their way.
     """
 
     layer_count: int
@@ -105,12 +111,16 @@ class RestoreWork:
     tile_tokens: int
     slots: int = 2
     embeds: bool = True
+    host_layers: frozenset[int] = frozenset()
+    weight_slots: int = 2
 
     def __post_init__(self) -> None:
         if self.first % self.chunk_tokens or self.tile_tokens % self.chunk_tokens:
             raise ValueError("a restore begins at a chunk, and its tiles are whole chunks")
         if self.slots < 1 or self.tile_tokens < 1:
             raise ValueError("a restore needs a staging slot")
+        if self.host_layers and self.weight_slots < 1:
+            raise ValueError("weights on the host need a slot to come to")
 
 
 def restore_tasks(work: RestoreWork, schedule: Schedule) -> list[Task]:
@@ -118,9 +128,9 @@ def restore_tasks(work: RestoreWork, schedule: Schedule) -> list[Task]:
     builder = _Builder(work, schedule)
     for layer in range(work.layer_count):
         builder.add_layer(layer)
-    if schedule is Schedule.PIPELINED and any(
-        task.kind is TaskKind.EMBED for task in builder.tasks
-    ):
+    embeds = any(task.kind is TaskKind.EMBED for task in builder.tasks)
+    # Spread, it would keep a weight slot until the end.
+    if schedule is Schedule.PIPELINED and embeds and 0 not in work.host_layers:
         return _with_first_layer_spread(builder.tasks)
     return builder.tasks
 
@@ -139,7 +149,20 @@ class Simulation:
         return max(self.ends, default=0.0)
 
 
-def simulate(tasks: Sequence[Task], seconds: Callable[[Task], float]) -> Simulation:
+class Queued(Protocol):
+    """Anything that takes its turn on a lane; see `Task`."""
+
+    @property
+    def lane(self) -> Lane: ...
+
+    @property
+    def after(self) -> tuple[int, ...]: ...
+
+
+AnyTask = TypeVar("AnyTask", bound=Queued)
+
+
+def simulate(tasks: Sequence[AnyTask], seconds: Callable[[AnyTask], float]) -> Simulation:
     """Run the lanes on paper: each resource takes its tasks in order, one at a time.
 
     A task begins when its resource is free and everything in `after` has ended.
@@ -168,6 +191,8 @@ class _Builder:
         # The last REBUILD from each slot: after it, the slot may be filled again.
         self._readers: dict[int, int] = {}
         self._filled = 0
+        # Of each layer whose weights came over the link, its last REBUILD.
+        self._weight_readers: list[int] = []
         self._tiles = _ranges(work.first, work.split, work.tile_tokens)
         self._shares = self._load_shares()
         # The chunk in which the split lies is loaded whole, by the first load, and
@@ -177,6 +202,8 @@ class _Builder:
 
     def add_layer(self, layer: int) -> None:
         first_load: int | None = None
+        weights = self._add_weights(layer)
+        rebuild: int | None = None
         for index in range(len(self._shares)):
             barrier = self._barrier()
             source: int | None = None
@@ -187,7 +214,20 @@ class _Builder:
                 load = self._add(TaskKind.LOAD, layer, piece, after=barrier)
                 first_load = load if first_load is None else first_load
             if index < len(self._tiles):
-                self._add_rebuild(layer, self._tiles[index], source, barrier, first_load)
+                rebuild = self._add_rebuild(
+                    layer, self._tiles[index], source, barrier, first_load, weights
+                )
+        if weights is not None and rebuild is not None:
+            self._weight_readers.append(rebuild)
+
+    def _add_weights(self, layer: int) -> int | None:
+        """W_K and W_V, on the link ahead of the layer's X: nothing is rebuilt without them."""
+        if layer not in self._work.host_layers or not self._tiles:
+            return None
+        after, readers, slots = self._barrier(), self._weight_readers, self._work.weight_slots
+        if len(readers) >= slots:
+            after = (*after, readers[-slots])
+        return self._add(TaskKind.WEIGHTS, layer, (0, 0), slot=len(readers) % slots, after=after)
 
     def _barrier(self) -> tuple[int, ...]:
         """What a block waits for: all of the block before, which is KVPR's order, or nothing.
@@ -222,14 +262,18 @@ class _Builder:
         source: int | None,
         barrier: tuple[int, ...],
         first_load: int | None,
-    ) -> None:
+        weights: int | None,
+    ) -> int:
         after = barrier if source is None else (source,)
+        if weights is not None:
+            after = (*after, weights)
         if self._boundary is not None and first_load is not None and tile[1] > self._boundary:
             after = (*after, first_load)
         slot = None if source is None else self.tasks[source].slot
         rebuild = self._add(TaskKind.REBUILD, layer, tile, slot=slot, after=after)
         if slot is not None:
             self._readers[slot] = rebuild
+        return rebuild
 
     def _load_shares(self) -> list[tuple[int, int] | None]:
         """K,V[l:s] in as many pieces as there are tiles, front first: each block's, or None.

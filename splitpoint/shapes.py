@@ -186,15 +186,43 @@ class ModelShape:
     @property
     def parameter_count(self) -> int:
         """Matrix weights only: norms and biases are below 0.1 %."""
-        attention = self.hidden_size * (2 * self.query_width + 2 * self.kv_width)
-        mlp = (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
+        layer = 2 * (self.query_parameters + self.hidden_size * self.kv_width)
         embedding = self.vocabulary_size * self.hidden_size
         head = 0 if self.tied_embeddings else embedding
-        return self.layer_count * (attention + mlp) + embedding + head
+        return self.layer_count * (layer + self.mlp_parameters) + embedding + head
+
+    @property
+    def query_parameters(self) -> int:
+        """h * n_q * d: W_Q, and W_O as well."""
+        return self.hidden_size * self.query_width
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Of one layer: gate (where there is one), up and down."""
+        return (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
 
     @property
     def weight_bytes(self) -> int:
         return self.parameter_count * self.data_type.size
+
+    @property
+    def kv_weight_bytes(self) -> int:
+        """W_K and W_V of one layer: 2 * h * d_kv * p, what rebuilding needs."""
+        return 2 * self.hidden_size * self.kv_width * self.data_type.size
+
+    @property
+    def query_weight_bytes(self) -> int:
+        """W_Q of one layer, and W_O, which is as large."""
+        return self.query_parameters * self.data_type.size
+
+    @property
+    def mlp_weight_bytes(self) -> int:
+        return self.mlp_parameters * self.data_type.size
+
+    @property
+    def embedding_bytes(self) -> int:
+        """The embedding table; an untied head is as large."""
+        return self.vocabulary_size * self.activation_bytes_per_token_layer
 
     @property
     def rebuild_flops_per_token_layer(self) -> int:

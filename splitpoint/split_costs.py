@@ -28,6 +28,9 @@ are rebuilt; where layer 0's loads are not enough for that time, the link idles.
 without tokens costs nothing, its overhead included. K and V of a layer count as one
 copy.
 
+Weights on the host share the link: a restore that rebuilds anything sends W_K and W_V
+of those layers once, which counts as part of S, and a decode step all of their weights.
+
 A decode step that pulls the prefix computes D seconds beside, D / L of them in a layer
 once its keys and values are there. While it does, the next layer may come as far as it
 fits the staging memory (`ahead`, a part of it):
@@ -91,6 +94,8 @@ class SplitCosts:
     """Seconds per token and per operation in one layer; see the module's formulas.
 
     `embeds`: layer 0's X comes from token ids (False: it is sent, as in KVPR).
+    `weights`, `kv_weights`: seconds of the link, over all layers, for weights on the
+    host, and for W_K and W_V of these.
     """
 
     layer_count: int
@@ -100,6 +105,8 @@ class SplitCosts:
     copy_overhead: float  # C0
     rebuild_overhead: float  # G0
     embeds: bool = True
+    weights: float = 0.0
+    kv_weights: float = 0.0
 
     @classmethod
     def of(
@@ -114,6 +121,8 @@ class SplitCosts:
             rebuild=shape.rebuild_flops_per_token_layer / profile.rebuild_flops_per_second,
             copy_overhead=profile.link_overhead_seconds,
             rebuild_overhead=profile.rebuild_overhead_seconds,
+            weights=profile.weight_seconds,
+            kv_weights=profile.host_kv_weight_bytes / link,
         )
 
     @property
@@ -132,6 +141,7 @@ class SplitCosts:
         pieces = tiles_of(split, tile_tokens)
         send = pieces * self.copy_overhead + self.activation * split
         total = self.sending_layers * send if sends else 0.0
+        total += self.kv_weights if split else 0.0
         if split < cached:
             load = max(1, pieces) * self.copy_overhead + self.load * (cached - split)
             total += self.layer_count * load
@@ -164,12 +174,14 @@ class SplitCosts:
         """What t(l) is the maximum of: for given pieces lines in `split` between 0 and cached."""
         layers, copy, beside = self.layer_count, self.copy_overhead, manner.beside
         rest = cached - split
-        send = self.sending_layers * (pieces * copy + self.activation * split)
+        is_step = manner.use is Use.STEP
+        weights = self.weights if is_step else self.kv_weights if split else 0.0
+        send = weights + self.sending_layers * (pieces * copy + self.activation * split)
         rebuild = layers * (pieces * self.rebuild_overhead + self.rebuild * split)
         load = layers * (max(1, pieces) * copy + self.load * rest) if rest else 0.0
         is_row = manner.schedule is Schedule.ROW
         if is_row:
-            send = 0.0
+            send = weights
         if manner.schedule is Schedule.SERIAL:
             return (send + rebuild + load + beside,)
         if manner.schedule is Schedule.COLUMN or (is_row and manner.use is Use.ALONE):
@@ -185,17 +197,19 @@ class SplitCosts:
             first_tile = tile if pieces > 1 else split
             if not self.embeds:
                 head = copy + self.activation * first_tile
-            elif manner.use is Use.STEP:
+            elif is_step or self.kv_weights:
                 waits = max(0, pieces - manner.slots + 1) if manner.slots else 0
                 late = waits * (self.rebuild_overhead + self.rebuild * tile) - load / layers
             elif self.sending_layers:
                 # The first X, behind a load, against the one tile of layer 0.
                 arrives = load / (layers * pieces) + copy + self.activation * first_tile
                 head = arrives - self.rebuild_overhead - self.rebuild * first_tile
-        after = beside / layers if manner.use is Use.STEP else 0.0
+            # The first layer's weights come before anything is rebuilt with them.
+            head += self.kv_weights / layers
+        after = beside / layers if is_step else 0.0
         terms = tuple(link + after + more for more in (0.0, fill, late, late + fill))
         busy = rebuild + beside
-        if manner.use is not Use.STEP:
+        if not is_step:
             return (*terms, busy, busy + head)
         others = (layers - 1) / layers
         return (
@@ -203,8 +217,9 @@ class SplitCosts:
             busy + head,
             # The first layer computes once its keys and values are there.
             load / layers + others * rebuild + beside,
-            # What does not fit the staging memory comes when the layer before is done.
-            beside + (1 - others * manner.ahead) * link,
+            # What does not fit the staging memory comes when the layer before is done;
+            # weights have memory of their own.
+            beside + (1 - others * manner.ahead) * (link - weights),
         )
 
 

@@ -89,6 +89,8 @@ class TokenRecompute:
                     continue
                 last = min(piece.stop * self.chunk_tokens, self.cached)
                 computing += self.block_seconds(recomputed, last)
+                # Every block brings the weights that are on the host.
+                loading += self.profile.weight_seconds
                 recomputed = last
         seconds = max(computing, loading) if overlapped else computing + loading
         return Met(recomputed, seconds, loading, computing)

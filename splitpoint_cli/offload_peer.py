@@ -64,6 +64,9 @@ class Peer:
         tensor: torch.Tensor = self._tensors[name]
         return tensor
 
+    def read_into(self, name: str, target: torch.Tensor) -> None:
+        target.copy_(self.get(name))
+
     def choose(self, prompts: tuple[tuple[int, ...], ...], new_tokens: int) -> None:
         """Keep the faster attention implementation; this warms both up, too."""
         seconds = {}

@@ -210,6 +210,8 @@ def _print_tables(found: Status) -> None:
         )
     out.print(table)
     for worker in found.workers:
+        if worker.weights:
+            out.print(f"worker {escape(worker.id)}: {escape(worker.weights)}")
         if worker.emulated_link_bytes_per_second is not None:
             rate = format_rate(worker.emulated_link_bytes_per_second)
             out.print(

@@ -29,6 +29,7 @@ def make_engine(
     max_batch_size: int = 16,
     prefill_chunk_tokens: int = 64,
     cache_pages: int | None = None,
+    device_memory_bytes: int = 1 << 30,
     eos_token_ids: tuple[int, ...] = (),
     device: torch.device = CPU,
     has_activations: bool = False,
@@ -50,7 +51,7 @@ def make_engine(
             staging_pages=staging_pages,
         )
 
-    plan = plan_for(1 << 30)
+    plan = plan_for(device_memory_bytes)
     if cache_pages is not None:
         fixed = plan.weight_bytes + plan.workspace_bytes
         plan = plan_for(fixed + cache_pages * plan.page_bytes)

@@ -80,38 +80,46 @@ LLAMA3_SCALING = {
     "original_max_position_embeddings": 64,
 }
 
-_BUILDERS: dict[str, Callable[[], PreTrainedModel]] = {
+_BUILDERS: dict[str, Callable[..., PreTrainedModel]] = {
     # Biases, learned positions, tied embeddings.
     "opt": _opt,
     # OPT-350M's way: norms after the sums, narrow embeddings; and no biases.
-    "opt-post-norm": lambda: _opt(do_layer_norm_before=False, word_embed_proj_dim=32),
-    "opt-no-bias": lambda: _opt(enable_bias=False, _remove_final_layer_norm=True),
+    "opt-post-norm": lambda **more: _opt(
+        do_layer_norm_before=False, word_embed_proj_dim=32, **more
+    ),
+    "opt-no-bias": lambda **more: _opt(enable_bias=False, _remove_final_layer_norm=True, **more),
     # MHA, untied.
-    "llama": lambda: _llama(num_key_value_heads=4),
+    "llama": lambda **more: _llama(num_key_value_heads=4, **more),
     # GQA, tied, several shards, Llama 3.1's rope scaling.
-    "llama-3": lambda: _llama(rope_parameters=LLAMA3_SCALING, tie_word_embeddings=True),
-    "llama-linear": lambda: _llama(
-        rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    "llama-3": lambda **more: _llama(
+        rope_parameters=LLAMA3_SCALING, tie_word_embeddings=True, **more
     ),
-    "llama-dynamic": lambda: _llama(
-        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    "llama-linear": lambda **more: _llama(
+        rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}, **more
     ),
-    "llama-biases": lambda: _llama(attention_bias=True, mlp_bias=True, head_dim=32),
+    "llama-dynamic": lambda **more: _llama(
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}, **more
+    ),
+    "llama-biases": lambda **more: _llama(attention_bias=True, mlp_bias=True, head_dim=32, **more),
     # A sliding window shorter than the sequences.
-    "mistral": lambda: MistralForCausalLM(
-        MistralConfig(**_sizes(sliding_window=24, rope_parameters={"rope_theta": 1e6}))
+    "mistral": lambda **more: MistralForCausalLM(
+        MistralConfig(**_sizes(sliding_window=24, rope_parameters={"rope_theta": 1e6}, **more))
     ),
-    "mistral-full": lambda: MistralForCausalLM(MistralConfig(**_sizes(sliding_window=None))),
+    "mistral-full": lambda **more: MistralForCausalLM(
+        MistralConfig(**_sizes(sliding_window=None, **more))
+    ),
     # Biases on q, k and v.
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_sizes(tie_word_embeddings=True))),
+    "qwen2": lambda **more: Qwen2ForCausalLM(
+        Qwen2Config(**_sizes(tie_word_embeddings=True, **more))
+    ),
     # Windows in the upper layers only.
-    "qwen2-windows": lambda: Qwen2ForCausalLM(
+    "qwen2-windows": lambda **more: Qwen2ForCausalLM(
         Qwen2Config(
-            **_sizes(use_sliding_window=True, sliding_window=20, max_window_layers=1),
+            **_sizes(use_sliding_window=True, sliding_window=20, max_window_layers=1, **more),
         )
     ),
     # Norms on q and k, head_dim is not hidden / heads.
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_sizes(head_dim=24))),
+    "qwen3": lambda **more: Qwen3ForCausalLM(Qwen3Config(**_sizes(head_dim=24, **more))),
 }
 CASES = tuple(_BUILDERS)
 # One case per family, together: GQA, sharded, tied, biases, q/k norm, odd head_dim.
@@ -119,10 +127,10 @@ FAMILY_CASES = ("opt", "llama-3", "mistral", "qwen2", "qwen3")
 _SHARDED = ("llama-3", "qwen3")
 
 
-def build_tiny(case: str, seed: int = 0) -> PreTrainedModel:
-    """The transformers model of a case, fp32, in evaluation mode."""
+def build_tiny(case: str, seed: int = 0, **changes: int) -> PreTrainedModel:
+    """The transformers model of a case, fp32, in evaluation mode; `changes` to its config."""
     torch.manual_seed(seed)
-    model = _BUILDERS[case]()
+    model = _BUILDERS[case](**changes)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Wide layers, so that what a token sees decides the next one: with the
@@ -137,9 +145,9 @@ def build_tiny(case: str, seed: int = 0) -> PreTrainedModel:
     return model.eval()
 
 
-def write_tiny(case: str, folder: Path, seed: int = 0) -> Path:
+def write_tiny(case: str, folder: Path, seed: int = 0, **changes: int) -> Path:
     """Write the case's checkpoint into `folder` (made if needed) and return it."""
-    model = build_tiny(case, seed)
+    model = build_tiny(case, seed, **changes)
     logging.disable_progress_bar()
     model.save_pretrained(folder, max_shard_size="100KB" if case in _SHARDED else "1GB")
     return folder

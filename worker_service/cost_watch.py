@@ -67,7 +67,8 @@ class CostWatch:
         own, beyond = self._tracker.step_compute.seconds, self._beyond.seconds
         if own is None or beyond is None:
             return None
-        link = sum(self._tracker.link.seconds(size) for size in traffic.copies)
+        link = self._fits.weight_seconds
+        link += sum(self._tracker.link.seconds(size) for size in traffic.copies)
         device = own + sum(self._tracker.rebuild.seconds(work) for work in traffic.rebuilds)
         return max(link, device) + beyond
 

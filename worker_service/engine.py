@@ -76,6 +76,7 @@ class Engine:
     ) -> None:
         self.model = model
         self.lanes = lanes if lanes is not None else lanes_of(cache.device)
+        model.use_lanes(self.lanes)
         self.cache = cache
         self.plan: MemoryPlan = cache.plan
         self.pager = Pager(cache)
@@ -305,11 +306,12 @@ class Engine:
 
         hidden = model.embed(batch.token_ids, batch.positions)
         hidden = through_layers(
-            model.layers, hidden, model.rotary(batch.positions), attend, partial(compute, feed)
+            model.visit(), hidden, model.rotary(batch.positions), attend, partial(compute, feed)
         )
         finite = hidden.isfinite().all(dim=1)
         logits = model.logits(hidden[batch.logit_rows])
-        spans = [] if feed is None else self.lanes.finish()
+        # Weights may be on their way for the next step; everything else is done.
+        spans = self.lanes.collect()
         return logits, finite.tolist(), spans
 
     def _feed_of(self, batch: Batch) -> Feed | None:

@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from splitpoint.weight_schedule import WeightPiece
 from worker_service.model.layer import DecoderLayer
 from worker_service.model.rope import Rotary
 
@@ -57,10 +58,14 @@ def through_layers(
 ) -> torch.Tensor:
     """The hidden `[N, h]` after these layers, from the one before them."""
     for index, layer in enumerate(layers):
+        layer.await_weights(WeightPiece.KEY_VALUE, WeightPiece.QUERY)
         project = partial(_project, layer, hidden, rotary)
         inputs, queries, keys, values = carry_out("project", index, project)
         attended = attend(index, layer, inputs, queries, keys, values)
-        hidden = carry_out("finish", index, partial(layer.finish, hidden, attended))
+        layer.await_weights(WeightPiece.OUTPUT)
+        hidden = carry_out("output", index, partial(layer.add_attention, hidden, attended))
+        layer.await_weights(WeightPiece.MLP)
+        hidden = carry_out("finish", index, partial(layer.add_mlp, hidden))
     return hidden
 
 

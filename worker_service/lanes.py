@@ -167,6 +167,24 @@ class Lanes(ABC):
         """
 
     @abstractmethod
+    def hold(self, event: Event) -> None:
+        """Let what compute is given from now on begin only once the event is reached.
+
+        For compute that is given to the device directly, without `run`.
+        """
+
+    @abstractmethod
+    def mark(self) -> Event:
+        """Reached when all that compute was given until now is done, by `run` or directly."""
+
+    @abstractmethod
+    def collect(self) -> list[Span]:
+        """The spans of what has ended since the last call, for someone who goes on.
+
+        Waits for compute alone. Raises the first error of what has ended.
+        """
+
+    @abstractmethod
     def finish(self) -> list[Span]:
         """Wait on the host until every lane is empty; the spans since the last call.
 
@@ -205,7 +223,7 @@ class Lanes(ABC):
         return _span(lane, work, start, end)
 
 
-class _Reached(Event):
+class Reached(Event):
     """Of work that is done before anybody can ask."""
 
     def wait(self) -> None:
@@ -248,7 +266,7 @@ class ThreadLanes(Lanes):
             for event in after:
                 event.wait()
             self._spans.append(self._carry_out(lane, work, time.perf_counter()))
-            return _Reached()
+            return Reached()
         futures = [event.future for event in after if isinstance(event, _ThreadEvent)]
         return _ThreadEvent(self._run_in(lane, work, futures))
 
@@ -305,6 +323,23 @@ class ThreadLanes(Lanes):
         self._pending.append(future)
         return future
 
+    def hold(self, event: Event) -> None:
+        event.wait()
+
+    def mark(self) -> Event:
+        return Reached()
+
+    def collect(self) -> list[Span]:
+        ended: list[Future[list[Span]]] = []
+        going: deque[Future[list[Span]]] = deque()
+        for future in self._pending:
+            (ended if future.done() else going).append(future)
+        self._pending = going
+        spans, self._spans = self._spans, []
+        for future in ended:
+            spans += future.result()
+        return spans
+
     def finish(self) -> list[Span]:
         error: BaseException | None = None
         spans: list[Span] = []
@@ -344,14 +379,23 @@ class SerialLanes(Lanes):
             torch.cuda.current_stream(self.device).synchronize()
             span = _span(lane, work, span.start, time.perf_counter())
         self._spans.append(span)
-        return _Reached()
+        return Reached()
+
+    def hold(self, event: Event) -> None:
+        event.wait()
+
+    def mark(self) -> Event:
+        return Reached()
 
     def draw(self, lane: Lane, source: Source) -> Event:
         self._require_side(lane)
         while works := source():
             for work in works:
                 self.run(lane, work)
-        return _Reached()
+        return Reached()
+
+    def collect(self) -> list[Span]:
+        return self.finish()
 
     def finish(self) -> list[Span]:
         spans, self._spans = self._spans, []
@@ -456,6 +500,28 @@ class StreamLanes(Lanes):
                 self._timed.append((lane, work, start, end))
         return end
 
+    def hold(self, event: Event) -> None:
+        if isinstance(event, _StreamEvent):
+            self._cuda.current_stream(self.device).wait_event(event.event)
+        else:
+            event.wait()
+
+    def mark(self) -> Event:
+        return _StreamEvent(self._record(self._cuda.current_stream(self.device)))
+
+    def collect(self) -> list[Span]:
+        if self._first is None:
+            return []
+        now = self._record(self._cuda.current_stream(self.device))
+        now.synchronize()
+        origin = time.perf_counter() - self._first.elapsed_time(now) / 1e3
+        ended: list[tuple[Lane, Work, Any, Any]] = []
+        going: list[tuple[Lane, Work, Any, Any]] = []
+        for entry in self._timed:
+            (ended if entry[-1].query() else going).append(entry)
+        self._timed = going
+        return self._spans_of(ended, self._first, origin)
+
     def finish(self) -> list[Span]:
         error: BaseException | None = None
         while self._drawn:
@@ -471,15 +537,24 @@ class StreamLanes(Lanes):
             raise error
         if not timed:
             return []
-        offsets = [
-            (lane, work, first.elapsed_time(start) / 1e3, first.elapsed_time(end) / 1e3)
-            for lane, work, start, end in timed
-        ]
         # The host has just seen the last of them end. When `first` was reached it cannot
         # tell: the stream may have been far behind the host.
-        origin = time.perf_counter() - max(offset for *_, offset in offsets)
+        longest = max(first.elapsed_time(end) for *_, end in timed) / 1e3
+        return self._spans_of(timed, first, time.perf_counter() - longest)
+
+    @staticmethod
+    def _spans_of(
+        timed: list[tuple[Lane, Work, Any, Any]], first: Any, origin: float
+    ) -> list[Span]:
+        """`origin`: when `first` was reached, on the clock of the host."""
         return [
-            _span(lane, work, origin + start, origin + end) for lane, work, start, end in offsets
+            _span(
+                lane,
+                work,
+                origin + first.elapsed_time(start) / 1e3,
+                origin + first.elapsed_time(end) / 1e3,
+            )
+            for lane, work, start, end in timed
         ]
 
     def close(self) -> None:

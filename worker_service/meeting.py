@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
@@ -209,10 +210,11 @@ class _Front:
         )
         rotary = self._model.rotary(positions)
         hidden = self._model.embed(torch.tensor(ids, device=device), positions)
-        *layers, last = self._model.layers
-        hidden = through_layers(layers, hidden, rotary, step.attend)
+        layers, before_last = self._model.visit(), len(self._keys) - 1
+        hidden = through_layers(islice(layers, before_last), hidden, rotary, step.attend)
         # Of the last layer only K and V are needed: the rest of it would lead to logits.
-        step.write(len(layers), *last.project_kv(last.attention_input(hidden), rotary))
+        for last in layers:
+            step.write(before_last, *last.project_kv(last.attention_input(hidden), rotary))
 
 
 @dataclass(frozen=True, slots=True)

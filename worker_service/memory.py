@@ -2,7 +2,9 @@
 
     budget = weights + workspace + input pages + cache pages
 
-Pure arithmetic over `splitpoint.shapes`; allocates nothing.
+Weights that do not fit stay on the host (`place`), and what is then counted as weights
+are those on the device and the slots for the others. Pure arithmetic over
+`splitpoint.shapes`; allocates nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 from splitpoint.config import format_size
 from splitpoint.errors import ResourceExhausted
 from splitpoint.shapes import ArenaLayout, ModelShape, chunks_of
+from splitpoint.weight_placement import WeightPlacement, WeightSizes, place_weights
 
 # Chunks of one layer that tiles land in. More of them make larger tiles, and copies
 # that go further ahead.
@@ -63,6 +66,28 @@ class MemoryPlan:
         return self.page_count * self.page_bytes
 
 
+def place(
+    shape: ModelShape,
+    layout: ArenaLayout,
+    sizes: WeightSizes,
+    *,
+    budget_bytes: int,
+    max_batch_size: int,
+    prefill_chunk_tokens: int,
+    staging_pages: int = STAGING_PAGES,
+) -> WeightPlacement:
+    """Where the weights go so that a cache fits beside them; its `device_bytes` are what
+    `divide` is then given, which raises if even that is too much."""
+    needs = _needs(shape, layout, max_batch_size, prefill_chunk_tokens, staging_pages)
+    longest = chunks_of(shape.context_length, layout.chunk_tokens)
+    return place_weights(
+        sizes,
+        free_bytes=budget_bytes - needs.workspace_bytes,
+        least_cache_bytes=needs.streamed_pages * needs.page_bytes,
+        most_cache_bytes=max_batch_size * longest * needs.page_bytes,
+    )
+
+
 def divide(
     shape: ModelShape,
     layout: ArenaLayout,
@@ -73,27 +98,10 @@ def divide(
     prefill_chunk_tokens: int,
     staging_pages: int = STAGING_PAGES,
 ) -> MemoryPlan:
-    """Split the budget; raises ResourceExhausted with the numbers when it is too small.
-
-    Input pages hold X of chunks that are not sealed yet: one tail for each
-    request in a batch, and two prefill chunks (one being computed while the
-    other is written back).
-    """
-    chunk = layout.chunk_tokens
-    page_bytes = shape.page_bytes(chunk)
-    prefill_pages = chunks_of(prefill_chunk_tokens, chunk) + 1
-    input_pages = max_batch_size + 2 * prefill_pages if layout.has_activations else 0
-    input_bytes = input_pages * chunk * shape.activation_bytes_per_token
-    # A streamed request keeps what it computes until that is sealed: the
-    # prefill chunk at hand, the one being written back, and its tail.
-    streamed_pages = 2 * prefill_pages + 1
-    workspace = (
-        staging_bytes(shape, layout, staging_pages)
-        + _decoding_bytes(shape, layout, staging_pages)
-        + _step_bytes(shape, max_batch_size, prefill_chunk_tokens)
-        + _streamed_bytes(shape, layout, max_batch_size, prefill_chunk_tokens, staging_pages)
-        + input_bytes
-    )
+    """Split the budget; raises ResourceExhausted with the numbers when it is too small."""
+    needs = _needs(shape, layout, max_batch_size, prefill_chunk_tokens, staging_pages)
+    page_bytes, streamed_pages = needs.page_bytes, needs.streamed_pages
+    workspace = needs.workspace_bytes
     left = budget_bytes - weight_bytes - workspace
     page_count = left // page_bytes
     if page_count < streamed_pages:
@@ -112,9 +120,54 @@ def divide(
         workspace_bytes=workspace,
         page_bytes=page_bytes,
         page_count=page_count,
-        input_page_count=input_pages,
+        input_page_count=needs.input_pages,
         streamed_page_count=streamed_pages,
         staging_pages=staging_pages,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """What a worker needs whatever its budget is.
+
+    Attributes:
+        workspace_bytes: input pages included.
+        input_pages: hold X of chunks that are not sealed yet: one tail for each request
+            in a batch, and two prefill chunks (one being computed while the other is
+            written back).
+        streamed_pages: what a streamed request keeps until it is sealed: the prefill
+            chunk at hand, the one being written back, and its tail.
+    """
+
+    workspace_bytes: int
+    page_bytes: int
+    input_pages: int
+    streamed_pages: int
+
+
+def _needs(
+    shape: ModelShape,
+    layout: ArenaLayout,
+    max_batch_size: int,
+    prefill_chunk_tokens: int,
+    staging_pages: int,
+) -> _Needs:
+    chunk = layout.chunk_tokens
+    prefill_pages = chunks_of(prefill_chunk_tokens, chunk) + 1
+    input_pages = max_batch_size + 2 * prefill_pages if layout.has_activations else 0
+    input_bytes = input_pages * chunk * shape.activation_bytes_per_token
+    workspace = (
+        staging_bytes(shape, layout, staging_pages)
+        + _decoding_bytes(shape, layout, staging_pages)
+        + _step_bytes(shape, max_batch_size, prefill_chunk_tokens)
+        + _streamed_bytes(shape, layout, max_batch_size, prefill_chunk_tokens, staging_pages)
+        + input_bytes
+    )
+    return _Needs(
+        workspace_bytes=workspace,
+        page_bytes=shape.page_bytes(chunk),
+        input_pages=input_pages,
+        streamed_pages=2 * prefill_pages + 1,
     )
 
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 
 import torch
 
 from splitpoint.costs import Line, Profile, fit_line
 from splitpoint.schedule import Lane
+from splitpoint.weight_schedule import WeightPiece
 from worker_service.device_cache import TORCH_TYPES
 from worker_service.lanes import Lanes, Work, lanes_of
-from worker_service.model.decoder import Decoder, Rotary
+from worker_service.model.decoder import Decoder, DecoderLayer, Rotary
 from worker_service.mover import put_rows
 from worker_service.stage import copy
 
@@ -56,6 +58,8 @@ def measure(
         prefill_overhead_seconds=prefill.overhead,
         step_compute_seconds=_measure_step(model, device),
         description=description,
+        host_weight_bytes=model.host_weight_bytes(),
+        host_kv_weight_bytes=model.host_weight_bytes(WeightPiece.KEY_VALUE),
     )
 
 
@@ -67,6 +71,7 @@ def measure_link(device: torch.device, lanes: Lanes | None = None) -> Line:
             return measure_link(device, own)
         finally:
             own.close()
+    lanes.finish()  # weights may still have been on their way
     largest = COPY_BYTES[-1]
     source = torch.zeros(4 * largest, dtype=torch.uint8, pin_memory=device.type == "cuda")
     target = torch.zeros(largest, dtype=torch.uint8, device=device)
@@ -101,11 +106,17 @@ def _measure_rebuild(model: Decoder, device: torch.device) -> Line:
         inputs = torch.randn(count, shape.hidden_size, device=device).to(dtype)
         rotary = model.rotary(torch.arange(count, device=device))
 
-        def run(inputs: torch.Tensor = inputs, rotary: Rotary | None = rotary) -> None:
-            for rows in model.layers[0].project_kv(inputs, rotary):
-                put_rows(plane, pages, rows)
+        with _first_layer(model) as layer:
 
-        seconds.append(_median_seconds(run, device))
+            def run(
+                inputs: torch.Tensor = inputs,
+                rotary: Rotary | None = rotary,
+                layer: DecoderLayer = layer,
+            ) -> None:
+                for rows in layer.project_kv(inputs, rotary):
+                    put_rows(plane, pages, rows)
+
+            seconds.append(_median_seconds(run, device))
     return _line([count * shape.rebuild_flops_per_token_layer for count in counts], seconds)
 
 
@@ -113,24 +124,39 @@ def _measure_prefill(model: Decoder, device: torch.device) -> Line:
     """A piece of a prefill, from one layer's linear work; attention is left out."""
     shape = model.shape
     counts = _counts(model, PREFILL_TOKENS)
-    layer = model.layers[0]
-    seconds = []
-    for count in counts:
-        hidden = torch.randn(count, shape.hidden_size, device=device)
-        hidden = hidden.to(TORCH_TYPES[shape.data_type])
-        rotary = model.rotary(torch.arange(count, device=device))
-
-        def run(hidden: torch.Tensor = hidden, rotary: Rotary | None = rotary) -> None:
-            inputs = layer.attention_input(hidden)
-            queries, _, _ = layer.project(inputs, rotary)
-            layer.finish(hidden, queries.flatten(1))
-
-        seconds.append(_median_seconds(run, device) * shape.layer_count)
+    seconds = [_layer_seconds(model, count, device) * shape.layer_count for count in counts]
     return _line([shape.prefill_flops(count) for count in counts], seconds)
 
 
+def _layer_seconds(model: Decoder, count: int, device: torch.device) -> float:
+    """So many tokens through the linear work of one layer, whose weights are there."""
+    shape = model.shape
+    hidden = torch.randn(count, shape.hidden_size, device=device)
+    hidden = hidden.to(TORCH_TYPES[shape.data_type])
+    rotary = model.rotary(torch.arange(count, device=device))
+    with _first_layer(model) as layer:
+
+        def run() -> None:
+            queries, _, _ = layer.project(layer.attention_input(hidden), rotary)
+            layer.finish(hidden, queries.flatten(1))
+
+        return _median_seconds(run, device)
+
+
+@contextmanager
+def _first_layer(model: Decoder) -> Iterator[DecoderLayer]:
+    """Its weights come over first, if they are on the host."""
+    with closing(model.visit()) as layers:
+        yield next(layers)
+
+
 def _measure_step(model: Decoder, device: torch.device) -> float:
-    """One token through all layers and the head: every weight once, no cache."""
+    """One token through all layers and the head: every weight once, no cache.
+
+    With weights on the host the layers' work alone, without what the link takes.
+    """
+    if not model.is_resident:
+        return _layer_seconds(model, 1, device) * model.shape.layer_count
     token_ids = torch.zeros(1, dtype=torch.int64, device=device)
 
     def run() -> None:

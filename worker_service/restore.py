@@ -8,12 +8,13 @@ requests or of the store's calls.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from splitpoint.schedule import RestoreWork, Schedule, Task, TaskKind, restore_tasks
 from splitpoint.shapes import chunks_of
+from splitpoint.weight_schedule import WeightPiece
 from worker_service.arena_tensors import StoredChunk
 from worker_service.lanes import Lanes, Step, Work
 from worker_service.mover import Mover, Part
@@ -60,6 +61,7 @@ def restore(
     if not wanted:
         return []
     mover.divide(tile_tokens)
+    weights = mover.model.layer_weights
     work = RestoreWork(
         layer_count=len(keys),
         first=prefix.first_chunk * mover.chunk_tokens,
@@ -68,12 +70,18 @@ def restore(
         chunk_tokens=mover.chunk_tokens,
         tile_tokens=mover.tile_tokens,
         slots=mover.slot_count,
+        host_layers=frozenset() if weights is None else frozenset(weights.keys),
+        weight_slots=0 if weights is None else weights.slot_count,
     )
     carrier = _Carrier(mover, prefix, keys, values)
+    spans: list[Span] = []
     try:
         tasks = restore_tasks(work, schedule)
+        if any(task.kind is TaskKind.WEIGHTS for task in tasks):
+            # What was on its way for the next step has the same slots.
+            spans += lanes.finish()
         lanes.run_all([Step(task.lane, carrier.work_of(task), task.after) for task in tasks])
-        spans = lanes.finish()
+        spans += lanes.finish()
     except BaseException:
         # No lane may touch the pages once somebody else may have them.
         lanes.settle()
@@ -98,12 +106,16 @@ class _Carrier:
         self._keys = keys
         self._values = values
         self._parts: dict[tuple[bool, int, int], Part] = {}
+        # In which slot a layer's W_K and W_V are, if they come over the link.
+        self._weight_slots: dict[int, int] = {}
 
     def work_of(self, task: Task) -> Work:
         mover, layer = self._mover, task.layer
         keys, values = self._keys[layer], self._values[layer]
         if task.kind is TaskKind.LOAD:
             return mover.load(layer, self._part(task), keys, values)
+        if task.kind is TaskKind.WEIGHTS:
+            return self._bring_weights(task)
         if task.kind is TaskKind.EMBED:
             ids = self._prefix.token_ids[task.first : task.last]
             token_ids = torch.tensor(ids, dtype=torch.int64, device=mover.device)
@@ -112,7 +124,26 @@ class _Carrier:
             if task.slot is None:
                 raise RuntimeError("activations are sent into a staging slot")
             return mover.send(layer, self._part(task), task.slot)
-        return mover.rebuild(layer, self._part(task), task.slot, keys, values)
+        work = mover.rebuild(layer, self._part(task), task.slot, keys, values)
+        return self._with_weights(work, layer)
+
+    def _bring_weights(self, task: Task) -> Work:
+        weights = self._mover.model.layer_weights
+        if weights is None or task.slot is None:
+            raise RuntimeError("weights that are on the device are said to be on the host")
+        self._weight_slots[task.layer] = task.slot
+        return weights.piece_work(task.layer, WeightPiece.KEY_VALUE, task.slot)
+
+    def _with_weights(self, work: Work, layer: int) -> Work:
+        weights, slot = self._mover.model.layer_weights, self._weight_slots.get(layer)
+        if weights is None or slot is None:
+            return work
+
+        def call() -> None:
+            with weights.lent(layer, WeightPiece.KEY_VALUE, slot):
+                work.call()
+
+        return replace(work, call=call)
 
     def _part(self, task: Task) -> Part:
         is_rebuilt = task.kind is not TaskKind.LOAD

@@ -83,6 +83,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             pinning=pinning.description if pinning is not None else "",
             schedule=schedule_to_proto(lanes.schedule),
             staging_tokens=worker.engine.staging.page_count * worker.engine.chunk_tokens,
+            weights=worker.weights,
             emulated_link_bytes_per_second=lanes.link.bytes_per_second if lanes.link else 0.0,
         )
 

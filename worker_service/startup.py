@@ -19,12 +19,15 @@ from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.shapes import ArenaLayout, DataType, ModelShape, read_config
 from splitpoint.text import Tokenizer
 from splitpoint.tls import PLAIN, Identity
-from worker_service.device_cache import TORCH_TYPES, DeviceCache
+from splitpoint.weight_placement import NOTHING_ON_HOST, WeightSizes
+from worker_service.device_cache import DeviceCache
 from worker_service.engine import Engine
 from worker_service.lanes import EmulatedLink, Lanes, lanes_of
-from worker_service.memory import STAGING_PAGES, MemoryPlan, divide, staging_pages_on_gpu
+from worker_service.memory import STAGING_PAGES, divide, place, staging_pages_on_gpu
 from worker_service.messages import StepOutput
-from worker_service.model.decoder import Decoder
+from worker_service.model.config import DecoderConfig
+from worker_service.model.decoder import Decoder, torch_type
+from worker_service.model.matrices import weight_sizes
 from worker_service.pinning import CudaRegistrar, Pinning
 from worker_service.profiler import measure
 from worker_service.remote_client import RemoteStoreClient
@@ -97,6 +100,8 @@ class LoadedWorker:
     store: StoreClient | None
     profile: Profile
     device_description: str
+    # Which weights are on the host, for people; empty: none.
+    weights: str
 
     def remember_rates(self, rates: Mapping[str, float]) -> None:
         """Fetches showed how fast other hosts' stores are: tell the scheduler."""
@@ -145,7 +150,7 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
                 store.pinning = Pinning(CudaRegistrar(device), limit_bytes=options.pin_limit_bytes)
             layout = await store.layout()
             await asyncio.to_thread(_check_layout, layout, shape, options.model_folder)
-        engine, profile, description = await asyncio.to_thread(
+        engine, profile, description, weights = await asyncio.to_thread(
             _build_engine, options, shape, layout, lanes
         )
         if store is not None:
@@ -162,6 +167,7 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
         store=store,
         profile=profile,
         device_description=description,
+        weights=weights,
     )
     runtime.rates_changed = worker.remember_rates
     runtime.costs_changed = worker.remember_costs
@@ -212,14 +218,24 @@ def _check_layout(layout: ArenaLayout, shape: ModelShape, folder: Path) -> None:
 
 def _build_engine(
     options: WorkerOptions, shape: ModelShape, layout: ArenaLayout, lanes: Lanes
-) -> tuple[Engine, Profile, str]:
+) -> tuple[Engine, Profile, str, str]:
     device = lanes.device
-    budget = _budget(options, shape, device)
-    # The plan is made before the weights are read: a budget that cannot hold
-    # them is said at once, not after minutes of loading.
-    plan = _divide(options, shape, layout, device, budget, shape.weight_bytes)
-    model = Decoder.load(options.model_folder, device=device, dtype=TORCH_TYPES[shape.data_type])
-    plan = _divide(options, shape, layout, device, budget, model.weight_bytes)
+    dtype = torch_type(shape.data_type)
+    config = DecoderConfig.read(options.model_folder, shape.data_type)
+    sizes = weight_sizes(config, device, dtype)
+    budget = _budget(options, sizes, device)
+    is_gpu = device.type == "cuda"
+    limits = {
+        "budget_bytes": budget,
+        "max_batch_size": options.max_batch_size,
+        "prefill_chunk_tokens": options.prefill_chunk_tokens,
+        "staging_pages": staging_pages_on_gpu(shape, layout, budget) if is_gpu else STAGING_PAGES,
+    }
+    placement = place(shape, layout, sizes, **limits)
+    # Before the weights are read: a budget that cannot hold them is said at once, not
+    # after minutes of loading.
+    plan = divide(shape, layout, weight_bytes=placement.device_bytes, **limits)
+    model = Decoder.load(options.model_folder, device, dtype, placement.on_host)
     cache = DeviceCache(layout, plan, device)
     tokenizer = Tokenizer.load(options.model_folder)
     engine = Engine(
@@ -242,43 +258,25 @@ def _build_engine(
     profile = measure(model, device, description, lanes=engine.lanes)
     engine.watch_costs(profile)
     log.info(
-        "%s on %s: weights %s, cache %s in %d pages",
+        "%s on %s: weights take %s (%s), cache %s in %d pages",
         shape.name,
         description,
         format_size(plan.weight_bytes),
+        placement.reason,
         format_size(plan.cache_capacity_bytes),
         plan.page_count,
     )
-    return engine, profile, description
+    is_resident = placement.on_host == NOTHING_ON_HOST
+    return engine, profile, description, "" if is_resident else placement.reason
 
 
-def _divide(
-    options: WorkerOptions,
-    shape: ModelShape,
-    layout: ArenaLayout,
-    device: torch.device,
-    budget: int,
-    weights: int,
-) -> MemoryPlan:
-    is_gpu = device.type == "cuda"
-    return divide(
-        shape,
-        layout,
-        budget_bytes=budget,
-        weight_bytes=weights,
-        max_batch_size=options.max_batch_size,
-        prefill_chunk_tokens=options.prefill_chunk_tokens,
-        staging_pages=(staging_pages_on_gpu(shape, layout, budget) if is_gpu else STAGING_PAGES),
-    )
-
-
-def _budget(options: WorkerOptions, shape: ModelShape, device: torch.device) -> int:
+def _budget(options: WorkerOptions, sizes: WeightSizes, device: torch.device) -> int:
     if options.device_memory_bytes is not None:
         return options.device_memory_bytes
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(GPU_MEMORY_SHARE * free)
-    return shape.weight_bytes + int(CPU_MEMORY_SHARE * memory_facts().usable_bytes)
+    return sizes.total + int(CPU_MEMORY_SHARE * memory_facts().usable_bytes)
 
 
 def _lanes(options: WorkerOptions, device: torch.device) -> Lanes:

@@ -43,12 +43,13 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """What one step of the engine took; all but `seconds` is 0 when nothing streamed.
+    """What one step of the engine took; all but `seconds` is 0 when nothing streamed, be
+    it cache or weights.
 
     Attributes:
         seconds: laying the step out, running the model, and sampling.
         link_busy, compute_busy: seconds that these had work; waiting is in neither.
-        link_bytes: what came over the link.
+        link_bytes: what came over the link, weights included.
         rebuilt_tokens, loaded_tokens: of the store's, summed over layers.
         predicted_seconds: said beforehand; None: nothing was.
     """
@@ -67,7 +68,7 @@ class StepTimes:
     ) -> StepTimes:
         """From the step's spans, as pieces of work name them (mover.py, feed.py)."""
         listed = list(spans)
-        link = [span for span in listed if span.lane is Lane.LINK_IN]
+        link = [span for span in listed if span.lane.resource == Lane.LINK_IN.resource]
         return cls(
             seconds=seconds,
             link_busy=sum(span.seconds for span in link),

@@ -153,6 +153,9 @@ class TensorSource(Protocol):
 
     def get(self, name: str) -> torch.Tensor: ...
 
+    def read_into(self, name: str, target: torch.Tensor) -> None:
+        """Fill `target`, of the tensor's shape, on any device."""
+
 
 class RandomTensors:
     """Weights drawn from a seed, for measurements and tests: no file is needed.
@@ -178,6 +181,9 @@ class RandomTensors:
         generator.manual_seed(self._seed * 1_000_003 + self._places[name])
         drawn = torch.empty(shape, dtype=torch.float32, device=self._device)
         return drawn.normal_(0.0, 0.02, generator=generator).to(self._dtype)
+
+    def read_into(self, name: str, target: torch.Tensor) -> None:
+        target.copy_(self.get(name))
 
 
 class Checkpoint:
@@ -217,6 +223,11 @@ class Checkpoint:
         stored: torch.Tensor = file.get_tensor(stored_name)
         # Never a view of the mapped file: it may be replaced while we serve.
         return stored.to(device=self._device, dtype=self._dtype, copy=True)
+
+    def read_into(self, name: str, target: torch.Tensor) -> None:
+        """Straight from the file, through no other copy."""
+        stored_name, file = self._holders[name]
+        target.copy_(file.get_tensor(stored_name))
 
     def _open_files(self) -> None:
         root = NAMES[self._config.shape.family].root

@@ -16,7 +16,7 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import BUILT_IN_SHAPES, ModelShape
 from worker_service.model.config import Activation, DecoderConfig, Norm, plain_config
 from worker_service.model.decoder import Decoder
-from worker_service.model.linear import Linear
+from worker_service.model.linear import Linear, Matrix
 from worker_service.weights import expected_tensors, weight_files
 
 CPU = torch.device("cpu")
@@ -163,7 +163,7 @@ def test_linear_layers_equal_their_definition() -> None:
     weight, bias, rows, other = (
         torch.randn(size, generator=generator) for size in ((24, 40), (24,), (5, 40), (5, 24))
     )
-    linear = Linear(weight.clone(), bias)
+    linear = Linear(Matrix(weight.clone()), bias)
     product = rows @ weight.T + bias
     for got, wanted in (
         (linear(rows), product),

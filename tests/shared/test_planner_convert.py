@@ -50,6 +50,8 @@ def test_every_field_of_a_profile_survives_the_wire() -> None:
         remote_bytes_per_second={"a:1": 2e9},
         prefill_overhead_seconds=3e-5,
         step_compute_seconds=0.004,
+        host_weight_bytes=7 << 30,
+        host_kv_weight_bytes=1 << 30,
     )
     assert all(getattr(profile, field.name) for field in fields(profile))
     assert convert.profile_from_proto(convert.profile_to_proto(profile)) == profile

@@ -6,19 +6,28 @@ what is done with the logits is decided elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch.nn import functional
 
 from splitpoint.shapes import DataType
+from splitpoint.weight_placement import NOTHING_ON_HOST, WEIGHT_SLOTS, OnHost
+from splitpoint.weight_schedule import WeightOrder, WeightPiece
+from worker_service.host_weights import HostUnit, Slot, read_tensor, read_unit, units_of_rows
+from worker_service.lanes import Lanes
 from worker_service.model.config import DecoderConfig, Norm
+from worker_service.model.head import StreamedHead
 from worker_service.model.layer import DecoderLayer
-from worker_service.model.linear import Linear, packs
+from worker_service.model.linear import Linear, Matrix, Weight, packs
+from worker_service.model.matrices import HEAD_NAME, MatrixShape, head_rows, layer_matrices
 from worker_service.model.norms import NormWeights
 from worker_service.model.rope import Rotary, RotaryTable
-from worker_service.weights import NAMES, Checkpoint, RandomTensors, TensorSource
+from worker_service.weight_stream import LentMatrix, WeightStream
+from worker_service.weights import NAMES, Checkpoint, RandomTensors, TensorSource, expected_tensors
 
 __all__ = ["Decoder", "DecoderConfig", "DecoderLayer", "Rotary"]
 
@@ -32,20 +41,29 @@ _DATA_TYPES = {
 class Decoder:
     """Embedding, layers and output head.
 
-    A step is: `hidden = embed(ids, positions)`; for each layer X =
+    A step is: `hidden = embed(ids, positions)`; for each layer that `visit` gives X =
     `attention_input(hidden)`, `project(X, rotary)`, attention over the cache,
     `hidden = finish(hidden, attended)`; then `logits(hidden[rows])`.
 
     Attributes:
         config, shape: what it was built from; `shape.data_type` is `dtype`.
-        layers: in order.
-        weight_bytes: bytes of all weights as held (a CPU holds tied embeddings
-            twice: as the table and as the head's packed matrix).
+        layers: in order. Of one whose weights are on the host, only norms and windows
+            can be used outside of `visit`.
+        layer_weights: brings those weights over; None: all are on the device.
+        weight_bytes: bytes of all weights on the device as held, slots included (a CPU
+            holds tied embeddings twice: as the table and as the head's packed matrix).
     """
 
     def __init__(
-        self, config: DecoderConfig, source: TensorSource, device: torch.device, dtype: torch.dtype
+        self,
+        config: DecoderConfig,
+        source: TensorSource,
+        device: torch.device,
+        dtype: torch.dtype,
+        on_host: OnHost = NOTHING_ON_HOST,
+        order: WeightOrder = WeightOrder.FINE,
     ) -> None:
+        """See `load`."""
         self.config = config
         self.shape = config.shape
         self.device = device
@@ -54,58 +72,123 @@ class Decoder:
         self._source = source
         names = NAMES[config.shape.family]
         root = names.root
-        self._embedding = self._tensor(f"{root}{names.embedding}.weight")
+        read_table = self._host_table if on_host.table else self._tensor
+        self._embedding = read_table(f"{root}{names.embedding}.weight")
         self._positions = (
             None
             if config.position_offset is None
-            else self._tensor(f"{root}{names.positions}.weight")
+            else read_table(f"{root}{names.positions}.weight")
         )
         self._project_in: Linear | None = None
         self._project_out: Linear | None = None
         if config.embedding_size != config.shape.hidden_size:
-            self._project_in = self._linear([root + names.project_in], bias=False)
-            self._project_out = self._linear([root + names.project_out], bias=False)
+            self._project_in = Linear(self._matrix([root + names.project_in]))
+            self._project_out = Linear(self._matrix([root + names.project_out]))
         self._rotary = (
             None
             if config.rope is None
             else RotaryTable(config.rope, config.shape.head_dim, device, dtype)
         )
+        self.layer_weights = self._stream_layers(on_host.layers, order) if on_host.layers else None
         self.layers = [self._layer(index) for index in range(config.shape.layer_count)]
         self._final_norm = self._norm(root + names.final_norm) if config.final_norm else None
-        self._head = self._make_head()
+        self._head_weights: WeightStream | None = None
+        self._head: Linear | StreamedHead
+        if on_host.head:
+            self._head_weights, self._head = self._stream_head()
+        else:
+            self._head = self._make_head()
         del self._source
 
     @classmethod
-    def load(cls, folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> Decoder:
+    def load(
+        cls,
+        folder: Path,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        on_host: OnHost = NOTHING_ON_HOST,
+        order: WeightOrder = WeightOrder.FINE,
+    ) -> Decoder:
         """From a checkpoint folder; dtype None: the checkpoint's own.
 
-        Raises InvalidArgument for an unsupported config or bad weight files.
+        `on_host` says which weights stay there, `order` in which portions the
+        layers among them come over. Raises InvalidArgument for an unsupported config or
+        bad weight files.
         """
         data_type = None if dtype is None else _DATA_TYPES[dtype]
         config = DecoderConfig.read(folder, data_type)
         dtype = torch_type(config.shape.data_type)
         with Checkpoint(folder, config, device, dtype) as source:
-            return cls(config, source, device, dtype)
+            return cls(config, source, device, dtype, on_host, order)
 
     @classmethod
     def random(
-        cls, config: DecoderConfig, seed: int, device: torch.device, dtype: torch.dtype
+        cls,
+        config: DecoderConfig,
+        seed: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        on_host: OnHost = NOTHING_ON_HOST,
+        order: WeightOrder = WeightOrder.FINE,
     ) -> Decoder:
         """With weights drawn from a seed: for measurements and tests."""
         shape = replace(config.shape, data_type=_DATA_TYPES[dtype])
         config = replace(config, shape=shape)
-        return cls(config, RandomTensors(config, seed, device, dtype), device, dtype)
+        source = RandomTensors(config, seed, device, dtype)
+        return cls(config, source, device, dtype, on_host, order)
+
+    # -- weights on the host --------------------------------------------------------
+
+    def use_lanes(self, lanes: Lanes) -> None:
+        """What weights on the host come over; before the first pass."""
+        for stream in self._streams:
+            stream.lanes = lanes
+
+    def look_ahead(self) -> None:
+        """Let the first weights of the next pass come, if any are on the host."""
+        for stream in self._streams:
+            stream.look_ahead()
+
+    def visit(self) -> Generator[DecoderLayer]:
+        """The layers in order, each to be used until the next one is asked for."""
+        self.look_ahead()
+        for index, layer in enumerate(self.layers):
+            stream = self._stream_of(index)
+            if stream is not None:
+                with stream.reading(index):
+                    yield layer
+            else:
+                yield layer
+
+    def host_weight_bytes(self, piece: WeightPiece | None = None) -> int:
+        """What crosses the link in each step, or this piece of it."""
+        return sum(stream.bytes_of(piece) for stream in self._streams)
+
+    @property
+    def is_resident(self) -> bool:
+        """No matrix comes over the link."""
+        return not self._streams
+
+    def _stream_of(self, layer: int) -> WeightStream | None:
+        """What brings this layer's weights; None: they are on the device."""
+        stream = self.layer_weights
+        return stream if stream is not None and layer in stream else None
+
+    @property
+    def _streams(self) -> list[WeightStream]:
+        streams = (self.layer_weights, self._head_weights)
+        return [stream for stream in streams if stream is not None]
 
     # -- computing ----------------------------------------------------------------
 
     def embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Ids and positions, int64 `[N]`, to the first hidden `[N, h]`."""
-        hidden = functional.embedding(token_ids, self._embedding)
+        hidden = _rows(self._embedding, token_ids)
         if self._project_in is not None:
             hidden = self._project_in(hidden)
         if self._positions is not None:
             offset = self.config.position_offset or 0
-            hidden = hidden + functional.embedding(positions + offset, self._positions)
+            hidden = hidden + _rows(self._positions, positions + offset)
         return hidden
 
     def rotary(self, positions: torch.Tensor) -> Rotary | None:
@@ -125,48 +208,97 @@ class Decoder:
     def _layer(self, index: int) -> DecoderLayer:
         config, shape, names = self.config, self.shape, NAMES[self.shape.family]
         prefix = f"{names.root}layers.{index}."
+        stream = self._stream_of(index)
+        biased = {
+            "query": config.qkv_bias,
+            "key_value": config.qkv_bias,
+            "output": config.output_bias,
+            **dict.fromkeys(("gate", "up", "down"), config.mlp_bias),
+        }
+        linears = {
+            matrix.role: Linear(
+                self._layer_weight(index, matrix),
+                self._bias(matrix) if biased[matrix.role] else None,
+            )
+            for matrix in layer_matrices(config, index)
+        }
         return DecoderLayer(
             head_dim=shape.head_dim,
             scale=shape.head_dim**-0.5,
             window=config.windows[index],
             norm_before=config.norm_before,
             activation=config.activation,
-            query=self._linear([prefix + names.query], bias=config.qkv_bias),
-            key_value=self._linear(
-                [prefix + names.key, prefix + names.value], bias=config.qkv_bias
-            ),
-            output=self._linear([prefix + names.output], bias=config.output_bias),
-            gate=(
-                self._linear([prefix + names.gate], bias=config.mlp_bias)
-                if shape.gated_mlp
-                else None
-            ),
-            up=self._linear([prefix + names.up], bias=config.mlp_bias),
-            down=self._linear([prefix + names.down], bias=config.mlp_bias),
+            query=linears["query"],
+            key_value=linears["key_value"],
+            output=linears["output"],
+            gate=linears.get("gate"),
+            up=linears["up"],
+            down=linears["down"],
             attention_norm=self._norm(prefix + names.attention_norm),
             mlp_norm=self._norm(prefix + names.mlp_norm),
             query_norm=self._head_norm(prefix + names.query_norm),
             key_norm=self._head_norm(prefix + names.key_norm),
+            arrival=None if stream is None else partial(stream.hold, index),
         )
+
+    def _layer_weight(self, index: int, shape: MatrixShape) -> Weight:
+        stream = self._stream_of(index)
+        if stream is None:
+            return self._matrix([name for name, _ in shape.sources])
+        packed = packs(self.device, self.dtype)
+        return LentMatrix(stream, index, shape.role, shape.piece, packed)
+
+    def _bias(self, shape: MatrixShape) -> torch.Tensor:
+        parts = [self._tensor(f"{name}.bias") for name, _ in shape.sources]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _stream_layers(self, host_layers: Sequence[int], order: WeightOrder) -> WeightStream:
+        shapes = layer_matrices(self.config, host_layers[0])
+        units = {
+            index: read_unit(
+                self._source, layer_matrices(self.config, index), self.device, self.dtype
+            )
+            for index in host_layers
+        }
+        return self._stream(units, shapes, order.portions)
+
+    def _stream_head(self) -> tuple[WeightStream, StreamedHead]:
+        pieces = head_rows(self.config)
+        tied = self.shape.tied_embeddings
+        weight = self._embedding if tied else self._host_table(f"{HEAD_NAME}.weight")
+        units = dict(enumerate(units_of_rows(weight, pieces, self.device)))
+        width = self.config.embedding_size
+        shape = MatrixShape("head", WeightPiece.HEAD, ((HEAD_NAME, len(pieces[0])),), width)
+        stream = self._stream(units, [shape], ((WeightPiece.HEAD,),))
+        packed = packs(self.device, self.dtype)
+        return stream, StreamedHead(stream, shape.role, pieces, is_packed=packed)
+
+    def _stream(
+        self,
+        units: Mapping[int, HostUnit],
+        shapes: Sequence[MatrixShape],
+        portions: Sequence[Sequence[WeightPiece]],
+    ) -> WeightStream:
+        count = min(WEIGHT_SLOTS, len(units))
+        slots = [Slot.empty(shapes, self.device, self.dtype) for _ in range(count)]
+        stream = WeightStream(units, slots, portions)
+        self.weight_bytes += stream.slot_bytes
+        return stream
 
     def _make_head(self) -> Linear:
         if not self.shape.tied_embeddings:
-            return self._linear(["lm_head"], bias=False)
-        head = Linear(self._embedding)
-        if packs(self.device, self.dtype):
-            self.weight_bytes += head.weight_bytes
-        return head
+            return Linear(self._matrix([HEAD_NAME]))
+        matrix = Matrix(self._embedding)
+        if matrix.is_packed:
+            self.weight_bytes += matrix.size_bytes
+        return Linear(matrix)
 
-    def _linear(self, names: list[str], *, bias: bool) -> Linear:
-        """One matrix, or several over the same input stacked into one."""
+    def _matrix(self, names: Sequence[str]) -> Matrix:
+        """On the device; several stored matrices over the same input stacked into one."""
         weights = [self._source.get(f"{name}.weight") for name in names]
-        biases = [self._source.get(f"{name}.bias") for name in names] if bias else []
-        linear = Linear(
-            weights[0] if len(weights) == 1 else torch.cat(weights),
-            torch.cat(biases) if biases else None,
-        )
-        self.weight_bytes += linear.weight_bytes
-        return linear
+        matrix = Matrix(weights[0] if len(weights) == 1 else torch.cat(weights))
+        self.weight_bytes += matrix.size_bytes
+        return matrix
 
     def _norm(self, name: str) -> NormWeights:
         weight = self._tensor(f"{name}.weight")
@@ -178,10 +310,21 @@ class Decoder:
             return None
         return NormWeights(Norm.RMS, self._tensor(f"{name}.weight"), None, self.config.norm_epsilon)
 
+    def _host_table(self, name: str) -> torch.Tensor:
+        size = expected_tensors(self.config)[name]
+        return read_tensor(self._source, name, size, self.dtype)
+
     def _tensor(self, name: str) -> torch.Tensor:
         tensor = self._source.get(name)
         self.weight_bytes += tensor.numel() * tensor.element_size()
         return tensor
+
+
+def _rows(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """`table[index]` where `index` is; a table on the host gives only those rows away."""
+    if table.device == index.device:
+        return functional.embedding(index, table)
+    return functional.embedding(index.to(table.device), table).to(index.device)
 
 
 def torch_type(data_type: DataType) -> torch.dtype:

@@ -7,10 +7,12 @@ attention. Attention itself, and where K and V live, is not known here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from splitpoint.weight_schedule import WeightPiece
 from worker_service.model.config import Activation
 from worker_service.model.linear import Linear
 from worker_service.model.norms import NormWeights
@@ -25,6 +27,7 @@ class DecoderLayer:
         scale: what scores are multiplied by, `d^-0.5`.
         window: how many tokens a query sees, itself included; None: all.
         norm_before: see DecoderConfig.
+        arrival: holds compute until a piece of the weights is there; None: all are.
     """
 
     head_dim: int
@@ -42,6 +45,17 @@ class DecoderLayer:
     mlp_norm: NormWeights
     query_norm: NormWeights | None
     key_norm: NormWeights | None
+    arrival: Callable[[WeightPiece], None] | None = None
+
+    def await_weights(self, *pieces: WeightPiece) -> None:
+        """Let what compute is given from now on begin once these are on the device.
+
+        Whatever multiplies with them waits anyway; this is for who measures how long
+        the multiplying takes.
+        """
+        if self.arrival is not None:
+            for piece in pieces:
+                self.arrival(piece)
 
     def attention_input(self, hidden: torch.Tensor) -> torch.Tensor:
         """X `[N, h]`: what q, k and v are projected from, and what the arena stores."""
@@ -77,10 +91,17 @@ class DecoderLayer:
 
     def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The rest of the layer: `attended` `[N, n_q * d]` to the next hidden `[N, h]`."""
+        return self.add_mlp(self.add_attention(hidden, attended))
+
+    def add_attention(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """`attended` `[N, n_q * d]`, through W_O, onto the hidden `[N, h]`."""
         hidden = self.output.added_to(attended, hidden)
+        return hidden if self.norm_before else self.attention_norm(hidden)
+
+    def add_mlp(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What follows `add_attention`: the next hidden `[N, h]`."""
         if self.norm_before:
             return self.down.added_to(self._inner(self.mlp_norm(hidden)), hidden)
-        hidden = self.attention_norm(hidden)
         return self.mlp_norm(self.down.added_to(self._inner(hidden), hidden))
 
     def _inner(self, rows: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,10 @@ device and type only, so that equal workers compute equal bits.
 
 from __future__ import annotations
 
+import ctypes
+from functools import lru_cache
+from typing import Any, Protocol
+
 import torch
 from torch.nn import functional
 
@@ -30,34 +34,77 @@ def packs(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
-class Linear:
-    """`x @ weight.T + bias`, optionally with the activation fused.
+class Matrix:
+    """The weight of a linear layer, `[out, in]`, in the layout of its device.
 
-    Takes the weight as checkpoints store it, `[out, in]`, on its final device
-    and type; with `packs` it keeps a blocked copy instead of the argument.
+    Attributes:
+        weight: that layout; for `torch` an opaque tensor if `is_packed`.
+        size_bytes: as held, oneDNN's padding to whole blocks included.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: torch.Tensor) -> None:
+        """From a checkpoint's `[out, in]`, on its final device and type; kept, unless packed."""
+        self.is_packed = packs(weight.device, weight.dtype)
         self.out_features, self.in_features = weight.shape
-        self.weight_bytes = weight.numel() * weight.element_size()
-        if bias is not None:
-            self.weight_bytes += bias.numel() * bias.element_size()
+        if self.is_packed:
+            weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
+            self.size_bytes = int(torch.ops.mkldnn._nbytes(weight))
+        else:
+            self.size_bytes = weight.numel() * weight.element_size()
+        self.weight = weight
+
+    def raw(self) -> torch.Tensor:
+        """Its memory as uint8 `[size_bytes]`, to be copied from or over.
+
+        A copy of another matrix's bytes of the same shape, type and device is that
+        matrix: the blocks of oneDNN depend on nothing else.
+        """
+        if not self.is_packed:
+            return self.weight.view(-1).view(torch.uint8)
+        # The tensor is opaque to torch, its memory is not.
+        address = torch.ops.mkldnn.data_ptr(self.weight)
+        memory: Any = (ctypes.c_uint8 * self.size_bytes).from_address(address)
+        memory.owner = self.weight  # which frees it
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+@lru_cache(maxsize=64)
+def held_bytes(
+    out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
+) -> int:
+    """`Matrix.size_bytes` of a matrix of this shape; asks oneDNN by making one."""
+    if not packs(device, dtype):
+        return out_features * in_features * dtype.itemsize
+    return Matrix(torch.empty((out_features, in_features), dtype=dtype)).size_bytes
+
+
+class Weight(Protocol):
+    """A matrix, or what stands for one that is somewhere else until it is read."""
+
+    @property
+    def is_packed(self) -> bool: ...
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """To be read by what compute is given next."""
+
+
+class Linear:
+    """`x @ weight.T + bias`, optionally with the activation fused."""
+
+    def __init__(self, matrix: Weight, bias: torch.Tensor | None = None) -> None:
+        self._matrix = matrix
+        self._packed = matrix.is_packed
         self._bias = bias
-        self._packed = packs(weight.device, weight.dtype)
-        self._weight = (
-            torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
-            if self._packed
-            else weight
-        )
 
     def __call__(self, rows: torch.Tensor, activation: Activation | None = None) -> torch.Tensor:
         """`[N, in]` to `[N, out]`."""
         if self._packed:
             name = "none" if activation is None else activation.value
             return torch.ops.mkldnn._linear_pointwise(  # type: ignore[no-any-return]
-                rows, self._weight, self._bias, name, [], ""
+                rows, self._matrix.weight, self._bias, name, [], ""
             )
-        product = functional.linear(rows, self._weight, self._bias)
+        product = functional.linear(rows, self._matrix.weight, self._bias)
         if activation is Activation.RELU:
             return product.relu_()
         if activation is Activation.SILU:
@@ -68,7 +115,7 @@ class Linear:
         """`residual + self(rows)`."""
         if self._packed:
             return torch.ops.mkldnn._linear_pointwise.binary(  # type: ignore[no-any-return]
-                rows, residual, self._weight, self._bias, "add"
+                rows, residual, self._matrix.weight, self._bias, "add"
             )
         return self(rows).add_(residual)
 
@@ -76,6 +123,6 @@ class Linear:
         """`factor * self(rows)`, elementwise."""
         if self._packed:
             return torch.ops.mkldnn._linear_pointwise.binary(  # type: ignore[no-any-return]
-                rows, factor, self._weight, self._bias, "mul"
+                rows, factor, self._matrix.weight, self._bias, "mul"
             )
         return self(rows).mul_(factor)

@@ -1,0 +1,142 @@
+"""Workers whose weights are four times their device memory, with a store and as a process."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from local_stack import LocalStack, StackShape, local_stack, start_service, stop_process
+from tiny_models import build_tiny, clear_prompt, write_tiny
+
+from splitpoint.planner import Residency
+from splitpoint.rpc import open_channel
+from splitpoint.schedule import Lane
+from splitpoint.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+from splitpoint.weight_schedule import LAYER_PIECES
+from worker_service.lanes import EmulatedLink
+from worker_service.model.config import DecoderConfig
+from worker_service.model.matrices import weight_sizes
+from worker_service.timeline import Span, Trace
+
+NEW_TOKENS = 8
+SIZES = {
+    "opt": {"num_hidden_layers": 16, "hidden_size": 128, "ffn_dim": 384},
+    "llama-3": {"num_hidden_layers": 16, "hidden_size": 128, "intermediate_size": 256},
+}
+
+
+def quarter(folder: Path) -> int:
+    """Of the bytes of the weights."""
+    return weight_sizes(DecoderConfig.read(folder), torch.device("cpu"), torch.float32).total // 4
+
+
+@pytest.mark.parametrize("case", SIZES)
+async def test_restores_and_streams_with_weights_on_the_host(case: str, tmp_path: Path) -> None:
+    """Worker 0 writes a prefix, worker 1 brings it back at every split, in both residencies."""
+    model = build_tiny(case, **SIZES[case])
+    folder = write_tiny(case, tmp_path / "m", **SIZES[case])
+    shape = StackShape(
+        chunk_tokens=4,
+        max_batch_size=2,
+        prefill_chunk_tokens=8,
+        device_memory_bytes=quarter(folder),
+    )
+    async with local_stack(folder, tmp_path, shape) as stack:
+        engine = stack.workers[1].engine
+        assert engine.model.host_weight_bytes() > 0.8 * 4 * shape.device_memory_bytes
+        prefix, answered = clear_prompt(model, 14, NEW_TOKENS)
+        assert await answer(stack, prefix, "0") == answered
+        prompt, wanted = clear_prompt(model, 3, NEW_TOKENS, before=[*prefix, *answered])
+        cached = len(prefix) + NEW_TOKENS - 1
+        engine.trace = Trace()
+        # Slow enough for the link to be what a step waits for.
+        engine.lanes.link = EmulatedLink(2e8)
+        for split, residency in product((0, cached // 2, cached), Residency):
+            salt = bytes([split, residency is Residency.STREAMED])
+            await answer(stack, prefix, "0", cache_salt=salt)
+            options = {"split": split, "residency": residency, "cache_salt": salt}
+            assert await answer(stack, prompt, "1", **options) == wanted, (split, residency)
+        check_order(engine.trace.spans, SIZES[case]["num_hidden_layers"])
+        await stack.assert_clean()
+
+
+async def answer(stack: LocalStack, prompt: list[int], worker: str, **options: object) -> list[int]:
+    completion = await stack.client.generate(
+        prompt, max_tokens=NEW_TOKENS, ignore_eos=True, worker=worker, **options
+    ).complete()
+    return list(completion.token_ids)
+
+
+def fills_of(spans: list[Span], layer: int) -> list[list[Span]]:
+    """What came for one layer, each time: W_K and W_V first, then perhaps all the rest."""
+    names = [piece.value for piece in LAYER_PIECES]
+    mine = [span for span in spans if (span.lane, span.layer) == (Lane.WEIGHTS_IN, layer)]
+    fills: list[list[Span]] = []
+    for span in sorted(mine, key=lambda span: span.start):
+        if span.name == names[0]:
+            fills.append([])
+        fills[-1].append(span)
+    for fill in fills:
+        came = [span.name for span in fill]
+        # A restore rebuilds with W_K and W_V and needs no more.
+        assert came in (names, names[:1]) or fill is fills[-1]
+    return fills
+
+
+def check_order(spans: list[Span], layers: int) -> None:
+    """W_K, W_V before W_Q, W_O; whatever is rebuilt begins after the first two, and in
+    steps of a streamed cache before the last weight is there."""
+    early = 0
+    for layer in range(layers):
+        fills = fills_of(spans, layer)
+        rebuilds = [span for span in spans if (span.name, span.layer) == ("rebuild", layer)]
+        assert rebuilds
+        for rebuild in rebuilds:
+            fill = [each for each in fills if each[0].end <= rebuild.start][-1]
+            early += len(fill) > 1 and rebuild.start < fill[-1].end
+    assert early > 0
+
+
+async def test_a_process_with_less_memory_than_weights_answers_and_says_so(tmp_path: Path) -> None:
+    model = build_tiny("qwen3", num_hidden_layers=16)
+    folder = write_tiny("qwen3", tmp_path / "m", num_hidden_layers=16)
+    prompt, wanted = clear_prompt(model, 5, NEW_TOKENS)
+    address = f"unix:{tmp_path}/w"
+    process = await start_service(
+        "worker_service",
+        *("--listen", address, "--model", str(folder), "--device", "cpu", "--threads", "1"),
+        *("--device-memory", str(quarter(folder)), "--chunk-tokens", "2"),
+        *("--max-batch", "4", "--prefill-chunk", "4"),
+    )
+    try:
+        async with open_channel(address) as channel:
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
+            info = await stub.GetInfo(worker_pb2.GetInfoRequest())
+            assert info.weight_bytes < info.device_memory_bytes == quarter(folder)
+            assert info.profile.host_weight_bytes > 3 * info.device_memory_bytes
+            assert 0 < info.profile.host_kv_weight_bytes < info.profile.host_weight_bytes
+            assert "16 of 16 layers" in info.weights
+            stream = stub.Run()
+            sampling = types_pb2.SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+            command = worker_pb2.AdmitCommand(
+                request_id="a",
+                prompt_token_ids=prompt,
+                sampling=sampling,
+                plan=types_pb2.Plan(
+                    residency=types_pb2.RESIDENCY_RESIDENT, method=types_pb2.RESTORE_METHOD_LOAD
+                ),
+            )
+            await stream.write(worker_pb2.RunRequest(admit=command))
+            tokens: list[int] = []
+            async for response in stream:
+                for result in response.tokens:
+                    tokens += result.token_ids
+                if response.finishes:
+                    assert not response.finishes[0].error_code, response.finishes[0].error_message
+                    break
+            stream.cancel()
+            assert tokens == wanted
+    finally:
+        await stop_process(process)

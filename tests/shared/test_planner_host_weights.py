@@ -1,0 +1,161 @@
+"""What plans make of weights on the host: against the simulated lanes, and what it changes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from test_planner_costs import near_balance, task_seconds
+
+from splitpoint.costs import BUILT_IN_PROFILES
+from splitpoint.errors import InvalidArgument
+from splitpoint.planner import PlanInput, Residency, RestoreMethod, plan_request
+from splitpoint.schedule import RestoreWork, Schedule, Task, TaskKind, restore_tasks, simulate
+from splitpoint.shapes import BUILT_IN_SHAPES
+from splitpoint.split_costs import Manner, SplitCosts, Use, best_split
+from splitpoint.weight_placement import WeightSizes
+from splitpoint.weight_schedule import PassCosts, PassKind, PassWork, WeightPiece, simulate_pass
+
+OPT = BUILT_IN_SHAPES["opt-6.7b"]
+A100 = BUILT_IN_PROFILES["a100-pcie4"]
+SIZES = WeightSizes.of(OPT)
+# All layers on the host.
+STREAMED = replace(
+    A100,
+    host_weight_bytes=OPT.layer_count * SIZES.layer,
+    host_kv_weight_bytes=OPT.layer_count * SIZES.pieces[WeightPiece.KEY_VALUE],
+    step_compute_seconds=0.01,
+)
+
+
+def with_weights(rng: random.Random, layers: int, cached: int) -> SplitCosts:
+    costs = near_balance(rng, layers)
+    weights = layers * costs.load * cached * rng.uniform(0, 1.5)
+    return replace(costs, kv_weights=weights, weights=6 * weights)
+
+
+def test_a_restore_takes_what_the_lanes_take() -> None:
+    """Most predictions are within 3 %, nearly all within 15 %."""
+    rng, chunk, errors = random.Random(5), 16, []
+    for _ in range(200):
+        layers, cached = rng.choice((4, 8, 32)), rng.randrange(4, 40) * chunk
+        costs = with_weights(rng, layers, cached)
+        manner = Manner(Schedule.PIPELINED, chunk * rng.randrange(1, 4), rng.choice((2, 4)))
+        split = rng.randrange(1, cached // chunk) * chunk
+        work = RestoreWork(
+            layers,
+            0,
+            split,
+            cached,
+            chunk,
+            manner.tile_tokens,
+            manner.slots,
+            embeds=costs.embeds,
+            host_layers=frozenset(range(layers)),
+        )
+
+        def seconds(task: Task, costs: SplitCosts = costs) -> float:
+            if task.kind is TaskKind.WEIGHTS:
+                return costs.kv_weights / costs.layer_count
+            return task_seconds(costs, task)
+
+        expected = simulate(restore_tasks(work, manner.schedule), seconds).seconds
+        errors.append(abs(costs.seconds(split, cached, manner) / expected - 1))
+    errors.sort()
+    assert errors[len(errors) // 2] < 0.03
+    assert errors[len(errors) * 9 // 10] < 0.15
+
+
+def test_a_step_takes_what_its_pieces_take_in_the_best_order() -> None:
+    rng = random.Random(6)
+    for _ in range(200):
+        layers, cached = rng.choice((4, 8, 32)), rng.randrange(4, 40) * 16
+        costs = with_weights(rng, layers, cached)
+        beside = layers * costs.load * cached * rng.uniform(0, 2)
+        share, compute = costs.weights / layers / 12, beside / layers / 8
+        pieces = PassCosts(
+            {
+                WeightPiece.KEY_VALUE: 2 * share,
+                WeightPiece.QUERY: share,
+                WeightPiece.OUTPUT: share,
+                WeightPiece.MLP: 8 * share,
+            },
+            {
+                PassKind.LOAD: costs.copy_overhead + costs.load * cached,
+                PassKind.PROJECT: 2 * compute,
+                PassKind.ATTEND: 2 * compute,
+                PassKind.OUTPUT: compute,
+                PassKind.MLP: 3 * compute,
+            },
+        )
+        work = PassWork(layers, frozenset(range(layers)), loads=True)
+        expected = simulate_pass(work, pieces).seconds
+        predicted = costs.seconds(
+            0, cached, Manner(Schedule.PIPELINED, use=Use.STEP, beside=beside)
+        )
+        assert 1 - 1e-9 <= predicted / expected < 1.2
+
+
+def test_the_best_split_is_the_best_of_all() -> None:
+    rng = random.Random(7)
+    for _ in range(100):
+        cached = rng.randrange(2, 300)
+        costs = with_weights(rng, rng.choice((2, 12)), cached)
+        for use in (Use.ALONE, Use.STEP):
+            manner = Manner(
+                rng.choice([Schedule.SERIAL, Schedule.COLUMN, Schedule.PIPELINED]),
+                rng.choice((0, 16)),
+                2,
+                use,
+                beside=rng.choice((0.0, 100 * costs.load)),
+            )
+            least = min(costs.seconds(split, cached, manner) for split in range(cached + 1))
+            found = costs.seconds(best_split(costs, cached, manner), cached, manner)
+            assert found == pytest.approx(least, rel=1e-9)
+
+
+def test_rebuilding_must_pay_for_its_weights_too() -> None:
+    """A long prefix is worth W_K and W_V of every layer, a short one is not."""
+
+    def plan(cached: int) -> RestoreMethod:
+        request = PlanInput(
+            cached_tokens=cached,
+            new_tokens=10,
+            has_activations=True,
+            schedule=Schedule.PIPELINED,
+            chunk_tokens=64,
+            forced_method=None,
+        )
+        return plan_request(OPT, STREAMED, request).method
+
+    assert plan(256) is RestoreMethod.LOAD
+    assert plan(200_000) is RestoreMethod.SPLIT
+
+
+def test_every_piece_of_a_prefill_brings_the_weights() -> None:
+    request = PlanInput(cached_tokens=0, new_tokens=1000, has_activations=False, prefill_tokens=100)
+    resident = plan_request(OPT, A100, request).predicted_ttft_seconds
+    streamed = plan_request(OPT, STREAMED, request).predicted_ttft_seconds
+    assert streamed == pytest.approx(10 * STREAMED.weight_seconds)
+    assert streamed > 5 * resident
+
+
+def test_a_streamed_step_has_weights_and_cache_on_one_link() -> None:
+    request = PlanInput(
+        cached_tokens=4096,
+        new_tokens=1,
+        has_activations=False,
+        schedule=Schedule.PIPELINED,
+        residency=Residency.STREAMED,
+        chunk_tokens=64,
+    )
+    plain = replace(A100, step_compute_seconds=0.01)
+    step = plan_request(OPT, STREAMED, request).predicted_step_seconds
+    without = plan_request(OPT, plain, request).predicted_step_seconds
+    assert step == pytest.approx(without + STREAMED.weight_seconds, rel=0.02)
+
+
+def test_bytes_below_zero_are_no_profile() -> None:
+    with pytest.raises(InvalidArgument, match="host_weight_bytes"):
+        replace(A100, host_weight_bytes=-1)

@@ -1,0 +1,36 @@
+"""The output matrix when it is on the host: rows of it at a time, each into its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from splitpoint.weight_schedule import WeightPiece
+from worker_service.model.linear import Linear
+from worker_service.weight_stream import LentMatrix, WeightStream
+
+
+class StreamedHead:
+    """Computes what a Linear of the whole matrix would, from pieces `[rows, in]` of it."""
+
+    def __init__(
+        self, stream: WeightStream, role: str, pieces: Sequence[range], *, is_packed: bool
+    ) -> None:
+        """`pieces[i]`: the rows of the stream's unit i; together all, from 0 on."""
+        self._stream = stream
+        self._pieces = [
+            (rows, Linear(LentMatrix(stream, index, role, WeightPiece.HEAD, is_packed)))
+            for index, rows in enumerate(pieces)
+        ]
+        self._out_features = pieces[-1].stop
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """`[M, in]` to `[M, out]`; without rows nothing comes over the link."""
+        product = rows.new_empty((len(rows), self._out_features))
+        if not len(rows):
+            return product
+        for index, (piece, linear) in enumerate(self._pieces):
+            with self._stream.reading(index):
+                product[:, piece.start : piece.stop] = linear(rows)
+        return product
