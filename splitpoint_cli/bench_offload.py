@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from splitpoint.config import parse_size
+from splitpoint.config import parse_rate
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.shapes import DataType
 from splitpoint_cli.offload_picture import draw_sweep
@@ -40,7 +40,8 @@ def offload(
     link_rate: Annotated[
         str | None,
         typer.Option(
-            help="Emulate a link of this rate on a CPU, in bytes per second.", metavar="SIZE"
+            help="Emulate a link of this rate on a CPU: 184MB is 184 MB per second.",
+            metavar="RATE",
         ),
     ] = None,
     device: Annotated[
@@ -91,7 +92,7 @@ def offload(
         batch=batch,
         prompt=prompt,
         new=new,
-        link_rate=None if link_rate is None else parse_size(link_rate, field="link_rate"),
+        link_rate=None if link_rate is None else parse_rate(link_rate, field="link_rate"),
         repeats=repeats,
         device=device,
         threads=threads or len(os.sched_getaffinity(0)),
@@ -100,12 +101,13 @@ def offload(
         changed_link_factor=change_link_rate,
     )
     try:
-        from splitpoint_cli.offload_runs import run_all
+        from splitpoint_cli.offload_runs import peer_of, run_all
     except ModuleNotFoundError as error:
         raise FailedPrecondition(
             f"the benchmark needs {error.name}: install splitpoint[dev]", reason="NO_PEER"
         ) from error
-    results = run_all(model, workload, lambda line: err.print(line), trace_file)
+    peer = peer_of(model, workload, err.print)
+    results = run_all(model, workload, err.print, peer, trace_file)
     report = report_of(workload, results)
     out.print(table_of(report))
     if png_file is not None:

@@ -40,6 +40,7 @@ class Peer:
     """`generate` with one kind of cache; a TensorSource of its own weights.
 
     Attributes:
+        cache: which of transformers' caches.
         attention: the attention implementation that is used; `choose` tries both.
     """
 
@@ -56,7 +57,7 @@ class Peer:
             )
         self._model.eval()
         self._tensors = self._model.state_dict()
-        self._cache = cache
+        self.cache = cache
         self.attention = ATTENTIONS[0]
 
     def get(self, name: str) -> torch.Tensor:
@@ -91,7 +92,7 @@ class Peer:
             eos_token_id=None,
             pad_token_id=0,
             stopping_criteria=[watch],
-            cache_implementation=self._cache,
+            cache_implementation=self.cache,
         )
         times = watch.times
         return DecodeRun(

@@ -45,18 +45,26 @@ Decode = Callable[[int], DecodeRun]
 Item = TypeVar("Item")
 
 
+def peer_of(shape: ModelShape, workload: OffloadWorkload, say: Say) -> Peer | None:
+    """transformers with its offloaded cache; None: there is no GPU, which it needs."""
+    device = choose_device(workload.device)
+    if device.type != "cuda":
+        return None
+    say("building transformers' model")
+    return Peer(shape, workload.seed, device)
+
+
 def run_all(
-    shape: ModelShape, workload: OffloadWorkload, say: Say, trace_file: Path | None = None
+    shape: ModelShape,
+    workload: OffloadWorkload,
+    say: Say,
+    peer: Peer | None,
+    trace_file: Path | None = None,
 ) -> OffloadResults:
     """Everything the workload asks for; `trace_file` gets the timeline of our runs."""
     torch.set_num_threads(workload.threads)
-    device = choose_device(workload.device)
     skipped: list[str] = []
-    peer: Peer | None = None
-    if device.type == "cuda":
-        say("building transformers' model")
-        peer = Peer(shape, workload.seed, device)
-    else:
+    if peer is None:
         skipped.append("transformers' offloaded cache: this peer needs a GPU")
     say("loading weights, measuring costs, making the arena")
     with closing(OffloadHost(shape, workload, peer)) as host:
@@ -145,7 +153,7 @@ class _Bench:
             self._say("trying transformers' attention implementations")
             peer = self._peer
             peer.choose(host.prompts, warm_up)
-            name = f"transformers offloaded {peer.attention}"
+            name = f"transformers {peer.cache} {peer.attention}"
             decodes[name] = lambda new: peer.decode(host.prompts, new)
             splits[name] = None
         runs: dict[str, list[DecodeRun]] = {name: [] for name in decodes}

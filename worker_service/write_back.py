@@ -12,9 +12,12 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -317,20 +320,46 @@ def copy_chunks(
     What an arena keeps encoded is encoded on the device, so that only its bytes
     cross the link. Rows past a chunk's tokens are written as zeros: a slot holds
     nothing of the chunk before. The pages are complete: a step hands chunks over
-    only after it read its logits back, which waits for its kernels.
+    only after it read its logits back, which waits for its kernels. So on a GPU the
+    copies need wait for nothing, and run beside what is computed meanwhile.
 
     Raises Unencodable for what the arena's encoding has no bytes for.
     """
-    store = _copy_pages if tensors.codec.is_native else _encode_pages
+    is_native = tensors.codec.is_native
+    store = _copy_pages if is_native else _encode_pages
     pages = [job.page for job in jobs]
     rows = [len(job.token_ids) for job in jobs]
-    for layer in range(tensors.layout.layer_count):
-        store(tensors, "K", layer, cache.keys[layer], pages, slots, rows)
-        store(tensors, "V", layer, cache.values[layer], pages, slots, rows)
-        if tensors.inputs:
-            input_pages = [_input_page(job) for job in jobs]
-            store(tensors, "X", layer, cache.inputs[layer], input_pages, slots, rows)
+    with _beside_compute(cache.device):
+        for layer in range(tensors.layout.layer_count):
+            store(tensors, "K", layer, cache.keys[layer], pages, slots, rows)
+            store(tensors, "V", layer, cache.values[layer], pages, slots, rows)
+            if tensors.inputs:
+                input_pages = [_input_page(job) for job in jobs]
+                store(tensors, "X", layer, cache.inputs[layer], input_pages, slots, rows)
+    if is_native:
+        # Only now that every row has come: a copy would bring back what is wiped.
+        _wipe_spare_rows(tensors, slots, rows)
     return [tensors.arena.checksum(slot) for slot in slots]
+
+
+@contextmanager
+def _beside_compute(device: torch.device) -> Iterator[None]:
+    """On a GPU a stream of its own; what was begun in it has ended when this does."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = _out_stream(device)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        stream.synchronize()
+
+
+@lru_cache(maxsize=1)
+def _out_stream(device: torch.device) -> Any:
+    """One for each device: memory that it frees is its own to use again."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _input_page(job: WriteJob) -> int:
@@ -348,11 +377,19 @@ def _copy_pages(
     slots: Sequence[int],
     rows: Sequence[int],
 ) -> None:
-    """One tensor of one layer as it is; the first `rows[i]` rows of page i are in use."""
+    """One tensor of one layer as it is, rows that are not in use included."""
     plane = tensors.plane(layer, tensor)
-    for slot, page, count in zip(slots, pages, rows, strict=True):
-        plane[slot].copy_(source[page])
-        plane[slot, ..., count:, :].zero_()
+    for slot, page in zip(slots, pages, strict=True):
+        plane[slot].copy_(source[page], non_blocking=True)
+
+
+def _wipe_spare_rows(tensors: ArenaTensors, slots: Sequence[int], rows: Sequence[int]) -> None:
+    """Zeros from row `rows[i]` of slot i on, in all planes."""
+    for slot, count in zip(slots, rows, strict=True):
+        if count < tensors.layout.chunk_tokens:
+            for layer in range(tensors.layout.layer_count):
+                for tensor in tensors.layout.tensors:
+                    tensors.plane(layer, tensor)[slot, ..., count:, :].zero_()
 
 
 def _encode_pages(
@@ -374,4 +411,4 @@ def _encode_pages(
             native[index, ..., count:, :] = 0
         stored = tensors.codec.encode(native)
         for slot, chunk in zip(slots[batch], stored, strict=True):
-            plane[slot].copy_(chunk)
+            plane[slot].copy_(chunk, non_blocking=True)

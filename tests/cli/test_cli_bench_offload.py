@@ -38,6 +38,7 @@ from splitpoint_cli.offload_report import (
     steps_to_recover,
     table_of,
 )
+from splitpoint_cli.offload_runs import peer_of, run_all
 
 SHAPE = ModelShape("By hand", "opt", 4, 8, 2, 2, 4, 16, 128, 512, DataType.FLOAT32, False, True)
 PROFILE = Profile(1e6, 0.0, 1e6, 0.0, 1e6, step_compute_seconds=0.5)
@@ -177,12 +178,12 @@ def test_bad_input_is_named(field: str, options: dict[str, Any]) -> None:
 def tiny(case: str, folder: Path, **changes: Any) -> tuple[ModelShape, OffloadWorkload]:
     write_tiny(case, folder)
     shape = ModelShape.from_config(read_config(folder), name="tiny", data_type=DataType.FLOAT32)
-    workload = OffloadWorkload("tiny", "float32", 3, 150, 70, None, 1, "cpu", 1, 0)
+    workload = OffloadWorkload("tiny", "float32", 3, 150, 50, None, 1, "cpu", 1, 0)
     return shape, replace(workload, **changes)
 
 
 def test_every_way_to_decode_gives_transformers_tokens(tmp_path: Path) -> None:
-    """The prompt ends inside a chunk, and two more chunks are filled and sealed on the way."""
+    """The prompt ends inside a chunk, and that chunk is filled and sealed on the way."""
     shape, workload = tiny("opt", tmp_path)
     peer = Peer(shape, 3, torch.device("cpu"), cache="dynamic")
     with closing(OffloadHost(shape, workload, peer)) as host:
@@ -208,6 +209,25 @@ def test_a_grouped_model_has_one_split(tmp_path: Path) -> None:
         host.prefill()
         resident = host.decode(5, residency=Residency.RESIDENT)
         assert host.decode(5).tokens == resident.tokens
+
+
+def test_the_peer_runs_in_the_same_rounds(tmp_path: Path) -> None:
+    """With another of its caches, since the offloaded one needs a GPU."""
+    shape, workload = tiny("opt", tmp_path, new=6, batch=2)
+    said: list[str] = []
+    peer = Peer(shape, 3, torch.device("cpu"), cache="dynamic")
+    results = run_all(shape, workload, said.append, peer)
+    name = f"transformers dynamic {peer.attention}"
+    assert results.peers == (name,)
+    report = report_of(workload, results)
+    assert report["contenders"][name]["steps"] == 5
+    assert {each["agreeing_token_share"] for each in report["contenders"].values()} == {1.0}
+    assert report["ratios"]["pipelined_over_fastest_peer"] > 0
+    assert report["prediction"]["predicted_steps"] == 5
+    assert report["link"]["bytes_per_step"] > 0
+    assert report["skipped"] == []
+    assert "round 1 of 1" in said
+    assert peer_of(shape, workload, said.append) is None
 
 
 def test_a_small_run_ends_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
