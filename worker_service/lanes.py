@@ -13,7 +13,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,10 @@ import torch
 from splitpoint.errors import InvalidArgument
 from splitpoint.schedule import Lane, Schedule
 from worker_service.timeline import Span
+
+# So many products of a list are known to the side lanes before the first of them is done:
+# enough for copies to go ahead, few enough that compute need not wait for the list's end.
+PRODUCTS_AHEAD = 16
 
 _SIDE_LANES = (Lane.LINK_IN, Lane.LINK_OUT, Lane.WEIGHTS_IN)
 
@@ -47,7 +51,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One entry of a list for `Lanes.run_all`; `after`: indices of earlier entries."""
+    """One entry for `Lanes.run_all`; `after`: indices of earlier entries."""
 
     lane: Lane
     work: Work
@@ -145,8 +149,8 @@ class Lanes(ABC):
         it or an event in `after` raises is raised here.
         """
 
-    def run_all(self, steps: Sequence[Step]) -> None:
-        """Run a whole list, known in advance; raises as `run` does.
+    def run_all(self, steps: Iterable[Step]) -> None:
+        """Run what is known in advance, as it comes; raises as `run` does.
 
         Unlike a loop over `run`, this lets side lanes go ahead of the caller's own
         compute work, which on a CPU is done inside the call.
@@ -250,6 +254,15 @@ class _ThreadEvent(Event):
         return self.future.done()
 
 
+@dataclass(frozen=True, slots=True)
+class _Promised:
+    """Compute that others may already wait for, to be done in the caller's thread."""
+
+    work: Work
+    after: list[_Done]
+    done: _Done
+
+
 class ThreadLanes(Lanes):
     """Lanes of a CPU: one thread each, and the caller's for compute."""
 
@@ -270,27 +283,36 @@ class ThreadLanes(Lanes):
         futures = [event.future for event in after if isinstance(event, _ThreadEvent)]
         return _ThreadEvent(self._run_in(lane, work, futures))
 
-    def run_all(self, steps: Sequence[Step]) -> None:
-        # Compute's ends are promised first, so that copies can be queued behind them.
-        promised = {index: _Done() for index, step in enumerate(steps) if step.lane is Lane.COMPUTE}
+    def run_all(self, steps: Iterable[Step]) -> None:
+        # Compute's ends are promised, so that copies can be queued behind them.
         futures: list[_Done] = []
+        promised: deque[_Promised] = deque()
         try:
-            for index, step in enumerate(steps):
+            for step in steps:
                 after = [futures[earlier] for earlier in step.after]
-                promise = promised.get(index)
-                futures.append(promise or self._run_in(step.lane, step.work, after))
-            for index, future in promised.items():
-                for earlier in steps[index].after:
-                    futures[earlier].result()
-                span = self._carry_out(Lane.COMPUTE, steps[index].work, time.perf_counter())
-                self._spans.append(span)
-                future.set_result([span])
+                if step.lane is not Lane.COMPUTE:
+                    futures.append(self._run_in(step.lane, step.work, after))
+                    continue
+                promised.append(_Promised(step.work, after, _Done()))
+                futures.append(promised[-1].done)
+                if len(promised) > PRODUCTS_AHEAD:
+                    self._keep_first(promised)
+            while promised:
+                self._keep_first(promised)
         except BaseException as error:
             # Nobody may wait for what will not come.
-            for future in promised.values():
-                if not future.done():
-                    future.set_exception(error)
+            for each in promised:
+                each.done.set_exception(error)
             raise
+
+    def _keep_first(self, promised: deque[_Promised]) -> None:
+        first = promised[0]
+        for future in first.after:
+            future.result()
+        span = self._carry_out(Lane.COMPUTE, first.work, time.perf_counter())
+        self._spans.append(span)
+        promised.popleft()
+        first.done.set_result([span])
 
     def draw(self, lane: Lane, source: Source) -> Event:
         self._require_side(lane)

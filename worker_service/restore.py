@@ -80,7 +80,7 @@ def restore(
         if any(task.kind is TaskKind.WEIGHTS for task in tasks):
             # What was on its way for the next step has the same slots.
             spans += lanes.finish()
-        lanes.run_all([Step(task.lane, carrier.work_of(task), task.after) for task in tasks])
+        lanes.run_all(Step(task.lane, carrier.work_of(task), task.after) for task in tasks)
         spans += lanes.finish()
     except BaseException:
         # No lane may touch the pages once somebody else may have them.

@@ -19,6 +19,7 @@ from stream_double import StreamDouble
 from splitpoint.errors import InvalidArgument
 from splitpoint.schedule import Lane, RestoreWork, Schedule, restore_tasks, simulate
 from worker_service.lanes import (
+    PRODUCTS_AHEAD,
     EmulatedLink,
     Event,
     Lanes,
@@ -118,6 +119,37 @@ def test_copies_of_a_whole_list_go_ahead_of_its_compute(threads: ThreadLanes) ->
         ]
     )
     assert len(threads.finish()) == 2
+
+
+def test_a_list_is_begun_before_its_end_is_known(threads: ThreadLanes) -> None:
+    arrived, computed = threading.Event(), threading.Event()
+
+    def steps() -> Iterator[Step]:
+        yield Step(Lane.LINK_IN, Work("copy", arrived.set))
+        assert arrived.wait(30), "the copy waits for the rest of the list"
+        for _ in range(PRODUCTS_AHEAD + 1):
+            yield Step(Lane.COMPUTE, Work("compute", computed.set))
+        assert computed.is_set(), "compute waits for the rest of the list"
+        yield Step(Lane.COMPUTE, Work("compute", computed.set), (1,))
+
+    threads.run_all(steps())
+    assert len(threads.finish()) == 1 + PRODUCTS_AHEAD + 2
+
+
+@pytest.mark.parametrize("given", [0, PRODUCTS_AHEAD + 3])
+def test_a_list_that_breaks_off_leaves_nobody_waiting(threads: ThreadLanes, given: int) -> None:
+    def steps() -> Iterator[Step]:
+        for number in range(given + 1):
+            yield Step(Lane.COMPUTE, Work("compute", nothing))
+            yield Step(Lane.LINK_IN, Work("copy", nothing), (2 * number,))
+        raise ValueError("no such chunk")
+
+    with pytest.raises(ValueError, match="no such chunk"):
+        threads.run_all(steps())
+    with pytest.raises(ValueError, match="no such chunk"):
+        threads.finish()
+    threads.run(Lane.LINK_IN, Work("good", nothing))
+    assert [span.name for span in threads.finish()] == ["good"]
 
 
 def test_copies_behind_compute_that_failed_are_not_done(threads: ThreadLanes) -> None:
