@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -24,6 +25,7 @@ from splitpoint.rpc import open_channel
 from splitpoint.schedule import Lane
 from splitpoint.shapes import chunks_of
 from splitpoint.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+from splitpoint.weight_placement import OnHost
 from worker_service.lanes import Event, Lanes, SerialLanes, Source, StreamLanes, ThreadLanes, Work
 from worker_service.meeting import Met, restore_from_both_ends
 from worker_service.model.decoder import Decoder
@@ -288,6 +290,18 @@ def begin_with(lanes: Lanes, first: Lane, action: Callable[[], None]) -> None:
             action()
 
     lanes.before = before
+
+
+@pytest.mark.parametrize("lanes", [ThreadLanes(CPU), SerialLanes(CPU)], ids=["threads", "serial"])
+def test_the_front_s_weights_may_share_the_link_with_the_chunks(
+    one: StoredPrefix, lanes: Lanes, tmp_path: Path
+) -> None:
+    on_host = OnHost(tuple(range(one.layout.layer_count)))
+    model = Decoder.load(write_tiny("llama-3", tmp_path), CPU, torch.float32, on_host)
+    model.use_lanes(lanes)
+    for expected in (0, TOKENS // 2, TOKENS):
+        restore_and_compare(replace(one, model=model), lanes, expected=expected)
+    lanes.close()
 
 
 @pytest.mark.parametrize("seed", range(10))
