@@ -273,7 +273,7 @@ def _measure(
     else:
         rho = stored.model.shape.rho
         skipped.append(f"splits: rho is {rho:g}, so activations are not stored and cannot pay")
-    _run_rounds(contenders, restorer.stored, workload.repeats, say, trace)
+    run_rounds(contenders, restorer.stored, workload.repeats, say, trace)
     return RestoreResults(
         profile=profile,
         memory=stored.memory,
@@ -351,7 +351,7 @@ def _sweep(
             points.append((manner, Contender(name, run, split, size)))
     rounds = workload.repeats if workload.sweep_points else SEARCH_RUNS
     say(f"sweep: {len(points)} splits and schedules")
-    _run_rounds([each for _, each in points], restorer.stored, rounds, say)
+    run_rounds([each for _, each in points], restorer.stored, rounds, say)
     return [
         SweepPoint(
             manner.schedule.value,
@@ -384,7 +384,7 @@ def _whole(split: int) -> int:
     return max(1, chunks_of(split, CHUNK_TOKENS)) * CHUNK_TOKENS
 
 
-def _run_rounds(
+def run_rounds(
     contenders: Sequence[Contender],
     stored: Stored,
     rounds: int,
