@@ -22,6 +22,7 @@ from tiny_models import VOCABULARY, build_tiny, clear_prompt, write_tiny
 from splitpoint.client import Completion
 from splitpoint.errors import InvalidArgument, NotFound, ResourceExhausted
 from splitpoint.planner import Residency
+from splitpoint.schedule import Schedule
 from worker_service.memory import MemoryPlan
 
 
@@ -91,6 +92,44 @@ async def test_what_can_never_fit_is_refused_at_once_with_its_numbers(
         # Left to itself the scheduler streams it.
         answer = await stack.client.generate(prompt, max_tokens=4, ignore_eos=True).complete()
         assert len(answer.token_ids) == 4
+        await stack.assert_clean()
+
+
+async def test_a_front_of_what_must_stream_stays_where_memory_is_free(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Half of what is free beside the charge: planned, charged, kept, and never pulled."""
+    model = build_tiny("llama")
+    prompt, wanted = clear_prompt(model, 210, 40)
+    probe = await plan_of(folder, tmp_path / "p", StackShape(workers=1))
+    least, pages = probe.streamed_page_count, probe.streamed_page_count + 4
+    budget = probe.budget_bytes - (probe.page_count - pages) * probe.page_bytes
+    shape = StackShape(workers=1, device_memory_bytes=budget)
+    async with local_stack(folder, tmp_path, shape) as stack:
+        engine = stack.workers[0].engine
+        assert (engine.plan.page_count, least) == (pages, 11)
+        for attempt in range(2):
+            # Cold, its front stays as it is sealed; then it comes back from the store.
+            answer = await stack.client.generate(prompt, max_tokens=40, ignore_eos=True).complete()
+            assert list(answer.token_ids) == wanted
+            plan = answer.plan
+            assert plan is not None
+            assert plan.residency is Residency.STREAMED
+            assert "stays on the device" in plan.reason
+            assert plan.footprint_bytes == (least + 2) * probe.page_bytes
+            # K and V of two chunks, or X of four.
+            assert plan.resident_tokens == 2 * shape.chunk_tokens * (
+                2 if plan.schedule is Schedule.ROW else 1
+            )
+            times = engine.last_step
+            assert times is not None
+            layers, page = engine.model.shape.layer_count, shape.chunk_tokens
+            stored = (len(prompt) + 39) // page
+            pulled = (times.loaded_tokens + times.rebuilt_tokens) // layers
+            kept = 0 if plan.schedule is Schedule.ROW else 2
+            # The last chunk may not be sealed yet.
+            assert stored - 1 - kept <= pulled / page <= stored - kept, attempt
+            assert engine.cache.claimed_count == 0
         await stack.assert_clean()
 
 
