@@ -75,9 +75,11 @@ class SweepPoint:
 @dataclass(frozen=True, slots=True)
 class RestoreResults:
     """`skipped`: what was not measured, and why. `memory`: how the device sees the arena.
+    `profile` is `profile_at_start` refitted by the first restores: predictions are its.
     `link_rate`: bytes per second of the emulated link; None: there was none."""
 
     profile: Profile
+    profile_at_start: Profile
     memory: str
     results: tuple[Result, ...]
     sweep: tuple[SweepPoint, ...]
@@ -144,6 +146,7 @@ def report_of(workload: RestoreWorkload, found: RestoreResults) -> dict[str, Any
         "commit": commit(),
         "memory": found.memory,
         "profile": asdict(found.profile),
+        "profile_at_start": asdict(found.profile_at_start),
         "contenders": {each.name: _result_json(each) for each in found.results},
         "ratios": ratios_of(found, swept=workload.sweep_points > 0),
         "sweep": [asdict(point) for point in found.sweep],

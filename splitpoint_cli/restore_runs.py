@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from splitpoint.cost_tracker import CostTracker, Observation
 from splitpoint.costs import Profile
 from splitpoint.schedule import Lane, Schedule
 from splitpoint.shapes import chunks_of
@@ -243,7 +244,8 @@ def _measure(
     say("measuring link and device alone")
     stored, cached = restorer.stored, workload.prompt
     description = describe_device(stored.device)
-    profile = measure(stored.model, stored.device, description, lanes=restorer.lanes)
+    at_start = measure(stored.model, stored.device, description, lanes=restorer.lanes)
+    profile = _refitted(at_start, workload, restorer)
     planned = Planned.of(workload, profile)
     tile = planned.pipelined.tile_tokens
     batch, costs = workload.batch, planned.costs
@@ -276,6 +278,7 @@ def _measure(
     run_rounds(contenders, restorer.stored, workload.repeats, say, trace)
     return RestoreResults(
         profile=profile,
+        profile_at_start=at_start,
         memory=stored.memory,
         results=tuple(each.result() for each in contenders),
         sweep=tuple(sweep),
@@ -283,6 +286,38 @@ def _measure(
         tolerance=TOLERANCES[workload.data_type],
         link_rate=workload.link_rate,
     )
+
+
+def _refitted(profile: Profile, workload: RestoreWorkload, restorer: Restorer) -> Profile:
+    """As a worker refits it by its own restores: what they compute reads and writes memory
+    that no cache holds, unlike what is measured alone."""
+    planned = Planned.of(workload, profile)
+    tile, split = planned.pipelined.tile_tokens, planned.column_split
+    ways: list[Callable[[], list[Span]]] = [
+        lambda: restorer.split(0, Schedule.PIPELINED, tile),
+        restorer.prefill,
+    ]
+    if restorer.stored.tensors.inputs:
+        ways += [
+            lambda: restorer.split(workload.prompt, Schedule.PIPELINED, tile),
+            lambda: restorer.split(split, Schedule.COLUMN, _whole(split)),
+        ]
+    tracker = CostTracker(profile)
+    for way in ways:
+        way()  # warms up
+        spans = way()
+        tracker.link.observe(_observed(spans, "send X", "load K,V"))
+        tracker.rebuild.observe(_observed(spans, "rebuild"))
+        tracker.prefill.observe(_observed(spans, "prefill"))
+    return tracker.fits
+
+
+def _observed(spans: Iterable[Span], *names: str) -> list[Observation]:
+    return [
+        Observation(span.amount, span.seconds)
+        for span in spans
+        if span.name in names and span.amount
+    ]
 
 
 def _split_contenders(

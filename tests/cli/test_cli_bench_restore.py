@@ -51,7 +51,7 @@ def result(name: str, *seconds: float, link: float = 0.0, device: float = 0.0) -
 
 def found(*results: Result, sweep: tuple[SweepPoint, ...] = ()) -> RestoreResults:
     profile = Profile(1e9, 0, 1e9, 0, 1e9)
-    return RestoreResults(profile, "mapped", results, sweep, ("nothing",), 1e-5)
+    return RestoreResults(profile, profile, "mapped", results, sweep, ("nothing",), 1e-5)
 
 
 ALL = (
