@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,12 @@ def sources(*folders: str) -> Iterator[tuple[str, ast.Module]]:
         for path in sorted((ROOT / folder).rglob("*.py")):
             name = path.relative_to(ROOT).as_posix()
             if not name.startswith("splitpoint/v1/"):  # generated
-                yield name, ast.parse(path.read_text(), name)
+                yield name, parsed(path)
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
@@ -87,7 +93,7 @@ def loaded_at_start(module: str) -> set[str]:
         path = ROOT.joinpath(*new.pop().split("."))
         path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
         if path.exists():
-            found = set(imported_at_once(ast.parse(path.read_text()).body))
+            found = set(imported_at_once(parsed(path).body))
             new += found - seen
             seen |= found
     return seen
