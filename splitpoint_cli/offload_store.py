@@ -21,9 +21,10 @@ from kvstore_service.prefix_index import Entry
 from kvstore_service.sessions import ProcessIdentity
 from kvstore_service.store import KvStore
 from splitpoint.arena_owner import open_or_create_arena
-from splitpoint.config import arena_path, remove_tree
+from splitpoint.config import remove_tree
 from splitpoint.keys import chunk_key
 from splitpoint.shapes import ArenaLayout
+from splitpoint_cli.bench_arena import bench_arena_path
 from worker_service.arena_tensors import ArenaTensors, StoredChunk
 from worker_service.device_cache import DeviceCache
 from worker_service.messages import Command, StepOutput
@@ -64,7 +65,7 @@ class LocalStore:
     ) -> None:
         self.layout = layout
         self._cache = cache
-        self._path = arena_path(f"offload-{os.getpid()}")
+        self._path = bench_arena_path()
         self._opened = open_or_create_arena(self._path, layout, slot_count)
         arena = self._opened.arena
         self._store = KvStore(

@@ -18,10 +18,10 @@ from kvstore_service.chunk_pool import WrittenChunk
 from kvstore_service.sessions import ProcessIdentity
 from kvstore_service.store import KvStore
 from splitpoint.arena_owner import open_or_create_arena
-from splitpoint.config import arena_path
 from splitpoint.errors import Internal
 from splitpoint.keys import chunk_key
 from splitpoint.shapes import ArenaLayout, chunks_of
+from splitpoint_cli.bench_arena import bench_arena_path
 from splitpoint_cli.restore_workload import (
     CHUNK_TOKENS,
     PREFILL_CHUNK_TOKENS,
@@ -119,8 +119,7 @@ def stored_prefixes(
         has_activations=model.shape.activations_can_pay,
     )
     count = chunks_of(workload.prompt, CHUNK_TOKENS)
-    path = arena_path(f"bench-{os.getpid()}")
-    opened = open_or_create_arena(path, layout, workload.batch * count)
+    opened = open_or_create_arena(bench_arena_path(), layout, workload.batch * count)
     store = KvStore(
         opened.arena, clock=time.monotonic, lease_seconds=_LEASE_SECONDS, is_present=lambda _: True
     )

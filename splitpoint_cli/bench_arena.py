@@ -1,0 +1,36 @@
+"""Where a benchmark's arena lies, and what happens to those of benchmarks that were killed.
+
+The lock beside an arena says whether somebody uses it, in whatever container; process
+ids in a path only keep two benchmarks apart.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from splitpoint.arena_owner import ArenaInUse, ArenaOwner
+from splitpoint.config import SHARED_MEMORY, arena_path
+from splitpoint.errors import SplitpointError
+
+_PREFIX = "bench-"
+
+
+def bench_arena_path() -> Path:
+    """This process's own; before that, what killed benchmarks left in memory is removed."""
+    for folder in SHARED_MEMORY.glob(f"splitpoint-{os.getuid()}-{_PREFIX}*"):
+        _remove_abandoned(folder / "arena")
+    return arena_path(f"{_PREFIX}{os.getpid()}")
+
+
+def _remove_abandoned(path: Path) -> None:
+    try:
+        owner = ArenaOwner.lock(path)
+    except ArenaInUse:
+        return
+    except SplitpointError:
+        return  # not a folder of ours: nobody asked us to judge it
+    try:
+        owner.remove_existing()
+    finally:
+        owner.give_up()
