@@ -107,7 +107,7 @@ class Chooser:
             best = self.split_at(min(request.forced_split_tokens, request.cached_tokens))
         elif request.forced_method is RestoreMethod.LOAD:
             best = load
-        elif request.forced_method is RestoreMethod.TOKENS:
+        elif request.forced_method is RestoreMethod.TOKENS and request.cached_tokens:
             best = self.by_tokens()
         else:
             best = _least(load, split, tokens)

@@ -450,6 +450,17 @@ class _DrawnEvent(Event):
         return self._future.done()
 
 
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """A piece of work between two events; `first`: one that all lanes had reached before."""
+
+    lane: Lane
+    work: Work
+    start: Any
+    end: Any
+    first: Any
+
+
 class StreamLanes(Lanes):
     """Lanes of a GPU: a CUDA stream each, and the caller's current stream for compute.
 
@@ -464,9 +475,9 @@ class StreamLanes(Lanes):
         super().__init__(device)
         self._cuda = cuda
         self._streams = {lane: cuda.Stream(device) for lane in _SIDE_LANES}
-        # Begin and end of each piece of work, to be read once the host has waited.
-        self._timed: list[tuple[Lane, Work, Any, Any]] = []
-        # The first event since the last `finish`: spans are counted from it.
+        # In order; read once the host has waited.
+        self._timed: list[_Timed] = []
+        # Lanes began behind it; None: since the last `finish` or `collect` none did.
         self._first: Any = None
         self._drawers = {
             lane: ThreadPoolExecutor(1, thread_name_prefix=lane.value) for lane in _SIDE_LANES
@@ -519,7 +530,7 @@ class StreamLanes(Lanes):
             finally:
                 # Work that failed half way has put something into the stream, too.
                 end = self._record(stream)
-                self._timed.append((lane, work, start, end))
+                self._timed.append(_Timed(lane, work, start, end, self._first))
         return end
 
     def hold(self, event: Event) -> None:
@@ -532,17 +543,21 @@ class StreamLanes(Lanes):
         return _StreamEvent(self._record(self._cuda.current_stream(self.device)))
 
     def collect(self) -> list[Span]:
-        if self._first is None:
+        # What compute is given from here on must be waited for, too, before a lane
+        # touches its memory; and an event of hours ago is too far for a float's milliseconds.
+        self._first = None
+        if not self._timed:
             return []
         now = self._record(self._cuda.current_stream(self.device))
         now.synchronize()
-        origin = time.perf_counter() - self._first.elapsed_time(now) / 1e3
-        ended: list[tuple[Lane, Work, Any, Any]] = []
-        going: list[tuple[Lane, Work, Any, Any]] = []
+        origin = time.perf_counter() - self._timed[0].first.elapsed_time(now) / 1e3
+        ended: list[_Timed] = []
+        going: list[_Timed] = []
         for entry in self._timed:
-            (ended if entry[-1].query() else going).append(entry)
+            (ended if entry.end.query() else going).append(entry)
+        spans = self._spans_of(ended, self._timed[0].first, origin)
         self._timed = going
-        return self._spans_of(ended, self._first, origin)
+        return spans
 
     def finish(self) -> list[Span]:
         error: BaseException | None = None
@@ -550,33 +565,32 @@ class StreamLanes(Lanes):
             error = error or self._drawn[0][1].exception()  # waits
             self._drawn.popleft()
         timed, self._timed = self._timed, []
-        first, self._first = self._first, None
+        self._first = None
         for lane in Lane:
-            last = [entry for entry in timed if entry[0] is lane][-1:]
-            for _, _, _, end in last:
-                end.synchronize()
+            last = [entry for entry in timed if entry.lane is lane][-1:]
+            for entry in last:
+                entry.end.synchronize()
         if error is not None:
             raise error
         if not timed:
             return []
         # The host has just seen the last of them end. When `first` was reached it cannot
         # tell: the stream may have been far behind the host.
-        longest = max(first.elapsed_time(end) for *_, end in timed) / 1e3
+        first = timed[0].first
+        longest = max(first.elapsed_time(entry.end) for entry in timed) / 1e3
         return self._spans_of(timed, first, time.perf_counter() - longest)
 
     @staticmethod
-    def _spans_of(
-        timed: list[tuple[Lane, Work, Any, Any]], first: Any, origin: float
-    ) -> list[Span]:
+    def _spans_of(timed: Sequence[_Timed], first: Any, origin: float) -> list[Span]:
         """`origin`: when `first` was reached, on the clock of the host."""
         return [
             _span(
-                lane,
-                work,
-                origin + first.elapsed_time(start) / 1e3,
-                origin + first.elapsed_time(end) / 1e3,
+                entry.lane,
+                entry.work,
+                origin + first.elapsed_time(entry.start) / 1e3,
+                origin + first.elapsed_time(entry.end) / 1e3,
             )
-            for lane, work, start, end in timed
+            for entry in timed
         ]
 
     def close(self) -> None:

@@ -136,10 +136,12 @@ class Pager:
         Masked rows count with weight 0, and 0 * NaN is NaN: a page that goes
         back with a NaN in it would spoil its next owner. Pages that write-back
         may be copying at this moment held finite rows when they were handed over,
-        and must keep them.
+        and must keep them. It never reads those of X that stays here, which may
+        have come from the store.
         """
         cache, first = self._cache, sequence.written_chunks
         pages = [page for page in sequence.pages[first:] if page is not None]
+        pages += sequence.row_pages
         for planes in (cache.keys, cache.values):
             for plane in planes:
                 plane[pages] = 0

@@ -226,6 +226,11 @@ def test_a_client_may_ask_for_token_ids_or_for_loading() -> None:
     twin = plan_request(LLAMA, H100, serial)
     assert twin.method is RestoreMethod.TOKENS
     assert twin.predicted_restore_seconds > tokens.predicted_restore_seconds
+    nothing = plan_request(
+        LLAMA, H100, replace(PIPELINED, cached_tokens=0, forced_method=RestoreMethod.TOKENS)
+    )
+    assert nothing.method is RestoreMethod.NONE
+    assert "nothing is cached" in nothing.reason
     with pytest.raises(InvalidArgument, match="load or tokens, not split"):
         replace(PIPELINED, forced_method=RestoreMethod.SPLIT)
     with pytest.raises(InvalidArgument, match="not both"):

@@ -508,6 +508,28 @@ def test_a_lane_begins_after_what_compute_was_given_before(seed: int) -> None:
     assert seen == ["before", "copy"] * 3
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_lane_begins_after_what_compute_was_given_since_spans_were_collected(seed: int) -> None:
+    lanes, cuda = stream_lanes(seed)
+    seen: list[str] = []
+    found: list[Span] = []
+
+    def give(lane: Lane, name: str) -> None:
+        lanes.run(lane, Work(name, lambda: cuda.launch(lambda: seen.append(name), 1.0)))
+
+    for step in range(3):
+        give(Lane.COMPUTE, f"step {step}")
+        give(Lane.WEIGHTS_IN, f"weights {step}")  # for the next step, maybe under way still
+        found += lanes.collect()
+        cuda.launch(lambda step=step: seen.append(f"pages given back {step}"), 1.0)
+        give(Lane.LINK_IN, f"into the pages {step}")
+    found += lanes.finish()
+    for step in range(3):
+        assert seen.index(f"pages given back {step}") < seen.index(f"into the pages {step}")
+    assert len(found) == len({span.name for span in found}) == 9
+    assert [span.seconds for span in found] == pytest.approx([1.0] * 9)
+
+
 def test_spans_end_when_the_host_saw_the_last_of_them_end() -> None:
     lanes, cuda = stream_lanes()
     cuda.launch(nothing, seconds=1000.0)  # the device is far behind the host
