@@ -47,8 +47,10 @@ class BatchCosts:
 
     def planned(self) -> BatchSplit:
         """The planner's own choice, and why."""
+        # The line of one sequence ends at its context, that of all at all of theirs.
+        all_of_them = replace(self.shape, context_length=self.batch * self.shape.context_length)
         plan = plan_request(
-            self.shape,
+            all_of_them,
             self.profile,
             PlanInput(
                 cached_tokens=self._total,

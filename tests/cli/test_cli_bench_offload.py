@@ -84,6 +84,18 @@ def test_the_batch_is_planned_as_one() -> None:
     assert splits == [0, 0, 0]
 
 
+def test_a_batch_may_be_longer_than_any_sequence() -> None:
+    """Its split is not cut off where the context of one of them ends."""
+    batch = costs(batch=64, cached=448, compute_seconds=0.01)
+    assert batch.batch * batch.cached > SHAPE.context_length
+    planned = batch.planned()
+    best = min(batch.step_seconds(split) for split in range(0, 449, 64))
+    assert planned.step_seconds <= 1.02 * best < batch.step_seconds(0)
+    line = planned.line
+    assert line is not None
+    assert line.at(batch.cached, 64) == planned.split_tokens
+
+
 def change(*predicted: float | None) -> LinkChange:
     """Steps of a second, after three that do not count."""
     before = [Step(1.0, 9.0)] * 3
