@@ -97,7 +97,9 @@ class CostWatch:
     def _observe(self, spans: list[Span]) -> None:
         self._tracker.link.observe(_of(spans, Lane.LINK_IN))
         self._tracker.rebuild.observe(_of(spans, Lane.COMPUTE, "rebuild"))
-        self._tracker.prefill.observe(_of(spans, Lane.COMPUTE, "prefill"))
+        # Of a prefill that waited for its weights nobody knows what it computed.
+        if not self.profile.host_weight_bytes:
+            self._tracker.prefill.observe(_of(spans, Lane.COMPUTE, "prefill"))
 
 
 def _of(spans: Iterable[Span], lane: Lane, name: str | None = None) -> list[Observation]:

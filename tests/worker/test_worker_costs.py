@@ -17,13 +17,16 @@ from tiny_models import VOCABULARY, write_tiny
 
 from splitpoint.costs import Profile
 from splitpoint.planner import RestoreMethod
+from splitpoint.schedule import Lane
 from splitpoint.shapes import ArenaLayout
 from splitpoint.split_line import SplitLine
+from worker_service.cost_watch import CostWatch
 from worker_service.engine import Engine
 from worker_service.lanes import EmulatedLink, ThreadLanes
 from worker_service.messages import RestoreEvent
 from worker_service.model.decoder import Decoder
 from worker_service.sampling import Sampling
+from worker_service.timeline import Span
 
 CHUNK = 16
 FAST, SLOW = 8e6, 1e6
@@ -167,3 +170,16 @@ def test_a_restore_reports_what_was_predicted_and_what_it_moved(
     assert report.link_busy_seconds >= report.link_bytes / FAST * (1 - 1e-6)
     # By the refitted link, not by the terabyte a second that was believed at first.
     assert report.predicted_seconds == pytest.approx((report.link_bytes - tail) / FAST, rel=0.3)
+
+
+@pytest.mark.parametrize("host_bytes", [0, 1000])
+def test_a_prefill_that_waited_for_weights_says_nothing_of_the_device(host_bytes: int) -> None:
+    watch = CostWatch(replace(PROFILE, host_weight_bytes=host_bytes))
+    slow = PROFILE.prefill_flops_per_second / 100
+    watch.restored([Span(Lane.COMPUTE, "prefill", 0.0, 1.0, tokens=64, amount=slow)])
+    told = watch.settle()
+    if host_bytes:
+        assert told is None
+    else:
+        assert told is not None
+        assert told.prefill_flops_per_second < PROFILE.prefill_flops_per_second / 10
