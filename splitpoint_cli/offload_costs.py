@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from splitpoint.batch_plan import plan_batch
 from splitpoint.costs import Profile
-from splitpoint.plan import PlanInput, Residency
-from splitpoint.planner import plan_request
 from splitpoint.schedule import Schedule
 from splitpoint.shapes import ModelShape
 from splitpoint.split_costs import Manner, SplitCosts, Use, best_manner, best_split
@@ -47,27 +46,18 @@ class BatchCosts:
 
     def planned(self) -> BatchSplit:
         """The planner's own choice, and why."""
-        # The line of one sequence ends at its context, that of all at all of theirs.
-        all_of_them = replace(self.shape, context_length=self.batch * self.shape.context_length)
-        plan = plan_request(
-            all_of_them,
+        plan = plan_batch(
+            self.shape,
             self.profile,
-            PlanInput(
-                cached_tokens=self._total,
-                new_tokens=1,
-                has_activations=self.has_activations,
-                schedule=Schedule.PIPELINED,
-                residency=Residency.STREAMED,
-                chunk_tokens=self.chunk_tokens,
-                staging_tokens=self.staging_tokens,
-                step_compute_seconds=self.compute_seconds,
-            ),
+            [self.cached] * self.batch,
+            has_activations=self.has_activations,
+            schedule=Schedule.PIPELINED,
+            chunk_tokens=self.chunk_tokens,
+            staging_tokens=self.staging_tokens,
+            step_compute_seconds=self.compute_seconds,
         )
-        split = self._of_each(plan.split_tokens)
-        slope = plan.split_slope
-        most = self.shape.context_length if split else 0
-        line = SplitLine(slope, split - slope * self.cached, most)
-        return BatchSplit(split, self.step_seconds(split), plan.reason, line)
+        split = plan.line.at(self.cached, self.chunk_tokens)
+        return BatchSplit(split, self.step_seconds(split), plan.reason, plan.line)
 
     def sequential(self) -> BatchSplit:
         """The best split when nothing overlaps."""

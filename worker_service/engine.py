@@ -17,6 +17,7 @@ from functools import partial
 
 import torch
 
+from splitpoint.batch_plan import plan_batch
 from splitpoint.costs import Profile
 from splitpoint.errors import ChunkLost, Internal, SplitpointError
 from splitpoint.text import Tokenizer
@@ -42,7 +43,6 @@ from worker_service.messages import (
 from worker_service.model.decoder import Decoder
 from worker_service.model.layer import DecoderLayer
 from worker_service.paging import Pager
-from worker_service.replan import split_line_of
 from worker_service.restorer import Restorer
 from worker_service.roster import Roster
 from worker_service.sampling import Choice, NonFiniteLogits, SamplingRow, choose
@@ -99,6 +99,8 @@ class Engine:
             block_tokens=prefill_chunk_tokens,
         )
         self._costs: CostWatch | None = None
+        # How many streamed sequences the split line was drawn for, if more than one.
+        self._sharing = 0
         self._stopped = False
 
     # -- the loop ---------------------------------------------------------------
@@ -126,6 +128,7 @@ class Engine:
         self._take_commands()
         self.roster.admit_waiting()
         self._restore_admitted()
+        self._plan_streamed(costs_changed=False)
         started = time.perf_counter()
         batch = self._form_batch()
         if batch is not None:
@@ -165,22 +168,38 @@ class Engine:
             return None
         return self._costs.step_seconds(batch.streamed.traffic())
 
-    def _replan(self, profile: Profile) -> None:
-        """Streamed sequences follow new costs, unless their split was asked for, or what
-        is rebuilt is what stays on the device."""
-        for sequence in self.roster.running:
-            follows = sequence.admission.split_line is not None and not sequence.kept_inputs
-            if sequence.is_streamed and follows:
-                line = split_line_of(
-                    self.model.shape,
-                    self.cache.layout,
-                    profile,
-                    schedule=self.lanes.schedule,
-                    tokens=len(sequence.tokens),
-                    resident_tokens=sequence.kept_chunks * self.chunk_tokens,
-                    staging_tokens=self.staging.page_count * self.chunk_tokens,
-                )
-                sequence.admission = replace(sequence.admission, split_line=line)
+    def _plan_streamed(self, *, costs_changed: bool) -> None:
+        """One line for all that stream, but for those whose split was asked for.
+
+        The scheduler planned each as if alone; who shares the step, and what it costs now,
+        is known here.
+        """
+        if self._costs is None:
+            return
+        followers = [
+            sequence
+            for sequence in self.roster.running
+            if sequence.is_streamed and sequence.admission.split_line is not None
+        ]
+        shared = len(followers) if len(followers) > 1 else 0
+        if not followers or (shared == self._sharing and not costs_changed):
+            return
+        self._sharing = shared
+        layout = self.cache.layout
+        plan = plan_batch(
+            self.model.shape,
+            self._costs.profile,
+            [len(sequence.tokens) for sequence in followers],
+            has_activations=layout.has_activations,
+            schedule=self.lanes.schedule,
+            chunk_tokens=self.chunk_tokens,
+            staging_tokens=self.staging.page_count * self.chunk_tokens,
+            encoding=layout.encoding,
+            # What stays was decided at admission: its pages are claimed.
+            resident_tokens=sum(each.kept_chunks for each in followers) * self.chunk_tokens,
+        )
+        for sequence in followers:
+            sequence.admission = replace(sequence.admission, split_line=plan.line)
 
     def _learn(self, batch: Batch, times: StepTimes, spans: list[Span]) -> None:
         if self.trace is not None:
@@ -396,7 +415,7 @@ class Engine:
         if self._costs is not None:
             output.profile = self._costs.settle()
             if output.profile is not None:
-                self._replan(output.profile)
+                self._plan_streamed(costs_changed=True)
         output.running_count = len(self.roster.running)
         output.cache_used_bytes = self.cache.used_bytes
         return output

@@ -183,3 +183,27 @@ def test_a_prefill_that_waited_for_weights_says_nothing_of_the_device(host_bytes
     else:
         assert told is not None
         assert told.prefill_flops_per_second < PROFILE.prefill_flops_per_second / 10
+
+
+def test_whoever_joins_a_step_is_planned_with_those_who_share_it(
+    engine: Engine, runner: StoreRunner
+) -> None:
+    """On a fast link one sequence needs no rebuilding beside the step; three of them do."""
+    engine.watch_costs(replace(PROFILE, link_bytes_per_second=FAST, step_compute_seconds=0.05))
+    sampling = Sampling(max_tokens=12, ignore_eos=True)
+    start = SplitLine(0.0, 0.0, 0)
+
+    def lines() -> list[SplitLine | None]:
+        return [each.admission.split_line for each in engine.roster.running]
+
+    runner.admit(engine, streamed("0", PROMPT, sampling, split=start))
+    runner.step(engine)
+    assert lines() == [start], "what the scheduler planned stands while nobody shares the step"
+    for name in ("1", "2"):
+        runner.admit(engine, streamed(name, PROMPT, sampling, split=start, salt=name.encode()))
+    runner.step(engine)
+    joined = lines()
+    assert len(joined) == 3
+    assert joined[0] is not None
+    assert joined[0] != start
+    assert all(line == joined[0] for line in joined)
