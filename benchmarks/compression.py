@@ -64,36 +64,36 @@ UNSEEN = (
     ("stdlib", "asyncio"),
     ("stdlib", "unittest"),
     ("purelib", "_pytest"),
-    ("purelib", "rich"),
+    ("purelib", "hypothesis"),
 )
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Token ids of one package, and the files they came from."""
+    """The beginnings of some files of one package: window i is from file i."""
 
     package: str
-    token_ids: list[int]
     files: list[str]
+    windows: list[list[int]]
 
 
-def read_unseen(tokenizer: Tokenizer, eos: int, token_count: int) -> Iterator[Sample]:
-    """So many tokens of each package's files in random order: BOS file EOS BOS file EOS ..."""
+def read_unseen(tokenizer: Tokenizer, window_count: int) -> Iterator[Sample]:
+    """Of each package so many files that fill a window, in a random order that stays."""
     for scheme, package in UNSEEN:
         root = Path(sysconfig.get_paths()[scheme])
-        ids: list[int] = []
-        files: list[str] = []
         paths = sorted((root / package).rglob("*.py"))
         random.Random(SEED).shuffle(paths)
+        files: list[str] = []
+        windows: list[list[int]] = []
         for path in paths:
-            text = path.read_text(encoding="utf-8")
-            if len(ids) >= token_count:
+            if len(files) == window_count:
                 break
-            if text.strip():
-                ids += [*tokenizer.encode(text), eos]
+            ids = tokenizer.encode(path.read_text(encoding="utf-8"))
+            if len(ids) >= WINDOW:
                 files.append(path.relative_to(root).as_posix())
-        yield Sample(package, ids[:token_count], files)
+                windows.append(ids[:WINDOW])
+        yield Sample(package, files, windows)
 
 
 class LinkCounter(TorchDispatchMode):
@@ -288,12 +288,8 @@ def run(window_count: int, dtype: str) -> dict[str, object]:
         raise SystemExit(f"{folder} has no tokenizer")
     data_type = DataType(dtype)
     model = Decoder.load(folder, CPU, TORCH_TYPES[data_type])
-    samples = list(read_unseen(tokenizer, eos=1, token_count=window_count * WINDOW))
-    windows = [
-        sample.token_ids[start : start + WINDOW]
-        for sample in samples
-        for start in range(0, len(sample.token_ids) - WINDOW + 1, WINDOW)
-    ]
+    samples = list(read_unseen(tokenizer, window_count))
+    windows = [window for sample in samples for window in sample.windows]
     began = time.monotonic()
     results = [measure(model, encoding, windows) for encoding in Encoding]
     native = results[0]
@@ -351,7 +347,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--windows", type=int, default=4, help="of each package")
+    parser.add_argument("--windows", type=int, default=4, help="of each package, a file each")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
     parser.add_argument("--json", type=Path, help="write the JSON line here, too")
     arguments = parser.parse_args()
