@@ -199,6 +199,8 @@ async def _load_and_run(
         log.warning("%d requests were cancelled after %g s", cancelled, DRAIN_SECONDS)
     servicer.close()
     await worker.runtime.stop()
+    if worker.weight_lock is not None:
+        worker.weight_lock.close()
     _write_trace(worker, options.trace_file)
     stopping.cancel()
     failing.cancel()

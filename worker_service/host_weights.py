@@ -25,9 +25,15 @@ Parts = Mapping[WeightPiece, Sequence[torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class HostUnit:
-    """One unit's bytes on the host: of each piece's matrices uint8 `[size]`, in order."""
+    """One unit's bytes on the host.
+
+    Attributes:
+        parts: of each piece's matrices uint8 `[size]`, in order.
+        memory: the mapping that they lie in, perhaps with those of other units.
+    """
 
     parts: Parts
+    memory: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +63,8 @@ def read_unit(
 ) -> HostUnit:
     """From a checkpoint into new host memory, in the layout that `device` wants."""
     sizes = [held_bytes(each.out_features, each.in_features, device, dtype) for each in shapes]
-    parts = torch.split(host_memory(sum(sizes)), sizes)
+    memory = host_memory(sum(sizes))
+    parts = torch.split(memory, sizes)
     for shape, part in zip(shapes, parts, strict=True):
         size = (shape.out_features, shape.in_features)
         if packs(device, dtype):
@@ -66,7 +73,7 @@ def read_unit(
             part.copy_(Matrix(plain).raw())
         else:
             shape.read(source, part.view(dtype).view(size))
-    return HostUnit(_by_piece(shapes, parts))
+    return HostUnit(_by_piece(shapes, parts), memory)
 
 
 def read_tensor(
@@ -84,15 +91,16 @@ def units_of_rows(
     """Units of some rows each of the head, `[out, in]` on the host: views of it, unless the
     device wants another layout."""
     units = []
+    whole = weight.view(-1).view(torch.uint8)
     for rows in pieces:
         part = weight[rows.start : rows.stop]
         if packs(device, weight.dtype):
             matrix = Matrix(part)
             memory = host_memory(matrix.size_bytes)
             memory.copy_(matrix.raw())
+            units.append(HostUnit({WeightPiece.HEAD: [memory]}, memory))
         else:
-            memory = part.view(-1).view(torch.uint8)
-        units.append(HostUnit({WeightPiece.HEAD: [memory]}))
+            units.append(HostUnit({WeightPiece.HEAD: [part.view(-1).view(torch.uint8)]}, whole))
     return units
 
 

@@ -34,6 +34,7 @@ from worker_service.remote_client import RemoteStoreClient
 from worker_service.runtime import Runtime
 from worker_service.store_client import StoreClient
 from worker_service.timeline import Trace
+from worker_service.weight_lock import WeightLock
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +103,8 @@ class LoadedWorker:
     device_description: str
     # Which weights are on the host, for people; empty: none.
     weights: str
+    # Of weights on the host, for a GPU; to be closed after the runtime has stopped.
+    weight_lock: WeightLock | None
 
     def remember_rates(self, rates: Mapping[str, float]) -> None:
         """Fetches showed how fast other hosts' stores are: tell the scheduler."""
@@ -168,6 +171,7 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
         profile=profile,
         device_description=description,
         weights=weights,
+        weight_lock=_lock_weights(options, engine),
     )
     runtime.rates_changed = worker.remember_rates
     runtime.costs_changed = worker.remember_costs
@@ -284,6 +288,14 @@ def _lanes(options: WorkerOptions, device: torch.device) -> Lanes:
     rate = options.link_bytes_per_second
     link = None if rate is None else EmulatedLink(rate)
     return lanes_of(device, overlapped=not options.is_serial, link=link)
+
+
+def _lock_weights(options: WorkerOptions, engine: Engine) -> WeightLock | None:
+    """In the background, as the arena is; None where nothing is to be locked."""
+    device, memory = engine.cache.device, engine.model.host_memory
+    if device.type != "cuda" or not memory or options.pin_limit_bytes == 0:
+        return None
+    return WeightLock(CudaRegistrar(device), memory)
 
 
 def _write_trace(trace: Trace, path: Path) -> None:

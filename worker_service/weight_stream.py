@@ -68,6 +68,12 @@ class WeightStream:
         """Device memory of the slots."""
         return sum(filled.slot.size_bytes for filled in self._slots)
 
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """Host memory of the units, each mapping once."""
+        by_address = {unit.memory.data_ptr(): unit.memory for unit in self._units}
+        return list(by_address.values())
+
     def bytes_of(self, piece: WeightPiece | None = None) -> int:
         """Of all units; of one piece of each, or of all."""
         return sum(

@@ -10,20 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_runner import CPU, admission, make_engine, run_all
+from engine_runner import CPU, admission, run_all
 from live_bytes import counting, held_bytes
-from local_stack import StackShape
+from small_memory import LAYERS, small_engine, total_bytes
 from stored_prefix import StoredPrefix, stored_prefix
 from tiny_models import FAMILY_CASES, VOCABULARY, build_tiny, clear_prompt, write_tiny
 
 from splitpoint.errors import ResourceExhausted
 from splitpoint.schedule import Lane, Schedule
-from splitpoint.shapes import ArenaLayout, ModelShape
+from splitpoint.shapes import ModelShape
 from splitpoint.weight_placement import OnHost, place_weights, spread
 from splitpoint.weight_schedule import LAYER_PIECES, WeightOrder
-from worker_service.engine import Engine
 from worker_service.lanes import EmulatedLink, Lanes, SerialLanes, ThreadLanes
-from worker_service.memory import place, staging_bytes
+from worker_service.memory import staging_bytes
 from worker_service.model.config import DecoderConfig
 from worker_service.model.decoder import Decoder
 from worker_service.model.linear import Linear, Matrix
@@ -32,10 +31,8 @@ from worker_service.mover import Mover
 from worker_service.restore import Prefix, restore
 from worker_service.sampling import Sampling
 from worker_service.staging import Staging
-from worker_service.timeline import Span, Trace
+from worker_service.timeline import Span
 
-LAYERS = 16
-SMALL = StackShape(chunk_tokens=2, max_batch_size=4, prefill_chunk_tokens=4)
 EVERYTHING = OnHost(tuple(range(LAYERS)), True, True)
 NEW_TOKENS = 8
 LENGTHS = (1, 3, 9)
@@ -52,35 +49,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return written[case]
 
     return folder
-
-
-def total_bytes(folder: Path) -> int:
-    """Of the weights, as a worker holds them."""
-    return weight_sizes(DecoderConfig.read(folder), CPU, torch.float32).total
-
-
-def small_engine(folder: Path, lanes: Lanes, share: float = 4.0) -> Engine:
-    """With a budget that the weights exceed `share` times."""
-    config, budget = DecoderConfig.read(folder), int(total_bytes(folder) / share)
-    layout = ArenaLayout.of(config.shape, chunk_tokens=SMALL.chunk_tokens, has_activations=False)
-    placement = place(
-        config.shape,
-        layout,
-        weight_sizes(config, CPU, torch.float32),
-        budget_bytes=budget,
-        max_batch_size=SMALL.max_batch_size,
-        prefill_chunk_tokens=SMALL.prefill_chunk_tokens,
-    )
-    engine = make_engine(
-        Decoder.load(folder, CPU, torch.float32, placement.on_host),
-        chunk_tokens=SMALL.chunk_tokens,
-        max_batch_size=SMALL.max_batch_size,
-        prefill_chunk_tokens=SMALL.prefill_chunk_tokens,
-        device_memory_bytes=budget,
-        lanes=lanes,
-    )
-    engine.trace = Trace({})
-    return engine
 
 
 def delayed(lanes: Lanes, seed: int) -> Lanes:

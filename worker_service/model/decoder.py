@@ -160,6 +160,11 @@ class Decoder:
             else:
                 yield layer
 
+    @property
+    def host_memory(self) -> list[torch.Tensor]:
+        """What weights come from, mapping by mapping; empty: all are on the device."""
+        return [memory for stream in self._streams for memory in stream.memory]
+
     def host_weight_bytes(self, piece: WeightPiece | None = None) -> int:
         """What crosses the link in each step, or this piece of it."""
         return sum(stream.bytes_of(piece) for stream in self._streams)

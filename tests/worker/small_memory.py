@@ -1,0 +1,46 @@
+"""Engines whose weights exceed their device memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from engine_runner import CPU, make_engine
+
+from splitpoint.shapes import ArenaLayout
+from worker_service.engine import Engine
+from worker_service.lanes import Lanes
+from worker_service.memory import place
+from worker_service.model.config import DecoderConfig
+from worker_service.model.decoder import Decoder
+from worker_service.model.matrices import weight_sizes
+from worker_service.timeline import Trace
+
+# Enough of them for two slots to be little.
+LAYERS = 16
+CHUNK_TOKENS = 2
+LIMITS = {"max_batch_size": 4, "prefill_chunk_tokens": 4}
+
+
+def total_bytes(folder: Path, device: torch.device = CPU) -> int:
+    """Of the weights, as a worker holds them."""
+    return weight_sizes(DecoderConfig.read(folder), device, torch.float32).total
+
+
+def small_engine(folder: Path, lanes: Lanes, share: float = 4.0) -> Engine:
+    """With a budget that the weights exceed `share` times, and a trace."""
+    device, config = lanes.device, DecoderConfig.read(folder)
+    budget = int(total_bytes(folder, device) / share)
+    layout = ArenaLayout.of(config.shape, chunk_tokens=CHUNK_TOKENS, has_activations=False)
+    sizes = weight_sizes(config, device, torch.float32)
+    placement = place(config.shape, layout, sizes, budget_bytes=budget, **LIMITS)
+    engine = make_engine(
+        Decoder.load(folder, device, torch.float32, placement.on_host),
+        chunk_tokens=CHUNK_TOKENS,
+        device_memory_bytes=budget,
+        device=device,
+        lanes=lanes,
+        **LIMITS,
+    )
+    engine.trace = Trace()
+    return engine
