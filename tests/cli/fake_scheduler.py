@@ -149,6 +149,7 @@ class FakeScheduler(
                     device="cpu",
                     schedule=types_pb2.SCHEDULE_PIPELINED,
                     emulated_link_bytes_per_second=184e6,
+                    weights="[3 of 4] layers on the host",
                 ),
                 pb.WorkerStatus(worker_id="1", ready=ready, message="" if ready else "loading"),
             ]

@@ -242,6 +242,8 @@ def test_status(script: Script) -> None:
     assert "pipelined" in done.stdout
     assert "worker 0 EMULATES a link of 184 MB/s" in done.stdout
     assert "worker 1 EMULATES" not in done.stdout
+    assert "worker 0: [3 of 4] layers on the host\n" in done.stdout
+    assert "worker 1:" not in done.stdout
     script.workers_ready = False
     done = splitpoint("status", "--address", script.address, "--json")
     assert done.returncode == 1
