@@ -141,6 +141,8 @@ def calibrate(device: torch.device, kernel: Any) -> GatherCosts:
     target = torch.zeros(largest, dtype=torch.uint8, device=device)
     # Backwards, so that no two pieces make one run.
     order = torch.arange(PIECES - 1, -1, -1, device=device)
+    # Both were filled on the current stream.
+    stream.wait_stream(torch.cuda.current_stream(device))
 
     def views(piece: int) -> Planes:
         size = PIECES * piece

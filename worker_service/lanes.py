@@ -28,7 +28,9 @@ from worker_service.timeline import Span
 # enough for copies to go ahead, few enough that compute need not wait for the list's end.
 PRODUCTS_AHEAD = 16
 
-_SIDE_LANES = (Lane.LINK_IN, Lane.LINK_OUT, Lane.WEIGHTS_IN)
+# The way out belongs to write-back, which works between and beside steps, in a thread of
+# its own: see `carry_out`.
+_SIDE_LANES = (Lane.LINK_IN, Lane.WEIGHTS_IN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +216,14 @@ class Lanes(ABC):
     def _enter(self, lane: Lane) -> None:
         if self.before is not None:
             self.before(lane)
+
+    def carry_out(self, lane: Lane, work: Work) -> Span:
+        """Do the work now, in the caller's thread, which is the lane; from any thread.
+
+        For whoever has a thread of its own for a lane that nobody else gives work to. It
+        is in none of the spans of `finish`. On a GPU the work waits for its own end.
+        """
+        return self._carry_out(lane, work, time.perf_counter())
 
     def _carry_out(self, lane: Lane, work: Work, ready: float) -> Span:
         """On a CPU: do it now, in this thread."""

@@ -79,7 +79,7 @@ class Restorer:
         sequence.restored = True
         chunks = match.chunks[: chunks_of(cached, self._chunk)]
         split = min(sequence.admission.split_tokens, cached)
-        predicted = self._predicted(sequence, split, cached)
+        predicted = self._predicted(sequence, self._mover_for(match), split, cached)
         met = self._bring_pages(sequence, match, chunks, cached, split)
         full = cached // self._chunk
         sequence.computed = cached
@@ -159,21 +159,22 @@ class Restorer:
     def _tile_tokens(self, sequence: Sequence) -> int:
         return sequence.admission.tile_tokens or TILE_PAGES * self._chunk
 
-    def _predicted(self, sequence: Sequence, split: int, cached: int) -> float:
+    def _predicted(self, sequence: Sequence, mover: Mover, split: int, cached: int) -> float:
         """Seconds for what was found; 0: nothing is predicted of what streams instead."""
         if self.costs is None or sequence.is_streamed or not cached:
             return 0.0
         if sequence.admission.method is RestoreMethod.TOKENS:
             return sequence.admission.predicted_restore_seconds
-        tile = self._tile_tokens(sequence)
+        # What the staging memory makes of the tile that was asked for.
+        mover.divide(self._tile_tokens(sequence))
         return self.costs.restore_seconds(
             self._model.shape,
             self._cache.layout,
             split=split,
             cached=cached,
             schedule=self._lanes.schedule,
-            tile_tokens=tile,
-            slots=self._staging.page_count * self._chunk // tile,
+            tile_tokens=mover.tile_tokens,
+            slots=mover.slot_count,
         )
 
     def _learn(self, spans: list[Span]) -> None:

@@ -73,7 +73,10 @@ class Runtime:
         self._idle = asyncio.Event()
         self._idle.set()
         self._loop = asyncio.get_running_loop()
-        self.write_back = WriteBack(store, engine.cache, engine.post) if store is not None else None
+        self.write_back: WriteBack | None = None
+        if store is not None:
+            self.write_back = WriteBack(store, engine.cache, engine.post, engine.lanes)
+            self.write_back.trace = engine.trace
         self.fetcher: Fetcher | None = None
         # Told when the rate of fetching from some store was measured.
         self.rates_changed: Callable[[Mapping[str, float]], None] | None = None

@@ -29,11 +29,13 @@ from splitpoint.errors import (
     SplitpointError,
 )
 from splitpoint.keys import chunk_key
+from splitpoint.schedule import Lane
 from worker_service.arena_tensors import ArenaTensors, StoredChunk
 from worker_service.device_cache import DeviceCache
-from worker_service.lanes import passed
+from worker_service.lanes import Lanes, Work, passed
 from worker_service.memory import STAGING_PAGES
 from worker_service.store_client import Connection, Match, StoreClient, WrittenChunk
+from worker_service.timeline import Trace
 
 log = logging.getLogger(__name__)
 
@@ -125,10 +127,14 @@ class WriteBack:
         store: StoreClient,
         cache: DeviceCache,
         post: Callable[[ChunksStored | WriteFailed | WriteEnded | Flushed], None],
+        lanes: Lanes,
     ) -> None:
         self._store = store
         self._cache = cache
         self._post = post
+        self._lanes = lanes
+        # Gets the spans of what leaves the device; None: nobody wants them.
+        self.trace: Trace | None = None
         self.copy: CopyChunks = copy_chunks
         self._chains: dict[SequenceKey, _Chain] = {}
         self._closers: set[asyncio.Task[None]] = set()
@@ -259,8 +265,7 @@ class WriteBack:
             self._check_session(chain)
             checksums = await asyncio.get_running_loop().run_in_executor(
                 self._lane,
-                self.copy,
-                self._cache,
+                self._send_out,
                 chain.connection.tensors,
                 jobs,
                 [slot for slot, _ in granted],
@@ -278,6 +283,23 @@ class WriteBack:
         if len(jobs[-1].token_ids) == self._cache.layout.chunk_tokens:
             chain.parent_key = answer.chunks[-1].key
         return answer.chunks
+
+    def _send_out(
+        self, tensors: ArenaTensors, jobs: Sequence[WriteJob], slots: Sequence[int]
+    ) -> list[int]:
+        """Copy chunks into their slots; this thread is the lane out of the device."""
+        checksums: list[int] = []
+
+        def call() -> None:
+            checksums.extend(self.copy(self._cache, tensors, jobs, slots))
+
+        size = len(jobs) * tensors.layout.chunk_bytes
+        tokens = sum(len(job.token_ids) for job in jobs)
+        work = Work("store K,V,X", call, size, size, tokens=tokens)
+        span = self._lanes.carry_out(Lane.LINK_OUT, work)
+        if self.trace is not None:
+            self.trace.extend([span])
+        return checksums
 
     def _check_session(self, chain: _Chain) -> None:
         if self._store.connection is not chain.connection:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kvstore_service import contents, prefix_index
 from kvstore_service.server import KvStoreServicer
@@ -24,6 +25,7 @@ from splitpoint.errors import DeadlineExceeded, FailedPrecondition
 from splitpoint.rpc import create_server, listen
 from splitpoint.shapes import ArenaLayout, DataType
 from splitpoint.v1 import kvstore_pb2_grpc
+from worker_service.lanes import SerialLanes
 from worker_service.messages import Call
 from worker_service.remote_client import RemoteStoreClient
 from worker_service.runtime import Runtime
@@ -216,7 +218,7 @@ async def test_chains_are_closed_at_once_and_not_for_ever(
         await store_one(client)
         posted: list[Any] = []
         cache: Any = SimpleNamespace(layout=LAYOUT)
-        write_back = WriteBack(client, cache, posted.append)
+        write_back = WriteBack(client, cache, posted.append, SerialLanes(torch.device("cpu")))
         for number in range(3):
             match = await client.match(SALT, [*FIRST, 5])
             write_back.open((f"r{number}", 0), SALT, match, 4, must_store=False)
