@@ -96,11 +96,11 @@ def read_unseen(tokenizer: Tokenizer, window_count: int) -> Iterator[Sample]:
         yield Sample(package, files, windows)
 
 
-class LinkCounter(TorchDispatchMode):
+class LinkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes that torch copies into one mapped arena, in this thread."""
 
     def __init__(self, mirror: Mirror) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         payload = mirror.arena.payload
         self._first = payload.ctypes.data
         self._last = self._first + payload.nbytes

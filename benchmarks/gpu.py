@@ -69,14 +69,21 @@ def parts_of(device: str, *, is_tiny: bool) -> list[Part]:
     here = ("--device", device, "--threads", "1" if is_tiny else "0")
 
     def offload(shape: str, prompt: int, *more: str) -> tuple[str, ...]:
-        sizes = ("--batch", "64", "--prompt", str(prompt), "--new", str(max(NEW_TOKENS)))
+        sizes: tuple[str, ...] = (
+            "--batch",
+            "64",
+            "--prompt",
+            str(prompt),
+            "--new",
+            str(max(NEW_TOKENS)),
+        )
         if is_tiny:
             shape = str(ROOT / "models" / "stdlib-llama") if "llama" in shape else "opt-125m"
             sizes = ("--batch", "2", "--prompt", "130", "--new", "4", "--link-rate", "400MB")
         dtype = ("--dtype", "float32" if is_tiny else "bfloat16", "--repeats", "1")
         return (*cli, "offload", "--shape", shape, *sizes, *dtype, *here, *more)
 
-    restore = ("--shape", "opt-6.7b", "--prompt", "1984", "--dtype", "bfloat16")
+    restore: tuple[str, ...] = ("--shape", "opt-6.7b", "--prompt", "1984", "--dtype", "bfloat16")
     if is_tiny:
         restore = ("--shape", "opt-125m", "--layers", "2", "--prompt", "256", "--link-rate", "2GB")
     return [

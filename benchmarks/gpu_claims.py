@@ -82,7 +82,8 @@ def over_peer(report: Mapping[str, Any] | None, new_tokens: int) -> float | None
     ]
     if min(len(each) for each in seconds) < new_tokens - 1:
         return None
-    return round(sum(seconds[0]) / min(sum(each) for each in seconds[1:]), 3)
+    ratio: float = sum(seconds[0]) / min(sum(each) for each in seconds[1:])
+    return round(ratio, 3)
 
 
 def print_claims(claims: Sequence[Claim]) -> None:

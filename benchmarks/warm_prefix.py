@@ -21,7 +21,8 @@ import statistics
 import sys
 from pathlib import Path
 
-from splitpoint.client import AsyncClient, Completion
+from splitpoint.answers import Completion
+from splitpoint.client import AsyncClient
 from splitpoint_cli.stack import StackOptions, plan_stack
 from splitpoint_cli.stack_runner import StackRunner
 
