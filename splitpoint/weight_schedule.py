@@ -106,7 +106,8 @@ class PassWork:
         host_layers: those whose weights come over the link.
         rebuilds, loads: stored tokens are rebuilt from X, loaded as K,V (a streamed
             cache); both False: the cache is on the device.
-        slots: for weights, and staging memory for X and for K,V, each.
+        slots: for weights of a layer, and staging memory for X and for K,V of one, each.
+        tiles: in which X comes, each with a share of K,V behind it.
     """
 
     layer_count: int
@@ -114,6 +115,7 @@ class PassWork:
     rebuilds: bool = False
     loads: bool = False
     slots: int = 2
+    tiles: int = 1
 
 
 def pass_tasks(work: PassWork, order: WeightOrder) -> list[PassTask]:
@@ -126,7 +128,7 @@ def pass_tasks(work: PassWork, order: WeightOrder) -> list[PassTask]:
 
 @dataclass(frozen=True, slots=True)
 class PassCosts:
-    """Seconds of one layer's tasks; what is missing takes none."""
+    """Seconds of one layer's tasks (of X and K,V: of one tile); what is missing takes none."""
 
     pieces: Mapping[WeightPiece, float]
     kinds: Mapping[PassKind, float] = field(default_factory=dict)
@@ -179,33 +181,34 @@ class _Builder:
             index = self._add(PassKind.WEIGHTS, layer, self._free(PassKind.WEIGHTS), pieces)
             arrivals.update(dict.fromkeys(pieces, index))
 
-    def _add_moves(self, layer: int) -> dict[PassKind, int]:
-        """X and K,V of stored tokens, where there are any."""
+    def _add_moves(self, layer: int) -> dict[PassKind, list[int]]:
+        """X and K,V of stored tokens, where there are any, tile by tile."""
         wanted = {PassKind.SEND: self._work.rebuilds, PassKind.LOAD: self._work.loads}
-        return {
-            kind: self._add(kind, layer, self._free(kind))
-            for kind, is_wanted in wanted.items()
-            if is_wanted
-        }
+        moved: dict[PassKind, list[int]] = {PassKind.SEND: [], PassKind.LOAD: []}
+        free = {kind: self._free(kind) for kind in wanted}
+        for _ in range(self._work.tiles):
+            for kind, is_wanted in wanted.items():
+                if is_wanted:
+                    moved[kind].append(self._add(kind, layer, free[kind]))
+        return moved
 
     def _add_computations(
-        self, layer: int, arrivals: dict[WeightPiece, int], moved: dict[PassKind, int]
+        self, layer: int, arrivals: dict[WeightPiece, int], moved: dict[PassKind, list[int]]
     ) -> None:
-        moves = {PassKind.REBUILD: PassKind.SEND, PassKind.ATTEND: PassKind.LOAD}
-        for kind in PassKind:
-            if kind.lane is not Lane.COMPUTE:
-                continue
-            if kind is PassKind.REBUILD and not self._work.rebuilds:
-                continue
-            after = {arrivals[piece] for piece in _READS.get(kind, ()) if piece in arrivals}
-            source = moves.get(kind)
-            if source in moved:
-                after.add(moved[source])
-            index = self._add(kind, layer, tuple(sorted(after)))
-            if source in moved:
-                self._readers[source].append(index)
+        def add(kind: PassKind, moves: list[int]) -> int:
+            needed = [arrivals[piece] for piece in _READS.get(kind, ()) if piece in arrivals]
+            return self._add(kind, layer, tuple(sorted({*needed, *moves})))
+
+        add(PassKind.PROJECT, [])
+        rebuilt = [add(PassKind.REBUILD, [sent]) for sent in moved[PassKind.SEND]]
+        attended = add(PassKind.ATTEND, moved[PassKind.LOAD])
+        add(PassKind.OUTPUT, [])
+        last = add(PassKind.MLP, [])
+        # Who comes last gives the slot back.
+        self._readers[PassKind.SEND] += rebuilt[-1:]
+        self._readers[PassKind.LOAD].append(attended)
         if arrivals:
-            self._readers[PassKind.WEIGHTS].append(len(self.tasks) - 1)
+            self._readers[PassKind.WEIGHTS].append(last)
 
     def _free(self, kind: PassKind) -> tuple[int, ...]:
         """Whose end gives back the slot that is filled next."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from enum import Enum
 from typing import Annotated, TypeVar
 
@@ -17,6 +18,7 @@ from splitpoint.planner import Objective, Plan, PlanInput, Residency, RestoreMet
 from splitpoint.schedule import Schedule
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding, ModelShape, read_config
 from splitpoint_cli.output import EXIT_HELP, out, print_json, seconds_text
+from splitpoint_cli.plan_weights import plan_weights, report, rows, step_of
 from splitpoint_cli.stack import parse_dtype
 from splitpoint_cli.up import Dtype
 from worker_service.memory import STAGING_PAGES
@@ -110,12 +112,38 @@ def plan(
         bool,
         typer.Option("--activations/--no-activations", help="Whether the store holds activations."),
     ] = True,
+    device_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Device memory of the worker: weights that do not fit stay on the host. Absent: "
+            "all fit.",
+            metavar="SIZE",
+        ),
+    ] = None,
+    max_batch: Annotated[
+        int, typer.Option(help="With --device-memory: as the worker's.", min=1)
+    ] = 32,
+    prefill_chunk: Annotated[
+        int, typer.Option(help="With --device-memory: as the worker's.", min=1)
+    ] = 512,
     dtype: Annotated[Dtype, typer.Option(help="Element type; auto: the model's.")] = Dtype.AUTO,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Where the split point would lie, and why. Needs no server and no GPU."""
     shape = find_shape(model, dtype.value)
     costs = load_profile(profile)
+    weights = None
+    if device_memory is not None:
+        weights = plan_weights(
+            shape,
+            costs,
+            budget_bytes=parse_size(device_memory, field="device_memory"),
+            chunk_tokens=chunk_tokens,
+            has_activations=activations,
+            max_batch=max_batch,
+            prefill_chunk=prefill_chunk,
+        )
+        costs = weights.profile
     request = PlanInput(
         cached_tokens=cached,
         new_tokens=new,
@@ -129,14 +157,18 @@ def plan(
         spare_bytes=parse_size(spare, field="spare"),
         keeps_activations=keep_activations,
         step_compute_seconds=None if step_ms is None else step_ms / 1e3,
+        prefill_tokens=0 if weights is None else prefill_chunk,
         footprint_bytes=(cached + new + max_tokens) * shape.kv_bytes_per_token,
     )
     _check_context(shape, cached + new + max_tokens)
     answer = plan_request(shape, costs, request)
+    step = None if weights is None else step_of(shape, weights, request, answer)
     if as_json:
-        print_json(plan_report(shape, costs, request, answer))
+        more = {} if weights is None or step is None else report(weights, step)
+        print_json({**plan_report(shape, costs, request, answer), **more})
     else:
-        _print_table(shape, costs, request, answer)
+        more_rows = [] if weights is None or step is None else rows(weights, step)
+        _print_table(shape, costs, request, answer, more_rows)
 
 
 plan.__doc__ = f"{plan.__doc__}\n\n{EXIT_HELP}"
@@ -212,7 +244,13 @@ def plan_report(
     }
 
 
-def _print_table(shape: ModelShape, costs: Profile, request: PlanInput, answer: Plan) -> None:
+def _print_table(
+    shape: ModelShape,
+    costs: Profile,
+    request: PlanInput,
+    answer: Plan,
+    more: Sequence[tuple[str, str]],
+) -> None:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="dim")
     table.add_column()
@@ -231,6 +269,7 @@ def _print_table(shape: ModelShape, costs: Profile, request: PlanInput, answer: 
         *_step(answer),
         ("first token after", seconds_text(answer.predicted_ttft_seconds)),
         ("cache in memory", format_size(answer.footprint_bytes)),
+        *more,
         ("objective", answer.objective.value),
         ("reason", answer.reason),
     ):

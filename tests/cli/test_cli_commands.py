@@ -80,6 +80,24 @@ def test_plan_of_a_streamed_sequence_with_room_for_its_front() -> None:
     assert "each decode step" in table.stdout
 
 
+def test_plan_places_weights_in_the_memory_there_is() -> None:
+    arguments = ("--model", "opt-30b", "--profile", "a100-pcie4", "--cached", "1500", "--new", "9")
+    done = splitpoint("plan", *arguments, "--device-memory", "24GiB", "--json")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["host_layers"] == list(range(48))
+    assert answer["profile"]["host_weight_bytes"] == answer["streamed_weight_bytes"] > 50 << 30
+    step = answer["weight_step"]
+    # Nothing is computed here: the link is all there is.
+    assert step["fine"] == pytest.approx(step["link"]) == pytest.approx(step["coarse"])
+    assert answer["predicted_ttft_seconds"] >= step["link"] * 0.99
+    done = splitpoint("plan", *arguments, "--device-memory", "90GiB")
+    assert "all 55.8 GiB of weights are on the device" in done.stdout
+    done = splitpoint("plan", *arguments, "--device-memory", "2GiB")
+    assert done.returncode != 0
+    assert "device memory 2 GiB is too small: weights take 2.36 GiB" in done.stderr
+
+
 def test_plan_for_throughput_spares_the_device() -> None:
     arguments = ("--model", "opt-6.7b", "--profile", "a100-pcie4", "--cached", "800")
     latency = plan(*arguments, "--new", "1000")

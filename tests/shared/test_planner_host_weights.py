@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from test_planner_costs import near_balance, task_seconds
 
-from splitpoint.costs import BUILT_IN_PROFILES
+from splitpoint.costs import BUILT_IN_PROFILES, Profile
 from splitpoint.errors import InvalidArgument
 from splitpoint.planner import PlanInput, Residency, RestoreMethod, plan_request
 from splitpoint.schedule import RestoreWork, Schedule, Task, TaskKind, restore_tasks, simulate
 from splitpoint.shapes import BUILT_IN_SHAPES
 from splitpoint.split_costs import Manner, SplitCosts, Use, best_split
-from splitpoint.weight_placement import WeightSizes
+from splitpoint.weight_placement import WeightSizes, place_weights
 from splitpoint.weight_schedule import PassCosts, PassKind, PassWork, WeightPiece, simulate_pass
+from splitpoint.weight_step import weight_step, with_weights
 
 OPT = BUILT_IN_SHAPES["opt-6.7b"]
 A100 = BUILT_IN_PROFILES["a100-pcie4"]
@@ -29,7 +31,7 @@ STREAMED = replace(
 )
 
 
-def with_weights(rng: random.Random, layers: int, cached: int) -> SplitCosts:
+def weighted(rng: random.Random, layers: int, cached: int) -> SplitCosts:
     costs = near_balance(rng, layers)
     weights = layers * costs.load * cached * rng.uniform(0, 1.5)
     return replace(costs, kv_weights=weights, weights=6 * weights)
@@ -40,7 +42,7 @@ def test_a_restore_takes_what_the_lanes_take() -> None:
     rng, chunk, errors = random.Random(5), 16, []
     for _ in range(200):
         layers, cached = rng.choice((4, 8, 32)), rng.randrange(4, 40) * chunk
-        costs = with_weights(rng, layers, cached)
+        costs = weighted(rng, layers, cached)
         manner = Manner(Schedule.PIPELINED, chunk * rng.randrange(1, 4), rng.choice((2, 4)))
         split = rng.randrange(1, cached // chunk) * chunk
         work = RestoreWork(
@@ -71,7 +73,7 @@ def test_a_step_takes_what_its_pieces_take_in_the_best_order() -> None:
     rng = random.Random(6)
     for _ in range(200):
         layers, cached = rng.choice((4, 8, 32)), rng.randrange(4, 40) * 16
-        costs = with_weights(rng, layers, cached)
+        costs = weighted(rng, layers, cached)
         beside = layers * costs.load * cached * rng.uniform(0, 2)
         share, compute = costs.weights / layers / 12, beside / layers / 8
         pieces = PassCosts(
@@ -101,7 +103,7 @@ def test_the_best_split_is_the_best_of_all() -> None:
     rng = random.Random(7)
     for _ in range(100):
         cached = rng.randrange(2, 300)
-        costs = with_weights(rng, rng.choice((2, 12)), cached)
+        costs = weighted(rng, rng.choice((2, 12)), cached)
         for use in (Use.ALONE, Use.STEP):
             manner = Manner(
                 rng.choice([Schedule.SERIAL, Schedule.COLUMN, Schedule.PIPELINED]),
@@ -116,21 +118,25 @@ def test_the_best_split_is_the_best_of_all() -> None:
 
 
 def test_rebuilding_must_pay_for_its_weights_too() -> None:
-    """A long prefix is worth W_K and W_V of every layer, a short one is not."""
+    """With two layers on the host a long prefix is worth their W_K and W_V, a short one is
+    not; with all of them none is, within the model's context."""
+    two = replace(STREAMED, host_kv_weight_bytes=2 * SIZES.pieces[WeightPiece.KEY_VALUE])
 
-    def plan(cached: int) -> RestoreMethod:
+    def plan(cached: int, profile: Profile) -> RestoreMethod:
         request = PlanInput(
             cached_tokens=cached,
             new_tokens=10,
             has_activations=True,
             schedule=Schedule.PIPELINED,
             chunk_tokens=64,
-            forced_method=None,
         )
-        return plan_request(OPT, STREAMED, request).method
+        return plan_request(OPT, profile, request).method
 
-    assert plan(256) is RestoreMethod.LOAD
-    assert plan(200_000) is RestoreMethod.SPLIT
+    rebuilding = (RestoreMethod.SPLIT, RestoreMethod.RECOMPUTE)
+    assert plan(256, A100) in rebuilding
+    assert plan(256, two) is RestoreMethod.LOAD
+    assert plan(2000, two) in rebuilding
+    assert plan(2000, STREAMED) is RestoreMethod.LOAD
 
 
 def test_every_piece_of_a_prefill_brings_the_weights() -> None:
@@ -154,6 +160,32 @@ def test_a_streamed_step_has_weights_and_cache_on_one_link() -> None:
     step = plan_request(OPT, STREAMED, request).predicted_step_seconds
     without = plan_request(OPT, plain, request).predicted_step_seconds
     assert step == pytest.approx(without + STREAMED.weight_seconds, rel=0.02)
+
+
+def test_a_step_by_its_tasks_is_about_the_step_of_the_plan() -> None:
+    """And in the worker's order never slower than with whole layers first."""
+    placement = place_weights(
+        SIZES, free_bytes=3 << 30, least_cache_bytes=1 << 29, most_cache_bytes=1 << 40
+    )
+    profile = with_weights(A100, SIZES, placement)
+    assert profile.host_weight_bytes == placement.streamed_bytes
+    assert profile.host_kv_weight_bytes == STREAMED.host_kv_weight_bytes
+    for cached, compute in product((0, 512, 2000), (0.0, 0.05, 0.5)):
+        for has_activations in (False, True):
+            request = PlanInput(
+                cached_tokens=cached,
+                new_tokens=1,
+                has_activations=has_activations,
+                schedule=Schedule.PIPELINED,
+                residency=Residency.STREAMED,
+                chunk_tokens=64,
+                step_compute_seconds=compute,
+            )
+            plan = plan_request(OPT, profile, request)
+            step = weight_step(OPT, profile, SIZES, placement, plan, compute)
+            assert step.link * (1 - 1e-9) <= step.fine <= step.coarse * (1 + 1e-9)
+            assert step.fine >= compute
+            assert step.fine == pytest.approx(plan.predicted_step_seconds, rel=0.15)
 
 
 def test_bytes_below_zero_are_no_profile() -> None:

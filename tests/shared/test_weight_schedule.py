@@ -27,6 +27,7 @@ from splitpoint.weight_schedule import (
     simulate_pass,
 )
 
+TILED = (PassKind.SEND, PassKind.LOAD, PassKind.REBUILD)
 seconds = st.one_of(st.just(0.0), st.floats(0.01, 10.0))
 
 
@@ -39,6 +40,7 @@ def passes(draw: st.DrawFn) -> PassWork:
         rebuilds=draw(st.booleans()),
         loads=draw(st.booleans()),
         slots=draw(st.integers(1, 3)),
+        tiles=draw(st.integers(1, 3)),
     )
 
 
@@ -85,12 +87,14 @@ def test_nothing_is_read_before_it_came_or_overwritten_before_it_was_read(
     assert all(earlier < index for index, task in enumerate(tasks) for earlier in task.after)
 
     def when(layer: int, kind: PassKind, piece: WeightPiece | None = None) -> tuple[float, float]:
-        (index,) = [
+        """From the first start to the last end; a computation of tiles by its first."""
+        found = [
             index
             for index, task in enumerate(tasks)
             if (task.layer, task.kind) == (layer, kind) and piece in (None, *task.pieces)
         ]
-        return run.starts[index], run.ends[index]
+        assert len(found) == (work.tiles if kind in TILED else 1)
+        return run.starts[found[0]], run.ends[found[-1]]
 
     reads = {
         WeightPiece.KEY_VALUE: [PassKind.PROJECT] + [PassKind.REBUILD] * work.rebuilds,
@@ -108,10 +112,15 @@ def test_nothing_is_read_before_it_came_or_overwritten_before_it_was_read(
                 # The layer that had the slot before is done with all of it.
                 assert when(host[position - work.slots], PassKind.MLP)[1] <= start
     for layer in range(work.layer_count):
-        if work.rebuilds:
-            assert when(layer, PassKind.SEND)[1] <= when(layer, PassKind.REBUILD)[0]
+        mine = [index for index, task in enumerate(tasks) if task.layer == layer]
         if work.loads:
             assert when(layer, PassKind.LOAD)[1] <= when(layer, PassKind.ATTEND)[0]
+        sent, rebuilt = (
+            [index for index in mine if tasks[index].kind is kind]
+            for kind in (PassKind.SEND, PassKind.REBUILD)
+        )
+        assert len(sent) == len(rebuilt) == work.rebuilds * work.tiles
+        assert all(run.ends[s] <= run.starts[r] for s, r in zip(sent, rebuilt, strict=True))
 
 
 # -- restores: only W_K and W_V of each layer ------------------------------------------
