@@ -94,7 +94,7 @@ class Feed:
     """The tiles of one step. `start`, then `take` each in order.
 
     Whoever runs the step finishes the lanes at its end, or settles them on an error:
-    nothing may be under way between steps.
+    none of it may be under way between steps.
     """
 
     def __init__(
