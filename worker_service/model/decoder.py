@@ -61,7 +61,6 @@ class Decoder:
         device: torch.device,
         dtype: torch.dtype,
         on_host: OnHost = NOTHING_ON_HOST,
-        order: WeightOrder = WeightOrder.FINE,
     ) -> None:
         """See `load`."""
         self.config = config
@@ -89,7 +88,7 @@ class Decoder:
             if config.rope is None
             else RotaryTable(config.rope, config.shape.head_dim, device, dtype)
         )
-        self.layer_weights = self._stream_layers(on_host.layers, order) if on_host.layers else None
+        self.layer_weights = self._stream_layers(on_host.layers) if on_host.layers else None
         self.layers = [self._layer(index) for index in range(config.shape.layer_count)]
         self._final_norm = self._norm(root + names.final_norm) if config.final_norm else None
         self._head_weights: WeightStream | None = None
@@ -107,19 +106,17 @@ class Decoder:
         device: torch.device,
         dtype: torch.dtype | None = None,
         on_host: OnHost = NOTHING_ON_HOST,
-        order: WeightOrder = WeightOrder.FINE,
     ) -> Decoder:
         """From a checkpoint folder; dtype None: the checkpoint's own.
 
-        `on_host` says which weights stay there, `order` in which portions the
-        layers among them come over. Raises InvalidArgument for an unsupported config or
-        bad weight files.
+        `on_host` says which weights stay there. Raises InvalidArgument for an
+        unsupported config or bad weight files.
         """
         data_type = None if dtype is None else _DATA_TYPES[dtype]
         config = DecoderConfig.read(folder, data_type)
         dtype = torch_type(config.shape.data_type)
         with Checkpoint(folder, config, device, dtype) as source:
-            return cls(config, source, device, dtype, on_host, order)
+            return cls(config, source, device, dtype, on_host)
 
     @classmethod
     def random(
@@ -129,13 +126,12 @@ class Decoder:
         device: torch.device,
         dtype: torch.dtype,
         on_host: OnHost = NOTHING_ON_HOST,
-        order: WeightOrder = WeightOrder.FINE,
     ) -> Decoder:
         """With weights drawn from a seed: for measurements and tests."""
         shape = replace(config.shape, data_type=_DATA_TYPES[dtype])
         config = replace(config, shape=shape)
         source = RandomTensors(config, seed, device, dtype)
-        return cls(config, source, device, dtype, on_host, order)
+        return cls(config, source, device, dtype, on_host)
 
     # -- weights on the host --------------------------------------------------------
 
@@ -257,7 +253,7 @@ class Decoder:
         parts = [self._tensor(f"{name}.bias") for name, _ in shape.sources]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _stream_layers(self, host_layers: Sequence[int], order: WeightOrder) -> WeightStream:
+    def _stream_layers(self, host_layers: Sequence[int]) -> WeightStream:
         shapes = layer_matrices(self.config, host_layers[0])
         units = {
             index: read_unit(
@@ -265,7 +261,7 @@ class Decoder:
             )
             for index in host_layers
         }
-        return self._stream(units, shapes, order.portions)
+        return self._stream(units, shapes, WeightOrder.FINE.portions)
 
     def _stream_head(self) -> tuple[WeightStream, StreamedHead]:
         pieces = head_rows(self.config)
