@@ -34,19 +34,35 @@ SOCKET_PATH_LIMIT = 107
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)(b?)", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+# Bytes per second; see `parse_rate`.
+LEAST_RATE = 1_000_000
 
 
-def parse_size(text: str, *, field: str = "size") -> int:
+def parse_size(text: str, *, field: str = "") -> int:
     """Bytes from "8GiB", "512MB", "1.5g" or "123".
 
     KiB, MiB, GiB and the bare letters k, m, g are powers of 1024; kB, MB, GB
-    powers of 1000. Raises InvalidArgument for anything else.
+    powers of 1000. `field` is the option that said so. Raises InvalidArgument for
+    anything else.
     """
+    size = _size_of(text)
+    if size is None:
+        raise InvalidArgument(
+            f"{_option(field)}{text!r} is not a size (examples: 8GiB, 512MB, 1073741824)",
+            field=field,
+        )
+    return size
+
+
+def _option(field: str) -> str:
+    """What an error about an option begins with."""
+    return f"--{field.replace('_', '-')}: " if field else ""
+
+
+def _size_of(text: str) -> int | None:
     match = _SIZE.fullmatch(text.strip())
     if match is None or (match[3] and not match[2]):
-        raise InvalidArgument(
-            f"{text!r} is not a size (examples: 8GiB, 512MB, 1073741824)", field=field
-        )
+        return None
     number, prefix, binary, byte = match.groups()
     base = 1000 if byte and prefix and not binary else 1024
     factor = base ** _POWERS[prefix.lower()]
@@ -57,11 +73,23 @@ def parse_size(text: str, *, field: str = "size") -> int:
 def parse_rate(text: str, *, field: str) -> int:
     """Bytes per second from "184MB", "184MB/s" or "16GiB"; sizes as in `parse_size`.
 
-    Raises InvalidArgument for anything else and for nothing per second.
+    Raises InvalidArgument for anything else and for less than 1 MB/s: no link is that
+    slow, and a copy over it would take hours, so a unit was forgotten.
     """
-    rate = parse_size(text.strip().removesuffix("/s"), field=field)
-    if rate < 1:
-        raise InvalidArgument("a rate must be above 0", field=field)
+    amount = text.strip().removesuffix("/s").strip()
+    rate = _size_of(amount)
+    if rate is None:
+        raise InvalidArgument(
+            f"{_option(field)}{text!r} is not a rate (examples: 184MB, 25GB, each per second)",
+            field=field,
+        )
+    if rate < LEAST_RATE:
+        meant = f"; did you mean {amount}MB?" if amount.isdigit() and rate else ""
+        raise InvalidArgument(
+            f"{_option(field)}{text} is {rate:,} bytes per second, under the least rate of "
+            f"{format_rate(LEAST_RATE)}{meant}",
+            field=field,
+        )
     return rate
 
 

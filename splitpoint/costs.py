@@ -136,7 +136,10 @@ def load_profile(name_or_path: str) -> Profile:
             f"profile {name_or_path!r} is neither a file nor one of {', '.join(BUILT_IN_PROFILES)}",
             field="profile",
         ) from error
-    return Profile.from_json(_profile_in_status(text))
+    try:
+        return Profile.from_json(_profile_in_status(text))
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{name_or_path}: {error.message}", field=error.field) from error
 
 
 def _profile_in_status(text: str) -> str:

@@ -14,9 +14,11 @@ from typing import Annotated
 import typer
 
 from splitpoint.errors import FailedPrecondition, InvalidArgument
-from splitpoint.shapes import BUILT_IN_SHAPES, DataType
+from splitpoint.shapes import BUILT_IN_SHAPES
 from splitpoint_cli.decode_report import Workload, report_of, table_of
+from splitpoint_cli.files import check_output
 from splitpoint_cli.output import err, out
+from splitpoint_cli.restore_workload import check_data_type
 
 
 def decode(
@@ -46,9 +48,11 @@ def decode(
     is JSON.
     """
     if shape.lower() not in BUILT_IN_SHAPES:
-        raise InvalidArgument(f"no shape is called {shape!r}", field="shape")
-    if dtype not in {known.value for known in DataType}:
-        raise InvalidArgument(f"no data type is called {dtype!r}", field="dtype")
+        raise InvalidArgument(
+            f"no shape is called {shape!r}: there are {', '.join(BUILT_IN_SHAPES)}", field="shape"
+        )
+    check_data_type(dtype)
+    check_output(json_file, "json")
     workload = Workload(
         shape=shape.lower(),
         dtype=dtype,

@@ -15,12 +15,13 @@ import typer
 
 from splitpoint.config import parse_rate
 from splitpoint.errors import FailedPrecondition, InvalidArgument
-from splitpoint.shapes import DataType
+from splitpoint_cli.files import check_output
 from splitpoint_cli.offload_picture import draw_sweep
 from splitpoint_cli.offload_report import OffloadWorkload, report_of, table_of
 from splitpoint_cli.output import err, out
 from splitpoint_cli.plan import find_shape
 from splitpoint_cli.plots import check_picture
+from splitpoint_cli.restore_workload import check_data_type
 
 
 def offload(
@@ -78,14 +79,15 @@ def offload(
     attention. Runs alternate; figures are medians. The last line is JSON.
     """
     model = find_shape(shape, dtype)
-    if dtype not in {known.value for known in DataType}:
-        raise InvalidArgument(f"no data type is called {dtype!r}", field="dtype")
+    check_data_type(dtype)
     if change_link_rate is not None and not 0 < change_link_rate < float("inf"):
         raise InvalidArgument("the factor must be above 0", field="change_link_rate")
     if png_file is not None:
         if not sweep:
             raise InvalidArgument("--png draws what --sweep measures", field="png")
         check_picture(png_file)
+    check_output(json_file, "json")
+    check_output(trace_file, "trace")
     workload = OffloadWorkload(
         shape=model.name,
         dtype=dtype,

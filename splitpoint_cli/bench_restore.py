@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from splitpoint import config
+from splitpoint_cli.files import check_output
 from splitpoint_cli.output import err, out
 from splitpoint_cli.plots import check_picture, save
 from splitpoint_cli.restore_picture import picture_of
@@ -99,6 +100,8 @@ def restore(
     )
     if png is not None:
         check_picture(png)
+    check_output(json_file, "json")
+    check_output(trace, "trace")
     from splitpoint_cli.restore_runs import run_all
 
     recorder = None if trace is None else Trace(_facts(workload))

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from splitpoint import config
+from splitpoint_cli.files import check_output
 from splitpoint_cli.output import err, out
 from splitpoint_cli.store_report import report_of, table_of
 from splitpoint_cli.store_workload import StoreWorkload
@@ -55,6 +56,7 @@ def store(
         chunks=chunks,
         seed=seed,
     )
+    check_output(out_file, "out")
     from splitpoint_cli.store_runs import run_all
 
     results = asyncio.run(run_all(workload, redis, lambda line: err.print(line)))

@@ -1,10 +1,28 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and whether there is a place for one."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 from pathlib import Path
+
+from splitpoint.errors import InvalidArgument
+
+
+def check_output(path: Path | None, field: str) -> None:
+    """Before work whose result goes there: that it has a place. None: nothing is written.
+
+    Raises InvalidArgument that names the option `field`.
+    """
+    if path is None:
+        return
+    option, folder = f"--{field.replace('_', '-')}", path.parent
+    if not folder.is_dir():
+        raise InvalidArgument(f"{option}: {folder} is no folder", field=field)
+    if path.is_dir():
+        raise InvalidArgument(f"{option}: {path} is a folder, not a file", field=field)
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise InvalidArgument(f"{option}: {path} cannot be written", field=field)
 
 
 def replace_file(path: Path, content: bytes, mode: int) -> None:

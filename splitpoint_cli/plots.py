@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from splitpoint.errors import FailedPrecondition, InvalidArgument
+from splitpoint_cli.files import check_output
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,8 +22,7 @@ def check_picture(path: Path) -> None:
     new_figure(1, 1)
     if path.suffix.lower() != ".png":
         raise InvalidArgument(f"{path}: pictures are PNG files", field="png")
-    if not path.parent.is_dir():
-        raise InvalidArgument(f"{path.parent} is no folder", field="png")
+    check_output(path, "png")
 
 
 def new_figure(width: float, height: float) -> Figure:

@@ -47,9 +47,11 @@ class RestoreWorkload:
             raise InvalidArgument("give a link rate or balance it, not both", field="balance")
         shape = BUILT_IN_SHAPES.get(self.shape)
         if shape is None:
-            raise InvalidArgument(f"no shape is called {self.shape!r}", field="shape")
-        if self.dtype not in {known.value for known in DataType}:
-            raise InvalidArgument(f"no data type is called {self.dtype!r}", field="dtype")
+            raise InvalidArgument(
+                f"no shape is called {self.shape!r}: there are {', '.join(BUILT_IN_SHAPES)}",
+                field="shape",
+            )
+        check_data_type(self.dtype)
         if not CHUNK_TOKENS <= self.prompt <= shape.context_length:
             raise InvalidArgument(
                 f"{shape.name} takes {CHUNK_TOKENS} to {shape.context_length} tokens",
@@ -69,3 +71,12 @@ class RestoreWorkload:
         shape = BUILT_IN_SHAPES[self.shape]
         layers = self.layers or shape.layer_count
         return replace(shape, data_type=self.data_type, layer_count=layers)
+
+
+def check_data_type(name: str) -> None:
+    """Raises InvalidArgument with the names that there are."""
+    names = [known.value for known in DataType]
+    if name not in names:
+        raise InvalidArgument(
+            f"no data type is called {name!r}: there are {', '.join(names)}", field="dtype"
+        )

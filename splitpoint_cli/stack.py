@@ -19,6 +19,7 @@ from splitpoint.shapes import DataType, ModelShape, read_config
 from splitpoint.tls import Identity, read_identity
 from splitpoint_cli.child import ServiceCommand
 from splitpoint_cli.devices import choose_devices, default_threads
+from splitpoint_cli.files import check_output
 
 # Beyond the grace given to running requests; a worker also waits for write-back.
 _SCHEDULER_STOP_SECONDS = 10.0
@@ -267,8 +268,11 @@ def _check_lanes(options: StackOptions, devices: tuple[str, ...]) -> None:
         config.parse_rate(options.link_rate, field="link_rate")
         if any(device != "cpu" for device in devices):
             raise InvalidArgument("a link rate can only be emulated on a CPU", field="link_rate")
-    if options.trace is not None and not Path(options.trace).absolute().parent.is_dir():
-        raise InvalidArgument(f"{Path(options.trace).parent} is no folder", field="trace")
+    if options.trace is not None:
+        # As it was said, too: `/tmp` would become `/tmp-0`.
+        check_output(Path(options.trace).absolute(), "trace")
+        for worker in range(len(devices)):
+            check_output(trace_path(options.trace, worker), "trace")
 
 
 def trace_path(trace: str | None, worker: int) -> Path | None:

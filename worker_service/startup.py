@@ -253,8 +253,9 @@ def _build_engine(
     )
     description = describe_device(device)
     if lanes.link is not None:
-        description += f", link emulated at {format_rate(lanes.link.bytes_per_second)}"
-        log.warning("the link is emulated: this worker is slower than it could be")
+        rate = format_rate(lanes.link.bytes_per_second)
+        description += f", link emulated at {rate}"
+        log.warning("the link is emulated at %s: this worker is slower than it could be", rate)
     if options.trace_file is not None:
         trace = Trace({"device": description, "schedule": lanes.schedule.value})
         engine.trace = trace

@@ -178,6 +178,8 @@ def test_without_predictions_it_says_why() -> None:
         ("link_rate", {"link_rate": "fast"}),
         ("change_link_rate", {"change_link_rate": 0.0}),
         ("png", {"png_file": Path("x.png")}),
+        ("json", {"json_file": Path("/no/such/folder.json")}),
+        ("trace", {"trace_file": Path("/no/such/folder.json")}),
         ("prompt", {"prompt": 2048, "new": 2}),
     ],
 )

@@ -206,7 +206,11 @@ def test_grouped_queries_have_no_splits_and_the_report_says_why(
         (("--tile", "65"), "tile"),
         (("--layers", "13"), "layers"),
         (("--link-rate", "0"), "link_rate"),
+        (("--link-rate", "20"), "link_rate"),
         (("--png", "no/such/folder.png"), "png"),
+        (("--json", "no/such/folder.json"), "json"),
+        (("--trace", "no/such/folder.json"), "trace"),
+        (("--trace", "/"), "trace"),
         (("--device", "cuda:99", "--layers", "1"), "device"),
     ],
 )
@@ -214,3 +218,10 @@ def test_nonsense_is_refused(arguments: tuple[str, ...], field: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         run(*arguments)
     assert caught.value.field == field
+
+
+def test_what_there_is_instead_is_listed() -> None:
+    with pytest.raises(InvalidArgument, match="there are opt-125m, "):
+        run("--shape", "nope")
+    with pytest.raises(InvalidArgument, match=r"there are .*bfloat16"):
+        run("--dtype", "nope")

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from splitpoint.errors import Unavailable
+from splitpoint.errors import InvalidArgument, Unavailable
 from splitpoint.payload import PIECE_BYTES
+from splitpoint_cli.bench_store import store
 from splitpoint_cli.child import child_environment
 from splitpoint_cli.store_mapping import SlotRun, runs_of
 from splitpoint_cli.store_redis import measure_redis, server
@@ -137,3 +138,9 @@ def test_what_does_not_fit_is_refused() -> None:
     done = bench("--memory", "1MiB")
     assert done.returncode == 2
     assert "runs of 16 slots need" in done.stderr
+
+
+def test_a_report_without_a_place_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    for path, said in ((tmp_path / "no" / "out.json", "no folder"), (tmp_path, "not a file")):
+        with pytest.raises(InvalidArgument, match=f"--out: .*{said}"):
+            store(out_file=path)

@@ -138,7 +138,10 @@ def test_plan_without_activations() -> None:
         (("--model", "opt-6.7b", *H100, "--schedule", "x"), "INVALID_ARGUMENT: schedule"),
         (("--model", "opt-6.7b", *H100, "--objective", "x"), "INVALID_ARGUMENT: objective"),
         (("--model", "opt-6.7b", *H100, "--residency", "x"), "INVALID_ARGUMENT: residency"),
-        (("--model", "opt-6.7b", *H100, "--spare", "x"), "INVALID_ARGUMENT: 'x' is not a size"),
+        (
+            ("--model", "opt-6.7b", *H100, "--spare", "x"),
+            "INVALID_ARGUMENT: --spare: 'x' is not a size",
+        ),
     ],
 )
 def test_plan_errors_are_one_line(arguments: tuple[str, ...], message: str) -> None:

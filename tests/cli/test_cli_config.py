@@ -40,20 +40,32 @@ def test_parse_size_refuses(text: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         config.parse_size(text, field="host_memory")
     assert caught.value.field == "host_memory"
+    assert caught.value.message.startswith("--host-memory: ")
 
 
 @pytest.mark.parametrize(
-    ("text", "rate"), [("184MB", 184_000_000), ("184MB/s", 184_000_000), (" 16GiB/s", 16 << 30)]
+    ("text", "rate"),
+    [("184MB", 184_000_000), ("184MB/s", 184_000_000), ("1MB", 1_000_000), (" 16GiB/s", 16 << 30)],
 )
 def test_parse_rate(text: str, rate: int) -> None:
     assert config.parse_rate(text, field="link_rate") == rate
 
 
-@pytest.mark.parametrize("text", ["", "/s", "0", "0.1B", "-1MB", "1MB/min"])
-def test_parse_rate_refuses(text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        *((text, "examples: 184MB, 25GB") for text in ("", "/s", "-1MB", "1MB/min", "abc")),
+        *((text, "under the least rate of 1 MB/s") for text in ("0", "0.1B", "999kB")),
+        ("20", "20 is 20 bytes per second"),
+        ("20/s", "did you mean 20MB?"),
+    ],
+)
+def test_parse_rate_refuses(text: str, said: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         config.parse_rate(text, field="link_rate")
     assert caught.value.field == "link_rate"
+    assert caught.value.message.startswith("--link-rate: ")
+    assert said in caught.value.message
 
 
 @pytest.mark.parametrize(

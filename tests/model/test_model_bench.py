@@ -41,11 +41,19 @@ def test_the_report_compares_medians_with_the_fastest_peer() -> None:
     assert table_of(report).row_count == 3
 
 
-@pytest.mark.parametrize(("field", "value"), [("shape", "opt-1"), ("dtype", "int4")])
-def test_unknown_choices_are_named(field: str, value: str) -> None:
-    with pytest.raises(InvalidArgument) as caught:
+@pytest.mark.parametrize(
+    ("field", "value", "there_are"),
+    [("shape", "opt-1", "opt-125m, opt-6.7b"), ("dtype", "int4", "bfloat16")],
+)
+def test_unknown_choices_are_named(field: str, value: str, there_are: str) -> None:
+    with pytest.raises(InvalidArgument, match=there_are) as caught:
         decode(**{field: value})  # type: ignore[arg-type]
     assert caught.value.field == field
+
+
+def test_a_report_without_a_place_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"--json: .* is no folder"):
+        decode(json_file=tmp_path / "no" / "out.json")
 
 
 def test_all_contenders_give_the_same_tokens(tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ def test_a_profile_by_name_from_a_file_and_from_a_status(tmp_path: Path) -> None
 def test_files_without_a_profile(tmp_path: Path, text: str) -> None:
     path = tmp_path / "file"
     path.write_text(text)
-    with pytest.raises(InvalidArgument, match="not a profile"):
+    with pytest.raises(InvalidArgument, match="not a profile") as caught:
         load_profile(str(path))
+    assert caught.value.message.startswith(f"{path}: ")
     with pytest.raises(InvalidArgument, match="neither a file nor one of"):
         load_profile(str(tmp_path / "absent"))
