@@ -16,6 +16,10 @@ _BALANCED = 0.9
 
 def reason_of(chooser: Chooser, choices: Choices, load_seconds: float) -> str:
     """Why `choices.best`. `load_seconds`: what loading everything takes."""
+    return _why(chooser, choices, load_seconds) + _weight_words(chooser)
+
+
+def _why(chooser: Chooser, choices: Choices, load_seconds: float) -> str:
     request, best = chooser.request, choices.best
     if not chooser.length:
         return f"nothing is cached: {request.new_tokens:,} tokens are prefilled"
@@ -89,7 +93,7 @@ def _why_split(chooser: Chooser, choices: Choices, load_seconds: float) -> str:
         f"(x {best.seconds / load_seconds:.2f})"
     )
     if best.schedule is Schedule.SERIAL:
-        return f"{what}, one after the other, predicted {against}"
+        return f"{what}, one after the other, predicted {against}{_not_considered(chooser)}"
     return f"{what}, predicted {against}: {_limit(chooser, best)}"
 
 
@@ -98,10 +102,32 @@ def _limit(chooser: Chooser, best: Choice) -> str:
     link, device = best.link_seconds, best.compute_seconds
     if chooser.request.residency is Residency.STREAMED:
         device += chooser.beside_seconds
+        link = _step_link_seconds(chooser, best)
     words = f"link {_ms(link)}, device {_ms(device)}"
     if min(link, device) >= _BALANCED * max(link, device):
         return f"{words}, about equally busy"
     return f"{words}, {'the link' if link > device else 'compute'} is the limit"
+
+
+def _step_link_seconds(chooser: Chooser, choice: Choice) -> float:
+    """Of a streamed step: what is pulled, and all weights that come from the host.
+
+    `choice.link_seconds` counts W_K and W_V alone, and only where something is rebuilt.
+    """
+    held = 0 if choice.schedule is Schedule.ROW else choice.resident
+    counted = chooser.costs.kv_weights if choice.split > held else 0.0
+    return choice.link_seconds - counted + chooser.costs.weights
+
+
+def _weight_words(chooser: Chooser) -> str:
+    """What weights on the host take, whatever is cached: usually most of a step."""
+    if not chooser.profile.host_weight_bytes:
+        return ""
+    size = format_size(chooser.profile.host_weight_bytes)
+    return (
+        f"; of a step {_ms(chooser.costs.weights)} are weights that come from the host "
+        f"({size}; --device-memory)"
+    )
 
 
 def _stays(chooser: Chooser, best: Choice) -> str:
@@ -125,7 +151,7 @@ def _why_load(chooser: Chooser, choices: Choices) -> str:
         f"{_why_no_split(chooser, choices)}"
     )
     if choices.tokens is None:
-        return words
+        return words + _not_considered(chooser)
     return f"{words}; {_why_no_tokens(chooser, choices.tokens, choices.load)}"
 
 
@@ -180,6 +206,17 @@ def _why_no_tokens(chooser: Chooser, tokens: Choice, load: Choice) -> str:
         f"recomputing {many} from their ids takes {_ms(seconds)}, loading everything "
         f"{_ms(load.seconds)}"
     )
+
+
+def _not_considered(chooser: Chooser) -> str:
+    """A restore's way that was left out because of the schedule."""
+    request = chooser.request
+    if request.residency is Residency.STREAMED or request.schedule is Schedule.PIPELINED:
+        return ""
+    why = f"schedule {request.schedule.value} has no restore from both ends"
+    if request.schedule is Schedule.SERIAL:
+        why = "nothing overlaps with schedule serial"
+    return f"; recomputing from token ids was not considered: {why}"
 
 
 def _objective_words(choices: Choices, objective: Objective) -> str:

@@ -23,6 +23,7 @@ ACTIVATIONS = "recompute activations"
 COLUMN = "sequential (KVPR)"
 SERIAL = "serial twin"  # of the pipelined split
 PIPELINED = "pipelined"
+NO_LINK = "no link to overlap here: --link-rate emulates one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,19 +95,24 @@ class RestoreResults:
 def ratios_of(found: RestoreResults, *, swept: bool) -> dict[str, float]:
     """Each in one run with its peer; those whose contenders were not measured are missing.
 
-    The bound is the greater of what link and device need for the pipelined split when
-    nothing else runs: their busy seconds in its serial twin. `swept`: all splits were
-    measured, not only those near the best.
+    The bound of a pipelined run is the greater of the seconds that link and device had
+    work in that very run, which is never above its time. Beside it stands what they need
+    when nothing else runs, their busy seconds in the serial twin: other runs, so that
+    noise can put it on either side. `swept`: all splits were measured, not only those
+    near the best.
     """
     load, pipelined = found.result(LOAD), found.result(PIPELINED)
     column, serial = found.result(COLUMN), found.result(SERIAL)
     ratios: dict[str, float] = {}
     if load is not None and pipelined is not None:
         ratios["pipelined_to_load"] = pipelined.seconds / load.seconds
-    if pipelined is not None and serial is not None:
-        ratios["pipelined_to_bound"] = pipelined.seconds / max(
-            serial.link_busy, serial.compute_busy
+    if pipelined is not None:
+        ratios["pipelined_to_bound"] = statistics.median(
+            each.seconds / max(each.link_busy, each.compute_busy) for each in pipelined.timings
         )
+    if pipelined is not None and serial is not None:
+        alone = max(serial.link_busy, serial.compute_busy)
+        ratios["pipelined_to_serial_busy"] = pipelined.seconds / alone
         ratios["serial_to_pipelined"] = serial.seconds / pipelined.seconds
     if column is not None and pipelined is not None:
         ratios["sequential_to_pipelined"] = column.seconds / pipelined.seconds
@@ -123,6 +129,11 @@ def ratios_of(found: RestoreResults, *, swept: bool) -> dict[str, float]:
         if both is not None and peer is not None:
             ratios[key] = both.seconds / peer.seconds
     return {name: round(value, 3) for name, value in ratios.items()}
+
+
+def has_no_link(device: str, link_rate: float | None) -> bool:
+    """Whether loading is computing, too: a CPU copies with the cores that rebuild."""
+    return device == "cpu" and link_rate is None
 
 
 def worst_in_sweep(sweep: Sequence[SweepPoint]) -> float | None:
@@ -182,7 +193,7 @@ def table_of(report: Mapping[str, Any]) -> Table:
         title_justify="left",
     )
     table.add_column("restore", no_wrap=True)
-    for heading in ("split", "time", "/ load", "predicted", "link", "device"):
+    for heading in ("split", "time", "min-max", "/ load", "predicted", "link", "device"):
         table.add_column(heading, justify="right", no_wrap=True)
     load = report["contenders"][LOAD]["seconds"]
     for name, facts in report["contenders"].items():
@@ -191,6 +202,7 @@ def table_of(report: Mapping[str, Any]) -> Table:
             name,
             "" if facts["split_tokens"] is None else f"{facts['split_tokens']:,}",
             seconds_text(facts["seconds"]),
+            f"{seconds_text(min(facts['runs']))} - {seconds_text(max(facts['runs']))}",
             f"{facts['seconds'] / load:.2f}",
             "" if predicted is None else seconds_text(predicted),
             f"{facts['link_busy_seconds'] / facts['seconds']:.0%}",
@@ -201,6 +213,8 @@ def table_of(report: Mapping[str, Any]) -> Table:
         f"restored K and V equal the stored ones: {report['largest_difference']:.1e} of the "
         f"largest at most, {report['tolerance']:g} allowed"
     )
+    if has_no_link(report["device"], rate):
+        lines.append(NO_LINK)
     lines += [f"skipped: {each}" for each in report["skipped"]]
     table.caption = "\n".join(lines)
     table.caption_justify = "left"

@@ -271,8 +271,15 @@ def _build_engine(
         format_size(plan.cache_capacity_bytes),
         plan.page_count,
     )
-    is_resident = placement.on_host == NOTHING_ON_HOST
-    return engine, profile, description, "" if is_resident else placement.reason
+    if placement.on_host == NOTHING_ON_HOST:
+        return engine, profile, description, ""
+    if profile.host_weight_bytes:
+        log.warning(
+            "weights on the host: %s, at least %.3g ms of each (--device-memory)",
+            placement.reason,
+            1e3 * profile.weight_seconds,
+        )
+    return engine, profile, description, placement.reason
 
 
 def _budget(options: WorkerOptions, sizes: WeightSizes, device: torch.device) -> int:

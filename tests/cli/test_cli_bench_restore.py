@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from splitpoint_cli.restore_report import (
     BOTH_ENDS,
     COLUMN,
     LOAD,
+    NO_LINK,
     PIPELINED,
     SERIAL,
     TOKENS,
@@ -60,7 +62,7 @@ ALL = (
     result(BOTH_ENDS, 1.5),
     result(COLUMN, 2.0),
     result(SERIAL, 3.3, 3.1, 3.2, link=1.5, device=1.2),
-    result(PIPELINED, 1.8, 1.6, 1.4),
+    result(PIPELINED, 1.8, 1.6, 1.4, link=1.28, device=1.0),
 )
 SWEEP = (
     SweepPoint("column", 0, 3.0, 3.0),
@@ -74,7 +76,8 @@ SWEEP = (
 def test_ratios_by_hand() -> None:
     assert ratios_of(found(*ALL, sweep=SWEEP), swept=True) == {
         "pipelined_to_load": 0.533,
-        "pipelined_to_bound": 1.067,
+        "pipelined_to_bound": 1.25,
+        "pipelined_to_serial_busy": 1.067,
         "serial_to_pipelined": 2.0,
         "sequential_to_pipelined": 1.25,
         "sequential_to_formula": 2.0,
@@ -96,6 +99,10 @@ def test_the_report_is_json_a_table_and_a_picture() -> None:
     table = table_of(report)
     assert table.row_count == len(ALL)
     assert "skipped: nothing" in str(table.caption)
+    assert next(iter(table.columns[3].cells)) == "2 s - 4 s"
+    assert NO_LINK in str(table.caption)
+    linked = report_of(WORKLOAD, replace(found(*ALL), link_rate=2e9))
+    assert NO_LINK not in str(table_of(linked).caption)
     curves, bars = picture_of(report).axes
     labels = [text.get_text() for text in curves.get_legend().get_texts()]  # type: ignore[union-attr]
     assert [label for label in labels if "measured" in label][:2] == [
@@ -176,6 +183,7 @@ def test_a_small_run_measures_everything(tmp_path: Path) -> None:
         splits = [each["split"] for each in report["sweep"] if each["schedule"] == schedule]
         assert splits == [0, 64, 128, 200]
     assert "worst_pipelined_to_sequential_in_sweep" in report["ratios"]
+    assert report["ratios"]["pipelined_to_bound"] >= 1
     assert report["skipped"] == []
     assert files[1].read_bytes().startswith(b"\x89PNG")
     recorded = read_trace(files[2])

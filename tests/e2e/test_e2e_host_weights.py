@@ -32,7 +32,9 @@ def quarter(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("case", SIZES)
-async def test_restores_and_streams_with_weights_on_the_host(case: str, tmp_path: Path) -> None:
+async def test_restores_and_streams_with_weights_on_the_host(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Worker 0 writes a prefix, worker 1 brings it back at every split, in both residencies."""
     model = build_tiny(case, **SIZES[case])
     folder = write_tiny(case, tmp_path / "m", **SIZES[case])
@@ -43,6 +45,8 @@ async def test_restores_and_streams_with_weights_on_the_host(case: str, tmp_path
         device_memory_bytes=quarter(folder),
     )
     async with local_stack(folder, tmp_path, shape) as stack:
+        warned = [each for each in caplog.records if each.levelname == "WARNING"]
+        assert sum("over the link in each step" in each.getMessage() for each in warned) == 2
         engine = stack.workers[1].engine
         assert engine.model.host_weight_bytes() > 0.8 * 4 * shape.device_memory_bytes
         prefix, answered = clear_prompt(model, 14, NEW_TOKENS)

@@ -440,3 +440,15 @@ def test_fit_recovers_a_line_and_clamps_the_intercept() -> None:
     assert through_origin.overhead >= 0
     with pytest.raises(ValueError, match="two different"):
         fit_line([1.0, 1.0], [1.0, 1.1])
+
+
+@pytest.mark.parametrize("schedule", [Schedule.SERIAL, Schedule.COLUMN, Schedule.PIPELINED])
+def test_a_schedule_without_overlap_says_that_token_ids_were_not_considered(
+    schedule: Schedule,
+) -> None:
+    gqa = BUILT_IN_SHAPES["llama-3-8b"]
+    request = PlanInput(cached_tokens=2000, new_tokens=64, has_activations=False, schedule=schedule)
+    reason = plan_request(gqa, BUILT_IN_PROFILES["a100-pcie4"], request).reason
+    said = "from token ids was not considered"
+    assert (said in reason) == (schedule is not Schedule.PIPELINED), reason
+    assert ("nothing overlaps" in reason) == (schedule is Schedule.SERIAL), reason

@@ -191,3 +191,40 @@ def test_a_step_by_its_tasks_is_about_the_step_of_the_plan() -> None:
 def test_bytes_below_zero_are_no_profile() -> None:
     with pytest.raises(InvalidArgument, match="host_weight_bytes"):
         replace(A100, host_weight_bytes=-1)
+
+
+@pytest.mark.parametrize("residency", Residency)
+@pytest.mark.parametrize("cached", [0, 512])
+def test_every_reason_names_what_weights_from_the_host_take(
+    residency: Residency, cached: int
+) -> None:
+    request = PlanInput(
+        cached_tokens=cached,
+        new_tokens=64,
+        has_activations=True,
+        schedule=Schedule.PIPELINED,
+        residency=residency,
+    )
+    plan = plan_request(OPT, STREAMED, request)
+    # 12.9 GB of layers at 25 GB/s.
+    assert f"{STREAMED.weight_seconds * 1e3:.3g} ms are weights that come from the host (12" in (
+        plan.reason
+    )
+    assert "--device-memory" in plan.reason
+    assert "from the host" not in plan_request(OPT, A100, request).reason
+
+
+def test_a_steps_link_counts_its_weights() -> None:
+    """Where they are most of a step, the link is its limit; without them the device is."""
+    request = PlanInput(
+        cached_tokens=512,
+        new_tokens=64,
+        has_activations=True,
+        schedule=Schedule.PIPELINED,
+        residency=Residency.STREAMED,
+    )
+    busy = replace(STREAMED, step_compute_seconds=0.1)
+    reason = plan_request(OPT, busy, request).reason
+    assert "compute is the limit" not in reason, reason
+    without = replace(busy, host_weight_bytes=0, host_kv_weight_bytes=0)
+    assert "compute is the limit" in plan_request(OPT, without, request).reason
