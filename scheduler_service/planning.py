@@ -30,6 +30,11 @@ from splitpoint.planner import (
 )
 from splitpoint.v1 import worker_pb2
 
+# Of what was predicted, what a restore may take without a word about it.
+_AS_PREDICTED = (0.75, 1.25)
+# The share of a restore in which the busier of link and device is what limits it.
+_LIMITS = 0.5
+
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
@@ -166,7 +171,7 @@ def as_it_happened(plan: Plan, report: worker_pb2.RestoreReport | None) -> Plan:
     if report is None or report.method == 0:
         return plan
     method = method_from_proto(report.method)
-    plan = _as_met(_as_predicted(_as_fetched(plan, report), report), report)
+    plan = _as_timed(_as_met(_as_predicted(_as_fetched(plan, report), report), report), report)
     found = (report.cached_tokens, report.split_tokens, method)
     if found == (plan.cached_tokens, plan.split_tokens, plan.method):
         return plan
@@ -192,7 +197,35 @@ def _as_met(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:
     reason = plan.reason
     if report.recomputed_tokens:
         reason = f"{reason}; they met at {report.recomputed_tokens:,}"
+        if plan.recomputed_tokens:
+            reason = f"{reason} where {plan.recomputed_tokens:,} was expected"
     return replace(plan, recomputed_tokens=report.recomputed_tokens, reason=reason)
+
+
+def _as_timed(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:
+    """With what kept the restore from taking what the worker predicted, in the reason."""
+    seconds, predicted = report.restore_seconds, report.predicted_restore_seconds
+    if not seconds or not predicted:
+        return plan
+    ratio = seconds / predicted
+    if _AS_PREDICTED[0] <= ratio <= _AS_PREDICTED[1]:
+        return plan
+    device, link = report.compute_busy_seconds, report.link_busy_seconds
+    busy = f"the link was busy {_ms(link)}, the device {_ms(device)}"
+    if device > link:
+        busy = f"the device was busy {_ms(device)}, the link {_ms(link)}"
+    if max(device, link) < _LIMITS * seconds:
+        # Copies and products were not what took so long.
+        busy = f"{busy}, neither of them most of the time"
+    times = f"{ratio:.2g}" if ratio < 10 else f"{ratio:.0f}"
+    return replace(
+        plan,
+        reason=f"{plan.reason}; restored in {_ms(seconds)}, {times} x the prediction: {busy}",
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def _as_predicted(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:

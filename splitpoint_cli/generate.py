@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from splitpoint.answers import Completion
 from splitpoint.client import Client, GenerateOptions, Generation, Prompt
@@ -86,6 +87,14 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object when all is done.")
     ] = False,
+    with_reason: Annotated[
+        bool,
+        typer.Option(
+            "--explain",
+            help="Also say on stderr what was done, what it took beside what was predicted, "
+            "and why.",
+        ),
+    ] = False,
 ) -> None:
     """Complete a prompt, streaming the text."""
     options: GenerateOptions = {
@@ -125,8 +134,10 @@ def generate(
     if as_json:
         # On one line: indented, every token id would get a line of its own.
         print_json(completion_json(completion), indent=None)
-    elif sys.stderr.isatty():
-        err.print(f"[dim]{_summary(completion)}[/dim]")
+    if with_reason or (sys.stderr.isatty() and not as_json):
+        err.print(f"[dim]{escape(_summary(completion))}[/dim]")
+    if with_reason and completion.plan is not None:
+        err.print(f"why: {escape(completion.plan.reason)}")
 
 
 generate.__doc__ = f"{generate.__doc__}\n\n{EXIT_HELP}"

@@ -180,6 +180,18 @@ def test_generate_json_has_exactly_these_fields(script: Script) -> None:
     }
 
 
+def test_generate_explains_itself_on_stderr_when_asked(script: Script) -> None:
+    done = splitpoint("generate", "abc", "--address", script.address, "--explain")
+    assert (done.returncode, done.stdout) == (0, "abc\n")
+    summary, why = done.stderr.splitlines()
+    assert "2 of 3 prompt tokens cached" in summary
+    assert "restored in 62.5 ms (load, 125 ms predicted), worker 0" in summary
+    assert why == "why: split 0: because this is a test"
+    piped = splitpoint("generate", "abc", "--address", script.address, "--explain", "--json")
+    assert json.loads(piped.stdout)["plan"]["reason"] in piped.stderr
+    assert splitpoint("generate", "abc", "--address", script.address).stderr == ""
+
+
 def test_generate_asks_for_a_way_to_restore(script: Script) -> None:
     done = splitpoint("generate", "a", "--address", script.address, "--restore", "tokens")
     assert done.returncode == 0, done.stderr

@@ -509,6 +509,59 @@ def test_a_report_brings_the_workers_own_prediction() -> None:
     assert happened.reason == plan.reason
 
 
+@pytest.mark.parametrize(
+    ("restored", "device", "link", "words"),
+    [
+        (0.36, 0.34, 0.06, "360 ms, 4.4 x the prediction: the device was busy 340 ms, the link 60"),
+        (1.2, 0.1, 1.1, "1.2 s, 15 x the prediction: the link was busy 1.1 s, the device 100 ms"),
+        (0.5, 0.2, 0.1, "the device was busy 200 ms, the link 100 ms, neither of them most of"),
+        (0.06, 0.02, 0.058, "60 ms, 0.74 x the prediction: the link was busy 58 ms, the device"),
+    ],
+)
+def test_a_restore_unlike_its_prediction_says_what_limited_it(
+    restored: float, device: float, link: float, words: str
+) -> None:
+    plan = plan_attempt(FACTS, admitted(), token_count=32, cached_tokens=16)
+    assert isinstance(plan, Plan)
+    report = worker_pb2.RestoreReport(
+        cached_tokens=16,
+        split_tokens=plan.split_tokens,
+        method=method_to_proto(plan.method),
+        restore_seconds=restored,
+        predicted_restore_seconds=0.0811,
+        link_busy_seconds=link,
+        compute_busy_seconds=device,
+    )
+    happened = as_it_happened(plan, report)
+    assert happened.reason.startswith(f"{plan.reason}; restored in ")
+    assert words in happened.reason
+    assert ("neither" in happened.reason) == (max(device, link) < restored / 2)
+    # Near the prediction, or without one, there is nothing to say.
+    report.predicted_restore_seconds = restored / 1.2
+    assert as_it_happened(plan, report).reason == plan.reason
+    report.predicted_restore_seconds = 0
+    assert as_it_happened(plan, report).reason == plan.reason
+
+
+def test_both_ends_that_meet_elsewhere_say_where_it_was_expected() -> None:
+    plan = replace(explained_tokens(), cached_tokens=2000, recomputed_tokens=1472, split_tokens=0)
+    report = worker_pb2.RestoreReport(
+        cached_tokens=2000, method=types_pb2.RESTORE_METHOD_TOKENS, recomputed_tokens=896
+    )
+    happened = as_it_happened(plan, report)
+    assert happened.recomputed_tokens == 896
+    assert happened.reason == f"{plan.reason}; they met at 896 where 1,472 was expected"
+    report.recomputed_tokens = 1472
+    assert as_it_happened(plan, report).reason == plan.reason
+
+
+def explained_tokens() -> Plan:
+    """A plan from both ends."""
+    plan = plan_attempt(FACTS, admitted(), token_count=32, cached_tokens=16)
+    assert isinstance(plan, Plan)
+    return replace(plan, method=RestoreMethod.TOKENS)
+
+
 def test_plans_follow_the_workers_schedule_staging_and_encoding() -> None:
     facts = replace(
         FACTS,

@@ -286,7 +286,7 @@ async def test_a_pipelined_worker_recomputes_from_token_ids_and_says_where_they_
         pipelined.met_at = 16
         done = (await running.generate(ids_request(prompt, 2))).done
         assert done.plan.recomputed_tokens == 16
-        assert done.plan.reason.endswith("they met at 16")
+        assert done.plan.reason.endswith("they met at 16 where 32 was expected")
     serial = WorkerDouble(kvstore_address=address, profile=SLOW_LINK)
     async with stack(serial) as running:
         done = (await running.generate(ids_request(prompt, 2))).done
