@@ -10,7 +10,7 @@ from scheduler_service.planning import as_it_happened
 from scheduler_service.requests import Request
 from splitpoint.convert import plan_to_proto
 from splitpoint.errors import ResourceExhausted
-from splitpoint.planner import Plan
+from splitpoint.planner import Plan, RestoreMethod
 from splitpoint.v1 import scheduler_pb2, types_pb2, worker_pb2
 
 
@@ -49,8 +49,17 @@ def completion(
     )
 
 
-def rejection(verdict: Rejected, *, queue_capacity: int, retry_seconds: float) -> ResourceExhausted:
-    """A full queue is worth another try; what can never fit comes with its numbers."""
+def rejection(
+    verdict: Rejected,
+    *,
+    queue_capacity: int,
+    retry_seconds: float,
+    restore_method: RestoreMethod | None = None,
+) -> ResourceExhausted:
+    """A full queue is worth another try; what can never fit comes with its numbers.
+
+    `restore_method`: what the request asked for, which may be why it could not be streamed.
+    """
     numbers = verdict.numbers
     if numbers is None:
         return ResourceExhausted(
@@ -59,10 +68,11 @@ def rejection(verdict: Rejected, *, queue_capacity: int, retry_seconds: float) -
             retry_after_seconds=retry_seconds,
             queue_capacity=queue_capacity,
         )
+    why = ""
+    if restore_method is RestoreMethod.TOKENS:
+        why = "; restoring from tokens needs resident residency, so it cannot be streamed"
     return ResourceExhausted(
-        f"{verdict.reason} (needed {numbers.needed_bytes:,} bytes for "
-        f"{numbers.needed_tokens:,} tokens, capacity {numbers.capacity_bytes:,} bytes, "
-        f"{numbers.capacity_tokens:,} tokens)",
+        f"{verdict.reason}{why}",
         reason="NEVER_FITS",
         needed_bytes=numbers.needed_bytes,
         capacity_bytes=numbers.capacity_bytes,

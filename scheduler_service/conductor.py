@@ -165,6 +165,7 @@ class Conductor:
                 verdict,
                 queue_capacity=limits.queue_capacity,
                 retry_seconds=limits.retry_seconds,
+                restore_method=request.input.restore_method,
             )
             self._fail(request, error)
             return

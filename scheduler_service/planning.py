@@ -125,7 +125,7 @@ def _plan(
                 keeps_activations=True,
                 forced_split_tokens=wishes.split_tokens,
                 forced_method=wishes.restore_method,
-                residency_reason=_with_loss(place.reason, worker),
+                residency_reason=_with_loss(place, cached, worker),
                 objective=wishes.objective,
                 chunk_tokens=worker.chunk_tokens,
                 staging_tokens=worker.staging_tokens,
@@ -148,11 +148,17 @@ def _plan(
     )
 
 
-def _with_loss(reason: str, worker: WorkerFacts) -> str:
-    """A reason that says so when what comes from the worker's store is not exact."""
-    if not worker.encoding.is_lossy:
-        return reason
-    return f"{reason}; the store keeps {worker.encoding.value}, so cached tokens are approximate"
+def _with_loss(place: _Place, cached_tokens: int, worker: WorkerFacts) -> str:
+    """The place's reason, which says so when what comes from the store is not exact.
+
+    A streamed request reads there what it has stored itself, too.
+    """
+    is_read = cached_tokens or place.residency is Residency.STREAMED
+    if not worker.encoding.is_lossy or not is_read:
+        return place.reason
+    return (
+        f"{place.reason}; the store keeps {worker.encoding.value}, so cached tokens are approximate"
+    )
 
 
 def check_split(split_tokens: int | None, workers: Collection[WorkerFacts]) -> None:

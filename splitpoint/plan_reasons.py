@@ -21,20 +21,15 @@ def reason_of(chooser: Chooser, choices: Choices, load_seconds: float) -> str:
 
 def _why(chooser: Chooser, choices: Choices, load_seconds: float) -> str:
     request, best = chooser.request, choices.best
+    cold = f"nothing is cached: {_tokens(request.new_tokens)} prefilled"
     if not chooser.length:
-        return f"nothing is cached: {request.new_tokens:,} tokens are prefilled"
-    if request.forced_split_tokens is not None:
-        capped = best.split != request.forced_split_tokens
-        note = " (all that is cached)" if capped and best.split else ""
-        return (
-            f"split {best.split:,}{note} was asked for: predicted {_ms(best.seconds)} against "
-            f"{_ms(load_seconds)} for loading everything"
-        )
-    if request.forced_method is not None:
-        return (
-            f"method {best.method.value} was asked for: {_what(chooser, best)}predicted "
-            f"{_ms(best.seconds)} against {_ms(load_seconds)} for loading everything"
-        )
+        return cold
+    if request.forced_split_tokens is not None or request.forced_method is not None:
+        wish = _wish(chooser, best)
+        if request.cached_tokens:
+            return f"{wish}{_against(best, best.seconds, load_seconds)}"
+        step = _against(best, best.step_seconds, choices.load.step_seconds)
+        return f"{cold}; in a step {wish}{step}"
     if best.method is RestoreMethod.TOKENS:
         words = _why_tokens(chooser, choices, load_seconds)
     elif best.split:
@@ -42,16 +37,38 @@ def _why(chooser: Chooser, choices: Choices, load_seconds: float) -> str:
     else:
         words = _why_load(chooser, choices)
     if not request.cached_tokens:
-        words = f"nothing is cached: {request.new_tokens:,} tokens are prefilled; in a step {words}"
+        words = f"{cold}; in a step {words}"
     return words + _objective_words(choices, request.objective)
 
 
+def _wish(chooser: Chooser, best: Choice) -> str:
+    """What the client asked for."""
+    request = chooser.request
+    if request.forced_split_tokens is not None:
+        capped = best.split != request.forced_split_tokens
+        note = " (all that is cached)" if capped and best.split else ""
+        return f"split {best.split:,}{note} was asked for: "
+    if best.method is RestoreMethod.TOKENS:
+        return f"method tokens was asked for: {_what(chooser, best)}"
+    return "loading was asked for: "
+
+
+def _against(best: Choice, seconds: float, load_seconds: float) -> str:
+    predicted = f"predicted {_time(seconds)}"
+    if not best.split and not best.recomputed:
+        return predicted  # it is loading everything
+    return f"{predicted} against {_time(load_seconds)} for loading everything"
+
+
 def _what(chooser: Chooser, best: Choice) -> str:
-    if best.method is not RestoreMethod.TOKENS:
-        return ""
+    """Of token ids: which of them, with a comma at the end."""
     rest = chooser.request.cached_tokens - best.recomputed
+    if not rest:
+        return f"all {best.recomputed:,} cached tokens are recomputed from their ids, "
+    if not best.recomputed:
+        return f"nothing is recomputed from token ids, {_tokens(rest)} loaded, "
     return (
-        f"[0, {best.recomputed:,}) is recomputed from token ids while {rest:,} tokens are "
+        f"[0, {best.recomputed:,}) is recomputed from token ids while {_tokens(rest)} "
         "loaded from the back, "
     )
 
@@ -59,42 +76,52 @@ def _what(chooser: Chooser, best: Choice) -> str:
 def _why_tokens(chooser: Chooser, choices: Choices, load_seconds: float) -> str:
     best = choices.best
     against = (
-        f"{_ms(best.seconds)} against {_ms(load_seconds)} for loading everything "
+        f"{_time(best.seconds)} against {_time(load_seconds)} for loading everything "
         f"(x {best.seconds / load_seconds:.2f})"
     )
     what = _what(chooser, best)
-    if best.recomputed == chooser.request.cached_tokens:
-        what = f"all {best.recomputed:,} cached tokens are recomputed from their ids, "
     if not chooser.shape.activations_can_pay:
         instead = f"sending activations could not pay (rho {chooser.shape.rho:.2f} >= 1)"
     elif choices.split is None:
         instead = "the store holds no activations"
     else:
-        instead = f"the best split with activations would take {_ms(choices.split.score)}"
+        instead = f"the best split with activations would take {_time(choices.split.score)}"
     return f"tokens: {what}predicted {against}; {instead}"
 
 
 def _why_split(chooser: Chooser, choices: Choices, load_seconds: float) -> str:
     best, length = choices.best, chooser.length
     if best.split == length:
-        what = f"split {best.split:,}: everything is rebuilt from activations as they come"
+        what = (
+            f"split {best.split:,}{_at_first(chooser, best)}: everything is rebuilt from "
+            "activations as they come"
+        )
     else:
         meanwhile = "" if best.schedule is Schedule.SERIAL else " meanwhile"
         what = (
-            f"split {best.split:,} of {length:,}: the front is rebuilt, the rest{meanwhile} loaded"
+            f"split {best.split:,} of {length:,}{_at_first(chooser, best)}: the front is "
+            f"rebuilt, the rest{meanwhile} loaded"
         )
     if chooser.request.residency is Residency.STREAMED:
         return (
-            f"{what}{_stays(chooser, best)}: a step takes {_ms(best.step_seconds)}, "
-            f"{_ms(choices.load.step_seconds)} without rebuilding: {_limit(chooser, best)}"
+            f"{what}{_stays(chooser, best)}: a step takes {_time(best.step_seconds)}, "
+            f"{_time(choices.load.step_seconds)} without rebuilding: {_limit(chooser, best)}"
         )
     against = (
-        f"{_ms(best.seconds)} against {_ms(load_seconds)} for loading everything "
+        f"{_time(best.seconds)} against {_time(load_seconds)} for loading everything "
         f"(x {best.seconds / load_seconds:.2f})"
     )
     if best.schedule is Schedule.SERIAL:
         return f"{what}, one after the other, predicted {against}{_not_considered(chooser)}"
     return f"{what}, predicted {against}: {_limit(chooser, best)}"
+
+
+def _at_first(chooser: Chooser, best: Choice) -> str:
+    """A streamed prefix grows: what the plan's split is, where the reason tells a later one."""
+    request = chooser.request
+    if not request.cached_tokens or chooser.length == request.cached_tokens:
+        return ""
+    return f" once the new tokens are stored (at first {best.now:,} of {request.cached_tokens:,})"
 
 
 def _limit(chooser: Chooser, best: Choice) -> str:
@@ -103,7 +130,7 @@ def _limit(chooser: Chooser, best: Choice) -> str:
     if chooser.request.residency is Residency.STREAMED:
         device += chooser.beside_seconds
         link = _step_link_seconds(chooser, best)
-    words = f"link {_ms(link)}, device {_ms(device)}"
+    words = f"link {_time(link)}, device {_time(device)}"
     if min(link, device) >= _BALANCED * max(link, device):
         return f"{words}, about equally busy"
     return f"{words}, {'the link' if link > device else 'compute'} is the limit"
@@ -125,7 +152,7 @@ def _weight_words(chooser: Chooser) -> str:
         return ""
     size = format_size(chooser.profile.host_weight_bytes)
     return (
-        f"; of a step {_ms(chooser.costs.weights)} are weights that come from the host "
+        f"; of a step {_time(chooser.costs.weights)} are weights that come from the host "
         f"({size}; --device-memory)"
     )
 
@@ -168,7 +195,7 @@ def _why_no_split(chooser: Chooser, choices: Choices) -> str:
     if choices.split.split:
         return (
             f"since rebuilding {choices.split.split:,} of them would take "
-            f"{_ms(choices.split.score)} instead of {_ms(choices.load.score)}: too little to gain"
+            f"{_instead(choices.split, choices.load)}: too little to gain"
         )
     send = costs.activation if on_link else 0.0
     if request.schedule is Schedule.SERIAL and send + costs.rebuild >= costs.load:
@@ -178,8 +205,8 @@ def _why_no_split(chooser: Chooser, choices: Choices) -> str:
         )
     if chooser.beside_seconds >= choices.load.link_seconds:
         return (
-            f"since compute is the limit: the link takes {_ms(choices.load.link_seconds)}, the "
-            f"device has {_ms(chooser.beside_seconds)} to do without rebuilding"
+            f"since compute is the limit: the link takes {_time(choices.load.link_seconds)}, the "
+            f"device has {_time(chooser.beside_seconds)} to do without rebuilding"
         )
     if costs.rebuild > 8 * costs.load:
         return (
@@ -197,14 +224,14 @@ def _why_no_tokens(chooser: Chooser, tokens: Choice, load: Choice) -> str:
         little = ": too little to gain" if tokens.score < load.score else ""
         return (
             f"recomputing the first {tokens.recomputed:,} from their ids meanwhile would take "
-            f"{_ms(tokens.score)} instead of {_ms(load.score)}{little}"
+            f"{_instead(tokens, load)}{little}"
         )
     first = min(request.chunk_tokens, request.cached_tokens)
     seconds = chooser.profile.prefill_seconds(chooser.shape.prefill_flops(first))
     many = f"even {first:,} tokens" if first > 1 else "a token"
     return (
-        f"recomputing {many} from their ids takes {_ms(seconds)}, loading everything "
-        f"{_ms(load.seconds)}"
+        f"recomputing {many} from their ids takes {_time(seconds)}, loading everything "
+        f"{_time(load.seconds)}"
     )
 
 
@@ -224,13 +251,28 @@ def _objective_words(choices: Choices, objective: Objective) -> str:
         return ""
     best, load = choices.best, choices.load
     return (
-        f"; for throughput: the busier of link and device has {_ms(best.score)} to do, "
-        f"{_ms(load.score)} with loading"
+        f"; for throughput: the busier of link and device has {_time(best.score)} to do, "
+        f"{_time(load.score)} with loading"
     )
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
+def _instead(other: Choice, load: Choice) -> str:
+    """Both times, and by how much they differ, which their three digits may not show."""
+    words = f"{_time(other.score)} instead of {_time(load.score)}"
+    if not load.score:
+        return words
+    share = 1 - other.score / load.score
+    return f"{words} ({abs(share):.2%} {'less' if share >= 0 else 'more'})"
+
+
+def _tokens(count: int) -> str:
+    return "1 token is" if count == 1 else f"{count:,} tokens are"
+
+
+def _time(seconds: float) -> str:
+    milliseconds = f"{seconds * 1e3:.3g}"
+    # Three digits of 999.9 ms are those of a second.
+    return f"{seconds:.3g} s" if float(milliseconds) >= 1000 else f"{milliseconds} ms"
 
 
 def _us(seconds: float) -> str:

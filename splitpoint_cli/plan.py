@@ -144,17 +144,27 @@ def plan(
             prefill_chunk=prefill_chunk,
         )
         costs = weights.profile
+    wanted = parse_residency(residency)
+    spare_bytes = parse_size(spare, field="spare")
+    if wanted is Residency.RESIDENT:
+        for field, is_given in (("spare", spare_bytes > 0), ("step_ms", step_ms is not None)):
+            if is_given:
+                option = f"--{field.replace('_', '-')}"
+                raise InvalidArgument(
+                    f"{option} is about a streamed cache: give --residency streamed, too",
+                    field=field,
+                )
     request = PlanInput(
         cached_tokens=cached,
         new_tokens=new,
         has_activations=activations,
         schedule=parse_schedule(schedule),
-        residency=parse_residency(residency),
+        residency=wanted,
         objective=parse_objective(objective),
         encoding=_parse(Encoding, encoding, "encoding"),
         chunk_tokens=chunk_tokens,
         staging_tokens=STAGING_PAGES * chunk_tokens,
-        spare_bytes=parse_size(spare, field="spare"),
+        spare_bytes=spare_bytes,
         keeps_activations=keep_activations,
         step_compute_seconds=None if step_ms is None else step_ms / 1e3,
         prefill_tokens=0 if weights is None else prefill_chunk,
@@ -266,7 +276,7 @@ def _print_table(
         *_parts(answer),
         ("load everything", seconds_text(answer.predicted_load_seconds)),
         ("restore as planned", seconds_text(answer.predicted_restore_seconds)),
-        *_step(answer),
+        *_step(costs, request, answer),
         ("first token after", seconds_text(answer.predicted_ttft_seconds)),
         ("cache in memory", format_size(answer.footprint_bytes)),
         *more,
@@ -286,13 +296,18 @@ def _parts(answer: Plan) -> list[tuple[str, str]]:
     if answer.method is RestoreMethod.TOKENS:
         rows.append(("from token ids", f"{answer.recomputed_tokens:,}"))
     else:
-        rows.append(("split", f"{answer.split_tokens:,}"))
+        is_streamed = answer.residency is Residency.STREAMED
+        at_first = f" of the {answer.cached_tokens:,} cached" if is_streamed else ""
+        rows.append(("split", f"{answer.split_tokens:,}{at_first}"))
     if answer.tile_tokens:
         rows.append(("on the link at once", f"{answer.tile_tokens:,} tokens a layer"))
     return rows
 
 
-def _step(answer: Plan) -> list[tuple[str, str]]:
+def _step(costs: Profile, request: PlanInput, answer: Plan) -> list[tuple[str, str]]:
     if answer.residency is Residency.RESIDENT:
         return []
-    return [("each decode step", seconds_text(answer.predicted_step_seconds))]
+    text = seconds_text(answer.predicted_step_seconds)
+    if not costs.step_compute_seconds and request.step_compute_seconds is None:
+        text += ", the step's own compute not counted: the profile lacks it (give --step-ms)"
+    return [("each decode step", text)]

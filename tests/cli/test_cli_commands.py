@@ -11,10 +11,13 @@ from pathlib import Path
 
 import pytest
 from fake_scheduler import Script, fake_scheduler
+from typer.testing import CliRunner
 
 from splitpoint.costs import BUILT_IN_PROFILES
+from splitpoint.errors import InvalidArgument
 from splitpoint.v1 import types_pb2
 from splitpoint_cli.child import child_environment
+from splitpoint_cli.main import app
 
 COMMAND = [sys.executable, "-m", "splitpoint_cli"]
 
@@ -78,6 +81,16 @@ def test_plan_of_a_streamed_sequence_with_room_for_its_front() -> None:
     assert table.returncode == 0, table.stderr
     assert "K and V of 512 tokens" in table.stdout
     assert "each decode step" in table.stdout
+    assert "own compute not counted" in table.stdout
+
+
+@pytest.mark.parametrize("option", ["--spare", "--step-ms"])
+def test_what_is_said_of_streaming_needs_streaming(option: str) -> None:
+    arguments = ["plan", "--model", "opt-6.7b", *H100, option, "64"]
+    done = CliRunner().invoke(app, arguments)
+    assert isinstance(done.exception, InvalidArgument)
+    assert done.exception.message.startswith(f"{option} is about a streamed cache")
+    assert CliRunner().invoke(app, [*arguments, "--residency", "streamed"]).exit_code == 0
 
 
 def test_plan_places_weights_in_the_memory_there_is() -> None:

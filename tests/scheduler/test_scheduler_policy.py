@@ -593,6 +593,13 @@ def test_plans_follow_the_workers_schedule_staging_and_encoding() -> None:
     )
     assert isinstance(int8, Plan)
     assert int8.predicted_load_seconds < 0.53 * plan.predicted_load_seconds
+    assert "cached tokens are approximate" in int8.reason
+    # Nothing comes from the store, and nothing will: a resident request reads it once.
+    cold = plan_attempt(
+        replace(facts, encoding=Encoding.INT8), admitted(), token_count=2000, cached_tokens=0
+    )
+    assert isinstance(cold, Plan)
+    assert "approximate" not in cold.reason
     # Four pieces of prefill have four overheads.
     long = replace(facts, prefill_chunk_tokens=25)
     pieces = plan_attempt(long, admitted(), token_count=2000, cached_tokens=1900)

@@ -27,6 +27,7 @@ from scheduler_doubles import (
 
 from scheduler_service.limits import Limits
 from splitpoint import rpc
+from splitpoint.config import format_size
 from splitpoint.errors import (
     AlreadyExists,
     FailedPrecondition,
@@ -194,7 +195,12 @@ async def test_what_can_never_fit_is_rejected_with_its_numbers() -> None:
             "needed_tokens": str(4 * CHUNK_TOKENS + 1),
             "capacity_tokens": str(4 * CHUNK_TOKENS),
         }
-        assert f"{5 * PAGE_BYTES:,} bytes" in error.message
+        assert format_size(5 * PAGE_BYTES) in error.message
+        assert error.message.count(f"{4 * CHUNK_TOKENS + 1:,} tokens") == 1
+        assert "resident residency" not in error.message
+        wish = ids_request([5], 4 * CHUNK_TOKENS, restore_method=types_pb2.RESTORE_METHOD_TOKENS)
+        refused = await running.error(wish)
+        assert "restoring from tokens needs resident residency" in refused.message
         fits = await running.generate(ids_request([5], 4 * CHUNK_TOKENS - 1))
         assert len(fits.token_ids) == 4 * CHUNK_TOKENS - 1
 

@@ -221,7 +221,8 @@ def test_a_client_may_ask_for_token_ids_or_for_loading() -> None:
     assert "was asked for" in tokens.reason
     load = plan_request(OPT, H100, replace(PIPELINED, forced_method=RestoreMethod.LOAD))
     assert (load.method, load.split_tokens) == (RestoreMethod.LOAD, 0)
-    assert "was asked for" in load.reason
+    assert load.reason.startswith("loading was asked for: predicted ")
+    assert "against" not in load.reason  # it would be against itself
     serial = replace(PIPELINED, schedule=Schedule.SERIAL, forced_method=RestoreMethod.TOKENS)
     twin = plan_request(LLAMA, H100, serial)
     assert twin.method is RestoreMethod.TOKENS
@@ -231,6 +232,11 @@ def test_a_client_may_ask_for_token_ids_or_for_loading() -> None:
     )
     assert nothing.method is RestoreMethod.NONE
     assert "nothing is cached" in nothing.reason
+    few = replace(PIPELINED, cached_tokens=64, forced_method=RestoreMethod.TOKENS)
+    whole = plan_request(LLAMA, replace(H100, prefill_overhead_seconds=10.0), few)
+    assert whole.recomputed_tokens == 0
+    assert "nothing is recomputed from token ids, 64 tokens are loaded, predicted" in whole.reason
+    assert "against" not in whole.reason
     with pytest.raises(InvalidArgument, match="load or tokens, not split"):
         replace(PIPELINED, forced_method=RestoreMethod.SPLIT)
     with pytest.raises(InvalidArgument, match="not both"):
@@ -347,6 +353,30 @@ def test_reasons_say_why(
     plan = plan_request(shape, profile, request_)
     for word in words:
         assert word in plan.reason, plan.reason
+
+
+def test_numbers_of_a_reason_are_read_as_people_say_them() -> None:
+    one = plan_request(OPT, H100, replace(PIPELINED, cached_tokens=0, new_tokens=1))
+    assert one.reason == "nothing is cached: 1 token is prefilled"
+    slow = replace(H100, link_bytes_per_second=1e9)
+    seconds = plan_request(LLAMA, slow, replace(PIPELINED, cached_tokens=8000))
+    assert "e+0" not in seconds.reason
+    assert f"{seconds.predicted_load_seconds:.3g} s" in seconds.reason
+
+
+def test_what_gains_too_little_says_how_little() -> None:
+    """Three digits of both times may be the same. Here one chunk of 125 is not loaded."""
+    bare = replace(PIPELINED, has_activations=False, cached_tokens=8000)
+    free = replace(H100, link_overhead_seconds=0.0)
+    loading = plan_request(OPT, free, bare).predicted_load_seconds
+    for share, said in (
+        (0.8, "(0.80% less): too little to gain"),
+        (1.0, "% more)"),
+    ):
+        slow = replace(free, prefill_overhead_seconds=share * loading)
+        plan = plan_request(OPT, slow, bare)
+        assert plan.method is RestoreMethod.LOAD
+        assert plan.reason.endswith(said), plan.reason
 
 
 def test_smaller_bytes_on_the_link_move_the_split() -> None:

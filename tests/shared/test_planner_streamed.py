@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -83,6 +85,33 @@ def test_a_prompt_that_is_not_cached_yet_has_a_line_for_its_steps() -> None:
     )
     assert "nothing is cached" in plan.reason
     assert "in a step split" in plan.reason
+
+
+@pytest.mark.parametrize(
+    ("wish", "said"),
+    [
+        ({"forced_method": RestoreMethod.LOAD}, "loading was asked for"),
+        ({"forced_split_tokens": 0}, "split 0 was asked for"),
+        ({"forced_split_tokens": 640}, "split 640 was asked for"),
+    ],
+)
+def test_a_wish_for_what_is_not_cached_yet_is_about_the_steps(
+    wish: dict[str, Any], said: str
+) -> None:
+    request = replace(STREAMED, cached_tokens=0, new_tokens=2048, **wish)
+    plan = plan_request(OPT, A100, request)
+    assert plan.method is RestoreMethod.NONE
+    cold = "nothing is cached: 2,048 tokens are prefilled; in a step "
+    assert plan.reason.startswith(f"{cold}{said}: predicted ")
+    assert " 0 ms" not in plan.reason
+    assert ("against" in plan.reason) == (wish.get("forced_split_tokens") == 640)
+
+
+def test_a_growing_prefix_has_two_splits_and_the_reason_tells_them_apart() -> None:
+    plan = plan_request(OPT, A100, replace(STREAMED, cached_tokens=1408, new_tokens=640))
+    [at_first] = re.findall(r"\(at first ([0-9,]+) of 1,408\)", plan.reason)
+    assert int(at_first.replace(",", "")) == plan.split_tokens
+    assert "of 2,048 once the new tokens are stored" in plan.reason
 
 
 def test_the_request_may_know_its_step_better_than_the_profile() -> None:
