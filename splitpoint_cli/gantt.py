@@ -7,11 +7,12 @@ Knows spans, not what their work was.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from splitpoint.schedule import Lane
+from splitpoint_cli.intervals import Interval
 from splitpoint_cli.plots import new_figure
 from worker_service.timeline import Span
 
@@ -44,6 +45,14 @@ class Window:
     def part_of(self, span: Span) -> float:
         """Seconds of the span inside."""
         return max(0.0, min(span.end, self.last) - max(span.start, self.first))
+
+    def intervals_of(self, spans: Iterable[Span]) -> list[Interval]:
+        """Where they are inside."""
+        return [
+            (max(span.start, self.first), min(span.end, self.last))
+            for span in spans
+            if self.part_of(span) > 0
+        ]
 
     @classmethod
     def around(cls, spans: Sequence[Span]) -> Window:

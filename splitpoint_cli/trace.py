@@ -13,9 +13,13 @@ from splitpoint.config import format_size
 from splitpoint.errors import InvalidArgument
 from splitpoint.schedule import Lane
 from splitpoint_cli.gantt import LaneRow, Window, gantt, rows_of
+from splitpoint_cli.intervals import merged, seconds_in_both
 from splitpoint_cli.output import out, seconds_text
 from splitpoint_cli.plots import check_picture, save
 from worker_service.timeline import Span, read_trace
+
+# Both lanes towards the device share it.
+_LINK = Lane.LINK_IN.resource
 
 
 def trace(
@@ -42,6 +46,8 @@ def trace(
     rows = rows_of(recorded.spans, window)
     if png is None:
         out.print(table_of(rows, window))
+        for line in lines_of(recorded.spans, window):
+            out.print(line)
         for name, fact in recorded.facts.items():
             out.print(f"{name}: {fact}", markup=False)
         return
@@ -50,9 +56,13 @@ def trace(
 
 
 def window_of(spans: Sequence[Span], first_ms: float | None, last_ms: float | None) -> Window:
-    """Raises InvalidArgument when there is nothing in it."""
+    """Raises InvalidArgument when there is nothing in it, or when it ends before it begins."""
     if not spans:
         raise InvalidArgument("the trace is empty", field="file")
+    if first_ms is not None and last_ms is not None and first_ms >= last_ms:
+        raise InvalidArgument(
+            f"--from {first_ms:g} is not before --to {last_ms:g}: nothing is between", field="from"
+        )
     whole = Window.around(spans)
     window = Window(
         whole.first if first_ms is None else first_ms / 1e3,
@@ -76,6 +86,8 @@ def table_of(rows: Sequence[LaneRow], window: Window) -> Table:
     for row in rows:
         is_compute = row.lane is Lane.COMPUTE
         amount = f"{row.amount / 1e9:,.1f} GFLOP" if is_compute else format_size(int(row.amount))
+        if not row.amount:
+            amount = "-"  # not counted, which is not none
         table.add_row(
             row.lane.value,
             seconds_text(row.busy_seconds),
@@ -84,3 +96,16 @@ def table_of(rows: Sequence[LaneRow], window: Window) -> Table:
             amount,
         )
     return table
+
+
+def lines_of(spans: Sequence[Span], window: Window) -> list[str]:
+    """What no lane alone shows: from when to when there was work, and how much overlapped."""
+    busy = merged(window.intervals_of(spans))
+    link = merged(window.intervals_of(s for s in spans if s.lane.resource == _LINK))
+    compute = merged(window.intervals_of(s for s in spans if s.lane is Lane.COMPUTE))
+    both = seconds_in_both(link, compute)
+    return [
+        f"work from {busy[0][0] * 1e3:,.1f} to {busy[-1][1] * 1e3:,.1f} ms",
+        f"both link and compute busy: {seconds_text(both) if both else '0 s'} "
+        f"({both / window.seconds:.1%})",
+    ]

@@ -7,15 +7,17 @@ file. Knows nothing of what the spans' work was.
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from splitpoint.errors import InvalidArgument, NotFound
 from splitpoint.schedule import Lane
+
+_Kind = TypeVar("_Kind")
 
 # Some minutes of a busy worker; a trace that runs longer keeps its end.
 TRACE_SPANS = 200_000
@@ -149,35 +151,85 @@ def read_trace(path: Path) -> RecordedTrace:
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidArgument(f"{path} cannot be read as a trace: {error}", field="file") from error
     try:
-        lanes: dict[int, Lane] = {}
-        spans: list[Span] = []
-        for event in content["traceEvents"]:
-            if event["ph"] == "M" and event["name"] == "thread_name":
-                lanes[event["tid"]] = Lane(event["args"]["name"])
-            elif event["ph"] == "X":
-                spans.append(_span_of(event, lanes))
-        facts = {str(name): str(fact) for name, fact in content.get("otherData", {}).items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return _recorded(content)
+    except ValueError as error:
         raise InvalidArgument(
-            f"{path} is not a trace that a worker wrote: {error!r}", field="file"
+            f"{path} is not a trace that a worker wrote: {error}", field="file"
         ) from error
-    return RecordedTrace(tuple(sorted(spans, key=lambda span: span.start)), facts)
+
+
+def _recorded(content: object) -> RecordedTrace:
+    """Raises ValueError that says what is wrong."""
+    events = content.get("traceEvents") if isinstance(content, dict) else None
+    facts = content.get("otherData", {}) if isinstance(content, dict) else None
+    if not isinstance(events, list):
+        raise ValueError("it has no list of traceEvents")
+    if not isinstance(facts, dict):
+        raise ValueError("its otherData is not an object")
+    lanes: dict[int, Lane] = {}
+    spans: list[Span] = []
+    for number, event in enumerate(events):
+        try:
+            kind = _field(event, "ph", str)
+            if kind == "M" and _field(event, "name", str) == "thread_name":
+                lanes[_field(event, "tid", int)] = _lane(_field(event, "args", dict))
+            elif kind == "X":
+                spans.append(_span_of(event, lanes))
+        except ValueError as error:
+            raise ValueError(f"in event {number} {error}") from error
+    return RecordedTrace(
+        tuple(sorted(spans, key=lambda span: span.start)),
+        {str(name): str(fact) for name, fact in facts.items()},
+    )
 
 
 def _span_of(event: Mapping[str, Any], lanes: Mapping[int, Lane]) -> Span:
-    """Raises KeyError, TypeError or ValueError."""
-    details = event["args"]
-    start, seconds = float(event["ts"]) / 1e6, float(event["dur"]) / 1e6
-    amount = float(details["amount"])
-    if not all(0 <= value < math.inf for value in (start, seconds, amount)):
-        raise ValueError("a time or an amount is negative or not a number")
-    layer = details.get("layer")
+    """Raises ValueError."""
+    row, details = _field(event, "tid", int), _field(event, "args", dict)
+    if row not in lanes:
+        raise ValueError(f"the row {row} was never named")
+    start, seconds = _amount(event, "ts") / 1e6, _amount(event, "dur") / 1e6
+    has_layer = details.get("layer") is not None
     return Span(
-        lanes[event["tid"]],
-        str(event["name"]),
+        lanes[row],
+        _field(event, "name", str),
         start,
         start + seconds,
-        None if layer is None else int(layer),
-        int(details["tokens"]),
-        amount,
+        _field(details, "layer", int) if has_layer else None,
+        _field(details, "tokens", int),
+        _amount(details, "amount"),
     )
+
+
+def _lane(details: Mapping[str, Any]) -> Lane:
+    name = _field(details, "name", str)
+    names = [lane.value for lane in Lane]
+    if name not in names:
+        raise ValueError(f"the row is called {name!r}, not one of {', '.join(names)}")
+    return Lane(name)
+
+
+_KIND_NAMES = {str: "a text", int: "a whole number", dict: "an object"}
+
+
+def _field(holder: object, name: str, kind: type[_Kind]) -> _Kind:
+    """Raises ValueError for one that is missing or of another kind."""
+    if not isinstance(holder, dict):
+        raise ValueError("there is no object")
+    if name not in holder:
+        raise ValueError(f"{name!r} is missing")
+    value = holder[name]
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ValueError(f"{name!r} is not {_KIND_NAMES[kind]}")
+    return value
+
+
+def _amount(holder: Mapping[str, Any], name: str) -> float:
+    """Raises ValueError for anything but a finite number of at least 0."""
+    if name not in holder:
+        raise ValueError(f"{name!r} is missing")
+    value = holder[name]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= sys.float_info.max:
+        raise ValueError(f"{name!r} is not a number of at least 0")
+    return float(value)

@@ -19,8 +19,9 @@ from splitpoint.errors import InvalidArgument, NotFound
 from splitpoint.schedule import Lane, RestoreWork, Schedule, TaskKind, restore_tasks, simulate
 from splitpoint_cli.child import child_environment
 from splitpoint_cli.gantt import Window, colours_of, gantt, layer_stretches, rows_of
+from splitpoint_cli.intervals import gaps_between, merged, seconds_in_both
 from splitpoint_cli.main import app
-from splitpoint_cli.trace import window_of
+from splitpoint_cli.trace import lines_of, table_of, window_of
 from worker_service.timeline import Span, Trace, read_trace
 
 NAMES = {
@@ -173,12 +174,44 @@ def test_the_command_counts_or_draws(file: Path, tmp_path: Path) -> None:
     assert height >= 400
 
 
-@pytest.mark.parametrize(
-    ("first", "last"), [(1e6, None), (None, 0.0), (30.0, 20.0), (5.0, 5.0)], ids=str
-)
+@pytest.mark.parametrize(("first", "last"), [(1e6, None), (None, 0.0)], ids=str)
 def test_an_empty_window_is_refused(first: float | None, last: float | None) -> None:
     with pytest.raises(InvalidArgument, match="nothing ran"):
         window_of(SPANS, first, last)
+
+
+@pytest.mark.parametrize(("first", "last"), [(30.0, 20.0), (5.0, 5.0)], ids=str)
+def test_a_window_begins_before_it_ends(first: float, last: float) -> None:
+    with pytest.raises(InvalidArgument, match=f"--from {first:g} is not before --to {last:g}"):
+        window_of(SPANS, first, last)
+
+
+def test_what_no_lane_alone_shows() -> None:
+    work, both = lines_of(SPANS, Window(0.0, 5.0))
+    assert work == "work from 0.0 to 4,000.0 ms"
+    assert both == "both link and compute busy: 1 s (20.0%)"
+    assert lines_of(SPANS, Window(1.5, 2.5)) == [
+        "work from 1,500.0 to 2,500.0 ms",
+        "both link and compute busy: 500 ms (50.0%)",
+    ]
+    # Weights come over the same link.
+    weights = [Span(Lane.WEIGHTS_IN, "mlp", 0, 1), Span(Lane.COMPUTE, "rebuild", 0, 2)]
+    assert "busy: 1 s (50.0%)" in lines_of([*weights, *weights], Window(0.0, 2.0))[1]
+    assert "busy: 0 s (0.0%)" in lines_of(SPANS, Window(3.2, 4.0))[1]
+
+
+def test_work_that_nobody_counted_is_not_zero() -> None:
+    table = table_of(rows_of([Span(Lane.COMPUTE, "decode", 0, 1)], Window(0, 1)), Window(0, 1))
+    assert list(table.columns[-1].cells) == ["-"]
+
+
+def test_stretches_of_time_by_hand() -> None:
+    covered = merged([(4, 5), (0, 1), (0.5, 2), (2, 3), (6, 7)])
+    assert covered == [(0, 3), (4, 5), (6, 7)]
+    assert gaps_between(covered, 0.5) == [(3, 4), (5, 6)]
+    assert gaps_between(covered, 1) == []
+    assert seconds_in_both(covered, [(2, 4.5), (4.75, 10)]) == 1 + 0.5 + 0.25 + 1
+    assert seconds_in_both(covered, []) == 0
 
 
 def event(**changes: Any) -> dict[str, Any]:
@@ -217,6 +250,7 @@ LANE = {"ph": "M", "name": "thread_name", "pid": 0, "tid": 0, "args": {"name": "
                 {"dur": None},
                 {"ts": float("nan")},
                 {"ts": "soon"},
+                {"ts": 10**400},
                 {"args": {"tokens": 1}},
                 {"args": {"tokens": 1, "amount": float("inf")}},
                 {"args": {"tokens": 1, "amount": 0, "layer": "x"}},
@@ -233,6 +267,21 @@ def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument) as caught:
         read_trace(path)
     assert caught.value.field == "file"
+    words = caught.value.message.removeprefix(str(path))
+    assert not any(word in words for word in ("Error", "NoneType", "float()", "Lane")), words
+
+
+def test_the_event_that_is_wrong_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "bad.json"
+    for change, said in (
+        ({"ph": None}, "in event 1 'ph' is missing"),
+        ({"dur": None}, "in event 1 'dur' is missing"),
+        ({"ts": "soon"}, "in event 1 'ts' is not a number"),
+        ({"tid": 9}, "in event 1 the row 9 was never named"),
+    ):
+        path.write_text(json.dumps({"traceEvents": [LANE, event(**change)]}))
+        with pytest.raises(InvalidArgument, match=said):
+            read_trace(path)
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
