@@ -23,9 +23,11 @@ def completion(
     reason: types_pb2.FinishReason,
     matched_stop: str,
     text: str,
+    step_seconds: float | None,
     now: float,
 ) -> scheduler_pb2.GenerateComplete:
-    """What the client learns at the end. `text` is what was held back until now."""
+    """What the client learns at the end. `text` is what was held back until now,
+    `step_seconds` the worker's mean of a streamed request's steps."""
     times = request.times
     happened = as_it_happened(plan, report)
     prompt_tokens = len(request.input.prompt)
@@ -46,6 +48,7 @@ def completion(
         ttft_seconds=(times.first_token or now) - times.arrived,
         total_seconds=now - times.arrived,
         text=text,
+        step_seconds=step_seconds,
     )
 
 

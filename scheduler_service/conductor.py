@@ -371,7 +371,9 @@ class Conductor:
             else:
                 self._fail(request, error)
         elif finish.reason in (types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH):
-            self._complete(placement, finish.reason, finish.matched_stop)
+            has_steps = finish.HasField("mean_step_seconds")
+            seconds = finish.mean_step_seconds if has_steps else None
+            self._complete(placement, finish.reason, finish.matched_stop, seconds)
         else:
             cause = Unavailable("the worker ended the request", reason="WORKER_DRAINED")
             self._place_again(placement, cause)
@@ -407,7 +409,11 @@ class Conductor:
         self.admission.resubmit(self._ticket(request, Prefixes()))
 
     def _complete(
-        self, placement: Placement, reason: types_pb2.FinishReason, matched_stop: str
+        self,
+        placement: Placement,
+        reason: types_pb2.FinishReason,
+        matched_stop: str,
+        step_seconds: float | None = None,
     ) -> None:
         request = placement.request
         if placement.plan is None:
@@ -423,6 +429,7 @@ class Conductor:
             reason=reason,
             matched_stop=(matched_stop or request.transcript.matched_stop) if stopped else "",
             text=text,
+            step_seconds=step_seconds,
             now=now,
         )
         request.complete(message, now)

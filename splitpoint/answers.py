@@ -69,7 +69,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer. Seconds are the scheduler's, from the arrival of the request."""
+    """A whole answer. Seconds are the scheduler's, from the arrival of the request.
+
+    `step_seconds`: of a streamed request's mean decode step, by its worker; None: it was
+    resident, or no token was decoded.
+    """
 
     token_ids: tuple[int, ...]
     text: str
@@ -85,6 +89,7 @@ class Completion:
     restore_seconds: float
     ttft_seconds: float
     seconds: float
+    step_seconds: float | None = None
 
 
 class CompletionBuilder:
@@ -150,6 +155,7 @@ class CompletionBuilder:
             restore_seconds=message.restore_seconds,
             ttft_seconds=message.ttft_seconds,
             seconds=message.total_seconds,
+            step_seconds=message.step_seconds if message.HasField("step_seconds") else None,
         )
 
 

@@ -220,11 +220,17 @@ def _summary(completion: Completion) -> str:
             f"({completion.plan.method.value}, "
             f"{seconds_text(completion.plan.predicted_restore_seconds)} predicted), "
         )
+    steps = ""
+    if completion.plan is not None and completion.step_seconds is not None:
+        steps = (
+            f"{seconds_text(completion.step_seconds)} a step "
+            f"({seconds_text(completion.plan.predicted_step_seconds)} predicted), "
+        )
     return (
         f"{usage.completion_tokens} tokens ({completion.finish_reason.value}), "
         f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached"
         f"{f' ({fetched} fetched from another store)' if fetched else ''}, "
-        f"{restored}worker {completion.worker}, "
+        f"{restored}{steps}worker {completion.worker}, "
         f"first token after {seconds_text(completion.ttft_seconds)}, "
         f"{seconds_text(completion.seconds)} in all, seed {completion.seed}"
     )
@@ -245,6 +251,7 @@ def completion_json(completion: Completion) -> dict[str, object]:
         "worker": completion.worker,
         "plan": None if completion.plan is None else plan_json(completion.plan),
         "restore_seconds": completion.restore_seconds,
+        "step_seconds": completion.step_seconds,
         "ttft_seconds": completion.ttft_seconds,
         "seconds": completion.seconds,
     }

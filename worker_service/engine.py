@@ -133,7 +133,7 @@ class Engine:
         batch = self._form_batch()
         if batch is not None:
             predicted = self._predict(batch)
-            spans = self._run_batch(batch)
+            spans = self._run_batch(batch, started)
             self.last_step = StepTimes.of(time.perf_counter() - started, spans, predicted)
             self._learn(batch, self.last_step, spans)
         return self._hand_over(ran=batch is not None)
@@ -277,8 +277,13 @@ class Engine:
 
     # -- the model ----------------------------------------------------------------------
 
-    def _run_batch(self, batch: Batch) -> list[Span]:
-        """Returns what ran when, if anything was streamed."""
+    def _run_batch(self, batch: Batch, started: float) -> list[Span]:
+        """Returns what ran when, if anything was streamed. `started`: the step, by the clock."""
+        decoded = [
+            each
+            for each in batch.sequences
+            if each.is_streamed and len(each.tokens) - each.computed == 1
+        ]
         try:
             logits, finite, spans = self._forward(batch)
         except BaseException:
@@ -292,6 +297,11 @@ class Engine:
                 self._lose(each.sequence, each.cause)
             return spans
         finishes = self._sample(batch, logits, finite)
+        # Before anyone leaves: the step that ends a request is one of its steps.
+        seconds = time.perf_counter() - started
+        for sequence in decoded:
+            sequence.step_count += 1
+            sequence.step_seconds += seconds
         for sequence in batch.sequences:
             self.roster.write_back(sequence)
         for sequence, event in finishes:

@@ -97,6 +97,8 @@ class FinishEvent:
     reason: str = ""
     matched_stop: str = ""
     error: SplitpointError | None = None
+    # Streamed: of the steps that decoded it; None: resident, or none did.
+    mean_step_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

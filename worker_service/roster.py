@@ -7,6 +7,8 @@ leave the engine is added to `output`. Runs on the engine's thread.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from splitpoint.errors import DataLoss, ResourceExhausted, SplitpointError, Unavailable
 from splitpoint.text import TextStream, Tokenizer
 from worker_service.device_cache import DeviceCache
@@ -225,7 +227,7 @@ class Roster:
 
     def _release(self, sequence: Sequence, event: FinishEvent) -> None:
         self._pager.free(sequence)
-        self.output.finishes.append(event)
+        self.output.finishes.append(replace(event, mean_step_seconds=sequence.mean_step_seconds))
 
     def _too_big(self, claim: int) -> ResourceExhausted:
         plan = self._cache.plan

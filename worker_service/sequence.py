@@ -103,6 +103,9 @@ class Sequence:
     # Write-back holds a chain (and the lease) for it.
     chain_is_open: bool = False
     losses: int = 0
+    # Of the steps that decoded it, while it was streamed.
+    step_count: int = 0
+    step_seconds: float = 0.0
     _stored_end: int = field(default=0, init=False)
 
     @property
@@ -116,6 +119,11 @@ class Sequence:
     @property
     def is_streamed(self) -> bool:
         return self.admission.residency is Residency.STREAMED
+
+    @property
+    def mean_step_seconds(self) -> float | None:
+        """None: no step decoded it, or it is resident."""
+        return self.step_seconds / self.step_count if self.step_count else None
 
     @property
     def stored_range(self) -> range:

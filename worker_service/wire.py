@@ -178,6 +178,8 @@ def finish_from(event: FinishEvent) -> worker_pb2.RequestFinish:
     else:
         finish.reason = _REASONS[event.reason]
         finish.matched_stop = event.matched_stop
+    if event.mean_step_seconds is not None:
+        finish.mean_step_seconds = event.mean_step_seconds
     return finish
 
 

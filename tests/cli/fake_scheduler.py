@@ -54,6 +54,7 @@ class Script:
     endless: bool = False
     workers_ready: bool = True
     tail: str = ""
+    step_seconds: float | None = None
     requests: list[pb.GenerateRequest] = field(default_factory=list)
     explained: list[pb.ExplainPlanRequest] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -105,6 +106,7 @@ class FakeScheduler(
                 ttft_seconds=0.25,
                 total_seconds=0.5,
                 text=script.tail,
+                step_seconds=script.step_seconds,
             )
         )
 

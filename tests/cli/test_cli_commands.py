@@ -188,6 +188,7 @@ def test_generate_json_has_exactly_these_fields(script: Script) -> None:
             "predicted_step_seconds": 0.0,
         },
         "restore_seconds": 0.0625,
+        "step_seconds": None,
         "ttft_seconds": 0.25,
         "seconds": 0.5,
     }
@@ -203,6 +204,10 @@ def test_generate_explains_itself_on_stderr_when_asked(script: Script) -> None:
     piped = splitpoint("generate", "abc", "--address", script.address, "--explain", "--json")
     assert json.loads(piped.stdout)["plan"]["reason"] in piped.stderr
     assert splitpoint("generate", "abc", "--address", script.address).stderr == ""
+    script.step_seconds = 0.03
+    streamed = splitpoint("generate", "abc", "--address", script.address, "--explain", "--json")
+    assert json.loads(streamed.stdout)["step_seconds"] == 0.03
+    assert "30 ms a step (" in streamed.stderr
 
 
 def test_generate_asks_for_a_way_to_restore(script: Script) -> None:

@@ -104,7 +104,7 @@ def test_generate_json(address: str) -> None:
     answer = generate(address, "def main():", "--max-tokens", "8", "--ignore-eos")
     assert set(answer) == {
         *("token_ids", "text", "finish_reason", "usage", "worker", "plan"),
-        *("restore_seconds", "ttft_seconds", "seconds"),
+        *("restore_seconds", "step_seconds", "ttft_seconds", "seconds"),
     }
     assert len(answer["token_ids"]) == answer["usage"]["completion_tokens"] == 8
     assert answer["finish_reason"] == "length"

@@ -105,6 +105,8 @@ class WorkerDouble(worker_pb2_grpc.WorkerServiceServicer):
         self.profile = profile
         # Where token ids and loaded chunks meet; None: where the plan says.
         self.met_at: int | None = None
+        # What every finish says of its steps; None: nothing.
+        self.mean_step_seconds: float | None = None
         self.worker_id = worker_id
         self.capacity_pages = capacity_pages
         self.streamed_pages = streamed_pages
@@ -274,6 +276,8 @@ class WorkerDouble(worker_pb2_grpc.WorkerServiceServicer):
         error: SplitpointError | None = None,
     ) -> None:
         finish = worker_pb2.RequestFinish(request_id=key[0], attempt=key[1], reason=reason)
+        if self.mean_step_seconds is not None:
+            finish.mean_step_seconds = self.mean_step_seconds
         if error is not None:
             finish.error_code, finish.error_message = error.code, error.message
         self._finishes.append(finish)

@@ -212,6 +212,10 @@ async def test_what_exceeds_the_device_is_streamed_if_the_store_can_hold_it() ->
     async with stack(worker) as running:
         result = await running.generate(ids_request([5], 8 * CHUNK_TOKENS - 1))
         assert result.done.plan.residency == types_pb2.RESIDENCY_STREAMED
+        assert not result.done.HasField("step_seconds")
+        worker.mean_step_seconds = 0.25
+        result = await running.generate(ids_request([5], 8 * CHUNK_TOKENS - 1))
+        assert result.done.step_seconds == 0.25
         assert result.done.plan.footprint_bytes == 3 * PAGE_BYTES
         assert "streamed" in result.done.plan.reason
         error = await running.error(ids_request([5], 8 * CHUNK_TOKENS))

@@ -251,6 +251,12 @@ def test_the_next_layer_is_on_the_link_while_this_one_computes(llama: Case) -> N
     )
     assert times.link_busy == pytest.approx(times.link_bytes / 4e6, rel=0.05)
     assert 0 < times.compute_busy < times.seconds
+    # One step decoded it, and the engine looked at the clock once more after that.
+    mean = transcript.finishes["2"].mean_step_seconds
+    assert mean is not None
+    assert times.link_busy < mean < times.seconds
+    resident = llama.runner.run(engine, [admission("3", llama.prompts[2], few)])
+    assert resident.finishes["3"].mean_step_seconds is None
     lanes.close()
 
 
