@@ -214,7 +214,8 @@ def _summary(completion: Completion) -> str:
     usage = completion.usage
     fetched = completion.plan.fetched_tokens if completion.plan is not None else 0
     restored = ""
-    if completion.plan is not None and completion.restore_seconds:
+    is_restored = usage.cached_tokens and completion.restore_seconds
+    if completion.plan is not None and is_restored:
         restored = (
             f"restored in {seconds_text(completion.restore_seconds)} "
             f"({completion.plan.method.value}, "
