@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from splitpoint.schedule import Lane
-from splitpoint_cli.intervals import Interval
+from splitpoint_cli.intervals import Interval, merged
 from splitpoint_cli.plots import new_figure
+from splitpoint_cli.time_axis import TimeAxis
 from worker_service.timeline import Span
 
 if TYPE_CHECKING:
@@ -111,8 +112,13 @@ def layer_stretches(spans: Sequence[Span]) -> list[tuple[int, float, float]]:
 
 
 def gantt(spans: Sequence[Span], window: Window, facts: Mapping[str, str]) -> Figure:
-    """The picture. `facts` are its title. Raises FailedPrecondition without matplotlib."""
+    """The picture, from the first work in the window to the last.
+
+    `facts` are its title. Where all lanes idle for seconds it is cut, and says so.
+    Raises FailedPrecondition without matplotlib.
+    """
     rows = rows_of(spans, window)
+    axis = TimeAxis.around(merged(window.intervals_of(spans)))
     colours = colours_of([span for row in rows for span in row.spans])
     figure = new_figure(16, 1.6 + 1.1 * max(1, len(rows)))
     axes = figure.subplots()
@@ -121,7 +127,9 @@ def gantt(spans: Sequence[Span], window: Window, facts: Mapping[str, str]) -> Fi
             mine = [span for span in row.spans if span.name == name]
             # Neighbouring layers differ in strength: where one ends is seen at a glance.
             for odd, strength in ((0, 1.0), (1, 0.6)):
-                bars = [(s.start, s.seconds) for s in mine if (s.layer or 0) % 2 == odd]
+                bars = [
+                    (axis.position(s.start), s.seconds) for s in mine if (s.layer or 0) % 2 == odd
+                ]
                 axes.broken_barh(
                     bars,
                     (number - 0.3, 0.6),
@@ -131,16 +139,26 @@ def gantt(spans: Sequence[Span], window: Window, facts: Mapping[str, str]) -> Fi
                     linewidth=0.4,
                 )
         for layer, first, last in layer_stretches(row.spans):
-            first, last = max(first, window.first), min(last, window.last)
-            if last - first >= _LABEL_SHARE * window.seconds:
+            first = axis.position(max(first, window.first))
+            last = axis.position(min(last, window.last))
+            if last - first >= _LABEL_SHARE * axis.width:
                 middle = (first + last) / 2
                 axes.text(middle, number - 0.34, str(layer), ha="center", va="bottom", fontsize=7)
     axes.set_yticks(
         range(len(rows)), [f"{row.lane.value}\n{row.busy_share:.0%} busy" for row in rows]
     )
     axes.set_ylim(len(rows) - 0.5, -0.6)  # the first lane on top
-    axes.set_xlim(window.first, window.last)
+    axes.set_xlim(axis.position(axis.first), axis.position(axis.last))
     axes.set_xlabel("seconds (numbers above the bars: layers)")
+    if axis.cuts:
+        ticks = axis.ticks()
+        axes.set_xticks([axis.position(tick) for tick in ticks], [f"{tick:.6g}" for tick in ticks])
+    for begin, end in axis.cuts:
+        left = axis.position(begin)
+        axes.axvspan(left, left + axis.cut_width, facecolor="#dddddd", zorder=0)
+        middle = left + axis.cut_width / 2
+        idle = f"{end - begin:,.3g} s idle, cut"
+        axes.text(middle, (len(rows) - 1) / 2, idle, rotation=90, ha="center", va="center")
     axes.grid(axis="x", linewidth=0.3)
     axes.set_axisbelow(True)
     axes.set_title(", ".join(f"{name} {fact}" for name, fact in facts.items()), fontsize=10)

@@ -6,6 +6,7 @@ import json
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from splitpoint_cli.child import child_environment
 from splitpoint_cli.gantt import Window, colours_of, gantt, layer_stretches, rows_of
 from splitpoint_cli.intervals import gaps_between, merged, seconds_in_both
 from splitpoint_cli.main import app
+from splitpoint_cli.time_axis import TimeAxis
 from splitpoint_cli.trace import lines_of, table_of, window_of
 from worker_service.timeline import Span, Trace, read_trace
 
@@ -148,6 +150,41 @@ def test_a_bar_is_where_its_span_is() -> None:
         x, y = figure.axes[0].transData.transform(middle)
         found = pixels[int(height - y), int(x), :3] / 255
         assert found == pytest.approx(to_rgb(colours[span.name]), abs=0.01), span
+
+
+def test_an_axis_without_long_waits_is_the_clock() -> None:
+    axis = TimeAxis.around([(1.0, 2.0), (2.9, 3.0)])
+    assert axis == TimeAxis(1.0, 3.0)
+    assert axis.position(2.5) == 2.5
+    assert axis.ticks() == pytest.approx([1, 1.5, 2, 2.5, 3])
+
+
+def test_long_waits_are_cut_and_work_keeps_its_scale() -> None:
+    covered = [(10.0, 11.0), (31.0, 32.0), (32.5, 34.0), (95.0, 96.0)]
+    axis = TimeAxis.around(covered)
+    assert axis.cuts == ((11.0, 31.0), (34.0, 95.0))
+    assert axis.cut_width == pytest.approx(0.02 * 5)
+    assert axis.width == pytest.approx(5 + 2 * 0.1)
+    for begin, end in covered:
+        assert axis.position(end) - axis.position(begin) == pytest.approx(end - begin)
+    moments = [10.0 + step / 7 for step in range(600)]
+    drawn = [axis.position(moment) for moment in moments]
+    assert drawn == sorted(drawn)
+    assert all(not begin < tick < end for tick in axis.ticks() for begin, end in axis.cuts)
+    many = TimeAxis.around([(100.0 * number, 100.0 * number + 1) for number in range(50)])
+    assert many.width == pytest.approx(50 * 1.2, rel=0.01)
+
+
+def test_the_picture_marks_where_it_was_cut() -> None:
+    late = [replace(span, start=span.start + 60, end=span.end + 60) for span in SPANS]
+    figure = gantt([*SPANS, *late], Window(-5.0, 100.0), {})
+    [axes] = figure.axes
+    first, last = axes.get_xlim()
+    assert (first, last) == pytest.approx((0.0, 8 + 0.16))
+    assert "56 s idle, cut" in {text.get_text() for text in axes.texts}
+    labels = [float(label.get_text()) for label in axes.get_xticklabels()]
+    assert all(0 <= label <= 4 or 60 <= label <= 64 for label in labels)
+    assert {0, 2, 4, 60, 62, 64} <= set(labels)
 
 
 def run(*arguments: object) -> tuple[int, str]:
