@@ -251,10 +251,10 @@ def test_the_next_layer_is_on_the_link_while_this_one_computes(llama: Case) -> N
     )
     assert times.link_busy == pytest.approx(times.link_bytes / 4e6, rel=0.05)
     assert 0 < times.compute_busy < times.seconds
-    # One step decoded it, and the engine looked at the clock once more after that.
+    # One step decoded it, and no step is shorter than what crossed the link in it.
     mean = transcript.finishes["2"].mean_step_seconds
     assert mean is not None
-    assert times.link_busy < mean < times.seconds
+    assert mean > times.link_busy
     resident = llama.runner.run(engine, [admission("3", llama.prompts[2], few)])
     assert resident.finishes["3"].mean_step_seconds is None
     lanes.close()
