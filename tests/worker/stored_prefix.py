@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
+from tiny_models import VOCABULARY, write_tiny
 
 from kvstore_service.chunk_pool import WrittenChunk
 from kvstore_service.sessions import ProcessIdentity
@@ -102,6 +104,21 @@ class StoredPrefix:
         self.store.found_damaged(
             self.store.leased_chunk(self.session_id, chunk.slot, chunk.generation)
         )
+
+
+def token_ids(count: int) -> list[int]:
+    """Random ids, the same for the same count."""
+    generator = torch.Generator().manual_seed(count)
+    return torch.randint(3, VOCABULARY, (count,), generator=generator).tolist()
+
+
+def tiny_prefix(
+    case: str, folders: pytest.TempPathFactory, token_count: int
+) -> Iterator[StoredPrefix]:
+    """The prefix of a tiny model in fp32, for a fixture."""
+    model = Decoder.load(write_tiny(case, folders.mktemp("model")), CPU, torch.float32)
+    with stored_prefix(model, folders.mktemp("arena"), token_ids(token_count)) as prefix:
+        yield prefix
 
 
 @contextmanager

@@ -15,9 +15,9 @@ import grpc
 import pytest
 import torch
 from local_stack import StackShape, serving_worker, start_store, stop_process
-from stored_prefix import CPU, StoredPrefix, stored_prefix
+from stored_prefix import CPU, StoredPrefix, stored_prefix, tiny_prefix, token_ids
 from stream_double import StreamDouble
-from tiny_models import FAMILY_CASES, VOCABULARY, build_tiny, clear_prompt, write_tiny
+from tiny_models import FAMILY_CASES, build_tiny, clear_prompt, write_tiny
 
 from splitpoint.errors import ChunkLost
 from splitpoint.meeting import LEAST_BLOCK_TOKENS
@@ -42,28 +42,17 @@ BLOCK = 128
 CASES = (*FAMILY_CASES, "qwen2-windows", "opt-post-norm")
 
 
-def token_ids(count: int = TOKENS) -> list[int]:
-    generator = torch.Generator().manual_seed(count)
-    return torch.randint(3, VOCABULARY, (count,), generator=generator).tolist()
-
-
 @pytest.fixture(scope="module", params=CASES)
 def stored(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[StoredPrefix]:
-    folder = tmp_path_factory.mktemp("model")
-    model = Decoder.load(write_tiny(request.param, folder), CPU, torch.float32)
-    with stored_prefix(model, tmp_path_factory.mktemp("arena"), token_ids()) as prefix:
-        yield prefix
+    yield from tiny_prefix(request.param, tmp_path_factory, TOKENS)
 
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredPrefix]:
     """A grouped-query model's prefix, for what does not depend on the family."""
-    folder = tmp_path_factory.mktemp("model")
-    model = Decoder.load(write_tiny("llama-3", folder), CPU, torch.float32)
-    with stored_prefix(model, tmp_path_factory.mktemp("arena"), token_ids()) as prefix:
-        yield prefix
+    yield from tiny_prefix("llama-3", tmp_path_factory, TOKENS)
 
 
 class PacedLanes(ThreadLanes):

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from stored_prefix import CPU, StoredPrefix, stored_prefix
-from tiny_models import FAMILY_CASES, VOCABULARY, write_tiny
+from stored_prefix import CPU, StoredPrefix, stored_prefix, tiny_prefix, token_ids
+from tiny_models import FAMILY_CASES
 
 from splitpoint.errors import ChunkLost
 from splitpoint.schedule import Lane, Schedule
 from worker_service.lanes import EmulatedLink, Lanes, SerialLanes, ThreadLanes
-from worker_service.model.decoder import Decoder
 from worker_service.restore import Prefix, restore
 from worker_service.timeline import Span
 
@@ -25,28 +24,17 @@ TOKENS = 150  # the last chunk is partial
 SCHEDULES = (Schedule.SERIAL, Schedule.COLUMN, Schedule.PIPELINED)
 
 
-def token_ids(count: int = TOKENS) -> list[int]:
-    generator = torch.Generator().manual_seed(count)
-    return torch.randint(3, VOCABULARY, (count,), generator=generator).tolist()
-
-
 @pytest.fixture(scope="module", params=FAMILY_CASES)
 def stored(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[StoredPrefix]:
-    folder = tmp_path_factory.mktemp("model")
-    model = Decoder.load(write_tiny(request.param, folder), CPU, torch.float32)
-    with stored_prefix(model, tmp_path_factory.mktemp("arena"), token_ids()) as prefix:
-        yield prefix
+    yield from tiny_prefix(request.param, tmp_path_factory, TOKENS)
 
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredPrefix]:
     """A grouped-query model's prefix, for what does not depend on the family."""
-    folder = tmp_path_factory.mktemp("model")
-    model = Decoder.load(write_tiny("llama-3", folder), CPU, torch.float32)
-    with stored_prefix(model, tmp_path_factory.mktemp("arena"), token_ids()) as prefix:
-        yield prefix
+    yield from tiny_prefix("llama-3", tmp_path_factory, TOKENS)
 
 
 @torch.inference_mode()
