@@ -34,6 +34,9 @@ from splitpoint.config import (
 )
 from splitpoint.errors import InvalidArgument
 from splitpoint.huge_pages import WISHES, Backing
+from splitpoint.meters import Meters
+from splitpoint.metrics import Service
+from splitpoint.metrics_server import add_metrics_arguments, metrics_served
 from splitpoint.numa import bound_to, choose_node
 from splitpoint.redis_announcer import Announcer, announced
 from splitpoint.redis_options import (
@@ -120,6 +123,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     memory.add_argument(
         "--numa-node", default="auto", metavar="auto|none|N", help="auto: the node of the GPUs"
     )
+    add_metrics_arguments(parser)
     add_redis_arguments(parser)
     add_advertise_argument(parser)
     return parser.parse_args(arguments)
@@ -226,7 +230,8 @@ async def serve(arguments: argparse.Namespace) -> None:
     if watermarks is not None:
         servicer.room_keeper = RoomKeeper(store, watermarks)
     try:
-        await _serve_store(servicer, arguments, stop, identity, access, redis)
+        async with metrics_served(arguments, Meters(Service.KVSTORE)):
+            await _serve_store(servicer, arguments, stop, identity, access, redis)
     finally:
         store.close()
         if arguments.keep_arena:

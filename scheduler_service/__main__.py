@@ -27,6 +27,9 @@ from splitpoint.config import (
     watch_parent,
 )
 from splitpoint.errors import InvalidArgument, PermissionDenied, SplitpointError
+from splitpoint.meters import Meters
+from splitpoint.metrics import Service
+from splitpoint.metrics_server import add_metrics_arguments, metrics_served
 from splitpoint.planner import Objective, Residency
 from splitpoint.redis_options import add_redis_arguments, redis_options
 from splitpoint.shapes import DataType, ModelShape, read_config
@@ -60,6 +63,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="ADDRESS",
         help="repeatable; optional with --redis, where workers are found",
     )
+    add_metrics_arguments(parser)
     add_redis_arguments(parser)
     parser.add_argument("--model", required=True, metavar="DIR", help="config and tokenizer")
     parser.add_argument(
@@ -181,15 +185,16 @@ async def _serve(arguments: argparse.Namespace) -> int:
     if arguments.parent_fd is not None:
         watch_parent(arguments.parent_fd, stop)
     scheduler = Scheduler(_options(arguments))
-    address = await scheduler.start(arguments.listen)
-    try:
-        announce_ready(address)
-        found = " and those found in Redis" if arguments.redis else ""
-        _log.info("listening on %s for %d workers%s", address, len(arguments.worker), found)
-        await stop.wait()
-        _log.info("draining")
-    finally:
-        await scheduler.stop(arguments.grace_seconds)
+    async with metrics_served(arguments, Meters(Service.SCHEDULER)):
+        address = await scheduler.start(arguments.listen)
+        try:
+            announce_ready(address)
+            found = " and those found in Redis" if arguments.redis else ""
+            _log.info("listening on %s for %d workers%s", address, len(arguments.worker), found)
+            await stop.wait()
+            _log.info("draining")
+        finally:
+            await scheduler.stop(arguments.grace_seconds)
     return 0
 
 

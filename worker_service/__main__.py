@@ -22,6 +22,9 @@ from splitpoint.config import (
     watch_parent,
 )
 from splitpoint.errors import Internal
+from splitpoint.meters import Meters
+from splitpoint.metrics import Service
+from splitpoint.metrics_server import add_metrics_arguments, metrics_served
 from splitpoint.redis_announcer import Announcer, announced
 from splitpoint.redis_options import (
     RedisOptions,
@@ -94,6 +97,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="FILE",
         help="at the stop write what ran when there, for `splitpoint trace`",
     )
+    add_metrics_arguments(parser)
     add_redis_arguments(parser)
     add_advertise_argument(parser)
     return parser.parse_args(arguments)
@@ -150,7 +154,10 @@ async def serve(arguments: argparse.Namespace) -> None:
     await server.start()
     try:
         options = options_from(arguments, identity)
-        await _load_and_run(options, servicer, health, address, stop, redis, arguments.advertise)
+        async with metrics_served(arguments, Meters(Service.WORKER)):
+            await _load_and_run(
+                options, servicer, health, address, stop, redis, arguments.advertise
+            )
     finally:
         await server.stop(STOP_SECONDS)
 
