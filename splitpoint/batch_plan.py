@@ -20,10 +20,15 @@ from splitpoint.split_line import SplitLine
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """`line` holds for each sequence by itself; `reason` is about all of them."""
+    """`line` holds for each sequence by itself; the rest is about all of them.
+
+    Attributes:
+        step_seconds: predicted, of a decode step of them all.
+    """
 
     line: SplitLine
     reason: str
+    step_seconds: float
 
 
 def plan_batch(
@@ -67,4 +72,5 @@ def plan_batch(
     )
     # slope * s_i + intercept / n, summed over all n, is the line of their sum.
     cap = shape.context_length if plan.split_cap else 0
-    return BatchPlan(SplitLine(plan.split_slope, plan.split_intercept / count, cap), plan.reason)
+    line = SplitLine(plan.split_slope, plan.split_intercept / count, cap)
+    return BatchPlan(line, plan.reason, plan.predicted_step_seconds)

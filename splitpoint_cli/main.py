@@ -15,6 +15,7 @@ from splitpoint_cli import (
     down,
     generate,
     plan,
+    size,
     status,
     token,
     trace,
@@ -34,6 +35,7 @@ app.command()(down.down)
 app.command()(generate.generate)
 app.command()(plan.plan)
 app.command()(what_pays.what_pays)
+app.command()(size.size)
 app.command()(status.status)
 app.command()(trace.trace)
 app.command()(certs.certs)

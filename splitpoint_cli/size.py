@@ -1,0 +1,284 @@
+"""`splitpoint size`: how much host memory, how many requests at once, which split.
+
+docs/sizing.md is what `--examples` prints. The arithmetic is sizing.py's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from splitpoint.config import format_size, parse_size
+from splitpoint.costs import BUILT_IN_PROFILES, load_profile
+from splitpoint.errors import InvalidArgument
+from splitpoint.plan import Plan, RestoreMethod
+from splitpoint.shapes import BUILT_IN_SHAPES, Encoding, ModelShape
+from splitpoint_cli.output import EXIT_HELP, out, print_json, seconds_text
+from splitpoint_cli.plan import find_shape
+from splitpoint_cli.sizing import Load, Node, Sizing, host_memory_of, size_up
+from splitpoint_cli.up import Dtype, KvEncoding
+
+# Copies to a GPU below this reach a fraction of the link; neighbouring chunks go as one.
+LEAST_PIECE = 64 << 10
+
+
+def size(
+    model: Annotated[
+        str, typer.Option(help="A checkpoint folder or a built-in shape.", metavar="DIR|SHAPE")
+    ] = "llama-3.1-8b",
+    profile: Annotated[
+        str,
+        typer.Option(
+            help=f"A JSON file with measured costs, or one of {', '.join(BUILT_IN_PROFILES)}.",
+            metavar="NAME|FILE",
+        ),
+    ] = "h100-pcie5",
+    device_memory: Annotated[
+        str,
+        typer.Option(help="Of the worker: weights, cache and workspace.", metavar="SIZE"),
+    ] = "72GiB",
+    tokens: Annotated[int, typer.Option(help="Of one request: prompt and answer.", min=2)] = 32768,
+    new: Annotated[int, typer.Option(help="Of its prompt, what no store holds.", min=1)] = 512,
+    max_tokens: Annotated[int, typer.Option(help="Of its answer.", min=1)] = 256,
+    prefixes: Annotated[
+        int, typer.Option(help="Cached prefixes to keep beside what runs.", min=0)
+    ] = 100,
+    streamed: Annotated[
+        int | None,
+        typer.Option(help="Streamed requests at once; absent: none unless they must be.", min=0),
+    ] = None,
+    kv_encoding: Annotated[KvEncoding, typer.Option(help="How the store keeps the cache.")] = (
+        KvEncoding.NATIVE
+    ),
+    step_ms: Annotated[
+        float | None,
+        typer.Option(
+            help="What a decode step takes beside its cache traffic; absent: the profile's.",
+            metavar="MS",
+            min=0,
+        ),
+    ] = None,
+    max_batch: Annotated[int, typer.Option(help="As the worker's.", min=1)] = 32,
+    prefill_chunk: Annotated[int, typer.Option(help="As the worker's.", min=1)] = 512,
+    chunk_tokens: Annotated[int, typer.Option(help="As the store's.", min=1, max=4096)] = 64,
+    dtype: Annotated[Dtype, typer.Option(help="Element type; auto: the model's.")] = Dtype.AUTO,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    examples: Annotated[
+        bool, typer.Option("--examples", help="Print docs/sizing.md instead; takes no options.")
+    ] = False,
+) -> None:
+    """How much host memory, how many requests at once, which split. Needs no GPU."""
+    if examples:
+        print(page(), end="")
+        return
+    shape = find_shape(model, dtype.value)
+    node = Node(
+        load_profile(profile),
+        parse_size(device_memory, field="device_memory"),
+        max_batch=max_batch,
+        prefill_chunk=prefill_chunk,
+        chunk_tokens=chunk_tokens,
+        encoding=Encoding(kv_encoding.value),
+        step_compute_seconds=None if step_ms is None else step_ms / 1e3,
+    )
+    load = Load(tokens, new, max_tokens)
+    found = size_up(shape, node, load)
+    count = _streamed_wanted(found, streamed)
+    host = host_memory_of(found, streamed_count=count, prefix_count=prefixes)
+    if as_json:
+        print_json(
+            {
+                "model": shape.name,
+                "profile": node.profile.description,
+                **dataclasses.asdict(found),
+                "restore": {
+                    **dataclasses.asdict(found.restore),
+                    "method": found.restore.method.value,
+                    "residency": found.restore.residency.value,
+                    "schedule": found.restore.schedule.value,
+                    "objective": found.restore.objective.value,
+                },
+                "host_memory_bytes": host,
+                "streamed_wanted": count,
+                "prefix_count": prefixes,
+            }
+        )
+        return
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="dim")
+    table.add_column()
+    for name, text in _rows(shape, node, load, found):
+        table.add_row(name, text)
+    table.add_row(
+        "--host-memory",
+        f"{format_size(host)}: {prefixes:,} cached prefixes and {count} streamed requests, "
+        "and a tenth more",
+    )
+    out.print(table)
+
+
+size.__doc__ = f"{size.__doc__}\n\n{EXIT_HELP}"
+
+
+def _streamed_wanted(found: Sizing, wanted: int | None) -> int:
+    """Raises InvalidArgument for more than can run at once."""
+    if wanted is None:
+        return 0 if found.resident_count else found.streamed_count
+    if wanted > found.streamed_count:
+        raise InvalidArgument(
+            f"{wanted} streamed requests do not run at once here: {found.streamed_count} do "
+            "(--max-batch, --device-memory)",
+            field="streamed",
+        )
+    return wanted
+
+
+def _rows(shape: ModelShape, node: Node, load: Load, found: Sizing) -> Iterator[tuple[str, str]]:
+    memory = found.memory
+    yield "model", f"{shape.name}, {shape.data_type.value}, {shape.layer_count} layers"
+    yield "costs", node.profile.description or "from a file"
+    yield (
+        "device",
+        f"{format_size(memory.budget_bytes)}: weights {format_size(memory.weight_bytes)}, "
+        f"workspace {format_size(memory.workspace_bytes)}, cache "
+        f"{format_size(memory.cache_capacity_bytes)} "
+        f"({found.cached_tokens_in_memory:,} tokens)",
+    )
+    if found.placement.streamed_bytes:
+        yield "weights", found.placement.reason
+    yield (
+        "a request",
+        f"{load.token_count:,} tokens: {load.cached_tokens:,} cached, {load.new_tokens:,} new, "
+        f"{load.generated_tokens:,} generated; "
+        f"{format_size(found.resident_request_bytes)} of cache",
+    )
+    yield "resident at once", f"{found.resident_count:,}"
+    yield "restoring one", _restore_words(found.restore)
+    yield "first token after", seconds_text(found.restore.predicted_ttft_seconds)
+    yield (
+        "streamed at once",
+        f"{found.streamed_count:,}, {format_size(found.streamed_request_bytes)} of device cache "
+        f"each, and {format_size(found.host_request_bytes)} of the arena",
+    )
+    yield (
+        "a streamed step",
+        f"{seconds_text(found.lone_step_seconds)} for one alone, "
+        f"{seconds_text(found.step_seconds)} for {found.streamed_count} together "
+        f"({found.streamed_count / found.step_seconds:,.3g} tokens/s)",
+    )
+    piece = node.chunk_tokens * shape.kv_bytes_per_token_layer // 2
+    yield (
+        "a chunk",
+        f"{node.chunk_tokens} tokens; K of one layer is {format_size(piece)}, and copies want "
+        f"{format_size(LEAST_PIECE)} at least (--chunk-tokens)",
+    )
+    kept = "K, V and X" if found.has_activations else "K and V"
+    yield (
+        "host memory",
+        f"{format_size(found.host_token_bytes)} a token ({kept}, {node.encoding.value}), "
+        f"{format_size(found.prefix_bytes)} a cached prefix",
+    )
+
+
+def _restore_words(plan: Plan) -> str:
+    took = seconds_text(plan.predicted_restore_seconds)
+    if plan.method is RestoreMethod.LOAD:
+        return f"{took}, all loaded"
+    whole = seconds_text(plan.predicted_load_seconds)
+    if plan.method is RestoreMethod.TOKENS:
+        return f"{took} ({whole} loaded): {plan.recomputed_tokens:,} tokens from their ids"
+    return f"{took} ({whole} loaded): split {plan.split_tokens:,} of {plan.cached_tokens:,}"
+
+
+# -- the page ---------------------------------------------------------------------------
+
+# What is left of a card with 80 GB once the driver and CUDA have theirs.
+_DEVICE_MEMORY = 72 << 30
+# Reading 15 GiB of weights from memory of 3.35 TB/s, and the launches.
+_STEP_SECONDS = 6e-3
+_PROFILE = "h100-pcie5"
+_EXAMPLES = (
+    ("llama-3.1-8b", Load(32768, 512, 256)),
+    ("llama-3-8b", Load(8192, 512, 256)),
+    ("opt-6.7b", Load(2048, 512, 128)),
+)
+
+_HEAD = f"""\
+# Sizing
+
+How much host memory, how many requests at once, which split: computed by `splitpoint size` from
+the code that divides a worker's memory and plans its restores. A test compares this page with
+what `splitpoint size --examples` prints. **The costs are those of data sheets; no GPU has
+confirmed them.** Once a stack runs, `splitpoint status --json > status.json` holds what its
+workers measured, and `splitpoint size --profile status.json` counts with that.
+
+One H100 with PCIe 5, {format_size(_DEVICE_MEMORY)} of its memory for a worker, bfloat16, batches
+of at most 32, and {_STEP_SECONDS * 1e3:g} ms for what a decode step does beside the cache.
+`splitpoint size --model llama-3.1-8b --tokens 32768 --step-ms {_STEP_SECONDS * 1e3:g}` prints the
+first row in words.
+
+Llama-3-8B ends at 8,192 tokens; Llama-3.1-8B has the same layers, so the same bytes, and takes
+32,768. OPT-6.7B ends at 2,048: no memory makes it answer longer prompts.
+"""
+
+_FOOT = """\
+## Reading it
+
+- **resident**: the whole cache on the device, brought there once. As long as one request fits,
+  this is the faster way: those beyond the number wait, and a prefix comes back in the time of its
+  restore.
+- **streamed**: the cache stays on the host, and each step brings all of it. It is for requests
+  that do not fit otherwise: tokens per second are what the link carries, however many run
+  together, so more of them only share it.
+- **split**: with grouped-query attention (Llama 3) activations are larger than keys and values
+  (rho >= 1), so nothing is ever rebuilt from them, the store keeps none, and the split is 0. OPT
+  keeps both: a token takes half as much again on the host and comes back in half the time.
+- **host memory** is what `--host-memory` needs for a hundred cached prefixes of that length, with
+  a tenth to spare; add the arena of each streamed request that is to run. Containers need
+  `/dev/shm` of that size (`shm_size`), GPU nodes a memlock limit above it.
+- **int8, int4** shrink host memory and link time alike, at a price in exactness
+  ([compression.md](compression.md)); on the device the cache has its full size.
+"""
+
+
+def page() -> str:
+    """docs/sizing.md."""
+    lines = [_HEAD]
+    lines += [
+        "| model | tokens | store keeps | resident at once | streamed at once | step of one "
+        "streamed | of all | arena of one streamed | prefix | restored in | host memory for 100 |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, load in _EXAMPLES:
+        lines += [_line(BUILT_IN_SHAPES[name], load, encoding) for encoding in Encoding]
+    lines += ["", _FOOT]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _line(shape: ModelShape, load: Load, encoding: Encoding) -> str:
+    node = Node(
+        BUILT_IN_PROFILES[_PROFILE],
+        _DEVICE_MEMORY,
+        encoding=encoding,
+        step_compute_seconds=_STEP_SECONDS,
+    )
+    found = size_up(shape, node, load)
+    host = host_memory_of(found, streamed_count=0, prefix_count=100)
+    cells = (
+        shape.name,
+        f"{load.token_count:,}",
+        encoding.value,
+        str(found.resident_count),
+        str(found.streamed_count),
+        seconds_text(found.lone_step_seconds),
+        seconds_text(found.step_seconds),
+        format_size(found.host_request_bytes),
+        f"{load.cached_tokens:,} tokens, {format_size(found.prefix_bytes)}",
+        _restore_words(found.restore),
+        format_size(host),
+    )
+    return f"| {' | '.join(cells)} |"
