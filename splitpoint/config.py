@@ -345,6 +345,13 @@ def add_service_arguments(parser: argparse.ArgumentParser) -> None:
         help="verify peers: demand a certificate of it from clients, and speak TLS to the ports "
         "of other services",
     )
+    security.add_argument(
+        "--tls-server-name",
+        default="",
+        metavar="NAME",
+        help="the name that other services' certificates carry, where it is not the host by which "
+        "they are reached",
+    )
     security.add_argument("--tokens", metavar="FILE", help="TOML of who may call, mode 0600")
     security.add_argument(
         "--token-file", metavar="PATH", help="the token shown to other services, mode 0600"

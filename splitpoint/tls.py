@@ -57,6 +57,7 @@ def read_identity(
     authorities: str | Path | None = None,
     token: str = "",
     token_file: str | Path | None = None,
+    server_name: str = "",
 ) -> Identity:
     """The identity in these files; what is absent stays empty.
 
@@ -86,7 +87,7 @@ def read_identity(
         from splitpoint import certificates
 
         certificates.check_authorities(authorities, authorities_pem)
-    return Identity(certificate_pem, key_pem, authorities_pem, token)
+    return Identity(certificate_pem, key_pem, authorities_pem, token, server_name)
 
 
 def identity_of(arguments: argparse.Namespace) -> Identity:
@@ -96,6 +97,7 @@ def identity_of(arguments: argparse.Namespace) -> Identity:
         key=arguments.tls_key,
         authorities=arguments.tls_ca,
         token_file=arguments.token_file,
+        server_name=arguments.tls_server_name,
     )
 
 
@@ -111,7 +113,7 @@ def client_identity(
     """A client's identity: what is given, else what the environment says.
 
     SPLITPOINT_TOKEN, SPLITPOINT_TOKEN_FILE, SPLITPOINT_CA, SPLITPOINT_CERT,
-    SPLITPOINT_KEY. Raises what `read_identity` raises.
+    SPLITPOINT_KEY, SPLITPOINT_SERVER_NAME. Raises what `read_identity` raises.
     """
 
     def given(value: str | Path | None, name: str) -> str | Path | None:
@@ -126,6 +128,7 @@ def client_identity(
         authorities=given(ca, "SPLITPOINT_CA"),
         token=token or "",
         token_file=token_file,
+        server_name=environment.get("SPLITPOINT_SERVER_NAME", ""),
     )
 
 

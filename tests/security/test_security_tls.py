@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -26,6 +27,7 @@ from splitpoint.tls import (
     PLAIN,
     Identity,
     client_identity,
+    identity_of,
     read_identity,
     trusting_own_server,
 )
@@ -133,6 +135,21 @@ async def test_the_name_in_the_certificate_must_be_the_hosts(folder: Path) -> No
     async with serving(identity(folder / "good", "server"), address="127.0.0.2:0") as address:
         with pytest.raises(Unavailable, match="not for the host that was called"):
             await ask(address, good)
+
+
+async def test_a_name_can_be_expected_in_place_of_the_hosts(folder: Path) -> None:
+    """As services say it that reach each other by addresses of the day."""
+    good = folder / "good"
+    arguments = argparse.ArgumentParser()
+    config.add_service_arguments(arguments)
+    files = ["--tls-cert", str(good / "client.pem"), "--tls-key", str(good / "client-key.pem")]
+    given = ["--listen", "127.0.0.1:0", *files, "--tls-ca", str(good / "ca.pem")]
+    named = identity_of(arguments.parse_args([*given, "--tls-server-name", "gpu.example.org"]))
+    other = identity_of(arguments.parse_args([*given, "--tls-server-name", "not.example.org"]))
+    async with serving(identity(good, "server"), address="127.0.0.2:0") as address:
+        assert await ask(address, named) == ""
+        with pytest.raises(Unavailable, match="not for the host that was called"):
+            await ask(address, other)
 
 
 async def test_a_client_of_tls_at_a_plain_server_is_told(folder: Path) -> None:
@@ -258,6 +275,8 @@ def test_the_environment_of_clients(folder: Path, tmp_path: Path) -> None:
     assert client_identity(token="given", environment=environment).token == "given"
     assert client_identity(token_file=file, environment=environment).token == "fromfile"
     assert client_identity(environment={}) == PLAIN
+    environment["SPLITPOINT_SERVER_NAME"] = "splitpoint.internal"
+    assert client_identity(environment=environment).server_name == "splitpoint.internal"
 
 
 # -- where services listen --------------------------------------------------------------
