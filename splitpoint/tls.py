@@ -12,7 +12,7 @@ import argparse
 import os
 import ssl
 import stat
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -169,12 +169,24 @@ def read_private(path: str | Path, what: str, *, field: str = "") -> bytes:
         raise InvalidArgument(f"{what} {path} is not a file", field=field)
     with os.fdopen(descriptor, "rb") as file:
         mode = stat.S_IMODE(found.st_mode)
-        if found.st_uid != os.getuid() or mode & 0o177:
+        own_groups = {os.getegid(), *os.getgroups()}
+        if not is_private(found, user=os.getuid(), groups=own_groups):
             raise PermissionDenied(
-                f"{what} {path} is open to others (mode {mode:04o}): "
-                "it must belong to this user, with mode 0600 or 0400"
+                f"{what} {path} is open to others (mode {mode:04o}): it must belong to this user, "
+                "with mode 0600 or 0400, or to root and this user's group, with 0640 or 0440"
             )
         return file.read()
+
+
+def is_private(found: os.stat_result, *, user: int, groups: Collection[int]) -> bool:
+    """Whether only this user, or root, can read or write a file.
+
+    Secrets that root hands to a service are its group's (Kubernetes mounts them so).
+    """
+    mode = stat.S_IMODE(found.st_mode)
+    if found.st_uid == user:
+        return not mode & 0o177
+    return found.st_uid == 0 and found.st_gid in groups and not mode & 0o137
 
 
 # What gRPC says when a secured connection does not come about, and what it means.

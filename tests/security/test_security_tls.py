@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -28,6 +30,7 @@ from splitpoint.tls import (
     Identity,
     client_identity,
     identity_of,
+    is_private,
     read_identity,
     trusting_own_server,
 )
@@ -226,6 +229,26 @@ def test_keys_and_token_files_open_to_others_are_refused(
         read_identity(token_file=token)
     token.chmod(0o400)
     assert read_identity(token_file=token).token == "abc"
+
+
+@pytest.mark.parametrize(
+    ("mode", "owner", "group", "is_fine"),
+    [
+        (0o600, 1000, 1000, True),
+        (0o400, 1000, 5, True),
+        (0o440, 1000, 1000, False),  # the user's own file wants no group
+        (0o440, 0, 1000, True),
+        (0o640, 0, 1001, True),
+        (0o440, 0, 5, False),  # root's, but for another group
+        (0o660, 0, 1000, False),  # others of the group could change it
+        (0o644, 0, 1000, False),
+        (0o600, 1001, 1000, False),
+        (0o440, 1001, 1000, False),
+    ],
+)
+def test_who_may_hold_a_secret(mode: int, owner: int, group: int, is_fine: bool) -> None:
+    found = os.stat_result((stat.S_IFREG | mode, 1, 1, 1, owner, group, 9, 0, 0, 0))
+    assert is_private(found, user=1000, groups={1000, 1001}) is is_fine
 
 
 def test_files_that_are_not_what_they_should_be(folder: Path, tmp_path: Path) -> None:
