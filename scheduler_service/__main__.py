@@ -27,8 +27,6 @@ from splitpoint.config import (
     watch_parent,
 )
 from splitpoint.errors import InvalidArgument, PermissionDenied, SplitpointError
-from splitpoint.meters import Meters
-from splitpoint.metrics import Service
 from splitpoint.metrics_server import add_metrics_arguments, metrics_served
 from splitpoint.planner import Objective, Residency
 from splitpoint.redis_options import add_redis_arguments, redis_options
@@ -185,7 +183,7 @@ async def _serve(arguments: argparse.Namespace) -> int:
     if arguments.parent_fd is not None:
         watch_parent(arguments.parent_fd, stop)
     scheduler = Scheduler(_options(arguments))
-    async with metrics_served(arguments, Meters(Service.SCHEDULER)):
+    async with metrics_served(arguments, scheduler.meters):
         address = await scheduler.start(arguments.listen)
         try:
             announce_ready(address)

@@ -178,6 +178,19 @@ class Admission:
     def ledger(self, worker_id: str) -> Ledger | None:
         return self._ledgers.get(worker_id)
 
+    def ledgers(self) -> list[Ledger]:
+        return list(self._ledgers.values())
+
+    @property
+    def running_count(self) -> int:
+        """Requests that are charged anywhere."""
+        return sum(ledger.running_count for ledger in self._ledgers.values())
+
+    def promised_slots(self, store_address: str) -> int:
+        """Slots of a store that streamed requests may still fill."""
+        slots = self._slots.get(store_address)
+        return slots.promised_count if slots is not None else 0
+
     # -- requests -----------------------------------------------------------------
 
     def submit(self, ticket: Ticket) -> Queued | Rejected:

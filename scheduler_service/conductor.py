@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from scheduler_service.accounts import ABANDONED_REASON, Accounts
 from scheduler_service.admission import Admission, Admitted, Rejected, Ticket
 from scheduler_service.answers import completion, rejection
 from scheduler_service.dispatch import Accepted, Duplicate, Gap, take
@@ -64,6 +65,7 @@ class Conductor:
         registry: Registry,
         find_prefixes: Callable[[bytes, Sequence[int]], Awaitable[Prefixes]],
         limits: Limits,
+        accounts: Accounts,
         *,
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
@@ -79,10 +81,7 @@ class Conductor:
         self.requests = RequestTable(limits)
         self.is_draining = False
         self._an_end = asyncio.Event()
-        # Step messages that were not taken: of an attempt that no longer counts,
-        # or with tokens that had been delivered.
-        self.late_results = 0
-        self.duplicate_results = 0
+        self.accounts = accounts
         self._find_prefixes = find_prefixes
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
@@ -167,7 +166,7 @@ class Conductor:
                 retry_seconds=limits.retry_seconds,
                 restore_method=request.input.restore_method,
             )
-            self._fail(request, error)
+            self._reject(request, error)
             return
         self._waiting[request.arrival] = request
         self._place_waiting()
@@ -241,8 +240,11 @@ class Conductor:
             return
         plan = planned.plan if isinstance(planned, Fetch) else planned
         placement.plan = plan
+        waited = None
         if request.times.dispatched is None:
             request.times.dispatched = self._clock()
+            waited = request.times.dispatched - request.times.arrived
+        self.accounts.placed(plan, waited)
         command = worker_pb2.AdmitCommand(
             request_id=request.request_id,
             attempt=placement.attempt,
@@ -319,7 +321,7 @@ class Conductor:
         for result in response.tokens:
             placement = self._placements.get((result.request_id, result.attempt))
             if placement is None or placement.request.has_ended:
-                self.late_results += 1
+                self.accounts.came_late()
                 continue
             with self._containing(placement.request):
                 self._on_tokens(placement, result)
@@ -336,10 +338,11 @@ class Conductor:
         verdict = take(result.first_index, len(result.token_ids), len(request.transcript))
         match verdict:
             case Duplicate():
-                self.duplicate_results += 1
+                self.accounts.came_twice()
             case Accepted(offset):
-                if request.times.first_token is None:
-                    request.times.first_token = self._clock()
+                now = self._clock()
+                self.accounts.tokens_came(request.times, len(result.token_ids) - offset, now)
+                request.times.tokens_came(now)
                 request.transcript.append(result.token_ids[offset:], result.logprobs[offset:])
                 request.produced()
             case Gap(expected, first):
@@ -404,6 +407,8 @@ class Conductor:
             )
             self._fail(request, cause or quarantine)
             return
+        if is_loss and placement.plan is not None:
+            self.accounts.failed_over()
         request.times.peeked = None
         self._waiting[request.arrival] = request
         self.admission.resubmit(self._ticket(request, Prefixes()))
@@ -433,13 +438,23 @@ class Conductor:
             now=now,
         )
         request.complete(message, now)
+        self.accounts.completed(message)
         self._ended(request)
+
+    def _reject(self, request: Request, error: SplitpointError) -> None:
+        """It was looked up, and is turned away."""
+        self.accounts.rejected(error)
+        self._end_without(request, error)
 
     def _fail(self, request: Request, error: SplitpointError) -> None:
         if not request.has_ended:
-            _log.info("%s failed: %s", request.request_id, error.reason)
-            request.fail(error, self._clock())
-            self._ended(request)
+            self.accounts.failed(error)
+            self._end_without(request, error)
+
+    def _end_without(self, request: Request, error: SplitpointError) -> None:
+        _log.info("%s failed: %s", request.request_id, error.reason)
+        request.fail(error, self._clock())
+        self._ended(request)
 
     def _ended(self, request: Request) -> None:
         self.requests.ended(request)
@@ -459,7 +474,7 @@ class Conductor:
 
     def on_abandoned(self, request: Request) -> None:
         """Nobody reads it any more."""
-        self._fail(request, Unavailable("every reader left", reason="ABANDONED"))
+        self._fail(request, Unavailable("every reader left", reason=ABANDONED_REASON))
         self._withdraw(request)
         self._place_waiting()
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from scheduler_service.dispatch import RunStream
 from scheduler_service.footprint import WorkerFacts
+from scheduler_service.losses import LossBook
 from scheduler_service.peek import StorePeeker
 from scheduler_service.prefixes import PlacedWorker
 from splitpoint import rpc
@@ -34,7 +36,7 @@ from splitpoint.directory_entries import ModelName, WorkerEntry
 from splitpoint.errors import FailedPrecondition, SplitpointError
 from splitpoint.shapes import ModelShape
 from splitpoint.tls import PLAIN, Identity
-from splitpoint.v1 import worker_pb2, worker_pb2_grpc
+from splitpoint.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 
 _log = logging.getLogger(__name__)
 
@@ -86,11 +88,17 @@ class WorkerConnection:
         self.worker_id = ""
         self.ready: ReadyWorker | None = None
         self.is_draining = False
+        # The latest that came. None: none yet, or it is lost.
+        self.telemetry: types_pb2.Telemetry | None = None
         # Why it is not ready.
         self.message = "connecting"
         self._model = model
         self._peeker = peeker
         self._advertised_store = b""
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.ready is not None and not self.is_draining
 
     def learn_store(self, instance_id: bytes) -> None:
         """What the worker advertises as its store's instance; empty: it does not know."""
@@ -124,7 +132,7 @@ class WorkerConnection:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         stream = RunStream(stub)
         health = asyncio.create_task(self._watch_health(channel, registry))
-        was_ready = False
+        was_ready = has_ended = False
         try:
             info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=_INFO_SECONDS)
             facts = await self._facts_of(info)
@@ -142,17 +150,20 @@ class WorkerConnection:
                     registry.listener.on_worker_draining(self)
 
             def stepped(response: worker_pb2.RunResponse) -> None:
-                self._take_profile(response)
+                self._take_news(response)
                 registry.listener.on_step(self, response)
 
             await stream.serve(opened, stepped)
+            has_ended = True
             self._note("the worker ended its stream")
         except grpc.RpcError as error:
             self._note(rpc.error_of(error).message)
         finally:
             health.cancel()
             if self.ready is not None:
-                self.ready = None
+                self.ready = self.telemetry = None
+                if not (has_ended or self.is_draining):
+                    registry.note_loss(self.worker_id)
                 registry.listener.on_worker_lost(self)
         return was_ready
 
@@ -211,8 +222,10 @@ class WorkerConnection:
         finally:
             call.cancel()
 
-    def _take_profile(self, response: worker_pb2.RunResponse) -> None:
-        """The worker measured itself anew."""
+    def _take_news(self, response: worker_pb2.RunResponse) -> None:
+        """What the worker says of itself: counts, and costs that it measured anew."""
+        if response.HasField("telemetry"):
+            self.telemetry = response.telemetry
         if self.ready is not None and response.HasField("profile"):
             facts = replace(self.ready.facts, profile=profile_from_proto(response.profile))
             self.ready = replace(self.ready, facts=facts)
@@ -232,7 +245,9 @@ class Registry:
         model: ModelShape,
         peeker: StorePeeker,
         identity: Identity = PLAIN,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.losses = LossBook(clock)
         self.connections = [
             WorkerConnection(address, model, peeker, identity) for address in addresses
         ]
@@ -312,11 +327,15 @@ class Registry:
 
     def ready(self) -> list[WorkerConnection]:
         """Those that take new requests."""
-        return [c for c in self.connections if c.ready is not None and not c.is_draining]
+        return [c for c in self.connections if c.takes_requests]
 
     def find(self, worker_id: str) -> WorkerConnection | None:
         """By name, ready or not."""
         return next((c for c in self.connections if c.worker_id == worker_id), None)
+
+    def note_loss(self, worker_id: str) -> None:
+        """Its stream broke, and no drain had announced that."""
+        self.losses.note(worker_id, {connection.worker_id for connection in self.connections})
 
     @property
     def all_names_known(self) -> bool:

@@ -41,10 +41,16 @@ class Times:
     arrived: float
     dispatched: float | None = None
     first_token: float | None = None
+    # Of a reader that keeps up: a pause that it caused is no gap between tokens.
+    last_token: float | None = None
     # When the store was last asked for its prefix.
     peeked: float | None = None
     # Since when it waits without any worker that could run it.
     unplaceable: float | None = None
+
+    def tokens_came(self, now: float) -> None:
+        self.first_token = now if self.first_token is None else self.first_token
+        self.last_token = now
 
 
 # Characters of a client's id that stay readable in the name of a tenant's request;
@@ -154,6 +160,7 @@ class Request:
         paused = lag > limit and not self.has_ended
         if paused != self.is_paused:
             self.is_paused = paused
+            self.times.last_token = None
             self._owner.on_pause(self, paused)
 
 

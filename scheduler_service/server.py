@@ -8,14 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from google.protobuf.duration_pb2 import Duration
 
 from scheduler_service.conductor import Conductor
 from scheduler_service.fetch_plan import FetchSource
@@ -36,7 +34,6 @@ from splitpoint.convert import (
     encoding_to_proto,
     objective_from_proto,
     plan_to_proto,
-    profile_to_proto,
     shape_to_proto,
 )
 from splitpoint.errors import (
@@ -55,7 +52,6 @@ from splitpoint.v1 import scheduler_pb2_grpc
 _log = logging.getLogger(__name__)
 
 INFERENCE_SERVICE = "splitpoint.v1.InferenceService"
-ADMIN_SERVICE = "splitpoint.v1.AdminService"
 
 # Larger requests are checked and tokenized beside the event loop.
 _SMALL_REQUEST_BYTES = 16 * 1024
@@ -89,10 +85,14 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
         self._open_calls = 0
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
-        _check_deadline(context)
-        with self._counted():
-            checked = await self._validated(request)
-            live = self._conductor.start(checked)
+        with ExitStack() as call:
+            try:
+                _check_deadline(context)
+                call.enter_context(self._counted())
+                live = self._conductor.start(await self._validated(request))
+            except Exception as error:
+                self._conductor.accounts.rejected(error)
+                raise
             await self._deliver(live, context)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
@@ -246,65 +246,7 @@ def _smallest(workers: Iterable[WorkerFacts]) -> Encoding:
     return max((worker.encoding for worker in workers), key=order.index, default=Encoding.NATIVE)
 
 
-class AdminServicer(scheduler_pb2_grpc.AdminServiceServicer):
-    """What operators call; changes nothing."""
-
-    def __init__(self, conductor: Conductor, clock: Callable[[], float] = time.monotonic) -> None:
-        self._conductor = conductor
-        self._clock = clock
-
-    async def ListWorkers(
-        self, request: pb.ListWorkersRequest, context: Context
-    ) -> pb.ListWorkersResponse:
-        response = pb.ListWorkersResponse()
-        for worker in self._conductor.registry.connections:
-            entry = response.workers.add(
-                worker_id=worker.worker_id,
-                address=worker.address,
-                ready=worker.ready is not None and not worker.is_draining,
-                draining=worker.is_draining,
-                message="draining" if worker.is_draining else worker.message,
-            )
-            if worker.ready is not None:
-                entry.device = worker.ready.info.device
-                entry.schedule = worker.ready.info.schedule
-                entry.emulated_link_bytes_per_second = (
-                    worker.ready.info.emulated_link_bytes_per_second
-                )
-                entry.weights = worker.ready.info.weights
-                entry.cache_capacity_bytes = worker.ready.facts.cache_capacity_bytes
-                entry.kvstore_address = worker.ready.facts.kvstore_address
-                entry.profile.CopyFrom(profile_to_proto(worker.ready.facts.profile))
-            ledger = self._conductor.admission.ledger(worker.worker_id)
-            if ledger is not None:
-                entry.cache_charged_bytes = ledger.charged_bytes
-                entry.running_count = ledger.running_count
-        return response
-
-    async def GetQueue(self, request: pb.GetQueueRequest, context: Context) -> pb.GetQueueResponse:
-        admission = self._conductor.admission
-        response = pb.GetQueueResponse(capacity=admission.queue_capacity)
-        now = self._clock()
-        for position, ticket in enumerate(admission.queue()):
-            waiting = self._conductor.waiting_request(ticket)
-            response.requests.add(
-                request_id=waiting.input.request_id,
-                tenant=waiting.input.tenant,
-                position=position,
-                footprint_bytes=admission.footprint_bytes(ticket),
-                waited_duration=_duration(now - waiting.times.arrived),
-                reason=admission.reason_to_wait(ticket),
-            )
-        return response
-
-
 def _check_deadline(context: Context) -> None:
     remaining = context.time_remaining()
     if remaining is not None and remaining <= 0:
         raise DeadlineExceeded("the deadline had passed when the call arrived")
-
-
-def _duration(seconds: float) -> Duration:
-    duration = Duration()
-    duration.FromNanoseconds(max(0, int(seconds * 1e9)))
-    return duration

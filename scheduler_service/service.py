@@ -8,22 +8,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from scheduler_service.accounts import Accounts
+from scheduler_service.admin import ADMIN_SERVICE, AdminServicer
 from scheduler_service.conductor import Conductor
 from scheduler_service.limits import Limits
+from scheduler_service.metrics import Distributions, readings
 from scheduler_service.peek import StorePeeker
 from scheduler_service.prefix_catalog import JoinedCatalogs, PrefixCatalog
 from scheduler_service.prefixes import Prefixes, find_prefixes
 from scheduler_service.registry import Registry
-from scheduler_service.server import (
-    ADMIN_SERVICE,
-    INFERENCE_SERVICE,
-    AdminServicer,
-    InferenceServicer,
-    ServedModel,
-)
+from scheduler_service.server import INFERENCE_SERVICE, InferenceServicer, ServedModel
 from splitpoint import rpc
 from splitpoint.access import Access
 from splitpoint.config import log_failure
+from splitpoint.meters import Meters
+from splitpoint.metrics import Service
 from splitpoint.planner import Objective, Residency
 from splitpoint.redis_options import RedisOptions
 from splitpoint.tls import PLAIN, Identity
@@ -74,17 +73,19 @@ class Scheduler:
         self._readiness_changed = asyncio.Event()
         self._peeker = StorePeeker(options.limits.peek_seconds, options.identity)
         self.registry = Registry(
-            options.worker_addresses, options.model.shape, self._peeker, options.identity
+            options.worker_addresses, options.model.shape, self._peeker, options.identity, clock
         )
         self._link: RedisLink | None = None
         self._directory: Directory | None = None
         self._catalog: PrefixCatalog = self._peeker
         if options.redis is not None:
             self._use_redis(options.redis)
+        self.meters = Meters(Service.SCHEDULER)
         self.conductor = Conductor(
             self.registry,
             self._find_prefixes,
             options.limits,
+            Accounts(clock(), Distributions(self.meters).observe),
             tokenizer=options.model.tokenizer,
             eos_token_ids=options.eos_token_ids,
             server_key=options.server_key,
@@ -93,6 +94,7 @@ class Scheduler:
             clock=clock,
             on_readiness=self._readiness_changed.set,
         )
+        self.meters.read(lambda: readings(self.conductor, self._link))
         calls = options.limits.concurrent_calls + _SPARE_CALLS
         # A gateway may bring all its clients over one connection. Beyond the
         # stream limit gRPC neither queues nor explains: it resets streams
@@ -106,7 +108,7 @@ class Scheduler:
             InferenceServicer(options.model, self.conductor), self.server
         )
         scheduler_pb2_grpc.add_AdminServiceServicer_to_server(
-            AdminServicer(self.conductor, clock), self.server
+            AdminServicer(self.conductor, clock, self._link), self.server
         )
         self.health = rpc.HealthReporter(self.server)
         if options.reflection:

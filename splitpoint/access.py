@@ -72,6 +72,7 @@ ROLES: dict[str, frozenset[Role]] = {
     "/splitpoint.v1.InferenceService/ExplainPlan": _CLIENTS,
     "/splitpoint.v1.AdminService/ListWorkers": _ADMINS,
     "/splitpoint.v1.AdminService/GetQueue": _ADMINS,
+    "/splitpoint.v1.AdminService/GetSchedulerStatus": _ADMINS,
     "/splitpoint.v1.WorkerService/GetInfo": _OBSERVERS,
     "/splitpoint.v1.WorkerService/Profile": _OBSERVERS,
     "/splitpoint.v1.WorkerService/Run": _SERVICES,

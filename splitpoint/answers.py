@@ -17,6 +17,7 @@ from splitpoint.errors import Internal
 from splitpoint.planner import Plan
 from splitpoint.schedule import Schedule
 from splitpoint.shapes import Encoding, ModelShape
+from splitpoint.telemetry import Telemetry, telemetry_from_proto
 from splitpoint.v1 import scheduler_pb2, types_pb2
 
 
@@ -233,7 +234,9 @@ class Worker:
     """One worker as the scheduler sees it. Bytes of device memory for caches.
 
     `emulated_link_bytes_per_second`: None: its link is what it is. `weights`: which are
-    on the host, and why; empty: none.
+    on the host, and why; empty: none. `telemetry`: the latest; None: none yet, or it is
+    lost. `kappa_crit`: cached over new tokens above which its link is the limit; None:
+    not known.
     """
 
     id: str
@@ -250,6 +253,11 @@ class Worker:
     schedule: Schedule = Schedule.SERIAL
     emulated_link_bytes_per_second: float | None = None
     weights: str = ""
+    telemetry: Telemetry | None = None
+    # Times its stream broke, no drain announcing it, and how long ago it last did.
+    loss_count: int = 0
+    last_lost_seconds_ago: float | None = None
+    kappa_crit: float | None = None
 
 
 def workers(message: scheduler_pb2.ListWorkersResponse) -> tuple[Worker, ...]:
@@ -272,6 +280,14 @@ def workers(message: scheduler_pb2.ListWorkersResponse) -> tuple[Worker, ...]:
             schedule=convert.schedule_from_proto(entry.schedule),
             emulated_link_bytes_per_second=entry.emulated_link_bytes_per_second or None,
             weights=entry.weights,
+            telemetry=telemetry_from_proto(entry.telemetry)
+            if entry.HasField("telemetry")
+            else None,
+            loss_count=entry.loss_count,
+            last_lost_seconds_ago=entry.last_lost_seconds_ago
+            if entry.HasField("last_lost_seconds_ago")
+            else None,
+            kappa_crit=entry.kappa_crit or None,
         )
         for entry in message.workers
     )

@@ -45,6 +45,7 @@ from splitpoint.answers import (
 from splitpoint.config import check_address, default_address
 from splitpoint.errors import DeadlineExceeded, Internal, InvalidArgument, Unavailable
 from splitpoint.planner import Objective, Residency, RestoreMethod
+from splitpoint.telemetry import SchedulerStatus, scheduler_status
 from splitpoint.tls import Identity, client_identity
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import scheduler_pb2_grpc, types_pb2
@@ -160,6 +161,7 @@ _LIST_MODELS = _Method("inference", "ListModels", answers.models)
 _EXPLAIN_PLAN = _Method("inference", "ExplainPlan", answers.worker_plans)
 _LIST_WORKERS = _Method("admin", "ListWorkers", answers.workers)
 _GET_QUEUE = _Method("admin", "GetQueue", answers.queue)
+_SCHEDULER_STATUS = _Method("admin", "GetSchedulerStatus", scheduler_status)
 _HEALTH = _Method("health", "Check", answers.is_serving)
 
 
@@ -361,6 +363,10 @@ class Client:
     def get_queue(self) -> Queue:
         return self._call(_GET_QUEUE, pb.GetQueueRequest())
 
+    def scheduler_status(self) -> SchedulerStatus:
+        """Counters since the scheduler started: two readings give rates."""
+        return self._call(_SCHEDULER_STATUS, pb.GetSchedulerStatusRequest())
+
     def health(self, service: str = INFERENCE_SERVICE) -> bool:
         """Whether the service says it is serving; "" asks for mere liveness."""
         return self._call(_HEALTH, health_pb2.HealthCheckRequest(service=service))
@@ -481,6 +487,10 @@ class AsyncClient:
 
     async def get_queue(self) -> Queue:
         return await self._call(_GET_QUEUE, pb.GetQueueRequest())
+
+    async def scheduler_status(self) -> SchedulerStatus:
+        """As Client.scheduler_status."""
+        return await self._call(_SCHEDULER_STATUS, pb.GetSchedulerStatusRequest())
 
     async def health(self, service: str = INFERENCE_SERVICE) -> bool:
         """As Client.health."""

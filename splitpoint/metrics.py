@@ -411,7 +411,11 @@ TTFT_SECONDS = _histogram(
     _SCHEDULER, "ttft_seconds", "Arrival to first token, queueing included.", TTFT_BUCKETS
 )
 ITL_SECONDS = _histogram(
-    _SCHEDULER, "itl_seconds", "Gaps between a request's tokens as workers send them.", ITL_BUCKETS
+    _SCHEDULER,
+    "itl_seconds",
+    "Gaps between a request's tokens as workers send them. Tokens that come together count once; "
+    "pauses that a slow reader caused do not.",
+    ITL_BUCKETS,
 )
 QUEUE_SECONDS = _histogram(
     _SCHEDULER, "queue_seconds", "Arrival to placement on a worker.", TTFT_BUCKETS
@@ -464,7 +468,7 @@ LEDGER_BYTES = _gauge(
 LEDGER_SLOTS = _gauge(
     _SCHEDULER,
     "ledger_slots",
-    "Slots of a store promised to streamed requests, and how many it has.",
+    "Slots of a store: charged to streamed requests, and capacity.",
     *("store", "kind"),
 )
 

@@ -160,6 +160,10 @@ class ModelShape:
         """B_kv = 2 * L * d_kv * p."""
         return self.layer_count * self.kv_bytes_per_token_layer
 
+    def stored_kv_bytes_per_token(self, encoding: Encoding) -> int:
+        """B_kv of a store of this encoding."""
+        return self.layer_count * self.stored_kv_bytes_per_token_layer(encoding)
+
     @property
     def activation_bytes_per_token(self) -> int:
         return self.layer_count * self.activation_bytes_per_token_layer
@@ -229,6 +233,13 @@ class ModelShape:
         """K and V of one token from X: 4 * h * d_kv (KVPR Eq. 8, general form)."""
         return 4 * self.hidden_size * self.kv_width
 
+    @property
+    def prefill_flops_per_token(self) -> int:
+        """F_pf = 2 * N_active, without attention: the embedding is a look-up, and logits
+        are computed once per prefill."""
+        embedding = self.vocabulary_size * self.hidden_size
+        return 2 * (self.parameter_count - embedding * (1 if self.tied_embeddings else 2))
+
     def prefill_flops(self, new_tokens: int, cached_tokens: int = 0) -> int:
         """2 * N_active per new token, plus attention over everything before it.
 
@@ -236,10 +247,9 @@ class ModelShape:
         average, 4 * n_q * d FLOP each (scores and values).
         """
         embedding = self.vocabulary_size * self.hidden_size
-        active = self.parameter_count - embedding * (1 if self.tied_embeddings else 2)
         context = cached_tokens + (new_tokens + 1) / 2
         attention = 4 * self.query_width * self.layer_count * context
-        return int(new_tokens * (2 * active + attention)) + 2 * embedding
+        return int(new_tokens * (self.prefill_flops_per_token + attention)) + 2 * embedding
 
     def fill_flops(self, new_tokens: int, cached_tokens: int = 0) -> int:
         """K and V of new tokens in every layer from their ids: what comes back by recompute.

@@ -152,8 +152,18 @@ class FakeScheduler(
                     schedule=types_pb2.SCHEDULE_PIPELINED,
                     emulated_link_bytes_per_second=184e6,
                     weights="[3 of 4] layers on the host",
+                    telemetry=types_pb2.Telemetry(
+                        uptime_seconds=9.5, link_in_bytes=1 << 20, split_tokens=0, power_watts=70.5
+                    ),
+                    kappa_crit=1.5,
                 ),
-                pb.WorkerStatus(worker_id="1", ready=ready, message="" if ready else "loading"),
+                pb.WorkerStatus(
+                    worker_id="1",
+                    ready=ready,
+                    message="" if ready else "loading",
+                    loss_count=2,
+                    last_lost_seconds_ago=7.5,
+                ),
             ]
         )
 
@@ -161,6 +171,17 @@ class FakeScheduler(
         waiting = pb.QueuedRequest(request_id="r", footprint_bytes=2048, reason="memory is full")
         waiting.waited_duration.FromMilliseconds(1500)
         return pb.GetQueueResponse(requests=[waiting], capacity=8)
+
+    async def GetSchedulerStatus(
+        self, request: pb.GetSchedulerStatusRequest, context: Any
+    ) -> pb.GetSchedulerStatusResponse:
+        return pb.GetSchedulerStatusResponse(
+            uptime_seconds=60,
+            completed_count=5,
+            ttft_count=5,
+            ttft_seconds_sum=1.25,
+            redis=types_pb2.RedisStatus(address="unix:///r", is_up=True),
+        )
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from splitpoint import errors
 from splitpoint.answers import Completion, FinishReason, Tokens
 from splitpoint.client import AsyncClient, Client, generate_request
 from splitpoint.planner import Objective, Residency
+from splitpoint.telemetry import RedisStatus
 from splitpoint.v1 import types_pb2
 
 
@@ -58,6 +59,7 @@ async def test_async_stream_and_complete(script: Script) -> None:
         assert (await client.explain_plan(2, 1))[0].plan is not None
         assert [worker.id for worker in await client.list_workers()] == ["0", "1"]
         assert (await client.get_queue()).requests[0].waited_seconds == 1.5
+        assert (await client.scheduler_status()).completed_count == 5
         assert await client.health()
     assert isinstance(events[-1], Completion)
     assert whole.token_ids == (97, 98)
@@ -85,8 +87,24 @@ def test_unary_calls(script: Script) -> None:
         assert plans[1].rejection == "never fits"
         assert [worker.ready for worker in client.list_workers()] == [True, True]
         assert client.get_queue().capacity == 8
+        _check_what_is_counted(client)
         with pytest.raises(errors.NotFound):
             client.health("no.such.Service")
+
+
+def _check_what_is_counted(client: Client) -> None:
+    status = client.scheduler_status()
+    assert (status.uptime_seconds, status.ttft_count, status.ttft_seconds_sum) == (60, 5, 1.25)
+    assert status.redis == RedisStatus("unix:///r", is_up=True)
+    first, second = client.list_workers()
+    assert first.telemetry is not None
+    assert first.telemetry.link_in_bytes == 1 << 20
+    # Zero is an answer, absence is none.
+    assert (first.telemetry.split_tokens, first.telemetry.energy_joules) == (0, None)
+    assert (first.telemetry.power_watts, first.kappa_crit) == (70.5, 1.5)
+    assert (first.loss_count, first.last_lost_seconds_ago) == (0, None)
+    assert (second.telemetry, second.kappa_crit) == (None, None)
+    assert (second.loss_count, second.last_lost_seconds_ago) == (2, 7.5)
 
 
 def test_errors_come_back_whole(script: Script) -> None:

@@ -217,8 +217,8 @@ async def test_late_repeated_and_partly_repeated_messages_are_dropped() -> None:
     async with stack(worker) as running:
         result = await running.generate(ids_request(PROMPT, 30, request_id="r"))
         assert result.token_ids == answer(PROMPT, 30)
-        assert running.conductor.duplicate_results > 0
-        assert running.conductor.late_results > 0
+        assert running.conductor.accounts.duplicate_count > 0
+        assert running.conductor.accounts.late_count > 0
 
 
 async def test_a_gap_is_not_delivered(caplog: pytest.LogCaptureFixture) -> None:

@@ -27,6 +27,7 @@ METHODS = {
     ),
     "AdminService/ListWorkers": scheduler_pb2.ListWorkersRequest(),
     "AdminService/GetQueue": scheduler_pb2.GetQueueRequest(),
+    "AdminService/GetSchedulerStatus": scheduler_pb2.GetSchedulerStatusRequest(),
 }
 
 
