@@ -17,7 +17,7 @@ PROTOS := $(wildcard proto/splitpoint/v1/*.proto)
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test chaos check proto bench bench-store bench-restore bench-offload gpu up down clean
+.PHONY: help setup demo test chaos check proto bench bench-store bench-restore bench-offload chart gpu up down clean
 # Targets build on each other; the tests spread over the cores by themselves.
 .NOTPARALLEL:
 
@@ -76,6 +76,9 @@ bench-restore: proto  ## A cached prefix brought back in every way, over an emul
 
 bench-offload: proto  ## Decoding with the cache on the host, over an emulated link
 	$(BIN)/splitpoint bench offload --link-rate 184MB $(ARGS)
+
+chart: proto  ## Render the Helm chart for the tests (wants helm, or Go; see the tool)
+	$(BIN)/python -m tools.render_chart
 
 gpu:  ## CUDA tests, restores and decoding on a GPU, within ten minutes
 	$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)

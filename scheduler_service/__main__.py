@@ -44,13 +44,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0 after a stop that was asked for, 2 for wrong arguments."""
     setup_logging("scheduler")
     try:
-        return asyncio.run(_serve(_parse(arguments)))
+        return asyncio.run(_serve(parse_arguments(arguments)))
     except SplitpointError as error:
         _log.error("%s", error.message)
         return 2 if isinstance(error, InvalidArgument | PermissionDenied) else 1
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     defaults = Limits()
     parser = argparse.ArgumentParser(prog="scheduler_service", description=__doc__)
     add_service_arguments(parser)

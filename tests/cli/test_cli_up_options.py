@@ -13,7 +13,7 @@ from kvstore_service.__main__ import layout_of
 from kvstore_service.__main__ import parse_arguments as parse_store
 from kvstore_service.admission import ADMISSIONS
 from kvstore_service.eviction import POLICIES
-from scheduler_service.__main__ import _parse as parse_scheduler
+from scheduler_service.__main__ import parse_arguments as parse_scheduler
 from splitpoint.config import remove_tree, runtime_directory
 from splitpoint.errors import InvalidArgument, PermissionDenied, SplitpointError
 from splitpoint.huge_pages import WISHES

@@ -1,0 +1,202 @@
+"""The chart's manifests: valid for Kubernetes, and what the services understand.
+
+They were rendered by tools/render_chart.py, since neither helm nor a cluster is needed
+to run the tests; a digest tells when the chart has changed since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+import kvstore_service.__main__ as kvstore
+import scheduler_service.__main__ as scheduler
+import worker_service.__main__ as worker
+from splitpoint.config import parse_size
+from tools.render_chart import CASES, HEADER, digest_of, render, rendered_of
+
+PARSERS = {
+    "kvstore_service": kvstore.parse_arguments,
+    "worker_service": worker.parse_arguments,
+    "scheduler_service": scheduler.parse_arguments,
+}
+VALUES = sorted(CASES.glob("*.values.yaml"))
+Manifest = dict[str, Any]
+
+
+def manifests(case: Path) -> list[Manifest]:
+    return [each for each in yaml.safe_load_all(rendered_of(case).read_text()) if each]
+
+
+def pods() -> Iterator[tuple[str, Manifest]]:
+    """Name and pod spec of everything that runs something, in every case."""
+    for case in VALUES:
+        for manifest in manifests(case):
+            if manifest["kind"] in {"Deployment", "DaemonSet"}:
+                name = f"{case.name.partition('.')[0]}-{manifest['metadata']['name']}"
+                yield name, manifest["spec"]["template"]["spec"]
+
+
+def containers() -> Iterator[tuple[str, Manifest]]:
+    for name, pod in pods():
+        for container in pod["containers"]:
+            yield name, container
+
+
+@pytest.mark.parametrize("case", VALUES, ids=lambda case: case.name)
+def test_the_manifests_are_those_of_the_chart(case: Path) -> None:
+    first = rendered_of(case).read_text().partition("\n")[0]
+    assert first == f"{HEADER}{digest_of(case)}", "the chart changed: run `make chart`"
+
+
+@pytest.mark.parametrize("case", VALUES, ids=lambda case: case.name)
+def test_kubernetes_takes_them(case: Path) -> None:
+    kinds = []
+    for manifest in manifests(case):
+        kinds.append(manifest["kind"])
+        if manifest["apiVersion"].startswith("monitoring.coreos.com"):
+            continue  # its schema is the operator's
+        kubernetes_validate.validate(manifest, "1.30", strict=True)
+    names = [(each["kind"], each["metadata"]["name"]) for each in manifests(case)]
+    assert len(names) == len(set(names))
+    assert {"DaemonSet", "Deployment", "Service", "NetworkPolicy"} <= set(kinds)
+
+
+def test_optional_parts_come_and_go() -> None:
+    kinds = {
+        case.name.partition(".")[0]: {
+            (each["kind"], each["metadata"]["name"]) for each in manifests(case)
+        }
+        for case in VALUES
+    }
+    assert ("Deployment", "splitpoint-redis") in kinds["defaults"]
+    assert ("Deployment", "splitpoint-redis") not in kinds["everything"]
+    assert ("ServiceMonitor", "splitpoint") in kinds["everything"]
+    assert ("ServiceMonitor", "splitpoint") not in kinds["defaults"]
+
+
+@pytest.mark.parametrize(("name", "container"), list(containers()))
+def test_services_understand_their_arguments(name: str, container: Manifest) -> None:
+    if container["name"] == "redis":
+        return
+    python, flag, module = container["command"]
+    assert (python, flag) == ("python", "-m")
+    known = {each["name"] for each in container["env"]}
+    arguments = container["args"]
+    for argument in arguments:
+        for variable in ("HOST_IP", "POD_IP", "POD_NAME"):
+            if f"$({variable})" in argument:
+                assert variable in known
+    parsed = PARSERS[module](arguments)
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert parsed.listen == f"0.0.0.0:{ports['grpc']}"
+    assert parsed.metrics == f"0.0.0.0:{ports['metrics']}"
+    # A port that others reach wants both; see docs/security.md.
+    assert parsed.tls_cert
+    assert parsed.tokens
+    assert parsed.tls_server_name == "splitpoint"
+
+
+@pytest.mark.parametrize(("name", "container"), list(containers()))
+def test_containers_may_do_nothing_beyond_their_work(name: str, container: Manifest) -> None:
+    context = container["securityContext"]
+    assert context["allowPrivilegeEscalation"] is False
+    assert context["readOnlyRootFilesystem"] is True
+    assert context["capabilities"] == {"drop": ["ALL"]}
+    assert "memory" in container["resources"]["limits"]
+    assert {"cpu", "memory"} <= set(container["resources"]["requests"])
+
+
+@pytest.mark.parametrize(("name", "pod"), list(pods()))
+def test_pods_run_as_one_plain_user(name: str, pod: Manifest) -> None:
+    context = pod["securityContext"]
+    assert context["runAsNonRoot"] is True
+    assert context["runAsUser"] == context["runAsGroup"] == context["fsGroup"] == 10001
+    assert pod["automountServiceAccountToken"] is False
+    mounted = {each["name"] for c in pod["containers"] for each in c["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}
+    for volume in pod["volumes"]:
+        if "secret" in volume:
+            assert volume["secret"]["defaultMode"] == 0o440
+
+
+@pytest.mark.parametrize(("name", "container"), list(containers()))
+def test_probes_ask_the_service_at_its_own_port(name: str, container: Manifest) -> None:
+    if container["name"] == "redis":
+        assert container["readinessProbe"]["tcpSocket"] == {"port": "redis"}
+        return
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+        probe = container[kind]
+        command = probe["exec"]["command"]
+        assert command[:3] == ["splitpoint", "probe", f"127.0.0.1:{ports['grpc']}"]
+        # The command's own limit ends it, not the kubelet's kill.
+        assert float(command[command.index("--timeout") + 1]) < probe["timeoutSeconds"]
+    alive = container["livenessProbe"]["exec"]["command"]
+    # A worker that loads, or a scheduler without workers, must not be killed for it.
+    assert alive[alive.index("--service") + 1] == ""
+
+
+def test_the_store_may_hold_its_arena() -> None:
+    for name, container in containers():
+        if container["name"] != "kvstore":
+            continue
+        parsed = kvstore.parse_arguments(container["args"])
+        arena = parse_size(parsed.host_memory)
+        limit = parse_size(container["resources"]["limits"]["memory"].replace("Gi", "GiB"))
+        assert limit >= arena + (2 << 30), name
+        assert (
+            container["resources"]["requests"]["memory"]
+            == (container["resources"]["limits"]["memory"])
+        ), "shared memory cannot be taken back: what is promised must be there"
+        mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+        assert str(parsed.arena) == f"{mounts['arena']}/arena"
+
+
+def test_a_worker_reaches_the_store_of_its_node() -> None:
+    for case in VALUES:
+        running = [each for each in manifests(case) if each["kind"] in {"DaemonSet", "Deployment"}]
+        found = {each["metadata"]["name"]: each for each in running}
+        store = found["splitpoint-kvstore"]["spec"]["template"]["spec"]
+        its_worker = found["splitpoint-worker"]["spec"]["template"]["spec"]
+        port = store["containers"][0]["ports"][0]
+        assert port["hostPort"] == port["containerPort"]
+        arguments = its_worker["containers"][0]["args"]
+        assert f"--kvstore=$(HOST_IP):{port['hostPort']}" in arguments
+        paths = [
+            next(volume["hostPath"]["path"] for volume in pod["volumes"] if "hostPath" in volume)
+            for pod in (store, its_worker)
+        ]
+        assert paths[0] == paths[1]
+        assert its_worker["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 1
+        assert found["splitpoint-worker"]["spec"]["strategy"]["rollingUpdate"]["maxSurge"] == 0
+
+
+def test_policies_name_the_ports_of_their_pods() -> None:
+    for case in VALUES:
+        found = manifests(case)
+        policies = {e["metadata"]["name"]: e for e in found if e["kind"] == "NetworkPolicy"}
+        for manifest in found:
+            if manifest["kind"] not in {"Deployment", "DaemonSet"}:
+                continue
+            ports = {
+                port["containerPort"]
+                for container in manifest["spec"]["template"]["spec"]["containers"]
+                for port in container["ports"]
+            }
+            policy = policies[manifest["metadata"]["name"]]
+            allowed = {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]}
+            assert allowed == ports
+            labels = manifest["spec"]["template"]["metadata"]["labels"]
+            assert policy["spec"]["podSelector"]["matchLabels"] == labels
+
+
+def test_rendering_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit, match="neither helm nor go"):
+        render(VALUES[0])

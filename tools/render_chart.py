@@ -1,0 +1,65 @@
+"""Renders the Helm chart as the tests look at it: `python tools/render_chart.py`.
+
+With `helm` if it is there, else with tools/chart/render.go (Debian: golang-go,
+golang-github-masterminds-sprig-dev, golang-github-ghodss-yaml-dev). Each case's values
+lie in tests/deploy/charts; its manifests are written beside them, headed by a digest of
+the chart, by which a test knows whether they are still what the chart makes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CHART = ROOT / "deploy" / "helm" / "splitpoint"
+CASES = ROOT / "tests" / "deploy" / "charts"
+HEADER = "# Rendered from the chart of digest "
+
+
+def digest_of(case: Path) -> str:
+    """Of everything that decides what is rendered."""
+    digest = hashlib.sha256()
+    for path in [*sorted(path for path in CHART.rglob("*") if path.is_file()), case]:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def rendered_of(case: Path) -> Path:
+    """Where the manifests of a values file are."""
+    return case.with_name(f"{case.name.removesuffix('.values.yaml')}.rendered.yaml")
+
+
+def render(case: Path) -> str:
+    if shutil.which("helm"):
+        command = ["helm", "template", "splitpoint", str(CHART), "-f", str(case)]
+        return _run(command, dict(os.environ))
+    if not shutil.which("go"):
+        sys.exit("neither helm nor go is there: install one of them (see this file's top)")
+    environment = dict(os.environ, GOPATH="/usr/share/gocode", GO111MODULE="off")
+    environment.setdefault("GOCACHE", str(Path(tempfile.gettempdir()) / "splitpoint-go-cache"))
+    tool = ROOT / "tools" / "chart" / "render.go"
+    return _run(["go", "run", str(tool), str(CHART), str(case)], environment)
+
+
+def _run(command: list[str], environment: dict[str, str]) -> str:
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.stderr.strip())
+    return done.stdout
+
+
+def main() -> None:
+    for case in sorted(CASES.glob("*.values.yaml")):
+        target = rendered_of(case)
+        target.write_text(f"{HEADER}{digest_of(case)}\n{render(case)}")
+        print(f"{target.relative_to(ROOT)}: {target.read_text().count('kind: ')} kinds")
+
+
+if __name__ == "__main__":
+    main()
