@@ -25,6 +25,7 @@ from splitpoint.meters import Meters
 from splitpoint.metrics import Service
 from splitpoint.planner import Objective, Residency
 from splitpoint.redis_options import RedisOptions
+from splitpoint.rpc_calls import count_calls
 from splitpoint.tls import PLAIN, Identity
 from splitpoint.v1 import scheduler_pb2_grpc
 
@@ -103,6 +104,7 @@ class Scheduler:
             max_concurrent_rpcs=calls,
             options=[("grpc.max_concurrent_streams", calls)],
             access=options.access,
+            on_answer=count_calls(self.meters, [INFERENCE_SERVICE, ADMIN_SERVICE]),
         )
         scheduler_pb2_grpc.add_InferenceServiceServicer_to_server(
             InferenceServicer(options.model, self.conductor), self.server

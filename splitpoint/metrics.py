@@ -127,7 +127,10 @@ def _histogram(
 
 BUILD_INFO = _gauge(_ALL, "build_info", "Always 1; the release.", "service", "version")
 RPC_CALLS = _counter(
-    _ALL, "rpc_calls_total", "gRPC calls answered, by method and status code.", "method", "code"
+    _ALL,
+    "rpc_calls_total",
+    "gRPC calls that ended, by method and status; given up by their caller, or late: CANCELLED.",
+    *("method", "code"),
 )
 REDIS_UP = _gauge(
     _ALL,
@@ -173,7 +176,8 @@ STORE_UNADMITTED_CHUNKS = _counter(
 STORE_EVICTIONS = _counter(
     _STORE,
     "store_evictions_total",
-    "Chunks evicted: for room that was needed at once, or by the watermark beforehand.",
+    "Chunks evicted: for room that was needed at once, by the watermark beforehand, or because "
+    "an operator asked (room, watermark, request).",
     *("policy", "cause"),
 )
 STORE_EVICTED_AGE_SECONDS = _counter(
@@ -182,7 +186,8 @@ STORE_EVICTED_AGE_SECONDS = _counter(
 STORE_EVICTED_BY_USE = _counter(
     _STORE,
     "store_evicted_by_use_total",
-    "Chunks evicted, by how often they were used after sealing; many at 0: one-shot traffic.",
+    "Chunks evicted, by how often they were used after sealing (0, 1, 2-3, 4-7, 8-15, 16+); "
+    "many at 0: one-shot traffic.",
     "uses",
 )
 STORE_REFUSED_RESERVATIONS = _counter(

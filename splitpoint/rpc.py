@@ -17,8 +17,8 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Any, NoReturn
 
 import grpc
@@ -56,6 +56,9 @@ _PUSHBACK_KEY = "grpc-retry-pushback-ms"
 # What a grpc.aio client says of a stream whose end overtook a message it was sending.
 # It puts this over the status that it had from the server, which is lost.
 _SEND_FAILED = "Internal error from Core"
+
+# Told the method and the status of a call that has ended.
+OnAnswer = Callable[[str, grpc.StatusCode], None]
 
 _log = logging.getLogger(__name__)
 
@@ -117,6 +120,7 @@ def create_server(
     max_concurrent_rpcs: int | None = None,
     options: Sequence[tuple[str, Any]] = (),
     access: Access | None = None,
+    on_answer: OnAnswer | None = None,
 ) -> grpc.aio.Server:
     """A server whose every handler is guarded, with the limits of the wire contract.
 
@@ -124,10 +128,15 @@ def create_server(
     RESOURCE_EXHAUSTED. `options` override the standard ones. With `access`
     every method but health is for callers it knows; handlers ask
     `access.current_caller()` who calls.
+
+    `on_answer` hears of every call as it ends: its method ("/package.Service/Method",
+    whatever the caller made of it) and its status. A call that its caller gave up, or
+    whose deadline passed, is CANCELLED. Calls that gRPC turns away by itself, before any
+    handler is looked for, are not heard of: those beyond `max_concurrent_rpcs`.
     """
     merged = dict(_SERVER_OPTIONS) | dict(options)  # gRPC takes the first of two equal names
     return grpc.aio.server(
-        interceptors=[_Guard(access)],
+        interceptors=[_Guard(access, on_answer or _nobody)],
         options=list(merged.items()),
         maximum_concurrent_rpcs=max_concurrent_rpcs,
     )
@@ -323,8 +332,9 @@ class _Guard(grpc.aio.ServerInterceptor):
     (`context.read()` would see undecoded bytes).
     """
 
-    def __init__(self, access: Access | None) -> None:
+    def __init__(self, access: Access | None, on_answer: OnAnswer) -> None:
         self._access = access
+        self._on_answer = on_answer
         self._guarded: dict[str, tuple[Any, Any]] = {}
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
@@ -333,20 +343,21 @@ class _Guard(grpc.aio.ServerInterceptor):
             try:
                 caller = self._access.admit(method, handler_call_details.invocation_metadata)
             except Exception as error:
-                return _refusing(method, error)
+                return _refusing(method, error, self._on_answer)
             # gRPC runs the handler in this very task.
             set_caller(caller)
         handler = await continuation(handler_call_details)
         if handler is None:
-            return None  # gRPC answers UNIMPLEMENTED
+            self._on_answer(method, grpc.StatusCode.UNIMPLEMENTED)
+            return None  # gRPC answers so
         known = self._guarded.get(method)
         if known is None or known[0] is not handler:
-            known = (handler, _guarded(handler, method))
+            known = (handler, _guarded(handler, method, self._on_answer))
             self._guarded[method] = known
         return known[1]
 
 
-def _guarded(handler: Any, method: str) -> Any:
+def _guarded(handler: Any, method: str, on_answer: OnAnswer) -> Any:
     # Both serializers work inside the guarded call, where their errors are
     # ours to answer. The one left to gRPC serves handlers that use
     # context.write() with messages; what is encoded already passes.
@@ -364,37 +375,63 @@ def _guarded(handler: Any, method: str) -> Any:
     receive = _decode_stream if handler.request_streaming else _decode
 
     async def answer_once(raw: Any, context: _Context) -> bytes:
-        try:
-            return _encode(handler, await behaviour(receive(handler, raw), context))
-        except Exception as error:
-            await _abort(context, method, error)
+        with _heard(method, context, on_answer):
+            try:
+                return _encode(handler, await behaviour(receive(handler, raw), context))
+            except Exception as error:
+                await _abort(context, method, error)
 
     async def answer_stream(raw: Any, context: _Context) -> None:
-        try:
-            result = behaviour(receive(handler, raw), context)
-            if isinstance(result, Awaitable):
-                await result
-                return
-            # Closed here, not when the collector finds it: a handler learns of
-            # a cancelled call at once.
-            async with aclosing(result) as responses:
-                async for response in responses:
-                    await context.write(_encode(handler, response))
-        except Exception as error:
-            await _abort(context, method, error)
+        with _heard(method, context, on_answer):
+            try:
+                result = behaviour(receive(handler, raw), context)
+                if isinstance(result, Awaitable):
+                    await result
+                    return
+                # Closed here, not when the collector finds it: a handler learns of
+                # a cancelled call at once.
+                async with aclosing(result) as responses:
+                    async for response in responses:
+                        await context.write(_encode(handler, response))
+            except Exception as error:
+                await _abort(context, method, error)
 
     answer: Callable[..., Any] = answer_stream if handler.response_streaming else answer_once
     return make(answer, request_deserializer=None, response_serializer=serialize)
 
 
-def _refusing(method: str, error: Exception) -> Any:
+@contextmanager
+def _heard(method: str, context: _Context, on_answer: OnAnswer) -> Iterator[None]:
+    """Tells how the call within ended."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        on_answer(method, grpc.StatusCode.CANCELLED)
+        raise
+    except BaseException:  # answered by `_abort`, or by the handler itself
+        on_answer(method, _code_of(context))
+        raise
+    on_answer(method, _code_of(context))
+
+
+def _code_of(context: _Context) -> grpc.StatusCode:
+    code: Any = context.code()  # None while nobody set one; a number, whatever the stubs say
+    return code if isinstance(code, grpc.StatusCode) else _CODES[code or 0]
+
+
+def _nobody(method: str, code: grpc.StatusCode) -> None:
+    """Hears nothing: for servers whose calls nobody counts."""
+
+
+def _refusing(method: str, error: Exception, on_answer: OnAnswer) -> Any:
     """A handler for a call that is not let in.
 
     A stream on both sides whatever the method is: so gRPC reads no request first.
     """
 
     async def refuse(_: Any, context: _Context) -> None:
-        await _abort(context, method, error)
+        with _heard(method, context, on_answer):
+            await _abort(context, method, error)
 
     return grpc.stream_stream_rpc_method_handler(refuse)
 

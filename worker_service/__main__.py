@@ -33,6 +33,7 @@ from splitpoint.redis_options import (
     redis_options,
 )
 from splitpoint.rpc import HealthReporter, create_server, enable_reflection, listen
+from splitpoint.rpc_calls import count_calls
 from splitpoint.shapes import DataType
 from splitpoint.tls import Identity, identity_of
 from splitpoint.v1 import worker_pb2_grpc
@@ -142,7 +143,12 @@ async def serve(arguments: argparse.Namespace) -> None:
         has_tokens=arguments.tokens is not None,
     )
     identity = identity_of(arguments)
-    server = create_server(max_concurrent_rpcs=MAX_CALLS, access=access_of(arguments.tokens))
+    meters = Meters(Service.WORKER)
+    server = create_server(
+        max_concurrent_rpcs=MAX_CALLS,
+        access=access_of(arguments.tokens),
+        on_answer=count_calls(meters, [SERVICE_NAME]),
+    )
     health = HealthReporter(server)
     servicer = WorkerServicer(health=health)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
@@ -154,7 +160,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     await server.start()
     try:
         options = options_from(arguments, identity)
-        async with metrics_served(arguments, Meters(Service.WORKER)):
+        async with metrics_served(arguments, meters):
             await _load_and_run(
                 options, servicer, health, address, stop, redis, arguments.advertise
             )
