@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvstore_service.admission import ADMISSIONS, SecondUse
 from kvstore_service.eviction import DEFAULT_POLICY, POLICIES
+from kvstore_service.metrics import readings
 from kvstore_service.room_keeper import RoomKeeper
 from kvstore_service.server import SERVICE_NAME, KvStoreServicer
 from kvstore_service.store import KvStore
@@ -46,6 +47,7 @@ from splitpoint.redis_options import (
     redis_options,
 )
 from splitpoint.rpc import HealthReporter, create_server, enable_reflection, listen
+from splitpoint.rpc_calls import count_calls
 from splitpoint.shapes import ArenaLayout, DataType, Encoding, ModelShape, read_config
 from splitpoint.tls import Identity, identity_of
 from splitpoint.v1 import kvstore_pb2_grpc
@@ -229,9 +231,11 @@ async def serve(arguments: argparse.Namespace) -> None:
     log.info("memory: %s", memory)
     if watermarks is not None:
         servicer.room_keeper = RoomKeeper(store, watermarks)
+    meters = Meters(Service.KVSTORE)
+    meters.read(lambda: readings(servicer))
     try:
-        async with metrics_served(arguments, Meters(Service.KVSTORE)):
-            await _serve_store(servicer, arguments, stop, identity, access, redis)
+        async with metrics_served(arguments, meters):
+            await _serve_store(servicer, meters, arguments, stop, identity, access, redis)
     finally:
         store.close()
         if arguments.keep_arena:
@@ -258,13 +262,18 @@ def _report_recovery(store: KvStore) -> None:
 
 async def _serve_store(
     servicer: KvStoreServicer,
+    meters: Meters,
     arguments: argparse.Namespace,
     stop: asyncio.Event,
     identity: Identity,
     access: Access | None,
     redis: RedisOptions | None,
 ) -> None:
-    server = create_server(max_concurrent_rpcs=MOST_CONCURRENT_CALLS, access=access)
+    server = create_server(
+        max_concurrent_rpcs=MOST_CONCURRENT_CALLS,
+        access=access,
+        on_answer=count_calls(meters, [SERVICE_NAME]),
+    )
     kvstore_pb2_grpc.add_KvStoreServiceServicer_to_server(servicer, server)
     health = HealthReporter(server)
     await health.set("", True)
@@ -285,7 +294,7 @@ async def _serve_store(
 
     try:
         announce_ready(bound)
-        async with announced(redis, publisher, name="catalog"):
+        async with announced(redis, publisher, name="catalog") as servicer.redis:
             await asyncio.wait({*upkeep, stopping}, return_when=asyncio.FIRST_COMPLETED)
         for task in upkeep:
             if task.done():

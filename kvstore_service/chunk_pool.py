@@ -27,6 +27,8 @@ from splitpoint.errors import FailedPrecondition, ResourceExhausted
 
 # How long a caller should wait for others to release: about a decode's length.
 _RETRY_SECONDS = 0.25
+# Why a reservation is refused that a larger or less busy arena would have granted.
+ARENA_FULL = "ARENA_FULL"
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +323,7 @@ class ChunkPool:
                 f"{count} slots were asked for; {self.allocator.free_count} are free and "
                 f"{reclaimable} can be evicted, the rest is leased or being written",
                 retry_after_seconds=_RETRY_SECONDS,
-                reason="ARENA_FULL",
+                reason=ARENA_FULL,
                 free_slot_count=self.allocator.free_count,
                 evictable_slot_count=reclaimable,
             )

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -28,7 +28,10 @@ from splitpoint.arena_records import SlotState
 from splitpoint.convert import layout_to_proto
 from splitpoint.errors import FailedPrecondition, InvalidArgument, Unavailable
 from splitpoint.v1 import kvstore_pb2 as pb
-from splitpoint.v1 import kvstore_pb2_grpc
+from splitpoint.v1 import kvstore_pb2_grpc, types_pb2
+
+if TYPE_CHECKING:
+    from splitpoint.redis_link import RedisLink
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["KvStoreService"].full_name
 _THREADS = 2
@@ -47,6 +50,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
     Attributes:
         room_keeper: who evicts in the background, for its count; None: nobody.
         policy_name, memory_description: what GetStats says.
+        redis: connections to the Redis that this store tells of its chunks; None: it has none.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         self.room_keeper: RoomKeeper | None = None
         self.policy_name = DEFAULT_POLICY
         self.memory_description = ""
+        self.redis: RedisLink | None = None
         self._threads = threads or ThreadPoolExecutor(_THREADS, thread_name_prefix="payload")
         self.upkeep = Upkeep(store, self._threads)
         self._once = OnceTable()
@@ -282,7 +287,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
     # -- people and tests ------------------------------------------------------------------
 
     async def Evict(self, request: pb.EvictRequest, context: _Context) -> pb.EvictResponse:
-        return pb.EvictResponse(evicted_chunk_count=self.store.pool.evict_all())
+        return pb.EvictResponse(evicted_chunk_count=self.store.evict_all())
 
     async def GetStats(self, request: pb.GetStatsRequest, context: _Context) -> pb.GetStatsResponse:
         store, pool, counters = self.store, self.store.pool, self.store.counters
@@ -329,7 +334,15 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             quarantined_at_start_count=findings.held_count,
             recovery_seconds=store.recovery_seconds,
             unverified_chunk_count=len(pool.unverified),
+            refused_reservation_count=counters.refused_reservations,
+            last_refused_seconds_ago=store.seconds_since_refusal(),
+            redis=self._redis_status(),
         )
+
+    def _redis_status(self) -> types_pb2.RedisStatus | None:
+        if self.redis is None:
+            return None
+        return types_pb2.RedisStatus(address=self.redis.name, is_up=not self.redis.is_away)
 
 
 class _Messages:

@@ -14,7 +14,13 @@ from dataclasses import dataclass
 
 from kvstore_service.admission import SecondUse
 from kvstore_service.adopted import AdoptedChunks, damage_of
-from kvstore_service.chunk_pool import ChunkPool, GrantedRun, Preparation, WrittenChunk
+from kvstore_service.chunk_pool import (
+    ARENA_FULL,
+    ChunkPool,
+    GrantedRun,
+    Preparation,
+    WrittenChunk,
+)
 from kvstore_service.eviction import EvictionPolicy, LeastRecentlyUsed
 from kvstore_service.eviction_record import RecordedPolicy
 from kvstore_service.holders import Holders
@@ -25,7 +31,7 @@ from splitpoint import presence
 from splitpoint.arena import Arena
 from splitpoint.arena_format import ArenaFormatError
 from splitpoint.arena_records import salt_tag
-from splitpoint.errors import DataLoss, FailedPrecondition, SplitpointError
+from splitpoint.errors import DataLoss, FailedPrecondition, ResourceExhausted, SplitpointError
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +66,12 @@ class SealOutcome:
 
 @dataclass(slots=True)
 class Counters:
-    """Since start."""
+    """Since start.
+
+    Attributes:
+        refused_reservations: for lack of chunks that may be evicted, not for being wrong.
+        evicted_on_request: chunks that went because somebody said so.
+    """
 
     matches: int = 0
     match_hits: int = 0
@@ -70,6 +81,8 @@ class Counters:
     checksum_failures: int = 0
     remote_read_bytes: int = 0
     remote_written_bytes: int = 0
+    refused_reservations: int = 0
+    evicted_on_request: int = 0
 
 
 class KvStore(Holders):
@@ -106,6 +119,8 @@ class KvStore(Holders):
         self.admission = admission
         self.evictions = RecordedPolicy(policy or LeastRecentlyUsed(), clock)
         self.counters = Counters()
+        self._clock = clock
+        self._last_refused_at: float | None = None
         super().__init__(
             ChunkPool(arena, self.evictions, writer=writer),
             SessionTable(clock, lease_seconds),
@@ -210,7 +225,18 @@ class KvStore(Holders):
         """
         self._user(session_id)
         self.sweep()  # what the dead held is room
-        return self.pool.prepare(slot_count, salt_tag(salt))
+        try:
+            return self.pool.prepare(slot_count, salt_tag(salt))
+        except ResourceExhausted as error:
+            if error.reason == ARENA_FULL:
+                self.counters.refused_reservations += 1
+                self._last_refused_at = self._clock()
+            raise
+
+    def seconds_since_refusal(self) -> float | None:
+        """Since the last reservation that found no room; None: there was none."""
+        at = self._last_refused_at
+        return None if at is None else self._clock() - at
 
     def zero(self, preparation: Preparation) -> None:
         """Wipe what another tenant left in prepared slots. Slow, for any thread."""
@@ -229,6 +255,12 @@ class KvStore(Holders):
             for offset, generation in enumerate(run.generations):
                 session.granted[run.first + offset] = generation
         return runs
+
+    def evict_all(self) -> int:
+        """Evict whatever nothing protects, because somebody asked; how many chunks that was."""
+        evicted = self.pool.evict_all()
+        self.counters.evicted_on_request += evicted
+        return evicted
 
     @contextmanager
     def sealing(self, chunks: Sequence[WrittenChunk]) -> Iterator[None]:

@@ -31,15 +31,15 @@ class Announcer(Protocol):
 @asynccontextmanager
 async def announced(
     redis: RedisOptions | None, make: Callable[[RedisLink], Announcer], *, name: str
-) -> AsyncIterator[None]:
-    """In Redis, if there is one, for the length of the context.
+) -> AsyncIterator[RedisLink | None]:
+    """In Redis, if there is one, for the length of the context; the connections, or None.
 
     Args:
         make: called once, with the connections; imports its announcer itself.
         name: of the task, for the log.
     """
     if redis is None:
-        yield
+        yield None
         return
     from splitpoint.redis_link import RedisLink
 
@@ -48,7 +48,7 @@ async def announced(
     running = asyncio.create_task(announcer.run(), name=name)
     running.add_done_callback(log_failure)
     try:
-        yield
+        yield link
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

@@ -1,0 +1,98 @@
+"""The store's metrics, read from the books that it keeps anyway. Names: splitpoint/metrics.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kvstore_service.server import KvStoreServicer
+from kvstore_service.store import KvStore
+from splitpoint import metrics as m
+from splitpoint.arena_records import SlotState
+from splitpoint.meters import Reading
+
+# Classes of uses before eviction; the last one takes whatever the store tells apart above.
+_USES = ("0", "1", "2-3", "4-7", "8-15", "16+")
+
+
+def readings(servicer: KvStoreServicer) -> Iterator[Reading]:
+    """All of them, at this moment. On the event loop, as everything that touches the store."""
+    store = servicer.store
+    yield from _arena(servicer)
+    yield from _slots(store)
+    yield from _prefixes(store)
+    yield from _evictions(servicer)
+    yield from _health(servicer)
+
+
+def _arena(servicer: KvStoreServicer) -> Iterator[Reading]:
+    arena = servicer.store.arena
+    yield Reading(
+        m.STORE_INFO,
+        1,
+        (
+            arena.layout.encoding.value,
+            servicer.policy_name,
+            str(arena.layout.chunk_tokens),
+            "yes" if arena.layout.has_activations else "no",
+            servicer.memory_description,
+        ),
+    )
+    yield Reading(m.STORE_ARENA_BYTES, arena.size_bytes)
+    yield Reading(m.STORE_EPOCH, servicer.store.epoch)
+
+
+def _slots(store: KvStore) -> Iterator[Reading]:
+    for state in SlotState:
+        yield Reading(m.STORE_SLOTS, store.pool.slots.count(state), (state.name.lower(),))
+    yield Reading(m.STORE_LEASED_SLOTS, store.pool.leases.leased_slot_count)
+    yield Reading(m.STORE_LEASES, len(store.pool.leases))
+    yield Reading(m.STORE_SESSIONS, len(store.sessions))
+
+
+def _prefixes(store: KvStore) -> Iterator[Reading]:
+    counters = store.counters
+    yield Reading(m.STORE_MATCHES, counters.matches)
+    yield Reading(m.STORE_MATCH_HITS, counters.match_hits)
+    yield Reading(m.STORE_QUERY_TOKENS, counters.query_tokens)
+    yield Reading(m.STORE_HIT_TOKENS, counters.hit_tokens)
+    yield Reading(m.STORE_SEALED_CHUNKS, store.pool.sealed_total)
+    yield Reading(m.STORE_DUPLICATE_CHUNKS, counters.duplicates)
+    kept_out = store.admission.kept_out_total if store.admission is not None else 0
+    yield Reading(m.STORE_UNADMITTED_CHUNKS, kept_out)
+    yield Reading(m.STORE_REMOTE_BYTES, counters.remote_read_bytes, ("read",))
+    yield Reading(m.STORE_REMOTE_BYTES, counters.remote_written_bytes, ("written",))
+
+
+def _evictions(servicer: KvStoreServicer) -> Iterator[Reading]:
+    store, policy = servicer.store, servicer.policy_name
+    watermark = servicer.room_keeper.evicted_total if servicer.room_keeper is not None else 0
+    request = store.counters.evicted_on_request
+    room = store.pool.evicted_total - watermark - request
+    for cause, count in (("room", room), ("watermark", watermark), ("request", request)):
+        yield Reading(m.STORE_EVICTIONS, count, (policy, cause))
+    yield Reading(m.STORE_EVICTED_AGE_SECONDS, store.evictions.age_seconds_sum)
+    for uses, count in zip(_USES, _by_use(store.evictions.by_use_count), strict=True):
+        yield Reading(m.STORE_EVICTED_BY_USE, count, (uses,))
+    yield Reading(m.STORE_REFUSED_RESERVATIONS, store.counters.refused_reservations)
+
+
+def _by_use(counts: Sequence[int]) -> list[int]:
+    """One number for each of _USES."""
+    last = len(_USES) - 1
+    first = [*counts[:last], *[0] * (last - len(counts))]
+    return [*first, sum(counts[last:])]
+
+
+def _health(servicer: KvStoreServicer) -> Iterator[Reading]:
+    store, findings = servicer.store, servicer.store.pool.findings
+    yield Reading(m.STORE_CHECKSUM_FAILURES, store.counters.checksum_failures)
+    yield Reading(m.STORE_INTEGRITY_VIOLATIONS, len(servicer.upkeep.violations))
+    for result, count in (
+        ("adopted", len(findings.chunks)),
+        ("refused", len(findings.damages)),
+        ("quarantined", findings.held_count),
+    ):
+        yield Reading(m.STORE_RECOVERED_CHUNKS, count, (result,))
+    yield Reading(m.STORE_RECOVERY_SECONDS, store.recovery_seconds)
+    if servicer.redis is not None:
+        yield Reading(m.REDIS_UP, not servicer.redis.is_away)

@@ -1,0 +1,201 @@
+"""What the store says of itself to Prometheus, beside what it says in GetStats."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from kvstore_helpers import Bench
+from redis_server import RedisServer
+from test_kvstore_server import Service, eventually, serve
+
+from kvstore_service.metrics import readings
+from kvstore_service.room_keeper import RoomKeeper
+from kvstore_service.watermarks import Watermarks
+from splitpoint import metrics as m
+from splitpoint.errors import ResourceExhausted
+from splitpoint.meters import Meters
+from splitpoint.metrics import Metric, metrics_of
+from splitpoint.redis_link import RedisLink
+from splitpoint.redis_options import RedisOptions, read_redis_options
+from splitpoint.v1 import kvstore_pb2 as pb
+
+SLOTS = 8
+Values = dict[Metric, dict[tuple[str, ...], float]]
+
+
+@pytest.fixture
+async def service(shm_folder: Path, socket_address: str) -> AsyncIterator[Service]:
+    bench = Bench(shm_folder, SLOTS)
+    async with serve(bench, socket_address) as service:
+        yield service
+    bench.close()
+
+
+def values(service: Service) -> Values:
+    found: Values = defaultdict(dict)
+    for reading in readings(service.servicer):
+        assert reading.labels not in found[reading.metric], "read twice"
+        found[reading.metric][reading.labels] = float(reading.value)
+    return found
+
+
+def value(service: Service, metric: Metric, *labels: str) -> float:
+    return values(service)[metric][labels]
+
+
+async def store_chunks(service: Service, *starts: int) -> None:
+    """One sealed chunk without children for each start."""
+    for start in starts:
+        await service.seal(await service.written((start, 2, 3, 4)))
+
+
+# -- all of them ----------------------------------------------------------------------------
+
+
+async def test_every_metric_of_the_store_is_read_from_the_start(service: Service) -> None:
+    found = values(service)
+    not_read_here = {m.BUILD_INFO, m.RPC_CALLS, m.REDIS_UP}
+    assert set(found) == set(metrics_of(m.Service.KVSTORE)) - not_read_here
+    for metric, by_labels in found.items():
+        assert all(len(labels) == len(metric.labels) for labels in by_labels)
+    meters = Meters(m.Service.KVSTORE)
+    meters.read(lambda: readings(service.servicer))
+    assert {family.name for family in meters.registry.collect()} >= {
+        metric.name.removesuffix("_total") for metric in found
+    }
+
+
+async def test_all_label_values_are_there_at_0(service: Service) -> None:
+    found = values(service)
+    assert found[m.STORE_SLOTS] == {
+        ("free",): SLOTS,
+        ("writing",): 0,
+        ("sealed",): 0,
+        ("quarantined",): 0,
+    }
+    assert found[m.STORE_EVICTIONS] == {
+        ("lru", cause): 0 for cause in ("room", "watermark", "request")
+    }
+    uses = ("0", "1", "2-3", "4-7", "8-15", "16+")
+    assert found[m.STORE_EVICTED_BY_USE] == {(each,): 0 for each in uses}
+    assert found[m.STORE_RECOVERED_CHUNKS] == {
+        (each,): 0 for each in ("adopted", "refused", "quarantined")
+    }
+    assert found[m.STORE_REMOTE_BYTES] == {("read",): 0, ("written",): 0}
+
+
+async def test_they_agree_with_get_stats(service: Service) -> None:
+    service.servicer.memory_description = "4 KiB pages"
+    await service.seal(await service.written((1, 2, 3, 4), (5, 6)), keep_leased=True)
+    await service.seal(await service.written((1, 2, 3, 4)))  # a duplicate
+    await service.match([1, 2, 3, 4, 5, 9])
+    await service.match([7, 7])
+    await service.written((9, 9, 9, 9))  # granted, not sealed
+    stats, found = await service.stats(), values(service)
+
+    def read(metric: Metric, *labels: str) -> float:
+        return found[metric][labels]
+
+    assert [
+        *(read(m.STORE_SLOTS, state) for state in ("free", "writing", "sealed", "quarantined")),
+        *(read(m.STORE_LEASED_SLOTS), read(m.STORE_LEASES), read(m.STORE_SESSIONS)),
+        *(read(m.STORE_MATCHES), read(m.STORE_MATCH_HITS)),
+        *(read(m.STORE_QUERY_TOKENS), read(m.STORE_HIT_TOKENS)),
+        *(read(m.STORE_SEALED_CHUNKS), read(m.STORE_DUPLICATE_CHUNKS)),
+        *(read(m.STORE_EPOCH), read(m.STORE_ARENA_BYTES)),
+    ] == [
+        *(stats.free_slot_count, stats.writing_slot_count),
+        *(stats.sealed_slot_count, stats.quarantined_slot_count),
+        *(stats.leased_slot_count, stats.lease_count, stats.session_count),
+        *(stats.match_count, stats.match_hit_count),
+        *(stats.query_token_count, stats.hit_token_count),
+        *(stats.sealed_chunk_count, stats.duplicate_chunk_count),
+        *(stats.epoch, stats.arena_size_bytes),
+    ]
+    assert (stats.match_count, stats.hit_token_count, stats.duplicate_chunk_count) == (2, 5, 1)
+    assert found[m.STORE_INFO] == {("native", "lru", "4", "yes", "4 KiB pages"): 1}
+
+
+# -- evictions and refusals -------------------------------------------------------------------
+
+
+async def test_evictions_are_told_apart_by_their_cause(service: Service) -> None:
+    keeper = RoomKeeper(service.bench.store, Watermarks(0.5, 0.4))
+    service.servicer.room_keeper = keeper
+    await store_chunks(service, 1, 2, 3, 4, 5)
+    await service.match([1, 2, 3, 4, 5])  # used once after sealing, and leased
+    while keeper.step():
+        pass
+    [by_watermark] = [value(service, m.STORE_EVICTIONS, "lru", "watermark")]
+    assert by_watermark == 2
+    await store_chunks(service, 6, 7, 8, 9, 10, 11)  # one more than there is room for
+    assert value(service, m.STORE_EVICTIONS, "lru", "room") == 1
+    await service.stub.Evict(pb.EvictRequest())
+    found = values(service)[m.STORE_EVICTIONS]
+    assert found == {("lru", "room"): 1, ("lru", "watermark"): 2, ("lru", "request"): 7}
+    stats = await service.stats()
+    assert stats.evicted_chunk_count == sum(found.values())
+    assert values(service)[m.STORE_EVICTED_BY_USE]["0",] == 10
+    assert value(service, m.STORE_EVICTED_AGE_SECONDS) == stats.evicted_age_seconds_sum
+
+
+async def test_uses_beyond_the_last_class_are_in_it(service: Service) -> None:
+    service.bench.store.evictions.by_use_count = [1, 2, 3, 4, 5, 6, 7, 8]
+    assert list(values(service)[m.STORE_EVICTED_BY_USE].values()) == [1, 2, 3, 4, 5, 21]
+
+
+async def test_only_reservations_that_found_no_room_count_as_refused(service: Service) -> None:
+    stats = await service.stats()
+    assert stats.refused_reservation_count == 0
+    assert not stats.HasField("last_refused_seconds_ago")
+    with pytest.raises(ResourceExhausted) as too_many:
+        await service.reserve(SLOTS + 1)  # no arena of this size ever could
+    assert too_many.value.reason == "ARENA_TOO_SMALL"
+    assert value(service, m.STORE_REFUSED_RESERVATIONS) == 0
+
+    await service.reserve(SLOTS)  # all of it is being written
+    for expected in (1, 2):
+        with pytest.raises(ResourceExhausted) as full:
+            await service.reserve(1)
+        assert full.value.reason == "ARENA_FULL"
+        assert value(service, m.STORE_REFUSED_RESERVATIONS) == expected
+    service.bench.clock.now += 7
+    stats = await service.stats()
+    assert stats.refused_reservation_count == 2
+    assert stats.last_refused_seconds_ago == 7
+
+
+# -- Redis --------------------------------------------------------------------------------------
+
+
+async def test_redis_is_up_while_it_answers(service: Service, redis_server: RedisServer) -> None:
+    assert not (await service.stats()).HasField("redis")
+    assert m.REDIS_UP not in values(service)
+    options = read_redis_options(redis_server.url)
+    assert isinstance(options, RedisOptions)
+    link = service.servicer.redis = RedisLink(options)
+
+    async def ping() -> None:
+        try:
+            await link.run(lambda redis: redis.ping(), is_heartbeat=True)
+        except Exception:  # away: that is what is looked at
+            return
+
+    async def is_told(up: bool) -> bool:
+        await ping()
+        status = (await service.stats()).redis
+        assert value(service, m.REDIS_UP) == status.is_up
+        assert status.address == options.name
+        return status.is_up is up
+
+    try:
+        await eventually(lambda: is_told(True))
+        redis_server.kill()
+        await eventually(lambda: is_told(False))
+        redis_server.start()
+        await eventually(lambda: is_told(True))
+    finally:
+        await link.close()
