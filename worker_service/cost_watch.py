@@ -15,10 +15,7 @@ from splitpoint.costs import Profile
 from splitpoint.schedule import Lane, Schedule
 from splitpoint.shapes import ArenaLayout, ModelShape
 from splitpoint.split_costs import Manner, SplitCosts
-from worker_service.timeline import Span, StepTimes
-
-# Work of the compute lane that a step does because of what the store holds.
-_REBUILDING = ("rebuild", "embed")
+from worker_service.timeline import REBUILDING, Span, StepTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +49,7 @@ class CostWatch:
         listed = list(spans)
         self._observe(listed)
         if only_decodes:
-            rebuilding = sum(span.seconds for span in listed if span.name in _REBUILDING)
+            rebuilding = sum(span.seconds for span in listed if span.name in REBUILDING)
             self._tracker.step_compute.observe(times.compute_busy - rebuilding)
             self._beyond.observe(max(0.0, times.seconds - max(times.link_busy, times.compute_busy)))
 

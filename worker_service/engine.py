@@ -36,6 +36,7 @@ from worker_service.messages import (
     FinishEvent,
     Matched,
     SetPaused,
+    StepEvent,
     StepOutput,
     Stop,
     TokenEvent,
@@ -136,7 +137,8 @@ class Engine:
             spans = self._run_batch(batch, started)
             self.last_step = StepTimes.of(time.perf_counter() - started, spans, predicted)
             self._learn(batch, self.last_step, spans)
-        return self._hand_over(ran=batch is not None)
+            self.roster.output.step = _report(batch, self.last_step)
+        return self._hand_over()
 
     @property
     def is_idle(self) -> bool:
@@ -419,9 +421,9 @@ class Engine:
         error = Internal("the model produced NaN or infinite logits", reason="NON_FINITE_LOGITS")
         return FinishEvent(sequence.key, error=error)
 
-    def _hand_over(self, *, ran: bool) -> StepOutput:
+    def _hand_over(self) -> StepOutput:
         output, self.roster.output = self.roster.output, StepOutput()
-        output.ran = ran
+        output.work = self.lanes.take_tally()
         if self._costs is not None:
             output.profile = self._costs.settle()
             if output.profile is not None:
@@ -429,3 +431,13 @@ class Engine:
         output.running_count = len(self.roster.running)
         output.cache_used_bytes = self.cache.used_bytes
         return output
+
+
+def _report(batch: Batch, times: StepTimes) -> StepEvent:
+    prefilled = sum(batch.counts[len(batch.counts) - len(batch.prefills) :])
+    return StepEvent(
+        times,
+        prefilled_tokens=prefilled,
+        decoded_tokens=len(batch.counts) - len(batch.prefills),
+        streamed=None if batch.streamed is None else batch.streamed.tokens,
+    )

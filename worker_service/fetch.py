@@ -65,11 +65,20 @@ class Fetched:
     streaming_seconds: float = 0.0
 
 
+@dataclass(slots=True)
+class FetchTotals:
+    """Of all fetches, those included that failed or were cancelled."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+
 class Fetcher:
     """All fetches of one worker.
 
     Attributes:
         rates: measured bytes per second by the source's address.
+        totals: kept on the event loop.
     """
 
     def __init__(
@@ -77,7 +86,9 @@ class Fetcher:
         store: StoreClient,
         layout: ArenaLayout,
         rate_changed: Callable[[Mapping[str, float]], None],
+        totals: FetchTotals | None = None,
     ) -> None:
+        self.totals = FetchTotals() if totals is None else totals
         self._store = store
         self._layout = layout
         self._rate_changed = rate_changed
@@ -104,7 +115,10 @@ class Fetcher:
         except Exception:
             # Without its prefix the request can still run; without an answer it hangs.
             log.exception("%s: fetching from %s failed", name, source.address)
-        result.seconds = time.monotonic() - began
+        finally:
+            result.seconds = time.monotonic() - began
+            self.totals.tokens += result.tokens
+            self.totals.seconds += result.seconds
         self._measure(source.address, result)
         return result
 

@@ -15,6 +15,7 @@ import torch
 
 from splitpoint.errors import InvalidArgument
 from splitpoint.schedule import Lane, Schedule
+from worker_service.tally import Tally
 from worker_service.timeline import Span
 
 # The way out belongs to write-back, which works between and beside steps, in a thread of
@@ -126,6 +127,7 @@ class Lanes(ABC):
         self.device = device
         self.link = link
         self.before: Callable[[Lane], None] | None = None
+        self._tally: Tally | None = None
 
     @property
     def schedule(self) -> Schedule:
@@ -172,19 +174,42 @@ class Lanes(ABC):
     def mark(self) -> Event:
         """Reached when all that compute was given until now is done, by `run` or directly."""
 
-    @abstractmethod
     def collect(self) -> list[Span]:
         """The spans of what has ended since the last call, for someone who goes on.
 
         Waits for compute alone. Raises the first error of what has ended.
         """
+        return self._counted(self._collect())
 
-    @abstractmethod
     def finish(self) -> list[Span]:
         """Wait on the host until every lane is empty; the spans since the last call.
 
         Raises the first error of a lane's work, after all of it has ended.
         """
+        return self._counted(self._finish())
+
+    @abstractmethod
+    def _collect(self) -> list[Span]:
+        """As `collect` says."""
+
+    @abstractmethod
+    def _finish(self) -> list[Span]:
+        """As `finish` says."""
+
+    def _counted(self, spans: list[Span]) -> list[Span]:
+        if spans:
+            if self._tally is None:
+                self._tally = Tally()
+            self._tally.add(spans)
+        return spans
+
+    def take_tally(self) -> Tally | None:
+        """What `collect`, `finish` and `settle` saw since the last call; None: nothing.
+
+        What `carry_out` did is whoever called it's to count.
+        """
+        tally, self._tally = self._tally, None
+        return tally
 
     def settle(self) -> None:
         """`finish` for someone who has an error already: its spans and errors are dropped."""
@@ -267,10 +292,10 @@ class SerialLanes(Lanes):
                 self.run(lane, work)
         return Reached()
 
-    def collect(self) -> list[Span]:
-        return self.finish()
+    def _collect(self) -> list[Span]:
+        return self._finish()
 
-    def finish(self) -> list[Span]:
+    def _finish(self) -> list[Span]:
         spans, self._spans = self._spans, []
         return spans
 

@@ -14,6 +14,9 @@ from splitpoint.planner import RestoreMethod
 from worker_service.sampling import Choice
 from worker_service.sequence import Admission
 from worker_service.store_client import Match
+from worker_service.tally import Tally
+from worker_service.tiles import StreamedTokens
+from worker_service.timeline import StepTimes
 from worker_service.write_back import (
     ChunksStored,
     Flushed,
@@ -117,6 +120,24 @@ class RestoreEvent:
     link_bytes: int = 0
     link_busy_seconds: float = 0.0
     compute_busy_seconds: float = 0.0
+    # What came onto the device: all that is cached, or of a streamed request what stays.
+    loaded_tokens: int = 0
+    rebuilt_tokens: int = 0
+
+    @property
+    def brought_tokens(self) -> int:
+        return self.loaded_tokens + self.rebuilt_tokens + self.recomputed_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvent:
+    """A step that ran the model: what it computed, and what of the cache it read from the
+    store (None: nothing)."""
+
+    times: StepTimes
+    prefilled_tokens: int
+    decoded_tokens: int
+    streamed: StreamedTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +152,7 @@ class Lookup:
 
 @dataclass(slots=True)
 class StepOutput:
-    """Everything that leaves the engine. `ran` tells whether the model ran."""
+    """Everything that leaves the engine."""
 
     tokens: list[TokenEvent] = field(default_factory=list)
     finishes: list[FinishEvent] = field(default_factory=list)
@@ -142,18 +163,33 @@ class StepOutput:
     lookups: list[Lookup] = field(default_factory=list)
     # Measured anew.
     profile: Profile | None = None
-    ran: bool = False
+    # The model ran.
+    step: StepEvent | None = None
+    # What the lanes did, in restores and in the step.
+    work: Tally | None = None
+    # Sequences that lost chunks and begin anew.
+    loss_count: int = 0
     running_count: int = 0
     cache_used_bytes: int = 0
 
     @property
+    def ran(self) -> bool:
+        """Whether the model ran."""
+        return self.step is not None
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether there is anything in it for who listens to a Run stream."""
+        return bool(self.tokens or self.finishes or self.restores or self.profile is not None)
+
+    @property
     def is_empty(self) -> bool:
         return not (
-            self.tokens
-            or self.finishes
-            or self.restores
+            self.is_heard
             or self.writes
             or self.flushes
             or self.lookups
-            or self.profile is not None
+            or self.step is not None
+            or self.work is not None
+            or self.loss_count
         )

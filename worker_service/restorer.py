@@ -7,6 +7,7 @@ when, the engine's. Belongs to the engine's thread.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 
 from splitpoint.planner import RestoreMethod
 from splitpoint.schedule import Lane
@@ -16,7 +17,7 @@ from worker_service.cost_watch import CostWatch
 from worker_service.device_cache import DeviceCache
 from worker_service.gather import gatherer_of
 from worker_service.lanes import Lanes
-from worker_service.meeting import Met, restore_from_both_ends
+from worker_service.meeting import restore_from_both_ends
 from worker_service.messages import RestoreEvent
 from worker_service.model.decoder import Decoder
 from worker_service.mover import Mover
@@ -29,6 +30,16 @@ from worker_service.timeline import Span, Trace
 
 # Pages of X in a tile where the plan leaves it to the worker.
 TILE_PAGES = 4
+
+
+@dataclass(slots=True)
+class _Brought:
+    """Tokens whose K and V came onto the device, by how, and what ran when."""
+
+    loaded: int = 0
+    rebuilt: int = 0
+    recomputed: int = 0
+    spans: list[Span] = field(default_factory=list)
 
 
 class Restorer:
@@ -80,14 +91,14 @@ class Restorer:
         chunks = match.chunks[: chunks_of(cached, self._chunk)]
         split = min(sequence.admission.split_tokens, cached)
         predicted = self._predicted(sequence, self._mover_for(match), split, cached)
-        met = self._bring_pages(sequence, match, chunks, cached, split)
+        brought = self._bring_pages(sequence, match, chunks, cached, split)
         full = cached // self._chunk
         sequence.computed = cached
         sequence.stored = list(chunks[:full])
         sequence.written_chunks = full
         sequence.writes_back = True
-        self._learn(met.spans)
-        return _report(sequence, cached, split, time.perf_counter() - started, met, predicted)
+        self._learn(brought.spans)
+        return _report(sequence, cached, split, time.perf_counter() - started, brought, predicted)
 
     def _bring_pages(
         self,
@@ -96,7 +107,7 @@ class Restorer:
         chunks: tuple[StoredChunk, ...],
         cached: int,
         split: int,
-    ) -> Met:
+    ) -> _Brought:
         """A resident prefix comes in whole; of a streamed one what stays on the device."""
         mover = sequence.mover = self._mover_for(match)
         full = cached // self._chunk
@@ -106,22 +117,21 @@ class Restorer:
         self._pager.take_for_prefix(sequence, stored, len(chunks))
         front = stored.start * self._chunk
         ends = [(0, front), (stored.stop, cached)] if stored else [(0, cached)]
-        met = Met(0, [])
+        brought = _Brought()
         for first, end in ends:
             listed = chunks[: chunks_of(end, self._chunk)]
             part = Prefix(listed, first, sequence.pages, sequence.tokens, end, min(split, end))
-            brought = self._bring_in(sequence, mover, part)
-            met = Met(met.recomputed_tokens + brought.recomputed_tokens, met.spans + brought.spans)
+            self._bring_in(sequence, mover, part, brought)
         kept = chunks[: min(sequence.kept_inputs, full)]
-        met.spans.extend(self._bring_inputs(sequence, mover, kept))
+        brought.spans += self._bring_inputs(sequence, mover, kept)
         if cached % self._chunk and self._cache.inputs:
             # The tail's chunk will be sealed anew with more tokens, X included.
             page = self._pager.take_input_page(sequence, full)
             for work in mover.send_inputs(chunks[full:], self._cache.inputs, [page]):
                 self._lanes.run(Lane.LINK_IN, work)
-            met.spans.extend(self._lanes.finish())
+            brought.spans += self._lanes.finish()
             mover.tensors.check_current(chunks[full:])
-        return met
+        return brought
 
     def _bring_inputs(
         self, sequence: Sequence, mover: Mover, chunks: tuple[StoredChunk, ...]
@@ -140,11 +150,14 @@ class Restorer:
         mover.tensors.check_current(chunks)
         return spans
 
-    def _bring_in(self, sequence: Sequence, mover: Mover, prefix: Prefix) -> Met:
+    def _bring_in(
+        self, sequence: Sequence, mover: Mover, prefix: Prefix, brought: _Brought
+    ) -> None:
         """K and V of the prefix into its pages, by the method that was planned."""
+        first, end = prefix.first_chunk * self._chunk, prefix.cached_tokens
         admission, keys, values = sequence.admission, self._cache.keys, self._cache.values
         if admission.method is RestoreMethod.TOKENS:
-            return restore_from_both_ends(
+            met = restore_from_both_ends(
                 mover,
                 self._lanes,
                 prefix,
@@ -153,8 +166,15 @@ class Restorer:
                 block_tokens=self._block_tokens,
                 expected_tokens=admission.recomputed_tokens,
             )
+            brought.recomputed += met.recomputed_tokens
+            brought.loaded += end - met.recomputed_tokens
+            brought.spans += met.spans
+            return
         tile = self._tile_tokens(sequence)
-        return Met(0, restore(mover, self._lanes, prefix, keys, values, tile_tokens=tile))
+        brought.spans += restore(mover, self._lanes, prefix, keys, values, tile_tokens=tile)
+        rebuilt = max(0, prefix.split_tokens - first)
+        brought.rebuilt += rebuilt
+        brought.loaded += end - first - rebuilt
 
     def _tile_tokens(self, sequence: Sequence) -> int:
         return sequence.admission.tile_tokens or TILE_PAGES * self._chunk
@@ -192,21 +212,28 @@ class Restorer:
 
 
 def _report(
-    sequence: Sequence, cached: int, split: int, seconds: float, met: Met, predicted: float
+    sequence: Sequence,
+    cached: int,
+    split: int,
+    seconds: float,
+    brought: _Brought,
+    predicted: float,
 ) -> RestoreEvent:
-    link = [span for span in met.spans if span.lane is Lane.LINK_IN]
-    compute = [span for span in met.spans if span.lane is Lane.COMPUTE]
+    link = [span for span in brought.spans if span.lane is Lane.LINK_IN]
+    compute = [span for span in brought.spans if span.lane is Lane.COMPUTE]
     return RestoreEvent(
         sequence.key,
         cached,
         split,
         _method_of(sequence.admission.method, split, cached),
         seconds,
-        recomputed_tokens=met.recomputed_tokens,
+        recomputed_tokens=brought.recomputed,
         predicted_seconds=predicted,
         link_bytes=int(sum(span.amount for span in link)),
         link_busy_seconds=sum(span.seconds for span in link),
         compute_busy_seconds=sum(span.seconds for span in compute),
+        loaded_tokens=brought.loaded,
+        rebuilt_tokens=brought.rebuilt,
     )
 
 

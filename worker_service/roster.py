@@ -138,6 +138,7 @@ class Roster:
             self.finish(sequence, FinishEvent(sequence.key, error=error))
             return
         sequence.awaits_match = True
+        self.output.loss_count += 1
         self._flush(sequence, None)
 
     # -- write-back -----------------------------------------------------------------

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from splitpoint.costs import Profile
 from splitpoint.errors import Internal, SplitpointError, Unavailable
 from splitpoint.planner import Residency
+from worker_service.account import Account
 from worker_service.engine import Engine
 from worker_service.fetch import Fetched, Fetcher
 from worker_service.messages import (
@@ -59,11 +60,18 @@ class Listener:
 
 
 class Runtime:
-    """One engine, its thread, its store. `start` before use, `stop` at the end."""
+    """One engine, its thread, its store. `start` before use, `stop` at the end.
+
+    Attributes:
+        account: what was done so far, whether or not anybody listened.
+        observed: told of each output of the engine, after the account.
+    """
 
     def __init__(self, engine: Engine, store: StoreClient | None) -> None:
         self.engine = engine
         self.store = store
+        self.account = Account()
+        self.observed: Callable[[StepOutput], None] | None = None
         # Who hears of step outputs; None while no Run stream is open.
         self._listener: Listener | None = None
         # Requests from admit until their finish, and those still looking up.
@@ -75,7 +83,8 @@ class Runtime:
         self._loop = asyncio.get_running_loop()
         self.write_back: WriteBack | None = None
         if store is not None:
-            self.write_back = WriteBack(store, engine.cache, engine.post, engine.lanes)
+            written = self.account.written
+            self.write_back = WriteBack(store, engine.cache, engine.post, engine.lanes, written)
             self.write_back.trace = engine.trace
         self.fetcher: Fetcher | None = None
         # Told when the rate of fetching from some store was measured.
@@ -86,7 +95,8 @@ class Runtime:
         self._fetches: dict[SequenceKey, asyncio.Task[Fetched]] = {}
         self._fetched: dict[SequenceKey, Fetched] = {}
         if store is not None:
-            self.fetcher = Fetcher(store, engine.cache.layout, self._on_rates)
+            layout, fetched = engine.cache.layout, self.account.fetched
+            self.fetcher = Fetcher(store, layout, self._on_rates, fetched)
             store.quiesce = self._quiesce
             store.reattached = lambda: engine.post(Call(engine.forget_arena))
             if store.pinning is not None:
@@ -135,6 +145,13 @@ class Runtime:
             self.cancel_all()
             return
         listener.outputs.put_nowait(output)
+
+    def standstill(self) -> StepOutput:
+        """How things are between two outputs, for who listens. Does not wake the engine."""
+        return StepOutput(
+            running_count=len(self.engine.roster.running),
+            cache_used_bytes=self.engine.cache.used_bytes,
+        )
 
     # -- requests -----------------------------------------------------------------
 
@@ -250,6 +267,9 @@ class Runtime:
         self.failed.set()
 
     def _on_output(self, output: StepOutput) -> None:
+        self.account.take(output)
+        if self.observed is not None:
+            self.observed(output)
         if self.write_back is not None:
             for key, jobs in output.writes:
                 self.write_back.submit(key, jobs)
@@ -266,7 +286,7 @@ class Runtime:
             self._idle.set()
         if output.profile is not None and self.costs_changed is not None:
             output.profile = self.costs_changed(output.profile)
-        if output.tokens or output.finishes or output.restores or output.profile is not None:
+        if output.is_heard:
             self.emit(output)
 
     # -- the store's side --------------------------------------------------------------

@@ -141,7 +141,7 @@ class StreamLanes(Lanes):
     def mark(self) -> Event:
         return _StreamEvent(self._record(self._cuda.current_stream(self.device)))
 
-    def collect(self) -> list[Span]:
+    def _collect(self) -> list[Span]:
         # What compute is given from here on must be waited for, too, before a lane
         # touches its memory; and an event of hours ago is too far for a float's milliseconds.
         self._first = None
@@ -158,7 +158,7 @@ class StreamLanes(Lanes):
         self._timed = going
         return spans
 
-    def finish(self) -> list[Span]:
+    def _finish(self) -> list[Span]:
         error: BaseException | None = None
         while self._drawn:
             error = error or self._drawn[0][1].exception()  # waits

@@ -8,6 +8,7 @@ once per step; the tiles come through a feed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
@@ -26,7 +27,13 @@ from worker_service.memory import PREFILL_TILE_PAGES, largest_tile
 from worker_service.model.layer import DecoderLayer
 from worker_service.mover import Mover
 from worker_service.sequence import Segment, Sequence
-from worker_service.tiles import StoredPage, Tile, decode_tiles, prefill_tiles
+from worker_service.tiles import (
+    StoredPage,
+    StreamedTokens,
+    Tile,
+    decode_tiles,
+    prefill_tiles,
+)
 
 Result = TypeVar("Result")
 Window = int | None
@@ -124,12 +131,14 @@ class StreamedStep:
         sequences: whose.
         tile_pages: pages of the largest tile.
         layers: what each layer reads, in the order in which it takes it.
+        tokens: what the layer reads that sees most.
         decodes: the tiles of decoding sequences, for layers of each window.
     """
 
     sequences: list[Sequence]
     tile_pages: int
     layers: list[list[Shipment]]
+    tokens: StreamedTokens
     decodes: Mapping[Window, list[tuple[Shipment, DecodePlan]]]
 
     def attend_decodes(
@@ -226,7 +235,11 @@ class StreamedBuilder:
             return None
         sequences = [sequence for sequence in decodes if sequence.stored_range]
         sequences += [sequence for sequence, _ in prefills]
-        return StreamedStep(sequences, self._tile_pages, layers, planned)
+        # A layer without a window sees all, any other as far as its window.
+        widest = max(range(len(layers)), key=lambda layer: self._windows[layer] or math.inf)
+        tiles = (shipment.tile for shipment in layers[widest])
+        tokens = StreamedTokens.of(tiles, self._chunk)
+        return StreamedStep(sequences, self._tile_pages, layers, tokens, planned)
 
     def prefill(self, segment: Segment, first_row: int) -> StreamedPrefill:
         sequence = segment.sequence

@@ -141,7 +141,7 @@ class ThreadLanes(Lanes):
     def mark(self) -> Event:
         return Reached()
 
-    def collect(self) -> list[Span]:
+    def _collect(self) -> list[Span]:
         ended: list[Future[list[Span]]] = []
         going: deque[Future[list[Span]]] = deque()
         for future in self._pending:
@@ -152,7 +152,7 @@ class ThreadLanes(Lanes):
             spans += future.result()
         return spans
 
-    def finish(self) -> list[Span]:
+    def _finish(self) -> list[Span]:
         error: BaseException | None = None
         spans: list[Span] = []
         while self._pending:

@@ -9,7 +9,7 @@ all the work left to the other. Pure: knows no tensors, lanes or requests.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -48,6 +48,34 @@ class Tile:
     is_loaded: bool
     rebuilt_rows: int
     is_kept: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedTokens:
+    """What one step reads from the store, in tokens of the sequences that it is of.
+
+    Attributes:
+        loaded: K and V come over the link.
+        rebuilt: from X, wherever that is.
+        split: behind the last token that is rebuilt, of the sequence where it is furthest.
+    """
+
+    loaded: int
+    rebuilt: int
+    split: int
+
+    @classmethod
+    def of(cls, tiles: Iterable[Tile], chunk_tokens: int) -> StreamedTokens:
+        """`tiles`: of one layer."""
+        loaded = rebuilt = split = 0
+        for tile in tiles:
+            rebuilt += tile.rebuilt_rows
+            if tile.is_loaded:
+                loaded += len(tile.pages) * chunk_tokens - tile.rebuilt_rows
+            for page in tile.pages:
+                if page.rebuilt_rows:
+                    split = max(split, page.first_position + page.rebuilt_rows)
+        return cls(loaded, rebuilt, split)
 
 
 def decode_tiles(pages: Sequence[StoredPage], tile_pages: int, chunk_tokens: int) -> list[Tile]:

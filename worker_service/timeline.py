@@ -21,6 +21,8 @@ _Kind = TypeVar("_Kind")
 
 # Some minutes of a busy worker; a trace that runs longer keeps its end.
 TRACE_SPANS = 200_000
+# Work of the compute lane that makes K and V from X.
+REBUILDING = ("rebuild", "embed")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ the request goes on without reuse. So does one past what the store wants to keep
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import time
 from collections import deque
@@ -35,7 +36,7 @@ from worker_service.device_cache import DeviceCache
 from worker_service.lanes import Lanes, Work, passed
 from worker_service.memory import STAGING_PAGES
 from worker_service.store_client import Connection, Match, StoreClient, WrittenChunk
-from worker_service.timeline import Trace
+from worker_service.timeline import Span, Trace
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,23 @@ class WriteJob:
     page: int
     input_page: int | None
     token_ids: tuple[int, ...]
+
+
+class WriteResult(enum.StrEnum):
+    """How a chunk ended that was handed to write-back."""
+
+    STORED = "stored"
+    FAILED = "failed"
+    UNWANTED = "unwanted"
+
+
+@dataclass(slots=True)
+class WriteTotals:
+    """What write-back has done: chunks by how they ended; bytes copied, and the seconds of it."""
+
+    chunks: dict[WriteResult, int] = field(default_factory=lambda: dict.fromkeys(WriteResult, 0))
+    bytes: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +128,8 @@ class _Chain:
     first_unwanted_chunk: int | None
     jobs: deque[WriteJob] = field(default_factory=deque)
     writer: asyncio.Task[None] | None = None
-    # Failed, or past what the store wants.
-    has_ended: bool = False
+    # Failed, or past what the store wants: what becomes of all that comes yet.
+    ended: WriteResult | None = None
 
 
 class WriteBack:
@@ -120,6 +138,7 @@ class WriteBack:
     Attributes:
         copy: how chunks get into their slots, on the lane; replaced to inject
             slow or broken copies.
+        totals: kept on the event loop.
     """
 
     def __init__(
@@ -128,7 +147,9 @@ class WriteBack:
         cache: DeviceCache,
         post: Callable[[ChunksStored | WriteFailed | WriteEnded | Flushed], None],
         lanes: Lanes,
+        totals: WriteTotals | None = None,
     ) -> None:
+        self.totals = WriteTotals() if totals is None else totals
         self._store = store
         self._cache = cache
         self._post = post
@@ -167,7 +188,8 @@ class WriteBack:
     def submit(self, key: SequenceKey, jobs: Sequence[WriteJob]) -> None:
         """Queue chunks, in sequence order. A chain that ended drops them: it said so."""
         chain = self._chains[key]
-        if chain.has_ended:
+        if chain.ended is not None:
+            self.totals.chunks[chain.ended] += len(jobs)
             return
         chain.jobs.extend(jobs)
         if chain.writer is None or chain.writer.done():
@@ -220,8 +242,7 @@ class WriteBack:
         while chain.jobs:
             wanted = self._wanted(chain)
             if not wanted:
-                chain.has_ended = True
-                chain.jobs.clear()
+                self._end(chain, WriteResult.UNWANTED, len(chain.jobs))
                 self._post(WriteEnded(chain.key))
                 return
             jobs = [chain.jobs.popleft() for _ in range(min(BATCH_CHUNKS, wanted))]
@@ -234,13 +255,15 @@ class WriteBack:
                     jobs[0].chunk_index,
                     error.message,
                 )
-                self._fail(chain, error)
+                self._fail(chain, jobs, error)
                 return
             except Exception:
                 # A bug or a broken device; the request must hear of it all the same.
                 log.exception("%s: write-back failed", chain.key[0])
-                self._fail(chain, Internal("write-back failed", reason="WRITE_BACK_FAILED"))
+                failure = Internal("write-back failed", reason="WRITE_BACK_FAILED")
+                self._fail(chain, jobs, failure)
                 return
+            self.totals.chunks[WriteResult.STORED] += len(jobs)
             self._post(ChunksStored(chain.key, jobs[0].chunk_index, stored))
 
     def _wanted(self, chain: _Chain) -> int:
@@ -250,10 +273,14 @@ class WriteBack:
         wanted = chain.first_unwanted_chunk - chain.jobs[0].chunk_index
         return max(0, min(wanted, len(chain.jobs)))
 
-    def _fail(self, chain: _Chain, error: SplitpointError) -> None:
-        chain.has_ended = True
-        chain.jobs.clear()
+    def _fail(self, chain: _Chain, jobs: Sequence[WriteJob], error: SplitpointError) -> None:
+        self._end(chain, WriteResult.FAILED, len(jobs) + len(chain.jobs))
         self._post(WriteFailed(chain.key, error))
+
+    def _end(self, chain: _Chain, result: WriteResult, chunk_count: int) -> None:
+        chain.ended = result
+        chain.jobs.clear()
+        self.totals.chunks[result] += chunk_count
 
     async def _store_chunks(
         self, chain: _Chain, jobs: Sequence[WriteJob]
@@ -263,13 +290,15 @@ class WriteBack:
             # Between this check and the copy's turn on the lane nothing awaits:
             # a session that is given up waits for the lane before its slots go.
             self._check_session(chain)
-            checksums = await asyncio.get_running_loop().run_in_executor(
+            checksums, span = await asyncio.get_running_loop().run_in_executor(
                 self._lane,
                 self._send_out,
                 chain.connection.tensors,
                 jobs,
                 [slot for slot, _ in granted],
             )
+            self.totals.bytes += int(span.amount)
+            self.totals.seconds += span.seconds
             written = self._chain_keys(chain, jobs, granted, checksums)
             answer = await self._store.seal(
                 chain.connection, chain.salt, written, chain.lease_ids[-1]
@@ -286,7 +315,7 @@ class WriteBack:
 
     def _send_out(
         self, tensors: ArenaTensors, jobs: Sequence[WriteJob], slots: Sequence[int]
-    ) -> list[int]:
+    ) -> tuple[list[int], Span]:
         """Copy chunks into their slots; this thread is the lane out of the device."""
         checksums: list[int] = []
 
@@ -299,7 +328,7 @@ class WriteBack:
         span = self._lanes.carry_out(Lane.LINK_OUT, work)
         if self.trace is not None:
             self.trace.extend([span])
-        return checksums
+        return checksums, span
 
     def _check_session(self, chain: _Chain) -> None:
         if self._store.connection is not chain.connection:

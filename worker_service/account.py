@@ -1,0 +1,161 @@
+"""What a worker has done since it started: plain totals, kept once, for everybody who asks.
+
+Metrics and telemetry are two readers of the same books. Fed and read on the event loop,
+whether or not anybody listens to a Run stream; knows neither Prometheus nor the contract.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable, Iterator
+
+from splitpoint.planner import Residency, RestoreMethod
+from worker_service.fetch import FetchTotals
+from worker_service.messages import RestoreEvent, StepEvent, StepOutput
+from worker_service.tally import Tally
+from worker_service.write_back import WriteTotals
+
+
+class StepKind(enum.StrEnum):
+    """What a step computed."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+    @classmethod
+    def of(cls, step: StepEvent) -> StepKind:
+        if step.prefilled_tokens and step.decoded_tokens:
+            return cls.MIXED
+        return cls.PREFILL if step.prefilled_tokens else cls.DECODE
+
+
+class Traffic(enum.StrEnum):
+    """What crossed the link to the device."""
+
+    KV = "kv"
+    ACTIVATIONS = "activations"
+    WEIGHTS = "weights"
+
+
+class Way(enum.StrEnum):
+    """How a cached token's K and V came to the device."""
+
+    LOADED = "loaded"
+    REBUILT = "rebuilt"  # from activations
+    RECOMPUTED = "recomputed"  # from token ids
+
+
+class Predicted(enum.StrEnum):
+    """What is predicted before it is done."""
+
+    RESTORE = "restore"
+    STEP = "step"
+
+
+def predictions(output: StepOutput) -> Iterator[tuple[Predicted, float, float]]:
+    """What was predicted at all: what of, seconds said beforehand, seconds it took."""
+    for event in output.restores:
+        if event.brought_tokens and event.predicted_seconds > 0:
+            yield Predicted.RESTORE, event.predicted_seconds, event.seconds
+    if output.step is not None and output.step.times.predicted_seconds:
+        yield Predicted.STEP, output.step.times.predicted_seconds, output.step.times.seconds
+
+
+# What can be counted: tokens of a step that streams are never computed from their ids.
+WAYS = (
+    *((Residency.RESIDENT, way) for way in Way),
+    (Residency.STREAMED, Way.LOADED),
+    (Residency.STREAMED, Way.REBUILT),
+)
+# NONE brings nothing.
+METHODS: tuple[RestoreMethod, ...] = tuple(
+    method for method in RestoreMethod if method is not RestoreMethod.NONE
+)
+
+
+class Account:
+    """Totals. Bytes, seconds and tokens; every kind of a thing is there from the start.
+
+    Attributes:
+        written, fetched: the pages that write-back and the fetcher keep themselves.
+        cache_tokens: of restores under RESIDENT, of streamed steps under STREAMED.
+        split_tokens: of the latest restore that had a split, or step that streamed; None:
+            there was none yet.
+        predicted_seconds, measured_seconds: of what was predicted at all.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._started = clock()
+        self.steps = dict.fromkeys(StepKind, 0)
+        self.step_seconds = 0.0
+        self.prefilled_tokens = 0
+        self.decoded_tokens = 0
+        self.generated_tokens = 0
+        self.chunk_losses = 0
+        self.link_in_bytes = dict.fromkeys(Traffic, 0)
+        self.link_in_seconds = 0.0
+        self.compute_seconds = 0.0
+        self.rebuild_seconds = 0.0
+        self.prefill_seconds = 0.0
+        self.written = WriteTotals()
+        self.fetched = FetchTotals()
+        self.cache_tokens = dict.fromkeys(WAYS, 0)
+        self.restores = dict.fromkeys(METHODS, 0)
+        self.split_tokens: int | None = None
+        self.predicted_seconds = dict.fromkeys(Predicted, 0.0)
+        self.measured_seconds = dict.fromkeys(Predicted, 0.0)
+
+    @property
+    def uptime_seconds(self) -> float:
+        return self._clock() - self._started
+
+    def tokens_by(self, way: Way) -> int:
+        """Cached tokens that came this way, in restores and in steps."""
+        return sum(count for (_, each), count in self.cache_tokens.items() if each is way)
+
+    def take(self, output: StepOutput) -> None:
+        """Everything that a step's output says of work that was done."""
+        self.generated_tokens += len(output.tokens)
+        self.chunk_losses += output.loss_count
+        for event in output.restores:
+            self._restored(event)
+        if output.step is not None:
+            self._stepped(output.step)
+        if output.work is not None:
+            self._worked(output.work)
+        for what, predicted, measured in predictions(output):
+            self.predicted_seconds[what] += predicted
+            self.measured_seconds[what] += measured
+
+    def _stepped(self, step: StepEvent) -> None:
+        self.steps[StepKind.of(step)] += 1
+        self.step_seconds += step.times.seconds
+        self.prefilled_tokens += step.prefilled_tokens
+        self.decoded_tokens += step.decoded_tokens
+        streamed = step.streamed
+        if streamed is not None:
+            self.cache_tokens[Residency.STREAMED, Way.LOADED] += streamed.loaded
+            self.cache_tokens[Residency.STREAMED, Way.REBUILT] += streamed.rebuilt
+            self.split_tokens = streamed.split
+
+    def _restored(self, event: RestoreEvent) -> None:
+        if not event.brought_tokens:
+            return
+        self.restores[event.method] += 1
+        self.cache_tokens[Residency.RESIDENT, Way.LOADED] += event.loaded_tokens
+        self.cache_tokens[Residency.RESIDENT, Way.REBUILT] += event.rebuilt_tokens
+        self.cache_tokens[Residency.RESIDENT, Way.RECOMPUTED] += event.recomputed_tokens
+        if event.method is not RestoreMethod.TOKENS:
+            self.split_tokens = event.split_tokens
+
+    def _worked(self, work: Tally) -> None:
+        self.link_in_bytes[Traffic.KV] += work.kv_bytes
+        self.link_in_bytes[Traffic.ACTIVATIONS] += work.activation_bytes
+        self.link_in_bytes[Traffic.WEIGHTS] += work.weight_bytes
+        self.link_in_seconds += work.link_seconds
+        self.compute_seconds += work.compute_seconds
+        self.rebuild_seconds += work.rebuild_seconds
+        self.prefill_seconds += work.prefill_seconds
