@@ -37,6 +37,7 @@ from splitpoint.rpc_calls import count_calls
 from splitpoint.shapes import DataType
 from splitpoint.tls import Identity, identity_of
 from splitpoint.v1 import worker_pb2_grpc
+from worker_service.metrics import WorkerMetrics
 from worker_service.server import DRAIN_SECONDS, SERVICE_NAME, WorkerServicer
 from worker_service.startup import DEFAULT_CHUNK_TOKENS, LoadedWorker, WorkerOptions, load_worker
 
@@ -162,7 +163,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         options = options_from(arguments, identity)
         async with metrics_served(arguments, meters):
             await _load_and_run(
-                options, servicer, health, address, stop, redis, arguments.advertise
+                options, servicer, health, address, stop, redis, arguments.advertise, meters
             )
     finally:
         await server.stop(STOP_SECONDS)
@@ -176,6 +177,7 @@ async def _load_and_run(
     stop: asyncio.Event,
     redis: RedisOptions | None,
     advertise: str | None,
+    meters: Meters,
 ) -> None:
     loading = asyncio.create_task(load_worker(options))
     stopping = asyncio.create_task(stop.wait())
@@ -184,6 +186,7 @@ async def _load_and_run(
         loading.cancel()
         return
     worker = loading.result()
+    WorkerMetrics(meters, worker)
     servicer.worker = worker
     await health.set(SERVICE_NAME, True)
     announce_ready(address)
@@ -192,6 +195,7 @@ async def _load_and_run(
     def registration(link: RedisLink) -> Announcer:
         from worker_service.registration import Registration
 
+        worker.redis_is_up = lambda: not link.is_away
         return Registration(
             link,
             worker,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,7 @@ from worker_service.messages import StepOutput
 from worker_service.profiler import measure
 from worker_service.runtime import Listener
 from worker_service.startup import LoadedWorker
+from worker_service.telemetry import TELEMETRY_SECONDS, telemetry_of
 from worker_service.wire import admission_from, refusal, response_from
 
 log = logging.getLogger(__name__)
@@ -117,9 +119,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             # Tells the scheduler at once that the stream was accepted.
             await context.send_initial_metadata(())
             step = 0
-            async for output in _outputs_until(listener.outputs, ends):
+            pulse = _Pulse()
+            async for output in _outputs_until(listener.outputs, ends, pulse):
                 step += 1
-                yield response_from(output, step)
+                if output is None:
+                    output = worker.runtime.standstill()
+                # What was done is told along with the latest tokens, or alone.
+                telemetry = telemetry_of(worker) if pulse.take() else None
+                yield response_from(output, step, telemetry)
         finally:
             # A task of its own: a scheduler that is killed cancels this call at any
             # moment, and the worker must be there for its successor all the same.
@@ -231,14 +238,38 @@ async def _given_up(listener: Listener) -> None:
     raise Aborted("step outputs were not taken", reason="SLOW_SCHEDULER")
 
 
+class _Pulse:
+    """When telemetry is due: a second after the stream began, or after the last."""
+
+    def __init__(self) -> None:
+        self._due = time.monotonic() + TELEMETRY_SECONDS
+
+    @property
+    def seconds_left(self) -> float:
+        return max(0.0, self._due - time.monotonic())
+
+    def take(self) -> bool:
+        """Whether it is due; then it is taken."""
+        now = time.monotonic()
+        if now < self._due:
+            return False
+        self._due = now + TELEMETRY_SECONDS
+        return True
+
+
 async def _outputs_until(
-    outputs: asyncio.Queue[StepOutput], ends: Sequence[asyncio.Task[Any]]
-) -> AsyncIterator[StepOutput]:
-    """Step outputs until one of the tasks ends; raises what it raised."""
+    outputs: asyncio.Queue[StepOutput], ends: Sequence[asyncio.Task[Any]], pulse: _Pulse
+) -> AsyncIterator[StepOutput | None]:
+    """Step outputs until one of the tasks ends; raises what it raised. None: there is
+    none, but the pulse is due."""
     while True:
         getter = asyncio.ensure_future(outputs.get())
         try:
-            await asyncio.wait({getter, *ends}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {getter, *ends},
+                timeout=pulse.seconds_left,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
         finally:
             if not getter.done():
                 getter.cancel()
@@ -249,3 +280,5 @@ async def _outputs_until(
             if end.done():
                 end.result()
                 return
+        if not pulse.seconds_left:  # timers may be a little early
+            yield None

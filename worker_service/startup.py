@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from splitpoint.text import Tokenizer
 from splitpoint.tls import PLAIN, Identity
 from splitpoint.weight_placement import NOTHING_ON_HOST, WeightSizes
 from worker_service.device_cache import DeviceCache
+from worker_service.device_monitor import DeviceMonitor
 from worker_service.engine import Engine
 from worker_service.lanes import EmulatedLink, Lanes, lanes_of
 from worker_service.memory import STAGING_PAGES, divide, place, staging_pages_on_gpu
@@ -105,6 +106,15 @@ class LoadedWorker:
     weights: str
     # Of weights on the host, for a GPU; to be closed after the runtime has stopped.
     weight_lock: WeightLock | None
+    # Looks into the device; None: nobody can.
+    monitor: DeviceMonitor | None = None
+    # Whether Redis answers; None: the worker uses none.
+    redis_is_up: Callable[[], bool] | None = None
+
+    @property
+    def store_is_up(self) -> bool | None:
+        """Whether the worker is attached to its store; None: it has none."""
+        return None if self.store is None else self.store.connection is not None
 
     def remember_rates(self, rates: Mapping[str, float]) -> None:
         """Fetches showed how fast other hosts' stores are: tell the scheduler."""

@@ -123,13 +123,16 @@ def _source_of(command: worker_pb2.AdmitCommand) -> FetchOrder | None:
     return FetchOrder(address, command.source_cached_tokens, command.plan.predicted_fetch_seconds)
 
 
-def response_from(output: StepOutput, step: int) -> worker_pb2.RunResponse:
+def response_from(
+    output: StepOutput, step: int, telemetry: types_pb2.Telemetry | None = None
+) -> worker_pb2.RunResponse:
     """One message for one step's output."""
     response = worker_pb2.RunResponse(
         step=step,
         running_count=output.running_count,
         cache_used_bytes=output.cache_used_bytes,
         profile=None if output.profile is None else profile_to_proto(output.profile),
+        telemetry=telemetry,
     )
     for event in output.tokens:
         request_id, attempt = event.key

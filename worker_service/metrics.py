@@ -1,0 +1,122 @@
+"""A worker's metrics: its account read at each scrape, and the distributions beside it.
+
+Names and texts are splitpoint/metrics.py's. What only a driver knows comes from the
+worker's monitor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from splitpoint import metrics
+from splitpoint.meters import Meters, Reading
+from splitpoint.planner import RestoreMethod
+from worker_service.account import METHODS, Account, Predicted, Traffic, predictions
+from worker_service.messages import StepOutput
+from worker_service.startup import LoadedWorker
+
+
+class WorkerMetrics:
+    """Of one worker, from when it is loaded. Make it on the event loop, which it is read on.
+
+    `observe` is for `Runtime.observed`: distributions see every step and restore.
+    """
+
+    def __init__(self, meters: Meters, worker: LoadedWorker) -> None:
+        self._worker = worker
+        self._steps = meters.histogram(metrics.WORKER_STEP_SECONDS)
+        self._splits = meters.histogram(metrics.SPLIT_TOKENS)
+        restores = meters.histogram(metrics.RESTORE_SECONDS)
+        self._restores = {method: restores.labels(method.value) for method in METHODS}
+        ratios = meters.histogram(metrics.PREDICTION_RATIO)
+        self._ratios = {what: ratios.labels(what.value) for what in Predicted}
+        meters.read(self.readings)
+        worker.runtime.observed = self.observe
+
+    def observe(self, output: StepOutput) -> None:
+        if output.step is not None:
+            self._steps.observe(output.step.times.seconds)
+        for event in output.restores:
+            if event.brought_tokens:
+                self._restores[event.method].observe(event.seconds)
+                if event.method is not RestoreMethod.TOKENS:
+                    self._splits.observe(event.split_tokens)
+        for what, predicted, measured in predictions(output):
+            self._ratios[what].observe(measured / predicted)
+
+    def readings(self) -> Iterator[Reading]:
+        worker, account = self._worker, self._worker.runtime.account
+        yield from _of_worker(worker)
+        yield from _of_steps(account)
+        yield from _of_link(worker, account)
+        yield from _of_cache(account)
+        if worker.monitor is not None:
+            yield from worker.monitor.readings()
+
+
+def _of_worker(worker: LoadedWorker) -> Iterable[Reading]:
+    engine, store = worker.engine, worker.store
+    yield Reading(
+        metrics.WORKER_INFO,
+        1,
+        (
+            worker.worker_id,
+            worker.device_description,
+            engine.lanes.schedule.value,
+            worker.weights or "all on the device",
+        ),
+    )
+    yield Reading(metrics.WORKER_RUNNING, len(engine.roster.running))
+    yield Reading(metrics.WORKER_CACHE_BYTES, engine.cache.used_bytes, ("used",))
+    yield Reading(metrics.WORKER_CACHE_BYTES, engine.plan.cache_capacity_bytes, ("capacity",))
+    # A prefill is itself one of the batch.
+    budget = engine.max_batch_size - 1 + engine.prefill_chunk_tokens
+    yield Reading(metrics.WORKER_STEP_TOKEN_BUDGET, budget)
+    if worker.store_is_up is not None:
+        yield Reading(metrics.WORKER_STORE_UP, worker.store_is_up)
+    if worker.redis_is_up is not None:
+        yield Reading(metrics.REDIS_UP, worker.redis_is_up())
+    if store is not None and store.pinning is not None:
+        yield Reading(metrics.WORKER_PINNED_BYTES, store.pinning.pinned_bytes)
+
+
+def _of_steps(account: Account) -> Iterable[Reading]:
+    for kind, count in account.steps.items():
+        yield Reading(metrics.WORKER_STEPS, count, (kind.value,))
+    yield Reading(metrics.WORKER_SCHEDULED_TOKENS, account.prefilled_tokens, ("prefill",))
+    yield Reading(metrics.WORKER_SCHEDULED_TOKENS, account.decoded_tokens, ("decode",))
+    yield Reading(metrics.WORKER_GENERATED_TOKENS, account.generated_tokens)
+    yield Reading(metrics.WORKER_CHUNK_LOSSES, account.chunk_losses)
+    for result, count in account.written.chunks.items():
+        yield Reading(metrics.WORKER_WRITE_BACK_CHUNKS, count, (result.value,))
+
+
+def _of_link(worker: LoadedWorker, account: Account) -> Iterable[Reading]:
+    profile, link = worker.profile, worker.engine.lanes.link
+    for traffic in Traffic:
+        labels = ("in", traffic.value)
+        yield Reading(metrics.LINK_BYTES, account.link_in_bytes[traffic], labels)
+    yield Reading(metrics.LINK_BYTES, account.written.bytes, ("out", "write_back"))
+    yield Reading(metrics.LINK_BUSY_SECONDS, account.link_in_seconds, ("in",))
+    yield Reading(metrics.LINK_BUSY_SECONDS, account.written.seconds, ("out",))
+    yield Reading(metrics.LINK_RATE, profile.link_bytes_per_second)
+    if link is not None:
+        yield Reading(metrics.LINK_CEILING, link.bytes_per_second)
+    yield Reading(metrics.PROFILE_FLOPS, profile.rebuild_flops_per_second, ("rebuild",))
+    yield Reading(metrics.PROFILE_FLOPS, profile.prefill_flops_per_second, ("prefill",))
+
+
+def _of_cache(account: Account) -> Iterable[Reading]:
+    yield Reading(metrics.COMPUTE_BUSY_SECONDS, account.compute_seconds)
+    yield Reading(metrics.RECOMPUTE_SECONDS, account.rebuild_seconds, ("activations",))
+    yield Reading(metrics.RECOMPUTE_SECONDS, account.prefill_seconds, ("tokens",))
+    for (residency, way), count in account.cache_tokens.items():
+        yield Reading(metrics.CACHE_TOKENS, count, (residency.value, way.value))
+    yield Reading(metrics.FETCHED_TOKENS, account.fetched.tokens)
+    yield Reading(metrics.FETCH_SECONDS, account.fetched.seconds)
+    for method, count in account.restores.items():
+        yield Reading(metrics.RESTORES, count, (method.value,))
+    for what in Predicted:
+        predicted, measured = account.predicted_seconds[what], account.measured_seconds[what]
+        yield Reading(metrics.PREDICTED_SECONDS, predicted, (what.value,))
+        yield Reading(metrics.MEASURED_SECONDS, measured, (what.value,))

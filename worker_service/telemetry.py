@@ -1,0 +1,44 @@
+"""The account as a message: what a scheduler hears of its worker about once a second.
+
+Made when it is sent, so it is never late, however far behind its reader is.
+"""
+
+from __future__ import annotations
+
+from splitpoint.v1 import types_pb2
+from worker_service.account import Way
+from worker_service.startup import LoadedWorker
+
+# Between two messages on a Run stream.
+TELEMETRY_SECONDS = 1.0
+
+
+def telemetry_of(worker: LoadedWorker) -> types_pb2.Telemetry:
+    """Everything that is known now. Does not wake the engine."""
+    account, engine = worker.runtime.account, worker.engine
+    link = engine.lanes.link
+    telemetry = types_pb2.Telemetry(
+        uptime_seconds=account.uptime_seconds,
+        step_count=sum(account.steps.values()),
+        step_seconds=account.step_seconds,
+        prefilled_token_count=account.prefilled_tokens,
+        generated_token_count=account.generated_tokens,
+        link_in_bytes=sum(account.link_in_bytes.values()),
+        link_out_bytes=account.written.bytes,
+        link_in_busy_seconds=account.link_in_seconds,
+        link_out_busy_seconds=account.written.seconds,
+        compute_busy_seconds=account.compute_seconds,
+        loaded_token_count=account.tokens_by(Way.LOADED),
+        rebuilt_token_count=account.tokens_by(Way.REBUILT),
+        recomputed_token_count=account.tokens_by(Way.RECOMPUTED),
+        split_tokens=account.split_tokens,
+        predicted_seconds=sum(account.predicted_seconds.values()),
+        measured_seconds=sum(account.measured_seconds.values()),
+        cache_used_bytes=engine.cache.used_bytes,
+        store_is_up=worker.store_is_up,
+        redis_is_up=None if worker.redis_is_up is None else worker.redis_is_up(),
+        link_ceiling_bytes_per_second=None if link is None else link.bytes_per_second,
+    )
+    if worker.monitor is not None:
+        worker.monitor.fill(telemetry)
+    return telemetry
