@@ -132,10 +132,16 @@ class WorkerDouble(worker_pb2_grpc.WorkerServiceServicer):
         self.address = ""
         self._finishes: list[worker_pb2.RequestFinish] = []
         self._restores: list[worker_pb2.RestoreReport] = []
+        self._telemetry: types_pb2.Telemetry | None = None
         self._server: grpc.aio.Server | None = None
         self._health: rpc.HealthReporter | None = None
         self._work = asyncio.Event()
         self._stream_open = False
+
+    def report(self, telemetry: types_pb2.Telemetry) -> None:
+        """Said in the next message, which comes at once when nothing runs."""
+        self._telemetry = telemetry
+        self._work.set()
 
     # -- life ----------------------------------------------------------------------
 
@@ -189,7 +195,7 @@ class WorkerDouble(worker_pb2_grpc.WorkerServiceServicer):
         reader = asyncio.create_task(self._read(requests))
         try:
             while True:
-                while not (self._finishes or self._restores or self._active()):
+                while not (self._finishes or self._restores or self._telemetry or self._active()):
                     self._work.clear()
                     await self._work.wait()
                 await self.pace()
@@ -314,7 +320,9 @@ class WorkerDouble(worker_pb2_grpc.WorkerServiceServicer):
                 )
         response.restores.extend(self._restores)
         response.finishes.extend(self._finishes)
-        self._restores, self._finishes = [], []
+        if self._telemetry is not None:
+            response.telemetry.CopyFrom(self._telemetry)
+        self._restores, self._finishes, self._telemetry = [], [], None
         response.running_count = len(self.running)
         return response
 
