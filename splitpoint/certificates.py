@@ -29,27 +29,37 @@ def check_authorities(path: str | Path, pem: bytes) -> None:
 
 def warn_of_expiry(path: str | Path, pem: bytes) -> None:
     """A line in the log when the first certificate has expired, or will within two weeks."""
-    left = x509.load_pem_x509_certificates(pem)[0].not_valid_after_utc - datetime.now(UTC)
+    left = expires_at(pem) - datetime.now(UTC)
     if left <= timedelta():
         _log.warning("the certificate %s has expired: no peer will accept it", path)
     elif left < _EXPIRY_WARNING:
         _log.warning("the certificate %s expires in %d days", path, left.days)
 
 
+def expires_at(pem: bytes) -> datetime:
+    """When the first certificate ends. Raises ValueError: it is none."""
+    return x509.load_pem_x509_certificates(pem)[0].not_valid_after_utc
+
+
 def host_of(pem: bytes) -> str:
     """Any name that the first certificate is good for. Raises InvalidArgument: it has none."""
-    certificate = x509.load_pem_x509_certificates(pem)[0]
-    try:
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
-        names = x509.SubjectAlternativeName([])
-    found = [
-        *names.get_values_for_type(x509.DNSName),
-        *map(str, names.get_values_for_type(x509.IPAddress)),
-    ]
+    found = hosts_of(pem)
     if not found:
         raise InvalidArgument(
             "the certificate names no host (subjectAltName): no client could accept it",
             field="tls-cert",
         )
     return found[0].replace("*", "any", 1)
+
+
+def hosts_of(pem: bytes) -> list[str]:
+    """Names and addresses that the first certificate is good for; `*.lan` as it stands."""
+    certificate = x509.load_pem_x509_certificates(pem)[0]
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        names = x509.SubjectAlternativeName([])
+    return [
+        *names.get_values_for_type(x509.DNSName),
+        *map(str, names.get_values_for_type(x509.IPAddress)),
+    ]

@@ -33,7 +33,7 @@ def choose_node(wish: str, *, sys_folder: Path = Path("/sys")) -> int | None:
         return None
     nodes = parse_nodes((sys_folder / "devices/system/node/has_memory").read_text())
     if wish == "auto":
-        found = _gpu_nodes(sys_folder)
+        found = gpu_nodes(sys_folder)
         return found.pop() if len(nodes) > 1 and len(found) == 1 else None
     if not wish.isdecimal():
         raise InvalidArgument("--numa-node is auto, none or a number", field="numa-node")
@@ -56,7 +56,7 @@ def parse_nodes(text: str) -> set[int]:
     return nodes
 
 
-def _gpu_nodes(sys_folder: Path) -> set[int]:
+def gpu_nodes(sys_folder: Path) -> set[int]:
     """Nodes of the NVIDIA display devices; a device that knows none counts for nothing."""
     nodes = set()
     for device in (sys_folder / "bus/pci/devices").glob("*"):

@@ -12,6 +12,7 @@ from splitpoint_cli import (
     arena,
     bench,
     certs,
+    doctor,
     down,
     generate,
     plan,
@@ -37,6 +38,7 @@ app.command()(plan.plan)
 app.command()(what_pays.what_pays)
 app.command()(size.size)
 app.command()(status.status)
+app.command()(doctor.doctor)
 app.command()(trace.trace)
 app.command()(certs.certs)
 app.command()(token.token)

@@ -315,10 +315,10 @@ def parse_dtype(text: str) -> DataType | None:
         ) from None
 
 
-def default_host_memory() -> int:
+def default_host_memory(shm: Path = config.SHARED_MEMORY) -> int:
     """A quarter of the memory this process may use, at most 8 GiB and half of what
     /dev/shm has left: enough to be useful, little enough to live beside others."""
-    free = os.statvfs(config.SHARED_MEMORY)
+    free = os.statvfs(shm)
     shm_free = free.f_bavail * free.f_frsize
     return min(config.memory_facts().usable_bytes // 4, shm_free // 2, _MOST_DEFAULT_HOST_MEMORY)
 
