@@ -218,6 +218,7 @@ async def _load_and_run(
     await worker.runtime.stop()
     if worker.weight_lock is not None:
         worker.weight_lock.close()
+    await asyncio.to_thread(worker.monitor.stop)
     _write_trace(worker, options.trace_file)
     stopping.cancel()
     failing.cancel()

@@ -50,8 +50,7 @@ class WorkerMetrics:
         yield from _of_steps(account)
         yield from _of_link(worker, account)
         yield from _of_cache(account)
-        if worker.monitor is not None:
-            yield from worker.monitor.readings()
+        yield from worker.monitor.readings()
 
 
 def _of_worker(worker: LoadedWorker) -> Iterable[Reading]:

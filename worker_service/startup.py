@@ -21,7 +21,7 @@ from splitpoint.text import Tokenizer
 from splitpoint.tls import PLAIN, Identity
 from splitpoint.weight_placement import NOTHING_ON_HOST, WeightSizes
 from worker_service.device_cache import DeviceCache
-from worker_service.device_monitor import DeviceMonitor
+from worker_service.device_monitor import DeviceMonitor, monitor_of
 from worker_service.engine import Engine
 from worker_service.lanes import EmulatedLink, Lanes, lanes_of
 from worker_service.memory import STAGING_PAGES, divide, place, staging_pages_on_gpu
@@ -106,8 +106,8 @@ class LoadedWorker:
     weights: str
     # Of weights on the host, for a GPU; to be closed after the runtime has stopped.
     weight_lock: WeightLock | None
-    # Looks into the device; None: nobody can.
-    monitor: DeviceMonitor | None = None
+    # Looks into the device; started, to be stopped at the end.
+    monitor: DeviceMonitor
     # Whether Redis answers; None: the worker uses none.
     redis_is_up: Callable[[], bool] | None = None
 
@@ -144,6 +144,10 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
     )
     async with AsyncExitStack() as on_failure:
         on_failure.callback(lanes.close)
+        # Before the weights come: their loading takes link and power, too.
+        monitor = await asyncio.to_thread(monitor_of, device)
+        monitor.start()
+        on_failure.callback(monitor.stop)
         store: StoreClient | None = None
         if options.kvstore_address is None:
             layout = ArenaLayout.of(shape, chunk_tokens=options.chunk_tokens, has_activations=False)
@@ -182,6 +186,7 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
         device_description=description,
         weights=weights,
         weight_lock=_lock_weights(options, engine),
+        monitor=monitor,
     )
     runtime.rates_changed = worker.remember_rates
     runtime.costs_changed = worker.remember_costs

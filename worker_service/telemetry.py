@@ -39,6 +39,5 @@ def telemetry_of(worker: LoadedWorker) -> types_pb2.Telemetry:
         redis_is_up=None if worker.redis_is_up is None else worker.redis_is_up(),
         link_ceiling_bytes_per_second=None if link is None else link.bytes_per_second,
     )
-    if worker.monitor is not None:
-        worker.monitor.fill(telemetry)
+    worker.monitor.fill(telemetry)
     return telemetry

@@ -1,0 +1,120 @@
+"""A worker's GPU metrics without a GPU, to look at dashboards and alerts with.
+
+    python -m tests.worker.gpu_exporter_double --metrics 127.0.0.1:9100
+
+The real meters, monitor and HTTP port, over a made-up card whose numbers move: a PCIe 5
+x16 link with 20 GB/s to the GPU, counters of 32 bits that wrap as some drivers' do, about
+450 W of 700. Nothing else of a worker is served. Prints READY and the address; SIGTERM
+and Ctrl-C end it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pynvml
+
+from splitpoint.config import announce_ready, stop_on_signals
+from splitpoint.meters import Meters
+from splitpoint.metrics import Service
+from splitpoint.metrics_server import add_metrics_arguments, metrics_served
+from tests.worker.nvml_double import UUID_A, Card, NvmlDouble
+from worker_service.device_monitor import DeviceMonitor
+from worker_service.gpu_watch import GpuWatch
+from worker_service.nvml import GpuIdentity, open_gpu
+from worker_service.rapl import RaplWatch, Zone
+
+# Everything swings by this share, once in this many seconds.
+SWING = 0.15
+PERIOD = 60.0
+
+
+def swing(seconds: float) -> float:
+    return 1 + SWING * math.sin(2 * math.pi * seconds / PERIOD)
+
+
+def swung(seconds: float) -> float:
+    """What `swing` sums up to, over seconds from 0: counters follow their gauges exactly."""
+    turn = 2 * math.pi / PERIOD
+    return seconds + SWING / turn * (1 - math.cos(turn * seconds))
+
+
+class MovingCard(Card):
+    """A card whose values are of the moment in which they are asked for."""
+
+    def move(self, seconds: float) -> None:
+        self.rx_bytes = int(20e9 * swung(seconds))
+        self.tx_bytes = int(1.5e9 * swung(seconds))
+        self.milliwatts = int(450_000 * swing(seconds))
+        self.millijoules = int(450_000 * swung(seconds))
+        self.utilization_percent = int(80 * swing(seconds))
+        self.memory_used = int(100e9 * swing(seconds / 10))
+        self.celsius = int(58 * swing(seconds - 10))
+        self.generation = 5
+
+
+@dataclass
+class MovingNvml(NvmlDouble):
+    """Moves its cards before each question about one."""
+
+    began: float = 0.0
+
+    def _card(self, function: str, handle: object) -> Card:
+        card = super()._card(function, handle)
+        assert isinstance(card, MovingCard)
+        card.move(time.monotonic() - self.began)
+        return card
+
+
+@dataclass(frozen=True)
+class MovingZone(Zone):
+    """A CPU package of 180 W."""
+
+    began: float
+
+    def read(self) -> int:
+        return int(180e6 * swung(time.monotonic() - self.began)) % self.range_microjoules
+
+
+def monitor() -> DeviceMonitor:
+    began = time.monotonic()
+    card = MovingCard(counter_bits=32, value_type=pynvml.NVML_VALUE_TYPE_UNSIGNED_INT, generation=5)
+    double = MovingNvml([card], began=began)
+    clock: Callable[[], float] = time.monotonic
+    gpu = GpuWatch(lambda: open_gpu(double, GpuIdentity(UUID_A)), clock)
+    zone = MovingZone("package-0", Path("/none"), 262_143_328_850, began)
+    return DeviceMonitor(gpu, RaplWatch([zone], clock), clock)
+
+
+async def serve(arguments: argparse.Namespace) -> None:
+    stop = asyncio.Event()
+    stop_on_signals(stop)
+    meters = Meters(Service.WORKER)
+    watched = monitor()
+    meters.read(watched.readings)
+    watched.start()
+    try:
+        async with metrics_served(arguments, meters) as address:
+            announce_ready(address)
+            await stop.wait()
+    finally:
+        watched.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="a worker's GPU metrics without a GPU")
+    add_metrics_arguments(parser)
+    parser.set_defaults(metrics="127.0.0.1:0", tls_cert=None, tls_key=None, tls_ca=None)
+    logging.basicConfig(level=logging.INFO)
+    asyncio.run(serve(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()
