@@ -106,7 +106,7 @@ class LoadedWorker:
     weights: str
     # Of weights on the host, for a GPU; to be closed after the runtime has stopped.
     weight_lock: WeightLock | None
-    # Looks into the device; started, to be stopped at the end.
+    # Looks into the hardware; started, to be stopped at the end.
     monitor: DeviceMonitor
     # Whether Redis answers; None: the worker uses none.
     redis_is_up: Callable[[], bool] | None = None
