@@ -13,7 +13,6 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 from scheduler_service.accounts import ABANDONED_REASON, Accounts
@@ -23,38 +22,23 @@ from scheduler_service.dispatch import Accepted, Duplicate, Gap, take
 from scheduler_service.fetch_plan import Fetch
 from scheduler_service.footprint import Demand
 from scheduler_service.limits import Limits
-from scheduler_service.planning import Wishes, check_split, plan_attempt
+from scheduler_service.placements import Placement, Placements, admit_command
+from scheduler_service.planning import Wishes, plan_attempt
 from scheduler_service.prefixes import Prefixes
+from scheduler_service.reachable import check_workers
 from scheduler_service.registry import ReadyWorker, Registry, WorkerConnection
 from scheduler_service.requests import Request, RequestTable
 from scheduler_service.transcript import Transcript
 from scheduler_service.validation import GenerateInput
-from splitpoint.convert import plan_to_proto
-from splitpoint.errors import Internal, NotFound, SplitpointError, Unavailable, from_code
+from splitpoint.errors import Internal, SplitpointError, Unavailable, from_code
 from splitpoint.keys import tenant_salt
-from splitpoint.planner import Objective, Plan, Residency, RestoreMethod
+from splitpoint.planner import Objective, Residency
 from splitpoint.text import Tokenizer
 from splitpoint.v1 import types_pb2, worker_pb2
 
 _log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.1
-
-
-@dataclass(slots=True, eq=False)
-class Placement:
-    """One attempt of a request on one worker, from the grant to the release."""
-
-    request: Request
-    attempt: int
-    worker_id: str
-    # None until the worker was told.
-    plan: Plan | None = None
-    report: worker_pb2.RestoreReport | None = None
-
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.request.request_id, self.attempt
 
 
 class Conductor:
@@ -96,7 +80,7 @@ class Conductor:
         self._attempts = itertools.count(1)
         self._last_arrival: asyncio.Task[None] | None = None
         self._waiting: dict[int, Request] = {}  # by arrival
-        self._placements: dict[tuple[str, int], Placement] = {}
+        self._placements = Placements()
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -- a request arrives -----------------------------------------------------------
@@ -114,7 +98,13 @@ class Conductor:
         if known is not None:
             return known
         self.requests.check_quota(request.tenant)
-        self._check_workers(request)
+        if self.is_draining:
+            raise Unavailable(
+                "the scheduler is draining",
+                reason="DRAINING",
+                retry_after_seconds=self.limits.retry_seconds,
+            )
+        check_workers(request, self.registry, self.limits.retry_seconds)
         created = Request(
             request,
             Transcript(request, self._tokenizer, self._eos_token_ids),
@@ -126,29 +116,6 @@ class Conductor:
         self.requests.add(created)
         self._last_arrival = self._spawn(created, self._arrive(created, self._last_arrival))
         return created
-
-    def _check_workers(self, request: GenerateInput) -> None:
-        retry = self.limits.retry_seconds
-        if self.is_draining:
-            raise Unavailable(
-                "the scheduler is draining", reason="DRAINING", retry_after_seconds=retry
-            )
-        ready = self.registry.ready()
-        if request.worker_id:
-            if self.registry.find(request.worker_id) is None and self.registry.all_names_known:
-                names = ", ".join(sorted(worker.worker_id for worker in ready)) or "none is ready"
-                raise NotFound(
-                    f"no worker is called {request.worker_id!r} (workers: {names})",
-                    reason="WORKER_NOT_FOUND",
-                )
-            ready = [worker for worker in ready if worker.worker_id == request.worker_id]
-        if not ready:
-            raise Unavailable(
-                "the worker is not ready" if request.worker_id else "no worker is ready",
-                reason="NO_WORKER",
-                retry_after_seconds=retry,
-            )
-        check_split(request.split_tokens, [c.ready.facts for c in ready if c.ready is not None])
 
     async def _arrive(self, request: Request, before: asyncio.Task[None] | None) -> None:
         prefixes = await self._look_up(request)
@@ -203,7 +170,7 @@ class Conductor:
             request = self._waiting.pop(admitted.ticket.arrival)
             request.times.unplaceable = None
             placement = Placement(request, next(self._attempts), admitted.worker_id)
-            self._placements[placement.key] = placement
+            self._placements.add(placement)
             peeked = request.times.peeked
             if peeked is None or self._clock() - peeked > self.limits.peek_lifetime_seconds:
                 self._spawn(request, self._look_up_and_dispatch(placement, admitted))
@@ -214,7 +181,7 @@ class Conductor:
 
     async def _look_up_and_dispatch(self, placement: Placement, admitted: Admitted) -> None:
         prefixes = await self._look_up(placement.request)
-        if placement.key in self._placements:  # neither abandoned nor lost meanwhile
+        if placement in self._placements:  # neither abandoned nor lost meanwhile
             self._dispatch(placement, admitted, prefixes)
 
     def _dispatch(self, placement: Placement, admitted: Admitted, prefixes: Prefixes) -> None:
@@ -245,22 +212,7 @@ class Conductor:
             request.times.dispatched = self._clock()
             waited = request.times.dispatched - request.times.arrived
         self.accounts.placed(plan, waited)
-        command = worker_pb2.AdmitCommand(
-            request_id=request.request_id,
-            attempt=placement.attempt,
-            prompt_token_ids=request.input.prompt,
-            delivered_token_ids=delivered,
-            sampling=request.input.sampling,
-            plan=plan_to_proto(plan),
-            tenant_salt=self._salt(request),
-        )
-        if isinstance(planned, Fetch):
-            command.source_store_address = planned.source.address
-            command.source_cached_tokens = planned.source.cached_tokens
-        if request.input.split_tokens is not None:
-            command.forced_split_tokens = request.input.split_tokens
-        elif request.input.restore_method is RestoreMethod.LOAD:
-            command.forced_split_tokens = 0
+        command = admit_command(placement, planned, delivered, self._salt(request))
         worker.stream.admit(command)
         if request.is_paused:
             worker.stream.set_paused(request.request_id, True)
@@ -269,17 +221,14 @@ class Conductor:
         worker = self.registry.find(placement.worker_id)
         return worker.ready if worker is not None else None
 
-    def _placement_of(self, request: Request) -> Placement | None:
-        return next((p for p in self._placements.values() if p.request is request), None)
-
     def _release(self, placement: Placement) -> None:
         """The placement is over: its memory may be granted again."""
-        del self._placements[placement.key]
+        self._placements.remove(placement)
         self.admission.release(placement.worker_id, placement.request.arrival)
 
     def _withdraw(self, request: Request) -> None:
         """Stop a placed request; its memory stays charged until the worker lets go of it."""
-        placement = self._placement_of(request)
+        placement = self._placements.of(request)
         if placement is None:
             return
         worker = self._ready_worker(placement)
@@ -304,7 +253,7 @@ class Conductor:
     def on_worker_lost(self, worker: WorkerConnection) -> None:
         """What ran there is placed again, its delivered tokens forced."""
         self.admission.remove_worker(worker.worker_id)
-        lost = [p for p in self._placements.values() if p.worker_id == worker.worker_id]
+        lost = self._placements.on(worker.worker_id)
         if lost:
             _log.warning("worker %s was lost with %d requests", worker.worker_id, len(lost))
         for placement in lost:
@@ -315,18 +264,18 @@ class Conductor:
 
     def on_step(self, worker: WorkerConnection, response: worker_pb2.RunResponse) -> None:
         for report in response.restores:
-            placement = self._placements.get((report.request_id, report.attempt))
+            placement = self._placements.find(report.request_id, report.attempt)
             if placement is not None:
                 placement.report = report
         for result in response.tokens:
-            placement = self._placements.get((result.request_id, result.attempt))
+            placement = self._placements.find(result.request_id, result.attempt)
             if placement is None or placement.request.has_ended:
                 self.accounts.came_late()
                 continue
             with self._containing(placement.request):
                 self._on_tokens(placement, result)
         for finish in response.finishes:
-            placement = self._placements.get((finish.request_id, finish.attempt))
+            placement = self._placements.find(finish.request_id, finish.attempt)
             if placement is not None:  # else it was placed again
                 with self._containing(placement.request):
                     self._on_finish(placement, finish)
@@ -354,7 +303,7 @@ class Conductor:
                     expected,
                 )
                 self._withdraw(request)
-                if placement.key in self._placements:
+                if placement in self._placements:
                     self._release(placement)
                 self._place_again(placement, None)
 
@@ -465,7 +414,7 @@ class Conductor:
     # -- its readers speak -----------------------------------------------------------------
 
     def on_pause(self, request: Request, paused: bool) -> None:
-        placement = self._placement_of(request)
+        placement = self._placements.of(request)
         if placement is None or placement.plan is None:
             return  # told when it is dispatched
         worker = self._ready_worker(placement)
@@ -513,7 +462,7 @@ class Conductor:
                     await self._an_end.wait()
         for request in self.requests.running():
             _log.warning("%s did not end within %g s", request.request_id, grace_seconds)
-            placement = self._placement_of(request)
+            placement = self._placements.of(request)
             self._withdraw(request)
             if placement is not None:
                 self._release(placement)

@@ -21,7 +21,7 @@ from scheduler_doubles import (
     stack,
 )
 
-from scheduler_service import conductor, planning, requests, server, validation
+from scheduler_service import conductor, planning, reachable, requests, server, validation
 from scheduler_service.accounts import OTHER, REJECTIONS, Accounts, Sample
 from scheduler_service.limits import Limits
 from scheduler_service.requests import Times
@@ -205,7 +205,7 @@ NO_REJECTIONS = {
 def test_every_reason_to_turn_a_request_away_has_its_own_count() -> None:
     """Of the modules that a Generate call goes through before it is accepted."""
     reasons = set()
-    for module in (conductor, planning, requests, server, validation):
+    for module in (conductor, planning, reachable, requests, server, validation):
         for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text())):
             if isinstance(node, ast.keyword) and node.arg == "reason":
                 reasons |= {n.value for n in ast.walk(node.value) if isinstance(n, ast.Constant)}
