@@ -15,6 +15,7 @@ from splitpoint_cli import (
     doctor,
     down,
     generate,
+    metrics_page,
     plan,
     size,
     status,
@@ -39,6 +40,7 @@ app.command()(what_pays.what_pays)
 app.command()(size.size)
 app.command()(status.status)
 app.command()(doctor.doctor)
+app.command()(metrics_page.metrics)
 app.command()(trace.trace)
 app.command()(certs.certs)
 app.command()(token.token)

@@ -77,6 +77,8 @@ class StackOptions:
     redis: str | None = None
     redis_password_file: str | None = None
     redis_ca: str | None = None
+    # Port of the scheduler's metrics; those of the others follow it.
+    metrics: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,8 @@ class Stack:
     # Who the scheduler is, for the check that it serves.
     identity: Identity
     has_tokens: bool
+    # Where metrics are: of the scheduler, the store, and the workers in order. Empty: nowhere.
+    metrics: tuple[str, ...]
     store: ServiceCommand
     workers: tuple[ServiceCommand, ...]
     scheduler: ServiceCommand
@@ -127,6 +131,7 @@ def plan_stack(options: StackOptions) -> Stack:
     shape = model_shape(folder, options.dtype)
     devices = choose_devices(options.device, options.workers)
     _check_lanes(options, devices)
+    metrics = metrics_addresses(options.metrics, listen, len(devices))
     instance = config.check_instance(options.instance or instance_of(listen))
     runtime = config.runtime_directory(instance)
     arena = config.arena_path(instance)
@@ -175,6 +180,7 @@ def plan_stack(options: StackOptions) -> Stack:
             *_given("--lease-seconds", options.lease_seconds),
             *_given("--huge-pages", options.huge_pages),
             *_given("--numa-node", options.numa_node),
+            *_given("--metrics", metrics[1] if metrics else None),
             *common,
         ],
         # Every page of the arena is allocated before the store is ready.
@@ -200,6 +206,7 @@ def plan_stack(options: StackOptions) -> Stack:
                 *(["--serial"] if options.serial else []),
                 *_given("--link-rate", options.link_rate),
                 *_given("--trace", trace_path(options.trace, i)),
+                *_given("--metrics", metrics[2 + i] if metrics else None),
                 *common,
             ],
             ready_seconds=_LOAD_SECONDS,
@@ -228,6 +235,7 @@ def plan_stack(options: StackOptions) -> Stack:
             # Chunk keys depend on this secret: without it neither a scheduler that
             # is started again nor the next user of a kept arena finds a chunk.
             *("--server-key-file", str(key)),
+            *_given("--metrics", metrics[0] if metrics else None),
             *common,
         ],
         stop_seconds=options.grace_seconds + _SCHEDULER_STOP_SECONDS,
@@ -248,10 +256,34 @@ def plan_stack(options: StackOptions) -> Stack:
         listen=listen,
         identity=identity,
         has_tokens=options.tokens is not None,
+        metrics=metrics,
         store=store,
         workers=workers,
         scheduler=scheduler,
     )
+
+
+def metrics_addresses(port: int | None, listen: str, workers: int) -> tuple[str, ...]:
+    """Of the scheduler, the store and each worker: this port and those behind it.
+
+    Raises InvalidArgument when one of them is no port, or the scheduler's own.
+    """
+    if port is None:
+        return ()
+    ports = range(port, port + 2 + workers)
+    if not 1 <= ports[0] <= ports[-1] <= 65535:
+        raise InvalidArgument(
+            f"--metrics: {len(ports)} ports from {port} on are not all between 1 and 65535",
+            field="metrics",
+        )
+    listening = listen.rpartition(":")[2]
+    if not listen.startswith("unix:") and int(listening) in ports:
+        raise InvalidArgument(
+            f"--metrics: ports {ports[0]} to {ports[-1]} are taken for metrics, but clients "
+            f"connect to {listening} (--listen)",
+            field="metrics",
+        )
+    return tuple(f"127.0.0.1:{each}" for each in ports)
 
 
 def _size_of(arena: Path) -> int:

@@ -54,6 +54,16 @@ def _prefix(service: str) -> str:
     return f"[{colour}]{service:>9}[/{colour}] │"
 
 
+def _print_metrics(stack: Stack) -> None:
+    # The scheduler alone has the certificate: the others are for this host.
+    scheme = "https" if stack.identity.serves_tls else "http"
+    scheduler, store, *workers = stack.metrics
+    first, last = (address.rpartition(":")[2] for address in (workers[0], workers[-1]))
+    ports = f"{first} (worker 0)" if first == last else f"{first} to {last} (workers)"
+    out.print(f"  metrics    {scheme}://{scheduler}/metrics (scheduler)")
+    out.print(f"             http://{store}/metrics (store), {ports}")
+
+
 def print_summary(stack: Stack, address: str) -> None:
     """Where everything is and what to try; on stdout."""
     shape = stack.shape
@@ -65,6 +75,8 @@ def print_summary(stack: Stack, address: str) -> None:
         out.print(f"  worker {i}   {worker} on {device}")
     out.print(f"  store      {stack.store_address}")
     out.print(f"  arena      {stack.arena}, {memory}{kept}")
+    if stack.metrics:
+        _print_metrics(stack)
     address = config.reachable_address(address)
     where = "" if address == config.DEFAULT_ADDRESS else f" --address {address}"
     out.print("Try:")

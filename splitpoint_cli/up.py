@@ -380,6 +380,17 @@ def up(
             help="Who signs its certificate (PEM).", metavar="PATH", rich_help_panel=_REDIS
         ),
     ] = None,
+    metrics: Annotated[
+        int | None,
+        typer.Option(
+            help="Serve Prometheus metrics on 127.0.0.1: the scheduler's at this port, the store's "
+            "at the next, then those of workers 0, 1, ... (docs/metrics.md).",
+            metavar="PORT",
+            min=1,
+            max=65535,
+            rich_help_panel=_SERVING,
+        ),
+    ] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show every log line, not only warnings.")
     ] = False,
@@ -432,6 +443,7 @@ def up(
         redis=redis,
         redis_password_file=redis_password_file,
         redis_ca=redis_ca,
+        metrics=metrics,
     )
     limits = None if no_restart else RestartLimits()
     raise typer.Exit(asyncio.run(run_stack(plan_stack(options), verbose=verbose, limits=limits)))

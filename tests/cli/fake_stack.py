@@ -1,8 +1,9 @@
-"""`splitpoint up` with fakes: python fake_stack.py INSTANCE LOG STORE WORKER SCHEDULER PAUSE
+"""`splitpoint up` with fakes: fake_stack.py INSTANCE LOG STORE WORKER SCHEDULER PAUSE [METRICS]
 
 STORE, WORKER and SCHEDULER name behaviours of fake_service.py; PAUSE is the
-first pause before a restart in seconds, or "never". Everything but the services
-is the real command: planning, locks, signals, restarts, clean-up, exit code.
+first pause before a restart in seconds, or "never"; METRICS is the port of
+`--metrics`. Everything but the services is the real command: planning, locks,
+signals, restarts, clean-up, exit code.
 """
 
 from __future__ import annotations
@@ -20,9 +21,22 @@ from splitpoint_cli.stack_runner import run_stack
 FAKE = str(Path(__file__).parent / "fake_service.py")
 
 
-def main(instance: str, log: str, store: str, worker: str, scheduler: str, pause: str) -> int:
+def main(
+    instance: str,
+    log: str,
+    store: str,
+    worker: str,
+    scheduler: str,
+    pause: str,
+    metrics: str = "",
+) -> int:
     options = StackOptions(
-        instance=instance, workers=2, device="cpu", host_memory="1MiB", listen="127.0.0.1:0"
+        instance=instance,
+        workers=2,
+        device="cpu",
+        host_memory="1MiB",
+        listen="127.0.0.1:0",
+        metrics=int(metrics) if metrics else None,
     )
     stack = plan_stack(options)
     if store != "crash":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,9 +32,10 @@ def stack(
     worker: str = "serve",
     scheduler: str = "serve",
     pause: str = "never",
+    metrics: str = "",
 ) -> Iterator[subprocess.Popen[str]]:
     with up_process(
-        [sys.executable, FAKE_STACK, instance, str(log), store, worker, scheduler, pause]
+        [sys.executable, FAKE_STACK, instance, str(log), store, worker, scheduler, pause, metrics]
     ) as process:
         yield process
 
@@ -110,6 +113,48 @@ def test_a_service_that_cannot_start_says_why(tmp_path: Path) -> None:
     assert "no luck today" in errors
     assert "store ended with status 7" in errors
     assert_nothing_left(log, instance_name("crash"))
+
+
+def test_where_metrics_are_is_printed(tmp_path: Path) -> None:
+    log, port = tmp_path / "log", free_ports(4)
+    with stack(log, instance_name("metrics"), metrics=str(port)) as process:
+        printed = wait_until_up(process)
+        assert f"http://127.0.0.1:{port}/metrics (scheduler)" in printed
+        assert f"http://127.0.0.1:{port + 1}/metrics (store)" in printed
+        assert f"{port + 2} to {port + 3} (workers)" in printed
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=SECONDS)
+    assert process.returncode == 0
+    assert_nothing_left(log, instance_name("metrics"))
+
+
+def test_a_taken_port_for_metrics_is_said_before_anything_starts(tmp_path: Path) -> None:
+    instance, port = instance_name("taken"), free_ports(4)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port + 3))  # worker 1's
+        other.listen()
+        # A store that made no arena: none is started.
+        with stack(tmp_path / "log", instance, store="crash", metrics=str(port)) as process:
+            _, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode != 0
+    assert f"--metrics: 127.0.0.1:{port + 3} cannot be used: Address already in use" in errors
+    assert not (tmp_path / "log").exists()  # no service was started
+    folder = runtime_directory(instance)  # made anew
+    assert list(folder.iterdir()) == []
+    folder.rmdir()
+
+
+def free_ports(count: int) -> int:
+    """The first of so many ports in a row, all free a moment ago."""
+    for first in range(20_000 + os.getpid() % 10_000, 60_000, count):
+        try:
+            for port in range(first, first + count):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        return first
+    raise AssertionError("no ports are free")
 
 
 async def test_a_first_start_without_a_process_is_one_line(

@@ -128,6 +128,17 @@ def test_redis_is_for_every_service(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         assert service.redis_ca == "ca.pem"
 
 
+def test_every_service_has_its_port_for_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = planned(monkeypatch, "--metrics", "9400")
+    commands = [stack.scheduler, stack.store, *stack.workers]
+    parsers = [parse_scheduler, parse_store, parse_worker, parse_worker]
+    for i, (command, parse) in enumerate(zip(commands, parsers, strict=True)):
+        parsed = parse(list(command.arguments[2:]))
+        assert parsed.metrics == stack.metrics[i] == f"127.0.0.1:{9400 + i}"
+        assert not parsed.metrics_open
+    assert planned(monkeypatch).metrics == ()
+
+
 def test_sockets_of_two_starts_have_different_names() -> None:
     first, second = (plan_stack(StackOptions(device="cpu", instance=INSTANCE)) for _ in range(2))
     assert first.store_address != second.store_address
@@ -143,6 +154,10 @@ def test_sockets_of_two_starts_have_different_names() -> None:
         (StackOptions(device="cpu", link_rate="20"), InvalidArgument),
         (StackOptions(device="cpu", trace="/no/such/folder/out.json"), InvalidArgument),
         (StackOptions(device="cpu", trace="/tmp"), InvalidArgument),
+        (StackOptions(device="cpu", workers=2, metrics=65533), InvalidArgument),
+        (StackOptions(device="cpu", metrics=0), InvalidArgument),
+        # The default --listen is within.
+        (StackOptions(device="cpu", workers=2, metrics=50047), InvalidArgument),
         (StackOptions(redis="http://h"), InvalidArgument),
         (StackOptions(redis_ca="ca.pem"), InvalidArgument),
         (StackOptions(redis="redis://h", redis_password_file="/etc/hostname"), PermissionDenied),

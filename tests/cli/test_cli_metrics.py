@@ -1,0 +1,69 @@
+"""The page of metrics is what the list of metrics says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from splitpoint.metrics import Kind, Needs, Service, all_metrics, metrics_of
+from splitpoint_cli.main import app
+from splitpoint_cli.metrics_page import page
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = DOCS / "metrics.md"
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of each metric's row, sections in order."""
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith("| `splitpoint_")
+    ]
+
+
+def test_the_committed_page_is_what_the_command_prints() -> None:
+    done = CliRunner().invoke(app, ["metrics"])
+    assert done.exit_code == 0, done.output
+    assert done.output == PAGE.read_text(), "run: splitpoint metrics > docs/metrics.md"
+
+
+def test_every_metric_is_listed_once_under_its_service() -> None:
+    listed: dict[str, list[list[str]]] = {}
+    for section in page().split("\n## ")[1:]:
+        listed[section.partition("\n")[0]] = rows(section)
+    named = {title: [cells[0].strip("`") for cells in found] for title, found in listed.items()}
+    common = named["All services"]
+    for title, service in (
+        ("The store", Service.KVSTORE),
+        ("Workers", Service.WORKER),
+        ("The scheduler", Service.SCHEDULER),
+    ):
+        assert sorted(common + named[title]) == sorted(each.name for each in metrics_of(service))
+    described = [
+        cells for title, found in listed.items() if "Buckets" not in title for cells in found
+    ]
+    by_name = {cells[0].strip("`"): cells for cells in described}
+    assert len(by_name) == len(described) == len(list(all_metrics()))
+    for metric in all_metrics():
+        _, kind, labels, meaning, needs = by_name[metric.name]
+        assert (kind, meaning) == (metric.kind.value, metric.help)
+        assert re.findall(r"`(\w+)`", labels) == list(metric.labels)
+        assert needs == (metric.needs.value if metric.needs else "")
+    histograms = [each.name for each in all_metrics() if each.kind is Kind.HISTOGRAM]
+    assert named["Buckets of the histograms"] == histograms
+
+
+def test_the_page_reads_as_a_table_everywhere() -> None:
+    """A help text with a bar or a line break would break its row."""
+    for metric in all_metrics():
+        assert not set("|\n") & set(metric.help)
+    assert {needs.value for needs in Needs} <= {cells[-1] for cells in rows(page())}
+
+
+def test_its_links_lead_somewhere() -> None:
+    for target, heading in re.findall(r"\]\(([\w.-]+)#([\w-]+)\)", page()):
+        titles = re.findall(r"^#+ (.*)$", (DOCS / target).read_text(), re.MULTILINE)
+        assert heading in {title.lower().replace(" ", "-") for title in titles}
