@@ -27,6 +27,8 @@ PACKAGES = {
     "grpc_tools": "grpcio-tools",
     "google.protobuf": "protobuf",
     "google.rpc": "googleapis-common-protos",
+    "prometheus_client": "prometheus-client",
+    "pynvml": "nvidia-ml-py",
     "redis": "redis",
     "rich": "rich",
     "typer": "typer",

@@ -144,8 +144,11 @@ class GpuWatch:
             return self._lose(str(error))
         except Exception as error:
             # A binding that is no binding: the service goes on without it.
-            log.exception("asking the GPU's driver failed")
-            return self._lose(f"asking the GPU's driver failed: {type(error).__name__}")
+            reason = f"asking the GPU's driver failed: {type(error).__name__}"
+            if reason not in self._said:
+                self._said.add(reason)
+                log.exception("%s", reason)
+            return self._lose(reason)
         if self._pause != FIRST_PAUSE_SECONDS:
             log.info("the GPU's driver answers again")
             self._pause = FIRST_PAUSE_SECONDS

@@ -271,9 +271,14 @@ def failure_of(error: Exception) -> NvmlFailure:
 
 
 def binding() -> Binding:
-    """The real one. It loads without NVML; `nvmlInit` is what needs the driver's library."""
-    import pynvml  # only where there is a GPU to ask about
+    """The real one. It loads without NVML; `nvmlInit` is what needs the driver's library.
 
+    Raises GpuGone where the package is missing.
+    """
+    try:
+        import pynvml  # only where there is a GPU to ask about
+    except ImportError as error:
+        raise GpuGone(f"the package nvidia-ml-py is missing: {error}") from error
     return cast(Binding, pynvml)
 
 

@@ -158,8 +158,6 @@ class NvmlDouble:
         return self._card("nvmlDeviceGetTotalEnergyConsumption", handle).millijoules
 
     def nvmlDeviceGetUtilizationRates(self, handle: object) -> Any:
-        if isinstance(handle, Slice):
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
         card = self._card("nvmlDeviceGetUtilizationRates", handle)
         return pynvml.c_nvmlUtilization_t(gpu=card.utilization_percent, memory=0)
 
@@ -196,7 +194,9 @@ class NvmlDouble:
     def _card(self, function: str, handle: object) -> Card:
         self._called(function)
         self._check()
-        if isinstance(handle, Slice):
+        if isinstance(handle, Slice):  # slices have memory, and little else
+            if function != "nvmlDeviceGetMemoryInfo":
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
             handle = handle.card
         assert isinstance(handle, Card)
         if function in handle.errors:

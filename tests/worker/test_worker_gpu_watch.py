@@ -212,6 +212,16 @@ def test_a_counter_of_64_bits_is_read_once_a_second_and_wraps() -> None:
     assert bench.value(GPU_PCIE_BYTES, "rx") == 30_000_000_000
 
 
+def test_one_wide_counter_shows_that_the_other_one_is() -> None:
+    card = Card(rx_bytes=1 << 40, tx_bytes=100)
+    bench = Bench(card)
+    bench.step()
+    assert bench.step() == 1
+    card.tx_bytes = 3
+    bench.run(1.5)
+    assert bench.value(GPU_PCIE_BYTES, "tx") == 0, "a reset, and no wrap at 32 bits"
+
+
 def test_a_reset_is_a_new_beginning(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     card = Card(rx_bytes=7 << 40, tx_bytes=7 << 40)
@@ -321,6 +331,18 @@ def test_without_the_library_it_says_so_once_and_goes_on(
     bench.double.has_library = True
     bench.run(LONGEST_PAUSE_SECONDS + 1)
     assert bench.value(GPU_UP) == 1
+
+
+def test_what_an_old_driver_did_not_tell_is_asked_again_of_a_new_one() -> None:
+    bench = Bench(Card(errors={FUNCTIONS["energy"]: pynvml.NVML_ERROR_FUNCTION_NOT_FOUND}))
+    bench.run(2)
+    assert bench.value(GPU_FIELD_SUPPORTED, "energy") == 0
+    bench.double.failing = pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH
+    bench.run(2)
+    bench.double.failing, bench.card.errors = None, {}
+    bench.run(LONGEST_PAUSE_SECONDS)
+    assert bench.value(GPU_FIELD_SUPPORTED, "energy") == 1
+    assert bench.value(GPU_ENERGY_JOULES) == 0
 
 
 def test_a_binding_that_breaks_is_no_end_of_the_watch() -> None:

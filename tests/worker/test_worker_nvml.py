@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from types import SimpleNamespace
 
 import pynvml
@@ -183,6 +184,14 @@ def test_the_real_binding_without_a_driver() -> None:
     """Where this runs on a GPU machine, an identity that no GPU has."""
     with pytest.raises(GpuGone, match="NVML"):
         open_gpu(nvml.binding(), GpuIdentity("unknown"))
+
+
+def test_without_the_package_the_gpu_is_gone_and_the_reason_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # what an import of nothing finds
+    with pytest.raises(GpuGone, match="nvidia-ml-py"):
+        nvml.binding()
 
 
 def test_names_as_pytorch_has_them() -> None:
