@@ -142,11 +142,11 @@ async def test_a_driver_that_hangs_delays_no_scrape_and_no_stop(
         for _ in range(3):
             started = time.monotonic()
             text = await asyncio.to_thread(scrape, address)
-            assert time.monotonic() - started < 1
+            assert time.monotonic() - started < 4, "it waited for the driver"
         assert "splitpoint_gpu_power_watts 450.0" in text
         started = time.monotonic()
         monitor.stop()
-        assert time.monotonic() - started < device_monitor.STOP_SECONDS + 1
+        assert time.monotonic() - started < device_monitor.STOP_SECONDS + 3
     assert "left behind" in caplog.text
 
 
