@@ -1,0 +1,120 @@
+"""Reads a query as Prometheus does: which labels its answer has, and whether all are real.
+
+The catalogue (splitpoint/metrics.py) says what a metric carries itself, the scrape
+configuration what its target adds. Anything else is a mistake in the query, which
+Prometheus would answer with silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import promql_parser as promql
+
+from splitpoint.metrics import Kind, Service
+from tools.monitoring.needs import metric_of
+
+# What a target adds to everything that it is asked for (deploy/prometheus/prometheus.yml).
+TARGET_LABELS = {
+    Service.KVSTORE: frozenset({"job", "instance"}),
+    Service.SCHEDULER: frozenset({"job", "instance"}),
+    Service.WORKER: frozenset({"job", "instance", "worker", "host"}),
+}
+# Made by Prometheus itself.
+_OWN = {
+    "up": frozenset({"job", "instance", "worker", "host"}),
+    "ALERTS": frozenset({"alertname", "alertstate", "severity"}),
+}
+_SETS = ("and", "or", "unless")
+
+
+class BadQuery(Exception):
+    """Names a metric or label that does not exist."""
+
+
+def labels_of_query(query: str, rules: Mapping[str, str]) -> frozenset[str]:
+    """Labels of the answer. Raises BadQuery; `rules`: recorded expressions by name."""
+    return _labels(promql.parse(query), rules)
+
+
+def _labels(expr: promql.Expr, rules: Mapping[str, str]) -> frozenset[str]:
+    match expr:
+        case promql.VectorSelector():
+            return _selected(expr, rules)
+        case promql.MatrixSelector():
+            return _selected(expr.vector_selector, rules)
+        case promql.ParenExpr() | promql.UnaryExpr() | promql.SubqueryExpr():
+            return _labels(expr.expr, rules)
+        case promql.AggregateExpr():
+            return _aggregated(expr, rules)
+        case promql.Call():
+            inner = frozenset().union(*(_labels(argument, rules) for argument in expr.args))
+            if expr.func.name != "histogram_quantile":
+                return inner
+            if "le" not in inner:
+                raise BadQuery(f"a quantile without le: {expr}")
+            return inner - {"le"}
+        case promql.BinaryExpr():
+            return _joined(expr, rules)
+        case promql.NumberLiteral() | promql.StringLiteral():
+            return frozenset()
+        case _:
+            raise BadQuery(f"what is {expr!r}?")
+
+
+def _selected(selector: promql.VectorSelector, rules: Mapping[str, str]) -> frozenset[str]:
+    name = selector.name
+    assert name is not None
+    available = _carried(name, rules)
+    unknown = {matcher.name for matcher in selector.matchers.matchers} - available
+    if unknown:
+        raise BadQuery(f"{name} has no label {', '.join(sorted(unknown))}")
+    return available
+
+
+def _carried(name: str, rules: Mapping[str, str]) -> frozenset[str]:
+    if name in _OWN:
+        return _OWN[name]
+    if ":" in name:
+        if name not in rules:
+            raise BadQuery(f"no rule records {name}")
+        return labels_of_query(rules[name], rules)
+    try:
+        metric = metric_of(name)
+    except KeyError as error:
+        raise BadQuery(f"no service has a metric {name}") from error
+    own = frozenset(metric.labels)
+    if metric.kind is Kind.HISTOGRAM and name.endswith("_bucket"):
+        own |= {"le"}
+    # What every service has carries only the labels that all targets add, and those of some.
+    return own.union(*(TARGET_LABELS[service] for service in metric.services))
+
+
+def _aggregated(expr: promql.AggregateExpr, rules: Mapping[str, str]) -> frozenset[str]:
+    inner = _labels(expr.expr, rules)
+    if expr.modifier is None:
+        return frozenset()
+    named = frozenset(expr.modifier.labels)
+    if named - inner:
+        raise BadQuery(f"no label {', '.join(sorted(named - inner))} in {expr.expr}")
+    return named if expr.modifier.type == promql.AggModifierType.By else inner - named
+
+
+def _joined(expr: promql.BinaryExpr, rules: Mapping[str, str]) -> frozenset[str]:
+    left, right = _labels(expr.lhs, rules), _labels(expr.rhs, rules)
+    operator = str(expr.op)
+    scalars = (promql.NumberLiteral, promql.StringLiteral)
+    if isinstance(expr.lhs, scalars) or isinstance(expr.rhs, scalars):
+        return left | right
+    matching = expr.modifier.matching if expr.modifier is not None else None
+    if matching is None:
+        if left != right and operator != "or":
+            raise BadQuery(f"{sorted(left)} and {sorted(right)} match nothing: {expr}")
+        return left | right
+    on = frozenset(matching.labels)
+    if (on - left) or (on - right):
+        raise BadQuery(f"both sides need {sorted(on)}: {expr}")
+    if operator in _SETS:
+        return left
+    is_many = "Many" in str(expr.modifier.card)
+    return left if is_many else on

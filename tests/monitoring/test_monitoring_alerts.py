@@ -1,0 +1,61 @@
+"""Every alert says what to do, and has tests in which it fires and in which it does not."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+from query_labels import labels_of_query
+
+from tools.monitoring.needs import ROOT, recording_rules
+
+PROMETHEUS = ROOT / "deploy" / "prometheus"
+ALERTS: list[dict[str, Any]] = [
+    rule
+    for group in yaml.safe_load((PROMETHEUS / "rules" / "alerts.yml").read_text())["groups"]
+    for rule in group["rules"]
+]
+EVERY = pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert["alert"])
+
+
+@EVERY
+def test_an_alert_says_how_bad_it_is_and_what_to_do(alert: dict[str, Any]) -> None:
+    assert alert["alert"].startswith("Splitpoint")
+    assert alert["labels"]["severity"] in ("info", "warning", "critical")
+    assert set(alert["annotations"]) == {"summary", "description", "runbook"}
+    numbers = re.search(r"\d|\$value", alert["annotations"]["description"])
+    assert numbers, "a description has numbers"
+
+
+@EVERY
+def test_its_runbook_is_there(alert: dict[str, Any]) -> None:
+    path, _, anchor = alert["annotations"]["runbook"].partition("#")
+    assert f'<a id="{anchor}"></a>' in (ROOT / path).read_text()
+
+
+@EVERY
+def test_its_texts_name_labels_that_it_has(alert: dict[str, Any]) -> None:
+    labels = labels_of_query(alert["expr"], recording_rules())
+    for text in alert["annotations"].values():
+        named = set(re.findall(r"\$labels\.(\w+)", text))
+        assert named <= labels, text
+
+
+@EVERY
+def test_it_is_tested_both_ways(alert: dict[str, Any]) -> None:
+    tests = [
+        test
+        for path in (PROMETHEUS / "tests").glob("*.yml")
+        for case in yaml.safe_load(path.read_text())["tests"]
+        for test in case.get("alert_rule_test", ())
+        if test["alertname"] == alert["alert"]
+    ]
+    assert any(test.get("exp_alerts") for test in tests), "nowhere does it fire"
+    assert any(not test.get("exp_alerts") for test in tests), "nowhere is it silent"
+
+
+def test_the_table_has_no_other_alerts() -> None:
+    rows = re.findall(r'<a id="(\w+)"></a>', (ROOT / "docs" / "monitoring.md").read_text())
+    assert sorted(rows) == sorted(alert["alert"].lower() for alert in ALERTS)

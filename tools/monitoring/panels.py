@@ -1,0 +1,123 @@
+"""Dashboards as values: what is asked, in which unit, and what to do when it looks bad.
+
+Knows neither Grafana's JSON (grafana_json.py) nor where answers come from.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+# What Grafana fills in, and what stands for it where no Grafana does.
+RATE_INTERVAL = "$__rate_interval"
+WORKER = "$worker"
+_OUTSIDE_GRAFANA = {RATE_INTERVAL: "1m", WORKER: ".*"}
+
+FULL_WIDTH = 24
+
+
+class Unit(enum.StrEnum):
+    """Grafana's names."""
+
+    NUMBER = "short"
+    SHARE = "percentunit"
+    SECONDS = "s"
+    BYTES = "bytes"
+    BYTES_PER_SECOND = "Bps"
+    PER_SECOND = "cps"
+    TOKENS_PER_SECOND = "suffix: tok/s"
+    FLOPS = "flops"
+    WATTS = "watt"
+    JOULES = "joule"
+    HERTZ = "hertz"
+    CELSIUS = "celsius"
+    YES_NO = "bool_yes_no"
+
+
+class Form(enum.StrEnum):
+    """How a panel is drawn."""
+
+    LINES = "timeseries"
+    STACK = "stack"
+    NUMBER = "stat"
+    # The labels are the message, the value is always 1.
+    NAMES = "names"
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """One expression of PromQL. `legend`: Grafana's, with {{label}}.
+
+    Attributes:
+        is_limit: a line to stay below, drawn dashed and never stacked.
+    """
+
+    expr: str
+    legend: str
+    is_limit: bool = False
+
+    @property
+    def plain(self) -> str:
+        """Without variables: every worker, rates over one minute."""
+        plain = self.expr
+        for variable, value in _OUTSIDE_GRAFANA.items():
+            plain = plain.replace(variable, value)
+        return plain
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One picture.
+
+    Attributes:
+        help: what it shows, and what to do when it looks bad.
+        width: of Grafana's 24 columns.
+        warn, alarm: from there on yellow and red; below instead of above, where
+            `low_is_bad`.
+        top: of the axis; None: whatever the values need.
+    """
+
+    title: str
+    unit: Unit
+    help: str
+    queries: tuple[Query, ...]
+    form: Form = Form.LINES
+    width: int = 8
+    warn: float | None = None
+    alarm: float | None = None
+    low_is_bad: bool = False
+    top: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.queries:
+            raise ValueError(f"{self.title}: a panel asks something")
+        if not 0 < self.width <= FULL_WIDTH:
+            raise ValueError(f"{self.title}: {FULL_WIDTH} columns at most")
+        if self.low_is_bad and (self.warn is None or self.alarm is None):
+            raise ValueError(f"{self.title}: where little is bad, both bounds are said")
+        if self.warn is not None and self.alarm is not None and self.warn != self.alarm:
+            is_falling = self.alarm < self.warn
+            if is_falling != self.low_is_bad:
+                raise ValueError(f"{self.title}: the alarm lies on the wrong side of the warning")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Panels under one question."""
+
+    title: str
+    panels: tuple[Panel, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Dashboard:
+    """`name` is its file and its address."""
+
+    name: str
+    title: str
+    help: str
+    rows: tuple[Row, ...]
+
+    def panels(self) -> Iterator[Panel]:
+        return (panel for row in self.rows for panel in row.panels)
