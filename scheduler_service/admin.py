@@ -95,8 +95,9 @@ class AdminServicer(scheduler_pb2_grpc.AdminServiceServicer):
             loss_count=losses.count,
             last_lost_seconds_ago=losses.seconds_ago,
         )
-        if worker.ready is not None:
-            entry.MergeFrom(_facts_of(worker.ready))
+        known = worker.ready or worker.former
+        if known is not None:
+            entry.MergeFrom(_facts_of(known))
         ledger = self._conductor.admission.ledger(worker.worker_id)
         if ledger is not None:
             entry.cache_charged_bytes = ledger.charged_bytes
@@ -105,7 +106,7 @@ class AdminServicer(scheduler_pb2_grpc.AdminServiceServicer):
 
 
 def _facts_of(worker: ReadyWorker) -> pb.WorkerStatus:
-    """What a worker said of itself, and what follows from it."""
+    """What a worker said of itself last, and what follows from it."""
     info, facts = worker.info, worker.facts
     return pb.WorkerStatus(
         device=info.device,

@@ -87,6 +87,8 @@ class WorkerConnection:
         # Name given at the worker's start; empty until it was reached once.
         self.worker_id = ""
         self.ready: ReadyWorker | None = None
+        # As it was before its stream ended.
+        self.former: ReadyWorker | None = None
         self.is_draining = False
         # The latest that came. None: none yet, or it is lost.
         self.telemetry: types_pb2.Telemetry | None = None
@@ -161,7 +163,7 @@ class WorkerConnection:
         finally:
             health.cancel()
             if self.ready is not None:
-                self.ready = self.telemetry = None
+                self.former, self.ready, self.telemetry = self.ready, None, None
                 if not (has_ended or self.is_draining):
                     registry.note_loss(self.worker_id)
                 registry.listener.on_worker_lost(self)

@@ -26,11 +26,11 @@ from splitpoint.client import AsyncClient
 from splitpoint.errors import DeadlineExceeded, Internal, SplitpointError
 from splitpoint.tls import PLAIN
 from splitpoint_cli.child import ServiceExited, ServiceNotReady
+from splitpoint_cli.observed import read_store
 from splitpoint_cli.output import out, print_error, seconds_text
 from splitpoint_cli.stack import Stack, StackOptions, plan_stack
 from splitpoint_cli.stack_output import StackOutput
 from splitpoint_cli.stack_runner import StackRunner
-from splitpoint_cli.status import read_store
 
 # Exactness is promised in float32; in bfloat16 another batch shape may round
 # another way.

@@ -4,85 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from dataclasses import dataclass
 from typing import Annotated
 
-import grpc
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from splitpoint import convert, rpc
-from splitpoint.answers import Model, Queue, Worker
+from splitpoint import convert
 from splitpoint.client import Client
-from splitpoint.config import DEFAULT_ADDRESS, format_rate, format_size
-from splitpoint.errors import DeadlineExceeded, InvalidArgument, Unavailable
-from splitpoint.tls import PLAIN, Identity, client_identity
-from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc
+from splitpoint.config import DEFAULT_ADDRESS, format_size
+from splitpoint.errors import DeadlineExceeded, Unavailable
+from splitpoint.tls import client_identity
+from splitpoint.v1 import kvstore_pb2
+from splitpoint_cli.findings import Finding, Severity, findings_of
 from splitpoint_cli.generate import Address
 from splitpoint_cli.identity import CaFile, TokenFile
-from splitpoint_cli.output import code_name, out, print_json
+from splitpoint_cli.observed import Status, Store, read_status
+from splitpoint_cli.output import out, print_json
 
-_STORE_SECONDS = 5.0
 _POLL_SECONDS = 0.2
-
-
-@dataclass(frozen=True, slots=True)
-class Store:
-    """One KV store's own account; `message` says why there is none."""
-
-    address: str
-    stats: kvstore_pb2.GetStatsResponse | None
-    message: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """Everything the scheduler knows, and what the stores say."""
-
-    address: str
-    serving: bool
-    models: tuple[Model, ...]
-    workers: tuple[Worker, ...]
-    queue: Queue
-    stores: tuple[Store, ...]
-
-    @property
-    def ready(self) -> bool:
-        """The scheduler serves, and there are workers, all of them ready."""
-        return self.serving and bool(self.workers) and all(w.ready for w in self.workers)
-
-
-def read_status(client: Client) -> Status:
-    """Ask scheduler and stores. Raises Unavailable when there is no scheduler."""
-    workers = client.list_workers()
-    addresses = sorted({worker.kvstore_address for worker in workers if worker.kvstore_address})
-    serving = client.health()
-    return Status(
-        address=client.address,
-        serving=serving,
-        models=client.list_models() if serving else (),
-        workers=workers,
-        queue=client.get_queue(),
-        stores=tuple(read_store(address, client.identity) for address in addresses),
-    )
-
-
-def read_store(address: str, identity: Identity = PLAIN) -> Store:
-    """GetStats of one store; a store that cannot be asked is no error here."""
-    try:
-        opened = rpc.open_sync_channel(address, identity)
-    except InvalidArgument as error:  # the token would travel in the clear
-        return Store(address, None, error.message)
-    with opened as channel:
-        stub = kvstore_pb2_grpc.KvStoreServiceStub(channel)
-        try:
-            return Store(
-                address, stub.GetStats(kvstore_pb2.GetStatsRequest(), timeout=_STORE_SECONDS)
-            )
-        except grpc.RpcError as error:
-            reason = rpc.error_of(error)
-            return Store(address, None, f"{code_name(reason)}: {reason.message}")
 
 
 def status(
@@ -94,7 +34,9 @@ def status(
     token_file: TokenFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show workers, store and queue; exit 0 only when scheduler and all workers are ready.
+    """Show what is wrong, then workers, stores and queue.
+
+    Exit 0 only when scheduler and all workers are ready; other findings do not change that.
 
     Exit codes: 0 ready; 1 something is not ready; 3 no scheduler answers.
     """
@@ -128,6 +70,8 @@ def status_json(found: Status) -> dict[str, object]:
     return {
         "ready": found.ready,
         "address": found.address,
+        "findings": [dataclasses.asdict(finding) for finding in findings_of(found)],
+        "scheduler": dataclasses.asdict(found.scheduler),
         "models": [
             {
                 "name": model.name,
@@ -171,6 +115,7 @@ _STORE_FIELDS = (
     "evicted_age_seconds_sum",
     "memory_description",
     "checksum_failure_count",
+    "refused_reservation_count",
     "arena_path",
     "arena_size_bytes",
 )
@@ -194,6 +139,8 @@ def _print_tables(found: Status) -> None:
     state = "ready" if found.ready else "not ready"
     names = ", ".join(model.name for model in found.models) or "no model yet"
     out.print(f"scheduler {found.address}: {state}, serves {names}")
+    for finding in findings_of(found):
+        _print_finding(finding)
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("worker", "state", "device", "schedule", "cache", "running", "note"):
         table.add_column(column)
@@ -212,12 +159,6 @@ def _print_tables(found: Status) -> None:
     for worker in found.workers:
         if worker.weights:
             out.print(f"worker {escape(worker.id)}: {escape(worker.weights)}")
-        if worker.emulated_link_bytes_per_second is not None:
-            rate = format_rate(worker.emulated_link_bytes_per_second)
-            out.print(
-                f"[bold red]worker {escape(worker.id)} EMULATES a link of {rate}: it is slower "
-                "than it could be (--link-rate)[/bold red]"
-            )
     for store in found.stores:
         out.print(_store_line(store))
         if store.stats is not None:
@@ -229,6 +170,16 @@ def _print_tables(found: Status) -> None:
             f"  {request.position} {request.request_id} for {request.waited_seconds:.1f} s, "
             f"{format_size(request.footprint_bytes)}: {request.reason}"
         )
+
+
+_COLOURS = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
+
+
+def _print_finding(finding: Finding) -> None:
+    colour = _COLOURS[finding.severity]
+    why = f" ({finding.why})" if finding.why else ""
+    out.print(f"[{colour}]{finding.severity.value}[/{colour}]: {escape(finding.what + why)}")
+    out.print(f"  do: {escape(finding.do)}")
 
 
 def _store_line(store: Store) -> str:

@@ -295,6 +295,7 @@ def test_status(script: Script) -> None:
     assert "worker 1 EMULATES" not in done.stdout
     assert "worker 0: [3 of 4] layers on the host\n" in done.stdout
     assert "worker 1:" not in done.stdout
+    assert "warning: worker 1 was lost 2 times, last 8 s ago, and is back" in done.stdout
     script.workers_ready = False
     done = splitpoint("status", "--address", script.address, "--json")
     assert done.returncode == 1
@@ -305,6 +306,12 @@ def test_status(script: Script) -> None:
     rates = [worker["emulated_link_bytes_per_second"] for worker in answer["workers"]]
     assert rates == [184e6, None]
     assert answer["queue"]["requests"][0]["waited_seconds"] == 1.5
+    assert answer["scheduler"]["completed_count"] == 5
+    assert answer["workers"][0]["telemetry"]["link_in_bytes"] == 1 << 20
+    worst = answer["findings"][0]
+    assert set(worst) == {"severity", "what", "why", "do"}
+    assert worst["severity"] == "error"
+    assert worst["what"] == "worker 1 was lost 8 s ago and is not back"
 
 
 def test_version_and_help_are_quick_and_torchless() -> None:

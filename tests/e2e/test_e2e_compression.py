@@ -15,7 +15,8 @@ from splitpoint.arena import Arena
 from splitpoint.client import Client, Completion
 from splitpoint.planner import Residency
 from splitpoint.shapes import Encoding
-from splitpoint_cli.status import read_status, status_json
+from splitpoint_cli.observed import read_status
+from splitpoint_cli.status import status_json
 
 # By how much the first token's log-probabilities may differ, in the mean over the 20
 # likeliest. Weights are random and wide here: a small change of the cache counts for

@@ -15,7 +15,7 @@ from up_process import up_process, wait_until_up
 from splitpoint.answers import Completion
 from splitpoint.client import Client
 from splitpoint.errors import DeadlineExceeded, SplitpointError
-from splitpoint_cli.status import read_store
+from splitpoint_cli.observed import read_store
 
 SECONDS = 60
 PROMPT = "import asyncio\nimport collections\n\n\nclass Queue:\n" * 12

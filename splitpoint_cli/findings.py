@@ -1,0 +1,253 @@
+"""What is wrong with a stack, and what to do about it: a pure function of its status.
+
+docs/operations.md has the same list for people; a finding that is added here is added there.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from splitpoint.answers import Worker
+from splitpoint.config import format_rate
+from splitpoint.v1 import kvstore_pb2
+from splitpoint_cli.observed import Status, Store
+
+# A refusal, or a loss, this long ago is over.
+_LATELY_SECONDS = 60.0
+_RECENT_LOSS_SECONDS = 600.0
+# Measured over predicted: outside, plans are made from wrong costs. Less than the
+# seconds below, of both, is too little to tell.
+_AS_PREDICTED = (0.67, 1.5)
+_LEAST_SECONDS = 1.0
+# Of what the link could reach.
+_WORN_LINK = 0.5
+
+
+class Severity(enum.StrEnum):
+    """ERROR: something does not serve. WARNING: it serves worse than it could, or soon will
+    not. NOTE: it is as somebody wanted it, and not as usual."""
+
+    ERROR = "error"
+    WARNING = "warning"
+    NOTE = "note"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of what, why it is said, and one line of what to do."""
+
+    severity: Severity
+    what: str
+    why: str
+    do: str
+
+
+def findings_of(status: Status) -> list[Finding]:
+    """All of them, the worst first."""
+    found = [*_scheduler(status), *_redis(status)]
+    for worker in status.workers:
+        found += [*_readiness(worker), *_link(worker), *_predictions(worker)]
+    for store in status.stores:
+        found += _store(store)
+    order = list(Severity)
+    return sorted(found, key=lambda finding: order.index(finding.severity))
+
+
+def _scheduler(status: Status) -> Iterator[Finding]:
+    if not status.workers:
+        yield Finding(
+            Severity.ERROR,
+            "the scheduler knows no worker",
+            "none was named, and none is found in Redis",
+            "start a worker, and the scheduler with --worker ADDRESS or both with --redis URL",
+        )
+    waiting, capacity = len(status.queue.requests), status.queue.capacity
+    if waiting and waiting >= capacity:
+        yield Finding(
+            Severity.WARNING,
+            "the queue is full: more requests are turned away",
+            f"{waiting} wait, room for {capacity}; "
+            f"{status.scheduler.rejected_count:,} turned away since the start",
+            "add workers or --device-memory, send less at a time, or raise --queue-capacity",
+        )
+
+
+def _redis(status: Status) -> Iterator[Finding]:
+    """One finding, whoever says it."""
+    without, addresses = [], set()
+    if status.scheduler.redis is not None and not status.scheduler.redis.is_up:
+        without.append("the scheduler")
+        addresses.add(status.scheduler.redis.address)
+    for store in status.stores:
+        if (
+            store.stats is not None
+            and store.stats.HasField("redis")
+            and not store.stats.redis.is_up
+        ):
+            without.append(f"store {store.address}")
+            addresses.add(store.stats.redis.address)
+    for worker in status.workers:
+        if worker.telemetry is not None and worker.telemetry.redis_is_up is False:
+            without.append(f"worker {worker.id}")
+    if without:
+        at = f" at {', '.join(sorted(addresses))}" if addresses else ""
+        yield Finding(
+            Severity.WARNING,
+            f"Redis{at} does not answer",
+            f"says {', '.join(without)}",
+            "start it again, or look at the network to it; until then all go on with what they "
+            "know: new workers, and prefixes on other hosts, are not found",
+        )
+
+
+def _readiness(worker: Worker) -> Iterator[Finding]:
+    name = f"worker {worker.id}" if worker.id else f"the worker at {worker.address}"
+    ago = worker.last_lost_seconds_ago
+    if worker.draining:
+        yield Finding(
+            Severity.NOTE,
+            f"{name} is draining",
+            f"it was told to stop, {worker.running_count} requests still run there",
+            "wait until it has stopped, then start it again",
+        )
+    elif not worker.ready and ago is not None:
+        yield Finding(
+            Severity.ERROR,
+            f"{name} was lost {_duration(ago)} ago and is not back",
+            worker.message,
+            f"read the end of its log, then start it again at {worker.address} "
+            "(`splitpoint up` does so by itself)",
+        )
+    elif not worker.ready:
+        yield Finding(
+            Severity.ERROR,
+            f"{name} is not ready",
+            worker.message,
+            f"wait if it is loading; else see that it runs at {worker.address} and read its log",
+        )
+    elif ago is not None and ago <= _RECENT_LOSS_SECONDS:
+        times = "once" if worker.loss_count == 1 else f"{worker.loss_count} times"
+        yield Finding(
+            Severity.WARNING,
+            f"{name} was lost {times}, last {_duration(ago)} ago, and is back",
+            "its requests went on from the last stored chunk",
+            "read its log, and the kernel's (dmesg) for an out-of-memory kill",
+        )
+    if worker.telemetry is not None and worker.telemetry.store_is_up is False:
+        yield Finding(
+            Severity.WARNING,
+            f"{name} has no store",
+            f"it is not attached to {worker.kvstore_address}: nothing is reused, streamed "
+            "requests wait",
+            "start the store again at its address; the worker attaches by itself",
+        )
+
+
+def _link(worker: Worker) -> Iterator[Finding]:
+    if worker.emulated_link_bytes_per_second is not None:
+        rate = format_rate(worker.emulated_link_bytes_per_second)
+        yield Finding(
+            Severity.WARNING,
+            f"worker {worker.id} EMULATES a link of {rate}",
+            "it is slower than it could be",
+            "start it without --link-rate, unless this is an experiment",
+        )
+    telemetry, profile = worker.telemetry, worker.profile
+    ceiling = telemetry.link_ceiling_bytes_per_second if telemetry is not None else None
+    if not worker.ready or profile is None or not ceiling:
+        return
+    if profile.link_bytes_per_second < _WORN_LINK * ceiling:
+        yield Finding(
+            Severity.WARNING,
+            f"worker {worker.id}'s link reaches {format_rate(profile.link_bytes_per_second)} "
+            f"of {format_rate(ceiling)}",
+            "less than half of what it could",
+            "see that the arena is page-locked (--pin-limit, ulimit -l), that store and GPU share "
+            "a NUMA node (--numa-node), and what else uses the link",
+        )
+
+
+def _predictions(worker: Worker) -> Iterator[Finding]:
+    telemetry = worker.telemetry
+    if telemetry is None or not telemetry.predicted_seconds:
+        return
+    if max(telemetry.predicted_seconds, telemetry.measured_seconds) < _LEAST_SECONDS:
+        return
+    ratio = telemetry.measured_seconds / telemetry.predicted_seconds
+    low, high = _AS_PREDICTED
+    if not low <= ratio <= high:
+        yield Finding(
+            Severity.WARNING,
+            f"worker {worker.id} takes {ratio:.2g} x what its plans predict",
+            f"{telemetry.measured_seconds:.3g} s measured, {telemetry.predicted_seconds:.3g} s "
+            "predicted: splits are chosen from wrong costs",
+            "see what else runs on its host and on its link; a worker that was started beside "
+            "other load is measured anew when it is started again",
+        )
+
+
+def _store(store: Store) -> Iterator[Finding]:
+    if store.stats is None:
+        yield Finding(
+            Severity.ERROR,
+            f"store {store.address} does not answer",
+            store.message,
+            "start it again with the same arguments: it takes its arena over; here, name a "
+            "token or an authority that it accepts if it refuses this command",
+        )
+        return
+    yield from _room(store.address, store.stats)
+    yield from _damage(store.address, store.stats)
+
+
+def _room(address: str, stats: kvstore_pb2.GetStatsResponse) -> Iterator[Finding]:
+    """Whether the arena is full of what cannot be evicted; full of cached chunks is as it
+    should be."""
+    held = stats.leased_slot_count + stats.writing_slot_count + stats.quarantined_slot_count
+    is_refusing = (
+        stats.HasField("last_refused_seconds_ago")
+        and stats.last_refused_seconds_ago <= _LATELY_SECONDS
+    )
+    all_held = stats.slot_count > 0 and held >= stats.slot_count
+    if not (is_refusing or all_held):
+        return
+    numbers = f"{held:,} of {stats.slot_count:,} slots are held by running requests"
+    if is_refusing:
+        numbers += (
+            f"; {stats.refused_reservation_count:,} reservations were refused, the last "
+            f"{_duration(stats.last_refused_seconds_ago)} ago"
+        )
+    yield Finding(
+        Severity.WARNING,
+        f"the arena of store {address} is full",
+        numbers,
+        "give the store more --host-memory, or run fewer and shorter streamed requests at a time",
+    )
+
+
+def _damage(address: str, stats: kvstore_pb2.GetStatsResponse) -> Iterator[Finding]:
+    if stats.checksum_failure_count:
+        yield Finding(
+            Severity.WARNING,
+            f"store {address} found {stats.checksum_failure_count:,} chunks that differ from "
+            "their checksum",
+            "they were dropped and are computed again; no such byte was served",
+            "run `splitpoint arena verify`; if the number grows, look for failing memory "
+            "(dmesg, EDAC)",
+        )
+    if stats.integrity_violations:
+        yield Finding(
+            Severity.ERROR,
+            f"store {address} violates {len(stats.integrity_violations)} of its own invariants",
+            stats.integrity_violations[0],
+            "run `splitpoint arena verify`, start the store again, and report this as a bug",
+        )
+
+
+def _duration(seconds: float) -> str:
+    """For people: "12 s", "3 min", "2 h"."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"

@@ -1,0 +1,78 @@
+"""Everything that can be asked of a running stack from outside: its scheduler and its stores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import grpc
+
+from splitpoint import rpc
+from splitpoint.answers import Model, Queue, Worker
+from splitpoint.client import Client
+from splitpoint.errors import InvalidArgument
+from splitpoint.telemetry import SchedulerStatus
+from splitpoint.tls import PLAIN, Identity
+from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc
+from splitpoint_cli.output import code_name
+
+_STORE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """One KV store's own account; `message` says why there is none."""
+
+    address: str
+    stats: kvstore_pb2.GetStatsResponse | None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Everything the scheduler knows, and what the stores say."""
+
+    address: str
+    serving: bool
+    models: tuple[Model, ...]
+    workers: tuple[Worker, ...]
+    queue: Queue
+    stores: tuple[Store, ...]
+    scheduler: SchedulerStatus
+
+    @property
+    def ready(self) -> bool:
+        """The scheduler serves, and there are workers, all of them ready."""
+        return self.serving and bool(self.workers) and all(w.ready for w in self.workers)
+
+
+def read_status(client: Client) -> Status:
+    """Ask scheduler and stores. Raises Unavailable when there is no scheduler."""
+    workers = client.list_workers()
+    addresses = sorted({worker.kvstore_address for worker in workers if worker.kvstore_address})
+    serving = client.health()
+    return Status(
+        address=client.address,
+        serving=serving,
+        models=client.list_models() if serving else (),
+        workers=workers,
+        queue=client.get_queue(),
+        stores=tuple(read_store(address, client.identity) for address in addresses),
+        scheduler=client.scheduler_status(),
+    )
+
+
+def read_store(address: str, identity: Identity = PLAIN) -> Store:
+    """GetStats of one store; a store that cannot be asked is no error here."""
+    try:
+        opened = rpc.open_sync_channel(address, identity)
+    except InvalidArgument as error:  # the token would travel in the clear
+        return Store(address, None, error.message)
+    with opened as channel:
+        stub = kvstore_pb2_grpc.KvStoreServiceStub(channel)
+        try:
+            return Store(
+                address, stub.GetStats(kvstore_pb2.GetStatsRequest(), timeout=_STORE_SECONDS)
+            )
+        except grpc.RpcError as error:
+            reason = rpc.error_of(error)
+            return Store(address, None, f"{code_name(reason)}: {reason.message}")
