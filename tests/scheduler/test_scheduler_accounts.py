@@ -322,7 +322,7 @@ async def test_every_metric_of_the_scheduler_has_values() -> None:
         listed = {
             metric.name
             for metric in metrics.metrics_of(metrics.Service.SCHEDULER)
-            if metric.needs is None and metric is not metrics.RPC_CALLS
+            if metric.needs is None
         }
         assert listed - families == set()
     await store.stop()
