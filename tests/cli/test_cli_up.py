@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from own_names import instance_name
-from up_process import up_process, wait_until_up
+from up_process import free_ports, up_process, wait_until_up
 
 from splitpoint.config import arena_path, remove_tree, runtime_directory
 from splitpoint_cli.restart_policy import RestartLimits
@@ -142,19 +141,6 @@ def test_a_taken_port_for_metrics_is_said_before_anything_starts(tmp_path: Path)
     folder = runtime_directory(instance)  # made anew
     assert list(folder.iterdir()) == []
     folder.rmdir()
-
-
-def free_ports(count: int) -> int:
-    """The first of so many ports in a row, all free a moment ago."""
-    for first in range(20_000 + os.getpid() % 10_000, 60_000, count):
-        try:
-            for port in range(first, first + count):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", port))
-        except OSError:
-            continue
-        return first
-    raise AssertionError("no ports are free")
 
 
 async def test_a_first_start_without_a_process_is_one_line(
