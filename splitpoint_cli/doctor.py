@@ -52,7 +52,7 @@ def doctor(
     instance: Annotated[str | None, typer.Option(help="As of `up`.")] = None,
     metrics: Annotated[
         str | None,
-        typer.Option(help="Where metrics are to be served.", metavar="[HOST:]PORT"),
+        typer.Option(help="As of `up`, or as of a service: HOST:PORT.", metavar="PORT|HOST:PORT"),
     ] = None,
     redis: Annotated[str | None, typer.Option(help="As of `up`.", metavar="URL")] = None,
     redis_password_file: Annotated[

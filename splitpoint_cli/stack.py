@@ -20,6 +20,7 @@ from splitpoint.tls import Identity, read_identity
 from splitpoint_cli.child import ServiceCommand
 from splitpoint_cli.devices import choose_devices, default_threads
 from splitpoint_cli.files import check_output
+from splitpoint_cli.metrics_ports import metrics_addresses
 
 # Beyond the grace given to running requests; a worker also waits for write-back.
 _SCHEDULER_STOP_SECONDS = 10.0
@@ -261,29 +262,6 @@ def plan_stack(options: StackOptions) -> Stack:
         workers=workers,
         scheduler=scheduler,
     )
-
-
-def metrics_addresses(port: int | None, listen: str, workers: int) -> tuple[str, ...]:
-    """Of the scheduler, the store and each worker: this port and those behind it.
-
-    Raises InvalidArgument when one of them is no port, or the scheduler's own.
-    """
-    if port is None:
-        return ()
-    ports = range(port, port + 2 + workers)
-    if not 1 <= ports[0] <= ports[-1] <= 65535:
-        raise InvalidArgument(
-            f"--metrics: {len(ports)} ports from {port} on are not all between 1 and 65535",
-            field="metrics",
-        )
-    listening = listen.rpartition(":")[2]
-    if not listen.startswith("unix:") and int(listening) in ports:
-        raise InvalidArgument(
-            f"--metrics: ports {ports[0]} to {ports[-1]} are taken for metrics, but clients "
-            f"connect to {listening} (--listen)",
-            field="metrics",
-        )
-    return tuple(f"127.0.0.1:{each}" for each in ports)
 
 
 def _size_of(arena: Path) -> int:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from splitpoint import config
 from splitpoint.client import AsyncClient
-from splitpoint.errors import Cancelled, Unavailable
+from splitpoint.errors import Cancelled
 from splitpoint.tls import trusting_own_server
 from splitpoint_cli.child import Service, ServiceExited, ServiceNotReady, ServiceNotStarted
 from splitpoint_cli.instance import exclusive, predecessors_gone
 from splitpoint_cli.keeper import Keeper
+from splitpoint_cli.metrics_ports import check_free
 from splitpoint_cli.output import err
 from splitpoint_cli.restart_policy import RestartLimits
 from splitpoint_cli.stack import Stack
@@ -54,7 +54,7 @@ class StackRunner:
             )
             self._arena_is_ours = not self._stack.arena.exists()
             try:
-                _check_free(self._stack.metrics)
+                check_free(self._stack.metrics)
                 async with Supervisor(sys.executable, self.output.line, [services]) as supervisor:
                     try:
                         await self._start_unless(supervisor, stop)
@@ -137,25 +137,6 @@ class StackRunner:
         config.remove_tree(self._stack.runtime)
         if self._arena_is_ours and not self._stack.keep_arena:
             config.remove_tree(self._stack.arena.parent)
-
-
-def _check_free(addresses: Sequence[str]) -> None:
-    """Raises Unavailable for a loopback port that is taken: said now, not after a model was loaded.
-
-    A port may still be taken between this and its service's start, which then says so.
-    """
-    for address in addresses:
-        host, _, port = address.rpartition(":")
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the service does
-            try:
-                probe.bind((host, int(port)))
-            except OSError as error:
-                raise Unavailable(
-                    f"--metrics: {address} cannot be used: {error.strerror} "
-                    f"({len(addresses)} ports in a row are needed)",
-                    reason="METRICS_PORT",
-                ) from error
 
 
 async def _hurry_when(stop: asyncio.Event, supervisor: Supervisor) -> None:

@@ -28,7 +28,8 @@ from splitpoint_cli.checks import (
     software,
 )
 from splitpoint_cli.checks.finding import Check, Finding, Places, attempt, run_check
-from splitpoint_cli.devices import visible_gpu_count
+from splitpoint_cli.devices import choose_devices, visible_gpu_count
+from splitpoint_cli.metrics_ports import metrics_addresses
 from splitpoint_cli.stack import default_host_memory, instance_of
 
 
@@ -144,6 +145,14 @@ def _memory(wishes: Wishes, shape: ModelShape | None, *, has_gpu: bool) -> Itera
     yield limits.check_locked_memory(soft, pinned, has_gpu=has_gpu)
 
 
+def _metrics(wanted: str, wishes: Wishes) -> Finding:
+    """A port as of `up`, which takes one for each service, or a service's own HOST:PORT."""
+    if not wanted.isdigit():
+        return ports.check_free("metrics", wanted, "--metrics")
+    workers = len(choose_devices(wishes.device, wishes.workers))
+    return ports.check_metrics(metrics_addresses(int(wanted), wishes.listen, workers))
+
+
 def _network(wishes: Wishes) -> Iterator[Check]:
     has_tls, has_tokens = wishes.tls_cert is not None, wishes.tokens is not None
     yield Check(
@@ -152,8 +161,7 @@ def _network(wishes: Wishes) -> Iterator[Check]:
     )
     if wishes.metrics is not None:
         metrics = wishes.metrics
-        address = f"127.0.0.1:{metrics}" if metrics.isdigit() else metrics
-        yield Check("metrics", lambda: ports.check_free("metrics", address, "--metrics"))
+        yield Check("metrics", lambda: _metrics(metrics, wishes))
     if wishes.redis is not None:
         url = wishes.redis
         yield Check(

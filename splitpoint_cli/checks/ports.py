@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 from splitpoint.config import check_address, check_listen_address
 from splitpoint.errors import InvalidArgument
+from splitpoint_cli import metrics_ports
 from splitpoint_cli.checks.finding import Finding, Verdict
 
 # Others are tried for the advice, the next ones first.
@@ -29,6 +31,14 @@ def check_listen(address: str, *, has_tls: bool, has_tokens: bool) -> Finding:
             "See docs/security.md, or listen at 127.0.0.1 only",
         )
     return check_free(name, address, "--listen")
+
+
+def check_metrics(addresses: Sequence[str]) -> Finding:
+    """As of `up --metrics`: a port for each service."""
+    found = metrics_ports.obstacle(addresses)
+    if found is not None:
+        return Finding("metrics", Verdict.PROBLEM, found, metrics_ports.advice(addresses))
+    return Finding("metrics", Verdict.OK, f"{addresses[0]} to {addresses[-1]} are free")
 
 
 def check_free(name: str, address: str, option: str) -> Finding:

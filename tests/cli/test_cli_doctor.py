@@ -19,6 +19,7 @@ import pytest
 from local_stack import StackShape, start_store, stop_process
 from own_names import instance_name
 from redis_server import RedisServer
+from up_process import free_ports
 
 from splitpoint import config
 from splitpoint.checkpoints import resolve_model
@@ -141,8 +142,22 @@ def test_a_busy_port() -> None:
         assert "splitpoint down" in found["advice"]
         free = found["advice"].rpartition(":")[2]
         assert examine("--listen", f"127.0.0.1:{free}", *SMALL)[0] == 0
-        found = problem("metrics", "--metrics", str(port))
+        found = problem("metrics", "--metrics", f"127.0.0.1:{port}")
         assert "--metrics 127.0.0.1:" in found["advice"]
+
+
+def test_metrics_of_a_stack_take_ports_in_a_row() -> None:
+    """As `up --metrics`: the scheduler's, the store's, a worker's; the last one is taken."""
+    port = free_ports(3)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", port + 2))
+        server.listen(1)
+        found = problem("metrics", "--metrics", str(port))
+        assert f"127.0.0.1:{port + 2} cannot be used: Address already in use" in found["found"]
+        advice, _, free = found["advice"].rpartition(" ")
+        assert advice == "3 ports in a row are needed: --metrics"
+        code, findings = examine(*free_listen(), *SMALL, "--metrics", free)
+        assert (code, findings["metrics"]["verdict"]) == (0, "ok")
 
 
 def test_an_open_port_needs_tls_and_tokens() -> None:
