@@ -181,6 +181,9 @@ async def test_a_prefix_is_fetched_and_restored(hosts: tuple[Host, Host]) -> Non
     tokens, restore = await second.generate(PROMPT, **source(first))
     assert (tokens, restore.fetched_tokens) == (ANSWER, 0)
     assert (await first.stats()).remote_read_bytes == before
+    fetched = second.worker.runtime.account.fetched
+    assert fetched.tokens == len(PROMPT)
+    assert fetched.seconds > 0
     for each in hosts:
         await each.assert_clean()
     assert (await first.stats()).session_count == 1  # the fetch's is gone

@@ -7,7 +7,7 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,12 +25,20 @@ from splitpoint.errors import DeadlineExceeded, FailedPrecondition
 from splitpoint.rpc import create_server, listen
 from splitpoint.shapes import ArenaLayout, DataType
 from splitpoint.v1 import kvstore_pb2_grpc
+from worker_service.arena_tensors import ArenaTensors
 from worker_service.lanes import SerialLanes
 from worker_service.messages import Call
 from worker_service.remote_client import RemoteStoreClient
 from worker_service.runtime import Runtime
 from worker_service.store_client import StoreClient, WrittenChunk
-from worker_service.write_back import Flushed, WriteBack
+from worker_service.write_back import (
+    Flushed,
+    WriteBack,
+    WriteEnded,
+    WriteFailed,
+    WriteJob,
+    WriteResult,
+)
 
 LAYOUT = ArenaLayout(
     chunk_tokens=4,
@@ -235,6 +243,58 @@ async def test_chains_are_closed_at_once_and_not_for_ever(
             ("r1", 0),
             ("r2", 0),
         }
+
+
+# -- what becomes of chunks -------------------------------------------------------------
+
+
+async def test_write_back_counts_how_its_chunks_end(setup: Setup) -> None:
+    async with setup.client() as client:
+        posted: list[Any] = []
+        cache: Any = SimpleNamespace(layout=LAYOUT)
+        write_back = WriteBack(client, cache, posted.append, SerialLanes(torch.device("cpu")))
+        totals = write_back.totals
+
+        def fill(_: Any, tensors: ArenaTensors, jobs: Any, slots: Any) -> list[int]:
+            for plane in (*tensors.keys, *tensors.values, *tensors.inputs):
+                plane[list(slots)] = 1.0
+            return [tensors.arena.checksum(slot) for slot in slots]
+
+        def jobs(*indices: int) -> list[WriteJob]:
+            return [WriteJob(index, 0, 0, (index, 1, 2, 3)) for index in indices]
+
+        async def open_chain(name: str) -> None:
+            match = await client.match(SALT + name.encode(), list(FIRST))
+            wanted = replace(match, storable_tokens=8)
+            write_back.open((name, 0), SALT + name.encode(), wanted, 0, must_store=False)
+
+        write_back.copy = fill
+        await open_chain("a")
+        write_back.submit(("a", 0), jobs(0, 1, 2))
+        await until(lambda: any(isinstance(each, WriteEnded) for each in posted))
+        # What was on its way to a chain that has ended meanwhile is wanted no more.
+        write_back.submit(("a", 0), jobs(3, 4))
+        assert totals.chunks == {
+            WriteResult.STORED: 2,
+            WriteResult.FAILED: 0,
+            WriteResult.UNWANTED: 3,
+        }
+        assert totals.bytes == 2 * LAYOUT.chunk_bytes
+        assert totals.seconds > 0
+
+        def broken(*_: Any) -> list[int]:
+            raise OSError("the bus is gone")
+
+        write_back.copy = broken
+        await open_chain("b")
+        write_back.submit(("b", 0), jobs(0))
+        await until(lambda: any(isinstance(each, WriteFailed) for each in posted))
+        write_back.submit(("b", 0), jobs(1))
+        assert totals.chunks[WriteResult.FAILED] == 2
+        assert totals.chunks[WriteResult.STORED] == 2
+        assert totals.bytes == 2 * LAYOUT.chunk_bytes
+        await write_back.close()
+        await setup.nothing_held()
 
 
 # -- the engine's thread --------------------------------------------------------------

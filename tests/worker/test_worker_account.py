@@ -1,0 +1,366 @@
+"""The account against what engines and lanes really did: known bytes, tokens and kinds of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from engine_runner import CPU, admission, make_engine
+from small_memory import LAYERS, small_engine
+from store_runner import StoreRunner, store_runner, streamed
+from tiny_models import build_tiny, clear_prompt, write_tiny
+
+from splitpoint.errors import FailedPrecondition
+from splitpoint.planner import Residency, RestoreMethod
+from splitpoint.schedule import Lane, Schedule
+from splitpoint.shapes import ArenaLayout
+from worker_service.account import Account, Predicted, StepKind, Traffic, Way
+from worker_service.engine import Engine
+from worker_service.lanes import EmulatedLink, Lanes, SerialLanes, ThreadLanes
+from worker_service.messages import Admit, StepOutput
+from worker_service.model.decoder import Decoder
+from worker_service.profiler import measure
+from worker_service.sampling import Sampling
+
+CHUNK = 16
+GREEDY = Sampling(max_tokens=4, ignore_eos=True)
+# The last chunk is not full: 44 of the 45 tokens come back, the 45th is computed.
+PROMPT, ANSWER = clear_prompt(build_tiny("llama"), 45, 4)
+LONG, _ = clear_prompt(build_tiny("llama"), 130, 4)
+SPLITS = (0, CHUNK, 20, 1000)
+LANES: dict[str, Callable[[], Lanes]] = {
+    "serial": lambda: SerialLanes(CPU),
+    "overlapped": lambda: ThreadLanes(CPU),
+    "over an emulated link": lambda: ThreadLanes(CPU, EmulatedLink(20e6)),
+    "serial over an emulated link": lambda: SerialLanes(CPU, EmulatedLink(20e6)),
+}
+
+
+@dataclass
+class Case:
+    """A model and a store that has both prompts; engines that share neither cache nor lanes."""
+
+    model: Decoder
+    runner: StoreRunner
+
+    def engine(self, lanes: Lanes) -> Engine:
+        return make_engine(
+            self.model, has_activations=True, lanes=lanes, staging_pages=48, cache_pages=80
+        )
+
+    def account_of(self, engine: Engine) -> Account:
+        """Fed with all that the engine hands over from now on."""
+        account = Account()
+        self.runner.after_step = account.take
+        return account
+
+    @property
+    def kv_bytes(self) -> int:
+        """K and V of one chunk in one layer, fp32."""
+        shape = self.model.shape
+        return 2 * shape.kv_head_count * CHUNK * shape.head_dim * 4
+
+    @property
+    def x_bytes(self) -> int:
+        """X of one chunk in one layer, fp32."""
+        return CHUNK * self.model.shape.hidden_size * 4
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    folder = tmp_path_factory.mktemp("account")
+    model = Decoder.load(write_tiny("llama", folder / "model"), CPU, torch.float32)
+    layout = ArenaLayout.of(model.shape, chunk_tokens=CHUNK, has_activations=True)
+    with store_runner(layout, folder, 200) as runner:
+        made = Case(model, runner)
+        requests = [admission("short", PROMPT, GREEDY), admission("long", LONG, GREEDY)]
+        runner.run(made.engine(SerialLanes(CPU)), requests)
+        yield made
+
+
+# -- restores ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", LANES)
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_restore_counts_the_bytes_that_it_copies(case: Case, kind: str, split: int) -> None:
+    lanes = LANES[kind]()
+    engine = case.engine(lanes)
+    account = case.account_of(engine)
+    request = replace(admission("a", PROMPT, GREEDY), split_tokens=split)
+    transcript = case.runner.run(engine, [request])
+    lanes.close()
+    assert transcript.tokens["a"] == ANSWER
+
+    layers, cached = case.model.shape.layer_count, len(PROMPT) - 1
+    rebuilt = min(split, cached)
+    # Whole chunks are loaded, also the one in which the split lies; X of those that are
+    # rebuilt in part too. Layer 0's X comes from token ids.
+    loaded_chunks = 3 - rebuilt // CHUNK if rebuilt < cached else 0
+    sent_chunks = -(-rebuilt // CHUNK)
+    assert account.link_in_bytes == {
+        Traffic.KV: layers * loaded_chunks * case.kv_bytes,
+        # And the X of the last chunk, which will be sealed anew with more tokens.
+        Traffic.ACTIVATIONS: ((layers - 1) * sent_chunks + layers) * case.x_bytes,
+        Traffic.WEIGHTS: 0,
+    }
+    method = RestoreMethod.of(rebuilt, cached)
+    assert account.restores == {**dict.fromkeys(account.restores, 0), method: 1}
+    wanted = {
+        (Residency.RESIDENT, Way.LOADED): cached - rebuilt,
+        (Residency.RESIDENT, Way.REBUILT): rebuilt,
+    }
+    assert {key: count for key, count in account.cache_tokens.items() if count} == {
+        key: count for key, count in wanted.items() if count
+    }
+    assert account.split_tokens == rebuilt
+    assert (account.rebuild_seconds > 0) == (rebuilt > 0)
+    assert account.prefill_seconds == 0
+    if "emulated" in kind:
+        seconds = sum(account.link_in_bytes.values()) / 20e6
+        assert account.link_in_seconds == pytest.approx(seconds, rel=0.2)
+
+
+@pytest.mark.parametrize("kind", LANES)
+def test_a_restore_from_both_ends_counts_each_token_once(case: Case, kind: str) -> None:
+    lanes = LANES[kind]()
+    engine = case.engine(lanes)
+    account = case.account_of(engine)
+    request = replace(
+        admission("a", LONG, GREEDY), method=RestoreMethod.TOKENS, recomputed_tokens=64
+    )
+    case.runner.run(engine, [request])
+    lanes.close()
+    loaded = account.cache_tokens[Residency.RESIDENT, Way.LOADED]
+    recomputed = account.cache_tokens[Residency.RESIDENT, Way.RECOMPUTED]
+    assert loaded + recomputed == len(LONG) - 1
+    assert recomputed % CHUNK == 0 or recomputed == len(LONG) - 1
+    chunks = -(-loaded // CHUNK)
+    assert account.link_in_bytes[Traffic.KV] == case.model.shape.layer_count * chunks * (
+        case.kv_bytes
+    )
+    assert account.restores[RestoreMethod.TOKENS] == 1
+    assert (account.prefill_seconds > 0) == (recomputed > 0)
+    assert account.rebuild_seconds == 0
+    # It has no split.
+    assert account.split_tokens is None
+
+
+def test_what_a_lost_restore_copied_has_crossed_the_link_all_the_same(
+    tmp_path: Path, case: Case
+) -> None:
+    with store_runner(case.runner.layout, tmp_path, 40) as runner:
+        runner.run(case.engine(SerialLanes(CPU)), [admission("first", LONG, GREEDY)])
+        lanes = SerialLanes(CPU)
+        engine = case.engine(lanes)
+        account = Account()
+        runner.after_step = account.take
+        lost: list[Lane] = []
+
+        def lose(lane: Lane) -> None:
+            if lane is Lane.LINK_IN and not lost:
+                lost.append(lane)
+                runner.lose(engine.roster.running[0].match.chunks[3])  # type: ignore[union-attr]
+
+        lanes.before = lose
+        transcript = runner.run(engine, [admission("a", LONG, GREEDY)])
+    assert transcript.finishes["a"].error is None
+    assert account.chunk_losses == 1
+    layers = case.model.shape.layer_count
+    # Nine chunks that were of no use, and the three before the lost one once more.
+    assert account.link_in_bytes[Traffic.KV] == layers * (9 + 3) * case.kv_bytes
+    assert account.cache_tokens[Residency.RESIDENT, Way.LOADED] == 3 * CHUNK
+    assert sum(account.restores.values()) == 1
+
+
+# -- steps ------------------------------------------------------------------------------
+
+
+def test_kinds_of_steps_and_their_tokens(case: Case) -> None:
+    """A prompt in three pieces, another beside the first one's decodes; nothing streams."""
+    engine = make_engine(case.model, prefill_chunk_tokens=16)
+    account = Account()
+
+    def step() -> StepOutput:
+        output = engine.step()
+        account.take(output)
+        return output
+
+    engine.post(Admit(admission("a", PROMPT, GREEDY), None))
+    outputs = [step() for _ in range(3)]
+    # Pieces that end in no token are handed over, too, or nobody would count them.
+    assert [output.is_empty for output in outputs] == [False] * 3
+    assert [bool(output.tokens) for output in outputs] == [False, False, True]
+    engine.post(Admit(admission("b", PROMPT[:20], GREEDY), None))
+    while not engine.is_idle:
+        step()
+    assert step().is_empty
+    # b's 16 and 4 tokens beside two of a's three decodes; then one of both, and two of b.
+    assert account.steps == {StepKind.PREFILL: 3, StepKind.MIXED: 2, StepKind.DECODE: 3}
+    assert account.prefilled_tokens == len(PROMPT) + 20
+    assert account.decoded_tokens == 3 + 3
+    assert account.generated_tokens == 4 + 4
+    assert account.step_seconds > 0
+    assert sum(account.link_in_bytes.values()) == 0
+    assert account.compute_seconds == 0
+    assert account.split_tokens is None
+
+
+@pytest.mark.parametrize("kind", LANES)
+@pytest.mark.parametrize("split", [0, 64])
+def test_a_streamed_step_counts_what_it_reads_each_time(case: Case, kind: str, split: int) -> None:
+    lanes = LANES[kind]()
+    engine = case.engine(lanes)
+    request = streamed("a", LONG, GREEDY, split=split)
+    case.runner.after_step = lambda _: None
+    case.runner.admit(engine, request)
+    case.runner.step(engine)  # brings the tail, and computes the first new token
+    account = case.account_of(engine)
+    case.runner.step(engine)
+    layers, stored = case.model.shape.layer_count, len(LONG) // CHUNK
+    rebuilt = split // CHUNK
+    assert account.steps[StepKind.DECODE] == 1
+    assert account.link_in_bytes[Traffic.KV] == layers * (stored - rebuilt) * case.kv_bytes
+    assert account.link_in_bytes[Traffic.ACTIVATIONS] == (layers - 1) * rebuilt * case.x_bytes
+    assert account.cache_tokens[Residency.STREAMED, Way.LOADED] == stored * CHUNK - split
+    assert account.cache_tokens[Residency.STREAMED, Way.REBUILT] == split
+    assert account.cache_tokens[Residency.RESIDENT, Way.LOADED] == 0
+    assert account.split_tokens == split
+    assert account.compute_seconds > account.rebuild_seconds
+    assert (account.rebuild_seconds > 0) == (split > 0)
+    while not engine.is_idle:
+        case.runner.step(engine)
+    lanes.close()
+
+
+def test_of_a_streamed_prefix_the_restore_counts_what_stays(case: Case) -> None:
+    """Three chunks stay on the device, and the tail; X of others is no restored token."""
+    engine = case.engine(SerialLanes(CPU))
+    outputs: list[StepOutput] = []
+    case.runner.after_step = outputs.append
+    kept = streamed("a", LONG, GREEDY, resident_tokens=3 * CHUNK)
+    rows = streamed("b", LONG, GREEDY, resident_tokens=3 * CHUNK, schedule=Schedule.ROW)
+    nothing = streamed("c", LONG[: 8 * CHUNK + 1], GREEDY)
+    case.runner.run(engine, [kept, rows, nothing])
+    events = {event.key[0]: event for output in outputs for event in output.restores}
+    tail = (len(LONG) - 1) % CHUNK
+    assert events["a"].loaded_tokens == 3 * CHUNK + tail
+    assert events["b"].loaded_tokens == tail
+    assert events["c"].brought_tokens == 0
+    account = Account()
+    for output in outputs:
+        account.take(output)
+    assert sum(account.restores.values()) == 2
+    assert account.cache_tokens[Residency.RESIDENT, Way.LOADED] == 3 * CHUNK + 2 * tail
+
+
+def test_with_windows_tokens_are_those_of_the_layer_that_sees_most(
+    tmp_path: Path,
+) -> None:
+    model = Decoder.load(write_tiny("qwen2-windows", tmp_path / "model"), CPU, torch.float32)
+    layout = ArenaLayout.of(model.shape, chunk_tokens=CHUNK, has_activations=True)
+    with store_runner(layout, tmp_path, 40) as runner:
+        case = Case(model, runner)
+        runner.run(case.engine(SerialLanes(CPU)), [admission("a", LONG, GREEDY)])
+        engine = case.engine(SerialLanes(CPU))
+        runner.admit(engine, streamed("b", LONG, GREEDY))
+        runner.step(engine)
+        account = case.account_of(engine)
+        runner.step(engine)
+    assert account.cache_tokens[Residency.STREAMED, Way.LOADED] == 8 * CHUNK
+    # One layer reads all eight chunks, two layers two each.
+    assert account.link_in_bytes[Traffic.KV] == (8 + 2 * 2) * case.kv_bytes
+
+
+@pytest.mark.parametrize("kind", ["serial", "overlapped"])
+def test_weights_on_the_host_are_counted_by_each_step(tmp_path: Path, kind: str) -> None:
+    folder = write_tiny("llama-3", tmp_path / "deep", num_hidden_layers=LAYERS)
+    lanes = LANES[kind]()
+    engine = small_engine(folder, lanes)
+    account = Account()
+    engine.post(Admit(admission("a", PROMPT[:3], GREEDY), None))
+    account.take(engine.step())
+    while not engine.is_idle:
+        account.take(engine.step())
+    # The first layers of the next step are on their way already: as many as have slots.
+    lanes.finish()
+    account.take(engine.step())
+    steps, weights = sum(account.steps.values()), engine.model.layer_weights
+    assert steps == 4
+    assert weights is not None
+    assert account.link_in_bytes[Traffic.WEIGHTS] == (
+        steps * engine.model.host_weight_bytes() + weights.slot_bytes
+    )
+    assert account.link_in_bytes[Traffic.KV] == 0
+    assert account.link_in_seconds > 0
+    lanes.close()
+
+
+# -- predictions ------------------------------------------------------------------------
+
+
+def test_predictions_are_compared_with_the_same_restores_and_steps(case: Case) -> None:
+    lanes = ThreadLanes(CPU)
+    engine = case.engine(lanes)
+    engine.watch_costs(measure(case.model, CPU, "cpu", lanes=lanes))
+    # What measured the link is nobody's traffic.
+    account = case.account_of(engine)
+    case.runner.run(engine, [])
+    assert sum(account.link_in_bytes.values()) == 0
+    outputs: list[StepOutput] = []
+
+    def take(output: StepOutput) -> None:
+        outputs.append(output)
+        account.take(output)
+
+    case.runner.after_step = take
+    case.runner.run(engine, [admission("a", LONG, GREEDY)])
+    case.runner.run(engine, [streamed("b", LONG, Sampling(max_tokens=8, ignore_eos=True))])
+    lanes.close()
+    [restore] = [
+        event for output in outputs for event in output.restores if event.predicted_seconds
+    ]
+    steps = [
+        output.step.times
+        for output in outputs
+        if output.step is not None and output.step.times.predicted_seconds is not None
+    ]
+    assert len(steps) >= 6
+    assert account.predicted_seconds == {
+        Predicted.RESTORE: restore.predicted_seconds,
+        Predicted.STEP: pytest.approx(sum(times.predicted_seconds or 0 for times in steps)),
+    }
+    assert account.measured_seconds == {
+        Predicted.RESTORE: restore.seconds,
+        Predicted.STEP: pytest.approx(sum(times.seconds for times in steps)),
+    }
+
+
+def test_an_error_in_a_lane_leaves_its_copies_counted(case: Case) -> None:
+    """Half of a step's copies were made when one of them failed."""
+    lanes = SerialLanes(CPU)
+    engine = case.engine(lanes)
+    case.runner.after_step = lambda _: None
+    case.runner.admit(engine, streamed("a", LONG, GREEDY))
+    case.runner.step(engine)
+    copies = 0
+
+    def fail(lane: Lane) -> None:
+        nonlocal copies
+        copies += lane is Lane.LINK_IN
+        if copies == 2:
+            raise FailedPrecondition("the bus is gone")
+
+    lanes.before = fail
+    with pytest.raises(FailedPrecondition, match="bus"):
+        engine.step()
+    lanes.before = None
+    account = case.account_of(engine)
+    case.runner.step(engine)
+    layers, stored = case.model.shape.layer_count, len(LONG) // CHUNK
+    assert account.link_in_bytes[Traffic.KV] > layers * stored * case.kv_bytes
+    while not engine.is_idle:
+        case.runner.step(engine)

@@ -1,0 +1,371 @@
+"""A worker's metrics as Prometheus reads them, and its telemetry on a real Run stream."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import urllib.request
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from engine_runner import admission
+from local_stack import (
+    StackShape,
+    local_stack,
+    serving_worker,
+    start_service,
+    start_store,
+    stop_process,
+)
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from redis_server import RedisServer
+from tiny_models import build_tiny, clear_prompt, write_tiny
+
+from splitpoint import metrics
+from splitpoint.meters import Meters, Reading
+from splitpoint.metrics import Kind, Metric, Needs, Service, metrics_of
+from splitpoint.planner import RestoreMethod
+from splitpoint.rpc import open_channel
+from splitpoint.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+from worker_service.account import StepKind
+from worker_service.messages import Call, RestoreEvent, StepEvent, StepOutput
+from worker_service.metrics import WorkerMetrics
+from worker_service.sampling import Sampling
+from worker_service.startup import LoadedWorker
+from worker_service.telemetry import telemetry_of
+from worker_service.timeline import StepTimes
+from worker_service.wire import response_from
+from worker_service.write_back import WriteResult
+
+PROMPT, ANSWER = clear_prompt(build_tiny("llama"), 45, 8)
+SHAPE = StackShape(workers=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny("llama", tmp_path_factory.mktemp("llama"))
+
+
+@dataclass(frozen=True)
+class Scrape:
+    """One answer of /metrics: values by name and labels."""
+
+    values: dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+    @classmethod
+    def of(cls, text: str) -> Scrape:
+        return cls(
+            {
+                (sample.name, frozenset(sample.labels.items())): sample.value
+                for family in text_string_to_metric_families(text)
+                for sample in family.samples
+            }
+        )
+
+    def __getitem__(self, key: tuple[Metric, dict[str, str]] | Metric) -> float:
+        metric, labels = key if isinstance(key, tuple) else (key, {})
+        suffix = "_count" if metric.kind is Kind.HISTOGRAM else ""
+        return self.values[metric.name + suffix, frozenset(labels.items())]
+
+    def __contains__(self, metric: Metric) -> bool:
+        name = metric.name + ("_count" if metric.kind is Kind.HISTOGRAM else "")
+        return any(name == each for each, _ in self.values)
+
+    def labelled(self, metric: Metric) -> dict[frozenset[str], float]:
+        """By the values of the labels."""
+        name = metric.name + ("_count" if metric.kind is Kind.HISTOGRAM else "")
+        return {
+            frozenset(value for _, value in labels): value
+            for (each, labels), value in self.values.items()
+            if each == name
+        }
+
+
+def scrape(meters: Meters) -> Scrape:
+    return Scrape.of(generate_latest(meters.registry).decode())
+
+
+# -- metrics --------------------------------------------------------------------------
+
+
+async def test_a_scrape_tells_what_a_worker_and_its_store_did(folder: Path, tmp_path: Path) -> None:
+    async with local_stack(folder, tmp_path, SHAPE) as stack:
+        [worker] = stack.workers
+        meters = Meters(Service.WORKER)
+        WorkerMetrics(meters, worker)
+        before = scrape(meters)
+        for metric in metrics_of(Service.WORKER):
+            is_there = metric.needs in (None, Needs.STORE)
+            if metric.services == (Service.WORKER,):
+                assert (metric in before) == is_there, metric.name
+        # Whatever can be counted is there before it happened.
+        assert before.labelled(metrics.LINK_BYTES) == {
+            frozenset(("in", "kv")): 0,
+            frozenset(("in", "activations")): 0,
+            frozenset(("in", "weights")): 0,
+            frozenset(("out", "write_back")): 0,
+        }
+        assert before.labelled(metrics.RESTORE_SECONDS) == dict.fromkeys(
+            (frozenset([name]) for name in ("load", "split", "recompute", "tokens")), 0
+        )
+        assert before.labelled(metrics.PREDICTION_RATIO) == {
+            frozenset(["restore"]): 0,
+            frozenset(["step"]): 0,
+        }
+        assert before[metrics.WORKER_STORE_UP] == 1
+
+        first = await stack.client.generate(PROMPT, max_tokens=8, ignore_eos=True).complete()
+        again = await stack.client.generate(
+            [*PROMPT, *ANSWER, 5], max_tokens=8, ignore_eos=True, split=16
+        ).complete()
+        assert list(first.token_ids) == ANSWER
+        await stack.assert_clean()
+        after, stats = scrape(meters), await stack.store_stats()
+        assert after[metrics.WORKER_GENERATED_TOKENS] == 16
+        assert after[metrics.WORKER_SCHEDULED_TOKENS, {"phase": "decode"}] == 7 + 7
+        # The second prompt's last token is computed like a decode's if it alone is new.
+        new_tokens = len(PROMPT) + len(ANSWER) + 1 - again.usage.cached_tokens
+        assert after[metrics.WORKER_SCHEDULED_TOKENS, {"phase": "prefill"}] == (
+            len(PROMPT) + new_tokens
+        )
+        written = after[metrics.WORKER_WRITE_BACK_CHUNKS, {"result": "stored"}]
+        assert written == stats.sealed_chunk_count + stats.duplicate_chunk_count > 0
+        chunk_bytes = worker.engine.cache.layout.chunk_bytes
+        labels = {"direction": "out", "method": "write_back"}
+        assert after[metrics.LINK_BYTES, labels] == written * chunk_bytes
+        assert after[metrics.LINK_BUSY_SECONDS, {"direction": "out"}] > 0
+        assert after[metrics.RESTORES, {"method": "split"}] == 1
+        assert after[metrics.RESTORE_SECONDS, {"method": "split"}] == 1
+        assert after[metrics.SPLIT_TOKENS] == 1
+        labels = {"residency": "resident", "method": "rebuilt"}
+        assert after[metrics.CACHE_TOKENS, labels] == 16
+        labels = {"residency": "resident", "method": "loaded"}
+        assert after[metrics.CACHE_TOKENS, labels] == again.usage.cached_tokens - 16
+        steps = sum(after.labelled(metrics.WORKER_STEPS).values())
+        assert (
+            steps
+            == after[metrics.WORKER_STEP_SECONDS]
+            == sum(worker.runtime.account.steps.values())
+        )
+        assert after[metrics.PREDICTION_RATIO, {"what": "restore"}] == 1
+        assert after[metrics.WORKER_RUNNING] == 0
+        assert after[metrics.WORKER_CACHE_BYTES, {"kind": "used"}] == 0
+        assert after[metrics.LINK_RATE] == worker.profile.link_bytes_per_second
+
+        await stack.kill_store()
+        async with asyncio.timeout(20):
+            while scrape(meters)[metrics.WORKER_STORE_UP]:
+                await asyncio.sleep(0.05)
+
+
+async def test_distributions_see_what_the_account_sees(folder: Path, tmp_path: Path) -> None:
+    async with local_stack(folder, tmp_path, SHAPE) as stack:
+        [worker] = stack.workers
+        meters = Meters(Service.WORKER)
+        observed = WorkerMetrics(meters, worker)
+        key = ("a", 0)
+        restores = [
+            RestoreEvent(
+                key, 64, 0, RestoreMethod.LOAD, 0.5, predicted_seconds=0.4, loaded_tokens=64
+            ),
+            RestoreEvent(key, 64, 0, RestoreMethod.TOKENS, 0.5, recomputed_tokens=64),
+            # It streams: nothing came.
+            RestoreEvent(key, 64, 0, RestoreMethod.LOAD, 0.5),
+        ]
+        step = StepEvent(StepTimes(0.3, predicted_seconds=0.1), 0, 1)
+        observed.observe(StepOutput(restores=restores, step=step))
+        observed.observe(StepOutput(step=replace(step, times=StepTimes(0.3))))
+        seen = scrape(meters)
+        assert seen[metrics.WORKER_STEP_SECONDS] == 2
+        assert seen.labelled(metrics.RESTORE_SECONDS)[frozenset(["load"])] == 1
+        assert seen.labelled(metrics.RESTORE_SECONDS)[frozenset(["tokens"])] == 1
+        assert seen[metrics.SPLIT_TOKENS] == 1
+        ratios = {
+            what: seen.values[metrics.PREDICTION_RATIO.name + "_sum", frozenset([("what", what)])]
+            for what in ("restore", "step")
+        }
+        assert ratios == {"restore": pytest.approx(1.25), "step": pytest.approx(3.0)}
+
+
+class Monitor:
+    """A device that knows its power."""
+
+    def readings(self) -> Iterable[Reading]:
+        yield Reading(metrics.GPU_POWER_WATTS, 123.0)
+
+    def fill(self, telemetry: types_pb2.Telemetry) -> None:
+        telemetry.power_watts = 123.0
+
+
+async def test_what_a_process_serves_while_redis_comes_and_goes(
+    folder: Path, shm_folder: Path, tmp_path: Path, redis_server: RedisServer, free_port: int
+) -> None:
+    """The real commands, scraped over HTTP."""
+    address = f"unix:{tmp_path}/kv"
+    store = await start_store(folder, address, shm_folder / "store" / "arena", SHAPE)
+    worker = await start_service(
+        *("worker_service", "--model", str(folder), "--device", "cpu", "--threads", "1"),
+        *("--listen", "127.0.0.1:0", "--kvstore", address, "--worker-id", "w"),
+        *("--device-memory", "96MiB", "--link-rate", "200MB", "--serial"),
+        *("--metrics", f"127.0.0.1:{free_port}", "--redis", redis_server.url),
+    )
+
+    def fetch() -> Scrape:
+        with urllib.request.urlopen(f"http://127.0.0.1:{free_port}/metrics", timeout=10) as page:
+            return Scrape.of(page.read().decode())
+
+    async def until_redis_is(value: float) -> None:
+        async with asyncio.timeout(30):
+            while (await asyncio.to_thread(fetch))[metrics.REDIS_UP] != value:
+                await asyncio.sleep(0.1)
+
+    try:
+        seen = await asyncio.to_thread(fetch)
+        assert seen[metrics.LINK_CEILING] == 200e6
+        assert seen[metrics.WORKER_STEP_TOKEN_BUDGET] == 32 - 1 + 512
+        [info] = [dict(labels) for name, labels in seen.values if name == "splitpoint_worker_info"]
+        assert info["worker_id"] == "w"
+        assert info["schedule"] == "serial"
+        assert info["weights"] == "all on the device"
+        assert info["device"].endswith("link emulated at 200 MB/s")
+        await until_redis_is(1)
+        redis_server.stop()
+        await until_redis_is(0)
+        redis_server.start()
+        await until_redis_is(1)
+    finally:
+        await stop_process(worker)
+        await stop_process(store)
+
+
+# -- telemetry ------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def one_worker(
+    folder: Path, sockets: Path, shm: Path
+) -> AsyncIterator[tuple[LoadedWorker, worker_pb2_grpc.WorkerServiceStub]]:
+    store_address, address = f"unix:{sockets}/kv", f"unix:{sockets}/w"
+    store = await start_store(folder, store_address, shm / "store" / "arena", SHAPE)
+    try:
+        async with (
+            serving_worker(folder, "w", address, store_address, SHAPE) as (worker, _),
+            open_channel(address) as channel,
+        ):
+            yield worker, worker_pb2_grpc.WorkerServiceStub(channel)
+    finally:
+        await stop_process(store)
+
+
+def admit(name: str, max_tokens: int) -> worker_pb2.RunRequest:
+    return worker_pb2.RunRequest(
+        admit=worker_pb2.AdmitCommand(
+            request_id=name,
+            prompt_token_ids=PROMPT,
+            sampling=types_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            plan=types_pb2.Plan(
+                residency=types_pb2.RESIDENCY_RESIDENT, method=types_pb2.RESTORE_METHOD_LOAD
+            ),
+        )
+    )
+
+
+async def test_telemetry_comes_from_an_idle_and_from_a_busy_worker(
+    folder: Path, tmp_path: Path, shm_folder: Path
+) -> None:
+    async with one_worker(folder, tmp_path, shm_folder) as (worker, stub):
+        runtime = worker.runtime
+        # Nobody listens; what is done counts all the same.
+        runtime.admit(admission("unheard", PROMPT, Sampling(max_tokens=8, ignore_eos=True)))
+        assert await runtime.wait_idle(30)
+        assert runtime.account.generated_tokens == 8
+        assert runtime.account.steps[StepKind.PREFILL] == 1
+        assert runtime.account.written.chunks[WriteResult.STORED] == 4
+
+        run = stub.Run()
+        await run.initial_metadata()
+        # The engine has something long to do, and nobody waits for it.
+        go_on = threading.Event()
+        worker.engine.post(Call(lambda: go_on.wait(30) and None))
+        heard: list[worker_pb2.RunResponse] = []
+        async with asyncio.timeout(20):
+            while len(heard) < 2:
+                heard.append(await run.read())
+        go_on.set()
+        first, second = (response.telemetry for response in heard)
+        assert [response.step for response in heard] == [1, 2]
+        assert all(response.HasField("telemetry") for response in heard)
+        assert 0.9 < second.uptime_seconds - first.uptime_seconds < 3
+        assert first.step_count == second.step_count == 8
+        assert first.generated_token_count == 8
+        assert first.link_out_bytes == 4 * worker.engine.cache.layout.chunk_bytes
+        assert first.store_is_up
+        assert not first.HasField("redis_is_up")
+        assert not first.HasField("split_tokens")
+        assert not first.HasField("link_ceiling_bytes_per_second")
+        assert not first.HasField("power_watts")
+
+        # Busy: along with tokens, none of which is late or missing.
+        await run.write(admit("long", 400))
+        tokens = finishes = 0
+        telemetry: list[types_pb2.Telemetry] = []
+        async with asyncio.timeout(60):
+            while not finishes:
+                response = await run.read()
+                assert response.step == heard[-1].step + 1
+                heard.append(response)
+                for result in response.tokens:
+                    assert result.first_index == tokens
+                    tokens += len(result.token_ids)
+                finishes += len(response.finishes)
+                if response.HasField("telemetry"):
+                    telemetry.append(response.telemetry)
+            while not telemetry or telemetry[-1].generated_token_count < 8 + 400:
+                response = await run.read()
+                assert response.step == heard[-1].step + 1
+                heard.append(response)
+                telemetry.append(response.telemetry)
+        assert tokens == 400
+        last = telemetry[-1]
+        assert last.generated_token_count == 408
+        # 44 of its 45 tokens came from the store: the 45th is no prefill.
+        assert last.prefilled_token_count == len(PROMPT)
+        assert last.loaded_token_count == len(PROMPT) - 1
+        assert last.split_tokens == 0
+        assert last.link_in_bytes > 0
+        assert last.cache_used_bytes == 0
+        assert last.predicted_seconds > 0
+        assert last.measured_seconds > 0
+        run.cancel()
+
+
+async def test_a_monitor_adds_what_only_it_knows(
+    folder: Path, tmp_path: Path, shm_folder: Path
+) -> None:
+    async with one_worker(folder, tmp_path, shm_folder) as (worker, _):
+        worker.monitor, worker.redis_is_up = Monitor(), lambda: False
+        telemetry = telemetry_of(worker)
+        assert telemetry.power_watts == 123.0
+        assert telemetry.HasField("redis_is_up")
+        assert not telemetry.redis_is_up
+        meters = Meters(Service.WORKER)
+        WorkerMetrics(meters, worker)
+        seen = scrape(meters)
+        assert seen[metrics.GPU_POWER_WATTS] == 123.0
+        assert seen[metrics.REDIS_UP] == 0
+
+
+def test_telemetry_alone_is_a_message_that_says_nothing_else() -> None:
+    output = StepOutput(running_count=2, cache_used_bytes=64)
+    response = response_from(output, 7, types_pb2.Telemetry(step_count=3))
+    assert response == worker_pb2.RunResponse(
+        step=7,
+        running_count=2,
+        cache_used_bytes=64,
+        telemetry=types_pb2.Telemetry(step_count=3),
+    )
+    assert not response_from(output, 8).HasField("telemetry")
