@@ -17,6 +17,7 @@ from splitpoint_cli import (
     generate,
     metrics_page,
     plan,
+    probe,
     size,
     status,
     token,
@@ -42,6 +43,7 @@ app.command()(status.status)
 app.command()(doctor.doctor)
 app.command()(metrics_page.metrics)
 app.command()(trace.trace)
+app.command()(probe.probe)
 app.command()(certs.certs)
 app.command()(token.token)
 app.add_typer(arena.app, name="arena")
