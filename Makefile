@@ -11,18 +11,22 @@ TORCH_INDEX ?=
 ARGS   ?=
 # Test files that run side by side; 0: one after the other, in one process (for --pdb).
 TEST_JOBS ?= 2
+# Docker Compose: v2 where there is one. PROFILES: what `make compose-up` starts.
+COMPOSE  ?= $(if $(shell docker compose version 2>/dev/null),docker compose,docker-compose)
+PROFILES ?= cpu
 PROTOS := $(wildcard proto/splitpoint/v1/*.proto)
 # A GPU node often has torch already, and may have no network: run from the
 # source tree with whatever Python is at hand.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test chaos check proto bench bench-store bench-restore bench-offload chart gpu up down clean
+.PHONY: help setup demo test chaos check proto bench bench-store bench-restore bench-offload chart gpu up down \
+	compose-up compose-down compose-access compose-test clean
 # Targets build on each other; the tests spread over the cores by themselves.
 .NOTPARALLEL:
 
 help:  ## Show the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 setup: $(VENV)/.installed  ## Make .venv and install everything into it
 
@@ -88,6 +92,20 @@ up: proto  ## Start the stack here; Ctrl-C stops it
 
 down: proto  ## Stop the stack that `make up` started in another terminal
 	@$(BIN)/splitpoint down $(ARGS)
+
+compose-up:  ## Build and start the stack in containers (PROFILES=cpu,monitoring: what of it)
+	COMPOSE_PROFILES=$(PROFILES) $(COMPOSE) build
+	COMPOSE_PROFILES=$(PROFILES) $(COMPOSE) up -d
+
+compose-access:  ## Fetch certificate authority and tokens of that stack into ./access
+	mkdir -p -m 0700 access
+	docker cp "$$(COMPOSE_PROFILES=$(PROFILES) $(COMPOSE) ps -q scheduler):/etc/splitpoint/access/." access
+
+compose-down:  ## Stop that stack; ARGS=-v: and forget its certificate, tokens and metrics
+	COMPOSE_PROFILES=cpu,gpu,monitoring $(COMPOSE) down $(ARGS)
+
+compose-test: proto  ## Try the containers for real; needs a Docker engine (docs/deployment.md)
+	$(BIN)/python tools/compose_check.py $(ARGS)
 
 clean:  ## Remove everything that was built
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,6 +12,7 @@ from splitpoint_cli import (
     arena,
     bench,
     certs,
+    compose,
     doctor,
     down,
     generate,
@@ -46,6 +47,7 @@ app.command()(trace.trace)
 app.command()(probe.probe)
 app.command()(certs.certs)
 app.command()(token.token)
+app.command()(compose.compose)
 app.add_typer(arena.app, name="arena")
 app.add_typer(bench.app, name="bench")
 
