@@ -22,6 +22,7 @@ from splitpoint_cli import (
     size,
     status,
     token,
+    top,
     trace,
     up,
     what_pays,
@@ -41,6 +42,7 @@ app.command()(plan.plan)
 app.command()(what_pays.what_pays)
 app.command()(size.size)
 app.command()(status.status)
+app.command()(top.top)
 app.command()(doctor.doctor)
 app.command()(metrics_page.metrics)
 app.command()(trace.trace)

@@ -1,0 +1,161 @@
+"""`splitpoint top`: a live view of what a running stack does, and what limits it.
+
+Asks scheduler and stores again and again; counts nothing itself. What the numbers are is
+in `top_rates`, how they look in `top_view`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from splitpoint.client import Client
+from splitpoint.config import DEFAULT_ADDRESS
+from splitpoint.errors import DeadlineExceeded, InvalidArgument, Unavailable
+from splitpoint.tls import client_identity
+from splitpoint_cli.generate import Address
+from splitpoint_cli.identity import CaFile, TokenFile
+from splitpoint_cli.output import code_name, out, print_json
+from splitpoint_cli.status import read_status, status_json
+from splitpoint_cli.top_keys import Wait, quitting_keys
+from splitpoint_cli.top_rates import (
+    Reading,
+    Readings,
+    first,
+    following,
+    link_limit,
+    rates_of,
+    rates_of_store,
+    scheduler_rates,
+)
+from splitpoint_cli.top_view import Frame
+
+# Workers tell something new about once a second.
+_TELLING_SECONDS = 3.0
+_POLL_SECONDS = 0.2
+# Of each call: a scheduler that hangs must show as one that is away.
+_CALL_SECONDS = 3.0
+_HINT = "q quits"
+
+Show = Callable[[Frame], None]
+
+
+def top(
+    address: Address = DEFAULT_ADDRESS,
+    interval: Annotated[
+        float, typer.Option(help="Seconds between two readings.", min=0.2, max=3600)
+    ] = 2.0,
+    ca: CaFile = None,
+    token_file: TokenFile = None,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print one snapshot after one interval, and end.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --once: print one JSON object.")
+    ] = False,
+    svg: Annotated[str | None, typer.Option(hidden=True, metavar="FILE")] = None,
+) -> None:
+    """Watch a running stack: requests, each worker's link, power and split, stores, queue.
+
+    Rates are over the last interval. Where nobody told a number there is a `-`. q or
+    Ctrl-C ends it. While the scheduler is away it says so and goes on trying; with --once
+    that is an error (exit code 3).
+    """
+    if as_json and not once:
+        raise InvalidArgument("--json is for one snapshot: add --once", field="json")
+    identity = client_identity(ca=ca, token_file=token_file)
+    with Client(address, timeout=_CALL_SECONDS, identity=identity) as client:
+        if once or svg is not None:
+            _once(client, interval, as_json=as_json, svg=svg)
+        elif not out.is_terminal:
+            raise InvalidArgument("this is no terminal: add --once", field="once")
+        else:
+            _live(client, interval)
+
+
+def read(client: Client) -> Reading:
+    """Raises Unavailable or DeadlineExceeded when there is no scheduler."""
+    scheduler = client.scheduler_status()
+    status = read_status(client)
+    return Reading(time.monotonic(), status, scheduler)
+
+
+def _once(client: Client, interval: float, *, as_json: bool, svg: str | None) -> None:
+    readings = first(read(client))
+    time.sleep(interval)
+    deadline = time.monotonic() + _TELLING_SECONDS
+    while True:
+        readings = following(readings, read(client))
+        if readings.is_complete or time.monotonic() >= deadline:
+            break
+        time.sleep(_POLL_SECONDS)
+    frame = Frame(client.address, readings)
+    if as_json:
+        print_json(readings_json(readings))
+    elif svg is not None:
+        console = Console(record=True, width=120, highlight=False, quiet=True)
+        console.print(frame)
+        console.save_svg(svg, title="splitpoint top")
+    else:
+        out.print(frame, soft_wrap=False)
+
+
+def _live(client: Client, interval: float) -> None:
+    try:
+        with quitting_keys() as wait:
+            if out.is_dumb_terminal:  # cannot be drawn over: one frame below the other
+                _watch(client, interval, wait, lambda frame: out.print(frame, "", soft_wrap=False))
+                return
+            with Live(console=out, screen=True, auto_refresh=False) as live:
+                _watch(client, interval, wait, lambda frame: live.update(frame, refresh=True))
+    except KeyboardInterrupt:
+        pass  # the way out, like q
+
+
+def _watch(client: Client, interval: float, wait: Wait, show: Show) -> None:
+    """Read and show until a key is pressed; who is away may come back."""
+    readings: Readings | None = None
+    lost_at = time.monotonic()
+    while True:
+        away: tuple[float, str] | None = None
+        try:
+            reading = read(client)
+        except (Unavailable, DeadlineExceeded) as error:
+            away = (time.monotonic() - lost_at, code_name(error))
+        else:
+            lost_at = time.monotonic()
+            readings = first(reading) if readings is None else following(readings, reading)
+        show(Frame(client.address, readings, away, _HINT))
+        if wait(interval):
+            return
+
+
+def readings_json(readings: Readings) -> dict[str, object]:
+    """What `status --json` prints, and the rates of the last interval beside it."""
+    status = readings.latest.status
+    limits = {worker.id: link_limit(worker) for worker in status.workers}
+    return {
+        "status": status_json(status),
+        "scheduler": asdict(readings.latest.scheduler),
+        "interval_seconds": readings.scheduler.seconds,
+        "rates": {
+            "scheduler": asdict(scheduler_rates(readings.scheduler)),
+            "workers": {
+                worker.id: {
+                    **asdict(rates_of(readings, worker.id)),
+                    "link_limit": limits[worker.id][0],
+                    "link_limit_is": limits[worker.id][1],
+                }
+                for worker in status.workers
+            },
+            "stores": {
+                store.address: asdict(rates_of_store(readings, store)) for store in status.stores
+            },
+        },
+    }

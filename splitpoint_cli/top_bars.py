@@ -1,0 +1,103 @@
+"""Bars and cells of a terminal: text of a known width, also where there is no more than ASCII."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.text import Text
+
+NOTHING = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Glyphs:
+    """What bars are made of; each part of a stacked bar is told apart without colours, too."""
+
+    full: str
+    empty: str
+    parts: tuple[str, ...]
+
+
+FANCY = Glyphs("█", "░", ("█", "▓", "▒", "×", "░"))
+PLAIN = Glyphs("#", ".", ("#", "=", "+", "x", "."))
+
+
+def bar(share: float | None, width: int, glyphs: Glyphs, style: str) -> Text:
+    """From 0 to 1; what is more shows as full. None: nothing to show."""
+    if share is None:
+        return Text(glyphs.empty * width, style="dim")
+    filled = min(width, round(share * width))
+    if share > 0 and not filled:
+        filled = 1  # little is not nothing
+    return Text.assemble((glyphs.full * filled, style), (glyphs.empty * (width - filled), "dim"))
+
+
+def stacked_bar(parts: Sequence[tuple[int, str]], width: int, glyphs: Glyphs) -> Text:
+    """Counts, each with its colour, in the order of `glyphs.parts`; the last one fills up."""
+    total = sum(count for count, _ in parts)
+    text = Text()
+    left = width
+    for position, (count, style) in enumerate(parts):
+        is_last = position == len(parts) - 1
+        share = round(count / total * width) if total else 0
+        if count and not share:
+            share = 1
+        share = left if is_last else min(left, share)
+        text.append(glyphs.parts[position] * share, style=style)
+        left -= share
+    return text
+
+
+def cell(label: str, value: str | Text, width: int) -> Text:
+    """A dim label and its value in `width` columns: cells of lines stand below each other."""
+    text = Text.assemble((f"{label} ", "dim"), value)
+    if text.cell_len < width:
+        text.pad_right(width - text.cell_len)
+    return text
+
+
+def flow(cells: Iterable[Text], width: int, *, gap: int = 3) -> list[Text]:
+    """As many cells on a line as fit; no cell is cut unless it alone is too wide."""
+    lines: list[Text] = []
+    line = Text()
+    for each in cells:
+        if line.cell_len and line.cell_len + gap + each.cell_len > width:
+            # Padding at the end must not push a cell to the next line.
+            trimmed = each.copy()
+            trimmed.rstrip()
+            if line.cell_len + gap + trimmed.cell_len <= width:
+                line.append(" " * gap).append_text(trimmed)
+                continue
+            lines.append(line)
+            line = Text()
+        if line.cell_len:
+            line.append(" " * gap)
+        line.append_text(each)
+    if line.cell_len:
+        lines.append(line)
+    for done in lines:
+        done.rstrip()
+        done.truncate(width, overflow="ellipsis")
+    return lines
+
+
+def percent(share: float | None) -> str:
+    return NOTHING if share is None else f"{share:.0%}"
+
+
+def amount(value: float | None, unit: str = "") -> str:
+    """Three digits that matter: "0.25", "12.3", "4,560"."""
+    if value is None:
+        return NOTHING
+    number = f"{value:,.0f}" if value >= 99.95 or value == 0 else f"{value:.3g}"
+    return f"{number}{unit}"
+
+
+def duration(seconds: float) -> str:
+    """For people: "42 s", "7 min", "3.2 h", "5 d"."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 6000:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 172_800 else f"{seconds / 86_400:.0f} d"

@@ -1,0 +1,277 @@
+"""What `splitpoint top` shows of its readings: a frame of text for a terminal of any width."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from splitpoint.answers import Queue, Worker
+from splitpoint.config import format_rate, format_size
+from splitpoint_cli.output import seconds_text
+from splitpoint_cli.status import Store
+from splitpoint_cli.top_bars import (
+    FANCY,
+    NOTHING,
+    PLAIN,
+    Glyphs,
+    amount,
+    bar,
+    cell,
+    duration,
+    flow,
+    percent,
+    stacked_bar,
+)
+from splitpoint_cli.top_rates import (
+    Readings,
+    link_limit,
+    rates_of,
+    rates_of_store,
+    scheduler_rates,
+)
+
+_BAR = 12
+_QUEUE_LINES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One picture. `away`: since how many seconds the scheduler is, and why; None: it answers.
+
+    `hint`: how to leave; empty in a snapshot.
+    """
+
+    address: str
+    readings: Readings | None
+    away: tuple[float, str] | None = None
+    hint: str = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        encoding = options.encoding.lower()
+        glyphs = FANCY if encoding in ("utf-8", "utf8") and not options.ascii_only else PLAIN
+        yield from self.lines(options.max_width, glyphs)
+
+    def lines(self, width: int, glyphs: Glyphs) -> list[Text]:
+        """Each at most `width` columns wide."""
+        lines = self._head(width, glyphs)
+        if self.readings is not None:
+            lines += _scheduler(self.readings, width)
+            for worker in self.readings.latest.status.workers:
+                lines += ["", *_worker(self.readings, worker, width, glyphs)]
+            for store in self.readings.latest.status.stores:
+                lines += ["", *_store(self.readings, store, width, glyphs)]
+            lines += ["", *_queue(self.readings.latest.status.queue, width)]
+        if self.hint:
+            lines += ["", Text(self.hint, style="dim")]
+        return [line if isinstance(line, Text) else Text(line) for line in lines]
+
+    def _head(self, width: int, glyphs: Glyphs) -> list[Text | str]:
+        names = "" if self.readings is None else _names(self.readings)
+        title = Text.assemble(("splitpoint top", "bold"), f"  {self.address}{names}")
+        title.truncate(width, overflow="ellipsis")
+        lines: list[Text | str] = [title]
+        if self.away is not None:
+            seconds, why = self.away
+            frozen = "" if self.readings is None else "; below is what was seen last"
+            text = f"the scheduler is away for {duration(seconds)} ({why}), trying again{frozen}"
+            lines += [Text(part, style="bold red") for part in _wrapped(text, width)]
+        return lines
+
+
+def _names(readings: Readings) -> str:
+    status = readings.latest.status
+    models = ", ".join(model.name for model in status.models) or "no model yet"
+    return f"  {models}  up {duration(readings.latest.scheduler.uptime_seconds)}"
+
+
+def _scheduler(readings: Readings, width: int) -> list[Text | str]:
+    now, rates = readings.latest.scheduler, scheduler_rates(readings.scheduler)
+    finished = amount(now.completed_count)
+    if now.failed_count:
+        finished += f" ({now.failed_count:,} failed)"
+    cells = [
+        cell("running", str(now.running_count), 12),
+        cell("waiting", str(now.waiting_count), 12),
+        cell("finished", finished, 14),
+        cell("rejected", amount(now.rejected_count), 12),
+        cell("tokens/s", amount(rates.generated_per_second), 14),
+        cell("prompt tokens/s", amount(rates.prompt_per_second), 21),
+        cell("TTFT", _mean(rates.ttft_seconds), 12),
+        cell("ITL", _mean(rates.itl_seconds), 12),
+        cell("cached", percent(rates.cached_share), 11),
+    ]
+    if now.failover_count:
+        cells.append(cell("placed again", amount(now.failover_count), 14))
+    if now.redis is not None:
+        state = Text("up", style="green") if now.redis.is_up else Text("away", style="bold red")
+        cells.append(cell("Redis", state, 10))
+    return [*flow(cells, width)]
+
+
+def _mean(seconds: float | None) -> str:
+    return NOTHING if seconds is None else seconds_text(seconds)
+
+
+def _worker(readings: Readings, worker: Worker, width: int, glyphs: Glyphs) -> list[Text | str]:
+    rates = rates_of(readings, worker.id)
+    told = worker.telemetry
+    state, style = _state(worker)
+    head = Text.assemble(
+        ("worker ", "dim"), (worker.id, "bold"), "  ", (state, style), f"  {worker.device}"
+    )
+    if worker.message:
+        head.append(f"  {worker.message}", style=style)
+    if worker.loss_count:
+        head.append(f"  lost {worker.loss_count}×", style="yellow")
+    lines: list[Text | str] = [*_wrapped_text(head, width)]
+    if told is None:
+        lines.append(Text("  it has told nothing yet", style="dim"))
+        return lines
+    limit, kind = link_limit(worker)
+    split = NOTHING if told.split_tokens is None else f"{told.split_tokens:,}"
+    ways = ", ".join(
+        f"{percent(share)} {way}"
+        for way, share in (
+            ("loaded", rates.loaded_share),
+            ("rebuilt", rates.rebuilt_share),
+            ("recomputed", rates.recomputed_share),
+        )
+    )
+    cells = [
+        cell("running", str(worker.running_count), 11),
+        cell("steps/s", amount(rates.steps_per_second), 13),
+        cell("tokens/s", amount(rates.generated_per_second), 14),
+        cell("prefill/s", amount(rates.prefilled_per_second), 15),
+        cell("link in", _rate_bar(rates.link_in, limit, kind, glyphs), 52),
+        cell("link out", _rate_text(rates.link_out), 19),
+        cell(
+            "busy",
+            f"link {percent(rates.link_in_share)}, compute {percent(rates.compute_share)}",
+            29,
+        ),
+        cell("cached tokens", NOTHING if rates.loaded_share is None else ways, 53),
+        cell("split", split, 11),
+        cell("measured/predicted", amount(rates.measured_over_predicted), 23),
+        cell("kappa_crit", amount(worker.kappa_crit), 16),
+        cell(
+            "cache",
+            _of_bar(
+                told.cache_used_bytes,
+                worker.cache_capacity_bytes,
+                f"{format_size(told.cache_used_bytes)} of "
+                f"{format_size(worker.cache_capacity_bytes)}",
+                "cyan",
+                glyphs,
+            ),
+            40,
+        ),
+        cell("power", _power(worker, rates.host_cpu_watts, glyphs), 30),
+    ]
+    lines += [Text("  ").append_text(line) for line in flow(cells, width - 2)]
+    return lines
+
+
+def _state(worker: Worker) -> tuple[str, str]:
+    if worker.draining:
+        return "draining", "yellow"
+    return ("ready", "green") if worker.ready else ("not ready", "bold red")
+
+
+def _rate_bar(rate: float | None, limit: float | None, kind: str, glyphs: Glyphs) -> Text:
+    """The link's rate against its ceiling, an emulated one, or at least what was measured."""
+    share = None if rate is None or not limit else rate / limit
+    text = bar(share, _BAR, glyphs, "magenta")
+    text.append(f" {_rate_text(rate)}")
+    if limit:
+        text.append(f" of {format_rate(limit)} ({kind})")
+    return text
+
+
+def _rate_text(rate: float | None) -> str:
+    return NOTHING if rate is None else format_rate(rate)
+
+
+def _of_bar(used: float, capacity: float, words: str, style: str, glyphs: Glyphs) -> Text:
+    share = used / capacity if capacity else None
+    return bar(share, _BAR, glyphs, style).append(f" {words}")
+
+
+def _power(worker: Worker, host_cpu_watts: float | None, glyphs: Glyphs) -> Text:
+    told = worker.telemetry
+    assert told is not None
+    if told.power_watts is not None:
+        limit = told.power_limit_watts
+        if limit:
+            words = f"{told.power_watts:.0f} of {limit:.0f} W"
+            return _of_bar(told.power_watts, limit, words, "yellow", glyphs)
+        return Text(f"{told.power_watts:.0f} W (no limit told)")
+    if host_cpu_watts is not None:
+        return Text(f"{host_cpu_watts:.0f} W (all CPUs of the host)")
+    return Text(f"no reading: {told.device_message or 'no RAPL, no GPU'}", style="dim")
+
+
+def _store(readings: Readings, store: Store, width: int, glyphs: Glyphs) -> list[Text | str]:
+    head = Text.assemble(("store ", "dim"), (_short(store.address), "bold"))
+    stats = store.stats
+    if stats is None:
+        head.append(f"  {store.message}", style="bold red")
+        return [*_wrapped_text(head, width)]
+    rates = rates_of_store(readings, store)
+    # A leased slot is a sealed one.
+    counts = [
+        (stats.leased_slot_count, "cyan", "leased"),
+        (stats.sealed_slot_count - stats.leased_slot_count, "green", "sealed"),
+        (stats.writing_slot_count, "yellow", "writing"),
+        (stats.quarantined_slot_count, "red", "quarantined"),
+        (stats.free_slot_count, "dim", "free"),
+    ]
+    head.append(f"  {format_size(stats.arena_size_bytes)}  {stats.slot_count:,} slots")
+    slots = stacked_bar([(count, style) for count, style, _ in counts], width - 2, glyphs)
+    legend = [
+        Text.assemble((glyphs.parts[place], style), f" {name} {count:,}")
+        for place, (count, style, name) in enumerate(counts)
+    ]
+    cells = [
+        cell("hits", percent(rates.hit_share), 10),
+        cell("stored/s", amount(rates.sealed_per_second), 14),
+        cell("evicted/s", amount(rates.evicted_per_second), 15),
+        cell("leases", f"{stats.lease_count:,}", 12),
+        cell("refused", f"{stats.refused_reservation_count:,}", 12),
+    ]
+    lines = [slots, *flow(legend, width - 2), *flow(cells, width - 2)]
+    return [*_wrapped_text(head, width), *(Text("  ").append_text(line) for line in lines)]
+
+
+def _short(address: str) -> str:
+    """The folder of a stack's sockets is long, and the same for all of them."""
+    if not address.startswith("unix:"):
+        return address
+    folder, _, name = address.removeprefix("unix:").rpartition("/")
+    return f"{folder.rpartition('/')[2]}/{name}"
+
+
+def _queue(queue: Queue, width: int) -> list[Text | str]:
+    waiting = len(queue.requests)
+    lines: list[Text | str] = [
+        Text.assemble(("queue ", "dim"), f"{waiting:,} waiting, room for {queue.capacity:,}")
+    ]
+    for request in queue.requests[:_QUEUE_LINES]:
+        line = Text(
+            f"  {request.position} {request.request_id} for {duration(request.waited_seconds)}, "
+            f"{format_size(request.footprint_bytes)}: {request.reason}"
+        )
+        line.truncate(width, overflow="ellipsis")
+        lines.append(line)
+    if waiting > _QUEUE_LINES:
+        lines.append(Text(f"  and {waiting - _QUEUE_LINES:,} more", style="dim"))
+    return lines
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return [line.plain for line in _wrapped_text(Text(text), width)]
+
+
+def _wrapped_text(text: Text, width: int) -> list[Text]:
+    return list(text.wrap(Console(width=width), width))
