@@ -84,13 +84,14 @@ class AdminServicer(scheduler_pb2_grpc.AdminServiceServicer):
         )
 
     def _worker(self, worker: WorkerConnection) -> pb.WorkerStatus:
+        is_draining = worker.ready is not None and worker.is_draining
         losses = self._conductor.registry.losses.of(worker.worker_id)
         entry = pb.WorkerStatus(
             worker_id=worker.worker_id,
             address=worker.address,
             ready=worker.takes_requests,
-            draining=worker.is_draining,
-            message="draining" if worker.is_draining else worker.message,
+            draining=is_draining,
+            message="draining" if is_draining else worker.message,
             telemetry=worker.telemetry,
             loss_count=losses.count,
             last_lost_seconds_ago=losses.seconds_ago,

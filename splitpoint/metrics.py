@@ -453,7 +453,10 @@ WORKER_READY = _gauge(
     "worker",
 )
 WORKER_LOSSES = _counter(
-    _SCHEDULER, "worker_losses_total", "Times a worker's stream broke.", "worker"
+    _SCHEDULER,
+    "worker_losses_total",
+    "Times a worker's stream broke, no drain announcing it.",
+    "worker",
 )
 FAILOVERS = _counter(
     _SCHEDULER, "failovers_total", "Requests that were placed again after a worker was lost."

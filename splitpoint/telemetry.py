@@ -60,7 +60,8 @@ class RedisStatus:
 class SchedulerStatus:
     """What a scheduler has done since it started, and what runs and waits now.
 
-    `redis` is None when it uses none.
+    `failed_count` includes requests whose readers left, `rejected_count` are those that
+    were never accepted. `redis` is None when it uses none.
     """
 
     uptime_seconds: float

@@ -132,6 +132,7 @@ def _store_json(store: Store) -> dict[str, object]:
         "kv_encoding": convert.encoding_from_proto(store.stats.layout.encoding).value,
         **{name: getattr(store.stats, name) for name in _STORE_FIELDS},
         "evicted_by_use_count": list(store.stats.evicted_by_use_count),
+        "integrity_violations": list(store.stats.integrity_violations),
     }
 
 

@@ -257,11 +257,13 @@ async def test_a_drain_is_no_loss() -> None:
         await worker.drain()
         await running.until(lambda: not running.scheduler.registry.ready())
         assert value(running, metrics.WORKER_READY, "0") == 0
+        assert [(w.ready, w.draining) for w in await workers_of(running)] == [(False, True)]
         await worker.kill()
         connection = running.scheduler.registry.connections[0]
         await running.until(lambda: connection.ready is None)
         assert value(running, metrics.WORKER_LOSSES, "0") == 0
-        assert [(w.ready, w.loss_count) for w in await workers_of(running)] == [(False, 0)]
+        [gone] = await workers_of(running)
+        assert (gone.ready, gone.draining, gone.loss_count) == (False, False, 0)
 
 
 async def test_telemetry_comes_beside_the_tokens_and_alone() -> None:
