@@ -7,6 +7,7 @@ commands. `python -m splitpoint_cli.probe` does the same without loading those a
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,7 @@ from grpc_health.v1 import health_pb2
 from splitpoint import rpc
 from splitpoint.config import check_address
 from splitpoint.errors import InvalidArgument, SplitpointError
-from splitpoint.tls import Identity, read_identity
+from splitpoint.tls import Identity, client_identity, read_identity
 
 DEFAULT_SECONDS = 3.0
 _CHECK = "/grpc.health.v1.Health/Check"
@@ -49,7 +50,8 @@ def probe(
 ) -> None:
     """Ask a service for its health: exit 0 when it serves, 1 when it does not, with the reason.
 
-    No token is needed. Exit code 2: wrong input.
+    No token is needed. SPLITPOINT_CA, SPLITPOINT_CERT, SPLITPOINT_KEY and
+    SPLITPOINT_SERVER_NAME count, as for other commands. Exit code 2: wrong input.
     """
     obstacle = obstacle_of(
         check_address(address),
@@ -67,7 +69,9 @@ def identity_for(ca: Path | None, server_cert: Path | None) -> Identity:
     if ca is not None and server_cert is not None:
         raise InvalidArgument("give --ca or --server-cert, not both", field="ca")
     if server_cert is None:
-        return read_identity(authorities=ca)
+        # A server may demand a certificate: SPLITPOINT_CERT and SPLITPOINT_KEY. A token is
+        # never wanted here, and not sent.
+        return replace(client_identity(ca=ca), token="")
     authorities = read_identity(authorities=server_cert).authorities
     from splitpoint import certificates  # slow to load, and only needed here
 

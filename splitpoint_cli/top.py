@@ -21,8 +21,9 @@ from splitpoint.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from splitpoint.tls import client_identity
 from splitpoint_cli.generate import Address
 from splitpoint_cli.identity import CaFile, TokenFile
+from splitpoint_cli.observed import read_status
 from splitpoint_cli.output import code_name, out, print_json
-from splitpoint_cli.status import read_status, status_json
+from splitpoint_cli.status import status_json
 from splitpoint_cli.top_keys import Wait, quitting_keys
 from splitpoint_cli.top_rates import (
     Reading,

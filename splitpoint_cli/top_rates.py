@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 from splitpoint.answers import Worker
 from splitpoint.telemetry import SchedulerStatus, Telemetry
 from splitpoint.v1.kvstore_pb2 import GetStatsResponse
-from splitpoint_cli.status import Status, Store
+from splitpoint_cli.observed import Status, Store
 
 
 @dataclass(frozen=True, slots=True)

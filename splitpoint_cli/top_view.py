@@ -9,8 +9,8 @@ from rich.text import Text
 
 from splitpoint.answers import Queue, Worker
 from splitpoint.config import format_rate, format_size
+from splitpoint_cli.observed import Store
 from splitpoint_cli.output import seconds_text
-from splitpoint_cli.status import Store
 from splitpoint_cli.top_bars import (
     FANCY,
     NOTHING,

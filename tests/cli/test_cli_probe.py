@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -76,13 +77,16 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         remove_tree(arena)
 
 
-def probe(*arguments: object) -> subprocess.CompletedProcess[str]:
+def probe(
+    *arguments: object, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "splitpoint_cli.probe", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=60,
         cwd=ROOT,
+        env={**os.environ, **(environment or {})},
     )
 
 
@@ -108,6 +112,29 @@ def test_tls_without_a_token(served: Served) -> None:
     plain = probe(served.scheduler, "--timeout", "2")
     assert plain.returncode == 1
     assert "speaks TLS" in plain.stderr
+
+
+def test_a_server_that_demands_a_certificate(served: Served, tmp_path: Path) -> None:
+    """What a pod has in its environment is enough."""
+    files = served.certificates
+    server, address = started(
+        *("scheduler_service", "--listen", "127.0.0.1:0", "--model", MODEL),
+        *("--worker", f"unix:{tmp_path}/nobody.sock", "--tls-ca", files / "ca.pem"),
+        *("--tls-cert", files / "server.pem", "--tls-key", files / "server-key.pem"),
+    )
+    known = {"SPLITPOINT_CA": str(files / "ca.pem"), "SPLITPOINT_SERVER_NAME": "scheduler"}
+    pair = {
+        "SPLITPOINT_CERT": str(files / "client.pem"),
+        "SPLITPOINT_KEY": str(files / "client-key.pem"),
+    }
+    try:
+        assert probe(address, environment={**known, **pair}).returncode == 0
+        assert probe(address, "--timeout", "2", environment=known).returncode == 1
+    finally:
+        server.terminate()
+        assert server.wait(30) == 0
+        assert server.stdout is not None
+        server.stdout.close()
 
 
 def test_a_server_of_another_authority_is_not_believed(served: Served, tmp_path: Path) -> None:

@@ -134,7 +134,8 @@ def test_probes_ask_the_service_at_its_own_port(name: str, container: Manifest) 
     for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
         probe = container[kind]
         command = probe["exec"]["command"]
-        assert command[:3] == ["splitpoint", "probe", f"127.0.0.1:{ports['grpc']}"]
+        assert command[:3] == ["python", "-m", "splitpoint_cli.probe"]
+        assert command[3] == f"127.0.0.1:{ports['grpc']}"
         # The command's own limit ends it, not the kubelet's kill.
         assert float(command[command.index("--timeout") + 1]) < probe["timeoutSeconds"]
     alive = container["livenessProbe"]["exec"]["command"]

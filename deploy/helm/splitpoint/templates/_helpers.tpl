@@ -101,7 +101,7 @@ capabilities: {drop: [ALL]}
 gRPC probes speak no TLS, so it is a command. */ -}}
 {{- define "splitpoint.probe" -}}
 exec:
-  command: [splitpoint, probe, "127.0.0.1:{{ index . 1 }}", --service, "{{ index . 2 }}", --timeout, "4"]
+  command: [python, -m, splitpoint_cli.probe, "127.0.0.1:{{ index . 1 }}", --service, "{{ index . 2 }}", --timeout, "4"]
 periodSeconds: {{ index . 3 }}
 failureThreshold: {{ index . 4 }}
 timeoutSeconds: 8
