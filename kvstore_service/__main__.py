@@ -184,6 +184,28 @@ async def serve(arguments: argparse.Namespace) -> None:
     geometry = Geometry.fitting(
         layout_of(arguments), parse_size(arguments.host_memory, field="host-memory")
     )
+    meters = Meters(Service.KVSTORE)
+    # First: that its port is taken is said at once, not when many GiB were allocated.
+    async with metrics_served(arguments, meters):
+        opened, servicer = await _open_store(arguments, geometry)
+        if watermarks is not None:
+            servicer.room_keeper = RoomKeeper(servicer.store, watermarks)
+        superblock = opened.arena.superblock
+        try:
+            with meters.reading(lambda: readings(servicer)):
+                await _serve_store(servicer, meters, arguments, stop, identity, access, redis)
+        finally:
+            servicer.store.close()
+            if arguments.keep_arena:
+                opened.owner.keep(superblock)
+            else:
+                opened.owner.remove()
+
+
+async def _open_store(
+    arguments: argparse.Namespace, geometry: Geometry
+) -> tuple[OpenedArena, KvStoreServicer]:
+    """The arena, made or adopted, and the store on it."""
     node = choose_node(arguments.numa_node)
     backing = Backing(arguments.huge_pages, arguments.arena.absolute().parent)
 
@@ -202,8 +224,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     memory = backing.description
     if node is not None and not opened.is_adopted:
         memory += f" on NUMA node {node}"
-    owner, arena = opened.owner, opened.arena
-    superblock = arena.superblock
+    arena = opened.arena
     log.info(
         "%s arena %s: %s, %d slots of %d tokens, %s, %s activations",
         "adopted" if opened.is_adopted else "new",
@@ -229,19 +250,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     servicer.policy_name = arguments.eviction
     servicer.memory_description = memory
     log.info("memory: %s", memory)
-    if watermarks is not None:
-        servicer.room_keeper = RoomKeeper(store, watermarks)
-    meters = Meters(Service.KVSTORE)
-    meters.read(lambda: readings(servicer))
-    try:
-        async with metrics_served(arguments, meters):
-            await _serve_store(servicer, meters, arguments, stop, identity, access, redis)
-    finally:
-        store.close()
-        if arguments.keep_arena:
-            owner.keep(superblock)
-        else:
-            owner.remove()
+    return opened, servicer
 
 
 def _report_recovery(store: KvStore) -> None:

@@ -7,7 +7,8 @@ scrape instead of being kept twice. Knows no network.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -81,6 +82,15 @@ class Meters:
     def read(self, source: Source) -> None:
         """Ask `source` at each scrape, in the thread that `read_by` chose."""
         self._sources.append(source)
+
+    @contextmanager
+    def reading(self, source: Source) -> Iterator[None]:
+        """As `read`, for the length of the context: what is read is closed behind it."""
+        self._sources.append(source)
+        try:
+            yield
+        finally:
+            self._sources.remove(source)
 
     def read_by(self, run: Callable[[Reader], list[Family]]) -> None:
         """How the sources are asked; the default is at once, by whoever scrapes."""

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -248,6 +252,58 @@ def test_bad_arguments_end_with_one_line(
     assert status == 1
     assert text in errors
     assert "Traceback" not in errors
+    assert not (shm_folder / "store").exists()
+
+
+def test_a_taken_port_for_metrics_is_said_before_an_arena_is_made(
+    shm_folder: Path, socket_address: str
+) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        taken = f"127.0.0.1:{other.getsockname()[1]}"
+        path = shm_folder / "store" / "arena"
+        process = StoreProcess(path, socket_address, "--metrics", taken)
+        status, errors = process.end()
+    assert (process.address, status) == (None, 1)
+    assert f"metrics cannot be served at {taken}: Address already in use" in errors
+    assert "Traceback" not in errors
+    assert "arena" not in errors
+    assert list(shm_folder.iterdir()) == []
+
+
+def test_metrics_go_on_until_the_end(shm_folder: Path, socket_address: str) -> None:
+    """Scraped all the time, up to and through its stop: never a failure of its own."""
+    path = shm_folder / "store" / "arena"
+    store = StoreProcess(path, socket_address, "--metrics", "127.0.0.1:0")
+    assert store.process.stderr is not None
+    address = ""
+    while not address:
+        _, _, address = store.process.stderr.readline().strip().partition("metrics at ")
+    scrapes: list[str] = []
+    failures: list[str] = []
+
+    def scrape() -> None:
+        while True:
+            try:
+                with urllib.request.urlopen(address, timeout=20) as answer:
+                    scrapes.append(answer.read().decode())
+            except urllib.error.HTTPError as error:
+                failures.append(f"{error.code} {error.read().decode()}")
+                error.close()
+            except OSError:  # it has stopped
+                return
+
+    threads = [threading.Thread(target=scrape) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    eventually(lambda: len(scrapes) > 20)
+    status, errors = store.end()
+    for thread in threads:
+        thread.join()
+    assert (status, failures) == (0, [])
+    assert "could not be read" not in errors
+    assert "splitpoint_store_slots" in scrapes[0]
     assert not (shm_folder / "store").exists()
 
 

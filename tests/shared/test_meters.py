@@ -109,6 +109,13 @@ def test_counted_and_read_values_come_together() -> None:
     assert samples(meters.registry)["splitpoint_worker_running_requests", ()] == 4
 
 
+def test_a_source_may_go() -> None:
+    meters = Meters(Service.KVSTORE)
+    with meters.reading(lambda: [Reading(metrics.STORE_LEASES, 3)]):
+        assert samples(meters.registry)["splitpoint_store_leases", ()] == 3
+    assert ("splitpoint_store_leases", ()) not in samples(meters.registry)
+
+
 def test_what_is_not_of_this_service_or_kind_is_refused() -> None:
     meters = Meters(Service.KVSTORE)
     with pytest.raises(ValueError, match="worker_steps_total is not a metric of kvstore"):
