@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import http.client
 import signal
 import socket
+import ssl
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
+import pytest
 from own_names import instance_name
-from up_process import up_process, wait_until_up
+from up_process import free_ports, up_process, wait_until_up
 
 from splitpoint.access import Caller, Role
 from splitpoint_cli.authority import make_certificates
@@ -35,6 +39,7 @@ def splitpoint(*arguments: str, **environment: str) -> subprocess.CompletedProce
 def test_up_beyond_loopback(tmp_path: Path, free_port: int) -> None:
     certificates, tokens = tmp_path / "certificates", tmp_path / "tokens.toml"
     make_certificates(certificates)
+    metrics = free_ports(3)
     alice = add_token(tokens, Caller("alice", Role.CLIENT, "a"))
     root = add_token(tokens, Caller("root", Role.ADMIN))
     token_file = tmp_path / "root.token"
@@ -55,6 +60,7 @@ def test_up_beyond_loopback(tmp_path: Path, free_port: int) -> None:
         *("--tls-ca", f"{certificates}/ca.pem"),
         *("--device", "cpu", "--workers", "1", "--threads", "1", "--dtype", "float32"),
         *("--host-memory", "64MiB", "--device-memory", "192MiB"),
+        *("--metrics", str(metrics)),
     ]
     with up_process(command) as process:
         printed = wait_until_up(process)
@@ -83,6 +89,12 @@ def test_up_beyond_loopback(tmp_path: Path, free_port: int) -> None:
         assert admin.returncode == 0, admin.stderr
         assert "slots sealed" in admin.stdout  # the store's own answer, over its socket
 
+        assert f"https://127.0.0.1:{metrics}/metrics (scheduler)" in printed
+        assert (
+            f"http://127.0.0.1:{metrics + 1}/metrics (store), {metrics + 2} (worker 0)" in printed
+        )
+        check_metrics(metrics, certificates)
+
         process.send_signal(signal.SIGINT)
         _, log = process.communicate(timeout=60)
     assert process.returncode == 0
@@ -90,6 +102,28 @@ def test_up_beyond_loopback(tmp_path: Path, free_port: int) -> None:
         assert f"{service}:" in log
     for secret in (CANARY, SALT, alice, root):
         assert secret not in log
+
+
+def check_metrics(port: int, certificates: Path) -> None:
+    """The scheduler's are for who has a certificate, the others' for this host."""
+    stranger = ssl.create_default_context(cafile=str(certificates / "ca.pem"))
+    known = ssl.create_default_context(cafile=str(certificates / "ca.pem"))
+    known.load_cert_chain(certificates / "client.pem", certificates / "client-key.pem")
+    with pytest.raises((OSError, http.client.HTTPException)):
+        read(f"https://127.0.0.1:{port}/metrics", stranger)
+    texts = [read(f"https://127.0.0.1:{port}/metrics", known)]
+    texts += [read(f"http://127.0.0.1:{port + more}/metrics") for more in (1, 2)]
+    for text, service in zip(texts, ("scheduler", "kvstore", "worker"), strict=True):
+        assert f'splitpoint_build_info{{service="{service}"' in text
+        assert CANARY not in text
+        assert SALT not in text
+        assert "alice" not in text
+
+
+def read(url: str, tls: ssl.SSLContext | None = None) -> str:
+    with urllib.request.urlopen(url, timeout=20, context=tls) as answer:
+        text: str = answer.read().decode()
+        return text
 
 
 def test_nothing_listens_after_a_refusal(free_port: int) -> None:
