@@ -46,7 +46,7 @@ def commands_in(page: Path) -> list[str]:
 def options_of_service(name: str) -> set[str]:
     """What a service says of itself in `--help`."""
     module = importlib.import_module(f"{name}.__main__")
-    parse = module._parse if name == "scheduler_service" else module.parse_arguments
+    parse = module.parse_arguments
     said = io.StringIO()
     with contextlib.redirect_stdout(said), pytest.raises(SystemExit):
         parse(["--help"])
