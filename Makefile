@@ -21,7 +21,7 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test chaos check proto bench bench-store bench-restore bench-offload chart gpu up down \
-	compose-up compose-down compose-access compose-test clean
+	compose-up compose-down compose-access compose-test monitoring-test clean
 # Targets build on each other; the tests spread over the cores by themselves.
 .NOTPARALLEL:
 
@@ -83,6 +83,9 @@ bench-offload: proto  ## Decoding with the cache on the host, over an emulated l
 
 chart: proto  ## Render the Helm chart for the tests (wants helm, or Go; see the tool)
 	$(BIN)/python -m tools.render_chart
+
+monitoring-test: proto  ## Rules, alerts and every dashboard's queries; needs prometheus
+	$(BIN)/python -m tools.monitoring.trial $(ARGS)
 
 gpu:  ## CUDA tests, restores and decoding on a GPU, within ten minutes
 	$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)

@@ -45,7 +45,7 @@ class RedisServer:
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
-        process = self._server and self._server._process
+        process: subprocess.Popen[bytes] | None = self._server and self._server._process
         if process is None:
             raise RuntimeError("the server does not run")
         return process

@@ -67,7 +67,7 @@ def test_legends_name_labels_of_their_answers(dashboard: Dashboard) -> None:
     for panel in dashboard.panels():
         for query in panel.queries:
             named = set(re.findall(r"\{\{(\w+)\}\}", query.legend))
-            missing = named - labels_of_query(query.plain, RULES)
+            missing = named - labels_of_query(query.plain(), RULES)
             assert not missing, f"{panel.title}: {query.legend}"
 
 

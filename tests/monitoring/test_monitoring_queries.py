@@ -31,7 +31,7 @@ def queries() -> Iterator[tuple[str, str]]:
     for dashboard in DASHBOARDS:
         for panel in dashboard.panels():
             for query in panel.queries:
-                yield f"{dashboard.name}: {panel.title}: {query.legend}", query.plain
+                yield f"{dashboard.name}: {panel.title}: {query.legend}", query.plain()
 
 
 @pytest.mark.parametrize(("place", "query"), list(queries()))

@@ -4,7 +4,8 @@
 
 The real meters, monitor and HTTP port, over a made-up card whose numbers move: a PCIe 5
 x16 link with 20 GB/s to the GPU, counters of 32 bits that wrap as some drivers' do, about
-450 W of 700. Nothing else of a worker is served. Prints READY and the address; SIGTERM
+450 W of 700. Of a worker's other metrics two stand beside it: arena memory locked for the
+card, and generated tokens, which joules per token divide by. Prints READY and the address; SIGTERM
 and Ctrl-C end it.
 """
 
@@ -15,14 +16,15 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pynvml
 
+from splitpoint import metrics
 from splitpoint.config import announce_ready, stop_on_signals
-from splitpoint.meters import Meters
+from splitpoint.meters import Meters, Reading
 from splitpoint.metrics import Service
 from splitpoint.metrics_server import add_metrics_arguments, metrics_served
 from tests.worker.nvml_double import UUID_A, Card, NvmlDouble
@@ -34,6 +36,7 @@ from worker_service.rapl import RaplWatch, Zone
 # Everything swings by this share, once in this many seconds.
 SWING = 0.15
 PERIOD = 60.0
+TOKENS_PER_SECOND = 900.0
 
 
 def swing(seconds: float) -> float:
@@ -83,8 +86,7 @@ class MovingZone(Zone):
         return int(180e6 * swung(time.monotonic() - self.began)) % self.range_microjoules
 
 
-def monitor() -> DeviceMonitor:
-    began = time.monotonic()
+def monitor(began: float) -> DeviceMonitor:
     card = MovingCard(counter_bits=32, value_type=pynvml.NVML_VALUE_TYPE_UNSIGNED_INT, generation=5)
     double = MovingNvml([card], began=began)
     clock: Callable[[], float] = time.monotonic
@@ -93,12 +95,21 @@ def monitor() -> DeviceMonitor:
     return DeviceMonitor(gpu, RaplWatch([zone], clock), clock)
 
 
+def beside(began: float) -> Iterator[Reading]:
+    """What a worker with this card would count itself."""
+    yield Reading(metrics.WORKER_PINNED_BYTES, 64 << 30)
+    tokens = int(TOKENS_PER_SECOND * swung(time.monotonic() - began))
+    yield Reading(metrics.WORKER_GENERATED_TOKENS, tokens)
+
+
 async def serve(arguments: argparse.Namespace) -> None:
     stop = asyncio.Event()
     stop_on_signals(stop)
     meters = Meters(Service.WORKER)
-    watched = monitor()
+    began = time.monotonic()
+    watched = monitor(began)
     meters.read(watched.readings)
+    meters.read(lambda: beside(began))
     watched.start()
     try:
         async with metrics_served(arguments, meters) as address:

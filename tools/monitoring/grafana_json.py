@@ -241,6 +241,8 @@ def _line_options() -> Json:
             "placement": "bottom",
             "showLegend": True,
             "calcs": ["lastNotNull", "mean", "max"],
+            "sortBy": "Max",
+            "sortDesc": True,
         },
         "tooltip": {"mode": "multi", "sort": "desc"},
     }

@@ -9,10 +9,9 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-# What Grafana fills in, and what stands for it where no Grafana does.
+# What Grafana fills in.
 RATE_INTERVAL = "$__rate_interval"
 WORKER = "$worker"
-_OUTSIDE_GRAFANA = {RATE_INTERVAL: "1m", WORKER: ".*"}
 
 FULL_WIDTH = 24
 
@@ -57,13 +56,9 @@ class Query:
     legend: str
     is_limit: bool = False
 
-    @property
-    def plain(self) -> str:
-        """Without variables: every worker, rates over one minute."""
-        plain = self.expr
-        for variable, value in _OUTSIDE_GRAFANA.items():
-            plain = plain.replace(variable, value)
-        return plain
+    def plain(self, window: str = "1m") -> str:
+        """Without variables: every worker, rates over `window`."""
+        return self.expr.replace(RATE_INTERVAL, window).replace(WORKER, ".*")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,108 @@
+"""Panels of a dashboard drawn from the answers to their queries: what Grafana would show."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from splitpoint_cli.plots import new_figure
+from tools.monitoring.panels import Dashboard, Form, Panel, Query, Unit
+from tools.monitoring.trial.prometheus import Series
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Ask = Callable[[str], Sequence[Series]]
+
+# What an overview needs; six panels to a picture, so that they can be read.
+DRAWN = {
+    "overview": (
+        "Time to first token",
+        "Between tokens",
+        "In the queue, and in all",
+        "Tokens",
+        "Requests by how they ended",
+        "Running and waiting",
+    ),
+    "link": (
+        "Link busy",
+        "Bytes by method",
+        "Cached tokens by method",
+        "kappa",
+        "Split point",
+        "Predicted and measured time",
+    ),
+}
+# Of rates in a picture: Grafana takes some scrapes, too, when the range is short.
+WINDOW = "15s"
+_SCALES = {
+    Unit.BYTES_PER_SECOND: (1e6, "MB/s"),
+    Unit.SHARE: (0.01, "%"),
+    Unit.SECONDS: (1.0, "s"),
+    Unit.NUMBER: (1.0, ""),
+    Unit.PER_SECOND: (1.0, "per second"),
+    Unit.TOKENS_PER_SECOND: (1.0, "tokens/s"),
+}
+
+
+def picture_of(dashboard: Dashboard, ask: Ask, start: float, subtitle: str) -> Figure:
+    """Two rows of panels; time counts from `start`.
+
+    Raises FailedPrecondition without matplotlib.
+    """
+    figure = new_figure(15, 8.2)
+    panels = {panel.title: panel for panel in dashboard.panels()}
+    names = DRAWN[dashboard.name]
+    for axes, name in zip(figure.subplots(2, 3).flat, names, strict=True):
+        _draw(axes, panels[name], ask, start)
+    figure.suptitle(f"Splitpoint / {dashboard.title}", fontsize=13)
+    figure.supxlabel(subtitle, fontsize=9)
+    return figure
+
+
+def _draw(axes: Axes, panel: Panel, ask: Ask, start: float) -> None:
+    scale, unit = _SCALES[panel.unit]
+    stacked: list[tuple[str, Series]] = []
+    for query in panel.queries:
+        for series in ask(query.plain(WINDOW)):
+            name = legend(query, series.labels)
+            if panel.form is Form.STACK:
+                stacked.append((name, series))
+            else:
+                axes.plot(
+                    [at - start for at, _ in series.points],
+                    [value / scale for _, value in series.points],
+                    label=name,
+                    linewidth=1.3,
+                    linestyle="--" if query.is_limit else "-",
+                )
+    if stacked:
+        _stack(axes, stacked, start, scale)
+    axes.set_title(panel.title, fontsize=11, loc="left")
+    axes.set_ylabel(unit, fontsize=9)
+    axes.set_ylim(bottom=0)
+    axes.tick_params(labelsize=8)
+    axes.grid(linewidth=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=7.5, loc="upper left", framealpha=0.8)
+
+
+def _stack(axes: Axes, stacked: Sequence[tuple[str, Series]], start: float, scale: float) -> None:
+    """Series that are 0 throughout only fill the legend, and are left out."""
+    shown = [(name, series) for name, series in stacked if any(value for _, value in series.points)]
+    times = sorted({at for _, series in shown for at, _ in series.points})
+    rows = []
+    for _, series in shown:
+        values = dict(series.points)
+        rows.append([values.get(at, 0.0) / scale for at in times])
+    if rows:
+        axes.stackplot(
+            [at - start for at in times], rows, labels=[name for name, _ in shown], alpha=0.75
+        )
+
+
+def legend(query: Query, labels: Mapping[str, str]) -> str:
+    """As Grafana fills it in."""
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: labels.get(match[1], ""), query.legend).strip()

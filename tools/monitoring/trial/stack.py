@@ -1,0 +1,97 @@
+"""What the trial runs: Redis, `splitpoint up`, a made-up GPU's exporter, Prometheus."""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from splitpoint.client import Client
+from splitpoint.errors import DeadlineExceeded, Unavailable
+from tests.redis_server import RedisServer
+from tools.monitoring.trial.processes import free_ports, running
+from tools.monitoring.trial.prometheus import Prometheus, Target, scraping, wait_until
+
+LINK_RATE = "60MB"
+_START_SECONDS = 120.0
+# Small, so that there is something to evict and to wait for.
+_SIZES = (
+    *("--host-memory", "80MiB", "--device-memory", "96MiB", "--chunk-tokens", "32"),
+    *("--max-batch", "4", "--queue-capacity", "8", "--prefill-chunk", "256"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """All of it, serving and scraped."""
+
+    address: str
+    up: subprocess.Popen[bytes]
+    redis: RedisServer
+    prometheus: Prometheus
+
+
+@contextmanager
+def trial(folder: Path) -> Iterator[Trial]:
+    """Two CPU workers on one store over an emulated link; stopped and gone at the end.
+
+    Logs lie in `folder`, whose path must be short enough for a socket. Raises
+    DeadlineExceeded for what does not start, Unavailable for what ends at once.
+    """
+    first = free_ports(7)
+    address, exporter = (f"127.0.0.1:{first + number}" for number in (4, 5))
+    with ExitStack() as cleanup:
+        redis = RedisServer(folder)
+        redis.start()
+        cleanup.callback(redis.stop)
+        up = cleanup.enter_context(running("up", _up(address, first, redis.url), folder))
+        command = [sys.executable, "-m", "tests.worker.gpu_exporter_double", "--metrics", exporter]
+        double = cleanup.enter_context(running("gpu-double", command, folder))
+        _await_serving(address, up, folder)
+        prometheus = cleanup.enter_context(scraping(_targets(first, exporter), first + 6, folder))
+        wait_until(
+            lambda: set(prometheus.targets().values()) == {"up"}, 30, "every target is scraped"
+        )
+        if double.poll() is not None:
+            raise Unavailable(f"the GPU's double has ended, see {folder}/gpu-double.log")
+        yield Trial(address, up, redis, prometheus)
+
+
+def _up(address: str, metrics: int, redis: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "splitpoint_cli", "up", "--listen", address),
+        *("--device", "cpu", "--workers", "2", "--threads", "1", "--dtype", "float32"),
+        *("--activations", "always", "--link-rate", LINK_RATE, *_SIZES),
+        *("--metrics", str(metrics), "--redis", redis),
+        *("--instance", f"monitoring-{secrets.token_hex(4)}"),
+    ]
+
+
+def _targets(first: int, exporter: str) -> list[Target]:
+    """As `splitpoint up --metrics` places them: scheduler, store, workers."""
+    local = [f"127.0.0.1:{first + number}" for number in range(4)]
+    return [
+        Target("scheduler", local[0], {}),
+        Target("kvstore", local[1], {}),
+        *(Target("worker", local[2 + i], {"worker": str(i), "host": "local"}) for i in range(2)),
+        Target("gpu-double", exporter, {"worker": "gpu", "host": "gpu"}),
+    ]
+
+
+def _await_serving(address: str, up: subprocess.Popen[bytes], folder: Path) -> None:
+    with Client(address) as client:
+
+        def is_serving() -> bool:
+            if up.poll() is not None:
+                raise Unavailable(f"splitpoint up has ended, see {folder}/up.log")
+            try:
+                client.wait_ready(1.0)
+                return sum(worker.ready for worker in client.list_workers()) == 2
+            except (DeadlineExceeded, Unavailable):
+                return False
+
+        wait_until(is_serving, _START_SECONDS, f"both workers serve, see {folder}/up.log")
