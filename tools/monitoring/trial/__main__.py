@@ -154,8 +154,9 @@ def _provoke_alerts(running: Trial) -> dict[str, int]:
 def _draw(folder: Path, ask: Ask, start: float) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     subtitle = (
-        f"seconds. Two CPU workers, bundled model, link emulated at {LINK_RATE}/s; worker 1 killed "
-        f"once. Drawn from the dashboards' queries (rates over {WINDOW}), no screenshot of Grafana."
+        f"seconds of load: two CPU workers, the bundled model, a link emulated at {LINK_RATE}/s; "
+        f"worker 1 is killed once. Drawn from the dashboards' queries (rates over {WINDOW}, "
+        "recorded ones over 1m); no screenshot of Grafana."
     )
     for dashboard in DASHBOARDS:
         if dashboard.name in DRAWN:

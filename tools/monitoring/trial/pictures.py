@@ -82,11 +82,12 @@ def _draw(axes: Axes, panel: Panel, ask: Ask, start: float) -> None:
         _stack(axes, stacked, start, scale)
     axes.set_title(panel.title, fontsize=11, loc="left")
     axes.set_ylabel(unit, fontsize=9)
-    axes.set_ylim(bottom=0)
+    # Room for the legend above the lines.
+    axes.set_ylim(bottom=0, top=1.3 * axes.get_ylim()[1])
     axes.tick_params(labelsize=8)
     axes.grid(linewidth=0.3)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=7.5, loc="upper left", framealpha=0.8)
+        axes.legend(fontsize=7.5, loc="upper left", ncols=2)
 
 
 def _stack(axes: Axes, stacked: Sequence[tuple[str, Series]], start: float, scale: float) -> None:

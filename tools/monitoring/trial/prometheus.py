@@ -102,7 +102,7 @@ def scraping(targets: Sequence[Target], port: int, folder: Path) -> Iterator[Pro
     """A server at 127.0.0.1:`port` that reads `targets`, with a fresh database in `folder`."""
     configuration = folder / "prometheus.yml"
     # JSON is YAML.
-    configuration.write_text(json.dumps(_configuration(targets)))
+    configuration.write_text(json.dumps(configuration_for(targets)))
     address = f"127.0.0.1:{port}"
     command = [
         "prometheus",
@@ -116,7 +116,7 @@ def scraping(targets: Sequence[Target], port: int, folder: Path) -> Iterator[Pro
         yield prometheus
 
 
-def _configuration(targets: Sequence[Target]) -> dict[str, Any]:
+def configuration_for(targets: Sequence[Target]) -> dict[str, Any]:
     """What is shipped, with other addresses and intervals; further jobs are added."""
     shipped: dict[str, Any] = yaml.safe_load(CONFIGURATION.read_text())
     shipped["global"] = {

@@ -1,0 +1,97 @@
+"""What the trial on a real stack is made of, without Prometheus: its own parts cannot lie."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from splitpoint.errors import DeadlineExceeded, Unavailable
+from tools.monitoring.dashboards import DASHBOARDS
+from tools.monitoring.needs import recording_rules
+from tools.monitoring.panels import Query
+from tools.monitoring.trial.answers import answers
+from tools.monitoring.trial.pictures import DRAWN, legend, picture_of
+from tools.monitoring.trial.processes import free_ports, running, worker_process
+from tools.monitoring.trial.prometheus import Series, Target, configuration_for, wait_until
+
+TARGETS = [
+    Target("kvstore", "127.0.0.1:1", {}),
+    Target("worker", "127.0.0.1:2", {"worker": "0"}),
+    Target("worker", "127.0.0.1:3", {"worker": "1"}),
+    Target("gpu-double", "127.0.0.1:4", {"worker": "gpu"}),
+]
+
+
+def test_the_trial_scrapes_as_shipped_at_other_addresses() -> None:
+    configuration = configuration_for(TARGETS)
+    jobs = {job["job_name"]: job for job in configuration["scrape_configs"]}
+    assert set(jobs) == {"kvstore", "worker", "gpu-double"}
+    assert [each["targets"] for each in jobs["worker"]["static_configs"]] == [
+        ["127.0.0.1:2"],
+        ["127.0.0.1:3"],
+    ]
+    assert "file_sd_configs" not in jobs["worker"]
+    assert jobs["worker"]["relabel_configs"][0]["target_label"] == "worker"
+    assert all(Path(name).is_absolute() for name in configuration["rule_files"])
+
+
+def test_a_query_without_an_answer_is_seen() -> None:
+    silent = "splitpoint_store_epoch"
+
+    def ask(query: str) -> Sequence[Series]:
+        return [] if query == silent else [Series({}, [(0.0, 1.0), (1.0, 2.0)])]
+
+    found = list(answers(ask))
+    queries = sum(len(panel.queries) for board in DASHBOARDS for panel in board.panels())
+    assert len(found) == queries + len(recording_rules())
+    (nothing,) = (answer for answer in found if answer.sample is None)
+    assert (nothing.place, nothing.panel) == ("store", "Starts on this arena")
+    assert {answer.sample for answer in found if answer != nothing} == {2.0}
+
+
+def test_legends_are_filled_in() -> None:
+    query = Query("up", "worker {{worker}} {{direction}}")
+    assert legend(query, {"worker": "0", "direction": "in"}) == "worker 0 in"
+    assert legend(query, {"worker": "0"}) == "worker 0"
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_pictures_hold_the_panels_and_their_series(name: str) -> None:
+    (board,) = (board for board in DASHBOARDS if board.name == name)
+    asked: list[str] = []
+
+    def ask(query: str) -> Sequence[Series]:
+        asked.append(query)
+        return [Series({"worker": "0"}, [(10.0, 1.0), (11.0, 3.0)])]
+
+    figure = picture_of(board, ask, 10.0, "seconds")
+    drawn = [axes.get_title(loc="left") for axes in figure.axes]
+    assert drawn == list(DRAWN[name])
+    assert all("$" not in query for query in asked)
+    for axes in figure.axes:
+        lines = [tuple(line.get_xdata()) for line in axes.get_lines()]
+        assert lines or axes.collections
+        assert set(lines) <= {(0.0, 1.0)}
+
+
+def test_a_process_ends_with_its_context(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(60)"]
+    with running("sleeper", command, tmp_path) as process:
+        wait_until(lambda: (tmp_path / "sleeper.log").read_text() == "here\n", 20, "it runs")
+        assert process.poll() is None
+        with pytest.raises(Unavailable, match="no worker 0"):
+            worker_process(process.pid, "0")
+    assert process.returncode is not None
+
+
+def test_ports_come_in_a_row() -> None:
+    first = free_ports(7)
+    assert 1024 < first < 65536 - 7
+
+
+def test_waiting_has_an_end() -> None:
+    with pytest.raises(DeadlineExceeded, match="never"):
+        wait_until(lambda: False, 0, "never")
