@@ -36,22 +36,19 @@ class Tally:
     def add(self, spans: Iterable[Span]) -> None:
         """Other copies, such as those that measure the link, are nobody's traffic."""
         for span in spans:
+            seconds = span.end - span.start
             if span.lane is Lane.COMPUTE:
-                self._add_product(span)
+                self.compute_seconds += seconds
+                if span.name in REBUILDING:
+                    self.rebuild_seconds += seconds
+                elif span.name == "prefill":
+                    self.prefill_seconds += seconds
             elif span.lane is Lane.WEIGHTS_IN:
                 self.weight_bytes += int(span.amount)
-                self.link_seconds += span.seconds
+                self.link_seconds += seconds
             elif span.name == "load K,V":
                 self.kv_bytes += int(span.amount)
-                self.link_seconds += span.seconds
+                self.link_seconds += seconds
             elif span.name == "send X":
                 self.activation_bytes += int(span.amount)
-                self.link_seconds += span.seconds
-
-    def _add_product(self, span: Span) -> None:
-        seconds = span.seconds
-        self.compute_seconds += seconds
-        if span.name in REBUILDING:
-            self.rebuild_seconds += seconds
-        elif span.name == "prefill":
-            self.prefill_seconds += seconds
+                self.link_seconds += seconds

@@ -71,15 +71,26 @@ class StepTimes:
         cls, seconds: float, spans: Iterable[Span], predicted_seconds: float | None = None
     ) -> StepTimes:
         """From the step's spans, as pieces of work name them (mover.py, feed.py)."""
-        listed = list(spans)
-        link = [span for span in listed if span.lane.resource == Lane.LINK_IN.resource]
+        link_busy = compute_busy = link_bytes = 0.0
+        rebuilt = loaded = 0
+        # One pass: a step has hundreds of spans, and nothing runs meanwhile.
+        for span in spans:
+            if span.lane is Lane.COMPUTE:
+                compute_busy += span.end - span.start
+                if span.name == "rebuild":
+                    rebuilt += span.tokens
+            elif span.lane is not Lane.LINK_OUT:
+                link_busy += span.end - span.start
+                link_bytes += span.amount
+                if span.name == "load K,V":
+                    loaded += span.tokens
         return cls(
             seconds=seconds,
-            link_busy=sum(span.seconds for span in link),
-            compute_busy=sum(span.seconds for span in listed if span.lane is Lane.COMPUTE),
-            link_bytes=int(sum(span.amount for span in link)),
-            rebuilt_tokens=sum(span.tokens for span in listed if span.name == "rebuild"),
-            loaded_tokens=sum(span.tokens for span in listed if span.name == "load K,V"),
+            link_busy=link_busy,
+            compute_busy=compute_busy,
+            link_bytes=int(link_bytes),
+            rebuilt_tokens=rebuilt,
+            loaded_tokens=loaded,
             predicted_seconds=predicted_seconds,
         )
 
