@@ -149,7 +149,7 @@ def _metrics(wanted: str, wishes: Wishes) -> Finding:
     """A port as of `up`, which takes one for each service, or a service's own HOST:PORT."""
     if not wanted.isdigit():
         return ports.check_free("metrics", wanted, "--metrics")
-    workers = len(choose_devices(wishes.device, wishes.workers))
+    workers = len(_devices(wishes))
     return ports.check_metrics(metrics_addresses(int(wanted), wishes.listen, workers))
 
 
@@ -179,9 +179,15 @@ def _network(wishes: Wishes) -> Iterator[Check]:
         yield Check("tokens", lambda: security.check_tokens(tokens))
 
 
+def _devices(wishes: Wishes) -> tuple[str, ...]:
+    """As `up` would choose them; that there is no GPU for a worker is another check's finding."""
+    if wishes.device == "cuda" and not visible_gpu_count():
+        return ("cuda:0",) * (wishes.workers or 1)
+    return choose_devices(wishes.device, wishes.workers)
+
+
 def _cpu_workers(wishes: Wishes) -> int:
-    on_gpu = wishes.device == "cuda" or (wishes.device == "auto" and visible_gpu_count())
-    return 0 if on_gpu else wishes.workers or 1
+    return _devices(wishes).count("cpu")
 
 
 def _instance(wishes: Wishes) -> str:

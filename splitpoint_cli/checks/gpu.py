@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from splitpoint.config import format_size
+from splitpoint.config import format_rate, format_size
+from splitpoint.pcie import link_ceiling
 from splitpoint_cli.checks.finding import Finding, Verdict
-from splitpoint_cli.checks.gpu_facts import Driver, Gpu, TorchBuild
+from splitpoint_cli.checks.gpu_facts import Driver, Gpu, Link, TorchBuild
 
 _TORCH_ADVICE = (
     "Install its CUDA build: python -m pip install --force-reinstall torch "
@@ -70,7 +71,7 @@ def check_link(gpu: Gpu) -> Finding:
     link = gpu.link
     if link is None:
         return Finding(name, Verdict.NOTE, f"{found}; it does not tell its PCIe link")
-    now = f"{found}, PCIe {link.generation} x{link.lanes}"
+    now = f"{found}, PCIe {link.generation} x{link.lanes}{_ceiling(link)}"
     if link.lanes < link.most_lanes:
         return Finding(
             name,
@@ -88,6 +89,14 @@ def check_link(gpu: Gpu) -> Finding:
             "Look again under load: splitpoint top shows the link's ceiling",
         )
     return Finding(name, Verdict.OK, now)
+
+
+def _ceiling(link: Link) -> str:
+    """At its best generation with these lanes, as far as that is known."""
+    try:
+        return f" (up to {format_rate(link_ceiling(link.most_generation, link.lanes))})"
+    except ValueError:
+        return ""
 
 
 def check_torch(torch: TorchBuild, driver: Driver) -> Finding:

@@ -146,6 +146,12 @@ def test_a_busy_port() -> None:
         assert "--metrics 127.0.0.1:" in found["advice"]
 
 
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_one_problem() -> None:
+    found = problem("GPU", "--device", "cuda", "--metrics", str(free_ports(4)))
+    assert found["advice"] == "Run on the CPU: --device cpu"
+
+
 def test_metrics_of_a_stack_take_ports_in_a_row() -> None:
     """As `up --metrics`: the scheduler's, the store's, a worker's; the last one is taken."""
     port = free_ports(3)

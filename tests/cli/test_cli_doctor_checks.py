@@ -176,8 +176,10 @@ def test_numa_nodes_and_where_the_gpus_are(tmp_path: Path) -> None:
 def test_energy_of_the_cpu(tmp_path: Path) -> None:
     assert power.check_rapl(Places(sys=tmp_path)).verdict == "note"
     zone = tmp_path / "class/powercap/intel-rapl:0"
-    zone.mkdir(parents=True)
-    (zone / "energy_uj").write_text("1")
+    write(zone, name="package-0\n", max_energy_range_uj="262143328850\n")
+    closed = power.check_rapl(Places(sys=tmp_path))
+    assert (closed.verdict, "chmod a+r" in closed.advice) == ("note", True)
+    write(zone, energy_uj="1\n")
     assert power.check_rapl(Places(sys=tmp_path)).verdict == "ok"
 
 
@@ -212,6 +214,8 @@ def test_links(link: Link | None, verdict: str) -> None:
     driver = Driver("580.1", "13.0", (Gpu(0, "H100", 80 * GIB, link),))
     first, second = gpu.check_driver(driver)
     assert (first.verdict, second.verdict) == ("ok", verdict)
+    if link is not None:
+        assert ("(up to 63 GB/s)" in second.found) == (link.lanes == 16)
 
 
 def test_a_driver_that_does_not_answer() -> None:
