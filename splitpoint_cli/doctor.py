@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from splitpoint import config
-from splitpoint_cli.output import out, print_json
+from splitpoint_cli.output import out, picture, print_json
 from splitpoint_cli.up import Device, Dtype, HugePages
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ _SIGNS = {
     "problem": ("✗", "X", "bold red"),
 }
 _NAME_WIDTH = 18
+_PICTURE_COLUMNS = 100
 
 
 def doctor(
@@ -104,7 +105,7 @@ def doctor(
     if as_json:
         print_json(findings_json(findings))
     elif svg is not None:
-        console = Console(record=True, width=100, highlight=False, quiet=True)
+        console = picture(_PICTURE_COLUMNS)
         print_findings(console, findings)
         console.save_svg(svg, title="splitpoint doctor")
     else:

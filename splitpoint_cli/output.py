@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Mapping
@@ -52,6 +53,18 @@ def print_error(error: SplitpointError) -> None:
 def print_json(value: Mapping[str, object], *, indent: int | None = 2) -> None:
     """One object on stdout, without anything around it."""
     print(json.dumps(value, indent=indent, ensure_ascii=False))
+
+
+def picture(width: int) -> Console:
+    """A console of its own, to be kept by `save_svg`: for the pictures of the documentation."""
+    return Console(
+        file=io.StringIO(),
+        record=True,
+        width=width,
+        highlight=False,
+        force_terminal=True,
+        color_system="truecolor",
+    )
 
 
 def seconds_text(seconds: float) -> str:

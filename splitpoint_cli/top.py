@@ -12,7 +12,6 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.live import Live
 
 from splitpoint.client import Client
@@ -22,7 +21,7 @@ from splitpoint.tls import client_identity
 from splitpoint_cli.generate import Address
 from splitpoint_cli.identity import CaFile, TokenFile
 from splitpoint_cli.observed import read_status
-from splitpoint_cli.output import code_name, out, print_json
+from splitpoint_cli.output import code_name, out, picture, print_json
 from splitpoint_cli.status import status_json
 from splitpoint_cli.top_keys import Wait, quitting_keys
 from splitpoint_cli.top_rates import (
@@ -43,6 +42,7 @@ _POLL_SECONDS = 0.2
 # Of each call: a scheduler that hangs must show as one that is away.
 _CALL_SECONDS = 3.0
 _HINT = "q quits"
+_PICTURE_COLUMNS = 120
 
 Show = Callable[[Frame], None]
 
@@ -100,7 +100,7 @@ def _once(client: Client, interval: float, *, as_json: bool, svg: str | None) ->
     if as_json:
         print_json(readings_json(readings))
     elif svg is not None:
-        console = Console(record=True, width=120, highlight=False, quiet=True)
+        console = picture(_PICTURE_COLUMNS)
         console.print(frame)
         console.save_svg(svg, title="splitpoint top")
     else:

@@ -19,7 +19,8 @@ _POPULATE = (5, 14)
 def check_kernel(system: str, release: str, machine: str) -> Finding:
     """As `os.uname` names them."""
     name = "kernel"
-    found = f"{system} {release} on {machine}"
+    # What follows the first dash is the distributor's.
+    found = f"{system} {release.partition('-')[0]} on {machine}"
     version = _version(release)
     if system != "Linux":
         return Finding(name, Verdict.PROBLEM, found, "Splitpoint runs on Linux only.")
