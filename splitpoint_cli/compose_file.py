@@ -220,7 +220,7 @@ _DEVICE = """\
               capabilities: [gpu]
     healthcheck:
       interval: 10s
-      timeout: 5s
+      timeout: 10s
       retries: 3
       test:
         [CMD, python, -m, splitpoint_cli.probe, "{socket}",

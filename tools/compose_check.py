@@ -196,9 +196,6 @@ def check_hardening(stack: Stack) -> None:
 
 
 def check(stack: Stack, caller: Caller, access: Path, said: Callable[[str], None]) -> None:
-    took = until(stack.unhealthy, HEALTHY_SECONDS)
-    said(f"all {len(stack.services)} services healthy after {took:.1f} s more")
-
     run("docker", "cp", f"{stack.container('scheduler')}:/etc/splitpoint/access/.", str(access))
     cold = caller.generate("worker-0")
     said(
@@ -302,14 +299,22 @@ def main() -> int:
             if not options.no_build:
                 stack.compose("build", "setup", "worker-0")
                 said("images built")
+            # Apart from the start: some storage drivers copy a whole image for each container.
+            began = time.monotonic()
+            stack.compose("up", "--no-start", *stack.services)
+            said(f"containers created in {time.monotonic() - began:.1f} s")
             began = time.monotonic()
             stack.compose("up", "-d", *stack.services)
-            said(f"started in {time.monotonic() - began:.1f} s")
+            until(stack.unhealthy, max(1.0, HEALTHY_SECONDS - (time.monotonic() - began)))
+            took = time.monotonic() - began
+            said(f"all {len(services)} services healthy {took:.1f} s after the start")
             check(stack, Caller(ports["SPLITPOINT_PUBLISH"], access), access, said)
         except (Failed, OSError) as error:
             failure = error if isinstance(error, Failed) else Failed(str(error))
             said(f"FAILED: {failure}")
-            print(stack.compose("ps"), stack.compose("logs", "--tail", "40"), sep="\n")
+            print(
+                stack.compose("ps"), stack.compose("logs", "--no-color", "--tail", "40"), sep="\n"
+            )
         if failure is None or not options.keep:
             stack.compose("down", "-v", "--timeout", "45")
             left = stack.left_overs()
