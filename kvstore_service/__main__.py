@@ -17,7 +17,9 @@ from kvstore_service.metrics import readings
 from kvstore_service.room_keeper import RoomKeeper
 from kvstore_service.server import SERVICE_NAME, KvStoreServicer
 from kvstore_service.store import KvStore
+from kvstore_service.traced import TracedKvStoreServicer
 from kvstore_service.watermarks import Watermarks
+from splitpoint import tracing
 from splitpoint.access import Access, access_of
 from splitpoint.arena_format import Geometry
 from splitpoint.arena_owner import OpenedArena, open_or_create_arena
@@ -29,7 +31,6 @@ from splitpoint.config import (
     check_listen_address,
     format_size,
     parse_size,
-    run_service,
     stop_on_signals,
     watch_parent,
 )
@@ -48,6 +49,7 @@ from splitpoint.redis_options import (
 )
 from splitpoint.rpc import HealthReporter, create_server, enable_reflection, listen
 from splitpoint.rpc_calls import count_calls
+from splitpoint.service import run_service
 from splitpoint.shapes import ArenaLayout, DataType, Encoding, ModelShape, read_config
 from splitpoint.tls import Identity, identity_of
 from splitpoint.v1 import kvstore_pb2_grpc
@@ -246,7 +248,7 @@ async def _open_store(
     )
     if opened.is_adopted:
         _report_recovery(store)
-    servicer = KvStoreServicer(store)
+    servicer = (TracedKvStoreServicer if tracing.is_on() else KvStoreServicer)(store)
     servicer.policy_name = arguments.eviction
     servicer.memory_description = memory
     log.info("memory: %s", memory)
@@ -320,7 +322,7 @@ async def _serve_store(
 
 def main() -> int:
     arguments = parse_arguments()
-    return run_service("kvstore", serve(arguments))
+    return run_service("kvstore", serve, arguments)
 
 
 if __name__ == "__main__":

@@ -22,14 +22,14 @@ from splitpoint.config import (
     announce_ready,
     check_address,
     check_listen_address,
-    setup_logging,
     stop_on_signals,
     watch_parent,
 )
-from splitpoint.errors import InvalidArgument, PermissionDenied, SplitpointError
+from splitpoint.errors import InvalidArgument, PermissionDenied
 from splitpoint.metrics_server import add_metrics_arguments, metrics_served
 from splitpoint.planner import Objective, Residency
 from splitpoint.redis_options import add_redis_arguments, redis_options
+from splitpoint.service import run_service
 from splitpoint.shapes import DataType, ModelShape, read_config
 from splitpoint.text import Tokenizer
 from splitpoint.tls import identity_of, read_private
@@ -42,12 +42,12 @@ _SHORTEST_KEY = 16
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0 after a stop that was asked for, 2 for wrong arguments."""
-    setup_logging("scheduler")
-    try:
-        return asyncio.run(_serve(parse_arguments(arguments)))
-    except SplitpointError as error:
-        _log.error("%s", error.message)
-        return 2 if isinstance(error, InvalidArgument | PermissionDenied) else 1
+    return run_service(
+        "scheduler",
+        _serve,
+        parse_arguments(arguments),
+        wrong_arguments=(InvalidArgument, PermissionDenied),
+    )
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -172,7 +172,7 @@ def _make_key(path: str) -> None:
         ) from error
 
 
-async def _serve(arguments: argparse.Namespace) -> int:
+async def _serve(arguments: argparse.Namespace) -> None:
     check_listen_address(
         arguments.listen,
         has_tls=arguments.tls_cert is not None,
@@ -193,7 +193,6 @@ async def _serve(arguments: argparse.Namespace) -> int:
             _log.info("draining")
         finally:
             await scheduler.stop(arguments.grace_seconds)
-    return 0
 
 
 if __name__ == "__main__":

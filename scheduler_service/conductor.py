@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from scheduler_service import request_facts
 from scheduler_service.accounts import ABANDONED_REASON, Accounts
 from scheduler_service.admission import Admission, Admitted, Rejected, Ticket
 from scheduler_service.answers import completion, rejection
@@ -32,8 +33,10 @@ from scheduler_service.transcript import Transcript
 from scheduler_service.validation import GenerateInput
 from splitpoint.errors import Internal, SplitpointError, Unavailable, from_code
 from splitpoint.keys import tenant_salt
+from splitpoint.logs import LogFacts, for_request
 from splitpoint.planner import Objective, Residency
 from splitpoint.text import Tokenizer
+from splitpoint.tracing import NO_SPAN, Span
 from splitpoint.v1 import types_pb2, worker_pb2
 
 _log = logging.getLogger(__name__)
@@ -85,8 +88,10 @@ class Conductor:
 
     # -- a request arrives -----------------------------------------------------------
 
-    def start(self, request: GenerateInput) -> Request:
+    def start(self, request: GenerateInput, span: Span = NO_SPAN) -> Request:
         """The running or remembered request of this id, or a new one. Attach to it at once.
+
+        A new one takes the span over, and ends it.
 
         Raises AlreadyExists (same id, other body), ResourceExhausted (the
         tenant has as many as it may), NotFound (unknown worker),
@@ -112,7 +117,9 @@ class Conductor:
             arrival=next(self._arrivals),
             now=self._clock(),
             lag_tokens=self.limits.lag_tokens,
+            span=span,
         )
+        span.set(request_id=created.request_id)
         self.requests.add(created)
         self._last_arrival = self._spawn(created, self._arrive(created, self._last_arrival))
         return created
@@ -135,8 +142,12 @@ class Conductor:
             )
             self._reject(request, error)
             return
-        self._waiting[request.arrival] = request
+        self._queue(request)
         self._place_waiting()
+
+    def _queue(self, request: Request) -> None:
+        self._waiting[request.arrival] = request
+        request.times.queued = self._clock()
 
     def _ticket(self, request: Request, prefixes: Prefixes) -> Ticket:
         wanted = request.input.residency or self._default_residency
@@ -151,7 +162,9 @@ class Conductor:
     async def _look_up(self, request: Request) -> Prefixes:
         """Where the request's sequence is cached."""
         tokens = [*request.input.prompt, *request.transcript.token_ids]
-        found = await self._find_prefixes(self._salt(request), tokens)
+        with request.span.part("peek") as span:
+            found = await self._find_prefixes(self._salt(request), tokens)
+            span.set(cached_tokens=max(found.own.values(), default=0))
         request.times.peeked = self._clock()
         return found
 
@@ -169,6 +182,8 @@ class Conductor:
         while (admitted := self.admission.admit()) is not None:
             request = self._waiting.pop(admitted.ticket.arrival)
             request.times.unplaceable = None
+            now = self._clock()
+            request.span.record("queue", request.times.queued or now, now)
             placement = Placement(request, next(self._attempts), admitted.worker_id)
             self._placements.add(placement)
             peeked = request.times.peeked
@@ -190,6 +205,7 @@ class Conductor:
         if worker is None:
             raise RuntimeError(f"a place was granted on {placement.worker_id}, which is away")
         delivered = request.transcript.token_ids
+        began = self._clock()
         try:
             planned = plan_attempt(
                 worker.facts,
@@ -207,9 +223,14 @@ class Conductor:
             return
         plan = planned.plan if isinstance(planned, Fetch) else planned
         placement.plan = plan
+        placement.dispatched = self._clock()
+        request.span.record("plan", began, placement.dispatched, **request_facts.of_plan(plan))
+        placement.span = request.span.begin(
+            "attempt", placement.dispatched, worker=placement.worker_id, attempt=placement.attempt
+        )
         waited = None
         if request.times.dispatched is None:
-            request.times.dispatched = self._clock()
+            request.times.dispatched = placement.dispatched
             waited = request.times.dispatched - request.times.arrived
         self.accounts.placed(plan, waited)
         command = admit_command(placement, planned, delivered, self._salt(request))
@@ -223,6 +244,7 @@ class Conductor:
 
     def _release(self, placement: Placement) -> None:
         """The placement is over: its memory may be granted again."""
+        placement.span.end()
         self._placements.remove(placement)
         self.admission.release(placement.worker_id, placement.request.arrival)
 
@@ -257,6 +279,7 @@ class Conductor:
         if lost:
             _log.warning("worker %s was lost with %d requests", worker.worker_id, len(lost))
         for placement in lost:
+            placement.span.end(error="WORKER_LOST")
             self._release(placement)
             self._place_again(placement, None)
         self._place_waiting()
@@ -291,23 +314,27 @@ class Conductor:
             case Accepted(offset):
                 now = self._clock()
                 self.accounts.tokens_came(request.times, len(result.token_ids) - offset, now)
+                if request.times.first_token is None:
+                    placement.span.record("first token", placement.dispatched, now)
                 request.times.tokens_came(now)
                 request.transcript.append(result.token_ids[offset:], result.logprobs[offset:])
                 request.produced()
             case Gap(expected, first):
-                _log.error(
-                    "worker %s skipped tokens of %s: index %d came where %d was due",
-                    placement.worker_id,
-                    request.request_id,
-                    first,
-                    expected,
-                )
+                with for_request(request.request_id):
+                    _log.error(
+                        "worker %s skipped tokens: index %d came where %d was due",
+                        placement.worker_id,
+                        first,
+                        expected,
+                    )
                 self._withdraw(request)
                 if placement in self._placements:
                     self._release(placement)
                 self._place_again(placement, None)
 
     def _on_finish(self, placement: Placement, finish: worker_pb2.RequestFinish) -> None:
+        if finish.error_code:
+            placement.span.end(error=finish.error_reason)
         self._release(placement)
         request = placement.request
         if request.has_ended:
@@ -359,7 +386,7 @@ class Conductor:
         if is_loss and placement.plan is not None:
             self.accounts.failed_over()
         request.times.peeked = None
-        self._waiting[request.arrival] = request
+        self._queue(request)
         self.admission.resubmit(self._ticket(request, Prefixes()))
 
     def _complete(
@@ -388,7 +415,7 @@ class Conductor:
         )
         request.complete(message, now)
         self.accounts.completed(message)
-        self._ended(request)
+        self._ended(request, request_facts.of_completed(request, message))
 
     def _reject(self, request: Request, error: SplitpointError) -> None:
         """It was looked up, and is turned away."""
@@ -401,11 +428,18 @@ class Conductor:
             self._end_without(request, error)
 
     def _end_without(self, request: Request, error: SplitpointError) -> None:
-        _log.info("%s failed: %s", request.request_id, error.reason)
+        placement = self._placements.of(request)
         request.fail(error, self._clock())
-        self._ended(request)
+        worker_id = placement.worker_id if placement is not None else None
+        self._ended(request, request_facts.of_failed(request, error, worker_id), error)
 
-    def _ended(self, request: Request) -> None:
+    def _ended(
+        self, request: Request, facts: LogFacts, error: SplitpointError | None = None
+    ) -> None:
+        with for_request(request.request_id):
+            _log.info("request ended", extra={"facts": facts})
+        request.span.set(**facts)
+        request.span.end(request.ended_at, error=error.reason if error else "")
         self.requests.ended(request)
         self._an_end.set()
         if self._waiting.pop(request.arrival, None) is not None:
@@ -461,7 +495,8 @@ class Conductor:
                     self._an_end.clear()
                     await self._an_end.wait()
         for request in self.requests.running():
-            _log.warning("%s did not end within %g s", request.request_id, grace_seconds)
+            with for_request(request.request_id):
+                _log.warning("did not end within %g s", grace_seconds)
             placement = self._placements.of(request)
             self._withdraw(request)
             if placement is not None:
@@ -482,7 +517,7 @@ class Conductor:
 
     def _spawn(self, request: Request, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         async def contained() -> None:
-            with self._containing(request):
+            with for_request(request.request_id), self._containing(request):
                 await work
 
         task = asyncio.create_task(contained(), name=request.request_id)
@@ -497,7 +532,8 @@ class Conductor:
             yield
         except Exception:
             incident = secrets.token_hex(8)
-            _log.exception("incident %s with %s", incident, request.request_id)
+            with for_request(request.request_id):
+                _log.exception("incident %s", incident, extra={"incident": incident})
             error = Internal(f"internal error, incident {incident}", incident=incident)
             self._fail(request, error)
             self._withdraw(request)

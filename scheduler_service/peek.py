@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import grpc
 
 from scheduler_service.prefix_catalog import PrefixQuery
-from splitpoint import rpc
+from splitpoint import rpc, tracing
 from splitpoint.tls import PLAIN, Identity
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc
 
@@ -71,7 +71,9 @@ class StorePeeker:
 
     async def _match(self, address: str, request: kvstore_pb2.MatchRequest) -> int | None:
         try:
-            found = await self._stub(address).Match(request, timeout=self._timeout_seconds)
+            found = await self._stub(address).Match(
+                request, timeout=self._timeout_seconds, metadata=tracing.metadata()
+            )
         except grpc.RpcError as error:
             self._complain(address, error)
             return None

@@ -12,6 +12,7 @@ from scheduler_service.fetch_plan import Fetch
 from scheduler_service.requests import Request
 from splitpoint.convert import plan_to_proto
 from splitpoint.planner import Plan, RestoreMethod
+from splitpoint.tracing import NO_SPAN, Span
 from splitpoint.v1 import worker_pb2
 
 
@@ -25,6 +26,9 @@ class Placement:
     # None until the worker was told.
     plan: Plan | None = None
     report: worker_pb2.RestoreReport | None = None
+    # From the command to the release; when that began, on the scheduler's clock.
+    span: Span = NO_SPAN
+    dispatched: float = 0.0
 
     @property
     def key(self) -> tuple[str, int]:
@@ -75,6 +79,7 @@ def admit_command(
         sampling=wanted.sampling,
         plan=plan_to_proto(plan),
         tenant_salt=tenant_salt,
+        traceparent=placement.span.traceparent,
     )
     if isinstance(planned, Fetch):
         command.source_store_address = planned.source.address

@@ -23,6 +23,7 @@ from scheduler_service.limits import Limits
 from scheduler_service.transcript import Transcript
 from scheduler_service.validation import GenerateInput
 from splitpoint.errors import AlreadyExists, ResourceExhausted, SplitpointError
+from splitpoint.tracing import NO_SPAN, Span
 from splitpoint.v1 import scheduler_pb2
 
 
@@ -43,6 +44,8 @@ class Times:
     first_token: float | None = None
     # Of a reader that keeps up: a pause that it caused is no gap between tokens.
     last_token: float | None = None
+    # Since when it waits for a place.
+    queued: float | None = None
     # When the store was last asked for its prefix.
     peeked: float | None = None
     # Since when it waits without any worker that could run it.
@@ -70,8 +73,11 @@ class Request:
         arrival: int,
         now: float,
         lag_tokens: int,
+        span: Span = NO_SPAN,
     ) -> None:
         self.input = request
+        # From its arrival to its end; whoever runs it ends it.
+        self.span = span
         # What workers and logs call it: no two tenants' requests share it, and
         # nobody can choose an id that becomes another's.
         self.request_id = _name_of(request)

@@ -29,6 +29,7 @@ from scheduler_service.validation import (
     optional_residency,
     validate_generate,
 )
+from splitpoint import tracing
 from splitpoint.access import current_caller
 from splitpoint.convert import (
     encoding_to_proto,
@@ -43,9 +44,11 @@ from splitpoint.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from splitpoint.logs import set_request
 from splitpoint.rpc import MESSAGE_LIMIT_BYTES
 from splitpoint.shapes import Encoding, ModelShape
 from splitpoint.text import Tokenizer
+from splitpoint.tracing import Span
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import scheduler_pb2_grpc
 
@@ -89,10 +92,16 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
             try:
                 _check_deadline(context)
                 call.enter_context(self._counted())
-                live = self._conductor.start(await self._validated(request))
+                span = call.enter_context(_traced(context))
+                with span.part("validate"):
+                    checked = await self._validated(request)
+                live = self._conductor.start(checked, span)
             except Exception as error:
                 self._conductor.accounts.rejected(error)
                 raise
+            set_request(live.request_id)
+            if live.span is not span:
+                span.set(attached_to=live.request_id)
             await self._deliver(live, context)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
@@ -244,6 +253,19 @@ def _smallest(workers: Iterable[WorkerFacts]) -> Encoding:
     """The one that keeps least of a token; native when there is no worker."""
     order = list(Encoding)
     return max((worker.encoding for worker in workers), key=order.index, default=Encoding.NATIVE)
+
+
+@contextmanager
+def _traced(context: Context) -> Iterator[Span]:
+    """The span of a call. Of a request that the call began, its end is not ours to tell:
+    it was told, then, and a span ends but once."""
+    span = tracing.begin("generate", tracing.parent_of(context))
+    try:
+        yield span
+    except BaseException as error:
+        span.end(error=tracing.name_of(error))
+        raise
+    span.end()
 
 
 def _check_deadline(context: Context) -> None:

@@ -20,7 +20,7 @@ from scheduler_service.registry import Registry
 from scheduler_service.server import INFERENCE_SERVICE, InferenceServicer, ServedModel
 from splitpoint import rpc
 from splitpoint.access import Access
-from splitpoint.config import log_failure
+from splitpoint.logs import log_failure
 from splitpoint.meters import Meters
 from splitpoint.metrics import Service
 from splitpoint.planner import Objective, Residency

@@ -31,7 +31,7 @@ from typing import Any, Generic, NamedTuple, Self, TypedDict, TypeVar, Unpack
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from splitpoint import answers, convert, rpc
+from splitpoint import answers, caller_spans, convert, rpc
 from splitpoint.answers import (
     Completion,
     CompletionBuilder,
@@ -335,9 +335,8 @@ class Client:
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
         """Start generating; returns at once. See GenerateOptions."""
         request = generate_request(prompt, options)
-        return Generation(
-            self._services["inference"].Generate(request, timeout=options.get("timeout"))
-        )
+        method = self._services["inference"].Generate
+        return Generation(caller_spans.generate(method, request, options.get("timeout")))
 
     def tokenize(self, text: str, *, model: str = "") -> Tokenization:
         """Token ids of a text, with the model's special tokens, as generate would see them."""
@@ -460,9 +459,8 @@ class AsyncClient:
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncGeneration:
         """Start generating; returns at once. See GenerateOptions."""
         request = generate_request(prompt, options)
-        return AsyncGeneration(
-            self._services["inference"].Generate(request, timeout=options.get("timeout"))
-        )
+        method = self._services["inference"].Generate
+        return AsyncGeneration(caller_spans.generate(method, request, options.get("timeout")))
 
     async def tokenize(self, text: str, *, model: str = "") -> Tokenization:
         """As Client.tokenize."""

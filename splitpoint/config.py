@@ -1,7 +1,6 @@
 """Where processes listen, how much memory there is, and how every service starts and ends.
 
-Knows no model, no gRPC and no service: sizes, addresses, folders, logs and
-signals only.
+Knows no model, no gRPC and no service: sizes, addresses, folders and signals only.
 """
 
 from __future__ import annotations
@@ -9,20 +8,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ipaddress
-import logging
 import os
 import re
 import shutil
 import signal
 import stat
-import sys
-import time
-from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from splitpoint.errors import FailedPrecondition, InvalidArgument, SplitpointError
+from splitpoint.errors import FailedPrecondition, InvalidArgument
+from splitpoint.logs import add_log_arguments
 
 DEFAULT_ADDRESS = "127.0.0.1:50050"
 READY_PREFIX = "READY "
@@ -336,6 +331,14 @@ def add_service_arguments(parser: argparse.ArgumentParser) -> None:
         "--parent-fd", type=int, metavar="N", help="stop when this inherited pipe is closed"
     )
     parser.add_argument("--reflection", action="store_true", help="serve gRPC reflection")
+    add_log_arguments(parser)
+    tracing = parser.add_argument_group("traces (docs/tracing.md)")
+    tracing.add_argument(
+        "--otlp-endpoint",
+        metavar="HOST:PORT|URL|env",
+        help="send OpenTelemetry spans to this collector by OTLP/gRPC; https:// for TLS; env: "
+        "where OTEL_EXPORTER_OTLP_ENDPOINT says",
+    )
     security = parser.add_argument_group("security")
     security.add_argument("--tls-cert", metavar="PATH", help="PEM chain; serve TLS on ports")
     security.add_argument("--tls-key", metavar="PATH", help="its private key, mode 0600")
@@ -384,54 +387,3 @@ def watch_parent(fd: int, stop: asyncio.Event) -> None:
             stop.set()
 
     loop.add_reader(fd, readable)
-
-
-# -- logs -------------------------------------------------------------------------------
-
-
-class _LineFormatter(logging.Formatter):
-    """`2026-01-31T12:00:00.123Z LEVEL service: text`, on every line of a record.
-
-    Line breaks inside a message are escaped, so nothing a client sends can
-    forge a record; a traceback gets the header on each of its lines.
-    """
-
-    def __init__(self, service: str) -> None:
-        super().__init__()
-        self._service = service
-
-    def format(self, record: logging.LogRecord) -> str:
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        head = f"{stamp}.{int(record.msecs):03d}Z {record.levelname} {self._service}:"
-        text = record.getMessage().replace("\r", "\\r").replace("\n", "\\n")
-        lines = [f"{head} {text}"]
-        if record.exc_info:
-            traceback = self.formatException(record.exc_info)
-            lines += [f"{head}   {line}" for line in traceback.splitlines()]
-        return "\n".join(lines)
-
-
-def run_service(service: str, serve: Coroutine[Any, Any, None]) -> int:
-    """Run a service to its end; its exit code. What it raises on purpose is one log line."""
-    setup_logging(service)
-    try:
-        asyncio.run(serve)
-    except SplitpointError as error:
-        logging.getLogger(service).error("%s", error.message)
-        return 1
-    return 0
-
-
-def log_failure(task: asyncio.Task[Any]) -> None:
-    """Done-callback of a background task that the service can do without: a bug in it
-    is logged, not swallowed."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logging.getLogger("background").error("%s ended", task.get_name(), exc_info=error)
-
-
-def setup_logging(service: str, level: int | str = logging.INFO) -> None:
-    """Log to stderr: one record a line, UTC, level and service. Replaces earlier handlers."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_LineFormatter(service))
-    logging.basicConfig(level=level, handlers=[handler], force=True)
-    logging.captureWarnings(True)

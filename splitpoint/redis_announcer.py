@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Protocol
 
-from splitpoint.config import log_failure
+from splitpoint.logs import log_failure
 from splitpoint.redis_options import RedisOptions
 
 if TYPE_CHECKING:

@@ -468,7 +468,9 @@ async def _abort(context: _Context, method: str, error: Exception) -> NoReturn:
         raise asyncio.CancelledError from error
     if not isinstance(error, SplitpointError):
         incident = secrets.token_hex(8)
-        _log.error("incident %s in %s", incident, method, exc_info=error)
+        _log.error(
+            "incident %s in %s", incident, method, exc_info=error, extra={"incident": incident}
+        )
         error = Internal(f"internal error, incident {incident}", incident=incident)
     status = status_of(error)
     await context.abort(_CODES[status.code], status.message, _trailers(error, status))

@@ -20,11 +20,11 @@ import grpc
 from splitpoint.config import (
     add_service_arguments,
     announce_ready,
-    run_service,
     stop_on_signals,
     watch_parent,
 )
 from splitpoint.errors import Unavailable
+from splitpoint.service import run_service
 
 SERVICE = "splitpoint.bench.RawStream"
 METHOD = "Read"
@@ -61,7 +61,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="raw_stream", description=__doc__)
     add_service_arguments(parser)
-    return run_service("raw stream", _serve(parser.parse_args()))
+    return run_service("raw stream", _serve, parser.parse_args())
 
 
 if __name__ == "__main__":

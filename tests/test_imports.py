@@ -80,9 +80,9 @@ def test_only_the_worker_and_the_benchmarks_import_torch() -> None:
     assert wrong == []
 
 
-# They take long to load, and only who names a Redis, a certificate, has a GPU or asks for a
-# version needs them: so they are imported where they are used.
-SLOW = {"redis", "cryptography", "importlib.metadata", "pynvml"}
+# They take long to load, and only who names a Redis, a certificate or a collector of traces, has
+# a GPU or asks for a version needs them: so they are imported where they are used.
+SLOW = {"redis", "cryptography", "importlib.metadata", "pynvml", "opentelemetry"}
 
 
 def loaded_at_start(module: str) -> set[str]:

@@ -17,7 +17,6 @@ from splitpoint.config import (
     check_listen_address,
     parse_rate,
     parse_size,
-    run_service,
     stop_on_signals,
     watch_parent,
 )
@@ -25,6 +24,7 @@ from splitpoint.errors import Internal
 from splitpoint.meters import Meters
 from splitpoint.metrics import Service
 from splitpoint.metrics_server import add_metrics_arguments, metrics_served
+from splitpoint.progress import Progress
 from splitpoint.redis_announcer import Announcer, announced
 from splitpoint.redis_options import (
     RedisOptions,
@@ -34,10 +34,12 @@ from splitpoint.redis_options import (
 )
 from splitpoint.rpc import HealthReporter, create_server, enable_reflection, listen
 from splitpoint.rpc_calls import count_calls
+from splitpoint.service import run_service
 from splitpoint.shapes import DataType
 from splitpoint.tls import Identity, identity_of
 from splitpoint.v1 import worker_pb2_grpc
 from worker_service.metrics import WorkerMetrics
+from worker_service.pinning import PROGRESS_SECONDS
 from worker_service.server import DRAIN_SECONDS, SERVICE_NAME, WorkerServicer
 from worker_service.startup import DEFAULT_CHUNK_TOKENS, LoadedWorker, WorkerOptions, load_worker
 
@@ -99,6 +101,19 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="FILE",
         help="at the stop write what ran when there, for `splitpoint trace`",
     )
+    progress = parser.add_argument_group("progress")
+    progress.add_argument(
+        "--progress-seconds",
+        type=float,
+        default=PROGRESS_SECONDS,
+        metavar="S",
+        help="how often the log tells how far loading and page-locking are",
+    )
+    progress.add_argument(
+        "--progress-lines",
+        action="store_true",
+        help='for supervisors: before READY print "PROGRESS loading DONE TOTAL" (bytes) on stdout',
+    )
     add_metrics_arguments(parser)
     add_redis_arguments(parser)
     add_advertise_argument(parser)
@@ -126,7 +141,13 @@ def options_from(arguments: argparse.Namespace, identity: Identity) -> WorkerOpt
         is_serial=arguments.serial,
         link_bytes_per_second=None if rate is None else parse_rate(rate, field="link-rate"),
         trace_file=arguments.trace,
+        progress_seconds=arguments.progress_seconds,
+        on_loading=_print_progress if arguments.progress_lines else None,
     )
+
+
+def _print_progress(progress: Progress) -> None:
+    print(progress.line, flush=True)
 
 
 async def serve(arguments: argparse.Namespace) -> None:
@@ -239,7 +260,7 @@ def _write_trace(worker: LoadedWorker, path: Path | None) -> None:
 
 def main() -> int:
     arguments = parse_arguments()
-    return run_service(f"worker-{arguments.worker_id}", serve(arguments))
+    return run_service(f"worker-{arguments.worker_id}", serve, arguments)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,11 @@ from functools import partial
 
 import torch
 
+from splitpoint import tracing
 from splitpoint.batch_plan import plan_batch
 from splitpoint.costs import Profile
 from splitpoint.errors import ChunkLost, Internal, SplitpointError
+from splitpoint.logs import for_request
 from splitpoint.text import Tokenizer
 from worker_service.batch import Batch, build_batch
 from worker_service.cost_watch import CostWatch
@@ -298,6 +300,8 @@ class Engine:
             for each in lost:
                 self._lose(each.sequence, each.cause)
             return spans
+        if tracing.is_on():
+            self._trace_step(batch, started, spans)
         finishes = self._sample(batch, logits, finite)
         # Before anyone leaves: the step that ends a request is one of its steps.
         seconds = time.perf_counter() - started
@@ -310,8 +314,17 @@ class Engine:
             self.roster.finish(sequence, event)
         return spans
 
+    def _trace_step(self, batch: Batch, started: float, spans: list[Span]) -> None:
+        now = time.perf_counter()
+        for sequence, count in zip(batch.sequences, batch.counts, strict=True):
+            admission = sequence.admission
+            if admission.spans is not None:
+                is_prefill = sequence.generated_count == len(admission.delivered)
+                admission.spans.stepped(started, now, count, spans, is_prefill=is_prefill)
+
     def _lose(self, sequence: Sequence, cause: ChunkLost) -> None:
-        log.warning("%s: %s", sequence.admission.request_id, cause.message)
+        with for_request(sequence.admission.request_id):
+            log.warning("%s", cause.message)
         # What it computed or restored from another chunk's bytes may hold a NaN.
         self.pager.clear_unwritten(sequence)
         self.roster.lose(sequence)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
@@ -16,15 +17,18 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from splitpoint import tracing
 from splitpoint.errors import DataLoss, SplitpointError, Unavailable
 from splitpoint.keys import chunk_key
 from splitpoint.payload import Payload
 from splitpoint.shapes import ArenaLayout
+from splitpoint.tracing import NO_SPAN
 from splitpoint.v1 import kvstore_pb2 as pb
 from worker_service.arena_tensors import ArenaTensors
 from worker_service.chunk_streams import BATCH_BYTES
 from worker_service.lanes import passed
 from worker_service.remote_session import RemoteSession, remote_session
+from worker_service.request_spans import TRACED_BATCHES
 from worker_service.store_client import Connection, Match, StoreClient, WrittenChunk
 
 log = logging.getLogger(__name__)
@@ -99,9 +103,7 @@ class Fetcher:
         # in the own store what the first one brought.
         self._turns: dict[bytes, tuple[asyncio.Lock, list[None]]] = {}
 
-    async def fetch(
-        self, name: str, source: FetchOrder, salt: bytes, tokens: Sequence[int]
-    ) -> Fetched:
+    async def fetch(self, source: FetchOrder, salt: bytes, tokens: Sequence[int]) -> Fetched:
         """Bring what the source has more of. Never raises but when cancelled."""
         result = Fetched()
         began = time.monotonic()
@@ -109,12 +111,12 @@ class Fetcher:
             async with asyncio.timeout(source.time_limit):
                 await self._fetch(source, salt, tokens, result)
         except TimeoutError:
-            log.warning("%s: fetching from %s took too long", name, source.address)
+            log.warning("fetching from %s took too long", source.address)
         except SplitpointError as error:
-            log.warning("%s: not fetched from %s: %s", name, source.address, error.message)
+            log.warning("not fetched from %s: %s", source.address, error.message)
         except Exception:
             # Without its prefix the request can still run; without an answer it hangs.
-            log.exception("%s: fetching from %s failed", name, source.address)
+            log.exception("fetching from %s failed", source.address)
         finally:
             result.seconds = time.monotonic() - began
             self.totals.tokens += result.tokens
@@ -171,6 +173,8 @@ class Fetcher:
         parent = own.chunks[start - 1].key if start else b""
         batch = max(1, BATCH_BYTES // self._layout.chunk_bytes)
         had = own.cached_tokens
+        # The store's part in a long fetch is traced for its first batches only.
+        spans = itertools.chain([tracing.current()] * TRACED_BATCHES, itertools.repeat(NO_SPAN))
         while start < len(found.chunks):
             end = min(start + batch, len(found.chunks))
             last = min(end * size, found.cached_tokens)
@@ -178,9 +182,10 @@ class Fetcher:
                 tuple(tokens[index * size : min((index + 1) * size, last)])
                 for index in range(start, end)
             ]
-            parent = await self._bring_batch(
-                session, found, own.connection, salt, start, pieces, parent, lease_ids, result
-            )
+            with next(spans).current():
+                parent = await self._bring_batch(
+                    session, found, own.connection, salt, start, pieces, parent, lease_ids, result
+                )
             result.tokens = last - had
             start = end
 

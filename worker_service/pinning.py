@@ -24,6 +24,7 @@ import torch
 
 from splitpoint.arena import Arena
 from splitpoint.config import format_size
+from splitpoint.progress import Counter, Progress, Ticker
 from splitpoint.shapes import Plane
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,8 @@ _PORTABLE = 1
 # a call takes, little enough to be no burden on a device's memory.
 PROBE_BYTES = 8 << 20
 PROBES = 3
+# Between two lines of the log that tell how far it is.
+PROGRESS_SECONDS = 2.0
 
 
 class PinningFailed(Exception):
@@ -175,12 +178,14 @@ class Pinning:
         *,
         limit_bytes: int | None = None,
         piece_bytes: int = PIECE_BYTES,
+        progress_seconds: float = PROGRESS_SECONDS,
     ) -> None:
         self.pinned_bytes = 0
         self.description = "not pinned"
         self._registrar = registrar
         self._limit_bytes = limit_bytes
         self._piece_bytes = piece_bytes
+        self._progress_seconds = progress_seconds
         # One thread: registrations and their undoing never overtake each other.
         self._lane = ThreadPoolExecutor(1, thread_name_prefix="pinning")
         self._stop = threading.Event()
@@ -248,6 +253,8 @@ class Pinning:
     ) -> None:
         self.description = f"pinning {format_size(size_bytes)}"
         fault: str | None = None
+        wanted = sum(piece.size_bytes for piece in pieces)
+        counter = Counter("pinning", wanted, [Ticker(_tell, self._progress_seconds)])
         for piece in pieces:
             if stop.is_set():
                 return  # another arena follows, or the end: both release
@@ -260,6 +267,7 @@ class Pinning:
                 return
             self._held.append((base + piece.offset, piece.size_bytes))
             self.pinned_bytes += piece.size_bytes
+            counter.add(piece.size_bytes)
             fault = fault or self._registrar.fault_of(base + piece.offset, piece.size_bytes)
         if self._limit_bytes is None:
             self.description = f"pinned {format_size(self.pinned_bytes)}"
@@ -286,6 +294,12 @@ class Pinning:
                 log.error("unlocking %s failed: %s", format_size(size_bytes), error)
         self._payload = None
         self.description = "not pinned"
+
+
+def _tell(progress: Progress) -> None:
+    if not progress.is_complete:  # the end is told in other words
+        done, total = format_size(progress.done_bytes), format_size(progress.total_bytes)
+        log.info("pinning: %s of %s", done, total)
 
 
 def refusal(error: Exception, piece_bytes: int, size_bytes: int) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from splitpoint import tracing
 from splitpoint.payload import Payload
 from splitpoint.rpc import error_of, open_channel
 from splitpoint.tls import PLAIN, Identity
@@ -35,7 +36,9 @@ class RemoteSession:
             session_id=self._session_id, request_id=b"match", tenant_salt=salt, token_ids=token_ids
         )
         try:
-            answer: pb.MatchResponse = await self._stub.Match(request, timeout=CALL_SECONDS)
+            answer: pb.MatchResponse = await self._stub.Match(
+                request, timeout=CALL_SECONDS, metadata=tracing.metadata()
+            )
         except grpc.RpcError as error:
             raise error_of(error) from error
         return answer

@@ -98,7 +98,21 @@ class Restorer:
         sequence.written_chunks = full
         sequence.writes_back = True
         self._learn(brought.spans)
-        return _report(sequence, cached, split, time.perf_counter() - started, brought, predicted)
+        ended = time.perf_counter()
+        event = _report(sequence, cached, split, ended - started, brought, predicted)
+        if cached and sequence.admission.spans is not None:
+            sequence.admission.spans.restored(
+                started,
+                ended,
+                brought.spans,
+                method=event.method.value,
+                cached_tokens=cached,
+                split_tokens=split,
+                recomputed_tokens=event.recomputed_tokens,
+                predicted_seconds=predicted or None,
+                measured_seconds=event.seconds,
+            )
+        return event
 
     def _bring_pages(
         self,

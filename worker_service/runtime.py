@@ -15,8 +15,10 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from splitpoint import tracing
 from splitpoint.costs import Profile
 from splitpoint.errors import Internal, SplitpointError, Unavailable
+from splitpoint.logs import for_request
 from splitpoint.planner import Residency
 from worker_service.account import Account
 from worker_service.engine import Engine
@@ -34,6 +36,7 @@ from worker_service.messages import (
     StepOutput,
     Stop,
 )
+from worker_service.request_spans import RequestSpans, WriteBackSpans
 from worker_service.sequence import Admission
 from worker_service.store_client import Match, StoreClient
 from worker_service.write_back import SequenceKey, WriteBack
@@ -94,6 +97,8 @@ class Runtime:
         # Fetches under way, and what the finished ones brought until it is reported.
         self._fetches: dict[SequenceKey, asyncio.Task[Fetched]] = {}
         self._fetched: dict[SequenceKey, Fetched] = {}
+        # Of the requests that somebody traces, until their end.
+        self._spans: dict[SequenceKey, RequestSpans] = {}
         if store is not None:
             layout, fetched = engine.cache.layout, self.account.fetched
             self.fetcher = Fetcher(store, layout, self._on_rates, fetched)
@@ -158,9 +163,28 @@ class Runtime:
     def admit(self, admission: Admission) -> None:
         """Look the prefix up, then hand the request to the engine."""
         key = admission.key
+        if tracing.is_on():
+            admission = self._traced(admission)
         self.live.add(key)
         self._idle.clear()
         self._track(key, self._look_up_and_admit(admission))
+
+    def _traced(self, admission: Admission) -> Admission:
+        spans = RequestSpans.begin(
+            admission.traceparent,
+            admission.request_id,
+            attempt=admission.attempt,
+            prompt_tokens=len(admission.prompt),
+            residency=admission.residency.value,
+        )
+        if spans is None:
+            return admission
+        self._spans[admission.key] = spans
+        return replace(admission, spans=spans)
+
+    def _span_of(self, key: SequenceKey) -> tracing.Span:
+        spans = self._spans.get(key)
+        return tracing.NO_SPAN if spans is None else spans.run
 
     def cancel(self, key: SequenceKey) -> None:
         """Stop a request; its FinishEvent follows. Unknown keys are ignored."""
@@ -282,6 +306,8 @@ class Runtime:
         for event in output.finishes:
             self.live.discard(event.key)
             self._fetched.pop(event.key, None)
+            if self._spans:
+                self._end_spans(event)
         if not self.live:
             self._idle.set()
         if output.profile is not None and self.costs_changed is not None:
@@ -289,10 +315,17 @@ class Runtime:
         if output.is_heard:
             self.emit(output)
 
+    def _end_spans(self, event: FinishEvent) -> None:
+        spans = self._spans.pop(event.key, None)
+        if spans is not None:
+            error = event.error.reason if event.error is not None else ""
+            spans.end(error=error, reason=event.reason)
+
     # -- the store's side --------------------------------------------------------------
 
     def _track(self, key: SequenceKey, lookup: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(lookup, name=f"match {key[0]}")
+        with for_request(key[0]):
+            task = asyncio.create_task(lookup, name=f"match {key[0]}")
         self._lookups[key] = task
         task.add_done_callback(lambda _: self._lookups.pop(key, None))
 
@@ -318,13 +351,17 @@ class Runtime:
             return
         if source.address == self.store.address:
             return
+        span = self._span_of(key).begin("fetch", source=source.address)
         # A task of its own, so that a request that is cancelled need not wait for it.
-        work = self.fetcher.fetch(key[0], source, admission.salt, tokens)
-        task = self._fetches[key] = asyncio.create_task(work, name=f"fetch {key[0]}")
+        work = self.fetcher.fetch(source, admission.salt, tokens)
+        with span.current():
+            task = self._fetches[key] = asyncio.create_task(work, name=f"fetch {key[0]}")
         await asyncio.wait({task})
         del self._fetches[key]
         if not task.cancelled():
-            self._fetched[key] = task.result()
+            fetched = self._fetched[key] = task.result()
+            span.set(tokens=fetched.tokens, bytes=fetched.bytes)
+        span.end()
 
     def _with_fetch(self, event: RestoreEvent) -> RestoreEvent:
         fetched = self._fetched.pop(event.key, None)
@@ -359,15 +396,18 @@ class Runtime:
             # Its cache lives in the store: worth a wait, where others go on without.
             await self.store.wait_connected(STORE_WAIT_SECONDS)
         try:
-            match = await self.store.match(salt, tokens)
+            with self._span_of(key).part("look up") as span:
+                match = await self.store.match(salt, tokens)
+                span.set(cached_tokens=match.cached_tokens, chunks=len(match.chunks))
         except SplitpointError as error:
-            log.warning("%s: the prefix was not looked up: %s", key[0], error.message)
+            log.warning("the prefix was not looked up: %s", error.message)
             return None
         except Exception:
             # Without its prefix the request can still run; without an answer it hangs.
-            log.exception("%s: looking the prefix up failed", key[0])
+            log.exception("looking the prefix up failed")
             return None
         # The last token is always computed, so it never counts as cached.
         cached = min(match.cached_tokens, len(tokens) - 1)
-        self.write_back.open(key, salt, match, cached, must_store=streamed)
+        spans = WriteBackSpans.of(self._span_of(key))
+        self.write_back.open(key, salt, match, cached, must_store=streamed, spans=spans)
         return match

@@ -11,6 +11,7 @@ from splitpoint.text import TextStream
 from worker_service.arena_tensors import StoredChunk
 from worker_service.fetch import FetchOrder
 from worker_service.mover import Mover
+from worker_service.request_spans import RequestSpans
 from worker_service.sampling import Sampling
 from worker_service.store_client import Match
 
@@ -44,6 +45,10 @@ class Admission:
     # Tokens of X to send at once; 0: as the worker likes.
     tile_tokens: int = 0
     predicted_restore_seconds: float = 0.0
+    # Of whoever traces the request (W3C); empty: nobody.
+    traceparent: str = ""
+    # What it did, for them; None: nobody traces it.
+    spans: RequestSpans | None = field(default=None, compare=False)
 
     @property
     def key(self) -> tuple[str, int]:

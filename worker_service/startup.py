@@ -16,6 +16,7 @@ from splitpoint.checkpoints import eos_token_ids, model_fingerprint, model_name
 from splitpoint.config import format_rate, format_size, memory_facts
 from splitpoint.costs import Profile
 from splitpoint.errors import FailedPrecondition, InvalidArgument
+from splitpoint.progress import Progress, Ticker
 from splitpoint.shapes import ArenaLayout, DataType, ModelShape, read_config
 from splitpoint.text import Tokenizer
 from splitpoint.tls import PLAIN, Identity
@@ -29,7 +30,7 @@ from worker_service.messages import StepOutput
 from worker_service.model.config import DecoderConfig
 from worker_service.model.decoder import Decoder, torch_type
 from worker_service.model.matrices import weight_sizes
-from worker_service.pinning import CudaRegistrar, Pinning
+from worker_service.pinning import PROGRESS_SECONDS, CudaRegistrar, Pinning
 from worker_service.profiler import measure
 from worker_service.remote_client import RemoteStoreClient
 from worker_service.runtime import Runtime
@@ -44,6 +45,8 @@ DEFAULT_CHUNK_TOKENS = 64
 CPU_MEMORY_SHARE = 0.2
 # A GPU worker leaves this share to the driver, libraries and fragmentation.
 GPU_MEMORY_SHARE = 0.9
+# Between two things that are told of loading, unless the log is asked for more.
+LOADING_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,10 @@ class WorkerOptions:
     link_bytes_per_second: int | None = None
     # What the lanes did goes there at the stop.
     trace_file: Path | None = None
+    # How often the log tells how far loading and page-locking are.
+    progress_seconds: float = PROGRESS_SECONDS
+    # Told more often how far loading is; None: only the log is.
+    on_loading: Callable[[Progress], None] | None = None
 
     def __post_init__(self) -> None:
         if self.kvstore_is_remote != (self.mirror_memory_bytes is not None):
@@ -86,6 +93,8 @@ class WorkerOptions:
                 raise InvalidArgument(f"{name} must be at least 1", field=name)
         if not 1 <= len(self.worker_id) <= 64:
             raise InvalidArgument("worker_id must have 1 to 64 characters", field="worker_id")
+        if not self.progress_seconds > 0:
+            raise InvalidArgument("must be above 0", field="progress-seconds")
         if self.trace_file is not None and not self.trace_file.parent.is_dir():
             raise InvalidArgument(f"{self.trace_file.parent} is no folder", field="trace")
 
@@ -164,7 +173,11 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
                 store = StoreClient(options.kvstore_address, name, identity=identity)
             on_failure.push_async_callback(store.close)
             if device.type == "cuda" and options.pin_limit_bytes != 0:
-                store.pinning = Pinning(CudaRegistrar(device), limit_bytes=options.pin_limit_bytes)
+                store.pinning = Pinning(
+                    CudaRegistrar(device),
+                    limit_bytes=options.pin_limit_bytes,
+                    progress_seconds=options.progress_seconds,
+                )
             layout = await store.layout()
             await asyncio.to_thread(_check_layout, layout, shape, options.model_folder)
         engine, profile, description, weights = await asyncio.to_thread(
@@ -254,7 +267,8 @@ def _build_engine(
     # Before the weights are read: a budget that cannot hold them is said at once, not
     # after minutes of loading.
     plan = divide(shape, layout, weight_bytes=placement.device_bytes, **limits)
-    model = Decoder.load(options.model_folder, device, dtype, placement.on_host)
+    tickers = _tickers(options)
+    model = Decoder.load(options.model_folder, device, dtype, placement.on_host, tickers)
     cache = DeviceCache(layout, plan, device)
     tokenizer = Tokenizer.load(options.model_folder)
     engine = Engine(
@@ -295,6 +309,19 @@ def _build_engine(
             1e3 * profile.weight_seconds,
         )
     return engine, profile, description, placement.reason
+
+
+def _tickers(options: WorkerOptions) -> list[Ticker]:
+    """Who hears how far loading is."""
+
+    def write(progress: Progress) -> None:
+        done, total = format_size(progress.done_bytes), format_size(progress.total_bytes)
+        log.info("loading weights: %s of %s", done, total)
+
+    tickers = [Ticker(write, options.progress_seconds)]
+    if options.on_loading is not None:
+        tickers.append(Ticker(options.on_loading, min(LOADING_SECONDS, options.progress_seconds)))
+    return tickers
 
 
 def _budget(options: WorkerOptions, sizes: WeightSizes, device: torch.device) -> int:

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import grpc
 
+from splitpoint import tracing
 from splitpoint.arena import Arena
 from splitpoint.arena_format import ArenaFormatError
 from splitpoint.convert import layout_from_proto
@@ -433,7 +434,7 @@ class StoreClient:
         self, method: grpc.aio.UnaryUnaryMultiCallable[Request, Response], request: Request
     ) -> Response:
         try:
-            return await method(request, timeout=CALL_SECONDS)
+            return await method(request, timeout=CALL_SECONDS, metadata=tracing.metadata())
         except grpc.RpcError as error:
             raise error_of(error) from error
 

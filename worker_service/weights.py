@@ -9,9 +9,10 @@ nothing of layouts on the device or of what the decoder computes.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from splitpoint.errors import InvalidArgument
+from splitpoint.progress import Counter, Ticker
 from worker_service.model.config import DecoderConfig, Norm
 
 _INDEX = "model.safetensors.index.json"
@@ -27,6 +29,8 @@ _HEAD = "lm_head.weight"
 # Buffers that older checkpoints carry and nobody needs.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
 _LISTED = 5  # names shown in an error
+# By safetensors' names of them.
+_FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,12 +194,17 @@ class Checkpoint:
     """A folder of safetensors files, checked against a config when it is opened.
 
     A context manager: the files are mapped while it is open. Tensors returned
-    by `get` are copies and stay valid. Raises InvalidArgument naming the
-    tensors that are missing, unknown or of another shape.
+    by `get` are copies and stay valid. `tickers` hear how many bytes were read. Raises
+    InvalidArgument naming the tensors that are missing, unknown or of another shape.
     """
 
     def __init__(
-        self, folder: Path, config: DecoderConfig, device: torch.device, dtype: torch.dtype
+        self,
+        folder: Path,
+        config: DecoderConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        tickers: Sequence[Ticker] = (),
     ) -> None:
         self._folder = folder
         self._device = device
@@ -205,10 +214,11 @@ class Checkpoint:
         self._holders: dict[str, tuple[str, Any]] = {}
         try:
             self._open_files()
-            self._check(expected_tensors(config))
+            total = self._check(expected_tensors(config))
         except BaseException:
             self._files.close()
             raise
+        self._read = Counter("loading", total, tickers)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -222,12 +232,16 @@ class Checkpoint:
         stored_name, file = self._holders[name]
         stored: torch.Tensor = file.get_tensor(stored_name)
         # Never a view of the mapped file: it may be replaced while we serve.
-        return stored.to(device=self._device, dtype=self._dtype, copy=True)
+        tensor = stored.to(device=self._device, dtype=self._dtype, copy=True)
+        self._read.add(stored.nbytes)
+        return tensor
 
     def read_into(self, name: str, target: torch.Tensor) -> None:
         """Straight from the file, through no other copy."""
         stored_name, file = self._holders[name]
-        target.copy_(file.get_tensor(stored_name))
+        stored: torch.Tensor = file.get_tensor(stored_name)
+        target.copy_(stored)
+        self._read.add(stored.nbytes)
 
     def _open_files(self) -> None:
         root = NAMES[self._config.shape.family].root
@@ -242,7 +256,9 @@ class Checkpoint:
                     raise _bad(f"{name} is in more than one file of {self._folder}")
                 self._holders[full] = (name, file)
 
-    def _check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+    def _check(self, expected: Mapping[str, tuple[int, ...]]) -> int:
+        """Bytes of the expected tensors as they are stored."""
+        total = 0
         missing = [name for name in expected if name not in self._holders]
         unknown = [
             name
@@ -261,10 +277,12 @@ class Checkpoint:
                     f"{stored_name} has shape {list(stored.get_shape())}, "
                     f"the config asks for {list(shape)}"
                 )
-            if stored.get_dtype() not in ("F32", "F16", "BF16", "F64"):
+            if stored.get_dtype() not in _FLOAT_BYTES:
                 raise _bad(f"{stored_name} is stored as {stored.get_dtype()}, not as floats")
+            total += prod(shape) * _FLOAT_BYTES[stored.get_dtype()]
         if _HEAD in self._holders and _HEAD not in expected:
             self._check_tied_head()
+        return total
 
     def _check_tied_head(self) -> None:
         """Some checkpoints store a tied head again: it must then be the embeddings."""

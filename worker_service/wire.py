@@ -92,6 +92,7 @@ def admission_from(
         recomputed_tokens=plan.recomputed_tokens,
         tile_tokens=plan.tile_tokens,
         predicted_restore_seconds=plan.predicted_restore_seconds,
+        traceparent=command.traceparent,
     )
 
 

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from splitpoint.config import log_failure
 from splitpoint.errors import (
     FailedPrecondition,
     Internal,
@@ -30,11 +29,14 @@ from splitpoint.errors import (
     SplitpointError,
 )
 from splitpoint.keys import chunk_key
+from splitpoint.logs import for_request, log_failure
 from splitpoint.schedule import Lane
+from splitpoint.tracing import NO_SPAN
 from worker_service.arena_tensors import ArenaTensors, StoredChunk
 from worker_service.device_cache import DeviceCache
 from worker_service.lanes import Lanes, Work, passed
 from worker_service.memory import STAGING_PAGES
+from worker_service.request_spans import WriteBackSpans
 from worker_service.store_client import Connection, Match, StoreClient, WrittenChunk
 from worker_service.timeline import Span, Trace
 
@@ -130,6 +132,8 @@ class _Chain:
     writer: asyncio.Task[None] | None = None
     # Failed, or past what the store wants: what becomes of all that comes yet.
     ended: WriteResult | None = None
+    # None: nobody traces the request.
+    spans: WriteBackSpans | None = None
 
 
 class WriteBack:
@@ -169,6 +173,7 @@ class WriteBack:
         cached_tokens: int,
         *,
         must_store: bool,
+        spans: WriteBackSpans | None = None,
     ) -> None:
         """Begin a chain after the first `cached_tokens`, which the match holds."""
         chunk_tokens = self._cache.layout.chunk_tokens
@@ -183,6 +188,7 @@ class WriteBack:
             lease_ids=[match.lease_id],
             must_store=must_store,
             first_unwanted_chunk=None if limit is None else limit // chunk_tokens,
+            spans=spans,
         )
 
     def submit(self, key: SequenceKey, jobs: Sequence[WriteJob]) -> None:
@@ -193,11 +199,14 @@ class WriteBack:
             return
         chain.jobs.extend(jobs)
         if chain.writer is None or chain.writer.done():
-            chain.writer = asyncio.create_task(self._write(chain), name=f"write-back {key[0]}")
+            with for_request(key[0]):
+                writing = self._write(chain)
+                chain.writer = asyncio.create_task(writing, name=f"write-back {key[0]}")
 
     def flush(self, key: SequenceKey) -> None:
         """Write what is queued, end the chain, release its leases, then say Flushed."""
-        task = asyncio.create_task(self._close_chain(key), name=f"flush {key[0]}")
+        with for_request(key[0]):
+            task = asyncio.create_task(self._close_chain(key), name=f"flush {key[0]}")
         self._closers.add(task)
         task.add_done_callback(self._closers.discard)
         task.add_done_callback(log_failure)
@@ -233,8 +242,10 @@ class WriteBack:
                 await self._store.release(chain.connection, lease_ids=chain.lease_ids)
         except SplitpointError as error:
             # The session is gone, and its leases with it.
-            log.warning("releasing the leases of %s failed: %s", key[0], error.message)
+            log.warning("releasing its leases failed: %s", error.message)
         finally:
+            if chain is not None and chain.spans is not None:
+                chain.spans.end()
             # Whatever happened, the engine waits for this to free the pages.
             self._post(Flushed(key))
 
@@ -247,19 +258,18 @@ class WriteBack:
                 return
             jobs = [chain.jobs.popleft() for _ in range(min(BATCH_CHUNKS, wanted))]
             try:
-                stored = await self._store_chunks(chain, jobs)
+                span = NO_SPAN if chain.spans is None else chain.spans.batch(len(jobs))
+                with span.current():
+                    stored = await self._store_chunks(chain, jobs)
             except SplitpointError as error:
                 log.warning(
-                    "%s: chunks from %d on are not stored: %s",
-                    chain.key[0],
-                    jobs[0].chunk_index,
-                    error.message,
+                    "chunks from %d on are not stored: %s", jobs[0].chunk_index, error.message
                 )
                 self._fail(chain, jobs, error)
                 return
             except Exception:
                 # A bug or a broken device; the request must hear of it all the same.
-                log.exception("%s: write-back failed", chain.key[0])
+                log.exception("write-back failed")
                 failure = Internal("write-back failed", reason="WRITE_BACK_FAILED")
                 self._fail(chain, jobs, failure)
                 return
@@ -299,6 +309,8 @@ class WriteBack:
             )
             self.totals.bytes += int(span.amount)
             self.totals.seconds += span.seconds
+            if chain.spans is not None:
+                chain.spans.copied(span)
             written = self._chain_keys(chain, jobs, granted, checksums)
             answer = await self._store.seal(
                 chain.connection, chain.salt, written, chain.lease_ids[-1]

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import io
-import logging
 import os
-import re
 import stat
-import sys
 from pathlib import Path
 
 import pytest
@@ -188,27 +184,6 @@ def test_a_foreign_folder_is_refused(tmp_path: Path) -> None:
     for name in ("link", "file"):
         with pytest.raises(FailedPrecondition, match="not a folder of this user"):
             config.make_private(tmp_path / name)
-
-
-def test_log_lines_cannot_be_forged(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", stream)
-    before = logging.root.handlers[:], logging.root.level
-    try:
-        config.setup_logging("store")
-        try:
-            raise ValueError("first\nsecond")
-        except ValueError:
-            logging.getLogger("x").exception("bad %s", "name\nINFO fake")
-        logging.getLogger("x").debug("not shown")
-    finally:
-        logging.root.handlers, logging.root.level = before
-        logging.captureWarnings(False)
-    lines = stream.getvalue().splitlines()
-    assert lines[0].endswith(r"ERROR store: bad name\nINFO fake")
-    header = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z ERROR store: ")
-    assert len(lines) > 3
-    assert all(header.match(line) for line in lines)
 
 
 async def test_the_end_of_the_parents_pipe_stops() -> None:

@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "stdlib-llama"
 TENANT_REQUESTS = 3
 CALLERS = {
-    "alice": Caller("alice", Role.CLIENT, "a"),
-    "anna": Caller("anna", Role.CLIENT, "a"),
-    "bob": Caller("bob", Role.CLIENT, "b"),
+    "alice": Caller("alice", Role.CLIENT, "canarytenant-a"),
+    "anna": Caller("anna", Role.CLIENT, "canarytenant-a"),
+    "bob": Caller("bob", Role.CLIENT, "canarytenant-b"),
     "services": Caller("services", Role.WORKER),
     "root": Caller("root", Role.ADMIN),
 }
@@ -66,7 +66,8 @@ class SecuredStack:
 
 
 @asynccontextmanager
-async def secured_stack(folder: Path) -> AsyncIterator[SecuredStack]:
+async def secured_stack(folder: Path, *more: str) -> AsyncIterator[SecuredStack]:
+    """With `more` arguments for each service."""
     certificates = folder / "certificates"
     make_certificates(certificates)
     tokens_file, token_file = folder / "tokens.toml", folder / "services.token"
@@ -81,7 +82,7 @@ async def secured_stack(folder: Path) -> AsyncIterator[SecuredStack]:
         *("--tls-ca", str(certificates / "ca.pem")),
         *("--tokens", str(tokens_file), "--token-file", str(token_file)),
         *("--reflection", "--listen", "127.0.0.1:0", "--model", str(MODEL)),
-        *("--dtype", "float32"),
+        *("--dtype", "float32", *more),
     ]
     async with AsyncExitStack() as cleanup:
         cleanup.callback(shutil.rmtree, arena.parent, ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -39,6 +40,7 @@ REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 PROMPT = prompt_of(80, seed=7, vocabulary=1000)
 CANARY_TEXT = "canaryprompt_7f3a"
 CANARY_SALT = "canarysalt_91bc"
+WRONG_TOKEN = "wrongcanarytoken_" + "z" * 30
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -361,7 +363,37 @@ async def test_the_plan_of_counts_does_not_depend_on_what_is_cached(stack: Secur
 
 
 async def test_nothing_secret_is_logged(stack: SecuredStack) -> None:
-    """After every test above: tokens, prompts and salts appear in no service's log."""
+    """After every test above: tokens, prompts, salts and tenants appear in no service's log."""
+    await provoke(stack)
+    for name, path in stack.logs.items():
+        log = path.read_text()
+        assert f"{name}".replace("store", "kvstore") in log
+        assert secrets_in(log, stack) == [], name
+    # The logs are the right ones: refusals are told, without what was shown.
+    assert "TOKEN_UNKNOWN" in stack.logs["store"].read_text()
+    assert "request ended outcome=length prompt_tokens=" in stack.logs["scheduler"].read_text()
+
+
+async def test_nothing_secret_is_logged_as_json(tmp_path: Path) -> None:
+    more = ("--log-format", "json", "--log-level", "debug")
+    async with secured_stack(tmp_path, *more) as stack:
+        await provoke(stack)
+        for name, path in stack.logs.items():
+            log = path.read_text()
+            records = [json.loads(line) for line in log.splitlines()]
+            assert {record["service"].split("-")[0] for record in records} == (
+                {name.replace("store", "kvstore")}
+            )
+            assert secrets_in(log, stack) == [], name
+        assert "TOKEN_UNKNOWN" in stack.logs["store"].read_text()
+        lines = stack.logs["scheduler"].read_text().splitlines()
+        ended = [r for r in map(json.loads, lines) if r["message"] == "request ended"]
+        assert {r["facts"]["outcome"] for r in ended} == {"length", "ABANDONED"}
+        assert all(r["request_id"] for r in ended)
+
+
+async def provoke(stack: SecuredStack) -> None:
+    """Requests that end well and badly, and calls of strangers."""
     async with stack.client("alice") as client:
         await client.generate(
             CANARY_TEXT, max_tokens=4, cache_salt=CANARY_SALT.encode(), timeout=30
@@ -374,20 +406,18 @@ async def test_nothing_secret_is_logged(stack: SecuredStack) -> None:
             await client.generate(
                 CANARY_TEXT, max_tokens=900, ignore_eos=True, timeout=0.3
             ).complete()
-    wrong = "wrongcanarytoken_" + "z" * 30
     for address in (stack.scheduler, stack.worker, stack.store):
         path = "/splitpoint.v1.KvStoreService/GetStats"
-        assert await call(address, stack.identity(token=wrong), path) is not None
+        assert await call(address, stack.identity(token=WRONG_TOKEN), path) is not None
     await asyncio.sleep(0.2)
-    secrets = [CANARY_TEXT, CANARY_SALT, wrong, *stack.tokens.values()]
+
+
+def secrets_in(log: str, stack: SecuredStack) -> list[str]:
+    """What of all that nobody may read is in a log."""
+    secrets = [CANARY_TEXT, CANARY_SALT, WRONG_TOKEN, "canarytenant", *stack.tokens.values()]
     secrets += [access.digest_of(token).hex() for token in stack.tokens.values()]
     secrets += [", ".join(map(str, PROMPT[:4])), CANARY_SALT.encode().hex()]
-    for name, path in stack.logs.items():
-        log = path.read_text()
-        assert f"{name}".replace("store", "kvstore") in log
-        assert [secret for secret in secrets if secret in log] == [], name
-    # The logs are the right ones: refusals are told, without what was shown.
-    assert "TOKEN_UNKNOWN" in stack.logs["store"].read_text()
+    return [secret for secret in secrets if secret in log]
 
 
 async def test_a_revoked_token_is_refused_without_a_restart(stack: SecuredStack) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
+from splitpoint.progress import Ticker
 from splitpoint.shapes import DataType
 from splitpoint.weight_placement import NOTHING_ON_HOST, WEIGHT_SLOTS, OnHost
 from splitpoint.weight_schedule import WeightOrder, WeightPiece
@@ -106,16 +107,17 @@ class Decoder:
         device: torch.device,
         dtype: torch.dtype | None = None,
         on_host: OnHost = NOTHING_ON_HOST,
+        tickers: Sequence[Ticker] = (),
     ) -> Decoder:
         """From a checkpoint folder; dtype None: the checkpoint's own.
 
-        `on_host` says which weights stay there. Raises InvalidArgument for an
-        unsupported config or bad weight files.
+        `on_host` says which weights stay there, `tickers` hear of the bytes read. Raises
+        InvalidArgument for an unsupported config or bad weight files.
         """
         data_type = None if dtype is None else _DATA_TYPES[dtype]
         config = DecoderConfig.read(folder, data_type)
         dtype = torch_type(config.shape.data_type)
-        with Checkpoint(folder, config, device, dtype) as source:
+        with Checkpoint(folder, config, device, dtype, tickers) as source:
             return cls(config, source, device, dtype, on_host)
 
     @classmethod

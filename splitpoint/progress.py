@@ -1,0 +1,87 @@
+"""How far something long is, in bytes of bytes: counted where it happens, told now and then.
+
+A service that a supervisor asked for it prints lines beside its READY line:
+
+    PROGRESS loading 1073741824 16060522496
+
+Knows no terminal and no log: whoever tells is an argument.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+PROGRESS_PREFIX = "PROGRESS "
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """`done_bytes` of `total_bytes`; `what` is one word, such as "loading"."""
+
+    what: str
+    done_bytes: int
+    total_bytes: int
+
+    @property
+    def line(self) -> str:
+        return f"{PROGRESS_PREFIX}{self.what} {self.done_bytes} {self.total_bytes}"
+
+    @property
+    def is_complete(self) -> bool:
+        return self.done_bytes >= self.total_bytes
+
+
+def read_progress(line: str) -> Progress | None:
+    """What a `Progress.line` says; None for any other line."""
+    words = line.split()
+    if not line.startswith(PROGRESS_PREFIX) or len(words) != 4:
+        return None
+    _, what, done, total = words
+    if not (done.isdecimal() and total.isdecimal()):
+        return None
+    return Progress(what, int(done), int(total))
+
+
+class Ticker:
+    """Tells how far something is, first after `seconds` and then every `seconds` at most.
+
+    What is over sooner is never told; the end of anything else always is.
+    """
+
+    def __init__(
+        self,
+        tell: Callable[[Progress], None],
+        seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tell = tell
+        self._seconds = seconds
+        self._clock = clock
+        self._last = clock()
+        self._has_told = False
+
+    def at(self, progress: Progress) -> None:
+        now = self._clock()
+        is_due = now - self._last >= self._seconds
+        if is_due or (progress.is_complete and self._has_told):
+            self._last = now
+            self._has_told = not progress.is_complete
+            self._tell(progress)
+
+
+class Counter:
+    """Adds up what is done of something and passes it to its tickers."""
+
+    def __init__(self, what: str, total_bytes: int, tickers: Sequence[Ticker]) -> None:
+        self._what = what
+        self._total = total_bytes
+        self._done = 0
+        self._tickers = tickers
+
+    def add(self, size_bytes: int) -> None:
+        # What is read twice, as a tied head may be, counts once.
+        self._done = min(self._total, self._done + size_bytes)
+        for ticker in self._tickers:
+            ticker.at(Progress(self._what, self._done, self._total))

@@ -1,0 +1,35 @@
+"""Runs a service process from its arguments to its exit code: logs, traces, the serving itself."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+
+from splitpoint import tracing
+from splitpoint.errors import SplitpointError
+from splitpoint.logs import log_options, setup_logging
+
+Serve = Callable[[argparse.Namespace], Coroutine[None, None, None]]
+
+
+def run_service(
+    service: str,
+    serve: Serve,
+    arguments: argparse.Namespace,
+    *,
+    wrong_arguments: tuple[type[SplitpointError], ...] = (),
+) -> int:
+    """Run a service to its end; its exit code. What it raises on purpose is one log line.
+
+    `wrong_arguments`: errors that end it with exit code 2 instead of 1.
+    """
+    setup_logging(service, log_options(arguments))
+    try:
+        with tracing.exported(service, arguments.otlp_endpoint):
+            asyncio.run(serve(arguments))
+    except SplitpointError as error:
+        logging.getLogger(service).error("%s", error.message)
+        return 2 if isinstance(error, wrong_arguments) else 1
+    return 0

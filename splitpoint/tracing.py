@@ -1,0 +1,316 @@
+"""Spans of requests for OpenTelemetry, in services that were started with --otlp-endpoint.
+
+In any other process nothing of OpenTelemetry is loaded and every span is `NO_SPAN`, whose
+methods do nothing. A request's context travels as a W3C traceparent: in the metadata of
+calls, and in the commands of a worker's stream. Attributes are counts and names; prompts,
+token ids, tenants, salts and tokens never are.
+
+Times are seconds of `time.monotonic`, which on Linux is the clock of `time.perf_counter`.
+Every span of a request in a process is put on the calendar by one offset, so what was
+measured as being inside something else also is when it is drawn.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from splitpoint.config import check_address
+from splitpoint.errors import FailedPrecondition, InvalidArgument, SplitpointError
+
+_log = logging.getLogger(__name__)
+
+TRACEPARENT = "traceparent"
+FROM_ENVIRONMENT = "env"
+# For the last spans at the end of a process; what is not sent then is lost.
+FLUSH_SECONDS = 2.0
+# Of one export, retries included, unless OTEL_EXPORTER_OTLP_TIMEOUT says otherwise.
+_EXPORT_SECONDS = 2.0
+# Clients choose what they send as a traceparent; of version 00 it has 55 characters.
+_LONGEST_PARENT = 128
+
+Fact = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Sdk:
+    """What was loaded of OpenTelemetry."""
+
+    tracer: Any
+    propagator: Any
+    api: Any
+
+
+_sdk: _Sdk | None = None
+
+
+def is_on() -> bool:
+    """Whether this process makes spans at all."""
+    return _sdk is not None
+
+
+class Span:
+    """One span, or nothing: then every method does nothing and gives nothing."""
+
+    __slots__ = ("_inner", "_offset_ns")
+
+    def __init__(self, inner: Any = None, offset_ns: int = 0) -> None:
+        self._inner = inner
+        self._offset_ns = offset_ns
+
+    @property
+    def is_recorded(self) -> bool:
+        """Somebody will see it: it was sampled."""
+        return self._inner is not None and bool(self._inner.is_recording())
+
+    @property
+    def traceparent(self) -> str:
+        """For whoever goes on elsewhere; empty: nobody traces."""
+        if self._inner is None:
+            return ""
+        return traceparent_of(self._inner.get_span_context())
+
+    def begin(self, name: str, at: float | None = None, **facts: Fact) -> Span:
+        """A part of it that begins now, or began at `at`. Whoever begins it ends it."""
+        return self._begin(name, at, facts)
+
+    def record(self, name: str, first: float, last: float, **facts: Fact) -> None:
+        """A part of it that is over."""
+        self._begin(name, first, facts).end(last)
+
+    @contextmanager
+    def part(self, name: str, **facts: Fact) -> Iterator[Span]:
+        """A part of it for the length of the block, in which calls carry its context."""
+        if not self.is_recorded:
+            with self.current():
+                yield self
+            return
+        part = self._begin(name, None, facts)
+        try:
+            with part.current():
+                yield part
+        except BaseException as error:
+            part.end(error=name_of(error))
+            raise
+        part.end()
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Calls made in this block carry its context (see `metadata`)."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+    def set(self, **facts: Fact) -> None:
+        if self._inner is not None:
+            self._inner.set_attributes(_attributes(facts))
+
+    def end(self, at: float | None = None, *, error: str = "") -> None:
+        """Now, or at `at`; only the first end counts. `error`: a name, never a message."""
+        if not self.is_recorded or _sdk is None:
+            return
+        if error:
+            self._inner.set_status(_sdk.api.Status(_sdk.api.StatusCode.ERROR, error))
+        self._inner.end(self._ns(at))
+
+    def _begin(self, name: str, at: float | None, facts: Mapping[str, Fact]) -> Span:
+        if not self.is_recorded or _sdk is None:
+            return self  # not sampled: whoever goes on is not, either
+        inner = _sdk.tracer.start_span(
+            name,
+            _sdk.api.set_span_in_context(self._inner),
+            attributes=_attributes(facts),
+            start_time=self._ns(at),
+        )
+        return Span(inner, self._offset_ns)
+
+    def _ns(self, at: float | None) -> int:
+        """Nanoseconds since 1970."""
+        monotonic = time.monotonic_ns() if at is None else int(at * 1e9)
+        return monotonic + self._offset_ns
+
+
+NO_SPAN = Span()
+_current: ContextVar[Span] = ContextVar("span", default=NO_SPAN)
+
+
+def begin(name: str, parent: str = "", **facts: Fact) -> Span:
+    """The first span of a request in this process. `parent`: a traceparent; one that is
+    missing or malformed makes it the first of its trace."""
+    if _sdk is None:
+        return NO_SPAN
+    context = _sdk.propagator.extract({TRACEPARENT: parent[:_LONGEST_PARENT]})
+    offset_ns = time.time_ns() - time.monotonic_ns()
+    kind = _sdk.api.SpanKind.SERVER
+    inner = _sdk.tracer.start_span(
+        name,
+        context,
+        kind=kind,
+        attributes=_attributes(facts),
+        start_time=time.monotonic_ns() + offset_ns,
+    )
+    return Span(inner, offset_ns)
+
+
+@contextmanager
+def serving(name: str, call: Any, **facts: Fact) -> Iterator[Span]:
+    """A gRPC call that is answered in this block, if its caller traces it."""
+    parent = parent_of(call)
+    span = begin(name, parent, **facts) if parent else NO_SPAN
+    try:
+        yield span
+    except BaseException as error:
+        span.end(error=name_of(error))
+        raise
+    span.end()
+
+
+def parent_of(call: Any) -> str:
+    """The traceparent that came with a gRPC call; empty: none, or nobody traces here."""
+    if _sdk is None:
+        return ""
+    received = call.invocation_metadata() or ()
+    return next((str(value) for key, value in received if key == TRACEPARENT), "")
+
+
+def current() -> Span:
+    """Whose context calls made now carry."""
+    return _current.get()
+
+
+def metadata() -> tuple[tuple[str, str], ...] | None:
+    """What a call made now brings along. None: nothing."""
+    parent = _current.get().traceparent
+    return ((TRACEPARENT, parent),) if parent else None
+
+
+def traceparent_of(context: Any) -> str:
+    """Of an OpenTelemetry span context, as W3C spells it."""
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags & 1:02x}"
+
+
+def name_of(error: BaseException) -> str:
+    """What a span says of a failure: its reason or class, since messages may quote input."""
+    return error.reason if isinstance(error, SplitpointError) else type(error).__name__
+
+
+def _attributes(facts: Mapping[str, Fact]) -> dict[str, Fact]:
+    return {f"splitpoint.{name}": fact for name, fact in facts.items() if fact is not None}
+
+
+# -- where spans go ---------------------------------------------------------------------
+
+
+def collector_url(text: str) -> str | None:
+    """`HOST:PORT` as a URL, a URL as it is; None for "env", where OTEL_* variables decide.
+
+    Raises InvalidArgument for anything else, FailedPrecondition when OpenTelemetry is not
+    installed.
+    """
+    if text == FROM_ENVIRONMENT:
+        url = None
+    elif "://" in text:
+        scheme, _, place = text.partition("://")
+        if scheme not in ("http", "https"):
+            raise InvalidArgument(
+                f"{text!r} begins neither with http:// nor with https://", field="otlp_endpoint"
+            )
+        check_address(place.rstrip("/"), field="otlp_endpoint")
+        url = text
+    else:
+        if check_address(text, field="otlp_endpoint").startswith("unix:"):
+            raise InvalidArgument("a collector has a HOST:PORT or a URL", field="otlp_endpoint")
+        url = f"http://{text}"
+    try:
+        import opentelemetry.exporter.otlp.proto.grpc
+        import opentelemetry.sdk.version  # noqa: F401
+    except ImportError as error:
+        raise FailedPrecondition(
+            "--otlp-endpoint needs OpenTelemetry, which is not installed: "
+            "pip install 'splitpoint[tracing]'",
+            reason="TRACING_NOT_INSTALLED",
+        ) from error
+    return url
+
+
+@contextmanager
+def exported(service: str, endpoint: str | None) -> Iterator[None]:
+    """Spans made in this block go to a collector; with `endpoint` None there are none.
+
+    `service` is called "splitpoint-NAME" unless OTEL_SERVICE_NAME says otherwise. Leaving
+    takes at most FLUSH_SECONDS, whether or not a collector answers. Raises what
+    `collector_url` raises.
+    """
+    global _sdk
+    if endpoint is None:
+        yield
+        return
+    url = collector_url(endpoint)
+    from opentelemetry import trace
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    has_timeout = any(f"OTEL_EXPORTER_OTLP_{kind}TIMEOUT" in os.environ for kind in ("", "TRACES_"))
+    exporter = OTLPSpanExporter(url, timeout=None if has_timeout else _EXPORT_SECONDS)
+    provider = TracerProvider(
+        resource=Resource.create(_resource_of(service)), shutdown_on_exit=False
+    )
+    sending: Any = _Exporter(exporter, url or "the collector")
+    provider.add_span_processor(BatchSpanProcessor(sending))
+    # It warns of every batch that does not get through; we warn once.
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
+    _sdk = _Sdk(provider.get_tracer("splitpoint"), TraceContextTextMapPropagator(), trace)
+    _log.info("traces go to %s", url or "where OTEL_EXPORTER_OTLP_ENDPOINT says")
+    try:
+        yield
+    finally:
+        _sdk = None
+        # A thread that dies with the process: an export may hang longer than it may take.
+        flushing = threading.Thread(target=provider.shutdown, name="last spans", daemon=True)
+        flushing.start()
+        flushing.join(FLUSH_SECONDS)
+
+
+def _resource_of(service: str) -> dict[str, str]:
+    facts = {"service.instance.id": service, "service.namespace": "splitpoint"}
+    is_named = "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+    if not is_named and not os.environ.get("OTEL_SERVICE_NAME"):
+        facts["service.name"] = f"splitpoint-{service}"
+    return facts
+
+
+class _Exporter:
+    """An exporter that complains once until its collector takes spans again."""
+
+    def __init__(self, inner: Any, name: str) -> None:
+        self._inner = inner
+        self._name = name
+        self._has_complained = False
+
+    def export(self, spans: Sequence[Any]) -> Any:
+        result = self._inner.export(spans)
+        failed = result.name != "SUCCESS"
+        if failed and not self._has_complained:
+            _log.warning("%s does not take traces: they are dropped until it does", self._name)
+        elif self._has_complained and not failed:
+            _log.info("%s takes traces again", self._name)
+        self._has_complained = failed
+        return result
+
+    def shutdown(self) -> None:
+        self._inner.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        return bool(self._inner.force_flush(timeout_millis))

@@ -1,0 +1,206 @@
+"""Traces of a real stack of processes, as a collector gets them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_stack import ROOT, prompt_of, stop_process
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from span_collector import Collector, ReceivedSpan, span_collector
+from tiny_models import VOCABULARY, write_tiny
+
+from splitpoint.client import AsyncClient, Client
+from splitpoint.planner import Residency, RestoreMethod
+
+SPLIT = "splitpoint.split_tokens"
+PROMPT = prompt_of(100, 1, VOCABULARY)
+SALT = b"canarysalt-in-no-span"
+# Clocks of one host, read by several processes.
+TOLERANCE = 1_000_000
+
+
+@asynccontextmanager
+async def processes(
+    tmp_path: Path, arena: Path, *more: str, environment: Mapping[str, str] | None = None
+) -> AsyncIterator[tuple[AsyncClient, dict[str, Process]]]:
+    """Store, worker and scheduler with these arguments more, each logging into a file."""
+    model = write_tiny("opt", tmp_path / "model")
+    env = {**os.environ, "OTEL_BSP_SCHEDULE_DELAY": "100", **(environment or {})}
+    started: dict[str, Process] = {}
+
+    async with AsyncExitStack() as cleanup:
+
+        async def start(name: str, module: str, *arguments: str) -> str:
+            log = (tmp_path / f"{name}.log").open("wb")
+            with log:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", module, *arguments, *more),
+                    cwd=ROOT,
+                    env=env,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=log,
+                )
+            started[name] = process
+            cleanup.push_async_callback(stop_process, process)
+            assert process.stdout is not None
+            line = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
+            assert line.startswith("READY "), (tmp_path / f"{name}.log").read_text()
+            return line.split()[1]
+
+        store = await start(
+            *("store", "kvstore_service", "--listen", f"unix:{tmp_path}/kv", "--model", str(model)),
+            *("--arena", str(arena), "--host-memory", "48MiB", "--chunk-tokens", "16"),
+            *("--dtype", "float32", "--activations", "always"),
+        )
+        worker = await start(
+            *("worker", "worker_service", "--listen", f"unix:{tmp_path}/w0", "--kvstore", store),
+            *("--model", str(model), "--device", "cpu", "--dtype", "float32", "--threads", "1"),
+            *("--device-memory", "96MiB", "--link-rate", "50MB"),
+        )
+        scheduler = await start(
+            *("scheduler", "scheduler_service", "--listen", "127.0.0.1:0", "--worker", worker),
+            *("--model", str(model), "--dtype", "float32", "--grace-seconds", "1"),
+        )
+        client = await cleanup.enter_async_context(AsyncClient(scheduler))
+        await client.wait_ready(30)
+        yield client, started
+
+
+@pytest.fixture
+def caller_spans() -> InMemorySpanExporter:
+    """This process traces what it does, as a program that calls a stack would."""
+    exporter = InMemorySpanExporter()
+    provider = trace.get_tracer_provider()
+    if not isinstance(provider, TracerProvider):
+        provider = TracerProvider()
+        trace.set_tracer_provider(provider)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    return exporter
+
+
+async def eventually(condition: Any, seconds: float = 15) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        await asyncio.sleep(0.05)
+
+
+def of_trace(collector: Collector, trace_id: int) -> list[ReceivedSpan]:
+    return [span for span in collector.spans if span.trace_id == f"{trace_id:032x}"]
+
+
+async def test_a_request_is_one_trace_through_all_services(
+    tmp_path: Path, shm_folder: Path, caller_spans: InMemorySpanExporter
+) -> None:
+    async with (
+        span_collector() as collector,
+        processes(
+            *(tmp_path, shm_folder / "store" / "arena", "--otlp-endpoint", collector.address),
+            environment={"OTEL_EXPORTER_OTLP_HEADERS": "x-key=of-mine"},
+        ) as (client, _),
+    ):
+        options: Any = {"max_tokens": 40, "cache_salt": SALT, "timeout": 30}
+        first = await client.generate(PROMPT, request_id="first", **options).complete()
+        restored = await client.generate(
+            PROMPT, request_id="second", restore=RestoreMethod.LOAD, **options
+        ).complete()
+        rebuilt = await client.generate(PROMPT, request_id="third", split=64, **options).complete()
+        with Client(client.address) as blocking:
+            streamed = await asyncio.to_thread(
+                blocking.generate(
+                    PROMPT, request_id="fourth", residency=Residency.STREAMED, **options
+                ).complete
+            )
+        assert first.usage.cached_tokens == 0
+        assert min(r.usage.cached_tokens for r in (restored, rebuilt, streamed)) >= 96
+        # Nobody awaits the status of a call that is over: it comes in a turn of the loop.
+        await eventually(lambda: len(caller_spans.get_finished_spans()) == 4)
+        await eventually(lambda: len(collector.named("generate")) == 4)
+        await eventually(lambda: len(collector.named("run")) == 4)
+        await eventually(lambda: len(collector.named("seal")) >= 4)
+    if "SPLITPOINT_TRACE_TREE" in os.environ:  # for the picture in docs/tracing.md
+        trees = ["\n".join(collector.tree(root)) for root in collector.named("generate")]
+        Path(os.environ["SPLITPOINT_TRACE_TREE"]).write_text("\n\n".join(trees) + "\n")
+    for caller in caller_spans.get_finished_spans():
+        spans = of_trace(collector, caller.context.trace_id)
+        by_id = {span.span_id: span for span in spans}
+        [generate] = [span for span in spans if span.name == "generate"]
+        assert generate.parent_id == f"{caller.context.span_id:016x}"
+        assert caller.start_time - TOLERANCE <= generate.start
+        assert generate.end <= caller.end_time + TOLERANCE
+        for span in spans:
+            assert not span.is_error
+            if span is not generate:
+                parent = by_id[span.parent_id]
+                assert parent.start - TOLERANCE <= span.start <= span.end, span
+                assert span.end <= parent.end + TOLERANCE, (span, parent)
+        assert [c.name for c in collector.children(generate)] == (
+            ["validate", "peek", "queue", "plan", "attempt"]
+        )
+        attempt = collector.children(generate)[-1]
+        run = next(span for span in collector.children(attempt) if span.name == "run")
+        assert run.service == "splitpoint-worker-0"
+        names = [child.name for child in collector.children(run)]
+        request_id = generate.attributes["splitpoint.request_id"]
+        wanted = {"look up", "prefill", "decode", "write-back"}
+        assert set(names) == wanted | (set() if request_id == "first" else {"restore"})
+        assert len(names) == len(set(names))
+        [look_up] = [child for child in collector.children(run) if child.name == "look up"]
+        [match] = collector.children(look_up)
+        assert (match.name, match.service) == ("match", "splitpoint-kvstore")
+        [peek] = [child for child in collector.children(generate) if child.name == "peek"]
+        assert [child.attributes["splitpoint.is_peek"] for child in collector.children(peek)] == (
+            [True]
+        )
+        [writing] = [child for child in collector.children(run) if child.name == "write-back"]
+        kinds = {child.name for child in collector.children(writing)}
+        assert kinds == {"reserve", "seal", "link out"}
+        [decode] = [child for child in collector.children(run) if child.name == "decode"]
+        assert decode.attributes["splitpoint.steps"] == 39
+        assert generate.attributes["splitpoint.completion_tokens"] == 40
+    lanes = {
+        generate.attributes["splitpoint.request_id"]: {
+            (phase.name, lane.name): lane.attributes
+            for phase in collector.spans
+            if phase.trace_id == generate.trace_id and phase.name in ("restore", "decode")
+            for lane in collector.children(phase)
+        }
+        for generate in collector.named("generate")
+    }
+    assert lanes["first"] == {}
+    assert set(lanes["second"]) == {("restore", "link in")}
+    assert set(lanes["third"]) == {("restore", "link in"), ("restore", "compute")}
+    assert ("decode", "link in") in lanes["fourth"]
+    # 96 tokens of K and V in 3 layers, and no lane is busier than it is long.
+    link = lanes["second"]["restore", "link in"]
+    assert link["splitpoint.bytes"] >= 96 * 2 * 64 * 4 * 3
+    assert link["splitpoint.busy_seconds"] > 0
+    [restore] = [s for s in collector.named("restore") if s.attributes[SPLIT] == 64]
+    assert restore.attributes["splitpoint.measured_seconds"] > 0
+    assert restore.attributes["splitpoint.predicted_seconds"] > 0
+    # Counts and names only.
+    assert SALT not in collector.raw
+    assert not any(isinstance(v, list) for s in collector.spans for v in s.attributes.values())
+    assert collector.headers["x-key"] == "of-mine"
+
+
+async def test_no_flag_no_opentelemetry(tmp_path: Path, shm_folder: Path) -> None:
+    arena = shm_folder / "store" / "arena"
+    async with processes(tmp_path, arena) as (client, started):
+        await client.generate(PROMPT, max_tokens=2, timeout=30).complete()
+        for name, process in started.items():
+            mapped = Path(f"/proc/{process.pid}/maps").read_text()
+            assert "grpc" in mapped, name  # compiled modules are seen here
+            assert "opentelemetry" not in mapped, name
