@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-import re
 import signal
 from asyncio.subprocess import PIPE, Process
 from collections import deque
@@ -21,13 +20,14 @@ from typing import Self
 import splitpoint
 from splitpoint.config import READY_PREFIX
 from splitpoint.errors import SplitpointError
+from splitpoint.logs import level_of
+from splitpoint.progress import Progress, read_progress
 
 TAIL_LINES = 20
 # Longer lines are cut; a traceback or a log record never needs more.
 _LINE_LIMIT = 64 * 1024
 # For the last lines of a dead child; its pipes close with its process group.
 _READ_SECONDS = 2.0
-_HEADER = re.compile(r"\S+Z (DEBUG|INFO|WARNING|ERROR|CRITICAL) ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,15 @@ class ServiceCommand:
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """One line a child wrote. `important`: a warning or worse, or no log record at all."""
+    """One line a child wrote. `important`: a warning or worse, or no log record at all.
+
+    `progress`: what the line says of how far it is; then nothing else is in it.
+    """
 
     service: str
     text: str
     important: bool
+    progress: Progress | None = None
 
 
 class ServiceNotStarted(SplitpointError):
@@ -230,7 +234,6 @@ class Service:
         await asyncio.gather(*self._readers, return_exceptions=True)
 
     async def _read_lines(self, stream: asyncio.StreamReader) -> None:
-        important = True
         while True:
             try:
                 raw = await stream.readline()
@@ -244,8 +247,11 @@ class Service:
                 self.address = text.removeprefix(READY_PREFIX).strip()
                 self._ready.set_result(self.address)
                 continue
-            header = _HEADER.match(text)
-            important = header is None or header[1] not in ("DEBUG", "INFO")
+            progress = read_progress(text)
+            if progress is not None:
+                self._show(LogLine(self.name, text, False, progress))
+                continue
+            important = level_of(text) not in ("DEBUG", "INFO")
             line = LogLine(self.name, text, important)
             self.tail.append(line)
             self._show(line)

@@ -14,9 +14,11 @@ from splitpoint import config
 from splitpoint.access import read_tokens
 from splitpoint.checkpoints import model_name, resolve_model
 from splitpoint.errors import InvalidArgument
+from splitpoint.logs import LogFormat, LogLevel
 from splitpoint.redis_options import read_redis_options
 from splitpoint.shapes import DataType, ModelShape, read_config
 from splitpoint.tls import Identity, read_identity
+from splitpoint.tracing import collector_url
 from splitpoint_cli.child import ServiceCommand
 from splitpoint_cli.devices import choose_devices, default_threads
 from splitpoint_cli.files import check_output
@@ -80,6 +82,9 @@ class StackOptions:
     redis_ca: str | None = None
     # Port of the scheduler's metrics; those of the others follow it.
     metrics: int | None = None
+    log_format: LogFormat | None = None
+    log_level: LogLevel | None = None
+    otlp_endpoint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +111,8 @@ class Stack:
     store: ServiceCommand
     workers: tuple[ServiceCommand, ...]
     scheduler: ServiceCommand
+    # Of what services write, and of what is said of them.
+    log_format: LogFormat = LogFormat.TEXT
 
 
 def plan_stack(options: StackOptions) -> Stack:
@@ -128,6 +135,8 @@ def plan_stack(options: StackOptions) -> Stack:
     read_redis_options(
         options.redis, password_file=options.redis_password_file, ca_file=options.redis_ca
     )
+    if options.otlp_endpoint is not None:
+        collector_url(options.otlp_endpoint)
     folder = resolve_model(options.model)
     shape = model_shape(folder, options.dtype)
     devices = choose_devices(options.device, options.workers)
@@ -157,6 +166,9 @@ def plan_stack(options: StackOptions) -> Stack:
         *_given("--redis", options.redis),
         *_given("--redis-password-file", options.redis_password_file),
         *_given("--redis-ca", options.redis_ca),
+        *_given("--log-format", options.log_format),
+        *_given("--log-level", options.log_level),
+        *_given("--otlp-endpoint", options.otlp_endpoint),
     ]
 
     store = ServiceCommand(
@@ -208,6 +220,7 @@ def plan_stack(options: StackOptions) -> Stack:
                 *_given("--link-rate", options.link_rate),
                 *_given("--trace", trace_path(options.trace, i)),
                 *_given("--metrics", metrics[2 + i] if metrics else None),
+                "--progress-lines",
                 *common,
             ],
             ready_seconds=_LOAD_SECONDS,
@@ -261,6 +274,7 @@ def plan_stack(options: StackOptions) -> Stack:
         store=store,
         workers=workers,
         scheduler=scheduler,
+        log_format=options.log_format or LogFormat.TEXT,
     )
 
 

@@ -17,10 +17,9 @@ from splitpoint_cli.child import Service, ServiceExited, ServiceNotReady, Servic
 from splitpoint_cli.instance import exclusive, predecessors_gone
 from splitpoint_cli.keeper import Keeper
 from splitpoint_cli.metrics_ports import check_free
-from splitpoint_cli.output import err
 from splitpoint_cli.restart_policy import RestartLimits
 from splitpoint_cli.stack import Stack
-from splitpoint_cli.stack_output import StackOutput, print_summary
+from splitpoint_cli.stack_output import output_of, print_summary
 from splitpoint_cli.supervisor import Supervisor
 
 _SERVE_SECONDS = 60.0
@@ -31,7 +30,7 @@ class StackRunner:
 
     def __init__(self, stack: Stack, *, verbose: bool = False, quiet: bool = False) -> None:
         self._stack = stack
-        self.output = StackOutput(verbose=verbose, quiet=quiet)
+        self.output = output_of(stack.log_format, verbose=verbose, quiet=quiet)
         self.address = stack.listen
         # An arena that an earlier run kept is ours once our own store has served it.
         self._arena_is_ours = False
@@ -65,6 +64,7 @@ class StackRunner:
                         await supervisor.stop()
                         impatient.cancel()
             finally:
+                self.output.close()
                 self._clean_up()
 
     async def keep(
@@ -158,7 +158,7 @@ async def run_stack(stack: Stack, *, verbose: bool, limits: RestartLimits | None
         async with runner.running(stop) as supervisor:
             print_summary(stack, runner.address)
             await runner.keep(supervisor, stop, limits)
-            err.print("stopping (once more to stop at once) ...")
+            runner.output.progress("stopping (once more to stop at once) ...")
     except Cancelled:
         return 130
     except (ServiceExited, ServiceNotReady, ServiceNotStarted) as error:

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from splitpoint import config
+from splitpoint.logs import LogFormat, LogLevel
 from splitpoint_cli.restart_policy import RestartLimits
 from splitpoint_cli.stack import StackOptions, plan_stack
 from splitpoint_cli.stack_runner import run_stack
@@ -23,6 +24,7 @@ _LIMITS = "Limits of workers and scheduler"
 _SECURITY = "Security"
 _LANES = "Copies beside compute (docs/pipeline.md)"
 _REDIS = "Redis"
+_WATCHING = "Logs and traces"
 
 
 class Device(enum.StrEnum):
@@ -394,6 +396,28 @@ def up(
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show every log line, not only warnings.")
     ] = False,
+    log_format: Annotated[
+        LogFormat | None,
+        typer.Option(
+            help="Of everything on stderr: text, or one JSON object a line; absent: text.",
+            rich_help_panel=_WATCHING,
+        ),
+    ] = None,
+    log_level: Annotated[
+        LogLevel | None,
+        typer.Option(
+            help="Show every log line from this level on; absent: warnings.",
+            rich_help_panel=_WATCHING,
+        ),
+    ] = None,
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            help="Send OpenTelemetry spans of all services there (docs/tracing.md).",
+            metavar="HOST:PORT|URL|env",
+            rich_help_panel=_WATCHING,
+        ),
+    ] = None,
 ) -> None:
     """Start store, workers and scheduler on this host; Ctrl-C stops them.
 
@@ -444,6 +468,12 @@ def up(
         redis_password_file=redis_password_file,
         redis_ca=redis_ca,
         metrics=metrics,
+        log_format=log_format,
+        log_level=log_level,
+        otlp_endpoint=otlp_endpoint,
     )
     limits = None if no_restart else RestartLimits()
-    raise typer.Exit(asyncio.run(run_stack(plan_stack(options), verbose=verbose, limits=limits)))
+    # A level that was asked for is there to be seen.
+    is_verbose = verbose or log_level is not None
+    running = run_stack(plan_stack(options), verbose=is_verbose, limits=limits)
+    raise typer.Exit(asyncio.run(running))
