@@ -60,15 +60,16 @@ class Ticker:
         self._seconds = seconds
         self._clock = clock
         self._last = clock()
-        self._has_told = False
+        self._has_told = self._has_ended = False
 
     def at(self, progress: Progress) -> None:
         now = self._clock()
         is_due = now - self._last >= self._seconds
-        if is_due or (progress.is_complete and self._has_told):
-            self._last = now
-            self._has_told = not progress.is_complete
-            self._tell(progress)
+        if self._has_ended or not (is_due or (progress.is_complete and self._has_told)):
+            return
+        self._last = now
+        self._has_told, self._has_ended = True, progress.is_complete
+        self._tell(progress)
 
 
 class Counter:

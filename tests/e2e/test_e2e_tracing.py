@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import sys
 import time
 from asyncio.subprocess import Process
@@ -21,8 +22,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from span_collector import Collector, ReceivedSpan, span_collector
 from tiny_models import VOCABULARY, write_tiny
 
-from splitpoint.client import AsyncClient, Client
+from splitpoint import rpc
+from splitpoint.client import AsyncClient, Client, generate_request
 from splitpoint.planner import Residency, RestoreMethod
+from splitpoint.v1 import scheduler_pb2_grpc
 
 SPLIT = "splitpoint.split_tokens"
 PROMPT = prompt_of(100, 1, VOCABULARY)
@@ -204,3 +207,68 @@ async def test_no_flag_no_opentelemetry(tmp_path: Path, shm_folder: Path) -> Non
             mapped = Path(f"/proc/{process.pid}/maps").read_text()
             assert "grpc" in mapped, name  # compiled modules are seen here
             assert "opentelemetry" not in mapped, name
+
+
+@pytest.mark.parametrize("is_there", [False, True], ids=["absent", "mute"])
+async def test_a_collector_that_does_not_answer_costs_one_warning(
+    tmp_path: Path, shm_folder: Path, is_there: bool
+) -> None:
+    """Nothing listens there, or something that takes connections and never says a word."""
+    mute = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{mute.getsockname()[1]}"
+    if not is_there:
+        mute.close()
+    arena = shm_folder / "store" / "arena"
+    async with processes(tmp_path, arena, "--otlp-endpoint", address) as (client, started):
+        for number in range(3):
+            began = time.monotonic()
+            answer = await client.generate([5, number], max_tokens=2, timeout=10).complete()
+            assert answer.usage.completion_tokens == 2
+            assert time.monotonic() - began < 5
+        await asyncio.sleep(4)  # several exports fail
+        await client.generate([7], max_tokens=2, timeout=10).complete()
+        await asyncio.sleep(1)
+        for name in ("scheduler", "worker", "store"):
+            began = time.monotonic()
+            await stop_process(started[name])
+            assert time.monotonic() - began < 8, name
+    mute.close()
+    for name in ("scheduler", "worker"):
+        log = (tmp_path / f"{name}.log").read_text()
+        assert log.count("does not take traces") == 1, log
+        assert "Traceback" not in log
+
+
+async def test_a_trace_that_nobody_samples_is_not_sent(tmp_path: Path, shm_folder: Path) -> None:
+    arena = shm_folder / "store" / "arena"
+    async with (
+        span_collector() as collector,
+        processes(
+            *(tmp_path, arena, "--otlp-endpoint", "env"),
+            environment={
+                "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://{collector.address}",
+                "OTEL_TRACES_SAMPLER": "parentbased_always_off",
+                "OTEL_SERVICE_NAME": "mine",
+            },
+        ) as (client, _),
+    ):
+        await client.generate(PROMPT, max_tokens=2, timeout=30).complete()
+        assert collector.spans == []
+        # A caller that samples decides for everybody.
+        stub = scheduler_pb2_grpc.InferenceServiceStub(rpc.open_channel(client.address))
+        parent = f"00-{'ab' * 16}-{'cd' * 8}-01"
+        request = generate_request(PROMPT, {"max_tokens": 2})
+        async for _ in stub.Generate(request, metadata=(("traceparent", parent),), timeout=30):
+            pass
+        await eventually(lambda: {"generate", "run", "match"} <= {s.name for s in collector.spans})
+        assert {span.trace_id for span in collector.spans} == {"ab" * 16}
+        assert {span.service for span in collector.spans} == {"mine"}
+        # Nonsense begins a trace of its own, which nobody samples.
+        before = len(collector.named("generate"))
+        for nonsense in ("x" * 4000, "00-" + "0" * 32 + "-" + "0" * 16 + "-01"):
+            async for _ in stub.Generate(
+                request, metadata=(("traceparent", nonsense),), timeout=30
+            ):
+                pass
+        await asyncio.sleep(0.5)
+        assert len(collector.named("generate")) == before
