@@ -29,7 +29,8 @@ class LoadingBars:
             return
         if service not in self._tasks:
             self._bars.start()  # without effect on bars that are shown already
-            self._tasks[service] = self._bars.add_task(f"{service} {progress.what}")
+            what = f"{service} {progress.what}"
+            self._tasks[service] = self._bars.add_task(what, total=progress.total_bytes)
         self._bars.update(
             self._tasks[service], total=progress.total_bytes, completed=progress.done_bytes
         )

@@ -4,7 +4,8 @@
 
 Every life is recorded in FILE as lines "start NAME PID" and "stop NAME". Behaviours that
 end in "-again" serve in their first life and show it in the later ones. "drain" waits, once
-it is to stop, until there is a file FILE.drained, and then unlinks its socket as gRPC does.
+it is to stop, until there is a file FILE.drained, and then unlinks its socket as gRPC does. "load"
+says how far it is before it is ready.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def main() -> int:
         "--behave",
         choices=(
             *("serve", "crash", "never-ready", "stubborn", "die-later", "parent-of-one"),
-            *("crash-again", "never-ready-again", "drain"),
+            *("crash-again", "never-ready-again", "drain", "load"),
         ),
         default="serve",
     )
@@ -87,6 +88,11 @@ def main() -> int:
         )
         server.add_insecure_port(options.health)
         server.start()
+    if options.behave == "load":
+        for done in range(0, 101, 20):
+            print(f"PROGRESS loading {done << 20} {100 << 20}", flush=True)
+            time.sleep(0.05)
+        print("a library's own words", file=sys.stderr, flush=True)
     if options.behave != "never-ready":
         print(f"READY {options.health or f'unix:/fake/{options.name}'}", flush=True)
     if options.behave == "die-later":

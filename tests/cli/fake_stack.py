@@ -1,9 +1,11 @@
-"""`splitpoint up` with fakes: fake_stack.py INSTANCE LOG STORE WORKER SCHEDULER PAUSE [METRICS]
+"""`splitpoint up` with fakes:
+
+    fake_stack.py INSTANCE LOG STORE WORKER SCHEDULER PAUSE [METRICS [LOG_FORMAT]]
 
 STORE, WORKER and SCHEDULER name behaviours of fake_service.py; PAUSE is the
 first pause before a restart in seconds, or "never"; METRICS is the port of
-`--metrics`. Everything but the services is the real command: planning, locks,
-signals, restarts, clean-up, exit code.
+`--metrics` or "", LOG_FORMAT text or json. Everything but the services is the real
+command: planning, locks, signals, restarts, clean-up, exit code.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
+from splitpoint.logs import LogFormat
 from splitpoint_cli.child import ServiceCommand
 from splitpoint_cli.restart_policy import RestartLimits
 from splitpoint_cli.stack import StackOptions, plan_stack
@@ -29,6 +32,7 @@ def main(
     scheduler: str,
     pause: str,
     metrics: str = "",
+    log_format: str = "text",
 ) -> int:
     options = StackOptions(
         instance=instance,
@@ -37,6 +41,7 @@ def main(
         host_memory="1MiB",
         listen="127.0.0.1:0",
         metrics=int(metrics) if metrics else None,
+        log_format=LogFormat(log_format),
     )
     stack = plan_stack(options)
     if store != "crash":

@@ -32,9 +32,13 @@ def stack(
     scheduler: str = "serve",
     pause: str = "never",
     metrics: str = "",
+    log_format: str = "text",
 ) -> Iterator[subprocess.Popen[str]]:
     with up_process(
-        [sys.executable, FAKE_STACK, instance, str(log), store, worker, scheduler, pause, metrics]
+        [
+            *(sys.executable, FAKE_STACK, instance, str(log), store, worker, scheduler),
+            *(pause, metrics, log_format),
+        ]
     ) as process:
         yield process
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 import subprocess
 import sys
@@ -102,6 +103,18 @@ async def test_everything_is_locked_and_unlocked_again(arena: Arena) -> None:
     assert pinning.description.startswith("pinned ")
     await pinning.close()
     assert (driver.locked, pinning.pinned_bytes) == ({}, 0)
+
+
+async def test_the_log_says_how_far_it_is(arena: Arena, caplog: pytest.LogCaptureFixture) -> None:
+    pinning = Pinning(Driver(), piece_bytes=1, progress_seconds=1e-9)
+    with caplog.at_level(logging.INFO, "worker_service.pinning"):
+        pinning.attach(arena)
+        await pinning.idle()
+    planes = len(arena.geometry.planes)
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.startswith("pinning: ") for line in lines] == [True] * (planes - 1) + [False]
+    assert lines[-1].startswith("pinned ")
+    await pinning.close()
 
 
 async def test_a_refusal_rolls_everything_back_and_says_why(arena: Arena) -> None:
