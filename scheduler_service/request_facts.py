@@ -20,10 +20,10 @@ def of_completed(request: Request, message: scheduler_pb2.GenerateComplete) -> L
         "prompt_tokens": usage.prompt_tokens,
         "cached_tokens": usage.cached_tokens,
         "completion_tokens": usage.completion_tokens,
-        "queue_seconds": message.queue_seconds,
-        "restore_seconds": message.restore_seconds,
-        "ttft_seconds": message.ttft_seconds,
-        "total_seconds": message.total_seconds,
+        "queue_seconds": round(message.queue_seconds, 6),
+        "restore_seconds": round(message.restore_seconds, 6),
+        "ttft_seconds": round(message.ttft_seconds, 6),
+        "total_seconds": round(message.total_seconds, 6),
         "worker": message.worker_id,
         "method": _name(types_pb2.RestoreMethod.Name(plan.method), "RESTORE_METHOD_"),
         "residency": _name(types_pb2.Residency.Name(plan.residency), "RESIDENCY_"),
@@ -35,14 +35,14 @@ def of_completed(request: Request, message: scheduler_pb2.GenerateComplete) -> L
 def of_failed(request: Request, error: SplitpointError, worker_id: str | None) -> LogFacts:
     """Of one that ended with an error. `worker_id`: where it ran then; None: nowhere."""
     times = request.times
-    ttft = None if times.first_token is None else times.first_token - times.arrived
+    ttft = None if times.first_token is None else round(times.first_token - times.arrived, 6)
     ended = times.arrived if request.ended_at is None else request.ended_at
     return {
         "outcome": error.reason,
         "prompt_tokens": len(request.input.prompt),
         "completion_tokens": len(request.transcript),
         "ttft_seconds": ttft,
-        "total_seconds": ended - times.arrived,
+        "total_seconds": round(ended - times.arrived, 6),
         "worker": worker_id,
         "losses": request.losses,
     }
