@@ -13,6 +13,7 @@ from splitpoint.answers import Worker
 from splitpoint.config import format_rate
 from splitpoint.v1 import kvstore_pb2
 from splitpoint_cli.observed import Status, Store
+from splitpoint_cli.output import plain_reason
 
 # A refusal, or a loss, this long ago is over.
 _LATELY_SECONDS = 60.0
@@ -116,7 +117,7 @@ def _readiness(worker: Worker) -> Iterator[Finding]:
         yield Finding(
             Severity.ERROR,
             f"{name} was lost {_duration(ago)} ago and is not back",
-            worker.message,
+            plain_reason(worker.message),
             f"read the end of its log, then start it again at {worker.address} "
             "(`splitpoint up` does so by itself)",
         )
@@ -124,7 +125,7 @@ def _readiness(worker: Worker) -> Iterator[Finding]:
         yield Finding(
             Severity.ERROR,
             f"{name} is not ready",
-            worker.message,
+            plain_reason(worker.message),
             f"wait if it is loading; else see that it runs at {worker.address} and read its log",
         )
     elif ago is not None and ago <= _RECENT_LOSS_SECONDS:
@@ -193,7 +194,7 @@ def _store(store: Store) -> Iterator[Finding]:
         yield Finding(
             Severity.ERROR,
             f"store {store.address} does not answer",
-            store.message,
+            plain_reason(store.message),
             "start it again with the same arguments: it takes its arena over; here, name a "
             "token or an authority that it accepts if it refuses this command",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from collections.abc import Mapping
 
@@ -48,6 +49,15 @@ def print_error(error: SplitpointError) -> None:
         # gRPC's own words; whose they are matters more than what they say.
         message = f"no scheduler answers, is `splitpoint up` running? ({message})"
     print(f"splitpoint: {code_name(error)}: {message}", file=sys.stderr)
+
+
+_NOT_CONNECTED = re.compile(r"failed to connect to all addresses; last error: .*: ([^:]+)$")
+
+
+def plain_reason(message: str) -> str:
+    """Why something is not there, for people who see its address beside this: gRPC repeats
+    it twice, with a status that is not the call's."""
+    return _NOT_CONNECTED.sub(r"cannot connect: \1", message)
 
 
 def print_json(value: Mapping[str, object], *, indent: int | None = 2) -> None:

@@ -20,7 +20,7 @@ from splitpoint_cli.findings import Finding, Severity, findings_of
 from splitpoint_cli.generate import Address
 from splitpoint_cli.identity import CaFile, TokenFile
 from splitpoint_cli.observed import Status, Store, read_status
-from splitpoint_cli.output import out, print_json
+from splitpoint_cli.output import out, plain_reason, print_json
 
 _POLL_SECONDS = 0.2
 
@@ -154,7 +154,7 @@ def _print_tables(found: Status) -> None:
             f"{format_size(worker.cache_charged_bytes)} of "
             f"{format_size(worker.cache_capacity_bytes)}",
             str(worker.running_count),
-            worker.message,
+            plain_reason(worker.message),
         )
     out.print(table)
     for worker in found.workers:
@@ -186,7 +186,7 @@ def _print_finding(finding: Finding) -> None:
 def _store_line(store: Store) -> str:
     stats = store.stats
     if stats is None:
-        return f"store {store.address}: {store.message}"
+        return f"store {store.address}: {plain_reason(store.message)}"
     hits = f"{stats.hit_token_count:,} of {stats.query_token_count:,} tokens found"
     return (
         f"store {store.address}: {stats.sealed_slot_count:,} of {stats.slot_count:,} slots sealed, "

@@ -224,6 +224,28 @@ def test_predictions_that_are_far_off(predicted: float, measured: float, is_foun
         assert "what its plans predict" in the_only(found).what
 
 
+@pytest.mark.parametrize(
+    ("message", "plain"),
+    [
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Failed to "
+            "connect to remote host: Connection refused",
+            "cannot connect: Connection refused",
+        ),
+        (
+            "UNAVAILABLE: failed to connect to all addresses; last error: FAILED_PRECONDITION: "
+            "unix:/w: connect failed: addr: unix:/w error: No such file or directory",
+            "UNAVAILABLE: cannot connect: No such file or directory",
+        ),
+        ("the model is loading", "the model is loading"),
+        ("no TLS connection: (handshake: bad)", "no TLS connection: (handshake: bad)"),
+    ],
+)
+def test_reasons_are_plain(message: str, plain: str) -> None:
+    found = the_only(status(replace(WORKER, ready=False, message=message)))
+    assert found.why == plain
+
+
 def test_the_worst_comes_first() -> None:
     found = status(
         replace(WORKER, draining=True, ready=False),

@@ -130,6 +130,7 @@ async def test_each_trouble_shows_with_what_to_do(
         stack.worker.kill()
         lost = await found(stack, "worker 0 was lost", "ago and is not back")
         assert (lost["severity"], lost["ready"]) == ("error", False)
+        assert "failed to connect to all" not in lost["why"]
         printed = await asyncio.to_thread(status, stack.client.address)
         assert printed.returncode == 1
         lines = printed.stdout.splitlines()

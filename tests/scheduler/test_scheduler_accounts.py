@@ -24,6 +24,7 @@ from scheduler_doubles import (
 from scheduler_service import conductor, planning, reachable, requests, server, validation
 from scheduler_service.accounts import OTHER, REJECTIONS, Accounts, Sample
 from scheduler_service.limits import Limits
+from scheduler_service.losses import LossBook
 from scheduler_service.requests import Times
 from splitpoint import metrics
 from splitpoint.errors import InvalidArgument, ResourceExhausted, Unavailable
@@ -249,6 +250,20 @@ async def test_a_lost_worker_stays_visible_and_its_requests_fail_over() -> None:
         assert not lost.HasField("telemetry")
         assert (left.loss_count, left.HasField("last_lost_seconds_ago")) == (0, False)
         assert left.kappa_crit == pytest.approx(value(running, metrics.KAPPA_CRIT, left.worker_id))
+
+
+def test_names_that_are_long_gone_are_forgotten() -> None:
+    clock = FakeClock()
+    book = LossBook(clock)
+    for name in ("a-1", "a-2", "static"):
+        book.note(name, known={"static"})
+    clock.now += 3000
+    book.note("a-2", known={"static"})
+    clock.now += 1000
+    assert (book.of("a-1").count, book.of("a-1").seconds_ago) == (1, 4000)
+    book.note("b", known={"static"})
+    assert dict(book.counts()) == {"a-2": 2, "static": 1, "b": 1}
+    assert (book.of("a-1").count, book.of("a-1").seconds_ago) == (0, None)
 
 
 async def test_a_drain_is_no_loss() -> None:
