@@ -24,23 +24,18 @@ from rich.console import Console
 from rich.table import Table
 
 from splitpoint.errors import SplitpointError
-from splitpoint_cli.plots import save
+from splitpoint_cli.plots import new_figure, save
 from tools.monitoring.dashboards import DASHBOARDS
 from tools.monitoring.needs import ROOT
 from tools.monitoring.trial.answers import Answer, Ask, answers
 from tools.monitoring.trial.load import Load
 from tools.monitoring.trial.pictures import DRAWN, WINDOW, picture_of
-from tools.monitoring.trial.processes import frozen, worker_process
-from tools.monitoring.trial.prometheus import Prometheus, Series, wait_until
+from tools.monitoring.trial.processes import worker_process
+from tools.monitoring.trial.prometheus import Series
 from tools.monitoring.trial.stack import LINK_RATE, Trial, trial
+from tools.monitoring.trial.troubles import EXPECTED_ALERTS, firing_in_trouble
 
-_ALERT_SECONDS = 120.0
 _STEP_SECONDS = 1.0
-# Fire when Redis is stopped and a worker hangs; what promtool's tests say of made-up
-# series, said of real ones.
-_EXPECTED_ALERTS = frozenset(
-    {"SplitpointRedisAway", "SplitpointWorkerLost", "SplitpointScrapeFailing"}
-)
 
 console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
 
@@ -87,6 +82,8 @@ def _check_rules() -> None:
 
 
 def _try_on_a_stack(folder: Path, seconds: float, pictures: Path | None) -> bool:
+    if pictures is not None:
+        new_figure(1, 1)  # raises now, and not after minutes, without matplotlib
     began = time.time()
     console.print("starting Redis, two workers, a store, a scheduler, Prometheus ...")
     with trial(folder) as running:
@@ -104,14 +101,15 @@ def _try_on_a_stack(folder: Path, seconds: float, pictures: Path | None) -> bool
         targets = running.prometheus.targets()
         if pictures is not None:
             _draw(pictures, ask, loaded)
-        firing = _provoke_alerts(running)
+        console.print("the arena is filled, Redis killed, worker 0 frozen: waiting for alerts ...")
+        firing = firing_in_trouble(running)
     _print(found)
     silent = [answer for answer in found if answer.sample is None]
     for answer in silent:
         console.print(f"[red]no data[/]: {answer.place}: {answer.panel}: {answer.legend}")
     for name, error in unhealthy.items():
         console.print(f"[red]rule[/] {name}: {error}", markup=True)
-    missing = sorted(_EXPECTED_ALERTS - firing.keys())
+    missing = sorted(EXPECTED_ALERTS - firing.keys())
     if missing:
         console.print(f"[red]silent alerts[/]: {', '.join(missing)}")
     summary = {
@@ -134,21 +132,6 @@ async def _under_load(load: Load, running: Trial, seconds: float) -> None:
     await asyncio.sleep(seconds * 2 / 3)
     os.kill(worker_process(running.up.pid, "1"), signal.SIGKILL)
     await loading
-
-
-def _provoke_alerts(running: Trial) -> dict[str, int]:
-    """Redis is killed, a worker hangs: what fires within two minutes."""
-    console.print("Redis is killed, worker 0 hangs: waiting for the alerts ...")
-    prometheus: Prometheus = running.prometheus
-    running.redis.kill()
-    with frozen(worker_process(running.up.pid, "0")):
-        try:
-            wait_until(
-                lambda: prometheus.firing().keys() >= _EXPECTED_ALERTS, _ALERT_SECONDS, "alerts"
-            )
-        except SplitpointError:
-            pass  # said by whoever compares
-        return prometheus.firing()
 
 
 def _draw(folder: Path, ask: Ask, start: float) -> None:

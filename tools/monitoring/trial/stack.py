@@ -17,10 +17,11 @@ from tools.monitoring.trial.processes import free_ports, running
 from tools.monitoring.trial.prometheus import Prometheus, Target, scraping, wait_until
 
 LINK_RATE = "60MB"
+CHUNK_TOKENS = 32
 _START_SECONDS = 120.0
 # Small, so that there is something to evict and to wait for.
 _SIZES = (
-    *("--host-memory", "80MiB", "--device-memory", "96MiB", "--chunk-tokens", "32"),
+    *("--host-memory", "80MiB", "--device-memory", "96MiB", "--chunk-tokens", str(CHUNK_TOKENS)),
     *("--max-batch", "4", "--queue-capacity", "8", "--prefill-chunk", "256"),
 )
 

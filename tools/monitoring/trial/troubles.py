@@ -1,0 +1,74 @@
+"""Trouble made on purpose: the arena filled, Redis stopped, a worker frozen; what fires then.
+
+What promtool's tests say of made-up series, said of real ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+
+from splitpoint.client import AsyncClient
+from splitpoint.errors import DeadlineExceeded
+from splitpoint.plan import Residency
+from tools.monitoring.trial.processes import frozen, worker_process
+from tools.monitoring.trial.prometheus import wait_until
+from tools.monitoring.trial.stack import CHUNK_TOKENS, Trial
+
+EXPECTED_ALERTS = frozenset(
+    {
+        "SplitpointArenaFull",
+        "SplitpointRedisAway",
+        "SplitpointScrapeFailing",
+        "SplitpointWorkerLost",
+    }
+)
+_SECONDS = 120.0
+_VOCABULARY = 4096
+
+
+def firing_in_trouble(running: Trial) -> dict[str, int]:
+    """How many of each alert fire within two minutes, all of EXPECTED_ALERTS if it is well."""
+    asyncio.run(_fill_arena(running))
+    running.redis.kill()
+    with frozen(worker_process(running.up.pid, "0")):
+        try:
+            wait_until(
+                lambda: running.prometheus.firing().keys() >= EXPECTED_ALERTS, _SECONDS, "alerts"
+            )
+        except DeadlineExceeded:
+            pass  # what is missing is said by whoever compares
+        return running.prometheus.firing()
+
+
+async def _fill_arena(running: Trial) -> None:
+    """A streamed request holds every slot; resident ones beside it find no room for theirs."""
+    now = time.time()
+    (slots,) = running.prometheus.series("sum(splitpoint_store_slots)", now - 1, now, 1)
+    tokens = int(slots.points[-1][1] - 1) * CHUNK_TOKENS
+    async with AsyncClient(running.address) as client:
+        streamed = client.generate(
+            _tokens(tokens),
+            max_tokens=CHUNK_TOKENS - 1,
+            ignore_eos=True,
+            residency=Residency.STREAMED,
+            timeout=_SECONDS,
+        )
+        await anext(streamed)
+        await asyncio.gather(
+            *(
+                client.generate(
+                    _tokens(8 * CHUNK_TOKENS),
+                    max_tokens=1,
+                    residency=Residency.RESIDENT,
+                    timeout=_SECONDS,
+                ).complete()
+                for _ in range(2)
+            )
+        )
+        await streamed.close()
+
+
+def _tokens(count: int) -> list[int]:
+    return [random.randrange(3, _VOCABULARY) for _ in range(count)]
