@@ -3,8 +3,9 @@
 One engine and its runtime decode a batch again and again, in turns: watched as a worker's
 is (every step goes into the account and the histograms, telemetry goes out each second,
 and all metrics are scraped over HTTP each second), and with nobody watching. Both make
-the messages of a Run stream. Beside the two times, which a busy machine moves by more
-than what is looked for, each part's own cost is timed by itself: of a step, in
+the messages of a Run stream. A busy machine moves a step's time by more than what is
+looked for. So the processor time of all threads is compared, too, which moves less,
+the scraper's own included; and each part's cost is timed by itself: of a step, in
 microseconds, and of what comes once a second.
 
     python -m benchmarks.metrics_overhead [--rounds N] [--seconds S] [--dtype TYPE] [--json FILE]
@@ -65,6 +66,14 @@ CALLS, REPEATS = 2000, 7
 MODELS = ("bundled", "opt-125m")
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Mean seconds of a round's steps, by the clock and of all threads' processor time."""
+
+    seconds: float
+    processor_seconds: float
+
+
 class Unkept(Account):
     """Nobody keeps account."""
 
@@ -87,8 +96,8 @@ class Subject:
         runtime.account = Account() if watched else Unkept()
         runtime.observed = self.metrics.observe if watched else None
 
-    async def decode(self, new_tokens: int, *, watched: bool) -> float:
-        """Mean seconds of the steps in which the whole batch decodes."""
+    async def decode(self, new_tokens: int, *, watched: bool) -> Step:
+        """The steps in which the whole batch decodes."""
         self.watch(watched)
         runtime = self.worker.runtime
         listener = runtime.listen()
@@ -98,8 +107,8 @@ class Subject:
             prompt = torch.randint(3, vocabulary, (PROMPT_TOKENS,), generator=generator)
             runtime.admit(_admission(str(index), prompt.tolist(), new_tokens))
         due = time.monotonic() + TELEMETRY_SECONDS
-        begun: float | None = None
-        ended = 0.0
+        begun: tuple[float, float] | None = None
+        ended = (0.0, 0.0)
         steps = finishes = number = 0
         first: set[str] = set()
         while finishes < BATCH:
@@ -111,17 +120,17 @@ class Subject:
                 due = time.monotonic() + TELEMETRY_SECONDS
             response_from(output, number, telemetry).SerializeToString()
             if output.tokens and begun is not None:
-                ended = time.perf_counter()
+                ended = time.perf_counter(), time.process_time()
                 steps += 1
                 self.sample = output
             first |= {event.key[0] for event in output.tokens}
             if begun is None and len(first) == BATCH:
-                begun = time.perf_counter()
+                begun = time.perf_counter(), time.process_time()
             finishes += len(output.finishes)
         runtime.unlisten(listener)
         if begun is None:
             raise RuntimeError("the batch never decoded as one")
-        return (ended - begun) / steps
+        return Step((ended[0] - begun[0]) / steps, (ended[1] - begun[1]) / steps)
 
 
 def _admission(name: str, prompt: list[int], new_tokens: int) -> Admission:
@@ -271,27 +280,37 @@ async def compare(measured: Subject, rounds: int, seconds: float) -> dict[str, o
     # Before the port is opened: from then on this loop must be free to be read.
     costs = own_costs(measured)
     room = min(measured.worker.engine.model.shape.context_length, 2048) - PROMPT_TOKENS
-    new_tokens = max(WARM_UP_TOKENS, min(room, round(seconds / step)))
-    times: dict[bool, list[float]] = {False: [], True: []}
+    new_tokens = max(WARM_UP_TOKENS, min(room, round(seconds / step.seconds)))
+    times: dict[bool, list[Step]] = {False: [], True: []}
     async with metrics_served(arguments, measured.meters) as address:
         for number in range(rounds):
             for watched in (False, True) if number % 2 else (True, False):
                 async with scraped(address) if watched else contextlib.nullcontext():
                     times[watched].append(await measured.decode(new_tokens, watched=watched))
-    alone, watched_seconds = (statistics.median(times[watched]) for watched in (False, True))
+    clocks = {watched: [step.seconds for step in times[watched]] for watched in times}
+    used = {watched: [step.processor_seconds for step in times[watched]] for watched in times}
     # Of a step, and of the seconds that pass meanwhile.
+    alone = statistics.median(clocks[False])
     share = costs["step_us"] / (1e6 * alone) + costs["second_us"] / 1e6
-    ratios = [seen / unseen for seen, unseen in zip(times[True], times[False], strict=True)]
     return {
         "model": measured.name,
         "steps_per_round": new_tokens - 1,
         "step_seconds_unwatched": alone,
-        "step_seconds_watched": watched_seconds,
-        "measured_overhead": statistics.median(ratios) - 1,
-        "spread_of_rounds": max(times[False]) / min(times[False]) - 1,
+        "step_seconds_watched": statistics.median(clocks[True]),
+        "measured_overhead": overhead(clocks),
+        "spread_of_rounds": max(clocks[False]) / min(clocks[False]) - 1,
+        "processor_seconds_unwatched": statistics.median(used[False]),
+        "processor_overhead": overhead(used),
+        "processor_spread_of_rounds": max(used[False]) / min(used[False]) - 1,
         "overhead_by_parts": share,
         **costs,
     }
+
+
+def overhead(seconds: dict[bool, list[float]]) -> float:
+    """Of the watched side, above 0: the median of the rounds' ratios, less 1."""
+    pairs = zip(seconds[True], seconds[False], strict=True)
+    return statistics.median(watched / alone for watched, alone in pairs) - 1
 
 
 async def run(
@@ -306,16 +325,19 @@ async def run(
 
 def table_of(cases: list[dict[str, object]]) -> str:
     lines = [
-        f"{'model':<10} {'step, unwatched':>16} {'watched':>10} {'overhead':>9} "
-        f"{'rounds differ by':>17} {'of a step':>10} {'of a second':>12} {'by parts':>9}"
+        f"{'model':<10} {'unwatched step':>15} {'overhead':>9} {'rounds differ':>14} "
+        f"{'processor':>10} {'overhead':>9} {'rounds differ':>14} "
+        f"{'parts: step':>12} {'second':>8} {'overhead':>9}"
     ]
     for case in cases:
         values = {name: float(str(value)) for name, value in case.items() if name != "model"}
         lines.append(
-            f"{case['model']:<10} {1e3 * values['step_seconds_unwatched']:>13.3f} ms "
-            f"{1e3 * values['step_seconds_watched']:>7.3f} ms "
-            f"{values['measured_overhead']:>9.2%} {values['spread_of_rounds']:>17.1%} "
-            f"{values['step_us']:>7.1f} us {values['second_us'] / 1e3:>9.2f} ms "
+            f"{case['model']:<10} {1e3 * values['step_seconds_unwatched']:>12.3f} ms "
+            f"{values['measured_overhead']:>9.2%} {values['spread_of_rounds']:>14.1%} "
+            f"{1e3 * values['processor_seconds_unwatched']:>7.2f} ms "
+            f"{values['processor_overhead']:>9.2%} "
+            f"{values['processor_spread_of_rounds']:>14.1%} "
+            f"{values['step_us']:>9.1f} us {values['second_us'] / 1e3:>5.2f} ms "
             f"{values['overhead_by_parts']:>9.2%}"
         )
     return "\n".join(lines)
