@@ -82,9 +82,8 @@ def top(
 
 def read(client: Client) -> Reading:
     """Raises Unavailable or DeadlineExceeded when there is no scheduler."""
-    scheduler = client.scheduler_status()
     status = read_status(client)
-    return Reading(time.monotonic(), status, scheduler)
+    return Reading(time.monotonic(), status)
 
 
 def _once(client: Client, interval: float, *, as_json: bool, svg: str | None) -> None:
@@ -143,7 +142,6 @@ def readings_json(readings: Readings) -> dict[str, object]:
     limits = {worker.id: link_limit(worker) for worker in status.workers}
     return {
         "status": status_json(status),
-        "scheduler": asdict(readings.latest.scheduler),
         "interval_seconds": readings.scheduler.seconds,
         "rates": {
             "scheduler": asdict(scheduler_rates(readings.scheduler)),

@@ -21,7 +21,6 @@ class Reading:
 
     seconds: float
     status: Status
-    scheduler: SchedulerStatus
 
 
 class _Counting(Protocol):
@@ -83,7 +82,7 @@ class Readings:
 def first(reading: Reading) -> Readings:
     return Readings(
         reading,
-        Window(reading.scheduler),
+        Window(reading.status.scheduler),
         {
             worker.id: Window(worker.telemetry)
             for worker in reading.status.workers
@@ -107,7 +106,7 @@ def following(readings: Readings, reading: Reading) -> Readings:
         stores[address] = known.next(told.after) if known is not None and same else told
     return replace(
         now,
-        scheduler=readings.scheduler.next(reading.scheduler),
+        scheduler=readings.scheduler.next(reading.status.scheduler),
         workers={
             worker: readings.workers[worker].next(window.after)
             if worker in readings.workers

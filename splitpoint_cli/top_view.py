@@ -9,7 +9,8 @@ from rich.text import Text
 
 from splitpoint.answers import Queue, Worker
 from splitpoint.config import format_rate, format_size
-from splitpoint_cli.observed import Store
+from splitpoint_cli.findings import Severity, findings_of
+from splitpoint_cli.observed import Status, Store
 from splitpoint_cli.output import seconds_text
 from splitpoint_cli.top_bars import (
     FANCY,
@@ -34,6 +35,8 @@ from splitpoint_cli.top_rates import (
 
 _BAR = 12
 _QUEUE_LINES = 5
+_FINDINGS = 4
+_COLOURS = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ class Frame:
         lines = self._head(width, glyphs)
         if self.readings is not None:
             lines += _scheduler(self.readings, width)
+            lines += _findings(self.readings.latest.status, width)
             for worker in self.readings.latest.status.workers:
                 lines += ["", *_worker(self.readings, worker, width, glyphs)]
             for store in self.readings.latest.status.stores:
@@ -83,11 +87,11 @@ class Frame:
 def _names(readings: Readings) -> str:
     status = readings.latest.status
     models = ", ".join(model.name for model in status.models) or "no model yet"
-    return f"  {models}  up {duration(readings.latest.scheduler.uptime_seconds)}"
+    return f"  {models}  up {duration(readings.latest.status.scheduler.uptime_seconds)}"
 
 
 def _scheduler(readings: Readings, width: int) -> list[Text | str]:
-    now, rates = readings.latest.scheduler, scheduler_rates(readings.scheduler)
+    now, rates = readings.latest.status.scheduler, scheduler_rates(readings.scheduler)
     finished = amount(now.completed_count)
     if now.failed_count:
         finished += f" ({now.failed_count:,} failed)"
@@ -108,6 +112,22 @@ def _scheduler(readings: Readings, width: int) -> list[Text | str]:
         state = Text("up", style="green") if now.redis.is_up else Text("away", style="bold red")
         cells.append(cell("Redis", state, 10))
     return [*flow(cells, width)]
+
+
+def _findings(status: Status, width: int) -> list[Text | str]:
+    """The worst first; `splitpoint status` also says what to do."""
+    found = findings_of(status)
+    lines: list[Text | str] = []
+    for finding in found[:_FINDINGS]:
+        why = f": {finding.why}" if finding.why else ""
+        told = Text(f"{finding.severity.value}: {finding.what}{why}")
+        told.stylize(_COLOURS[finding.severity])
+        lines += _wrapped_text(told, width)
+    if len(found) > _FINDINGS:
+        lines.append(Text(f"and {len(found) - _FINDINGS} more", style="dim"))
+    if found:
+        lines.append(Text("splitpoint status says what to do", style="dim"))
+    return lines
 
 
 def _mean(seconds: float | None) -> str:

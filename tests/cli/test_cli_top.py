@@ -73,7 +73,7 @@ def test_a_snapshot_of_a_stack_under_load(stack: Stack) -> None:
     told = json.loads(done.stdout)
     assert told["status"]["ready"]
     assert 0.5 < told["interval_seconds"] < 30
-    assert told["scheduler"]["running_count"] == 1
+    assert told["status"]["scheduler"]["running_count"] == 1
     rates = told["rates"]["scheduler"]
     assert 0 < rates["generated_per_second"] < 1e5
     assert 0 < rates["itl_seconds"] < 10

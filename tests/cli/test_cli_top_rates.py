@@ -10,7 +10,7 @@ from splitpoint.answers import Queue, Worker
 from splitpoint.costs import BUILT_IN_PROFILES
 from splitpoint.telemetry import SchedulerStatus, Telemetry
 from splitpoint.v1.kvstore_pb2 import GetStatsResponse
-from splitpoint_cli.status import Status, Store
+from splitpoint_cli.observed import Status, Store
 from splitpoint_cli.top_rates import (
     Reading,
     Readings,
@@ -115,8 +115,9 @@ def reading(
     stores = () if store is None else (Store(STORE, store),)
     return Reading(
         seconds,
-        Status("127.0.0.1:1", True, (), workers, Queue((), 256), stores),
-        status or scheduler(seconds),
+        Status(
+            "127.0.0.1:1", True, (), workers, Queue((), 256), stores, status or scheduler(seconds)
+        ),
     )
 
 

@@ -11,7 +11,7 @@ from test_cli_top_rates import reading, scheduler, stats, telemetry, worker
 
 from splitpoint.answers import Queue, QueuedRequest
 from splitpoint.telemetry import RedisStatus
-from splitpoint_cli.status import Store
+from splitpoint_cli.observed import Store
 from splitpoint_cli.top_bars import FANCY, PLAIN, amount, bar, cell, duration, flow, stacked_bar
 from splitpoint_cli.top_rates import Readings, first, following
 from splitpoint_cli.top_view import Frame
@@ -40,9 +40,14 @@ def busy() -> Readings:
         QueuedRequest(f"request-{n}", n, 1 << 30, 3.5, "no worker has room for " + "it " * 40)
         for n in range(7)
     )
-    status = dataclasses.replace(later.status, queue=Queue(waiting, 256))
-    redis = dataclasses.replace(later.scheduler, redis=RedisStatus("redis://r:6379/0", False))
-    return following(seen(10.0, 1), dataclasses.replace(later, status=status, scheduler=redis))
+    status = dataclasses.replace(
+        later.status,
+        queue=Queue(waiting, 256),
+        scheduler=dataclasses.replace(
+            later.status.scheduler, redis=RedisStatus("redis://r:6379/0", False)
+        ),
+    )
+    return following(seen(10.0, 1), dataclasses.replace(later, status=status))
 
 
 def shown(frame: Frame, width: int, **options: object) -> str:
@@ -64,6 +69,8 @@ PARTS = (
     "ITL 50 ms",
     "cached 75%",
     "Redis away",
+    "warning: Redis at redis://r:6379/0 does not answer",
+    "splitpoint status says what to do",
     "link in ███████░░░░░ 100 MB/s of 184 MB/s (emulated)",
     "100 GB/s of 63 GB/s (ceiling)",
     "busy link 75%, compute 25%",
