@@ -67,13 +67,16 @@ class Frame:
             for store in self.readings.latest.status.stores:
                 lines += ["", *_store(self.readings, store, width, glyphs)]
             lines += ["", *_queue(self.readings.latest.status.queue, width)]
-        if self.hint:
-            lines += ["", Text(self.hint, style="dim")]
         return [line if isinstance(line, Text) else Text(line) for line in lines]
 
     def _head(self, width: int, glyphs: Glyphs) -> list[Text | str]:
         names = "" if self.readings is None else _names(self.readings)
-        title = Text.assemble(("splitpoint top", "bold"), f"  {self.address}{names}")
+        title = Text.assemble(
+            ("splitpoint top", "bold"),
+            f"  {_short(self.address)}{names}  ",
+            (self.hint, "dim"),  # at the top: a low terminal shows no more than that
+        )
+        title.rstrip()
         title.truncate(width, overflow="ellipsis")
         lines: list[Text | str] = [title]
         if self.away is not None:

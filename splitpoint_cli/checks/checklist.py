@@ -132,7 +132,9 @@ def _memory(wishes: Wishes, shape: ModelShape | None, *, has_gpu: bool) -> Itera
     if wishes.host_memory is not None:
         size = config.parse_size(wishes.host_memory, field="host_memory")
     else:
-        size = there or default_host_memory(wishes.places.shm)
+        # A missing folder is a finding below.
+        is_there = wishes.places.shm.is_dir()
+        size = there or (default_host_memory(wishes.places.shm) if is_there else 0)
     yield memory.check_shared_memory(wishes.places.shm, size, is_chosen=chosen, there_bytes=there)
     # On a GPU node the weights are on the GPU; `check_device_memory` speaks of them.
     weights = 0 if shape is None or has_gpu else shape.weight_bytes * (wishes.workers or 1)

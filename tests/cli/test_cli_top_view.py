@@ -131,7 +131,7 @@ def test_before_the_second_reading_there_are_no_rates() -> None:
 def test_a_scheduler_that_is_away(readings: Readings) -> None:
     text = shown(Frame("a:1", None, (0.0, "UNAVAILABLE"), "q quits"), 80)
     assert "the scheduler is away for 0 s (UNAVAILABLE), trying again" in text
-    assert text.splitlines()[-1] == "q quits"
+    assert text.splitlines()[0] == "splitpoint top  a:1  q quits"
     text = " ".join(shown(Frame("a:1", readings, (130.0, "UNAVAILABLE")), 80).split())
     assert "away for 2 min (UNAVAILABLE), trying again; below is what was seen last" in text
 
