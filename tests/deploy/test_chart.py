@@ -6,6 +6,7 @@ to run the tests; a digest tells when the chart has changed since.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -201,3 +202,16 @@ def test_rendering_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SystemExit, match="neither helm nor go"):
         render(VALUES[0])
+
+
+def test_only_targets_of_workers_get_a_workers_labels() -> None:
+    """The scheduler's metrics have a label `worker`, which a target's would displace."""
+    (case,) = (case for case in VALUES if case.name.startswith("everything"))
+    (monitor,) = (each for each in manifests(case) if each["kind"] == "ServiceMonitor")
+    (endpoint,) = monitor["spec"]["endpoints"]
+    rules = endpoint["relabelings"]
+    assert {rule["targetLabel"] for rule in rules} == {"worker", "host"}
+    for rule in rules:
+        assert rule["sourceLabels"][0].endswith("_app_kubernetes_io_component")
+        assert re.fullmatch(rule["regex"], "worker;pod-1")[1] == "pod-1"
+        assert not re.fullmatch(rule["regex"], "scheduler;pod-2")
