@@ -51,8 +51,8 @@ def add_metrics_arguments(parser: argparse.ArgumentParser) -> None:
     metrics.add_argument(
         "--metrics-open",
         action="store_true",
-        help="allow --metrics beyond loopback without client certificates: for a network that "
-        "only the monitoring can reach",
+        help="serve --metrics beyond loopback, too, and without TLS: for a network that only the "
+        "monitoring can reach",
     )
 
 
@@ -61,7 +61,7 @@ async def metrics_served(arguments: argparse.Namespace, meters: Meters) -> Async
     """For the length of the context, if --metrics was given; the bound address, or "".
 
     With --tls-cert and --tls-key it speaks TLS, with --tls-ca to clients with a
-    certificate of theirs only. Raises InvalidArgument for a port that others could read
+    certificate of theirs only; with --metrics-open neither. Raises InvalidArgument for a port that others could read
     unasked, Unavailable for one that is taken.
     """
     if arguments.metrics is None:
@@ -109,7 +109,9 @@ def _check(arguments: argparse.Namespace) -> tuple[str, int]:
 
 def _tls_of(arguments: argparse.Namespace) -> ssl.SSLContext | None:
     """None: plain HTTP. Raises InvalidArgument."""
-    if arguments.tls_cert is None:
+    # --metrics-open is for a network of the monitoring's own, which knows no authority: a
+    # service whose other port speaks TLS must be readable there like those without.
+    if arguments.tls_cert is None or arguments.metrics_open:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2

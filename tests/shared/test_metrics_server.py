@@ -240,6 +240,13 @@ async def test_with_an_authority_clients_show_a_certificate(
     assert capfd.readouterr() == ("", "")
 
 
+async def test_open_metrics_are_plain_beside_a_port_with_tls(certificates: Path) -> None:
+    tls = tls_arguments(certificates, ca=True)
+    arguments = parse("--metrics", "localhost:0", "--metrics-open", *tls)
+    async with metrics_served(arguments, store_meters()) as address:
+        assert (await scrape(address)).status == 200
+
+
 async def refusal(*arguments: str) -> SplitpointError:
     with pytest.raises(SplitpointError) as caught:
         async with metrics_served(parse(*arguments), store_meters()):
