@@ -61,8 +61,8 @@ async def metrics_served(arguments: argparse.Namespace, meters: Meters) -> Async
     """For the length of the context, if --metrics was given; the bound address, or "".
 
     With --tls-cert and --tls-key it speaks TLS, with --tls-ca to clients with a
-    certificate of theirs only; with --metrics-open neither. Raises InvalidArgument for a port that others could read
-    unasked, Unavailable for one that is taken.
+    certificate of theirs only; with --metrics-open neither. Raises InvalidArgument for a
+    port that others could read unasked, Unavailable for one that is taken.
     """
     if arguments.metrics is None:
         yield ""
