@@ -47,7 +47,7 @@ def test_loading_is_told_in_lines_where_there_is_no_terminal(tmp_path: Path) -> 
 def test_as_json_every_line_is_an_object(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with stack(
-        log, instance_name("json"), worker="load", store="die-later", log_format="json"
+        log, instance_name("json"), worker="load", scheduler="die-later", log_format="json"
     ) as process:
         _, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
@@ -58,7 +58,7 @@ def test_as_json_every_line_is_an_object(tmp_path: Path) -> None:
     assert ("worker 0", "WARNING", "a library's own words") in messages
     assert any(service == "up" and "ready after" in text for service, _, text in messages)
     assert any(
-        (service, level) == ("up", "ERROR") and "store ended by SIGKILL" in text
+        (service, level) == ("up", "ERROR") and "scheduler ended by SIGKILL" in text
         for service, level, text in messages
     )
 
