@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from splitpoint import config
-from splitpoint_cli.output import out, picture, print_json
+from splitpoint_cli.output import out, picture, print_json, save_picture
 from splitpoint_cli.up import Device, Dtype, HugePages
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def doctor(
     elif svg is not None:
         console = picture(_PICTURE_COLUMNS)
         print_findings(console, findings)
-        console.save_svg(svg, title="splitpoint doctor")
+        save_picture(console, svg, "splitpoint doctor")
     else:
         print_findings(out, findings)
     if has_problem(findings):

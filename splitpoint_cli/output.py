@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from google.rpc import code_pb2
 from rich.console import Console
@@ -66,7 +67,7 @@ def print_json(value: Mapping[str, object], *, indent: int | None = 2) -> None:
 
 
 def picture(width: int) -> Console:
-    """A console of its own, to be kept by `save_svg`: for the pictures of the documentation."""
+    """A console of its own, for `save_picture`."""
     return Console(
         file=io.StringIO(),
         record=True,
@@ -75,6 +76,14 @@ def picture(width: int) -> Console:
         force_terminal=True,
         color_system="truecolor",
     )
+
+
+def save_picture(console: Console, path: str, title: str) -> None:
+    """What was printed on a console of `picture`, as SVG, for the documentation."""
+    svg = console.export_svg(title=title)
+    # Without the fonts that it would fetch from elsewhere: every reader has one of its own.
+    own_fonts = re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL)
+    Path(path).write_text(own_fonts, encoding="utf-8")
 
 
 def seconds_text(seconds: float) -> str:

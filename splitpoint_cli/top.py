@@ -21,7 +21,7 @@ from splitpoint.tls import client_identity
 from splitpoint_cli.generate import Address
 from splitpoint_cli.identity import CaFile, TokenFile
 from splitpoint_cli.observed import read_status
-from splitpoint_cli.output import code_name, out, picture, print_json
+from splitpoint_cli.output import code_name, out, picture, print_json, save_picture
 from splitpoint_cli.status import status_json
 from splitpoint_cli.top_keys import Wait, quitting_keys
 from splitpoint_cli.top_rates import (
@@ -101,7 +101,7 @@ def _once(client: Client, interval: float, *, as_json: bool, svg: str | None) ->
     elif svg is not None:
         console = picture(_PICTURE_COLUMNS)
         console.print(frame)
-        console.save_svg(svg, title="splitpoint top")
+        save_picture(console, svg, "splitpoint top")
     else:
         out.print(frame, soft_wrap=False)
 

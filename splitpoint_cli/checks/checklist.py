@@ -121,7 +121,7 @@ def _checkpoint(folder: Path, shape: ModelShape | None) -> Iterator[Check]:
 def _device_memory(
     wishes: Wishes, shape: ModelShape, driver: gpu_facts.Driver
 ) -> Iterator[Finding]:
-    sizes = tuple(found.memory_bytes for found in driver.gpus)
+    sizes = tuple(found.memory_bytes for found in driver.gpus if found.memory_bytes is not None)
     return model.check_device_memory(shape, wishes.device_memory, sizes)
 
 

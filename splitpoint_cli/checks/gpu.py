@@ -67,7 +67,7 @@ def check_driver(driver: Driver) -> Iterator[Finding]:
 def check_link(gpu: Gpu) -> Finding:
     """Lanes that are missing cost bandwidth always; a lower generation is how idle GPUs rest."""
     name = f"GPU {gpu.index}"
-    found = f"{gpu.name}, {format_size(gpu.memory_bytes)}"
+    found = gpu.name + ("" if gpu.memory_bytes is None else f", {format_size(gpu.memory_bytes)}")
     link = gpu.link
     if link is None:
         return Finding(name, Verdict.NOTE, f"{found}; it does not tell its PCIe link")

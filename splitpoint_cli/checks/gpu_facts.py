@@ -10,6 +10,7 @@ import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,11 +37,11 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU as its driver tells. `link`: None where it does not tell."""
+    """One GPU as its driver tells. None: it does not, as of memory that it shares with the CPU."""
 
     index: int
     name: str
-    memory_bytes: int
+    memory_bytes: int | None
     link: Link | None
 
 
@@ -73,10 +74,14 @@ def pci_gpu_count(places: Places) -> int:
     return count
 
 
-def read_driver() -> Driver:
-    """Asks NVML. Never raises for what the driver lacks."""
+def _binding() -> Any:
+    return importlib.import_module("pynvml")
+
+
+def read_driver(load: Callable[[], Any] = _binding) -> Driver:
+    """Asks NVML, through the binding that `load` gives. Never raises for what the driver lacks."""
     try:
-        nvml: Any = importlib.import_module("pynvml")
+        nvml = load()
     except ImportError:
         return Driver(error="the package nvidia-ml-py is not installed")
     try:
@@ -107,12 +112,11 @@ def _gpu(nvml: Any, index: int) -> Gpu:
         )
     except nvml.NVMLError:  # virtual GPUs tell nothing of it
         link = None
-    return Gpu(
-        index=index,
-        name=str(nvml.nvmlDeviceGetName(handle)),
-        memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
-        link=link,
-    )
+    try:
+        memory_bytes = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+    except nvml.NVMLError:
+        memory_bytes = None
+    return Gpu(index, str(nvml.nvmlDeviceGetName(handle)), memory_bytes, link)
 
 
 def ask_torch(python: str = sys.executable) -> TorchBuild:

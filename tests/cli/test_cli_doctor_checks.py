@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Callable
 from pathlib import Path
 
+import pynvml
 import pytest
 
 from splitpoint.config import MemoryFacts
 from splitpoint.errors import InvalidArgument
 from splitpoint_cli.checks import gpu, kernel, limits, memory, power, processors, redis, security
 from splitpoint_cli.checks.finding import Check, Finding, Places, Verdict, run_check
-from splitpoint_cli.checks.gpu_facts import Driver, Gpu, Link, TorchBuild, ask_torch, pci_gpu_count
+from splitpoint_cli.checks.gpu_facts import (
+    Driver,
+    Gpu,
+    Link,
+    TorchBuild,
+    ask_torch,
+    pci_gpu_count,
+    read_driver,
+)
 from splitpoint_cli.checks.software import check_packages, check_python
 
 GIB = 1 << 30
@@ -216,6 +226,66 @@ def test_links(link: Link | None, verdict: str) -> None:
     assert (first.verdict, second.verdict) == ("ok", verdict)
     if link is not None:
         assert ("(up to 63 GB/s)" in second.found) == (link.lanes == 16)
+
+
+class NvmlDouble:
+    """What the doctor asks of `pynvml`; `errors` by function, raised instead of an answer."""
+
+    NVMLError = pynvml.NVMLError
+
+    def __init__(self, **errors: int) -> None:
+        self.errors = errors
+        self.is_open = False
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        answers: dict[str, object] = {
+            "nvmlInit": None,
+            "nvmlShutdown": None,
+            "nvmlSystemGetDriverVersion": "580.95.05",
+            "nvmlSystemGetCudaDriverVersion": 13000,
+            "nvmlDeviceGetCount": 2,
+            "nvmlDeviceGetHandleByIndex": "handle",
+            "nvmlDeviceGetName": "NVIDIA H200",
+            "nvmlDeviceGetMemoryInfo": pynvml.c_nvmlMemory_t(total=141 * GIB),
+            "nvmlDeviceGetCurrPcieLinkGeneration": 1,
+            "nvmlDeviceGetMaxPcieLinkGeneration": 5,
+            "nvmlDeviceGetCurrPcieLinkWidth": 16,
+            "nvmlDeviceGetMaxPcieLinkWidth": 16,
+        }
+        assert name in answers, name
+        assert hasattr(pynvml, name), name
+
+        def call(*arguments: object) -> object:
+            if name in self.errors:
+                raise pynvml.NVMLError(self.errors[name])
+            self.is_open = name != "nvmlShutdown"
+            return answers[name]
+
+        return call
+
+
+def test_what_the_driver_tells() -> None:
+    nvml = NvmlDouble()
+    driver = read_driver(lambda: nvml)
+    assert (driver.version, driver.cuda_version, driver.error) == ("580.95.05", "13.0", "")
+    assert driver.gpus[1] == Gpu(1, "NVIDIA H200", 141 * GIB, Link(1, 5, 16, 16))
+    assert not nvml.is_open
+
+
+def test_what_the_driver_does_not_tell() -> None:
+    untold = pynvml.NVML_ERROR_NOT_SUPPORTED
+    driver = read_driver(
+        lambda: NvmlDouble(nvmlDeviceGetCurrPcieLinkWidth=untold, nvmlDeviceGetMemoryInfo=untold)
+    )
+    assert driver.gpus[0] == Gpu(0, "NVIDIA H200", None, None)
+    assert gpu.check_link(driver.gpus[0]).found == "NVIDIA H200; it does not tell its PCIe link"
+    missing = read_driver(lambda: NvmlDouble(nvmlInit=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND))
+    assert "Not Found" in missing.error
+
+    def uninstalled() -> object:
+        raise ImportError("pynvml")
+
+    assert "nvidia-ml-py is not installed" in read_driver(uninstalled).error
 
 
 def test_a_driver_that_does_not_answer() -> None:
