@@ -23,7 +23,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from splitpoint.errors import SplitpointError
+from splitpoint.errors import SplitpointError, Unavailable
 from splitpoint_cli.plots import new_figure, save
 from tools.monitoring.dashboards import DASHBOARDS
 from tools.monitoring.needs import ROOT
@@ -92,6 +92,8 @@ def _try_on_a_stack(folder: Path, seconds: float, pictures: Path | None) -> bool
         asyncio.run(_under_load(load, running, seconds))
         ended = time.time()
         console.print(f"load: {dict(sorted(load.ends.items()))}")
+        if load.ends["INTERNAL"] or not load.ends["complete"]:
+            raise Unavailable("requests fail that should not; what the logs say is above")
 
         def ask(query: str) -> Sequence[Series]:
             return running.prometheus.series(query, loaded, ended, _STEP_SECONDS)

@@ -76,7 +76,7 @@ class Load:
                     return
             self.ends["complete"] += 1
         except SplitpointError as error:
-            self.ends[getattr(error, "reason", "") or type(error).__name__] += 1
+            self.ends[error.reason] += 1
             # As a polite caller does.
             await asyncio.sleep(0.5)
 
