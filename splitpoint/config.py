@@ -270,15 +270,20 @@ def runtime_directory(instance: str) -> Path:
     Under XDG_RUNTIME_DIR when there is one, else /tmp/splitpoint-UID. Raises
     FailedPrecondition when somebody else owns what is there.
     """
+    folder = runtime_path(instance)
+    make_private(folder.parent)
+    make_private(folder)
+    return folder
+
+
+def runtime_path(instance: str) -> Path:
+    """Where `runtime_directory` is, whether it is there or not."""
     base = os.environ.get("XDG_RUNTIME_DIR", "")
     if base and os.access(base, os.W_OK):
         parent = Path(base) / "splitpoint"
     else:
         parent = Path("/tmp") / f"splitpoint-{os.getuid()}"
-    make_private(parent)
-    folder = parent / check_instance(instance)
-    make_private(folder)
-    return folder
+    return parent / check_instance(instance)
 
 
 def arena_path(instance: str) -> Path:

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from splitpoint.arena_files import lock_path_of
-from splitpoint.config import format_size
+from splitpoint.config import format_size, runtime_path
+from splitpoint.errors import InvalidArgument
 from splitpoint_cli.checks.finding import Finding, Verdict
+from splitpoint_cli.instance import running_process
 
 _NAME = "arenas"
 
@@ -19,8 +21,8 @@ _NAME = "arenas"
 class FoundArena:
     """An arena of this user's `splitpoint up`.
 
-    `is_used`: a store runs on it. `is_kept`: the secret of its keys lies beside it, as
-    --keep-arena leaves it.
+    `is_used`: a store runs on it, or will again. `is_kept`: the secret of its keys lies
+    beside it, as --keep-arena leaves it.
     """
 
     instance: str
@@ -35,18 +37,27 @@ def find_arenas(shm: Path, user: int) -> list[FoundArena]:
     found = []
     for folder in sorted(shm.glob(f"splitpoint-{user}-*")):
         arena = folder / "arena"
-        if not arena.is_file():
+        if not arena.is_file() or not arena.stat().st_blocks:
             continue
+        instance = folder.name.removeprefix(f"splitpoint-{user}-")
         found.append(
             FoundArena(
-                instance=folder.name.removeprefix(f"splitpoint-{user}-"),
+                instance=instance,
                 path=arena,
                 size_bytes=arena.stat().st_blocks * 512,
-                is_used=is_locked(lock_path_of(arena)),
+                is_used=is_locked(lock_path_of(arena)) or _is_supervised(instance),
                 is_kept=(folder / "key").exists(),
             )
         )
     return found
+
+
+def _is_supervised(instance: str) -> bool:
+    """Whether its `splitpoint up` lives: it starts a store that died again, after a pause."""
+    try:
+        return running_process(runtime_path(instance), seconds=0) is not None
+    except InvalidArgument:  # somebody else's way of naming
+        return False
 
 
 def is_locked(lock: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import statistics
 import time
@@ -40,6 +41,10 @@ def check_redis(url: str, password_file: str | None, ca: str | None) -> Finding:
     except SplitpointError as error:
         return Finding(_NAME, Verdict.PROBLEM, error.message, "See docs/redis.md")
     assert options is not None
+    if ca is not None and not os.access(ca, os.R_OK):
+        return Finding(
+            _NAME, Verdict.PROBLEM, f"--redis-ca {ca} cannot be read", "Name a file (PEM) that can"
+        )
     try:
         answers = asyncio.run(_ask(options))
     except Unavailable as error:

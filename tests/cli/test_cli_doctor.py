@@ -174,6 +174,12 @@ def test_a_redis_that_is_absent() -> None:
     assert "redis-cli" in found["advice"]
 
 
+def test_an_authority_of_redis_that_is_no_file(tmp_path: Path) -> None:
+    url = f"rediss://127.0.0.1:{unused_port()}"
+    found = problem("Redis", "--redis", url, "--redis-ca", str(tmp_path / "none.pem"))
+    assert "none.pem cannot be read" in found["found"]
+
+
 def test_redis_with_and_without_its_password(tmp_path: Path) -> None:
     server = RedisServer(tmp_path)
     server.start()

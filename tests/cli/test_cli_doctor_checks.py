@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
 
 import pynvml
 import pytest
+from own_names import instance_name
 
-from splitpoint.config import MemoryFacts
+from splitpoint.config import MemoryFacts, remove_tree, runtime_directory
 from splitpoint.errors import InvalidArgument
 from splitpoint_cli.checks import gpu, kernel, limits, memory, power, processors, redis, security
+from splitpoint_cli.checks.arenas import check_arenas, find_arenas
 from splitpoint_cli.checks.finding import Check, Finding, Places, Verdict, run_check
 from splitpoint_cli.checks.gpu_facts import (
     Driver,
@@ -23,6 +26,7 @@ from splitpoint_cli.checks.gpu_facts import (
     read_driver,
 )
 from splitpoint_cli.checks.software import check_packages, check_python
+from splitpoint_cli.instance import exclusive
 
 GIB = 1 << 30
 
@@ -191,6 +195,29 @@ def test_energy_of_the_cpu(tmp_path: Path) -> None:
     assert (closed.verdict, "chmod a+r" in closed.advice) == ("note", True)
     write(zone, energy_uj="1\n")
     assert power.check_rapl(Places(sys=tmp_path)).verdict == "ok"
+
+
+def test_an_arena_whose_store_is_started_again_is_not_left_behind(tmp_path: Path) -> None:
+    name = instance_name("between")
+    arena = tmp_path / f"splitpoint-{os.getuid()}-{name}" / "arena"
+    arena.parent.mkdir()
+    arena.write_bytes(bytes(8192))
+    runtime = runtime_directory(name)
+    try:
+        with exclusive(runtime, name):  # as `up` holds it for as long as it lives
+            (found,) = find_arenas(tmp_path, os.getuid())
+            assert found.is_used
+        (found,) = find_arenas(tmp_path, os.getuid())
+        assert (found.instance, found.is_used, found.is_kept) == (name, False, False)
+        (told,) = check_arenas([found], "another")
+        assert (told.verdict, f"arena rm {name}" in told.advice) == ("warning", True)
+        (arena.parent / "key").touch()
+        (told,) = check_arenas(find_arenas(tmp_path, os.getuid()), "another")
+        assert told.verdict == "note"
+    finally:
+        remove_tree(runtime)
+    arena.write_bytes(b"")
+    assert find_arenas(tmp_path, os.getuid()) == []
 
 
 # -- GPUs -------------------------------------------------------------------------------------
