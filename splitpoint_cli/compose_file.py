@@ -126,7 +126,8 @@ def scheduler_command(workers: Sequence[str]) -> list[str]:
 def targets_file(node: Node) -> str:
     """What Prometheus scrapes of the workers (file_sd)."""
     targets = ", ".join(f'"{worker}:{METRICS_PORT}"' for worker in node.workers)
-    return f"{MARK}\n- targets: [{targets}]\n"
+    # As deploy/prometheus/targets/workers.yml, which it takes the place of.
+    return f"{MARK}\n- targets: [{targets}]\n  labels: {{host: local}}\n"
 
 
 def override_file(node: Node, targets: str) -> str:

@@ -58,9 +58,7 @@ def parsed(command: str) -> Any:
     """What the service itself understands of its command. SystemExit: nothing."""
     python, flag, package, *arguments = shlex.split(command)
     assert (python, flag) == ("python", "-m")
-    module = importlib.import_module(f"{package}.__main__")
-    parse = module._parse if package == "scheduler_service" else module.parse_arguments
-    return parse(arguments)
+    return importlib.import_module(f"{package}.__main__").parse_arguments(arguments)
 
 
 def mounts(service: dict[str, Any]) -> dict[str, bool]:
@@ -175,6 +173,9 @@ def test_a_worker_for_each_gpu(gpus: int) -> None:
     assert parsed(content["services"]["kvstore"]["command"]).host_memory == str(64 << 30)
     (targets,) = yaml.safe_load(targets_file(node))
     assert targets["targets"] == [f"{name}:9400" for name in names]
+    (replaced,) = yaml.safe_load((ROOT / "deploy/prometheus/targets/workers.yml").read_text())
+    assert replaced["targets"] == ["worker-0:9400", "worker-1:9400"]
+    assert targets["labels"] == replaced["labels"]
 
 
 def test_without_options_the_override_repeats_the_compose_file() -> None:
