@@ -260,7 +260,8 @@ def _write_trace(worker: LoadedWorker, path: Path | None) -> None:
 
 def main() -> int:
     arguments = parse_arguments()
-    return run_service(f"worker-{arguments.worker_id}", serve, arguments)
+    name = arguments.worker_id
+    return run_service(name if name.startswith("worker") else f"worker-{name}", serve, arguments)
 
 
 if __name__ == "__main__":
