@@ -160,6 +160,9 @@ class WorkerConnection:
             self._note("the worker ended its stream")
         except grpc.RpcError as error:
             self._note(rpc.error_of(error).message)
+        except asyncio.CancelledError:
+            has_ended = True  # by us: the scheduler stops
+            raise
         finally:
             health.cancel()
             if self.ready is not None:

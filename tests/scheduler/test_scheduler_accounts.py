@@ -281,6 +281,14 @@ async def test_a_drain_is_no_loss() -> None:
         assert (gone.ready, gone.draining, gone.loss_count) == (False, False, 0)
 
 
+async def test_a_scheduler_that_stops_loses_nobody() -> None:
+    """Its metrics are read until the end: an alert must not take its stop for a worker's."""
+    async with stack(WorkerDouble()) as running:
+        assert value(running, metrics.WORKER_READY, "0") == 1
+    assert value(running, metrics.WORKER_READY, "0") == 0
+    assert value(running, metrics.WORKER_LOSSES, "0") == 0
+
+
 async def test_telemetry_comes_beside_the_tokens_and_alone() -> None:
     worker = WorkerDouble()
     async with stack(worker) as running:
