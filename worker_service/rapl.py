@@ -94,7 +94,9 @@ class RaplWatch:
                 _MOST_MICROWATTS,
                 _SLACK_SECONDS * _MOST_MICROWATTS,
             )
-        self.joules = {zone.name: total.total / 1e6 for zone, total in self._totals.items()}
+        told = {zone.name: total.total / 1e6 for zone, total in self._totals.items()}
+        # What a zone gave before it fell silent stays counted: sums never shrink.
+        self.joules = {**self.joules, **told}
         return PERIOD_SECONDS
 
     def close(self) -> None:

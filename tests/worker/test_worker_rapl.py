@@ -92,7 +92,7 @@ def test_where_there_is_none_nothing_is_said(
     assert caplog.records == []
 
 
-def test_a_zone_that_goes_away_leaves_the_others(
+def test_a_zone_that_goes_away_leaves_its_total_and_the_others(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -100,9 +100,11 @@ def test_a_zone_that_goes_away_leaves_the_others(
     second = write_zone(tmp_path, "intel-rapl:1", "package-1", 1)
     bench = Bench(packages(tmp_path))
     bench.step()
+    first.write_text("2000001")
+    bench.step()
     first.unlink()
     second.write_text("3000001")
     bench.step()
     bench.step()
-    assert bench.watch.joules == {"package-1": 3}
+    assert bench.watch.joules == {"package-0": 2, "package-1": 3}
     assert sum("package-0" in record.message for record in caplog.records) == 1
