@@ -241,7 +241,8 @@ WORKER_SCHEDULED_TOKENS = _counter(
 WORKER_STEP_TOKEN_BUDGET = _gauge(
     _WORKER,
     "worker_step_token_budget",
-    "Most tokens of one step: a full batch of decodes beside one piece of a prefill.",
+    "Most tokens of one step: a piece of a prefill for one request of a full batch, and one "
+    "token for each of the others.",
 )
 WORKER_GENERATED_TOKENS = _counter(
     _WORKER, "worker_generated_tokens_total", "Tokens sampled; the divisor of joules per token."
@@ -274,7 +275,11 @@ LINK_BYTES = _counter(
     *("direction", "method"),
 )
 LINK_BUSY_SECONDS = _counter(
-    _WORKER, "link_busy_seconds_total", "Seconds that copies of a direction took.", "direction"
+    _WORKER,
+    "link_busy_seconds_total",
+    "Seconds that copies of a direction took, each by itself: weights come beside the cache, so "
+    "these may grow by more than 1 a second.",
+    "direction",
 )
 LINK_RATE = _gauge(
     _WORKER, "link_rate_bytes_per_second", "What copies reach, as fitted from their own times."
@@ -407,7 +412,7 @@ REQUESTS_REJECTED = _counter(
 )
 PROMPT_TOKENS = _counter(_SCHEDULER, "prompt_tokens_total", "Prompt tokens of completed requests.")
 CACHED_TOKENS = _counter(
-    _SCHEDULER, "cached_tokens_total", "Of these, tokens whose K,V came from a store."
+    _SCHEDULER, "cached_tokens_total", "Of these, tokens that a store had, however they came back."
 )
 GENERATED_TOKENS = _counter(
     _SCHEDULER, "generated_tokens_total", "Tokens taken from workers for clients."
