@@ -224,6 +224,7 @@ async def serving_worker(
             await servicer.drain(0)
             servicer.close()
             await servicer.worker.runtime.stop()
+            servicer.worker.monitor.stop()
     finally:
         await server.stop(0.5)
 

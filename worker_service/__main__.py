@@ -227,11 +227,12 @@ async def _load_and_run(
 
     async with announced(redis, registration, name="registration"):
         await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
-    await health.shut_down()
     if failing.done():
         _write_trace(worker, options.trace_file)
-        # Device memory is in an unknown state: end, and let a supervisor start anew.
+        # Device memory is in an unknown state: end, and let a supervisor start anew. Not
+        # as a drain, which the scheduler would count as no loss.
         raise Internal("the engine failed; see the log above")
+    await health.shut_down()
     cancelled = await servicer.drain(DRAIN_SECONDS)
     if cancelled:
         log.warning("%d requests were cancelled after %g s", cancelled, DRAIN_SECONDS)

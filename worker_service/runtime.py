@@ -50,6 +50,8 @@ Result = TypeVar("Result")
 OUTPUT_LIMIT = 10_000
 # For a store to come back: a supervisor's first restarts, and the recovery.
 STORE_WAIT_SECONDS = 30.0
+# What callers and requests are told then.
+ENGINE_FAILED = "the engine failed; the worker restarts"
 # The longest step, a long prefill on a slow device, with much to spare.
 STEP_SECONDS = 120.0
 
@@ -221,7 +223,7 @@ class Runtime:
     async def call(self, function: Callable[[], Result]) -> Result:
         """Run `function` on the engine's thread, between two steps."""
         if self.failed.is_set():
-            raise Internal("the engine failed", reason="ENGINE_FAILED")
+            raise Internal(ENGINE_FAILED, reason="ENGINE_FAILED")
         future: asyncio.Future[Result] = self._loop.create_future()
         self._calls.add(future)
         future.add_done_callback(self._calls.discard)
@@ -281,10 +283,12 @@ class Runtime:
         self._loop.call_soon_threadsafe(self._on_output, output)
 
     def _on_failure(self) -> None:
-        error = Internal("the engine failed; the worker restarts", reason="ENGINE_FAILED")
+        error = Internal(ENGINE_FAILED, reason="ENGINE_FAILED")
         output = StepOutput(finishes=[FinishEvent(key, error=error) for key in self.live])
         for call in self._calls:
             call.set_exception(error)
+        for event in output.finishes:
+            self._end_spans(event)
         self.live.clear()
         self._idle.set()
         self.emit(output)

@@ -21,6 +21,7 @@ from splitpoint.costs import Profile
 from splitpoint.errors import (
     Aborted,
     FailedPrecondition,
+    Internal,
     InvalidArgument,
     SplitpointError,
     Unavailable,
@@ -30,7 +31,7 @@ from splitpoint.v1 import worker_pb2 as pb
 from splitpoint.v1 import worker_pb2_grpc
 from worker_service.messages import StepOutput
 from worker_service.profiler import measure
-from worker_service.runtime import Listener
+from worker_service.runtime import ENGINE_FAILED, Listener
 from worker_service.startup import LoadedWorker
 from worker_service.telemetry import TELEMETRY_SECONDS, telemetry_of
 from worker_service.wire import admission_from, refusal, response_from
@@ -106,6 +107,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         worker = self._loaded()
         if self.draining:
             raise Unavailable("the worker is draining", reason="DRAINING")
+        if worker.runtime.failed.is_set():
+            raise Unavailable(ENGINE_FAILED, reason="ENGINE_FAILED")
         if self._stream_is_open:
             raise FailedPrecondition("another Run stream is open", reason="STREAM_OPEN")
         self._stream_is_open = True
@@ -114,6 +117,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             asyncio.create_task(self._read_commands(worker, request_iterator)),
             asyncio.create_task(self._closing.wait()),
             asyncio.create_task(_given_up(listener)),
+            asyncio.create_task(_engine_failed(worker)),
         ]
         try:
             # Tells the scheduler at once that the stream was accepted.
@@ -236,6 +240,12 @@ def _measure(worker: LoadedWorker) -> Profile:
 async def _given_up(listener: Listener) -> None:
     await listener.given_up.wait()
     raise Aborted("step outputs were not taken", reason="SLOW_SCHEDULER")
+
+
+async def _engine_failed(worker: LoadedWorker) -> None:
+    """Raises Internal then. No drain announces it: to the scheduler this worker is lost."""
+    await worker.runtime.failed.wait()
+    raise Internal(ENGINE_FAILED, reason="ENGINE_FAILED")
 
 
 class _Pulse:

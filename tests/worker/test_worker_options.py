@@ -39,6 +39,7 @@ async def test_a_worker_overlaps_unless_told_otherwise(folder: Path) -> None:
     worker = await load_worker(options(folder))
     info = await info_of(worker)
     await worker.runtime.stop()
+    worker.monitor.stop()
     assert type(worker.engine.lanes) is ThreadLanes
     assert worker.engine.trace is None
     assert info.schedule == types_pb2.SCHEDULE_PIPELINED
@@ -53,6 +54,7 @@ async def test_a_serial_worker_on_an_emulated_link_says_so(folder: Path, tmp_pat
     )
     info = await info_of(worker)
     await worker.runtime.stop()
+    worker.monitor.stop()
     assert type(worker.engine.lanes) is SerialLanes
     assert info.schedule == types_pb2.SCHEDULE_SERIAL
     assert info.emulated_link_bytes_per_second == 5e8

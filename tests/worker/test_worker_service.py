@@ -13,10 +13,12 @@ import pytest
 from fuzzing import call_with_bytes, random_messages
 from tiny_models import VOCABULARY, build_tiny, clear_prompt, write_tiny
 
+from splitpoint import tracing
 from splitpoint.rpc import create_server, error_of, open_channel
 from splitpoint.shapes import DataType
 from splitpoint.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from worker_service.memory import STAGING_PAGES
+from worker_service.messages import Call
 from worker_service.server import WorkerServicer
 from worker_service.startup import WorkerOptions, load_worker
 
@@ -56,6 +58,7 @@ async def serving(folder: Path, *, load: bool = True) -> AsyncIterator[tuple[Wor
         if servicer.worker is not None:
             await servicer.drain(0)
             await servicer.worker.runtime.stop()
+            servicer.worker.monitor.stop()
         await server.stop(None)
 
 
@@ -239,6 +242,34 @@ async def test_2000_random_byte_strings_crash_nothing(folder: Path, method: str)
         assert (await stub.GetInfo(worker_pb2.GetInfoRequest())).worker_id == "w"
         assert servicer.worker is not None
         assert not servicer.worker.runtime.failed.is_set()
+
+
+async def test_an_engine_that_fails_breaks_the_stream_after_its_requests_ends(
+    folder: Path,
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("the device is broken")
+
+    with tracing.exported("worker", "127.0.0.1:1"):
+        async with serving(folder) as (servicer, address), open_channel(address) as channel:
+            assert servicer.worker is not None
+            runtime = servicer.worker.runtime
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
+            stream = stub.Run()
+            await stream.write(admit("a", sampling=types_pb2.SamplingParams(max_tokens=200)))
+            assert (await stream.read()).running_count == 1
+            assert runtime._spans
+            servicer.worker.engine.post(Call(fail))
+            finish = await next_finish(stream)
+            assert (finish.request_id, finish.error_reason) == ("a", "ENGINE_FAILED")
+            assert not runtime._spans, "a trace ends with the failure that it is read for"
+            with pytest.raises(grpc.aio.AioRpcError) as broken:
+                await stream.read()
+            assert broken.value.code() is grpc.StatusCode.INTERNAL
+            again = stub.Run()
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await again.read()
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_error_details_survive_the_wire(folder: Path) -> None:
