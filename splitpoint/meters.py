@@ -15,7 +15,6 @@ from functools import cached_property
 from prometheus_client import (
     CollectorRegistry,
     Counter,
-    Gauge,
     Histogram,
     ProcessCollector,
     disable_created_metrics,
@@ -46,10 +45,10 @@ Reader = Callable[[], list[Family]]
 class Meters:
     """The metrics of one process.
 
-    A metric is either counted, by the instrument that `counter`, `gauge` or `histogram`
-    gives, or read, by a source that yields it at each scrape; never both. Instruments may
-    be used by any thread. Raises ValueError for a metric that is not of this service, or
-    not of the kind that was asked for: at once by instruments, at the scrape by sources.
+    A metric is either counted, by the instrument that `counter` or `histogram` gives, or
+    read, by a source that yields it at each scrape; never both. Instruments may be used by
+    any thread. Raises ValueError for a metric that is not of this service, or not of the
+    kind that was asked for: at once by instruments, at the scrape by sources.
     """
 
     def __init__(self, service: Service) -> None:
@@ -66,11 +65,6 @@ class Meters:
         """A new one: ask once and keep it. With labels: `.labels(...)` before `.inc()`."""
         self._claim(metric, Kind.COUNTER)
         return Counter(_bare(metric), metric.help, metric.labels, registry=self.registry)
-
-    def gauge(self, metric: Metric) -> Gauge:
-        """A new one, for what changes where nobody could read it later."""
-        self._claim(metric, Kind.GAUGE)
-        return Gauge(metric.name, metric.help, metric.labels, registry=self.registry)
 
     def histogram(self, metric: Metric) -> Histogram:
         """A new one, with the metric's buckets."""

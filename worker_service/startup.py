@@ -156,7 +156,7 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
         # Before the weights come: their loading takes link and power, too.
         monitor = await asyncio.to_thread(monitor_of, device)
         monitor.start()
-        on_failure.callback(monitor.stop)
+        on_failure.push_async_callback(asyncio.to_thread, monitor.stop)  # it may wait
         store: StoreClient | None = None
         if options.kvstore_address is None:
             layout = ArenaLayout.of(shape, chunk_tokens=options.chunk_tokens, has_activations=False)

@@ -77,7 +77,6 @@ def test_counted_and_read_values_come_together() -> None:
     meters = Meters(Service.WORKER)
     steps = meters.counter(metrics.WORKER_STEPS)
     seconds = meters.histogram(metrics.WORKER_STEP_SECONDS)
-    pinned = meters.gauge(metrics.WORKER_PINNED_BYTES)
     running = 3
 
     def source() -> Iterator[Reading]:
@@ -88,13 +87,11 @@ def test_counted_and_read_values_come_together() -> None:
     meters.read(source)
     steps.labels("decode").inc()
     seconds.observe(0.002)
-    pinned.set(1 << 40)
     found = samples(meters.registry)
     assert found["splitpoint_worker_steps_total", (("kind", "decode"),)] == 1
     assert found["splitpoint_worker_step_seconds_count", ()] == 1
     assert found["splitpoint_worker_step_seconds_bucket", (("le", "0.001"),)] == 0
     assert found["splitpoint_worker_step_seconds_bucket", (("le", "0.0025"),)] == 1
-    assert found["splitpoint_worker_pinned_bytes", ()] == 1 << 40
     assert found["splitpoint_worker_running_requests", ()] == 3
     assert (
         found["splitpoint_link_bytes_total", (("direction", "out"), ("method", "write_back"))] == 7
