@@ -22,6 +22,7 @@ from splitpoint.batch_plan import plan_batch
 from splitpoint.costs import Profile
 from splitpoint.errors import ChunkLost, Internal, SplitpointError
 from splitpoint.logs import for_request
+from splitpoint.schedule import Lane
 from splitpoint.text import Tokenizer
 from worker_service.batch import Batch, build_batch
 from worker_service.cost_watch import CostWatch
@@ -46,6 +47,7 @@ from worker_service.messages import (
 from worker_service.model.decoder import Decoder
 from worker_service.model.layer import DecoderLayer
 from worker_service.paging import Pager
+from worker_service.request_spans import LaneUse, add_lanes
 from worker_service.restorer import Restorer
 from worker_service.roster import Roster
 from worker_service.sampling import Choice, NonFiniteLogits, SamplingRow, choose
@@ -316,11 +318,13 @@ class Engine:
 
     def _trace_step(self, batch: Batch, started: float, spans: list[Span]) -> None:
         now = time.perf_counter()
+        lanes: dict[Lane, LaneUse] = {}
+        add_lanes(lanes, spans)
         for sequence, count in zip(batch.sequences, batch.counts, strict=True):
             admission = sequence.admission
             if admission.spans is not None:
                 is_prefill = sequence.generated_count == len(admission.delivered)
-                admission.spans.stepped(started, now, count, spans, is_prefill=is_prefill)
+                admission.spans.stepped(started, now, count, lanes, is_prefill=is_prefill)
 
     def _lose(self, sequence: Sequence, cause: ChunkLost) -> None:
         with for_request(sequence.admission.request_id):

@@ -18,7 +18,7 @@ the event loop ends the request once the engine is done with it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from splitpoint import tracing
 from splitpoint.schedule import Lane
@@ -49,6 +49,15 @@ class LaneUse:
         self.tokens += span.tokens
         self.amount += span.amount
 
+    def join(self, later: LaneUse) -> None:
+        """What the lane did in another step."""
+        self.first = min(self.first, later.first)
+        self.last = max(self.last, later.last)
+        self.busy_seconds += later.busy_seconds
+        self.pieces += later.pieces
+        self.tokens += later.tokens
+        self.amount += later.amount
+
     def facts(self, lane: Lane) -> Mapping[str, float]:
         return {
             "flops" if lane is Lane.COMPUTE else "bytes": self.amount,
@@ -68,16 +77,21 @@ class Phase:
     tokens: int = 0
     lanes: dict[Lane, LaneUse] = field(default_factory=dict)
 
-    def add(self, first: float, last: float, tokens: int, work: Iterable[timeline.Span]) -> None:
+    def add(self, first: float, last: float, tokens: int, work: Mapping[Lane, LaneUse]) -> None:
         if not self.steps:
             self.first = first
         self.last = last
         self.steps += 1
         self.tokens += tokens
-        add_lanes(self.lanes, work)
+        for lane, use in work.items():
+            if lane not in self.lanes:
+                self.lanes[lane] = replace(use)
+            else:
+                self.lanes[lane].join(use)
 
 
 def add_lanes(lanes: dict[Lane, LaneUse], work: Iterable[timeline.Span]) -> None:
+    """Sum pieces of work up, lane by lane."""
     for span in work:
         if span.lane not in lanes:
             lanes[span.lane] = LaneUse(span.start, span.end)
@@ -120,11 +134,12 @@ class RequestSpans:
         first: float,
         last: float,
         tokens: int,
-        work: Iterable[timeline.Span],
+        work: Mapping[Lane, LaneUse],
         *,
         is_prefill: bool,
     ) -> None:
-        """It took part in a step; `work` is the whole step's, whoever else was in it."""
+        """It took part in a step; `work` is the whole step's, whoever else was in it: summed up
+        once for all of them, since a step may have hundreds of pieces."""
         (self.prefill if is_prefill else self.decode).add(first, last, tokens, work)
 
     def end(self, *, reason: str = "", error: str = "") -> None:
