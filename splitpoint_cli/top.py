@@ -87,11 +87,12 @@ def read(client: Client) -> Reading:
 
 
 def _once(client: Client, interval: float, *, as_json: bool, svg: str | None) -> None:
-    readings = first(read(client))
+    begun = first(read(client))
     time.sleep(interval)
     deadline = time.monotonic() + _TELLING_SECONDS
     while True:
-        readings = following(readings, read(client))
+        # All since then: who told late must not make the others' interval a short one.
+        readings = following(begun, read(client))
         if readings.is_complete or time.monotonic() >= deadline:
             break
         time.sleep(_POLL_SECONDS)
