@@ -6,14 +6,14 @@ docs/operations.md has the same list for people; a finding that is added here is
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from splitpoint.answers import Worker
 from splitpoint.config import format_rate
 from splitpoint.v1 import kvstore_pb2
 from splitpoint_cli.observed import Status, Store
-from splitpoint_cli.output import plain_reason
+from splitpoint_cli.output import duration_text, plain_reason
 
 # A refusal, or a loss, this long ago is over.
 _LATELY_SECONDS = 60.0
@@ -24,6 +24,8 @@ _AS_PREDICTED = (0.67, 1.5)
 _LEAST_SECONDS = 1.0
 # Of what the link could reach.
 _WORN_LINK = 0.5
+# There is a connection, and nobody answers: what workers said of it before is no news.
+_SILENT = "DEADLINE_EXCEEDED"
 
 
 class Severity(enum.StrEnum):
@@ -51,7 +53,7 @@ def findings_of(status: Status) -> list[Finding]:
     for worker in status.workers:
         found += [*_readiness(worker), *_link(worker), *_predictions(worker)]
     for store in status.stores:
-        found += _store(store)
+        found += _store(store, _attached(store, status.workers))
     order = list(Severity)
     return sorted(found, key=lambda finding: order.index(finding.severity))
 
@@ -116,7 +118,7 @@ def _readiness(worker: Worker) -> Iterator[Finding]:
     elif not worker.ready and ago is not None:
         yield Finding(
             Severity.ERROR,
-            f"{name} was lost {_duration(ago)} ago and is not back",
+            f"{name} was lost {duration_text(ago)} ago and is not back",
             plain_reason(worker.message),
             f"read the end of its log, then start it again at {worker.address} "
             "(`splitpoint up` does so by itself)",
@@ -132,7 +134,7 @@ def _readiness(worker: Worker) -> Iterator[Finding]:
         times = "once" if worker.loss_count == 1 else f"{worker.loss_count} times"
         yield Finding(
             Severity.WARNING,
-            f"{name} was lost {times}, last {_duration(ago)} ago, and is back",
+            f"{name} was lost {times}, last {duration_text(ago)} ago, and is back",
             "its requests went on from the last stored chunk",
             "read its log, and the kernel's (dmesg) for an out-of-memory kill",
         )
@@ -189,8 +191,28 @@ def _predictions(worker: Worker) -> Iterator[Finding]:
         )
 
 
-def _store(store: Store) -> Iterator[Finding]:
-    if store.stats is None:
+def _attached(store: Store, workers: Iterable[Worker]) -> list[str]:
+    """Workers that say that this store serves them."""
+    return [
+        worker.id
+        for worker in workers
+        if worker.kvstore_address == store.address
+        and worker.telemetry is not None
+        and worker.telemetry.store_is_up
+    ]
+
+
+def _store(store: Store, attached: Sequence[str]) -> Iterator[Finding]:
+    if store.stats is None and attached and not store.message.startswith(_SILENT):
+        # A socket of another host or container, or one that refuses this command.
+        yield Finding(
+            Severity.NOTE,
+            f"store {store.address} cannot be asked from here",
+            f"{plain_reason(store.message)}; it serves worker {', '.join(attached)}",
+            "for its numbers ask from where its workers run (docker-compose exec scheduler "
+            "splitpoint status ...), or with a token and an authority that it accepts",
+        )
+    elif store.stats is None:
         yield Finding(
             Severity.ERROR,
             f"store {store.address} does not answer",
@@ -198,9 +220,9 @@ def _store(store: Store) -> Iterator[Finding]:
             "start it again with the same arguments: it takes its arena over; here, name a "
             "token or an authority that it accepts if it refuses this command",
         )
-        return
-    yield from _room(store.address, store.stats)
-    yield from _damage(store.address, store.stats)
+    else:
+        yield from _room(store.address, store.stats)
+        yield from _damage(store.address, store.stats)
 
 
 def _room(address: str, stats: kvstore_pb2.GetStatsResponse) -> Iterator[Finding]:
@@ -218,7 +240,7 @@ def _room(address: str, stats: kvstore_pb2.GetStatsResponse) -> Iterator[Finding
     if is_refusing:
         numbers += (
             f"; {stats.refused_reservation_count:,} reservations were refused, the last "
-            f"{_duration(stats.last_refused_seconds_ago)} ago"
+            f"{duration_text(stats.last_refused_seconds_ago)} ago"
         )
     yield Finding(
         Severity.WARNING,
@@ -245,10 +267,3 @@ def _damage(address: str, stats: kvstore_pb2.GetStatsResponse) -> Iterator[Findi
             stats.integrity_violations[0],
             "run `splitpoint arena verify`, start the store again, and report this as a bug",
         )
-
-
-def _duration(seconds: float) -> str:
-    """For people: "12 s", "3 min", "2 h"."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"

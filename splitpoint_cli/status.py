@@ -173,11 +173,11 @@ def _print_tables(found: Status) -> None:
         )
 
 
-_COLOURS = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
+COLOURS = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
 
 
 def _print_finding(finding: Finding) -> None:
-    colour = _COLOURS[finding.severity]
+    colour = COLOURS[finding.severity]
     why = f" ({finding.why})" if finding.why else ""
     out.print(f"[{colour}]{finding.severity.value}[/{colour}]: {escape(finding.what + why)}")
     out.print(f"  do: {escape(finding.do)}")

@@ -92,12 +92,3 @@ def amount(value: float | None, unit: str = "") -> str:
         return NOTHING
     number = f"{value:,.0f}" if value >= 99.95 or value == 0 else f"{value:.3g}"
     return f"{number}{unit}"
-
-
-def duration(seconds: float) -> str:
-    """For people: "42 s", "7 min", "3.2 h", "5 d"."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    if seconds < 6000:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 172_800 else f"{seconds / 86_400:.0f} d"

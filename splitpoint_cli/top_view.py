@@ -9,9 +9,11 @@ from rich.text import Text
 
 from splitpoint.answers import Queue, Worker
 from splitpoint.config import format_rate, format_size
-from splitpoint_cli.findings import Severity, findings_of
+from splitpoint.telemetry import Telemetry
+from splitpoint_cli.findings import findings_of
 from splitpoint_cli.observed import Status, Store
-from splitpoint_cli.output import seconds_text
+from splitpoint_cli.output import duration_text, seconds_text
+from splitpoint_cli.status import COLOURS
 from splitpoint_cli.top_bars import (
     FANCY,
     NOTHING,
@@ -20,7 +22,6 @@ from splitpoint_cli.top_bars import (
     amount,
     bar,
     cell,
-    duration,
     flow,
     percent,
     stacked_bar,
@@ -36,7 +37,6 @@ from splitpoint_cli.top_rates import (
 _BAR = 12
 _QUEUE_LINES = 5
 _FINDINGS = 4
-_COLOURS = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,8 @@ class Frame:
         if self.away is not None:
             seconds, why = self.away
             frozen = "" if self.readings is None else "; below is what was seen last"
-            text = f"the scheduler is away for {duration(seconds)} ({why}), trying again{frozen}"
+            since = duration_text(seconds)
+            text = f"the scheduler is away for {since} ({why}), trying again{frozen}"
             lines += [Text(part, style="bold red") for part in _wrapped(text, width)]
         return lines
 
@@ -90,7 +91,7 @@ class Frame:
 def _names(readings: Readings) -> str:
     status = readings.latest.status
     models = ", ".join(model.name for model in status.models) or "no model yet"
-    return f"  {models}  up {duration(readings.latest.status.scheduler.uptime_seconds)}"
+    return f"  {models}  up {duration_text(readings.latest.status.scheduler.uptime_seconds)}"
 
 
 def _scheduler(readings: Readings, width: int) -> list[Text | str]:
@@ -124,7 +125,7 @@ def _findings(status: Status, width: int) -> list[Text | str]:
     for finding in found[:_FINDINGS]:
         why = f": {finding.why}" if finding.why else ""
         told = Text(f"{finding.severity.value}: {finding.what}{why}")
-        told.stylize(_COLOURS[finding.severity])
+        told.stylize(COLOURS[finding.severity])
         lines += _wrapped_text(told, width)
     if len(found) > _FINDINGS:
         lines.append(Text(f"and {len(found) - _FINDINGS} more", style="dim"))
@@ -190,7 +191,7 @@ def _worker(readings: Readings, worker: Worker, width: int, glyphs: Glyphs) -> l
             ),
             40,
         ),
-        cell("power", _power(worker, rates.host_cpu_watts, glyphs), 30),
+        cell("power", _power(told, rates.host_cpu_watts, glyphs), 30),
     ]
     lines += [Text("  ").append_text(line) for line in flow(cells, width - 2)]
     return lines
@@ -221,9 +222,7 @@ def _of_bar(used: float, capacity: float, words: str, style: str, glyphs: Glyphs
     return bar(share, _BAR, glyphs, style).append(f" {words}")
 
 
-def _power(worker: Worker, host_cpu_watts: float | None, glyphs: Glyphs) -> Text:
-    told = worker.telemetry
-    assert told is not None
+def _power(told: Telemetry, host_cpu_watts: float | None, glyphs: Glyphs) -> Text:
     if told.power_watts is not None:
         limit = told.power_limit_watts
         if limit:
@@ -281,8 +280,9 @@ def _queue(queue: Queue, width: int) -> list[Text | str]:
         Text.assemble(("queue ", "dim"), f"{waiting:,} waiting, room for {queue.capacity:,}")
     ]
     for request in queue.requests[:_QUEUE_LINES]:
+        waited = duration_text(request.waited_seconds)
         line = Text(
-            f"  {request.position} {request.request_id} for {duration(request.waited_seconds)}, "
+            f"  {request.position} {request.request_id} for {waited}, "
             f"{format_size(request.footprint_bytes)}: {request.reason}"
         )
         line.truncate(width, overflow="ellipsis")

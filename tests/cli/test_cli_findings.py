@@ -189,11 +189,28 @@ def test_damage_in_the_store() -> None:
 
 
 def test_a_store_that_does_not_answer() -> None:
-    found = replace(status(), stores=(Store("unix:/kv", None, "UNAVAILABLE: gone"),))
-    assert the_only(found).severity is Severity.ERROR
-    assert the_only(found).why == "UNAVAILABLE: gone"
+    # Its worker, where there is one, is lost or has lost it; or it hangs.
+    unknown = replace(WORKER, telemetry=None)
+    elsewhere = replace(WORKER, kvstore_address="unix:/another")
+    for worker, message in (
+        (unknown, "UNAVAILABLE: gone"),
+        (elsewhere, "UNAVAILABLE: gone"),
+        (WORKER, "DEADLINE_EXCEEDED: no answer"),
+    ):
+        found = replace(status(worker), stores=(Store("unix:/kv", None, message),))
+        assert the_only(found).severity is Severity.ERROR
+        assert the_only(found).why == message
     away = replace(WORKER, telemetry=replace(TELEMETRY, store_is_up=False))
     assert the_only(status(away)).what == "worker 0 has no store"
+
+
+def test_a_store_that_cannot_be_asked_from_here_but_serves() -> None:
+    """As of a stack in containers, whose sockets mean nothing on the host."""
+    found = replace(status(), stores=(Store("unix:/kv", None, "UNAVAILABLE: no such file"),))
+    finding = the_only(found)
+    assert finding.severity is Severity.NOTE
+    assert finding.what == "store unix:/kv cannot be asked from here"
+    assert finding.why == "UNAVAILABLE: no such file; it serves worker 0"
 
 
 def test_a_full_queue() -> None:

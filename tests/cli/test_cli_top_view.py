@@ -12,7 +12,8 @@ from test_cli_top_rates import reading, scheduler, stats, telemetry, worker
 from splitpoint.answers import Queue, QueuedRequest
 from splitpoint.telemetry import RedisStatus
 from splitpoint_cli.observed import Store
-from splitpoint_cli.top_bars import FANCY, PLAIN, amount, bar, cell, duration, flow, stacked_bar
+from splitpoint_cli.output import duration_text
+from splitpoint_cli.top_bars import FANCY, PLAIN, amount, bar, cell, flow, stacked_bar
 from splitpoint_cli.top_rates import Readings, first, following
 from splitpoint_cli.top_view import Frame
 
@@ -185,4 +186,4 @@ def test_numbers_and_times() -> None:
         "12.3",
         "4,568",
     ]
-    assert [duration(s) for s in (5, 300, 9000, 900_000)] == ["5 s", "5 min", "2.5 h", "10 d"]
+    assert [duration_text(s) for s in (5, 300, 9000, 900_000)] == ["5 s", "5 min", "2.5 h", "10 d"]
