@@ -19,7 +19,9 @@ import kvstore_service.__main__ as kvstore
 import scheduler_service.__main__ as scheduler
 import worker_service.__main__ as worker
 from splitpoint.config import parse_size
-from tools.render_chart import CASES, HEADER, digest_of, render, rendered_of
+from tools.render_chart import CASES, HEADER, ROOT, digest_of, render, rendered_of
+from worker_service.server import DRAIN_SECONDS
+from worker_service.write_back import CLOSE_SECONDS
 
 PARSERS = {
     "kvstore_service": kvstore.parse_arguments,
@@ -142,6 +144,37 @@ def test_probes_ask_the_service_at_its_own_port(name: str, container: Manifest) 
     alive = container["livenessProbe"]["exec"]["command"]
     # A worker that loads, or a scheduler without workers, must not be killed for it.
     assert alive[alive.index("--service") + 1] == ""
+
+
+def rights_in(text: str) -> set[str]:
+    """Of the Redis user that a configuration, or the documentation, makes."""
+    (line,) = (line for line in text.splitlines() if "splitpoint" in line and " ~sp:* +" in line)
+    return {word for word in line.split() if word[0] in "~+"}
+
+
+def test_redis_has_one_user_with_the_documented_rights() -> None:
+    # Redis before 7.2 does not know client|setinfo.
+    documented = rights_in((ROOT / "docs" / "redis.md").read_text()) - {"+client|setinfo"}
+    assert rights_in((ROOT / "docker-compose.yml").read_text()) == documented
+    (redis,) = (container for _, container in containers() if container["name"] == "redis")
+    (script,) = redis["args"]
+    assert rights_in(script) == documented
+    assert "user default off" in script
+    for name, container in containers():
+        if name.startswith("defaults") and container is not redis:
+            parsed = PARSERS[container["command"][2]](container["args"])
+            assert parsed.redis == "redis://splitpoint@splitpoint-redis:6379/0"
+
+
+def test_what_drains_is_not_killed_meanwhile() -> None:
+    for name, pod in pods():
+        (container,) = pod["containers"]
+        grace = pod.get("terminationGracePeriodSeconds", 30)
+        if container["name"] == "scheduler":
+            parsed = scheduler.parse_arguments(container["args"])
+            assert grace >= parsed.grace_seconds + 10, name
+        if container["name"] == "worker":
+            assert grace >= DRAIN_SECONDS + CLOSE_SECONDS + 10, name
 
 
 def test_the_store_may_hold_its_arena() -> None:

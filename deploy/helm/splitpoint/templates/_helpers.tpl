@@ -37,7 +37,7 @@ capabilities: {drop: [ALL]}
 {{- end }}
 
 {{- define "splitpoint.redis" -}}
-{{- .Values.redis.url | default (printf "redis://%s-redis:6379/0" .Release.Name) -}}
+{{- .Values.redis.url | default (printf "redis://splitpoint@%s-redis:6379/0" .Release.Name) -}}
 {{- end }}
 
 {{- /* On each node: the folder of the arena, the same path in every container. */ -}}
