@@ -1,6 +1,6 @@
 """`splitpoint size`: how much host memory, how many requests at once, which split.
 
-docs/sizing.md is what `--examples` prints. The arithmetic is sizing.py's.
+The arithmetic is sizing.py's; what `--examples` prints, size_page.py's.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from rich.table import Table
 from splitpoint.config import format_size, parse_size
 from splitpoint.costs import BUILT_IN_PROFILES, load_profile
 from splitpoint.errors import InvalidArgument
-from splitpoint.plan import Plan, RestoreMethod
-from splitpoint.shapes import BUILT_IN_SHAPES, Encoding, ModelShape
+from splitpoint.shapes import Encoding, ModelShape
 from splitpoint_cli.output import EXIT_HELP, out, print_json, seconds_text
 from splitpoint_cli.plan import find_shape
+from splitpoint_cli.size_page import page, restore_words
 from splitpoint_cli.sizing import Load, Node, Sizing, host_memory_of, size_up
 from splitpoint_cli.up import Dtype, KvEncoding
 
@@ -157,7 +157,7 @@ def _rows(shape: ModelShape, node: Node, load: Load, found: Sizing) -> Iterator[
         f"{format_size(found.resident_request_bytes)} of cache",
     )
     yield "resident at once", f"{found.resident_count:,}"
-    yield "restoring one", _restore_words(found.restore)
+    yield "restoring one", restore_words(found.restore)
     yield "first token after", seconds_text(found.restore.predicted_ttft_seconds)
     yield (
         "streamed at once",
@@ -182,103 +182,3 @@ def _rows(shape: ModelShape, node: Node, load: Load, found: Sizing) -> Iterator[
         f"{format_size(found.host_token_bytes)} a token ({kept}, {node.encoding.value}), "
         f"{format_size(found.prefix_bytes)} a cached prefix",
     )
-
-
-def _restore_words(plan: Plan) -> str:
-    took = seconds_text(plan.predicted_restore_seconds)
-    if plan.method is RestoreMethod.LOAD:
-        return f"{took}, all loaded"
-    whole = seconds_text(plan.predicted_load_seconds)
-    if plan.method is RestoreMethod.TOKENS:
-        return f"{took} ({whole} loaded): {plan.recomputed_tokens:,} tokens from their ids"
-    return f"{took} ({whole} loaded): split {plan.split_tokens:,} of {plan.cached_tokens:,}"
-
-
-# -- the page ---------------------------------------------------------------------------
-
-# What is left of a card with 80 GB once the driver and CUDA have theirs.
-_DEVICE_MEMORY = 72 << 30
-# Reading 15 GiB of weights from memory of 3.35 TB/s, and the launches.
-_STEP_SECONDS = 6e-3
-_PROFILE = "h100-pcie5"
-_EXAMPLES = (
-    ("llama-3.1-8b", Load(32768, 512, 256)),
-    ("llama-3-8b", Load(8192, 512, 256)),
-    ("opt-6.7b", Load(2048, 512, 128)),
-)
-
-_HEAD = f"""\
-# Sizing
-
-How much host memory, how many requests at once, which split: computed by `splitpoint size` from
-the code that divides a worker's memory and plans its restores. A test compares this page with
-what `splitpoint size --examples` prints. **The costs are those of data sheets; no GPU has
-confirmed them.** Once a stack runs, `splitpoint status --json > status.json` holds what its
-workers measured, and `splitpoint size --profile status.json` counts with that.
-
-One H100 with PCIe 5, {format_size(_DEVICE_MEMORY)} of its memory for a worker, bfloat16, batches
-of at most 32, and {_STEP_SECONDS * 1e3:g} ms for what a decode step does beside the cache.
-`splitpoint size --model llama-3.1-8b --tokens 32768 --step-ms {_STEP_SECONDS * 1e3:g}` prints the
-first row in words.
-
-Llama-3-8B ends at 8,192 tokens; Llama-3.1-8B has the same layers, so the same bytes, and takes
-32,768. OPT-6.7B ends at 2,048: no memory makes it answer longer prompts.
-"""
-
-_FOOT = """\
-## Reading it
-
-- **resident**: the whole cache on the device, brought there once. As long as one request fits,
-  this is the faster way: those beyond the number wait, and a prefix comes back in the time of its
-  restore.
-- **streamed**: the cache stays on the host, and each step brings all of it. It is for requests
-  that do not fit otherwise: tokens per second are what the link carries, however many run
-  together, so more of them only share it.
-- **split**: with grouped-query attention (Llama 3) activations are larger than keys and values
-  (rho >= 1), so nothing is ever rebuilt from them, the store keeps none, and the split is 0. OPT
-  keeps both: a token takes half as much again on the host and comes back in half the time.
-- **host memory** is what `--host-memory` needs for a hundred cached prefixes of that length, with
-  a tenth to spare; add the arena of each streamed request that is to run. Containers need
-  `/dev/shm` of that size (`shm_size`), GPU nodes a memlock limit above it.
-- **int8, int4** shrink host memory and link time alike, at a price in exactness
-  ([compression.md](compression.md)); on the device the cache has its full size.
-"""
-
-
-def page() -> str:
-    """docs/sizing.md."""
-    lines = [_HEAD]
-    lines += [
-        "| model | tokens | store keeps | resident at once | streamed at once | step of one "
-        "streamed | of all | arena of one streamed | prefix | restored in | host memory for 100 |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name, load in _EXAMPLES:
-        lines += [_line(BUILT_IN_SHAPES[name], load, encoding) for encoding in Encoding]
-    lines += ["", _FOOT]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _line(shape: ModelShape, load: Load, encoding: Encoding) -> str:
-    node = Node(
-        BUILT_IN_PROFILES[_PROFILE],
-        _DEVICE_MEMORY,
-        encoding=encoding,
-        step_compute_seconds=_STEP_SECONDS,
-    )
-    found = size_up(shape, node, load)
-    host = host_memory_of(found, streamed_count=0, prefix_count=100)
-    cells = (
-        shape.name,
-        f"{load.token_count:,}",
-        encoding.value,
-        str(found.resident_count),
-        str(found.streamed_count),
-        seconds_text(found.lone_step_seconds),
-        seconds_text(found.step_seconds),
-        format_size(found.host_request_bytes),
-        f"{load.cached_tokens:,} tokens, {format_size(found.prefix_bytes)}",
-        _restore_words(found.restore),
-        format_size(host),
-    )
-    return f"| {' | '.join(cells)} |"

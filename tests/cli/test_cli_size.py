@@ -13,7 +13,7 @@ from splitpoint.errors import InvalidArgument, ResourceExhausted
 from splitpoint.plan import RestoreMethod
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding
 from splitpoint_cli.main import app
-from splitpoint_cli.size import page
+from splitpoint_cli.size_page import page
 from splitpoint_cli.sizing import Load, Node, host_memory_of, size_up
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "sizing.md"

@@ -161,7 +161,7 @@ def test_redis_has_one_user_with_the_documented_rights() -> None:
     assert rights_in(script) == documented
     assert "user default off" in script
     for name, container in containers():
-        if name.startswith("defaults") and container is not redis:
+        if name.startswith("defaults") and container["name"] != "redis":
             parsed = PARSERS[container["command"][2]](container["args"])
             assert parsed.redis == "redis://splitpoint@splitpoint-redis:6379/0"
 
