@@ -19,15 +19,19 @@ import pytest
 from local_stack import StackShape, start_store, stop_process
 from own_names import instance_name
 from redis_server import RedisServer
+from typer.testing import CliRunner
 from up_process import free_ports
 
 from splitpoint import config
 from splitpoint.checkpoints import resolve_model
 from splitpoint_cli.authority import make_certificates
 from splitpoint_cli.child import child_environment
+from splitpoint_cli.main import app
 
 COMMAND = [sys.executable, "-m", "splitpoint_cli", "doctor"]
 SMALL = ("--host-memory", "64MiB")
+# GPUs that there may be are hidden: these tests are of a host without.
+HERE = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def doctor(
@@ -35,8 +39,7 @@ def doctor(
     environment: dict[str, str] | None = None,
     before: Callable[[], None] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    # GPUs that there may be are hidden: these tests are of a host without.
-    settings = {"NO_COLOR": "1", "PYTHONUTF8": "1", "CUDA_VISIBLE_DEVICES": ""}
+    settings = {"NO_COLOR": "1", "PYTHONUTF8": "1", **HERE}
     return subprocess.run(
         [*COMMAND, *arguments],
         capture_output=True,
@@ -48,22 +51,36 @@ def doctor(
     )
 
 
+Findings = dict[str, dict[str, str]]
+
+
 def examine(
     *arguments: str,
     environment: dict[str, str] | None = None,
     before: Callable[[], None] | None = None,
-) -> tuple[int, dict[str, dict[str, str]]]:
-    """Exit code and the findings by name; of several the last one."""
+) -> tuple[int, Findings]:
+    """Exit code and the findings by name, of a process of its own."""
     done = doctor(*arguments, "--json", environment=environment, before=before)
     assert done.stderr == ""
-    told = json.loads(done.stdout)
-    assert told["ok"] == (done.returncode == 0)
-    return done.returncode, {finding["name"]: finding for finding in told["findings"]}
+    return done.returncode, findings_in(done.stdout, done.returncode)
+
+
+def examine_here(*arguments: str) -> tuple[int, Findings]:
+    """As `examine`, in this process: a start takes longer than most checks."""
+    done = CliRunner().invoke(app, ["doctor", *arguments, "--json"], env=HERE)
+    return done.exit_code, findings_in(done.stdout, done.exit_code)
+
+
+def findings_in(told: str, code: int) -> Findings:
+    """By name; of several the last one."""
+    report = json.loads(told)
+    assert report["ok"] == (code == 0)
+    return {finding["name"]: finding for finding in report["findings"]}
 
 
 def problem(name: str, *arguments: str) -> dict[str, str]:
     """The one problem there is, of this name."""
-    code, findings = examine(*arguments, *free_listen(arguments), *SMALL)
+    code, findings = examine_here(*arguments, *free_listen(arguments), *SMALL)
     problems = [found["name"] for found in findings.values() if found["verdict"] == "problem"]
     assert (code, problems) == (1, [name]), findings
     assert findings[name]["advice"]
@@ -143,7 +160,7 @@ def test_a_busy_port() -> None:
         assert f"something listens at 127.0.0.1:{port}" in found["found"]
         assert "splitpoint down" in found["advice"]
         free = found["advice"].rpartition(":")[2]
-        assert examine("--listen", f"127.0.0.1:{free}", *SMALL)[0] == 0
+        assert examine_here("--listen", f"127.0.0.1:{free}", *SMALL)[0] == 0
         found = problem("metrics", "--metrics", f"127.0.0.1:{port}")
         assert "--metrics 127.0.0.1:" in found["advice"]
 
@@ -158,7 +175,7 @@ def test_metrics_of_a_stack_take_ports_in_a_row() -> None:
         assert f"127.0.0.1:{port + 2} cannot be used: Address already in use" in found["found"]
         advice, _, free = found["advice"].rpartition(" ")
         assert advice == "3 ports in a row are needed: --metrics"
-        code, findings = examine(*free_listen(), *SMALL, "--metrics", free)
+        code, findings = examine_here(*free_listen(), *SMALL, "--metrics", free)
         assert (code, findings["metrics"]["verdict"]) == (0, "ok")
 
 
@@ -196,7 +213,7 @@ def test_redis_with_and_without_its_password(tmp_path: Path) -> None:
         found = problem("Redis", *options)
         assert "wrong" not in json.dumps(found).replace("password is wrong", "")
         password.write_text("right\n")
-        code, findings = examine(*options, *free_listen(), *SMALL)
+        code, findings = examine_here(*options, *free_listen(), *SMALL)
         assert code == 0
         assert "may be written to, version" in findings["Redis"]["found"]
         assert "right" not in json.dumps(findings)
@@ -232,7 +249,7 @@ def test_weights_that_are_cut_off(checkpoint: Path) -> None:
 
 def test_a_model_without_tokenizer_serves_ids_only(checkpoint: Path) -> None:
     (checkpoint / "tokenizer.json").unlink()
-    code, findings = examine("--model", str(checkpoint), *free_listen(), *SMALL)
+    code, findings = examine_here("--model", str(checkpoint), *free_listen(), *SMALL)
     assert code == 0
     assert findings["tokenizer"]["verdict"] == "warning"
     (checkpoint / "tokenizer.json").write_text("{")
@@ -260,7 +277,7 @@ def tls(folder: Path) -> tuple[str, ...]:
 
 def test_certificates(tmp_path: Path) -> None:
     make_certificates(tmp_path, ["gateway.example"])
-    code, findings = examine(*tls(tmp_path), *free_listen(), *SMALL)
+    code, findings = examine_here(*tls(tmp_path), *free_listen(), *SMALL)
     assert code == 0
     assert findings["certificate names"]["verdict"] == "ok"
     (tmp_path / "server-key.pem").chmod(0o644)
@@ -275,7 +292,7 @@ def test_a_certificate_that_expired(tmp_path: Path) -> None:
     make_certificates(tmp_path, days=3, now=datetime.now(UTC) - timedelta(days=10))
     assert "expired on" in problem("certificate ends", *tls(tmp_path))["found"]
     make_certificates(tmp_path, days=3, force=True)
-    code, findings = examine(*tls(tmp_path), *free_listen(), *SMALL)
+    code, findings = examine_here(*tls(tmp_path), *free_listen(), *SMALL)
     assert (code, findings["certificate ends"]["verdict"]) == (0, "warning")
 
 
@@ -284,7 +301,7 @@ def test_a_tokens_file(tmp_path: Path) -> None:
     assert "splitpoint token --file" in problem("tokens", "--tokens", str(tokens))["advice"]
     make = [sys.executable, "-m", "splitpoint_cli", "token", "--file", str(tokens)]
     subprocess.run([*make, "--name", "a"], check=True, capture_output=True, timeout=60)
-    _, findings = examine("--tokens", str(tokens), *free_listen(), *SMALL)
+    _, findings = examine_here("--tokens", str(tokens), *free_listen(), *SMALL)
     assert findings["tokens"]["verdict"] == "note"
     tokens.chmod(0o640)
     assert problem("tokens", "--tokens", str(tokens))["advice"] == f"Close it: chmod 600 {tokens}"
