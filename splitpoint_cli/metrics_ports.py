@@ -65,12 +65,21 @@ def advice(addresses: Sequence[str]) -> str:
 def _obstacle(address: str) -> str | None:
     """Why it cannot be listened at; None: nothing is in the way."""
     host, _, port = address.rpartition(":")
-    with socket.socket() as probe:
-        # As the services do: connections that ended a moment ago are no obstacle.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    error = bind_error(host, int(port))
+    return None if error is None else error.strerror
+
+
+def bind_error(host: str, port: int) -> OSError | None:
+    """What binding says; None: nothing. Raises socket.gaierror for an unknown host."""
+    family, kind, protocol, _, where = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    with socket.socket(family, kind, protocol) as listener:
+        # As servers do: connections that ended a moment ago are no obstacle.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, int(port)))
-            probe.listen(1)
+            listener.bind(where)
+            listener.listen(1)
         except OSError as error:
-            return error.strerror
+            return error
     return None

@@ -52,7 +52,7 @@ def check_free(name: str, address: str, option: str) -> Finding:
     host, _, port_text = address.rpartition(":")
     host, port = host.strip("[]"), int(port_text)
     try:
-        obstacle = _bind_error(host, port)
+        obstacle = metrics_ports.bind_error(host, port)
     except socket.gaierror as error:
         return Finding(
             name,
@@ -87,26 +87,10 @@ def check_free(name: str, address: str, option: str) -> Finding:
     return Finding(name, Verdict.PROBLEM, f"{address}: {obstacle.strerror}")
 
 
-def _bind_error(host: str, port: int) -> OSError | None:
-    """What binding says; None: nothing. Raises socket.gaierror for an unknown host."""
-    family, kind, protocol, _, where = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    with socket.socket(family, kind, protocol) as listener:
-        # As servers do: connections that ended a moment ago are no obstacle.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(where)
-            listener.listen(1)
-        except OSError as error:
-            return error
-    return None
-
-
 def _free_port(host: str, port: int) -> int:
     """A port near the taken one; 0 (any) when all of them are taken."""
     for other in range(port + 1, min(port + 1 + _NEIGHBOURS, 65536)):
-        if _bind_error(host, other) is None:
+        if metrics_ports.bind_error(host, other) is None:
             return other
     return 0
 
