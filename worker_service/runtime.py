@@ -291,8 +291,8 @@ class Runtime:
             self._end_spans(event)
         self.live.clear()
         self._idle.set()
-        self.emit(output)
         self.failed.set()
+        self.emit(output)
 
     def _on_output(self, output: StepOutput) -> None:
         self.account.take(output)

@@ -117,7 +117,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             asyncio.create_task(self._read_commands(worker, request_iterator)),
             asyncio.create_task(self._closing.wait()),
             asyncio.create_task(_given_up(listener)),
-            asyncio.create_task(_engine_failed(worker)),
         ]
         try:
             # Tells the scheduler at once that the stream was accepted.
@@ -125,6 +124,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             step = 0
             pulse = _Pulse()
             async for output in _outputs_until(listener.outputs, ends, pulse):
+                if worker.runtime.failed.is_set():
+                    # Its requests are not told of it one by one: to the scheduler this
+                    # worker is lost, and they go on elsewhere.
+                    raise Internal(ENGINE_FAILED, reason="ENGINE_FAILED")
                 step += 1
                 if output is None:
                     output = worker.runtime.standstill()
@@ -240,12 +243,6 @@ def _measure(worker: LoadedWorker) -> Profile:
 async def _given_up(listener: Listener) -> None:
     await listener.given_up.wait()
     raise Aborted("step outputs were not taken", reason="SLOW_SCHEDULER")
-
-
-async def _engine_failed(worker: LoadedWorker) -> None:
-    """Raises Internal then. No drain announces it: to the scheduler this worker is lost."""
-    await worker.runtime.failed.wait()
-    raise Internal(ENGINE_FAILED, reason="ENGINE_FAILED")
 
 
 class _Pulse:

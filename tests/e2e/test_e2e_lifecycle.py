@@ -6,6 +6,7 @@ import asyncio
 import random
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from tiny_models import VOCABULARY, build_tiny, clear_prompt, write_tiny
 from splitpoint.client import AsyncClient, Completion
 from splitpoint.planner import Residency
 from splitpoint.rpc import open_channel
+from splitpoint.schedule import Lane
 from splitpoint.v1 import worker_pb2, worker_pb2_grpc
+from worker_service.startup import LoadedWorker
 
 NEW_TOKENS = 24
 # Caches of a few pages, X pages for two prefill chunks, an arena that must evict.
@@ -178,6 +181,36 @@ async def test_a_drained_worker_gets_nothing_new(
         )
         assert {answer.worker for answer in answers} == {"1"}
         assert [list(a.token_ids) for a in answers] == [case.wanted for case in cases]
+
+
+async def test_a_worker_whose_engine_fails_is_lost_and_its_request_goes_on(
+    folder: Path, cases: list[Case], tmp_path: Path
+) -> None:
+    failed: list[LoadedWorker] = []
+
+    def failing(worker: LoadedWorker) -> Callable[[Lane], None]:
+        def before(lane: Lane) -> None:
+            running = worker.engine.roster.running
+            if not failed and any(sequence.generated_count >= 5 for sequence in running):
+                failed.append(worker)
+                raise RuntimeError("the device is broken")
+
+        return before
+
+    async with local_stack(folder, tmp_path) as stack:
+        for worker in stack.workers:
+            worker.engine.lanes.before = failing(worker)
+        case = cases[-1]
+        answer = await stack.client.generate(
+            case.prompt, max_tokens=NEW_TOKENS, ignore_eos=True, residency=Residency.STREAMED
+        ).complete()
+        assert list(answer.token_ids) == case.wanted
+        [lost] = failed
+        status = await stack.client.scheduler_status()
+        assert (status.completed_count, status.failed_count, status.failover_count) == (1, 0, 1)
+        seen = {worker.id: worker for worker in await stack.client.list_workers()}
+        assert seen[lost.worker_id].loss_count == 1
+        assert not seen[lost.worker_id].ready
 
 
 async def test_a_new_scheduler_takes_over_busy_workers(
