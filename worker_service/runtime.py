@@ -283,6 +283,7 @@ class Runtime:
         self._loop.call_soon_threadsafe(self._on_output, output)
 
     def _on_failure(self) -> None:
+        """Everything that waits hears of it; `failed` first, for a Run stream to break instead."""
         error = Internal(ENGINE_FAILED, reason="ENGINE_FAILED")
         output = StepOutput(finishes=[FinishEvent(key, error=error) for key in self.live])
         for call in self._calls:

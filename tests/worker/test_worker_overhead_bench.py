@@ -14,6 +14,6 @@ async def test_both_sides_decode_and_only_one_is_counted() -> None:
         assert measured.worker.runtime.account.generated_tokens == 0
         case = await compare(measured, rounds=1, seconds=0.05)
     assert min(float(str(case[f"step_seconds_{side}"])) for side in ("watched", "unwatched")) > 0
-    # Some microseconds; on a machine that is busy with other tests some more.
-    assert 0 < float(str(case["step_us"])) < 200
+    # Some microseconds. Only a bound that no busy machine breaks: figures are the benchmark's.
+    assert 0 < float(str(case["step_us"])) < 10_000
     assert "bundled" in table_of([case])
