@@ -33,6 +33,7 @@ from splitpoint_cli.top_rates import (
     rates_of,
     rates_of_store,
     scheduler_rates,
+    with_newcomers,
 )
 from splitpoint_cli.top_view import Frame
 
@@ -95,6 +96,7 @@ def _once(client: Client, interval: float, *, as_json: bool, svg: str | None) ->
         readings = following(begun, read(client))
         if readings.is_complete or time.monotonic() >= deadline:
             break
+        begun = with_newcomers(begun, readings)
         time.sleep(_POLL_SECONDS)
     frame = Frame(client.address, readings)
     if as_json:

@@ -117,6 +117,22 @@ def following(readings: Readings, reading: Reading) -> Readings:
     )
 
 
+def with_newcomers(begun: Readings, readings: Readings) -> Readings:
+    """`begun`, and the first telling of who came, or started again, since: to go on comparing
+    later readings with."""
+
+    def merged(before: dict[str, Window[C]], after: dict[str, Window[C]]) -> dict[str, Window[C]]:
+        return before | {name: told for name, told in after.items() if told.before is None}
+
+    has_restarted = readings.scheduler.before is None
+    return replace(
+        begun,
+        scheduler=readings.scheduler if has_restarted else begun.scheduler,
+        workers=merged(begun.workers, readings.workers),
+        stores=merged(begun.stores, readings.stores),
+    )
+
+
 def _is_same_store(before: GetStatsResponse, after: GetStatsResponse) -> bool:
     """A store that started again adopts its arena in the next epoch, and counts from 0."""
     return (before.instance_id, before.epoch) == (after.instance_id, after.epoch)

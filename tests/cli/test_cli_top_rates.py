@@ -23,6 +23,7 @@ from splitpoint_cli.top_rates import (
     rates_of,
     rates_of_store,
     scheduler_rates,
+    with_newcomers,
     worker_rates,
 )
 
@@ -214,6 +215,35 @@ def test_a_store_and_one_that_started_again() -> None:
     rates = rates_of_store(readings, store)
     assert (rates.hit_share, rates.evicted_per_second) == (None, None)
     assert rates_of_store(after(readings, 16.0, stats(10, epoch=2)), store).hit_share == 0.8
+
+
+def test_many_readings_of_one_interval_begin_where_each_was_first_seen() -> None:
+    """As of a snapshot that waits for workers which tell late."""
+    begun = first(reading(10, worker("early", telemetry(5)), worker("late"), store=stats()))
+    readings = following(
+        begun,
+        reading(12, worker("early", telemetry(7)), worker("late", telemetry(1)), store=stats(2)),
+    )
+    assert not readings.is_complete
+    begun = with_newcomers(begun, readings)
+    readings = following(
+        begun,
+        reading(13, worker("early", telemetry(8)), worker("late", telemetry(2)), store=stats(3)),
+    )
+    assert readings.is_complete
+    assert readings.scheduler.seconds == 3
+    assert readings.stores[STORE].seconds == 3
+    assert {name: window.seconds for name, window in readings.workers.items()} == {
+        "early": 3,
+        "late": 1,
+    }
+    # Who started again is compared with what it told first.
+    again = following(begun, reading(14, worker("early", telemetry(0.5)), store=stats(1, epoch=2)))
+    begun = with_newcomers(begun, again)
+    readings = following(begun, reading(15, worker("early", telemetry(1)), store=stats(1, epoch=2)))
+    assert readings.is_complete
+    assert (readings.scheduler.seconds, readings.stores[STORE].seconds) == (5, 1)
+    assert readings.workers["early"].seconds == 0.5
 
 
 def test_what_a_link_is_compared_with() -> None:
