@@ -191,6 +191,9 @@ def test_the_store_may_hold_its_arena() -> None:
         ), "shared memory cannot be taken back: what is promised must be there"
         mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
         assert str(parsed.arena) == f"{mounts['arena']}/arena"
+        # Else another model.claim would leave the store refusing its node's old arena for ever.
+        assert parsed.replace_arena
+        assert parsed.keep_arena is name.startswith("defaults")
 
 
 def test_a_worker_reaches_the_store_of_its_node() -> None:
