@@ -20,13 +20,19 @@ running stack serves: nothing is measured that is not here.
 
 `splitpoint up --metrics 9400` serves the scheduler's at `http://127.0.0.1:9400/metrics`, the
 store's at port 9401 and those of workers 0, 1, ... at 9402, 9403, ... A service that is started by
-hand takes `--metrics HOST:PORT`. For Prometheus:
+hand takes `--metrics HOST:PORT`. For Prometheus, with the jobs and labels that the rules and
+dashboards know ([monitoring.md](monitoring.md)):
 
 ```yaml
 scrape_configs:
-  - job_name: splitpoint
+  - job_name: scheduler
+    static_configs: [{targets: ["127.0.0.1:9400"]}]
+  - job_name: kvstore
+    static_configs: [{targets: ["127.0.0.1:9401"]}]
+  - job_name: worker
     static_configs:
-      - targets: ["127.0.0.1:9400", "127.0.0.1:9401", "127.0.0.1:9402"]
+      - {targets: ["127.0.0.1:9402"], labels: {worker: "0", host: local}}
+      - {targets: ["127.0.0.1:9403"], labels: {worker: "1", host: local}}
 ```
 
 Beyond loopback they are served to clients with a certificate (`--tls-cert`, `--tls-key` and

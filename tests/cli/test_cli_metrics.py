@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import yaml
 from typer.testing import CliRunner
 
 from splitpoint.metrics import Kind, Needs, Service, all_metrics, metrics_of
@@ -67,3 +68,11 @@ def test_its_links_lead_somewhere() -> None:
     for target, heading in re.findall(r"\]\(([\w.-]+)#([\w-]+)\)", page()):
         titles = re.findall(r"^#+ (.*)$", (DOCS / target).read_text(), re.MULTILINE)
         assert heading in {title.lower().replace(" ", "-") for title in titles}
+
+
+def test_its_configuration_has_the_jobs_and_labels_that_rules_and_dashboards_know() -> None:
+    (shown,) = re.findall(r"```yaml\n(.*?)```", page(), re.DOTALL)
+    jobs = {each["job_name"]: each for each in yaml.safe_load(shown)["scrape_configs"]}
+    assert set(jobs) == {service.value for service in Service}
+    for group in jobs[Service.WORKER]["static_configs"]:
+        assert set(group["labels"]) == {"worker", "host"}
