@@ -83,6 +83,11 @@ class Ledger:
         return self.facts.cache_capacity_bytes - self.charged_bytes
 
     @property
+    def free_share(self) -> float:
+        """Of the whole; 0 of a worker without any."""
+        return self.free_bytes / max(1, self.facts.cache_capacity_bytes)
+
+    @property
     def running_count(self) -> int:
         return len(self._grants)
 
@@ -328,7 +333,7 @@ class Admission:
             if self._has_room(ledger, fits):
                 cached = ticket.cached_tokens.get(worker_id, 0)
                 candidates.append(
-                    Candidate(worker_id, cached, ledger.free_bytes, ledger.running_count)
+                    Candidate(worker_id, cached, ledger.free_share, ledger.running_count)
                 )
         if not candidates:
             return None

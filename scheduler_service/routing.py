@@ -16,12 +16,16 @@ class Candidate:
     worker_id: str
     # Tokens of the request's prefix in the worker's store.
     cached_tokens: int
-    free_bytes: int
+    # Of its cache that no request is charged for, between 0 and 1.
+    free_share: float
     running_count: int
 
 
 def choose_worker(candidates: Iterable[Candidate]) -> Candidate:
-    """Most cached tokens, then most free bytes, then fewest running; last by name.
+    """Most cached tokens, then the largest free share, then fewest running; last by name.
+
+    A share and not bytes: of two workers with unequal memory the smaller one would
+    idle until the other has less left than it has in all.
 
     Only the worker's own store counts here: what lies in another one every
     worker can fetch.
@@ -33,7 +37,7 @@ def choose_worker(candidates: Iterable[Candidate]) -> Candidate:
         candidates,
         key=lambda worker: (
             -worker.cached_tokens,
-            -worker.free_bytes,
+            -worker.free_share,
             worker.running_count,
             worker.worker_id,
         ),

@@ -136,7 +136,7 @@ def test_what_fits_is_within_the_capacity(
             Candidate,
             worker_id=st.text("0123", min_size=1, max_size=2),
             cached_tokens=st.integers(0, 2),
-            free_bytes=st.integers(0, 2),
+            free_share=st.sampled_from((0.0, 0.5, 1.0)),
             running_count=st.integers(0, 2),
         ),
         min_size=1,
@@ -147,8 +147,8 @@ def test_no_candidate_is_better_than_the_chosen_one(candidates: list[Candidate])
     for other in candidates:
         assert other.cached_tokens <= chosen.cached_tokens
         if other.cached_tokens == chosen.cached_tokens:
-            assert other.free_bytes <= chosen.free_bytes
-            if other.free_bytes == chosen.free_bytes:
+            assert other.free_share <= chosen.free_share
+            if other.free_share == chosen.free_share:
                 assert other.running_count >= chosen.running_count
 
 
@@ -199,6 +199,19 @@ def test_batch_places_count_too() -> None:
         admission.submit(ticket(arrival, 1))
     assert len(admit_all(admission)) == 2
     assert "its most" in admission.reason_to_wait(ticket(9, 1))
+
+
+def test_a_smaller_worker_gets_its_part() -> None:
+    admission = Admission(10)
+    admission.add_worker(replace(FACTS, cache_capacity_bytes=40 * PAGE_BYTES))
+    admission.add_worker(replace(FACTS, worker_id="1", cache_capacity_bytes=20 * PAGE_BYTES))
+    placed = []
+    for arrival in range(3):
+        admission.submit(ticket(arrival, 3))
+        admitted_one = admission.admit()
+        assert admitted_one is not None
+        placed.append(admitted_one.worker_id)
+    assert placed == ["0", "1", "0"]
 
 
 def test_a_full_queue_still_takes_what_may_start_at_once() -> None:
