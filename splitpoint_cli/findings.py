@@ -19,9 +19,12 @@ from splitpoint_cli.output import duration_text, plain_reason
 _LATELY_SECONDS = 60.0
 _RECENT_LOSS_SECONDS = 600.0
 # Measured over predicted: outside, plans are made from wrong costs. Less than the
-# seconds below, of both, is too little to tell.
+# seconds below, of both, is too little to tell, and less than the share below of the
+# time in steps too little to matter: restores of a millisecond, with a model as small
+# as the bundled one, take several times as long as copies alone.
 _AS_PREDICTED = (0.67, 1.5)
 _LEAST_SECONDS = 1.0
+_LEAST_SHARE_OF_STEPS = 0.05
 # Of what the link could reach.
 _WORN_LINK = 0.5
 # There is a connection, and nobody answers: what workers said of it before is no news.
@@ -176,7 +179,8 @@ def _predictions(worker: Worker) -> Iterator[Finding]:
     telemetry = worker.telemetry
     if telemetry is None or not telemetry.predicted_seconds:
         return
-    if max(telemetry.predicted_seconds, telemetry.measured_seconds) < _LEAST_SECONDS:
+    least = max(_LEAST_SECONDS, _LEAST_SHARE_OF_STEPS * telemetry.step_seconds)
+    if max(telemetry.predicted_seconds, telemetry.measured_seconds) < least:
         return
     ratio = telemetry.measured_seconds / telemetry.predicted_seconds
     low, high = _AS_PREDICTED

@@ -241,6 +241,14 @@ def test_predictions_that_are_far_off(predicted: float, measured: float, is_foun
         assert "what its plans predict" in the_only(found).what
 
 
+@pytest.mark.parametrize(("in_steps", "is_found"), [(39.0, True), (41.0, False)])
+def test_predictions_that_are_off_for_too_short_to_matter(in_steps: float, is_found: bool) -> None:
+    telemetry = replace(
+        TELEMETRY, step_seconds=in_steps, predicted_seconds=0.4, measured_seconds=2.0
+    )
+    assert bool(findings_of(status(replace(WORKER, telemetry=telemetry)))) is is_found
+
+
 @pytest.mark.parametrize(
     ("message", "plain"),
     [
