@@ -35,7 +35,7 @@ from splitpoint.metrics_server import metrics_served
 from splitpoint.planner import Residency
 from splitpoint.schedule import Lane
 from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout, DataType
-from splitpoint_cli.decode_report import commit, hardware
+from splitpoint_cli.bench.decode_report import commit, hardware
 from worker_service.account import Account
 from worker_service.device_cache import TORCH_TYPES, DeviceCache
 from worker_service.device_monitor import monitor_of

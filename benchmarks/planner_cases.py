@@ -25,10 +25,10 @@ import torch
 from splitpoint.planner import Plan, PlanInput, RestoreMethod, plan_request
 from splitpoint.schedule import Schedule
 from splitpoint.shapes import BUILT_IN_SHAPES
-from splitpoint_cli.decode_report import commit, hardware
-from splitpoint_cli.restore_runs import Contender, Restorer, run_rounds
-from splitpoint_cli.restore_setup import Stored, stored_prefixes
-from splitpoint_cli.restore_workload import (
+from splitpoint_cli.bench.decode_report import commit, hardware
+from splitpoint_cli.bench.restore_runs import Contender, Restorer, run_rounds
+from splitpoint_cli.bench.restore_setup import Stored, stored_prefixes
+from splitpoint_cli.bench.restore_workload import (
     CHUNK_TOKENS,
     PREFILL_CHUNK_TOKENS,
     RestoreWorkload,

@@ -10,7 +10,6 @@ import typer
 from splitpoint.errors import SplitpointError
 from splitpoint_cli import (
     arena,
-    bench,
     certs,
     compose,
     doctor,
@@ -27,6 +26,7 @@ from splitpoint_cli import (
     up,
     what_pays,
 )
+from splitpoint_cli.bench import commands as bench
 from splitpoint_cli.output import EXIT_HELP, exit_code, print_error
 
 app = typer.Typer(

@@ -22,13 +22,13 @@ ALLOWED = {
 # Only the worker computes; benchmarks run it in their own process.
 TORCH_FILES = (
     "worker_service/",
-    "splitpoint_cli/decode_runs.py",
-    "splitpoint_cli/offload_engine.py",
-    "splitpoint_cli/offload_peer.py",
-    "splitpoint_cli/offload_runs.py",
-    "splitpoint_cli/offload_store.py",
-    "splitpoint_cli/restore_runs.py",
-    "splitpoint_cli/restore_setup.py",
+    "splitpoint_cli/bench/decode_runs.py",
+    "splitpoint_cli/bench/offload_engine.py",
+    "splitpoint_cli/bench/offload_peer.py",
+    "splitpoint_cli/bench/offload_runs.py",
+    "splitpoint_cli/bench/offload_store.py",
+    "splitpoint_cli/bench/restore_runs.py",
+    "splitpoint_cli/bench/restore_setup.py",
 )
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "yaml.load", "joblib.load", "numpy.load", "np.load"}

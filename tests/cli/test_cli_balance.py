@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from splitpoint.errors import InvalidArgument
+from splitpoint_cli.bench.restore_report import BOTH_ENDS, LOAD, TOKENS
+from splitpoint_cli.bench.restore_workload import RestoreWorkload
 from splitpoint_cli.main import app
-from splitpoint_cli.restore_report import BOTH_ENDS, LOAD, TOKENS
-from splitpoint_cli.restore_workload import RestoreWorkload
 
 
 def test_a_balanced_link_is_measured_and_named() -> None:

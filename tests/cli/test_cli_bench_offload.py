@@ -17,11 +17,11 @@ from splitpoint.costs import Profile
 from splitpoint.errors import InvalidArgument
 from splitpoint.plan import Residency
 from splitpoint.shapes import DataType, ModelShape, read_config
-from splitpoint_cli.bench_offload import offload
-from splitpoint_cli.offload_costs import BatchCosts
-from splitpoint_cli.offload_engine import OffloadHost
-from splitpoint_cli.offload_peer import Peer
-from splitpoint_cli.offload_report import (
+from splitpoint_cli.bench.offload import offload
+from splitpoint_cli.bench.offload_costs import BatchCosts
+from splitpoint_cli.bench.offload_engine import OffloadHost
+from splitpoint_cli.bench.offload_peer import Peer
+from splitpoint_cli.bench.offload_report import (
     FULL_LOAD,
     PIPELINED,
     RESIDENT,
@@ -38,7 +38,7 @@ from splitpoint_cli.offload_report import (
     steps_to_recover,
     table_of,
 )
-from splitpoint_cli.offload_runs import peer_of, run_all
+from splitpoint_cli.bench.offload_runs import peer_of, run_all
 
 SHAPE = ModelShape("By hand", "opt", 4, 8, 2, 2, 4, 16, 128, 512, DataType.FLOAT32, False, True)
 PROFILE = Profile(1e6, 0.0, 1e6, 0.0, 1e6, step_compute_seconds=0.5)

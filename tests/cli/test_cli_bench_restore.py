@@ -15,9 +15,8 @@ from splitpoint.costs import Profile
 from splitpoint.errors import Internal, InvalidArgument
 from splitpoint.schedule import Lane, Schedule
 from splitpoint.shapes import BUILT_IN_SHAPES, ModelShape
-from splitpoint_cli.main import app
-from splitpoint_cli.restore_picture import picture_of
-from splitpoint_cli.restore_report import (
+from splitpoint_cli.bench.restore_picture import picture_of
+from splitpoint_cli.bench.restore_report import (
     ACTIVATIONS,
     BOTH_ENDS,
     COLUMN,
@@ -34,9 +33,10 @@ from splitpoint_cli.restore_report import (
     report_of,
     table_of,
 )
-from splitpoint_cli.restore_runs import Restorer
-from splitpoint_cli.restore_setup import Stored, stored_prefixes
-from splitpoint_cli.restore_workload import RestoreWorkload
+from splitpoint_cli.bench.restore_runs import Restorer
+from splitpoint_cli.bench.restore_setup import Stored, stored_prefixes
+from splitpoint_cli.bench.restore_workload import RestoreWorkload
+from splitpoint_cli.main import app
 from worker_service.model.config import DecoderConfig
 from worker_service.model.decoder import Decoder
 from worker_service.timeline import read_trace

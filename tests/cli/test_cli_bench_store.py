@@ -12,11 +12,10 @@ import pytest
 
 from splitpoint.errors import InvalidArgument, Unavailable
 from splitpoint.payload import PIECE_BYTES
-from splitpoint_cli.bench_store import store
-from splitpoint_cli.child import child_environment
-from splitpoint_cli.store_mapping import SlotRun, runs_of
-from splitpoint_cli.store_redis import measure_redis, server
-from splitpoint_cli.store_report import (
+from splitpoint_cli.bench.store import store
+from splitpoint_cli.bench.store_mapping import SlotRun, runs_of
+from splitpoint_cli.bench.store_redis import measure_redis, server
+from splitpoint_cli.bench.store_report import (
     BatchResult,
     CallsResult,
     MappingResult,
@@ -26,7 +25,8 @@ from splitpoint_cli.store_report import (
     report_of,
     table_of,
 )
-from splitpoint_cli.store_workload import StoreWorkload
+from splitpoint_cli.bench.store_workload import StoreWorkload
+from splitpoint_cli.child import child_environment
 
 SMALL = ("--memory", "12MiB", "--run-slots", "4", "--calls", "256", "--in-flight", "8")
 BATCHED = ("--batch", "16", "--chunks", "192", "--repeats", "5")

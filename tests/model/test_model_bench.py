@@ -10,9 +10,9 @@ import torch
 from tiny_models import VOCABULARY, build_tiny, write_tiny
 
 from splitpoint.errors import InvalidArgument
-from splitpoint_cli.bench_decode import decode
-from splitpoint_cli.decode_report import OURS, Run, Workload, report_of, table_of
-from splitpoint_cli.decode_runs import OurWorker, Transformers
+from splitpoint_cli.bench.decode import decode
+from splitpoint_cli.bench.decode_report import OURS, Run, Workload, report_of, table_of
+from splitpoint_cli.bench.decode_runs import OurWorker, Transformers
 
 WORKLOAD = Workload("opt-125m", "float32", 2, 20, 6, 3, "cpu", 1, 0)
 

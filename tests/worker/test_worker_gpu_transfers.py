@@ -18,9 +18,9 @@ from splitpoint.costs import Line
 from splitpoint.plan import Residency
 from splitpoint.schedule import Lane, Schedule
 from splitpoint.shapes import BUILT_IN_SHAPES, DataType, ModelShape, read_config
-from splitpoint_cli.offload_engine import OffloadHost
-from splitpoint_cli.offload_peer import Peer
-from splitpoint_cli.offload_report import OffloadWorkload
+from splitpoint_cli.bench.offload_engine import OffloadHost
+from splitpoint_cli.bench.offload_peer import Peer
+from splitpoint_cli.bench.offload_report import OffloadWorkload
 from worker_service.gather import GatherCosts, Gatherer, gatherer_of
 from worker_service.lanes import Lanes, StreamLanes, Work, lanes_of
 from worker_service.model.decoder import Decoder

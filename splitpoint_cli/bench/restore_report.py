@@ -11,9 +11,9 @@ from rich.table import Table
 
 from splitpoint.config import format_rate
 from splitpoint.costs import Profile
-from splitpoint_cli.decode_report import commit, hardware
+from splitpoint_cli.bench.decode_report import commit, hardware
+from splitpoint_cli.bench.restore_workload import RestoreWorkload
 from splitpoint_cli.output import seconds_text
-from splitpoint_cli.restore_workload import RestoreWorkload
 
 # Names of contenders, in the order in which they are shown.
 LOAD = "load everything"

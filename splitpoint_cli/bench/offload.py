@@ -15,13 +15,13 @@ import typer
 
 from splitpoint.config import parse_rate
 from splitpoint.errors import FailedPrecondition, InvalidArgument
+from splitpoint_cli.bench.offload_picture import draw_sweep
+from splitpoint_cli.bench.offload_report import OffloadWorkload, report_of, table_of
+from splitpoint_cli.bench.restore_workload import check_data_type
 from splitpoint_cli.files import check_output
-from splitpoint_cli.offload_picture import draw_sweep
-from splitpoint_cli.offload_report import OffloadWorkload, report_of, table_of
 from splitpoint_cli.output import err, out
 from splitpoint_cli.plan import find_shape
 from splitpoint_cli.plots import check_picture
-from splitpoint_cli.restore_workload import check_data_type
 
 
 def offload(
@@ -103,7 +103,7 @@ def offload(
         changed_link_factor=change_link_rate,
     )
     try:
-        from splitpoint_cli.offload_runs import peer_of, run_all
+        from splitpoint_cli.bench.offload_runs import peer_of, run_all
     except ModuleNotFoundError as error:
         raise FailedPrecondition(
             f"the benchmark needs {error.name}: install splitpoint[dev]", reason="NO_PEER"

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from splitpoint.arena import Arena
 from splitpoint.errors import Internal
-from splitpoint_cli.store_report import MappingResult
+from splitpoint_cli.bench.store_report import MappingResult
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import typer
 
-from splitpoint_cli import bench_decode, bench_offload, bench_restore, bench_store
+from splitpoint_cli.bench import decode, offload, restore, store
 
 app = typer.Typer(no_args_is_help=True)
-app.command()(bench_decode.decode)
-app.command()(bench_offload.offload)
-app.command()(bench_store.store)
-app.command()(bench_restore.restore)
+app.command()(decode.decode)
+app.command()(offload.offload)
+app.command()(store.store)
+app.command()(restore.restore)
 
 
 @app.callback()

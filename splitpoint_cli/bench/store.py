@@ -14,10 +14,10 @@ from typing import Annotated
 import typer
 
 from splitpoint import config
+from splitpoint_cli.bench.store_report import report_of, table_of
+from splitpoint_cli.bench.store_workload import StoreWorkload
 from splitpoint_cli.files import check_output
 from splitpoint_cli.output import err, out
-from splitpoint_cli.store_report import report_of, table_of
-from splitpoint_cli.store_workload import StoreWorkload
 
 
 def store(
@@ -57,7 +57,7 @@ def store(
         seed=seed,
     )
     check_output(out_file, "out")
-    from splitpoint_cli.store_runs import run_all
+    from splitpoint_cli.bench.store_runs import run_all
 
     results = asyncio.run(run_all(workload, redis, lambda line: err.print(line)))
     report = report_of(workload, results)

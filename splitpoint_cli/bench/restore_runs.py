@@ -19,7 +19,7 @@ from splitpoint.schedule import Lane, Schedule
 from splitpoint.shapes import chunks_of
 from splitpoint.split_costs import Manner, SplitCosts, best_manner, best_split
 from splitpoint.token_recompute import Met, TokenRecompute
-from splitpoint_cli.restore_report import (
+from splitpoint_cli.bench.restore_report import (
     ACTIVATIONS,
     BOTH_ENDS,
     COLUMN,
@@ -32,8 +32,8 @@ from splitpoint_cli.restore_report import (
     SweepPoint,
     Timing,
 )
-from splitpoint_cli.restore_setup import Stored, stored_prefixes
-from splitpoint_cli.restore_workload import (
+from splitpoint_cli.bench.restore_setup import Stored, stored_prefixes
+from splitpoint_cli.bench.restore_workload import (
     CHUNK_TOKENS,
     PREFILL_CHUNK_TOKENS,
     TOLERANCES,

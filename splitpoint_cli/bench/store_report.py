@@ -10,8 +10,8 @@ from typing import Any
 from rich.table import Table
 
 from splitpoint.config import format_size
-from splitpoint_cli.decode_report import commit, hardware
-from splitpoint_cli.store_workload import StoreWorkload
+from splitpoint_cli.bench.decode_report import commit, hardware
+from splitpoint_cli.bench.store_workload import StoreWorkload
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from splitpoint.arena_owner import open_or_create_arena
 from splitpoint.config import remove_tree
 from splitpoint.keys import chunk_key
 from splitpoint.shapes import ArenaLayout
-from splitpoint_cli.bench_arena import bench_arena_path
+from splitpoint_cli.bench.arena import bench_arena_path
 from worker_service.arena_tensors import ArenaTensors, StoredChunk
 from worker_service.device_cache import DeviceCache
 from worker_service.messages import Command, StepOutput

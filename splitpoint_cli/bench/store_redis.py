@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import redis
 
 from splitpoint.errors import Unavailable
-from splitpoint_cli.store_report import StreamResult
+from splitpoint_cli.bench.store_report import StreamResult
 
 _PREFIX = "sp:bench:"
 _SECONDS = 30.0

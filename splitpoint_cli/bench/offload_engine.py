@@ -19,9 +19,9 @@ from splitpoint.errors import InvalidArgument, ResourceExhausted
 from splitpoint.plan import Residency
 from splitpoint.shapes import ArenaLayout, DataType, ModelShape, chunks_of
 from splitpoint.split_line import SplitLine
-from splitpoint_cli.offload_costs import BatchCosts
-from splitpoint_cli.offload_report import DecodeRun, OffloadWorkload, Step
-from splitpoint_cli.offload_store import LocalStore
+from splitpoint_cli.bench.offload_costs import BatchCosts
+from splitpoint_cli.bench.offload_report import DecodeRun, OffloadWorkload, Step
+from splitpoint_cli.bench.offload_store import LocalStore
 from worker_service.device_cache import TORCH_TYPES, DeviceCache
 from worker_service.engine import Engine
 from worker_service.lanes import EmulatedLink, lanes_of

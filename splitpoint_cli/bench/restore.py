@@ -14,12 +14,12 @@ from typing import Annotated
 import typer
 
 from splitpoint import config
+from splitpoint_cli.bench.restore_picture import picture_of
+from splitpoint_cli.bench.restore_report import report_of, table_of
+from splitpoint_cli.bench.restore_workload import CHUNK_TOKENS, RestoreWorkload
 from splitpoint_cli.files import check_output
 from splitpoint_cli.output import err, out
 from splitpoint_cli.plots import check_picture, save
-from splitpoint_cli.restore_picture import picture_of
-from splitpoint_cli.restore_report import report_of, table_of
-from splitpoint_cli.restore_workload import CHUNK_TOKENS, RestoreWorkload
 from worker_service.timeline import Trace
 
 SWEEP_POINTS = 16
@@ -102,7 +102,7 @@ def restore(
         check_picture(png)
     check_output(json_file, "json")
     check_output(trace, "trace")
-    from splitpoint_cli.restore_runs import run_all
+    from splitpoint_cli.bench.restore_runs import run_all
 
     recorder = None if trace is None else Trace(_facts(workload))
     results = run_all(workload, lambda line: err.print(line), recorder)

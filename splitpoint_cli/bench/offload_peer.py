@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteria
 from transformers.utils import logging as transformers_logging
 
 from splitpoint.shapes import ModelShape
-from splitpoint_cli.offload_report import DecodeRun, Step
+from splitpoint_cli.bench.offload_report import DecodeRun, Step
 from worker_service.device_cache import TORCH_TYPES
 from worker_service.model.config import plain_config
 

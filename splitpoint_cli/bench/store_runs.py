@@ -17,25 +17,25 @@ import numpy as np
 from splitpoint.config import arena_path, format_size, remove_tree
 from splitpoint.keys import chunk_key
 from splitpoint.shapes import ArenaLayout
-from splitpoint_cli import store_redis
-from splitpoint_cli.child import LogLine, ServiceCommand
-from splitpoint_cli.store_calls import measure_batches, measure_calls
-from splitpoint_cli.store_mapping import Bytes, measure_mapping, runs_of
-from splitpoint_cli.store_remote import measure_remote
-from splitpoint_cli.store_report import (
+from splitpoint_cli.bench import store_redis
+from splitpoint_cli.bench.store_calls import measure_batches, measure_calls
+from splitpoint_cli.bench.store_mapping import Bytes, measure_mapping, runs_of
+from splitpoint_cli.bench.store_remote import measure_remote
+from splitpoint_cli.bench.store_report import (
     BatchResult,
     CallsResult,
     MappingResult,
     StoreResults,
     StreamResult,
 )
-from splitpoint_cli.store_workload import (
+from splitpoint_cli.bench.store_workload import (
     DATA_LAYOUT,
     SALT,
     SMALL_LAYOUT,
     SMALL_MEMORY_BYTES,
     StoreWorkload,
 )
+from splitpoint_cli.child import LogLine, ServiceCommand
 from splitpoint_cli.supervisor import Supervisor
 from worker_service.store_client import Connection, StoreClient, WrittenChunk
 
@@ -177,7 +177,9 @@ async def _write(
 async def _measure_remote(
     address: str, sequences: Sequence[Sequence[int]], workload: StoreWorkload, say: Say
 ) -> StreamResult:
-    peer = ServiceCommand("peer", ("-m", "splitpoint_cli.raw_stream", "--listen", "127.0.0.1:0"))
+    peer = ServiceCommand(
+        "peer", ("-m", "splitpoint_cli.bench.raw_stream", "--listen", "127.0.0.1:0")
+    )
     chunks = _REMOTE_BYTES // DATA_LAYOUT.chunk_bytes
     some = sequences[: max(1, chunks // workload.run_slots)]
     async with Supervisor(sys.executable, _shower(say)) as supervisor:

@@ -20,8 +20,8 @@ from splitpoint.errors import DataLoss, Internal
 from splitpoint.rpc import error_of, open_channel
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc, types_pb2
-from splitpoint_cli import raw_stream
-from splitpoint_cli.store_report import StreamResult
+from splitpoint_cli.bench import raw_stream
+from splitpoint_cli.bench.store_report import StreamResult
 
 _SECONDS = 60.0
 

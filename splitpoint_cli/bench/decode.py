@@ -15,10 +15,10 @@ import typer
 
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.shapes import BUILT_IN_SHAPES
-from splitpoint_cli.decode_report import Workload, report_of, table_of
+from splitpoint_cli.bench.decode_report import Workload, report_of, table_of
+from splitpoint_cli.bench.restore_workload import check_data_type
 from splitpoint_cli.files import check_output
 from splitpoint_cli.output import err, out
-from splitpoint_cli.restore_workload import check_data_type
 
 
 def decode(
@@ -65,7 +65,7 @@ def decode(
         seed=seed,
     )
     try:
-        from splitpoint_cli.decode_runs import run_all
+        from splitpoint_cli.bench.decode_runs import run_all
     except ModuleNotFoundError as error:
         raise FailedPrecondition(
             f"the benchmark needs {error.name}: install splitpoint[dev]", reason="NO_PEER"

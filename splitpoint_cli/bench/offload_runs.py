@@ -15,10 +15,10 @@ import torch
 
 from splitpoint.plan import Residency
 from splitpoint.shapes import ModelShape
-from splitpoint_cli.offload_costs import BatchCosts
-from splitpoint_cli.offload_engine import CHUNK_TOKENS, OffloadHost
-from splitpoint_cli.offload_peer import Peer
-from splitpoint_cli.offload_report import (
+from splitpoint_cli.bench.offload_costs import BatchCosts
+from splitpoint_cli.bench.offload_engine import CHUNK_TOKENS, OffloadHost
+from splitpoint_cli.bench.offload_peer import Peer
+from splitpoint_cli.bench.offload_report import (
     FULL_LOAD,
     PIPELINED,
     RESIDENT,

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from splitpoint.config import format_rate
+from splitpoint_cli.bench.restore_report import LOAD
 from splitpoint_cli.plots import new_figure
-from splitpoint_cli.restore_report import LOAD
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Iterator, Sequence
 from typing import TypeVar
 
 from splitpoint.keys import chunk_key
-from splitpoint_cli.store_report import BatchResult, CallsResult
-from splitpoint_cli.store_workload import SALT
+from splitpoint_cli.bench.store_report import BatchResult, CallsResult
+from splitpoint_cli.bench.store_workload import SALT
 from worker_service.store_client import Connection, StoreClient, WrittenChunk
 
 Answer = TypeVar("Answer")

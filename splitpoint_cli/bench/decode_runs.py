@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from splitpoint.planner import Residency
 from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout, DataType, ModelShape
-from splitpoint_cli.decode_report import OURS, Run, Workload
+from splitpoint_cli.bench.decode_report import OURS, Run, Workload
 from worker_service.device_cache import TORCH_TYPES, DeviceCache
 from worker_service.engine import Engine
 from worker_service.memory import divide

@@ -14,7 +14,7 @@ from typing import Any
 from rich.table import Table
 
 from splitpoint.costs import Profile
-from splitpoint_cli.decode_report import commit, hardware
+from splitpoint_cli.bench.decode_report import commit, hardware
 from splitpoint_cli.output import seconds_text
 
 FULL_LOAD = "full load"

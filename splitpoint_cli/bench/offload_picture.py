@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from splitpoint_cli.offload_report import PIPELINED
+from splitpoint_cli.bench.offload_report import PIPELINED
 from splitpoint_cli.plots import new_figure, save
 
 

@@ -21,8 +21,8 @@ from splitpoint.arena_owner import open_or_create_arena
 from splitpoint.errors import Internal
 from splitpoint.keys import chunk_key
 from splitpoint.shapes import ArenaLayout, chunks_of
-from splitpoint_cli.bench_arena import bench_arena_path
-from splitpoint_cli.restore_workload import (
+from splitpoint_cli.bench.arena import bench_arena_path
+from splitpoint_cli.bench.restore_workload import (
     CHUNK_TOKENS,
     PREFILL_CHUNK_TOKENS,
     TOLERANCES,

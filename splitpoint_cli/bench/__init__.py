@@ -1,0 +1,1 @@
+"""`splitpoint bench`: Splitpoint beside its peers and its limits, on the user's own machine."""
