@@ -46,6 +46,8 @@ _INFO_SECONDS = 5.0
 # busy with the stream of a scheduler that died.
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 1.0
+# A worker found in Redis that was lost stays in the lists this long.
+_MISSED_SECONDS = 600.0
 
 
 class Listener(Protocol):
@@ -87,8 +89,9 @@ class WorkerConnection:
         # Name given at the worker's start; empty until it was reached once.
         self.worker_id = ""
         self.ready: ReadyWorker | None = None
-        # As it was before its stream ended.
+        # As it was before its stream ended, and whether that came unannounced.
         self.former: ReadyWorker | None = None
+        self.was_lost = False
         self.is_draining = False
         # The latest that came. None: none yet, or it is lost.
         self.telemetry: types_pb2.Telemetry | None = None
@@ -143,6 +146,7 @@ class WorkerConnection:
             def opened() -> None:
                 nonlocal was_ready
                 was_ready = True
+                self.was_lost = False
                 self.is_draining = info.draining
                 self.message = ""
                 self.ready = ReadyWorker(info, facts, stream)
@@ -167,7 +171,8 @@ class WorkerConnection:
             health.cancel()
             if self.ready is not None:
                 self.former, self.ready, self.telemetry = self.ready, None, None
-                if not (has_ended or self.is_draining):
+                self.was_lost = not (has_ended or self.is_draining)
+                if self.was_lost:
                     registry.note_loss(self.worker_id)
                 registry.listener.on_worker_lost(self)
         return was_ready
@@ -302,12 +307,19 @@ class Registry:
         for connection in list(self.connections):
             if connection.is_static or connection.address in advertised:
                 continue
-            if connection.ready is None:
+            if connection.ready is None and not self._is_missed(connection):
                 self._drop(connection)
         known = {connection.address: connection for connection in self.connections}
         for address, entry in advertised.items():
             connection = known.get(address) or self._add(entry)
             connection.learn_store(entry.store_instance_id)
+
+    def _is_missed(self, connection: WorkerConnection) -> bool:
+        """Lost a while ago, and not back: whoever looks must see that one is missing."""
+        if not connection.was_lost:
+            return False
+        ago = self.losses.of(connection.worker_id).seconds_ago
+        return ago is not None and ago < _MISSED_SECONDS
 
     def _add(self, entry: WorkerEntry) -> WorkerConnection:
         _log.info("found worker %s at %s", entry.worker_id, entry.address)
@@ -350,6 +362,10 @@ class Registry:
         """Raises FailedPrecondition when another address has this name."""
         holder = self.find(worker_id)
         if holder is not None and holder is not connection:
+            if holder.was_lost and not holder.is_static:  # it came back at another address
+                self._drop(holder)
+                connection.worker_id = worker_id
+                return
             raise FailedPrecondition(
                 f"worker id {worker_id} is already that of the worker at {holder.address}"
             )

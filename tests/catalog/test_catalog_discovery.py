@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -29,6 +30,7 @@ from splitpoint.directory_entries import WORKERS, ModelName, WorkerEntry
 from splitpoint.errors import Unavailable
 from splitpoint.redis_link import RedisLink
 from splitpoint.redis_options import parse_redis_url
+from splitpoint.v1 import scheduler_pb2
 
 MODEL_NAME = ModelName(
     SHAPE.layer_count, SHAPE.hidden_size, SHAPE.vocabulary_size, SHAPE.context_length
@@ -67,7 +69,10 @@ async def announced(link: RedisLink, *entries: WorkerEntry) -> AsyncIterator[Non
 
 @asynccontextmanager
 async def scheduler(
-    server: RedisServer, *static: str, limits: Limits | None = None
+    server: RedisServer,
+    *static: str,
+    limits: Limits | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Stack]:
     made = Scheduler(
         SchedulerOptions(
@@ -76,7 +81,8 @@ async def scheduler(
             server_key=b"k" * 32,
             limits=limits or Limits(),
             redis=parse_redis_url(server.url),
-        )
+        ),
+        clock=clock,
     )
     running = Stack(made, await made.start("127.0.0.1:0"), [])
     try:
@@ -115,9 +121,15 @@ async def test_workers_come_stay_and_go(redis_server: RedisServer) -> None:
         assert directory is not None
         await until(lambda: directory.workers == ())
         assert len(registry.ready()) == 2
-        # One dies: nobody advertises it, and its stream is down.
+        # One dies: nobody advertises it, and its stream is down. It is missed, not forgotten.
         await second.kill()
-        await until(lambda: [c.worker_id for c in registry.connections] == ["0"])
+        await until(lambda: [c.worker_id for c in registry.ready()] == ["0"])
+        await until(lambda: directory.workers == ())
+        listed = (await running.admin.ListWorkers(scheduler_pb2.ListWorkersRequest())).workers
+        assert [(w.worker_id, w.ready, w.loss_count) for w in listed] == [
+            ("0", True, 0),
+            ("1", False, 1),
+        ]
         result = await running.generate(ids_request([5, 8], 4))
         assert result.token_ids == answer([5, 8], 4)
         # It comes back somewhere else, under its old name.
@@ -125,8 +137,31 @@ async def test_workers_come_stay_and_go(redis_server: RedisServer) -> None:
         entry = entry_of(again, b"z" * 16, await again.start())
         async with announced(link, entry):
             await until(lambda: len(registry.ready()) == 2)
+            assert {c.address for c in registry.connections} == {entries[0].address, entry.address}
         await again.kill()
     await first.kill()
+
+
+async def test_a_worker_that_does_not_come_back_is_forgotten_in_the_end(
+    redis_server: RedisServer,
+) -> None:
+    worker, ahead = WorkerDouble("0"), 0.0
+    entry = entry_of(worker, b"a" * 16, await worker.start())
+    async with (
+        linked(redis_server) as link,
+        scheduler(redis_server, clock=lambda: time.monotonic() + ahead) as running,
+    ):
+        registry = running.scheduler.registry
+        async with announced(link, entry):
+            await until(lambda: len(registry.ready()) == 1)
+        await worker.kill()
+        await until(lambda: registry.ready() == [])
+        directory = running.scheduler._directory
+        assert directory is not None
+        await until(lambda: directory.workers == ())
+        assert [c.was_lost for c in registry.connections] == [True]
+        ahead = 601.0
+        await until(lambda: registry.connections == [])
 
 
 async def test_a_start_without_redis(redis_server: RedisServer) -> None:
