@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated
 
 import typer
@@ -116,7 +116,12 @@ def _live(client: Client, interval: float) -> None:
                 _watch(client, interval, wait, lambda frame: out.print(frame, "", soft_wrap=False))
                 return
             with Live(console=out, screen=True, auto_refresh=False) as live:
-                _watch(client, interval, wait, lambda frame: live.update(frame, refresh=True))
+                _watch(
+                    client,
+                    interval,
+                    wait,
+                    lambda frame: live.update(replace(frame, fills_screen=True), refresh=True),
+                )
     except KeyboardInterrupt:
         pass  # the way out, like q
 

@@ -12,7 +12,7 @@ from splitpoint.config import format_rate, format_size
 from splitpoint.telemetry import Telemetry
 from splitpoint_cli.findings import findings_of
 from splitpoint_cli.observed import Status, Store
-from splitpoint_cli.output import duration_text, seconds_text
+from splitpoint_cli.output import duration_text, plain_reason, seconds_text
 from splitpoint_cli.status import COLOURS
 from splitpoint_cli.top_bars import (
     FANCY,
@@ -43,18 +43,21 @@ _FINDINGS = 4
 class Frame:
     """One picture. `away`: since how many seconds the scheduler is, and why; None: it answers.
 
-    `hint`: how to leave; empty in a snapshot.
+    `hint`: how to leave; empty in a snapshot. `fills_screen`: what is below the terminal's
+    last line could not be seen, and is counted there.
     """
 
     address: str
     readings: Readings | None
     away: tuple[float, str] | None = None
     hint: str = ""
+    fills_screen: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         encoding = options.encoding.lower()
         glyphs = FANCY if encoding in ("utf-8", "utf8") and not options.ascii_only else PLAIN
-        yield from self.lines(options.max_width, glyphs)
+        lines = self.lines(options.max_width, glyphs)
+        yield from _as_high(lines, options.size.height) if self.fills_screen else lines
 
     def lines(self, width: int, glyphs: Glyphs) -> list[Text]:
         """Each at most `width` columns wide."""
@@ -86,6 +89,15 @@ class Frame:
             text = f"the scheduler is away for {since} ({why}), trying again{frozen}"
             lines += [Text(part, style="bold red") for part in _wrapped(text, width)]
         return lines
+
+
+def _as_high(lines: list[Text], height: int) -> list[Text]:
+    """The first of them; if some are left out, the last one shown says so."""
+    left_out = len(lines) - height
+    if left_out <= 0 or height < 2:
+        return lines[: max(height, 0)]
+    told = f"{left_out + 1} more lines: a larger terminal, or splitpoint top --once"
+    return [*lines[: height - 1], Text(told, style="dim", no_wrap=True, overflow="ellipsis")]
 
 
 def _names(readings: Readings) -> str:
@@ -146,7 +158,7 @@ def _worker(readings: Readings, worker: Worker, width: int, glyphs: Glyphs) -> l
         ("worker ", "dim"), (worker.id, "bold"), "  ", (state, style), f"  {worker.device}"
     )
     if worker.message:
-        head.append(f"  {worker.message}", style=style)
+        head.append(f"  {plain_reason(worker.message)}", style=style)
     if worker.loss_count:
         head.append(f"  lost {worker.loss_count}×", style="yellow")
     lines: list[Text | str] = [*_wrapped_text(head, width)]
@@ -238,7 +250,7 @@ def _store(readings: Readings, store: Store, width: int, glyphs: Glyphs) -> list
     head = Text.assemble(("store ", "dim"), (_short(store.address), "bold"))
     stats = store.stats
     if stats is None:
-        head.append(f"  {store.message}", style="bold red")
+        head.append(f"  {plain_reason(store.message)}", style="bold red")
         return [*_wrapped_text(head, width)]
     rates = rates_of_store(readings, store)
     # A leased slot is a sealed one.

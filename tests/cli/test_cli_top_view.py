@@ -111,6 +111,26 @@ def test_forty_columns_are_not_enough_for_all_but_nothing_overflows(readings: Re
     assert max(map(len, lines)) <= 40
 
 
+def test_a_low_terminal_says_that_lines_are_missing(readings: Readings) -> None:
+    whole = shown(Frame("a:1", readings), 80).splitlines()
+    frame = Frame("a:1", readings, fills_screen=True)
+    low = shown(frame, 80, height=24).splitlines()
+    assert low[:-1] == whole[:23]
+    assert low[-1].split(":")[0] == f"{len(whole) - 23} more lines"
+    assert shown(frame, 80, height=len(whole)).splitlines() == whole
+    assert max(map(len, shown(frame, 30, height=5).splitlines())) <= 30
+
+
+def test_why_a_worker_is_away_is_short() -> None:
+    message = (
+        "failed to connect to all addresses; last error: FAILED_PRECONDITION: unix:/w: connect "
+        "failed: addr: unix:/w error: No such file or directory"
+    )
+    away = dataclasses.replace(worker("0"), ready=False, message=message)
+    text = shown(Frame("a:1", first(reading(1.0, away, store=stats()))), 200)
+    assert "worker 0  not ready  cpu (1 thread)  cannot connect: No such file or directory" in text
+
+
 def test_without_colours_and_without_signs(readings: Readings) -> None:
     frame = Frame("a:1", readings)
     plain = shown(frame, 80, force_terminal=True, no_color=True)
