@@ -11,6 +11,7 @@ import zlib
 from dataclasses import dataclass
 from enum import IntEnum
 
+from splitpoint.config import format_size
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.shapes import ArenaLayout, DataType, Encoding, Plane, align
 
@@ -131,8 +132,9 @@ class Geometry:
         """The largest arena of at most `size_bytes`. Raises InvalidArgument if none is."""
         if cls(layout, 1).size_bytes > size_bytes:
             raise InvalidArgument(
-                f"{size_bytes} bytes of host memory hold no chunk: one of "
-                f"{layout.chunk_tokens} tokens makes a file of {cls(layout, 1).size_bytes} bytes",
+                f"{format_size(size_bytes)} of host memory hold no chunk: one of "
+                f"{layout.chunk_tokens} tokens makes a file of "
+                f"{format_size(cls(layout, 1).size_bytes)}",
                 field="host_memory",
             )
         slot_bytes = RECORD_BYTES + layout.chunk_tokens * TOKEN_BYTES + layout.chunk_bytes

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from splitpoint import config
-from splitpoint.shapes import ModelShape
+from splitpoint.shapes import ArenaLayout, ModelShape
 from splitpoint_cli.checks import (
     arenas,
     gpu,
@@ -31,6 +31,9 @@ from splitpoint_cli.checks.finding import Check, Finding, Places, attempt, run_c
 from splitpoint_cli.devices import choose_devices, visible_gpu_count
 from splitpoint_cli.metrics_ports import metrics_addresses
 from splitpoint_cli.stack import default_host_memory, instance_of
+
+# As of `up`, whose --chunk-tokens is not asked for here.
+_CHUNK_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +139,15 @@ def _memory(wishes: Wishes, shape: ModelShape | None, *, has_gpu: bool) -> Itera
         is_there = wishes.places.shm.is_dir()
         size = there or (default_host_memory(wishes.places.shm) if is_there else 0)
     yield memory.check_shared_memory(wishes.places.shm, size, is_chosen=chosen, there_bytes=there)
+    if shape is not None and not chosen:
+        layout = ArenaLayout.of(
+            shape,
+            chunk_tokens=_CHUNK_TOKENS,
+            has_activations=shape.activations_can_pay,
+        )
+        too_small = memory.check_chunks(size, layout)
+        if too_small is not None:
+            yield too_small
     # On a GPU node the weights are on the GPU; `check_device_memory` speaks of them.
     weights = 0 if shape is None or has_gpu else shape.weight_bytes * (wishes.workers or 1)
     facts = config.memory_facts(wishes.places.proc, wishes.places.sys / "fs/cgroup")

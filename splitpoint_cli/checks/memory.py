@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from splitpoint.arena_format import Geometry
 from splitpoint.config import MemoryFacts, format_size
 from splitpoint.errors import InvalidArgument
 from splitpoint.huge_pages import probe
+from splitpoint.shapes import ArenaLayout
 from splitpoint_cli.checks.finding import Finding, Places, Verdict
 
 # Less than this holds a few prompts of a small model at best.
@@ -106,6 +108,20 @@ def check_memory(facts: MemoryFacts, arena_bytes: int, weight_bytes: int) -> Fin
             + less,
         )
     return Finding(name, Verdict.OK, room)
+
+
+def check_chunks(arena_bytes: int, layout: ArenaLayout) -> Finding | None:
+    """What is wrong with an arena that has room, but not for one chunk; None: nothing."""
+    try:
+        Geometry.fitting(layout, arena_bytes)
+    except InvalidArgument as error:
+        return Finding(
+            "arena",
+            Verdict.PROBLEM,
+            error.message,
+            "Ask for more: --host-memory 1GiB, for one (splitpoint size says what requests need)",
+        )
+    return None
 
 
 def check_huge_pages(wish: str, places: Places) -> Finding:

@@ -28,7 +28,7 @@ def check_listen(address: str, *, has_tls: bool, has_tokens: bool) -> Finding:
             name,
             Verdict.PROBLEM,
             error.message,
-            "See docs/security.md, or listen at 127.0.0.1 only",
+            "See docs/security.md, or listen at this host only: --listen 127.0.0.1:50050",
         )
     return check_free(name, address, "--listen")
 

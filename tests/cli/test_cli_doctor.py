@@ -124,6 +124,14 @@ def test_a_terminal_that_knows_no_more_than_ascii() -> None:
     assert done.stdout.isascii()
 
 
+def test_an_arena_too_small_for_a_chunk() -> None:
+    code, findings = examine(*free_listen(), "--host-memory", "5")
+    assert code == 1
+    assert findings["arena"]["verdict"] == "problem"
+    assert "5 B of host memory hold no chunk" in findings["arena"]["found"]
+    assert "--host-memory 1GiB" in findings["arena"]["advice"]
+
+
 def test_an_arena_that_does_not_fit() -> None:
     code, findings = examine(*free_listen(), "--host-memory", "900TiB")
     assert code == 1
