@@ -20,6 +20,7 @@ from splitpoint_cli.output import EXIT_HELP, out, print_json, seconds_text
 from splitpoint_cli.plan import find_shape
 from splitpoint_cli.size_page import page, restore_words
 from splitpoint_cli.sizing import Load, Node, Sizing, host_memory_of, size_up
+from splitpoint_cli.top_bars import amount
 from splitpoint_cli.up import Dtype, KvEncoding
 
 # Copies to a GPU below this reach a fraction of the link; neighbouring chunks go as one.
@@ -168,7 +169,7 @@ def _rows(shape: ModelShape, node: Node, load: Load, found: Sizing) -> Iterator[
         "a streamed step",
         f"{seconds_text(found.lone_step_seconds)} for one alone, "
         f"{seconds_text(found.step_seconds)} for {found.streamed_count} together "
-        f"({found.streamed_count / found.step_seconds:,.3g} tokens/s)",
+        f"({amount(found.streamed_count / found.step_seconds)} tokens/s)",
     )
     piece = node.chunk_tokens * shape.kv_bytes_per_token_layer // 2
     yield (

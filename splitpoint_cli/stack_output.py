@@ -214,7 +214,12 @@ def print_summary(stack: Stack, address: str) -> None:
     where = "" if address == config.DEFAULT_ADDRESS else f" --address {address}"
     out.print("Try:")
     if stack.identity.serves_tls or stack.has_tokens:
-        out.print("  export SPLITPOINT_TOKEN_FILE=... SPLITPOINT_CA=...  (docs/security.md)")
+        wanted = [
+            *(["SPLITPOINT_TOKEN_FILE=..."] if stack.has_tokens else []),
+            *(["SPLITPOINT_CA=..."] if stack.identity.serves_tls else []),
+            *(["SPLITPOINT_CERT=... SPLITPOINT_KEY=..."] if stack.identity.authorities else []),
+        ]
+        out.print(f"  export {' '.join(wanted)}  (docs/security.md)")
     out.print(f'  splitpoint generate "def fibonacci(n):" --max-tokens 48{where}')
     out.print("Ctrl-C stops everything.")
     out.file.flush()
