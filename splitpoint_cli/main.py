@@ -21,13 +21,13 @@ from splitpoint_cli import (
     size,
     status,
     token,
-    top,
     trace,
     up,
     what_pays,
 )
 from splitpoint_cli.bench import commands as bench
 from splitpoint_cli.output import EXIT_HELP, exit_code, print_error
+from splitpoint_cli.top.command import top
 
 app = typer.Typer(
     help="Serves language models whose KV cache lives in host memory.\n\n" + EXIT_HELP,
@@ -42,7 +42,7 @@ app.command()(plan.plan)
 app.command()(what_pays.what_pays)
 app.command()(size.size)
 app.command()(status.status)
-app.command()(top.top)
+app.command()(top)
 app.command()(doctor.doctor)
 app.command()(metrics_page.metrics)
 app.command()(trace.trace)

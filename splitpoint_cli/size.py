@@ -18,9 +18,9 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import Encoding, ModelShape
 from splitpoint_cli.output import EXIT_HELP, out, print_json, seconds_text
 from splitpoint_cli.plan import find_shape
-from splitpoint_cli.size_page import page, restore_words
+from splitpoint_cli.size_page import DEVICE_MEMORY, page, restore_words
 from splitpoint_cli.sizing import Load, Node, Sizing, host_memory_of, size_up
-from splitpoint_cli.top_bars import amount
+from splitpoint_cli.top.bars import amount
 from splitpoint_cli.up import Dtype, KvEncoding
 
 # Copies to a GPU below this reach a fraction of the link; neighbouring chunks go as one.
@@ -39,9 +39,13 @@ def size(
         ),
     ] = "h100-pcie5",
     device_memory: Annotated[
-        str,
-        typer.Option(help="Of the worker: weights, cache and workspace.", metavar="SIZE"),
-    ] = "72GiB",
+        str | None,
+        typer.Option(
+            help="Of the worker: weights, cache and workspace. With a built-in profile 72GiB, "
+            "unless it is given; with measured costs it must be.",
+            metavar="SIZE",
+        ),
+    ] = None,
     tokens: Annotated[int, typer.Option(help="Of one request: prompt and answer.", min=2)] = 32768,
     new: Annotated[int, typer.Option(help="Of its prompt, what no store holds.", min=1)] = 512,
     max_tokens: Annotated[int, typer.Option(help="Of its answer.", min=1)] = 256,
@@ -79,7 +83,7 @@ def size(
     shape = find_shape(model, dtype.value)
     node = Node(
         load_profile(profile),
-        parse_size(device_memory, field="device_memory"),
+        _device_memory(device_memory, profile),
         max_batch=max_batch,
         prefill_chunk=prefill_chunk,
         chunk_tokens=chunk_tokens,
@@ -123,6 +127,19 @@ def size(
 
 
 size.__doc__ = f"{size.__doc__}\n\n{EXIT_HELP}"
+
+
+def _device_memory(text: str | None, profile: str) -> int:
+    """Raises InvalidArgument where nobody can know it."""
+    if text is not None:
+        return parse_size(text, field="device_memory")
+    if profile.lower() in BUILT_IN_PROFILES:
+        return DEVICE_MEMORY
+    raise InvalidArgument(
+        f"how much memory does a worker of {profile} have? Give --device-memory "
+        "(`splitpoint status` shows what its cache has of it)",
+        field="device_memory",
+    )
 
 
 def _streamed_wanted(found: Sizing, wanted: int | None) -> int:

@@ -10,7 +10,7 @@ from splitpoint_cli.output import seconds_text
 from splitpoint_cli.sizing import Load, Node, host_memory_of, size_up
 
 # What is left of a card with 80 GB once the driver and CUDA have theirs.
-_DEVICE_MEMORY = 72 << 30
+DEVICE_MEMORY = 72 << 30
 # Reading 15 GiB of weights from memory of 3.35 TB/s, and the launches.
 _STEP_SECONDS = 6e-3
 _PROFILE = "h100-pcie5"
@@ -27,9 +27,9 @@ How much host memory, how many requests at once, which split: computed by `split
 the code that divides a worker's memory and plans its restores. A test compares this page with
 what `splitpoint size --examples` prints. **The costs are those of data sheets; no GPU has
 confirmed them.** Once a stack runs, `splitpoint status --json > status.json` holds what its
-workers measured, and `splitpoint size --profile status.json` counts with that.
+workers measured, and `splitpoint size --profile status.json --device-memory SIZE` counts with that.
 
-One H100 with PCIe 5, {format_size(_DEVICE_MEMORY)} of its memory for a worker, bfloat16, batches
+One H100 with PCIe 5, {format_size(DEVICE_MEMORY)} of its memory for a worker, bfloat16, batches
 of at most 32, and {_STEP_SECONDS * 1e3:g} ms for what a decode step does beside the cache.
 `splitpoint size --model llama-3.1-8b --tokens 32768 --step-ms {_STEP_SECONDS * 1e3:g}` prints the
 first row in words.
@@ -76,7 +76,7 @@ def page() -> str:
 def _line(shape: ModelShape, load: Load, encoding: Encoding) -> str:
     node = Node(
         BUILT_IN_PROFILES[_PROFILE],
-        _DEVICE_MEMORY,
+        DEVICE_MEMORY,
         encoding=encoding,
         step_compute_seconds=_STEP_SECONDS,
     )

@@ -113,6 +113,18 @@ def test_the_command_prints_rows_and_json() -> None:
     assert isinstance(refused.exception, InvalidArgument)
 
 
+def test_measured_costs_want_the_devices_memory(tmp_path: Path) -> None:
+    """That of an H100 would be wrong for whoever measured."""
+    profile = tmp_path / "profile.json"
+    profile.write_text(H100.to_json())
+    runner = CliRunner()
+    refused = runner.invoke(app, ["size", "--profile", str(profile)])
+    assert isinstance(refused.exception, InvalidArgument)
+    assert "--device-memory" in refused.exception.message
+    given = runner.invoke(app, ["size", "--profile", str(profile), "--device-memory", "72GiB"])
+    assert given.stdout.splitlines()[2:] == runner.invoke(app, ["size"]).stdout.splitlines()[2:]
+
+
 def test_a_request_too_large_for_the_device_is_streamed() -> None:
     shown = CliRunner().invoke(
         app, ["size", "--tokens", "100000", "--device-memory", "24GiB", "--json"]

@@ -11,7 +11,7 @@ from splitpoint.costs import BUILT_IN_PROFILES
 from splitpoint.telemetry import SchedulerStatus, Telemetry
 from splitpoint.v1.kvstore_pb2 import GetStatsResponse
 from splitpoint_cli.observed import Status, Store
-from splitpoint_cli.top_rates import (
+from splitpoint_cli.top.rates import (
     Reading,
     Readings,
     SchedulerRates,

@@ -13,9 +13,9 @@ from splitpoint.answers import Queue, QueuedRequest
 from splitpoint.telemetry import RedisStatus
 from splitpoint_cli.observed import Store
 from splitpoint_cli.output import duration_text
-from splitpoint_cli.top_bars import FANCY, PLAIN, amount, bar, cell, flow, stacked_bar
-from splitpoint_cli.top_rates import Readings, first, following
-from splitpoint_cli.top_view import Frame
+from splitpoint_cli.top.bars import FANCY, PLAIN, amount, bar, cell, flow, stacked_bar
+from splitpoint_cli.top.rates import Readings, first, following
+from splitpoint_cli.top.view import Frame
 
 
 def busy() -> Readings:

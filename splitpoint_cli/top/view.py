@@ -14,7 +14,7 @@ from splitpoint_cli.findings import findings_of
 from splitpoint_cli.observed import Status, Store
 from splitpoint_cli.output import duration_text, plain_reason, seconds_text
 from splitpoint_cli.status import COLOURS
-from splitpoint_cli.top_bars import (
+from splitpoint_cli.top.bars import (
     FANCY,
     NOTHING,
     PLAIN,
@@ -26,7 +26,7 @@ from splitpoint_cli.top_bars import (
     percent,
     stacked_bar,
 )
-from splitpoint_cli.top_rates import (
+from splitpoint_cli.top.rates import (
     Readings,
     link_limit,
     rates_of,

@@ -23,8 +23,8 @@ from splitpoint_cli.identity import CaFile, TokenFile
 from splitpoint_cli.observed import read_status
 from splitpoint_cli.output import code_name, out, picture, print_json, save_picture
 from splitpoint_cli.status import status_json
-from splitpoint_cli.top_keys import Wait, quitting_keys
-from splitpoint_cli.top_rates import (
+from splitpoint_cli.top.keys import Wait, quitting_keys
+from splitpoint_cli.top.rates import (
     Reading,
     Readings,
     first,
@@ -35,7 +35,7 @@ from splitpoint_cli.top_rates import (
     scheduler_rates,
     with_newcomers,
 )
-from splitpoint_cli.top_view import Frame
+from splitpoint_cli.top.view import Frame
 
 # Workers tell something new about once a second.
 _TELLING_SECONDS = 3.0
