@@ -177,6 +177,15 @@ def test_what_drains_is_not_killed_meanwhile() -> None:
             assert grace >= DRAIN_SECONDS + CLOSE_SECONDS + 10, name
 
 
+def test_only_workers_carry_torch() -> None:
+    images = {(c["name"], c["image"]) for _, c in containers() if c["name"] != "redis"}
+    assert images == {
+        ("kvstore", "splitpoint-control:0.1.0"),
+        ("scheduler", "splitpoint-control:0.1.0"),
+        ("worker", "splitpoint-cuda:0.1.0"),
+    }
+
+
 def test_the_store_may_hold_its_arena() -> None:
     for name, container in containers():
         if container["name"] != "kvstore":
