@@ -84,7 +84,7 @@ class Frame:
         lines: list[Text | str] = [title]
         if self.away is not None:
             seconds, why = self.away
-            frozen = "" if self.readings is None else "; below is what was seen last"
+            frozen = "" if self.readings is None else "; as last seen:"
             since = duration_text(seconds)
             text = f"the scheduler is away for {since} ({why}), trying again{frozen}"
             lines += [Text(part, style="bold red") for part in _wrapped(text, width)]

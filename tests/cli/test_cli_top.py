@@ -244,7 +244,7 @@ def test_a_scheduler_that_goes_away(stack: Stack) -> None:
         stack.process.send_signal(signal.SIGINT)
         stack.process.wait(60)
         shown.wait_for("the scheduler is away for")
-        shown.wait_for("below is what was seen last")
+        shown.wait_for("as last seen")
         shown.press("q")
         shown.end()
         assert shown.process.returncode == 0

@@ -154,7 +154,7 @@ def test_a_scheduler_that_is_away(readings: Readings) -> None:
     assert "the scheduler is away for 0 s (UNAVAILABLE), trying again" in text
     assert text.splitlines()[0] == "splitpoint top  a:1  q quits"
     text = " ".join(shown(Frame("a:1", readings, (130.0, "UNAVAILABLE")), 80).split())
-    assert "away for 2 min (UNAVAILABLE), trying again; below is what was seen last" in text
+    assert "away for 2 min (UNAVAILABLE), trying again; as last seen:" in text
 
 
 def test_a_store_that_does_not_answer() -> None:
