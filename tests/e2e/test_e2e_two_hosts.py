@@ -54,7 +54,10 @@ async def two_hosts(folder: Path, model: Path, redis: RedisServer) -> AsyncItera
     shm = shared_memory_folder()
     shm.mkdir(mode=0o700)
     common = [
-        *("--listen", "127.0.0.1:0", "--model", str(model), "--dtype", "float32"),
+        # No certificate is for this address: they are known by a name, as where addresses
+        # change with each start.
+        *("--listen", "127.0.0.2:0", "--tls-server-name", "localhost"),
+        *("--model", str(model), "--dtype", "float32"),
         *("--tls-cert", str(certificates / "server.pem")),
         *("--tls-key", str(certificates / "server-key.pem")),
         *("--tls-ca", str(certificates / "ca.pem")),
@@ -97,6 +100,7 @@ async def two_hosts(folder: Path, model: Path, redis: RedisServer) -> AsyncItera
             key=certificates / "client-key.pem",
             authorities=certificates / "ca.pem",
             token=admin,
+            server_name="localhost",
         )
         client = await cleanup.enter_async_context(AsyncClient(scheduler, identity=identity))
         await wait_for_workers(client, 2)
