@@ -186,6 +186,18 @@ def test_only_workers_carry_torch() -> None:
     }
 
 
+def test_without_a_volume_the_images_model_is_served() -> None:
+    dockerfile = (CASES.parents[2] / "deploy" / "Dockerfile").read_text()
+    assert "COPY models/stdlib-llama /models/stdlib-llama\n" in dockerfile
+    served = {
+        argument
+        for name, container in containers()
+        for argument in container.get("args", [])
+        if name.startswith("defaults") and argument.startswith("--model=")
+    }
+    assert served == {"--model=/models/stdlib-llama"}
+
+
 def test_the_store_may_hold_its_arena() -> None:
     for name, container in containers():
         if container["name"] != "kvstore":

@@ -32,7 +32,7 @@ capabilities: {drop: [ALL]}
 {{- if .Values.model.claim -}}
 /model{{ with .Values.model.path }}/{{ . }}{{ end }}
 {{- else -}}
-/opt/splitpoint/models/stdlib-llama
+/models/stdlib-llama
 {{- end -}}
 {{- end }}
 
