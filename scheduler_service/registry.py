@@ -362,11 +362,9 @@ class Registry:
         """Raises FailedPrecondition when another address has this name."""
         holder = self.find(worker_id)
         if holder is not None and holder is not connection:
-            if holder.was_lost and not holder.is_static:  # it came back at another address
-                self._drop(holder)
-                connection.worker_id = worker_id
-                return
-            raise FailedPrecondition(
-                f"worker id {worker_id} is already that of the worker at {holder.address}"
-            )
+            if holder.is_static or not holder.was_lost:
+                raise FailedPrecondition(
+                    f"worker id {worker_id} is already that of the worker at {holder.address}"
+                )
+            self._drop(holder)  # it came back at another address
         connection.worker_id = worker_id
