@@ -25,10 +25,10 @@ from kvstore_service.sealer import READ_AT_ONCE_BYTES, Sealer
 from kvstore_service.store import KvStore, Matched
 from kvstore_service.upkeep import Upkeep
 from splitpoint.arena_records import SlotState
-from splitpoint.convert import layout_to_proto
+from splitpoint.convert import layout_to_proto, redis_to_proto
 from splitpoint.errors import FailedPrecondition, InvalidArgument, Unavailable
 from splitpoint.v1 import kvstore_pb2 as pb
-from splitpoint.v1 import kvstore_pb2_grpc, types_pb2
+from splitpoint.v1 import kvstore_pb2_grpc
 
 if TYPE_CHECKING:
     from splitpoint.redis_link import RedisLink
@@ -336,13 +336,8 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             unverified_chunk_count=len(pool.unverified),
             refused_reservation_count=counters.refused_reservations,
             last_refused_seconds_ago=store.seconds_since_refusal(),
-            redis=self._redis_status(),
+            redis=redis_to_proto(self.redis),
         )
-
-    def _redis_status(self) -> types_pb2.RedisStatus | None:
-        if self.redis is None:
-            return None
-        return types_pb2.RedisStatus(address=self.redis.name, is_up=not self.redis.is_away)
 
 
 class _Messages:

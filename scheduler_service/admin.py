@@ -11,10 +11,10 @@ from google.protobuf.duration_pb2 import Duration
 
 from scheduler_service.conductor import Conductor
 from scheduler_service.registry import ReadyWorker, WorkerConnection
-from splitpoint.convert import profile_to_proto
+from splitpoint.convert import profile_to_proto, redis_to_proto
 from splitpoint.kappa import kappa_crit
 from splitpoint.v1 import scheduler_pb2 as pb
-from splitpoint.v1 import scheduler_pb2_grpc, types_pb2
+from splitpoint.v1 import scheduler_pb2_grpc
 
 if TYPE_CHECKING:
     from splitpoint.redis_link import RedisLink
@@ -78,9 +78,7 @@ class AdminServicer(scheduler_pb2_grpc.AdminServiceServicer):
             ttft_seconds_sum=accounts.ttft_seconds,
             itl_count=accounts.itl_count,
             itl_seconds_sum=accounts.itl_seconds,
-            redis=None
-            if self._link is None
-            else types_pb2.RedisStatus(address=self._link.name, is_up=not self._link.is_away),
+            redis=redis_to_proto(self._link),
         )
 
     def _worker(self, worker: WorkerConnection) -> pb.WorkerStatus:
