@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,30 +15,32 @@ import typer
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.shapes import BUILT_IN_SHAPES
 from splitpoint_cli.bench.decode_report import Workload, report_of, table_of
+from splitpoint_cli.bench.options import (
+    Batch,
+    ElementType,
+    EverybodysDevice,
+    JsonFile,
+    NewTokens,
+    PromptTokens,
+    RandomShape,
+    Threads,
+)
 from splitpoint_cli.bench.restore_workload import check_data_type
 from splitpoint_cli.files import check_output
 from splitpoint_cli.output import err, out
 
 
 def decode(
-    shape: Annotated[
-        str, typer.Option(help="A built-in shape; its weights are random.", metavar="SHAPE")
-    ] = "opt-125m",
-    dtype: Annotated[
-        str, typer.Option(help="Element type.", metavar="float32|bfloat16|float16")
-    ] = "float32",
-    batch: Annotated[int, typer.Option(help="Sequences at once.", min=1)] = 8,
-    prompt: Annotated[int, typer.Option(help="Prompt tokens of each.", min=1)] = 512,
-    new: Annotated[int, typer.Option(help="New tokens of each.", min=2)] = 128,
+    shape: RandomShape = "opt-125m",
+    dtype: ElementType = "float32",
+    batch: Batch = 8,
+    prompt: PromptTokens = 512,
+    new: NewTokens = 128,
     repeats: Annotated[int, typer.Option(help="Timed runs of each contender.", min=1)] = 5,
-    device: Annotated[
-        str, typer.Option(help="Where all contenders run.", metavar="cpu|cuda|cuda:N")
-    ] = "cpu",
-    threads: Annotated[int, typer.Option(help="CPU threads; 0: one per core.", min=0)] = 0,
+    device: EverybodysDevice = "cpu",
+    threads: Threads = 0,
     seed: Annotated[int, typer.Option(help="Of weights and prompts.")] = 0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Also write the JSON here.", metavar="FILE")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Our worker, in process, against transformers' generate with both of its caches.
 

@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 from splitpoint.planner import Residency
 from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout, DataType, ModelShape
 from splitpoint_cli.bench.decode_report import OURS, Run, Workload
+from splitpoint_cli.bench.greedy import generate_greedy
 from worker_service.device_cache import TORCH_TYPES, DeviceCache
 from worker_service.engine import Engine
 from worker_service.memory import divide
@@ -133,17 +134,7 @@ class Transformers:
         prompts = prompts.to(self._model.device)
         watch = FirstToken()
         started = time.perf_counter()
-        output = self._model.generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            max_new_tokens=new_tokens,
-            min_new_tokens=new_tokens,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            stopping_criteria=[watch],
-            **self._cache,
-        )
+        output = generate_greedy(self._model, prompts, new_tokens, watch, **self._cache)
         seconds = time.perf_counter() - started
         answers = output[:, prompts.shape[1] :].tolist()
         return Run(

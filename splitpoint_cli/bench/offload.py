@@ -17,6 +17,16 @@ from splitpoint.config import parse_rate
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint_cli.bench.offload_picture import draw_sweep
 from splitpoint_cli.bench.offload_report import OffloadWorkload, report_of, table_of
+from splitpoint_cli.bench.options import (
+    Batch,
+    ElementType,
+    EverybodysDevice,
+    JsonFile,
+    LinkRate,
+    NewTokens,
+    PromptTokens,
+    Threads,
+)
 from splitpoint_cli.bench.restore_workload import check_data_type
 from splitpoint_cli.files import check_output
 from splitpoint_cli.output import err, out
@@ -32,23 +42,13 @@ def offload(
             metavar="SHAPE|DIR",
         ),
     ] = "opt-125m",
-    dtype: Annotated[
-        str, typer.Option(help="Element type.", metavar="float32|bfloat16|float16")
-    ] = "float32",
-    batch: Annotated[int, typer.Option(help="Sequences at once.", min=1)] = 8,
-    prompt: Annotated[int, typer.Option(help="Prompt tokens of each.", min=1)] = 512,
-    new: Annotated[int, typer.Option(help="New tokens of each.", min=2)] = 32,
-    link_rate: Annotated[
-        str | None,
-        typer.Option(
-            help="Emulate a link of this rate on a CPU: 184MB is 184 MB per second.",
-            metavar="RATE",
-        ),
-    ] = None,
-    device: Annotated[
-        str, typer.Option(help="Where all contenders run.", metavar="cpu|cuda|cuda:N")
-    ] = "cpu",
-    threads: Annotated[int, typer.Option(help="CPU threads; 0: one per core.", min=0)] = 0,
+    dtype: ElementType = "float32",
+    batch: Batch = 8,
+    prompt: PromptTokens = 512,
+    new: NewTokens = 32,
+    link_rate: LinkRate = None,
+    device: EverybodysDevice = "cpu",
+    threads: Threads = 0,
     repeats: Annotated[int, typer.Option(help="Timed runs of each contender.", min=1)] = 5,
     sweep: Annotated[
         bool, typer.Option("--sweep", help="Also measure the step time over the split.")
@@ -61,9 +61,7 @@ def offload(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of weights and prompts.")] = 0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Also write the JSON here.", metavar="FILE")
-    ] = None,
+    json_file: JsonFile = None,
     png_file: Annotated[
         Path | None, typer.Option("--png", help="Draw the sweep here.", metavar="FILE")
     ] = None,

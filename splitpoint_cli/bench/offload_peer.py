@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteria
 from transformers.utils import logging as transformers_logging
 
 from splitpoint.shapes import ModelShape
+from splitpoint_cli.bench.greedy import generate_greedy
 from splitpoint_cli.bench.offload_report import DecodeRun, Step
 from worker_service.device_cache import TORCH_TYPES
 from worker_service.model.config import plain_config
@@ -83,16 +84,8 @@ class Peer:
         self._model.set_attn_implementation(self.attention)
         ids = torch.tensor(prompts, device=self._model.device)
         watch = TokenTimes()
-        output = self._model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new_tokens,
-            min_new_tokens=new_tokens,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            stopping_criteria=[watch],
-            cache_implementation=self.cache,
+        output = generate_greedy(
+            self._model, ids, new_tokens, watch, cache_implementation=self.cache
         )
         times = watch.times
         return DecodeRun(

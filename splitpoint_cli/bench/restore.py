@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from splitpoint import config
+from splitpoint_cli.bench.options import ElementType, JsonFile, LinkRate, RandomShape, Threads
 from splitpoint_cli.bench.restore_picture import picture_of
 from splitpoint_cli.bench.restore_report import report_of, table_of
 from splitpoint_cli.bench.restore_workload import CHUNK_TOKENS, RestoreWorkload
@@ -26,12 +27,8 @@ SWEEP_POINTS = 16
 
 
 def restore(
-    shape: Annotated[
-        str, typer.Option(help="A built-in shape; its weights are random.", metavar="SHAPE")
-    ] = "opt-125m",
-    dtype: Annotated[
-        str, typer.Option(help="Element type.", metavar="float32|bfloat16|float16")
-    ] = "float32",
+    shape: RandomShape = "opt-125m",
+    dtype: ElementType = "float32",
     prompt: Annotated[
         int, typer.Option(help="Cached tokens of each sequence.", min=CHUNK_TOKENS)
     ] = 2000,
@@ -39,13 +36,7 @@ def restore(
     layers: Annotated[
         int, typer.Option(help="Only so many layers of the shape; 0: all.", min=0)
     ] = 0,
-    link_rate: Annotated[
-        str | None,
-        typer.Option(
-            help="Emulate a link of this rate on a CPU: 184MB is 184 MB per second.",
-            metavar="RATE",
-        ),
-    ] = None,
+    link_rate: LinkRate = None,
     balance: Annotated[
         bool,
         typer.Option(
@@ -55,7 +46,7 @@ def restore(
         ),
     ] = False,
     device: Annotated[str, typer.Option(help="Where to.", metavar="cpu|cuda|cuda:N")] = "cpu",
-    threads: Annotated[int, typer.Option(help="CPU threads; 0: one per core.", min=0)] = 0,
+    threads: Threads = 0,
     repeats: Annotated[int, typer.Option(help="Timed runs of each contender.", min=5)] = 5,
     sweep: Annotated[
         bool, typer.Option("--sweep", help="Measure the time over all splits, too.")
@@ -64,9 +55,7 @@ def restore(
         int, typer.Option(help="Tokens of X on the link at once; 0: the planner's.", min=0)
     ] = 0,
     seed: Annotated[int, typer.Option(help="Of weights and prompts.", min=0)] = 0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Also write the JSON here.", metavar="FILE")
-    ] = None,
+    json_file: JsonFile = None,
     png: Annotated[
         Path | None, typer.Option(help="Draw the sweep and the contenders.", metavar="FILE")
     ] = None,
