@@ -27,6 +27,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from benchmarks.gpu_claims import (
     LLAMA,
@@ -130,6 +131,9 @@ def run_part(part: Part, seconds: float, environment: Mapping[str, str]) -> Outc
         except subprocess.TimeoutExpired:
             code = None
             end(process)
+        except BaseException:  # a signal: the part is in a session of its own and has not got it
+            end(process)
+            raise
         took = time.monotonic() - started
         output.seek(0)
         errors.seek(0)
@@ -160,6 +164,10 @@ def end(process: subprocess.Popen[bytes]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def exit_by_signal(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
 def tests_outcome(seconds: float, code: int, lines: Sequence[str]) -> Outcome:
     """From pytest's last line, and the lines about what failed or was skipped."""
     counts = {
@@ -182,6 +190,8 @@ def main() -> int:
     parser.add_argument("--results", type=Path, help="where the JSON file goes")
     arguments = parser.parse_args()
     is_real = arguments.device != "cpu" and not arguments.tiny
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, exit_by_signal)
     ends = time.monotonic() + arguments.seconds
     parts = parts_of(arguments.device, is_tiny=arguments.tiny)
     wanted = set(arguments.parts.split(",")) if arguments.parts else {part.name for part in parts}

@@ -36,6 +36,7 @@ from splitpoint.planner import Residency
 from splitpoint.schedule import Lane
 from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout, DataType
 from splitpoint_cli.bench.decode_report import commit, hardware
+from splitpoint_cli.bench.ending import run_until_signal
 from worker_service.account import Account
 from worker_service.device_cache import TORCH_TYPES, DeviceCache
 from worker_service.device_monitor import monitor_of
@@ -354,7 +355,9 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     names = arguments.model or list(MODELS)
-    cases = asyncio.run(run(names, DataType(arguments.dtype), arguments.rounds, arguments.seconds))
+    cases = run_until_signal(
+        run(names, DataType(arguments.dtype), arguments.rounds, arguments.seconds)
+    )
     print(table_of(cases))
     line = json.dumps(
         {

@@ -26,6 +26,7 @@ from splitpoint.planner import Plan, PlanInput, RestoreMethod, plan_request
 from splitpoint.schedule import Schedule
 from splitpoint.shapes import BUILT_IN_SHAPES
 from splitpoint_cli.bench.decode_report import commit, hardware
+from splitpoint_cli.bench.ending import ending_by_signals
 from splitpoint_cli.bench.restore_runs import Contender, Restorer, run_rounds
 from splitpoint_cli.bench.restore_setup import Stored, stored_prefixes
 from splitpoint_cli.bench.restore_workload import (
@@ -160,6 +161,7 @@ def _contenders(
     return contenders
 
 
+@ending_by_signals
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", type=int, default=10)

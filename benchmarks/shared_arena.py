@@ -25,6 +25,7 @@ from pathlib import Path
 
 from splitpoint.client import AsyncClient
 from splitpoint.config import format_size
+from splitpoint_cli.bench.ending import run_until_signal
 from splitpoint_cli.stack import Stack, StackOptions, plan_stack
 from splitpoint_cli.stack_runner import StackRunner
 
@@ -139,7 +140,7 @@ def main() -> int:
             instance=f"shared-arena-{os.getpid()}",
         )
     )
-    result = asyncio.run(measure(stack))
+    result = run_until_signal(measure(stack))
     processes = result["processes"]
     report(result, processes if isinstance(processes, list) else [])
     line = json.dumps(result)

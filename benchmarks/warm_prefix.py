@@ -23,6 +23,7 @@ from pathlib import Path
 
 from splitpoint.answers import Completion
 from splitpoint.client import AsyncClient
+from splitpoint_cli.bench.ending import run_until_signal
 from splitpoint_cli.stack import StackOptions, plan_stack
 from splitpoint_cli.stack_runner import StackRunner
 
@@ -96,7 +97,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--json", type=Path, help="write the JSON line here, too")
     arguments = parser.parse_args()
-    result = asyncio.run(measure(arguments.rounds, arguments.dtype))
+    result = run_until_signal(measure(arguments.rounds, arguments.dtype))
     for name in ("cold_ttft_seconds", "warm_ttft_seconds", "ratio", "least_cached_tokens"):
         print(f"{name:<22} {result[name]:>10.4g}")
     line = json.dumps(result)

@@ -16,11 +16,16 @@ from splitpoint.errors import SplitpointError
 _PREFIX = "bench-"
 
 
+def own_arena_path() -> Path:
+    """Return where the arena of a benchmark in this process lies."""
+    return arena_path(f"{_PREFIX}{os.getpid()}")
+
+
 def bench_arena_path() -> Path:
-    """This process's own; before that, what killed benchmarks left in memory is removed."""
+    """Remove what killed benchmarks left in memory; return `own_arena_path`."""
     for folder in SHARED_MEMORY.glob(f"splitpoint-{os.getuid()}-{_PREFIX}*"):
         _remove_abandoned(folder / "arena")
-    return arena_path(f"{_PREFIX}{os.getpid()}")
+    return own_arena_path()
 
 
 def _remove_abandoned(path: Path) -> None:

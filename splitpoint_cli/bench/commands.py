@@ -8,12 +8,11 @@ from __future__ import annotations
 import typer
 
 from splitpoint_cli.bench import decode, offload, restore, store
+from splitpoint_cli.bench.ending import ending_by_signals
 
 app = typer.Typer(no_args_is_help=True)
-app.command()(decode.decode)
-app.command()(offload.offload)
-app.command()(store.store)
-app.command()(restore.restore)
+for command in (decode.decode, offload.offload, store.store, restore.restore):
+    app.command()(ending_by_signals(command))
 
 
 @app.callback()

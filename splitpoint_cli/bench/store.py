@@ -6,7 +6,6 @@ This file is the command; what is run is in store_runs.py, which is imported
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +13,7 @@ from typing import Annotated
 import typer
 
 from splitpoint import config
+from splitpoint_cli.bench.ending import run_until_signal
 from splitpoint_cli.bench.store_report import report_of, table_of
 from splitpoint_cli.bench.store_workload import StoreWorkload
 from splitpoint_cli.files import check_output
@@ -59,7 +59,7 @@ def store(
     check_output(out_file, "out")
     from splitpoint_cli.bench.store_runs import run_all
 
-    results = asyncio.run(run_all(workload, redis, lambda line: err.print(line)))
+    results = run_until_signal(run_all(workload, redis, lambda line: err.print(line)))
     report = report_of(workload, results)
     out.print(table_of(report))
     text = json.dumps(report)

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from splitpoint.config import arena_path, format_size, remove_tree
+from splitpoint.config import format_size, remove_tree
 from splitpoint.keys import chunk_key
 from splitpoint.shapes import ArenaLayout
 from splitpoint_cli.bench import store_redis
+from splitpoint_cli.bench.arena import bench_arena_path
 from splitpoint_cli.bench.store_calls import measure_batches, measure_calls
 from splitpoint_cli.bench.store_mapping import Bytes, measure_mapping, runs_of
 from splitpoint_cli.bench.store_remote import measure_remote
@@ -81,7 +82,7 @@ async def _store(
     An empty `listen` is a socket file of its own.
     """
     folder = Path(tempfile.mkdtemp(prefix="splitpoint-bench-"))
-    arena = arena_path(f"bench-{os.getpid()}")
+    arena = bench_arena_path()
     command = ServiceCommand(
         "store",
         (
