@@ -104,8 +104,9 @@ compose-access:  ## Fetch certificate authority and tokens of that stack into ./
 	mkdir -p -m 0700 access
 	docker cp "$$(COMPOSE_PROFILES=$(PROFILES) $(COMPOSE) ps -q scheduler):/etc/splitpoint/access/." access
 
-compose-down:  ## Stop that stack; ARGS=-v: and forget its certificate, tokens and metrics
+compose-down:  ## Stop that stack; ARGS=-v: and forget its certificate, tokens (./access) and metrics
 	COMPOSE_PROFILES=cpu,gpu,monitoring $(COMPOSE) down $(ARGS)
+	$(if $(filter -v --volumes,$(ARGS)),rm -rf access)
 
 compose-test: proto  ## Try the containers for real; needs a Docker engine (docs/deployment.md)
 	$(BIN)/python tools/compose_check.py $(ARGS)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from splitpoint.answers import Worker
 from splitpoint.config import format_rate
 from splitpoint.v1 import kvstore_pb2
+from splitpoint_cli.given_up import GivenUpWorker
 from splitpoint_cli.observed import Status, Store
 from splitpoint_cli.output import duration_text, plain_reason
 
@@ -54,7 +55,9 @@ def findings_of(status: Status) -> list[Finding]:
     """All of them, the worst first."""
     found = [*_scheduler(status), *_redis(status)]
     for worker in status.workers:
-        found += [*_readiness(worker), *_link(worker), *_predictions(worker)]
+        given_up = status.given_up.get(worker.address)
+        found += [_given_up(worker, given_up)] if given_up is not None else _readiness(worker)
+        found += [*_link(worker), *_predictions(worker)]
     for store in status.stores:
         found += _store(store, _attached(store, status.workers))
     order = list(Severity)
@@ -108,8 +111,22 @@ def _redis(status: Status) -> Iterator[Finding]:
         )
 
 
+def _name(worker: Worker) -> str:
+    return f"worker {worker.id}" if worker.id else f"the worker at {worker.address}"
+
+
+def _given_up(worker: Worker, given_up: GivenUpWorker) -> Finding:
+    return Finding(
+        Severity.ERROR,
+        f"{_name(worker)} was given up; the other workers serve",
+        given_up.why,
+        "read its last lines in the output of `splitpoint up`, which tries it again in "
+        f"{duration_text(given_up.retry_seconds)}; to have it sooner, start the stack again",
+    )
+
+
 def _readiness(worker: Worker) -> Iterator[Finding]:
-    name = f"worker {worker.id}" if worker.id else f"the worker at {worker.address}"
+    name = _name(worker)
     ago = worker.last_lost_seconds_ago
     if worker.draining:
         yield Finding(

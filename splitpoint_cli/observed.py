@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import grpc
 
@@ -13,6 +14,7 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.telemetry import SchedulerStatus
 from splitpoint.tls import PLAIN, Identity
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc
+from splitpoint_cli.given_up import GivenUpWorker, read_given_up
 from splitpoint_cli.output import code_name
 
 _STORE_SECONDS = 5.0
@@ -32,17 +34,25 @@ class Status:
     """Everything the scheduler knows, and what the stores say."""
 
     address: str
+    # Requests can succeed: at least one worker is ready.
     serving: bool
     models: tuple[Model, ...]
     workers: tuple[Worker, ...]
     queue: Queue
     stores: tuple[Store, ...]
     scheduler: SchedulerStatus
+    # Workers that their `splitpoint up` has given up, by address; known on its host only.
+    given_up: Mapping[str, GivenUpWorker] = field(default_factory=dict)
 
     @property
-    def ready(self) -> bool:
-        """The scheduler serves, and there are workers, all of them ready."""
-        return self.serving and bool(self.workers) and all(w.ready for w in self.workers)
+    def is_complete(self) -> bool:
+        """True if the scheduler serves with all the workers it knows."""
+        return self.serving and self.ready_count == len(self.workers) > 0
+
+    @property
+    def ready_count(self) -> int:
+        """Workers that take requests."""
+        return sum(worker.ready for worker in self.workers)
 
 
 def read_status(client: Client) -> Status:
@@ -58,6 +68,7 @@ def read_status(client: Client) -> Status:
         queue=client.get_queue(),
         stores=tuple(read_store(address, client.identity) for address in addresses),
         scheduler=client.scheduler_status(),
+        given_up=read_given_up(worker.address for worker in workers if not worker.ready),
     )
 
 

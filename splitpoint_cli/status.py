@@ -1,4 +1,4 @@
-"""`splitpoint status`: is everything ready, and what is it doing?"""
+"""`splitpoint status`: does the stack serve, is it complete, and what is it doing?"""
 
 from __future__ import annotations
 
@@ -20,15 +20,20 @@ from splitpoint_cli.findings import Finding, Severity, findings_of
 from splitpoint_cli.generate import Address
 from splitpoint_cli.identity import CaFile, TokenFile
 from splitpoint_cli.observed import Status, Store, read_status
-from splitpoint_cli.output import out, plain_reason, print_json
+from splitpoint_cli.output import EXIT_CODES, out, plain_reason, print_json
 
 _POLL_SECONDS = 0.2
+# Beside the codes of `splitpoint_cli.output`, none of which says this.
+GIVEN_UP_EXIT = 6
 
 
 def status(
     address: Address = DEFAULT_ADDRESS,
     wait: Annotated[
-        float, typer.Option(help="Wait until all is ready, this long at most.", metavar="SECONDS")
+        float,
+        typer.Option(
+            help="Wait until all workers are ready, this long at most.", metavar="SECONDS"
+        ),
     ] = 0.0,
     ca: CaFile = None,
     token_file: TokenFile = None,
@@ -36,22 +41,33 @@ def status(
 ) -> None:
     """Show what is wrong, then workers, stores and queue.
 
-    Exit 0 only when scheduler and all workers are ready; other findings do not change that.
+    A stack serves while one worker is ready, and is complete when all of them are.
 
-    Exit codes: 0 ready; 1 something is not ready; 3 no scheduler answers.
+    Exit codes: 0 it serves, whatever else is found; 1 it does not serve; 3 no scheduler answers;
+    4 it serves, and --wait ended before it was complete; 6 it serves, and `up` gave a worker up.
     """
     with Client(address, identity=client_identity(ca=ca, token_file=token_file)) as client:
-        found = _wait_ready(client, wait)
+        found = _wait_complete(client, wait)
     if as_json:
         print_json(status_json(found))
     else:
         _print_tables(found)
-    if not found.ready:
-        raise typer.Exit(1)
+    code = status_exit_code(found, has_waited=wait > 0)
+    if code:
+        raise typer.Exit(code)
 
 
-def _wait_ready(client: Client, seconds: float) -> Status:
-    """The first ready status, or the last one before the time was over."""
+def status_exit_code(found: Status, *, has_waited: bool) -> int:
+    """As docs/operations.md has them. `has_waited`: a complete stack was asked for."""
+    if not found.serving:
+        return 1
+    if found.given_up:
+        return GIVEN_UP_EXIT
+    return EXIT_CODES[DeadlineExceeded] if has_waited and not found.is_complete else 0
+
+
+def _wait_complete(client: Client, seconds: float) -> Status:
+    """The first complete status, or the last one before the time was over."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -60,7 +76,7 @@ def _wait_ready(client: Client, seconds: float) -> Status:
             if time.monotonic() >= deadline:
                 raise
         else:
-            if found.ready or time.monotonic() >= deadline:
+            if found.is_complete or time.monotonic() >= deadline:
                 return found
         time.sleep(_POLL_SECONDS)
 
@@ -68,7 +84,8 @@ def _wait_ready(client: Client, seconds: float) -> Status:
 def status_json(found: Status) -> dict[str, object]:
     """The object that `--json` prints; each worker's `profile` fits `plan --profile`."""
     return {
-        "ready": found.ready,
+        "serves": found.serving,
+        "complete": found.is_complete,
         "address": found.address,
         "findings": [dataclasses.asdict(finding) for finding in findings_of(found)],
         "scheduler": dataclasses.asdict(found.scheduler),
@@ -137,9 +154,7 @@ def _store_json(store: Store) -> dict[str, object]:
 
 
 def _print_tables(found: Status) -> None:
-    state = "ready" if found.ready else "not ready"
-    names = ", ".join(model.name for model in found.models) or "no model yet"
-    out.print(f"scheduler {found.address}: {state}, serves {names}")
+    out.print(f"scheduler {found.address}: {_state(found)}")
     for finding in findings_of(found):
         _print_finding(finding)
     table = Table(box=None, pad_edge=False, header_style="dim")
@@ -171,6 +186,15 @@ def _print_tables(found: Status) -> None:
             f"  {request.position} {request.request_id} for {request.waited_seconds:.1f} s, "
             f"{format_size(request.footprint_bytes)}: {request.reason}"
         )
+
+
+def _state(found: Status) -> str:
+    if not found.serving:
+        return "not ready, no worker takes requests"
+    names = ", ".join(model.name for model in found.models)
+    if found.is_complete:
+        return f"ready, serves {names}"
+    return f"serves {names} with {found.ready_count} of {len(found.workers)} workers"
 
 
 COLOURS = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}

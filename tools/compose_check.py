@@ -224,7 +224,9 @@ def check(stack: Stack, caller: Caller, access: Path, said: Callable[[str], None
     )
     status = caller("status", "--json", token="admin")
     expect(status.returncode == 0, f"status: {status.stderr}{status.stdout}")
-    workers = sorted(worker["id"] for worker in json.loads(status.stdout)["workers"])
+    answer = json.loads(status.stdout)
+    expect(answer["complete"], f"status: {status.stdout}")
+    workers = sorted(worker["id"] for worker in answer["workers"])
     expect(workers == ["worker-0", "worker-1"], f"status: {workers}")
     said("no answer without a token; `splitpoint status`: ready, both workers")
 

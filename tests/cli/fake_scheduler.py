@@ -53,6 +53,8 @@ class Script:
     gap: bool = False
     endless: bool = False
     workers_ready: bool = True
+    # Of worker 1.
+    lost_address: str = ""
     tail: str = ""
     step_seconds: float | None = None
     requests: list[pb.GenerateRequest] = field(default_factory=list)
@@ -159,6 +161,7 @@ class FakeScheduler(
                 ),
                 pb.WorkerStatus(
                     worker_id="1",
+                    address=self.script.lost_address,
                     ready=ready,
                     message="" if ready else "loading",
                     loss_count=2,

@@ -17,6 +17,7 @@ from splitpoint.costs import BUILT_IN_PROFILES
 from splitpoint.errors import InvalidArgument
 from splitpoint.v1 import types_pb2
 from splitpoint_cli.child import child_environment
+from splitpoint_cli.given_up import GivenUpWorker, write_given_up
 from splitpoint_cli.main import app
 
 COMMAND = [sys.executable, "-m", "splitpoint_cli"]
@@ -296,11 +297,12 @@ def test_status(script: Script) -> None:
     assert "worker 0: [3 of 4] layers on the host\n" in done.stdout
     assert "worker 1:" not in done.stdout
     assert "warning: worker 1 was lost 2 times, last 8 s ago, and is back" in done.stdout
+    assert done.stdout.startswith(f"scheduler {script.address}: ready, serves tiny\n")
     script.workers_ready = False
     done = splitpoint("status", "--address", script.address, "--json")
-    assert done.returncode == 1
+    assert done.returncode == 0, "one worker of two serves"
     answer = json.loads(done.stdout)
-    assert answer["ready"] is False
+    assert (answer["serves"], answer["complete"]) == (True, False)
     assert answer["workers"][1]["message"] == "loading"
     assert [worker["schedule"] for worker in answer["workers"]] == ["pipelined", "serial"]
     rates = [worker["emulated_link_bytes_per_second"] for worker in answer["workers"]]
@@ -312,6 +314,32 @@ def test_status(script: Script) -> None:
     assert set(worst) == {"severity", "what", "why", "do"}
     assert worst["severity"] == "error"
     assert worst["what"] == "worker 1 was lost 8 s ago and is not back"
+
+
+def test_status_of_a_stack_that_serves_without_one_worker(script: Script) -> None:
+    script.workers_ready = False
+    done = splitpoint("status", "--address", script.address)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"scheduler {script.address}: serves tiny with 1 of 2 workers\n")
+    waited = splitpoint("status", "--address", script.address, "--wait", "0.1")
+    assert waited.returncode == 4, "complete was asked for"
+
+
+def test_status_of_a_worker_that_up_gave_up(script: Script, tmp_path: Path) -> None:
+    script.workers_ready = False
+    script.lost_address = f"unix:{tmp_path}/worker-1.sock"
+    other = GivenUpWorker(f"unix:{tmp_path}/worker-7.sock", "another", 1.0)
+    write_given_up(tmp_path, [GivenUpWorker(script.lost_address, "5 deaths", 250.0), other])
+    done = splitpoint("status", "--address", script.address, "--json", "--wait", "0.1")
+    assert done.returncode == 6
+    worst = json.loads(done.stdout)["findings"][0]
+    assert worst["what"] == "worker 1 was given up; the other workers serve"
+    assert worst["why"] == "5 deaths"
+    assert "again in 4 min" in worst["do"]
+    script.workers_ready = True
+    assert splitpoint("status", "--address", script.address).returncode == 0, "it is back"
+    write_given_up(tmp_path, [])
+    assert not list(tmp_path.glob("given-up*"))
 
 
 def test_version_and_help_are_quick_and_torchless() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import re
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -245,3 +246,12 @@ def test_the_images_end_without_rights() -> None:
     # What engines without BuildKit do not know.
     assert "--mount=" not in text
     assert "<<" not in text
+
+
+@pytest.mark.parametrize(("arguments", "forgets"), [("", False), ("-v", True), ("--volumes", True)])
+def test_compose_down_with_volumes_forgets_what_was_fetched_from_them(
+    arguments: str, forgets: bool
+) -> None:
+    command = ("make", "-n", "compose-down", "COMPOSE=docker-compose", f"ARGS={arguments}")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ("rm -rf access" in done.stdout) is forgets

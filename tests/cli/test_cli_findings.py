@@ -11,7 +11,9 @@ from splitpoint.costs import Profile
 from splitpoint.telemetry import RedisStatus, SchedulerStatus, Telemetry
 from splitpoint.v1 import kvstore_pb2, types_pb2
 from splitpoint_cli.findings import Finding, Severity, findings_of
+from splitpoint_cli.given_up import GivenUpWorker
 from splitpoint_cli.observed import Status, Store
+from splitpoint_cli.status import status_exit_code
 
 TELEMETRY = Telemetry(
     uptime_seconds=100,
@@ -131,6 +133,18 @@ def test_workers_that_take_no_requests() -> None:
     assert "3 requests" in draining.why
     nobody = replace(status(), workers=())
     assert the_only(nobody).what == "the scheduler knows no worker"
+
+
+def test_exit_codes_tell_serving_from_complete() -> None:
+    lost = replace(WORKER, id="1", address="unix:/w1", ready=False)
+    part = status(WORKER, lost)
+    given_up = replace(part, given_up={"unix:/w1": GivenUpWorker("unix:/w1", "5 deaths", 60.0)})
+    away = replace(given_up, serving=False)
+    codes = [
+        tuple(status_exit_code(found, has_waited=waited) for waited in (False, True))
+        for found in (status(), part, given_up, away)
+    ]
+    assert codes == [(0, 0), (0, 4), (6, 6), (1, 1)]
 
 
 @pytest.mark.parametrize(("ago", "is_found"), [(5.0, True), (600.0, True), (601.0, False)])

@@ -71,7 +71,7 @@ def test_a_snapshot_of_a_stack_under_load(stack: Stack) -> None:
         generation.close()
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    assert told["status"]["ready"]
+    assert told["status"]["complete"]
     assert 1 <= told["interval_seconds"] < 30
     assert told["status"]["scheduler"]["running_count"] == 1
     rates = told["rates"]["scheduler"]

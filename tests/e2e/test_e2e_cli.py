@@ -162,7 +162,8 @@ def test_status(address: str) -> None:
     done = splitpoint("status", "--address", address, "--wait", "10", "--json")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    assert answer["ready"]
+    assert answer["serves"]
+    assert answer["complete"]
     assert [worker["id"] for worker in answer["workers"]] == ["0", "1"]
     store = answer["stores"][0]
     assert store["quarantined_slot_count"] == store["writing_slot_count"] == 0

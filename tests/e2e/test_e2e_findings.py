@@ -81,11 +81,11 @@ async def found(stack: RealStack, *words: str) -> dict[str, str]:
     while True:
         done = await asyncio.to_thread(status, stack.client.address, "--json")
         answer = json.loads(done.stdout)
-        assert done.returncode == (0 if answer["ready"] else 1)
+        assert done.returncode == (0 if answer["serves"] else 1)
         for finding in answer["findings"]:
             if all(word in finding["what"] + finding["why"] for word in words):
                 assert finding["do"]
-                return {**finding, "ready": answer["ready"]}
+                return {**finding, "serves": answer["serves"]}
         assert time.monotonic() < deadline, f"no {words} in {answer['findings']}"
 
 
@@ -118,18 +118,18 @@ async def test_each_trouble_shows_with_what_to_do(
             prompt_of(8 * CHUNK_TOKENS, 2, vocabulary), max_tokens=1
         ).complete()
         full = await found(stack, "arena", "is full", "reservations were refused")
-        assert (full["severity"], full["ready"]) == ("warning", True)
+        assert (full["severity"], full["serves"]) == ("warning", True)
         assert "--host-memory" in full["do"]
         await streamed.close()
 
         redis_server.stop()
         away = await found(stack, "Redis", "the scheduler", "store", "worker 0")
         assert redis_server.url in away["what"]
-        assert (away["severity"], away["ready"]) == ("warning", True)
+        assert (away["severity"], away["serves"]) == ("warning", True)
 
         stack.worker.kill()
         lost = await found(stack, "worker 0 was lost", "ago and is not back")
-        assert (lost["severity"], lost["ready"]) == ("error", False)
+        assert (lost["severity"], lost["serves"]) == ("error", False)
         assert "failed to connect to all" not in lost["why"]
         printed = await asyncio.to_thread(status, stack.client.address)
         assert printed.returncode == 1

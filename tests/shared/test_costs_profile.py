@@ -21,7 +21,7 @@ def test_a_profile_by_name_from_a_file_and_from_a_status(tmp_path: Path) -> None
     assert load_profile(str(alone)) == MEASURED
     status = tmp_path / "status.json"
     workers = [{"worker_id": "0", "profile": None}, {"profile": asdict(MEASURED)}]
-    status.write_text(json.dumps({"ready": True, "workers": workers}))
+    status.write_text(json.dumps({"complete": True, "workers": workers}))
     assert load_profile(str(status)) == MEASURED
 
 

@@ -1,0 +1,90 @@
+"""Workers that `splitpoint up` has given up: a file beside their sockets, read by `status`.
+
+The scheduler only sees that such a worker does not answer. `up` alone knows that it died
+again and again, and when it is tried next.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from splitpoint.errors import InvalidArgument
+
+_NAME = "given-up.json"
+_MOST_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUpWorker:
+    """One worker of a running `up`.
+
+    Attributes:
+        address: its `unix:` address, as the scheduler knows it.
+        why: how it ended and how often.
+        retry_seconds: from now until the next attempt to start it.
+    """
+
+    address: str
+    why: str
+    retry_seconds: float
+
+
+def write_given_up(runtime: Path, workers: Iterable[GivenUpWorker]) -> None:
+    """Replace what the file in `runtime` says. Without workers there is no file."""
+    path = runtime / _NAME
+    now = time.time()
+    told = [
+        {"address": worker.address, "why": worker.why, "retry_at": now + worker.retry_seconds}
+        for worker in workers
+    ]
+    if not told:
+        path.unlink(missing_ok=True)
+        return
+    fresh = path.with_suffix(".new")
+    fresh.unlink(missing_ok=True)
+    file = os.open(
+        fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+    )
+    with os.fdopen(file, "w") as stream:
+        json.dump(told, stream)
+    fresh.rename(path)
+
+
+def read_given_up(addresses: Iterable[str]) -> dict[str, GivenUpWorker]:
+    """Workers at these addresses that their `up` has given up, by address.
+
+    Empty for addresses that are no socket files of this host and user.
+    """
+    wanted = {address for address in addresses if address.startswith("unix:/")}
+    folders = {Path(address.removeprefix("unix:")).parent for address in wanted}
+    found = [worker for folder in folders for worker in _read(folder / _NAME)]
+    return {worker.address: worker for worker in found if worker.address in wanted}
+
+
+def _read(path: Path) -> list[GivenUpWorker]:
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:  # none, not on this host, or not for this user
+        return []
+    with os.fdopen(file, "rb") as stream:
+        facts = os.fstat(file)
+        # The folder's name came from the scheduler: only an `up` of this user is believed.
+        if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid():
+            return []
+        try:
+            return [
+                GivenUpWorker(
+                    str(told["address"]),
+                    str(told["why"]),
+                    max(0.0, float(told["retry_at"]) - time.time()),
+                )
+                for told in json.loads(stream.read(_MOST_BYTES))
+            ]
+        except (ValueError, TypeError, KeyError) as error:
+            raise InvalidArgument(f"{path} is damaged: {error}") from error
