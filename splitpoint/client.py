@@ -23,15 +23,14 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Self, TypedDict, TypeVar, Unpack
+from typing import Any, Generic, NamedTuple, Self, TypeVar, Unpack
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from splitpoint import answers, caller_spans, convert, rpc
+from splitpoint import answers, caller_spans, request_values, rpc
 from splitpoint.answers import (
     Completion,
     CompletionBuilder,
@@ -42,109 +41,34 @@ from splitpoint.answers import (
     Worker,
     WorkerPlan,
 )
+from splitpoint.client_requests import (
+    ExplainOptions,
+    GenerateOptions,
+    Prompt,
+    check_size,
+    explain_request,
+    generate_request,
+    model_request,
+    tokenize_request,
+)
 from splitpoint.config import check_address, default_address
-from splitpoint.errors import DeadlineExceeded, Internal, InvalidArgument, Unavailable
-from splitpoint.planner import Objective, Residency, RestoreMethod
+from splitpoint.errors import (
+    DeadlineExceeded,
+    Internal,
+    SplitpointError,
+    Unavailable,
+)
 from splitpoint.telemetry import SchedulerStatus, scheduler_status
 from splitpoint.tls import Identity, client_identity
 from splitpoint.v1 import scheduler_pb2 as pb
-from splitpoint.v1 import scheduler_pb2_grpc, types_pb2
+from splitpoint.v1 import scheduler_pb2_grpc
 
 DEFAULT_TIMEOUT_SECONDS = 10.0
 INFERENCE_SERVICE = "splitpoint.v1.InferenceService"
 _POLL_SECONDS = 0.1
 
-Prompt = str | Sequence[int]
 Event = Tokens | Completion
 _Result = TypeVar("_Result")
-
-
-class GenerateOptions(TypedDict, total=False):
-    """Keyword arguments of `generate`; what is absent keeps the server's default.
-
-    Ranges and meanings are those of SamplingParams and GenerateRequest in
-    the proto files.
-    """
-
-    max_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float
-    logit_bias: Mapping[int, float]
-    stop: Sequence[str]
-    stop_token_ids: Sequence[int]
-    min_tokens: int
-    ignore_eos: bool
-    logprobs: int
-    # Served model; needed only when there are several.
-    model: str
-    # Drawn when absent. The same id with the same body attaches to one generation.
-    request_id: str
-    # Narrows prefix sharing to requests with the same salt.
-    cache_salt: bytes
-    # Run on this worker.
-    worker: str
-    # Rebuild this many cached tokens from activations instead of the plan's.
-    split: int
-    # Load everything, or recompute the front from token ids, instead of the plan's.
-    restore: RestoreMethod
-    residency: Residency
-    # Seconds until DeadlineExceeded; absent: none.
-    timeout: float
-
-
-_SAMPLING_FIELDS = frozenset(field.name for field in types_pb2.SamplingParams.DESCRIPTOR.fields)
-
-
-def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
-    """The message for a prompt (text or token ids) and options.
-
-    Raises InvalidArgument for a value that its field cannot hold; whether the
-    values make sense is the scheduler's to say.
-    """
-    given: dict[str, Any] = {**options}
-    given.pop("timeout", None)
-    residency, restore = given.pop("residency", None), given.pop("restore", None)
-    fields: dict[str, Any] = {
-        "request_id": given.pop("request_id", None) or uuid.uuid4().hex,
-        "model": given.pop("model", ""),
-        "cache_salt": given.pop("cache_salt", b""),
-        "worker_id": given.pop("worker", ""),
-        "split_tokens": given.pop("split", None),
-    }
-    unknown = sorted(set(given) - _SAMPLING_FIELDS)
-    if unknown:
-        raise TypeError(f"generate() got unexpected keyword arguments: {', '.join(unknown)}")
-    try:
-        if isinstance(prompt, str):
-            fields["text"] = prompt
-        else:
-            fields["token_ids"] = pb.TokenIds(ids=prompt)
-        return pb.GenerateRequest(
-            sampling=types_pb2.SamplingParams(**given),
-            residency=_residency(residency),
-            restore_method=_restore_method(restore),
-            **fields,
-        )
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"not a valid request: {error}") from error
-
-
-def _residency(value: Any) -> types_pb2.Residency:
-    if value is None:
-        return types_pb2.RESIDENCY_UNSPECIFIED
-    return convert.residency_to_proto(Residency(value))
-
-
-def _restore_method(value: Any) -> types_pb2.RestoreMethod:
-    if value is None:
-        return types_pb2.RESTORE_METHOD_UNSPECIFIED
-    return convert.method_to_proto(RestoreMethod(value))
 
 
 class _Method(NamedTuple, Generic[_Result]):
@@ -173,40 +97,31 @@ def _stubs(channel: Any) -> dict[str, Any]:
     }
 
 
-class ExplainOptions(TypedDict, total=False):
-    """Keyword arguments of `explain_plan`; the fields of ExplainPlanRequest."""
-
-    max_tokens: int
-    # Served model; needed only when there are several.
-    model: str
-    residency: Residency
-    objective: Objective
-    # What another host's store holds, for whether fetching it pays.
-    remote_cached_tokens: int
-    remote_store_address: str
-
-
-def _explain_request(
-    cached_tokens: int, new_tokens: int, options: ExplainOptions
-) -> pb.ExplainPlanRequest:
-    given: dict[str, Any] = {**options}
-    residency, objective = given.pop("residency", None), given.pop("objective", None)
-    return pb.ExplainPlanRequest(
-        cached_tokens=cached_tokens,
-        new_tokens=new_tokens,
-        residency=_residency(residency),
-        objective=types_pb2.OBJECTIVE_UNSPECIFIED
-        if objective is None
-        else convert.objective_to_proto(Objective(objective)),
-        **given,
-    )
-
-
 _NOT_SERVING = "it answers, but has no ready worker"
 
 
 def _not_ready(address: str, seconds: float, obstacle: str) -> DeadlineExceeded:
     return DeadlineExceeded(f"{address} was not ready within {seconds:g} s: {obstacle}")
+
+
+# In all that gRPC says of a deadline that has passed.
+_DEADLINE_WORDS = "deadline exceeded"
+
+
+def _error_of(error: grpc.RpcError, too_late: str) -> SplitpointError:
+    """`rpc.error_of`; `too_late` says what did not happen before the deadline."""
+    result = rpc.error_of(error)
+    if isinstance(result, DeadlineExceeded) and _DEADLINE_WORDS in result.message.lower():
+        return DeadlineExceeded(too_late)
+    return result
+
+
+def _no_answer(address: str, seconds: float) -> str:
+    return f"{address} did not answer within {seconds:g} s"
+
+
+def _not_ended(seconds: float | None) -> str:
+    return f"the generation did not end within {seconds or 0:g} s"
 
 
 _ENDED_EARLY = "the stream ended without its final message"
@@ -215,7 +130,7 @@ _ENDED_EARLY = "the stream ended without its final message"
 # Functions, not methods: a generator that held its Generation would make a
 # cycle, and a loop left with `break` would cancel only when the collector runs.
 # The Completion is yielded when the call is over, so its status has been seen.
-def _receive(call: Any) -> Iterator[Event]:
+def _receive(call: Any, timeout: float | None) -> Iterator[Event]:
     builder = CompletionBuilder()
     completion = None
     try:
@@ -226,7 +141,7 @@ def _receive(call: Any) -> Iterator[Event]:
                 else:
                     yield event
     except grpc.RpcError as error:
-        raise rpc.error_of(error) from error
+        raise _error_of(error, _not_ended(timeout)) from error
     finally:
         _cancel(call)
     if completion is None:
@@ -234,7 +149,7 @@ def _receive(call: Any) -> Iterator[Event]:
     yield completion
 
 
-async def _receive_async(call: Any) -> AsyncIterator[Event]:
+async def _receive_async(call: Any, timeout: float | None) -> AsyncIterator[Event]:
     builder = CompletionBuilder()
     completion = None
     try:
@@ -245,7 +160,7 @@ async def _receive_async(call: Any) -> AsyncIterator[Event]:
                 else:
                     yield event
     except grpc.RpcError as error:
-        raise rpc.error_of(error) from error
+        raise _error_of(error, _not_ended(timeout)) from error
     finally:
         _cancel(call)
     if completion is None:
@@ -268,9 +183,9 @@ class Generation:
     cancels the request; the worker stops within a step.
     """
 
-    def __init__(self, call: Any) -> None:
+    def __init__(self, call: Any, timeout: float | None = None) -> None:
         self._call = call
-        self._events = _receive(call)
+        self._events = _receive(call, timeout)
 
     def __iter__(self) -> Iterator[Event]:
         return self._events
@@ -335,16 +250,18 @@ class Client:
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
         """Start generating; returns at once. See GenerateOptions."""
         request = generate_request(prompt, options)
+        timeout = request_values.seconds("timeout", options.get("timeout"))
+        check_size(request)
         method = self._services["inference"].Generate
-        return Generation(caller_spans.generate(method, request, options.get("timeout")))
+        return Generation(caller_spans.generate(method, request, timeout), timeout)
 
     def tokenize(self, text: str, *, model: str = "") -> Tokenization:
         """Token ids of a text, with the model's special tokens, as generate would see them."""
-        return self._call(_TOKENIZE, pb.TokenizeRequest(model=model, text=text))
+        return self._call(_TOKENIZE, tokenize_request(text, model))
 
     def get_model(self, name: str = "") -> Model:
         """One served model; without a name the only one."""
-        return self._call(_GET_MODEL, pb.GetModelRequest(model=name))
+        return self._call(_GET_MODEL, model_request(name))
 
     def list_models(self) -> tuple[Model, ...]:
         return self._call(_LIST_MODELS, pb.ListModelsRequest())
@@ -353,7 +270,7 @@ class Client:
         self, cached_tokens: int, new_tokens: int, **options: Unpack[ExplainOptions]
     ) -> tuple[WorkerPlan, ...]:
         """The plan each worker would follow for K cached and T new tokens. Runs nothing."""
-        request = _explain_request(cached_tokens, new_tokens, options)
+        request = explain_request(cached_tokens, new_tokens, options)
         return self._call(_EXPLAIN_PLAN, request)
 
     def list_workers(self) -> tuple[Worker, ...]:
@@ -386,11 +303,12 @@ class Client:
             return error.message
 
     def _call(self, method: _Method[_Result], request: Any) -> _Result:
+        check_size(request)
         try:
             send = getattr(self._services[method.service], method.name)
             return method.read(send(request, timeout=self._timeout))
         except grpc.RpcError as error:
-            raise rpc.error_of(error) from error
+            raise _error_of(error, _no_answer(self.address, self._timeout)) from error
 
     def close(self) -> None:
         self._channel.close()
@@ -405,9 +323,9 @@ class Client:
 class AsyncGeneration:
     """`Generation` for asyncio: `async for`, `await complete()`, `async with`."""
 
-    def __init__(self, call: Any) -> None:
+    def __init__(self, call: Any, timeout: float | None = None) -> None:
         self._call = call
-        self._events = _receive_async(call)
+        self._events = _receive_async(call, timeout)
 
     def __aiter__(self) -> AsyncIterator[Event]:
         return self._events
@@ -459,16 +377,18 @@ class AsyncClient:
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncGeneration:
         """Start generating; returns at once. See GenerateOptions."""
         request = generate_request(prompt, options)
+        timeout = request_values.seconds("timeout", options.get("timeout"))
+        check_size(request)
         method = self._services["inference"].Generate
-        return AsyncGeneration(caller_spans.generate(method, request, options.get("timeout")))
+        return AsyncGeneration(caller_spans.generate(method, request, timeout), timeout)
 
     async def tokenize(self, text: str, *, model: str = "") -> Tokenization:
         """As Client.tokenize."""
-        return await self._call(_TOKENIZE, pb.TokenizeRequest(model=model, text=text))
+        return await self._call(_TOKENIZE, tokenize_request(text, model))
 
     async def get_model(self, name: str = "") -> Model:
         """As Client.get_model."""
-        return await self._call(_GET_MODEL, pb.GetModelRequest(model=name))
+        return await self._call(_GET_MODEL, model_request(name))
 
     async def list_models(self) -> tuple[Model, ...]:
         return await self._call(_LIST_MODELS, pb.ListModelsRequest())
@@ -477,7 +397,7 @@ class AsyncClient:
         self, cached_tokens: int, new_tokens: int, **options: Unpack[ExplainOptions]
     ) -> tuple[WorkerPlan, ...]:
         """As Client.explain_plan."""
-        request = _explain_request(cached_tokens, new_tokens, options)
+        request = explain_request(cached_tokens, new_tokens, options)
         return await self._call(_EXPLAIN_PLAN, request)
 
     async def list_workers(self) -> tuple[Worker, ...]:
@@ -513,7 +433,7 @@ class AsyncClient:
             send = getattr(self._services[method.service], method.name)
             return method.read(await send(request, timeout=self._timeout))
         except grpc.RpcError as error:
-            raise rpc.error_of(error) from error
+            raise _error_of(error, _no_answer(self.address, self._timeout)) from error
 
     async def close(self) -> None:
         await self._channel.close()

@@ -12,7 +12,8 @@ import typer
 from rich.markup import escape
 
 from splitpoint.answers import Completion
-from splitpoint.client import Client, GenerateOptions, Generation, Prompt
+from splitpoint.client import Client, Generation
+from splitpoint.client_requests import GenerateOptions, Prompt
 from splitpoint.config import DEFAULT_ADDRESS
 from splitpoint.errors import Cancelled, Internal, InvalidArgument
 from splitpoint.planner import Plan, Residency, RestoreMethod

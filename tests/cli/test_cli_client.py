@@ -11,7 +11,8 @@ from fake_scheduler import Script, fake_scheduler
 
 from splitpoint import errors
 from splitpoint.answers import Completion, FinishReason, Tokens
-from splitpoint.client import AsyncClient, Client, generate_request
+from splitpoint.client import AsyncClient, Client
+from splitpoint.client_requests import generate_request
 from splitpoint.planner import Objective, Residency
 from splitpoint.telemetry import RedisStatus
 from splitpoint.v1 import types_pb2

@@ -23,7 +23,8 @@ from span_collector import Collector, ReceivedSpan, span_collector
 from tiny_models import VOCABULARY, write_tiny
 
 from splitpoint import rpc
-from splitpoint.client import AsyncClient, Client, generate_request
+from splitpoint.client import AsyncClient, Client
+from splitpoint.client_requests import generate_request
 from splitpoint.planner import Residency, RestoreMethod
 from splitpoint.v1 import scheduler_pb2_grpc
 

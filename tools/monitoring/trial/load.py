@@ -12,7 +12,8 @@ import random
 import time
 from collections import Counter
 
-from splitpoint.client import AsyncClient, GenerateOptions
+from splitpoint.client import AsyncClient
+from splitpoint.client_requests import GenerateOptions
 from splitpoint.errors import SplitpointError
 from splitpoint.plan import FORCED_METHODS, Residency
 
