@@ -35,10 +35,11 @@ async def call_with_bytes(
 ) -> grpc.StatusCode:
     """Send raw bytes to a method and return the status; a streaming one is read once."""
     if streams:
-        send = channel.stream_stream(path)
-        return await stream_status(lambda: send(iter([payload]), timeout=20))
+        stream: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(path)
+        return await stream_status(lambda: stream(iter([payload]), timeout=20))
+    send: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(path)
     try:
-        await channel.unary_unary(path)(payload, timeout=20)
+        await send(payload, timeout=20)
     except grpc.aio.AioRpcError as error:
         return error.code()
     return grpc.StatusCode.OK

@@ -81,7 +81,9 @@ class LocalStack:
                 await asyncio.sleep(0.02)
 
     async def store_stats(self) -> kvstore_pb2.GetStatsResponse:
-        return await self.store.GetStats(kvstore_pb2.GetStatsRequest(check_integrity=True))
+        stats: kvstore_pb2.GetStatsResponse
+        stats = await self.store.GetStats(kvstore_pb2.GetStatsRequest(check_integrity=True))
+        return stats
 
     async def assert_clean(self) -> None:
         """Nothing runs, no page, lease or unsealed slot is held, the store agrees with itself."""

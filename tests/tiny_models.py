@@ -142,13 +142,14 @@ def build_tiny(case: str, seed: int = 0, **changes: int) -> PreTrainedModel:
                 parameter.normal_(0.0, 0.1)
             elif "norm" in name:
                 parameter.normal_(1.0, 0.1)
-    return model.eval()
+    model.train(False)
+    return model
 
 
 def write_tiny(case: str, folder: Path, seed: int = 0, **changes: int) -> Path:
     """Write the case's checkpoint into `folder` (made if needed) and return it."""
     model = build_tiny(case, seed, **changes)
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model.save_pretrained(folder, max_shard_size="100KB" if case in _SHARDED else "1GB")
     return folder
 
@@ -180,7 +181,8 @@ def _greedy(model: PreTrainedModel, prompt: Sequence[int], count: int) -> tuple[
     """Greedy tokens, and the smallest lead of a chosen logit over the second one."""
     ids = torch.tensor([list(prompt)])
     # A generation config of its own: the checkpoint's eos must not stop it.
-    output = model.generate(
+    generating: Any = model
+    output = generating.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=count,

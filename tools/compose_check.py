@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -144,9 +145,9 @@ class Caller:
         self._access = access
 
     def __call__(self, *words: str, token: str = "client") -> subprocess.CompletedProcess[str]:
-        identity = ("--ca", str(self._access / "ca.pem"))
+        identity = ["--ca", str(self._access / "ca.pem")]
         if token:
-            identity += ("--token-file", str(self._access / f"{token}.token"))
+            identity += ["--token-file", str(self._access / f"{token}.token")]
         command = (sys.executable, "-m", "splitpoint_cli.main", *words)
         return run(*command, "--address", self._address, *identity, check=False)
 
@@ -203,12 +204,13 @@ def check(stack: Stack, caller: Caller, access: Path, said: Callable[[str], None
         f"{cold['ttft_seconds']:.3f} s, {cold['usage']['cached_tokens']} cached"
     )
 
+    warm: dict[str, Any] = {}
+
     def reuse() -> str | None:  # chunks are written back behind the answer
         nonlocal warm
         warm = caller.generate("worker-1")
         return None if warm["usage"]["cached_tokens"] else "worker-1 found nothing cached"
 
-    warm: dict[str, Any] = {}
     until(reuse, 20.0)
     usage = warm["usage"]
     said(
@@ -237,7 +239,7 @@ def check(stack: Stack, caller: Caller, access: Path, said: Callable[[str], None
     wanted = {f"{name}:9400" for name in ("kvstore", "scheduler", "worker-0", "worker-1")}
     took = until(lambda: targets_missing(port, wanted), 60.0)
     counted = 'count by (job) ({__name__=~"splitpoint_.+"})'
-    query = urllib.request.quote(counted)
+    query = urllib.parse.quote(counted)
     found = ask_prometheus(port, f"query?query={query}")["result"]
     series = {entry["metric"]["job"]: int(entry["value"][1]) for entry in found}
     expect({"kvstore", "scheduler", "worker"} <= series.keys(), f"series by job: {series}")
@@ -247,12 +249,13 @@ def check(stack: Stack, caller: Caller, access: Path, said: Callable[[str], None
     for service in ("worker-0", "kvstore"):
         restarts = stack.inspect(service)["RestartCount"]
         stack.kill(service)
-        until(
-            lambda s=service, r=restarts: (
-                None if stack.inspect(s)["RestartCount"] > r else f"{s} was not started again"
-            ),
-            BACK_SECONDS,
-        )
+
+        def restarted(service: str = service, restarts: int = restarts) -> str | None:
+            if stack.inspect(service)["RestartCount"] > restarts:
+                return None
+            return f"{service} was not started again"
+
+        until(restarted, BACK_SECONDS)
         took = until(stack.unhealthy, BACK_SECONDS)
 
         def served(wants_cached: bool = True) -> str | None:

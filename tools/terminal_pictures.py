@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from splitpoint.client import Client
 from splitpoint.errors import Cancelled, Unavailable
@@ -103,6 +104,7 @@ def load(address: str) -> Iterator[None]:
 def ask(address: str, number: int, stop: threading.Event) -> None:
     """Prompts of a few thousand tokens: three beginnings, and endings that nobody had before."""
     text = inspect.getsource(argparse)
+    options: Any = {"residency": Residency.STREAMED} if number % 2 else {}
     count = 0
     with Client(address) as client:
         while not stop.is_set():
@@ -111,7 +113,7 @@ def ask(address: str, number: int, stop: threading.Event) -> None:
                 f"{beginning}\n# {number}.{count}\n",
                 max_tokens=80,
                 ignore_eos=True,
-                **({"residency": Residency.STREAMED} if number % 2 else {}),
+                **options,
             )
             try:
                 for _ in generation:

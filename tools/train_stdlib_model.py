@@ -132,6 +132,7 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int) -> Tokenizer:
 def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> torch.Tensor:
     """One stream of ids: BOS document EOS BOS document EOS ..."""
     end = tokenizer.token_to_id(EOS)
+    assert end is not None
     stream: list[int] = []
     for encoding in tokenizer.encode_batch(list(texts)):
         stream += encoding.ids
@@ -220,7 +221,7 @@ def train(
 @torch.inference_mode()
 def perplexity(model: LlamaForCausalLM, stream: torch.Tensor, settings: Settings) -> float:
     """Over non-overlapping windows, each starting without context."""
-    model.eval()
+    model.train(False)
     length = min(settings.evaluated_length, len(stream))
     total, count = 0.0, 0
     limit = min(len(stream), settings.evaluated_tokens)
@@ -237,7 +238,9 @@ def perplexity(model: LlamaForCausalLM, stream: torch.Tensor, settings: Settings
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
     """A folder that transformers' Auto classes and Splitpoint load; weights in bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
-    model.to(torch.bfloat16).save_pretrained(folder)
+    module: torch.nn.Module = model
+    module.to(torch.bfloat16)
+    model.save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kvstore_helpers import LAYOUT, Bench, store_sequence
@@ -33,6 +34,10 @@ async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
     while not condition():
         assert time.monotonic() < deadline, "the awaited state did not come"
         await asyncio.sleep(0.01)
+
+
+def has_rebuilt(publisher: CatalogPublisher) -> bool:
+    return publisher.rebuild_count > 0
 
 
 async def until_equal(
@@ -130,7 +135,7 @@ async def catalog_of(
             return
         for store in stores:
             publisher = await stack.enter_async_context(publishing(store, server))
-            await until(lambda publisher=publisher: publisher.rebuild_count > 0)
+            await until(partial(has_rebuilt, publisher))
         catalog, directory = await stack.enter_async_context(reading(server))
         await until(lambda: len(directory.stores) == len(stores))
         yield catalog

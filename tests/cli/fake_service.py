@@ -83,9 +83,7 @@ def main() -> int:
         server = grpc.server(futures.ThreadPoolExecutor(1))
         servicer = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-        servicer.set(
-            "splitpoint.v1.InferenceService", health_pb2.HealthCheckResponse.ServingStatus.SERVING
-        )
+        servicer.set("splitpoint.v1.InferenceService", health_pb2.HealthCheckResponse.SERVING)
         server.add_insecure_port(options.health)
         server.start()
     if options.behave == "load":

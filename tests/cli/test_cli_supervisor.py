@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ from splitpoint_cli.supervisor import Supervisor
 FAKE = str(Path(__file__).parent / "fake_service.py")
 
 
-def fake(name: str, behave: str, log: Path, **bounds: float) -> ServiceCommand:
+def fake(name: str, behave: str, log: Path, **bounds: Any) -> ServiceCommand:
     arguments = (FAKE, "--name", name.replace(" ", "-"), "--behave", behave, "--log", str(log))
     return ServiceCommand(name, arguments, **bounds)
 

@@ -266,6 +266,19 @@ def event(**changes: Any) -> dict[str, Any]:
 
 LANE = {"ph": "M", "name": "thread_name", "pid": 0, "tid": 0, "args": {"name": "link in"}}
 
+BAD_EVENTS: tuple[dict[str, Any], ...] = (
+    {"dur": -1.0},
+    {"dur": None},
+    {"ts": float("nan")},
+    {"ts": "soon"},
+    {"ts": 10**400},
+    {"args": {"tokens": 1}},
+    {"args": {"tokens": 1, "amount": float("inf")}},
+    {"args": {"tokens": 1, "amount": 0, "layer": "x"}},
+    {"tid": 9},
+    {"tid": []},
+)
+
 
 @pytest.mark.parametrize(
     "text",
@@ -280,21 +293,7 @@ LANE = {"ph": "M", "name": "thread_name", "pid": 0, "tid": 0, "args": {"name": "
         "[" * 100_000,
         json.dumps({"traceEvents": [event()]}),  # a row that was never named
         json.dumps({"traceEvents": [{**LANE, "args": {"name": "GPU 0"}}]}),
-        *(
-            json.dumps({"traceEvents": [LANE, event(**change)]})
-            for change in (
-                {"dur": -1.0},
-                {"dur": None},
-                {"ts": float("nan")},
-                {"ts": "soon"},
-                {"ts": 10**400},
-                {"args": {"tokens": 1}},
-                {"args": {"tokens": 1, "amount": float("inf")}},
-                {"args": {"tokens": 1, "amount": 0, "layer": "x"}},
-                {"tid": 9},
-                {"tid": []},
-            )
-        ),
+        *(json.dumps({"traceEvents": [LANE, event(**change)]}) for change in BAD_EVENTS),
         json.dumps({"traceEvents": [], "otherData": []}),
     ],
 )

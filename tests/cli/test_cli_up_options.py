@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import argparse
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,7 @@ def test_redis_is_for_every_service(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_every_service_has_its_port_for_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     stack = planned(monkeypatch, "--metrics", "9400")
     commands = [stack.scheduler, stack.store, *stack.workers]
+    parsers: list[Callable[[list[str]], argparse.Namespace]]
     parsers = [parse_scheduler, parse_store, parse_worker, parse_worker]
     for i, (command, parse) in enumerate(zip(commands, parsers, strict=True)):
         parsed = parse(list(command.arguments[2:]))

@@ -6,8 +6,9 @@ to run the tests; a digest tells when the chart has changed since.
 
 from __future__ import annotations
 
+import argparse
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tools.render_chart import CASES, HEADER, ROOT, digest_of, render, rendered_
 from worker_service.server import DRAIN_SECONDS
 from worker_service.write_back import CLOSE_SECONDS
 
-PARSERS = {
+PARSERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
     "kvstore_service": kvstore.parse_arguments,
     "worker_service": worker.parse_arguments,
     "scheduler_service": scheduler.parse_arguments,
@@ -270,5 +271,7 @@ def test_only_targets_of_workers_get_a_workers_labels() -> None:
     assert {rule["targetLabel"] for rule in rules} == {"worker", "host"}
     for rule in rules:
         assert rule["sourceLabels"][0].endswith("_app_kubernetes_io_component")
-        assert re.fullmatch(rule["regex"], "worker;pod-1")[1] == "pod-1"
+        found = re.fullmatch(rule["regex"], "worker;pod-1")
+        assert found is not None
+        assert found[1] == "pod-1"
         assert not re.fullmatch(rule["regex"], "scheduler;pod-2")

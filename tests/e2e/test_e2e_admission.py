@@ -7,7 +7,7 @@ from pathlib import Path
 from local_stack import LocalStack, StackShape, local_stack
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
-from splitpoint.client import Completion
+from splitpoint.answers import Completion
 from splitpoint.planner import Residency
 
 SECOND_USE = StackShape(

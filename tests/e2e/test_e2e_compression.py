@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from local_stack import LocalStack, StackShape, local_stack, prompt_of
 from test_e2e_remote import PROMPT, host, source
 from tiny_models import VOCABULARY, write_tiny
 
+from splitpoint.answers import Completion
 from splitpoint.arena import Arena
-from splitpoint.client import Client, Completion
+from splitpoint.client import Client
 from splitpoint.planner import Residency
 from splitpoint.shapes import Encoding
 from splitpoint_cli.observed import read_status
@@ -30,7 +32,7 @@ CHUNK_BYTES = {
 
 
 async def generate(
-    stack: LocalStack, prompt: list[int], worker: str, salt: bytes, **options: object
+    stack: LocalStack, prompt: list[int], worker: str, salt: bytes, **options: Any
 ) -> Completion:
     return await stack.client.generate(
         prompt,

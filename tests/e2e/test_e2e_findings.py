@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from local_stack import prompt_of, start_service, stop_process, wait_for_workers
@@ -75,7 +76,7 @@ def status(address: str, *more: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-async def found(stack: RealStack, *words: str) -> dict[str, str]:
+async def found(stack: RealStack, *words: str) -> dict[str, Any]:
     """The finding with these words in it, once it is there; its stack's exit code beside it."""
     deadline = time.monotonic() + SECONDS
     while True:

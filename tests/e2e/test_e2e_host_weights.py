@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ async def test_restores_and_streams_with_weights_on_the_host(
         await stack.assert_clean()
 
 
-async def answer(stack: LocalStack, prompt: list[int], worker: str, **options: object) -> list[int]:
+async def answer(stack: LocalStack, prompt: list[int], worker: str, **options: Any) -> list[int]:
     completion = await stack.client.generate(
         prompt, max_tokens=NEW_TOKENS, ignore_eos=True, worker=worker, **options
     ).complete()

@@ -22,7 +22,8 @@ from local_stack import (
 )
 from tiny_models import VOCABULARY, build_tiny, clear_prompt, write_tiny
 
-from splitpoint.client import AsyncClient, Completion
+from splitpoint.answers import Completion
+from splitpoint.client import AsyncClient
 from splitpoint.planner import Residency
 from splitpoint.rpc import open_channel
 from splitpoint.schedule import Lane

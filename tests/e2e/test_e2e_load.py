@@ -19,7 +19,7 @@ from local_stack import (
 )
 from tiny_models import VOCABULARY, build_tiny, clear_prompt, write_tiny
 
-from splitpoint.client import Completion
+from splitpoint.answers import Completion
 from splitpoint.errors import InvalidArgument, NotFound, ResourceExhausted
 from splitpoint.planner import Residency
 from splitpoint.schedule import Schedule

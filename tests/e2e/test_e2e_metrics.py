@@ -137,8 +137,9 @@ def serve_some(address: str, token: str) -> list[Completion]:
         # And what a caller makes up.
         with open_sync_channel(address, client.identity) as channel:
             for path in (f"/{METHOD}.Service/{METHOD}", f"/splitpoint.v1.AdminService/{METHOD}"):
+                send: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(path)
                 with pytest.raises(grpc.RpcError):
-                    channel.unary_unary(path)(b"", timeout=SECONDS)
+                    send(b"", timeout=SECONDS)
     return done
 
 

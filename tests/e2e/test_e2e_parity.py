@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from local_stack import LocalStack, StackShape, local_stack, prompt_of
 from tiny_models import CASES, VOCABULARY, build_tiny, clear_prompt, write_tiny
 from transformers import PreTrainedModel
 
-from splitpoint.client import Completion
+from splitpoint.answers import Completion
 from splitpoint.planner import Residency
 
 LENGTHS = (1, 15, 16, 17, 47, 64, 65, 130)
@@ -20,7 +21,7 @@ NEW_TOKENS = 64
 
 
 async def greedy(
-    stack: LocalStack, prompt: list[int], worker: str, split: int | None = None, **options: object
+    stack: LocalStack, prompt: list[int], worker: str, split: int | None = None, **options: Any
 ) -> Completion:
     if split is not None:
         options["split"] = split

@@ -44,6 +44,7 @@ class Host:
     names: int = 0
 
     async def stats(self) -> kvstore_pb2.GetStatsResponse:
+        stats: kvstore_pb2.GetStatsResponse
         stats = await self.store.GetStats(kvstore_pb2.GetStatsRequest(check_integrity=True))
         assert list(stats.integrity_violations) == []
         return stats

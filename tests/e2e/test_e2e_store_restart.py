@@ -11,7 +11,7 @@ import pytest
 from local_stack import LocalStack, StackShape, local_stack
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
-from splitpoint.client import Completion
+from splitpoint.answers import Completion
 from splitpoint.planner import Residency
 
 NEW_TOKENS = 160

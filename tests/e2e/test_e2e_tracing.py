@@ -142,6 +142,8 @@ async def test_a_request_is_one_trace_through_all_services(
         by_id = {span.span_id: span for span in spans}
         [generate] = [span for span in spans if span.name == "generate"]
         assert generate.parent_id == f"{caller.context.span_id:016x}"
+        assert caller.start_time is not None
+        assert caller.end_time is not None
         assert caller.start_time - TOLERANCE <= generate.start
         assert generate.end <= caller.end_time + TOLERANCE
         for span in spans:

@@ -124,6 +124,7 @@ async def test_a_prefix_is_fetched_from_another_host(
             assert fetched.plan is not None
             if fetched.plan.fetched_tokens:
                 break
+        assert fetched.plan is not None
         assert fetched.plan.fetched_tokens >= len(PROMPT) // 16 * 16, fetched.plan.reason
         assert fetched.usage.cached_tokens >= len(PROMPT) // 16 * 16
         assert "fetch" in fetched.plan.reason

@@ -259,7 +259,7 @@ def test_a_store_out_of_descriptors_recovers(path: Path, free_port: int) -> None
             with open_sync_channel(address) as channel:
                 late = kvstore_pb2_grpc.KvStoreServiceStub(channel)
                 try:
-                    return late.GetStats(pb.GetStatsRequest(), timeout=2).epoch == 1
+                    return bool(late.GetStats(pb.GetStatsRequest(), timeout=2).epoch == 1)
                 except grpc.RpcError:
                     return False
 

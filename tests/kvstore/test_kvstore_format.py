@@ -9,6 +9,7 @@ import struct
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -161,7 +162,7 @@ def forged(offset: int, form: str, *values: object) -> bytes:
     return bytes(block)
 
 
-def relaid(**changes: object) -> bytes:
+def relaid(**changes: Any) -> bytes:
     """A superblock of another layout whose size field is that of the old one."""
     other = dataclasses.replace(SUPERBLOCK, layout=dataclasses.replace(LAYOUT, **changes))
     block = bytearray(other.encode())
@@ -310,7 +311,7 @@ def test_no_flipped_bit_serves_another_chunk(bit: int) -> None:
     assert found.chunk is None
 
 
-def changed(**fields: object) -> bytes:
+def changed(**fields: Any) -> bytes:
     return record(chunk=dataclasses.replace(CHUNK, **fields))
 
 

@@ -130,6 +130,7 @@ async def test_random_bytes(served: tuple[Bench, grpc.aio.Channel], method: str)
     session_id = bench.attach()
     bench.store.reserve(session_id, 4)
     fuzzer = Fuzzer(session_id)
+    send: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
     send = channel.unary_unary(f"/{SERVICE_NAME}/{method}")
     seen: dict[grpc.StatusCode, int] = {}
     for start in range(0, ROUNDS, 50):
@@ -144,8 +145,9 @@ async def test_random_bytes(served: tuple[Bench, grpc.aio.Channel], method: str)
 async def test_random_streams(served: tuple[Bench, grpc.aio.Channel]) -> None:
     bench, channel = served
     fuzzer = Fuzzer(bench.attach())
+    send: grpc.aio.StreamStreamMultiCallable[bytes, bytes]
     send = channel.stream_stream(f"/{SERVICE_NAME}/KeepAlive")
-    seen = set()
+    seen: set[grpc.StatusCode] = set()
 
     async def stream() -> grpc.StatusCode:
         requests = [

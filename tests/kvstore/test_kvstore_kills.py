@@ -59,7 +59,7 @@ class Writer:
             with open_sync_channel(self._address) as channel:
                 self._work(kvstore_pb2_grpc.KvStoreServiceStub(channel))
         except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.UNAVAILABLE:  # type: ignore[attr-defined]
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
                 self.errors.append(error)
         except BaseException as error:
             self.errors.append(error)

@@ -486,7 +486,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 def test_the_store_against_a_dictionary() -> None:
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         StoreMachine,
         settings=settings(
             max_examples=int(os.environ.get("SPLITPOINT_STORE_EXAMPLES", "500")),

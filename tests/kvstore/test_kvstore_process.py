@@ -113,7 +113,7 @@ def finish(worker: subprocess.Popen[str], line: str = "\n") -> None:
 
 
 def stats_of(stub: Any) -> pb.GetStatsResponse:
-    stats = stub.GetStats(pb.GetStatsRequest(check_integrity=True))
+    stats: pb.GetStatsResponse = stub.GetStats(pb.GetStatsRequest(check_integrity=True))
     assert list(stats.integrity_violations) == []
     return stats
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ class Remote:
         return b"r%d" % self._requests
 
     async def attach(self) -> pb.AttachResponse:
-        answer = await call(
+        answer: pb.AttachResponse = await call(
             self.stub.Attach(pb.AttachRequest(client_name="remote", is_remote=True))
         )
         self.session = answer.session_id
@@ -67,13 +67,11 @@ class Remote:
             pass
 
     async def match(self, tokens: list[int]) -> pb.MatchResponse:
-        return await call(
-            self.stub.Match(
-                pb.MatchRequest(
-                    session_id=self.session, request_id=self.request_id(), token_ids=tokens
-                )
-            )
+        request = pb.MatchRequest(
+            session_id=self.session, request_id=self.request_id(), token_ids=tokens
         )
+        answer: pb.MatchResponse = await call(self.stub.Match(request))
+        return answer
 
     async def read(self, handles: Any) -> list[bytes]:
         payloads = [bytearray() for _ in handles]
@@ -107,18 +105,21 @@ class Remote:
 
     async def send(self, *parts: pb.WriteChunksRequest) -> pb.WriteChunksResponse:
         """As a worker does: once more if gRPC lost the answer while it was sending."""
+        answer: pb.WriteChunksResponse
         try:
-            return await call(self.stub.WriteChunks(iter(parts), timeout=20))
+            answer = await call(self.stub.WriteChunks(iter(parts), timeout=20))
         except Unavailable as error:
             if error.reason != "CALL_ENDED":
                 raise
-            return await call(self.stub.WriteChunks(iter(parts), timeout=20))
+            answer = await call(self.stub.WriteChunks(iter(parts), timeout=20))
+        return answer
 
     async def write(self, tokens: list[int], **changes: Any) -> pb.WriteChunksResponse:
         header, payloads = self.header(tokens, **changes)
         return await self.send(*parts_of(header, payloads))
 
     async def stats(self) -> pb.GetStatsResponse:
+        answer: pb.GetStatsResponse
         answer = await call(self.stub.GetStats(pb.GetStatsRequest(check_integrity=True)))
         assert list(answer.integrity_violations) == []
         return answer
@@ -289,7 +290,8 @@ async def test_two_equal_streams_at_once_store_once(remote: Remote) -> None:
     assert (stats.sealed_slot_count, stats.free_slot_count) == (2, SLOTS - 2)
 
 
-BROKEN = {
+Parts = list[pb.WriteChunksRequest]
+BROKEN: dict[str, tuple[Callable[[Parts], Parts], type[SplitpointError]]] = {
     "no header": (lambda parts: parts[1:], InvalidArgument),
     "nothing": (lambda parts: [], InvalidArgument),
     "ends early": (lambda parts: parts[:-1], InvalidArgument),

@@ -52,21 +52,24 @@ class Service:
     async def attach(self, **changes: Any) -> pb.AttachResponse:
         request = pb.AttachRequest(client_name="test", process_id=55, process_start_ticks=7)
         request.MergeFrom(pb.AttachRequest(**changes))
-        return await call(self.stub.Attach(request))
+        answer: pb.AttachResponse = await call(self.stub.Attach(request))
+        return answer
 
     async def reserve(self, count: int, **changes: Any) -> pb.ReserveResponse:
         request = pb.ReserveRequest(
             session_id=self.session, request_id=self.request_id(), slot_count=count
         )
         request.MergeFrom(pb.ReserveRequest(**changes))
-        return await call(self.stub.Reserve(request))
+        answer: pb.ReserveResponse = await call(self.stub.Reserve(request))
+        return answer
 
     async def match(self, tokens: list[int], **changes: Any) -> pb.MatchResponse:
         request = pb.MatchRequest(
             session_id=self.session, request_id=self.request_id(), token_ids=tokens
         )
         request.MergeFrom(pb.MatchRequest(**changes))
-        return await call(self.stub.Match(request))
+        answer: pb.MatchResponse = await call(self.stub.Match(request))
+        return answer
 
     async def written(self, *pieces: tuple[int, ...], parent: bytes = b"") -> list[pb.SealChunk]:
         """Reserve and write chunks that follow each other."""
@@ -99,13 +102,16 @@ class Service:
         return request
 
     async def seal(self, chunks: list[pb.SealChunk], **changes: Any) -> pb.SealResponse:
-        return await call(self.stub.Seal(self.seal_request(chunks, **changes)))
+        answer: pb.SealResponse = await call(self.stub.Seal(self.seal_request(chunks, **changes)))
+        return answer
 
     async def release(self, **fields: Any) -> pb.ReleaseResponse:
         request = pb.ReleaseRequest(session_id=self.session, request_id=self.request_id(), **fields)
-        return await call(self.stub.Release(request))
+        answer: pb.ReleaseResponse = await call(self.stub.Release(request))
+        return answer
 
     async def stats(self) -> pb.GetStatsResponse:
+        answer: pb.GetStatsResponse
         answer = await call(self.stub.GetStats(pb.GetStatsRequest(check_integrity=True)))
         assert list(answer.integrity_violations) == []
         return answer
@@ -220,9 +226,9 @@ async def test_a_retry_gets_the_first_answer(service: Service) -> None:
             for i, generation in enumerate(run.generations)
         ]
     )
-    request = service.seal_request(await service.written((1, 2, 3, 4)), keep_leased=True)
-    first = await service.stub.Seal(request)
-    assert await service.stub.Seal(request) == first
+    seal = service.seal_request(await service.written((1, 2, 3, 4)), keep_leased=True)
+    first = await service.stub.Seal(seal)
+    assert await service.stub.Seal(seal) == first
     match = pb.MatchRequest(session_id=service.session, request_id=b"m", token_ids=[1, 2])
     assert await service.stub.Match(match) == await service.stub.Match(match)
     stats = await service.stats()
@@ -420,6 +426,7 @@ async def test_bad_seals_are_named_and_change_nothing(
 
 async def test_malformed_messages_are_refused(service: Service) -> None:
     for method in ("Attach", "Match", "Reserve", "Seal", "Release", "GetStats"):
+        raw: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
         raw = service.channel.unary_unary(f"/{SERVICE_NAME}/{method}")
         with pytest.raises(InvalidArgument):
             await call(raw(b"\xff\xff\xff"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kvstore_helpers import LAYOUT, Bench, read_payload, seed_of, store_sequence, write_payload
@@ -13,6 +14,7 @@ from kvstore_service import contents, prefix_index
 from kvstore_service.chunk_pool import WrittenChunk
 from kvstore_service.eviction import LeastRecentlyUsed
 from kvstore_service.leases import LeaseTable
+from kvstore_service.store import SealOutcome
 from splitpoint.arena_records import SlotState, commit_word, first_generation
 from splitpoint.errors import DataLoss, FailedPrecondition, NotFound, ResourceExhausted
 from splitpoint.keys import chunk_key
@@ -49,9 +51,9 @@ def written(
     return WrittenChunk(slot, generation, parent_key, token_ids, checksum)
 
 
-def seal(bench: Bench, session: bytes, *chunks: WrittenChunk, **options: object) -> object:
+def seal(bench: Bench, session: bytes, *chunks: WrittenChunk, **options: Any) -> SealOutcome:
     damages = bench.store.verify(chunks)
-    return bench.store.seal(session, SALT, chunks, damages, **options)  # type: ignore[arg-type]
+    return bench.store.seal(session, SALT, chunks, damages, **options)
 
 
 # -- reserve and seal -----------------------------------------------------------------

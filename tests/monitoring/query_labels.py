@@ -106,8 +106,9 @@ def _joined(expr: promql.BinaryExpr, rules: Mapping[str, str]) -> frozenset[str]
     scalars = (promql.NumberLiteral, promql.StringLiteral)
     if isinstance(expr.lhs, scalars) or isinstance(expr.rhs, scalars):
         return left | right
-    matching = expr.modifier.matching if expr.modifier is not None else None
-    if matching is None:
+    modifier = expr.modifier
+    matching = None if modifier is None else modifier.matching
+    if modifier is None or matching is None:
         if left != right and operator != "or":
             raise BadQuery(f"{sorted(left)} and {sorted(right)} match nothing: {expr}")
         return left | right
@@ -116,5 +117,5 @@ def _joined(expr: promql.BinaryExpr, rules: Mapping[str, str]) -> frozenset[str]
         raise BadQuery(f"both sides need {sorted(on)}: {expr}")
     if operator in _SETS:
         return left
-    is_many = "Many" in str(expr.modifier.card)
+    is_many = "Many" in str(modifier.card)
     return left if is_many else on

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from splitpoint.errors import DeadlineExceeded, Unavailable
@@ -72,7 +73,7 @@ def test_pictures_hold_the_panels_and_their_series(name: str) -> None:
     assert drawn == list(DRAWN[name])
     assert all("$" not in query for query in asked)
     for axes in figure.axes:
-        lines = [tuple(line.get_xdata()) for line in axes.get_lines()]
+        lines = [tuple(np.asarray(line.get_xdata()).tolist()) for line in axes.get_lines()]
         assert lines or axes.collections
         assert set(lines) <= {(0.0, 1.0)}
 

@@ -48,7 +48,9 @@ from splitpoint.v1 import (
 ROOT = Path(__file__).resolve().parents[2]
 MODEL_FOLDER = ROOT / "models" / "stdlib-llama"
 SHAPE = ModelShape.from_config(read_config(MODEL_FOLDER), name="stdlib-llama")
-TOKENIZER = Tokenizer.load(MODEL_FOLDER)
+_LOADED = Tokenizer.load(MODEL_FOLDER)
+assert _LOADED is not None
+TOKENIZER: Tokenizer = _LOADED
 MODEL = ServedModel(SHAPE, TOKENIZER)
 CHUNK_TOKENS = 16
 PAGE_BYTES = SHAPE.page_bytes(CHUNK_TOKENS)

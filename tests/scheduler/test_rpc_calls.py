@@ -170,5 +170,5 @@ async def test_who_is_not_let_in_is_counted(tmp_path: Path) -> None:
 
 
 async def call_raw(channel: grpc.aio.Channel, path: str) -> bytes:
-    answer: bytes = await channel.unary_unary(path)(b"", timeout=10)
-    return answer
+    send: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(path)
+    return await send(b"", timeout=10)

@@ -77,7 +77,7 @@ class Service:
 
 
 def handlers(service: Service) -> dict[str, Any]:
-    codec = {
+    codec: Any = {
         "request_deserializer": types_pb2.TokenLogprob.FromString,
         "response_serializer": types_pb2.TokenLogprob.SerializeToString,
     }
@@ -117,14 +117,15 @@ async def call(
     async def requests() -> AsyncIterator[bytes]:
         yield raw
 
-    if kind == "UnaryUnary":
-        return [await channel.unary_unary(path)(raw, metadata=metadata, timeout=timeout)]
-    if kind == "StreamUnary":
-        return [await channel.stream_unary(path)(requests(), metadata=metadata, timeout=timeout)]
-    if kind == "StreamStream":
-        stream: Any = channel.stream_stream(path)(requests(), metadata=metadata, timeout=timeout)
-    else:
-        stream = channel.unary_stream(path)(raw, metadata=metadata, timeout=timeout)
+    open_call: Any = {
+        "UnaryUnary": channel.unary_unary,
+        "StreamUnary": channel.stream_unary,
+        "StreamStream": channel.stream_stream,
+    }.get(kind, channel.unary_stream)(path)
+    argument = requests() if kind.startswith("Stream") else raw
+    stream = open_call(argument, metadata=metadata, timeout=timeout)
+    if kind in ("UnaryUnary", "StreamUnary"):
+        return [await stream]
     try:
         return [answer async for answer in stream]
     finally:
@@ -250,8 +251,10 @@ def test_blocking_channels_carry_the_same_details() -> None:
 
         def blocking() -> None:
             with rpc.open_sync_channel(bound) as channel:
+                send: grpc.UnaryUnaryMultiCallable[bytes, bytes]
+                send = channel.unary_unary("/test.Service/UnaryUnary")
                 with pytest.raises(grpc.RpcError) as caught:
-                    channel.unary_unary("/test.Service/UnaryUnary")(number(2), timeout=10)
+                    send(number(2), timeout=10)
                 loop_errors.append(rpc.error_of(caught.value))
 
         await asyncio.to_thread(blocking)

@@ -40,7 +40,9 @@ def value(running: Stack, metric: metrics.Metric, *labels: str, part: str = "") 
 
 
 async def status_of(running: Stack) -> scheduler_pb2.GetSchedulerStatusResponse:
-    return await running.admin.GetSchedulerStatus(scheduler_pb2.GetSchedulerStatusRequest())
+    answer: scheduler_pb2.GetSchedulerStatusResponse
+    answer = await running.admin.GetSchedulerStatus(scheduler_pb2.GetSchedulerStatusRequest())
+    return answer
 
 
 async def workers_of(running: Stack) -> list[scheduler_pb2.WorkerStatus]:
@@ -66,9 +68,11 @@ async def test_tokens_and_times_of_completed_requests() -> None:
                 clock.now += 0.5
                 due = running.conductor.accounts.generated_tokens + 1
                 steps.allow(1)
-                await running.until(
-                    lambda due=due: running.conductor.accounts.generated_tokens == due
-                )
+
+                def is_delivered(due: int = due) -> bool:
+                    return bool(running.conductor.accounts.generated_tokens == due)
+
+                await running.until(is_delivered)
             await task
         clock.now += 10
         status = await status_of(running)

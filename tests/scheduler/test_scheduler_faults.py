@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from functools import partial
 from typing import Any
 
 import grpc
@@ -22,6 +23,7 @@ from scheduler_doubles import (
 )
 
 from scheduler_service.limits import Limits
+from scheduler_service.registry import WorkerConnection
 from scheduler_service.server import ServedModel
 from splitpoint import rpc
 from splitpoint.errors import (
@@ -136,13 +138,21 @@ async def test_many_requests_survive_a_kill_and_a_return() -> None:
         await running.until(lambda: all_is_released(running))
 
 
+def is_decided(connection: WorkerConnection) -> bool:
+    return connection.message != "connecting"
+
+
+def admitted(worker: WorkerDouble, count: int) -> bool:
+    return len(worker.admits) == count
+
+
 async def test_a_request_that_loses_two_workers_is_not_tried_again() -> None:
     worker = WorkerDouble()
     worker.pace = Steps()
     async with stack(worker) as running:
         task = asyncio.create_task(running.error(ids_request(PROMPT, 40)))
         for attempt in range(2):
-            await running.until(lambda attempt=attempt: len(worker.admits) == attempt + 1)
+            await running.until(partial(admitted, worker, attempt + 1))
             address = worker.address
             await worker.kill()
             if attempt == 0:
@@ -412,8 +422,10 @@ async def test_a_stop_lets_running_requests_end() -> None:
         assert (await task).token_ids == answer(PROMPT, 20)
         await stopping
         async with rpc.open_channel(running.address) as channel:
+            send: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
+            send = channel.unary_unary("/splitpoint.v1.AdminService/ListWorkers")
             with pytest.raises(grpc.RpcError) as caught:
-                await channel.unary_unary("/splitpoint.v1.AdminService/ListWorkers")(b"")
+                await send(b"")
         assert isinstance(rpc.error_of(caught.value), Unavailable)
 
 
@@ -424,12 +436,10 @@ async def test_foreign_and_doubled_workers_are_not_used(
     twin = WorkerDouble("0")
     addresses = [await foreign.start(), await twin.start()]
     async with stack(WorkerDouble("0")) as running:
-        from scheduler_service.registry import WorkerConnection
-
         for address in addresses:
             connection = WorkerConnection(address, SHAPE, running.scheduler._peeker)
             task = asyncio.create_task(connection.run(running.scheduler.registry))
-            await running.until(lambda connection=connection: connection.message != "connecting")
+            await running.until(partial(is_decided, connection))
             assert connection.ready is None
             assert "another model" in connection.message or "already" in connection.message
             task.cancel()

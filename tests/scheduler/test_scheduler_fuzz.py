@@ -54,14 +54,17 @@ async def test_random_bytes_crash_nothing(method: str, caplog: pytest.LogCapture
         async def one(raw: bytes) -> None:
             try:
                 if streamed:
-                    call = running.channel.unary_stream(path)(raw, timeout=20)
-                    async for _ in call:
+                    call: grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
+                    call = running.channel.unary_stream(path)
+                    async for _ in call(raw, timeout=20):
                         pass
                 else:
-                    await running.channel.unary_unary(path)(raw, timeout=20)
+                    send: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
+                    send = running.channel.unary_unary(path)
+                    await send(raw, timeout=20)
                 code = grpc.StatusCode.OK
             except grpc.RpcError as error:
-                code = error.code()  # type: ignore[attr-defined]
+                code = error.code()
             codes[code] = codes.get(code, 0) + 1
 
         with caplog.at_level(logging.ERROR):

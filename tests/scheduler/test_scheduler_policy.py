@@ -388,7 +388,8 @@ def test_any_order_of_messages_gives_each_token_once(
     count: int, deliveries: Sequence[tuple[int, int]]
 ) -> None:
     """Duplicates, late and reordered pieces of one sequence, then the whole sequence again."""
-    source, taken = list(range(count)), []
+    source = list(range(count))
+    taken: list[int] = []
     for first, size in (*deliveries, *((index, 1) for index in range(count))):
         piece = source[first : first + size]
         match take(first, len(piece), len(taken)):
@@ -461,6 +462,7 @@ def admitted(residency: Residency = Residency.RESIDENT) -> Admitted:
 
 def test_plans_leave_the_last_token_to_compute() -> None:
     plan = plan_attempt(FACTS, admitted(), token_count=32, cached_tokens=32)
+    assert isinstance(plan, Plan)
     assert (plan.cached_tokens, plan.new_tokens) == (31, 1)
     assert plan.footprint_bytes == 2 * PAGE_BYTES
     assert "resident: it fits" in plan.reason
@@ -489,6 +491,7 @@ def test_a_forced_split_needs_activations_somewhere() -> None:
 
 def test_reports_correct_the_plan() -> None:
     plan = plan_attempt(FACTS, admitted(), token_count=32, cached_tokens=16)
+    assert isinstance(plan, Plan)
     same = worker_pb2.RestoreReport(
         cached_tokens=16,
         split_tokens=plan.split_tokens,

@@ -154,8 +154,7 @@ async def test_first_come_first_served() -> None:
         for name, pages in sizes.items():
             request = ids_request([7], pages * CHUNK_TOKENS - 1, request_id=name)
             tasks.append(asyncio.create_task(running.generate(request)))
-            arrived = len(tasks)
-            await running.until(lambda arrived=arrived: len(running.conductor.requests) == arrived)
+            await running.until(lambda: len(running.conductor.requests) == len(tasks))
         await running.until(lambda: len(running.conductor.admission.queue()) == 4)
         queue = await running.admin.GetQueue(scheduler_pb2.GetQueueRequest())
         assert [entry.request_id for entry in queue.requests] == ["b", "c", "d", "e"]
@@ -332,7 +331,9 @@ async def test_the_objective_is_the_schedulers_unless_a_question_names_another()
 
         async def explained(**fields: Any) -> types_pb2.Plan:
             question = scheduler_pb2.ExplainPlanRequest(cached_tokens=20, new_tokens=4, **fields)
-            return (await running.inference.ExplainPlan(question)).plans[0].plan
+            answer = await running.inference.ExplainPlan(question)
+            plan: types_pb2.Plan = answer.plans[0].plan
+            return plan
 
         assert (await explained()).objective == types_pb2.OBJECTIVE_THROUGHPUT
         latency = await explained(objective=types_pb2.OBJECTIVE_LATENCY)
@@ -493,7 +494,8 @@ async def test_reflection_lists_the_services() -> None:
     from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
     async with stack() as running:
-        stub: Any = reflection_pb2_grpc.ServerReflectionStub(running.channel)
+        channel: Any = running.channel  # the stub is annotated for blocking channels
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
         call = stub.ServerReflectionInfo(
             iter([reflection_pb2.ServerReflectionRequest(list_services="")])
         )

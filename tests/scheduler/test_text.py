@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -233,13 +234,14 @@ def test_opt_folders_and_the_config_agree_with_transformers(tmp_path: Path) -> N
     config = {"bos_token": {"content": "</s>"}, "add_bos_token": True, "unk_token": "</s>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     ours = Tokenizer.load(tmp_path)
+    merges: Any = [  # pairs, which its annotation does not know
+        tuple(line.split(" "))
+        for line in (tmp_path / "merges.txt").read_text().splitlines()
+        if not line.startswith("#")
+    ]
     theirs = GPT2Tokenizer(
         vocab=json.loads((tmp_path / "vocab.json").read_text()),
-        merges=[
-            tuple(line.split(" "))
-            for line in (tmp_path / "merges.txt").read_text().splitlines()
-            if not line.startswith("#")
-        ],
+        merges=merges,
         bos_token="</s>",
         unk_token="</s>",
         eos_token="</s>",

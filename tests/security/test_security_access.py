@@ -77,7 +77,7 @@ def test_every_entry_is_compared_in_constant_time(
 
     def compare(left: Any, right: Any) -> bool:
         compared.append((left, right))
-        return left == right
+        return bool(left == right)
 
     monkeypatch.setattr(hmac, "compare_digest", compare)
     expected = [digest_of(token) for _, token in callers]

@@ -149,16 +149,15 @@ async def test_every_method_refuses_the_wrong_role(stack: SecuredStack) -> None:
 async def test_reflection_is_for_admins_and_health_for_everybody(stack: SecuredStack) -> None:
     question = reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString()
     for address in (stack.scheduler, stack.worker, stack.store):
-        both = {"client_streams": True, "server_streams": True, "request": question}
+        both: Any = {"client_streams": True, "server_streams": True, "request": question}
         stranger = await call(address, stack.identity(), REFLECTION, **both)
         assert isinstance(stranger, Unauthenticated)
         client = await call(address, stack.identity("alice"), REFLECTION, **both)
         assert isinstance(client, PermissionDenied)
         assert await call(address, stack.identity("root"), REFLECTION, **both) is None
         async with rpc.open_channel(address, stack.identity()) as channel:
-            answer = await health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(), timeout=10
-            )
+            health: Any = health_pb2_grpc.HealthStub(channel)
+            answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=10)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
         # But a stranger must not hold calls open.
         watch = await call(
@@ -232,12 +231,13 @@ async def test_large_messages_and_metadata_are_refused(stack: SecuredStack, serv
     )
     token = ("authorization", f"Bearer {identity.token}")
     async with grpc.aio.secure_channel(stack.addresses[service], credentials) as unlimited:
+        send: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = unlimited.unary_unary(method)
         for request, metadata in (
             (b"\x12" + bytes(4 << 20), (token,)),
             (b"", (token, ("x-long", "y" * 9000))),
         ):
             with pytest.raises(grpc.RpcError) as caught:
-                await unlimited.unary_unary(method)(request, metadata=metadata, timeout=10)
+                await send(request, metadata=metadata, timeout=10)
             assert isinstance(rpc.error_of(caught.value), ResourceExhausted)
 
 

@@ -67,7 +67,7 @@ async def serving(
         return current_caller().name.encode()
 
     server = rpc.create_server(access=access)
-    handler = grpc.unary_unary_rpc_method_handler(who)
+    handler: Any = grpc.unary_unary_rpc_method_handler(who)
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler("splitpoint.v1.AdminService", {"GetQueue": handler}),)
     )
@@ -80,8 +80,9 @@ async def serving(
 async def ask(address: str, own: Identity) -> str:
     """Who the server says we are. Raises what the call raises."""
     async with rpc.open_channel(address, own) as channel:
+        send: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(METHOD)
         try:
-            answer: bytes = await channel.unary_unary(METHOD)(b"", timeout=10)
+            answer = await send(b"", timeout=10)
         except grpc.RpcError as error:
             raise rpc.error_of(error) from error
     return answer.decode()
@@ -103,8 +104,8 @@ async def test_mutual_tls_with_tokens_and_concurrent_callers(folder: Path, tmp_p
         def blocking() -> bytes:
             own = identity(good, "client", token=tokens[3])
             with rpc.open_sync_channel(address, own) as channel:
-                answer: bytes = channel.unary_unary(METHOD)(b"", timeout=10)
-                return answer
+                send: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(METHOD)
+                return send(b"", timeout=10)
 
         assert await asyncio.to_thread(blocking) == b"admin3"
 
@@ -255,7 +256,7 @@ def test_files_that_are_not_what_they_should_be(folder: Path, tmp_path: Path) ->
     good, other = folder / "good", folder / "other"
     empty = tmp_path / "empty"
     empty.touch(0o600)
-    for arguments, words in (
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"certificate": good / "server.pem"}, "together"),
         ({"key": good / "server-key.pem"}, "together"),
         ({"certificate": good / "server.pem", "key": other / "server-key.pem"}, "not a cert"),
@@ -265,7 +266,8 @@ def test_files_that_are_not_what_they_should_be(folder: Path, tmp_path: Path) ->
         ({"authorities": empty}, "no certificate"),
         ({"authorities": good / "ca-key.pem"}, "no certificate"),
         ({"token_file": empty}, "does not hold a token"),
-    ):
+    )
+    for arguments, words in cases:
         with pytest.raises(InvalidArgument, match=words):
             read_identity(**arguments)
 

@@ -8,14 +8,19 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Protocol
 
 import pytest
 
 from splitpoint import logs
 from splitpoint.logs import LogFormat, LogLevel, LogOptions, for_request, level_of
 
-Setup = Callable[[LogFormat, LogLevel], io.StringIO]
+
+class Setup(Protocol):
+    def __call__(self, log_format: LogFormat, level: LogLevel = ...) -> io.StringIO: ...
+
+
 HEADER = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z [A-Z]+ store( \[[^\n]*\])?: ")
 LOG = logging.getLogger("kvstore_service.store")
 

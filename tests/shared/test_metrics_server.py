@@ -266,8 +266,8 @@ async def test_beyond_loopback_it_is_for_clients_with_a_certificate(certificates
         local = f"localhost:{address.rpartition(':')[2]}"
         with pytest.raises((OSError, http.client.HTTPException)):
             await scrape(local)
-        tls = client_tls(certificates, certificate=True)
-        assert (await scrape(local, tls=tls)).status == 200
+        certified = client_tls(certificates, certificate=True)
+        assert (await scrape(local, tls=certified)).status == 200
     opened = parse("--metrics", "0.0.0.0:0", "--metrics-open")
     async with metrics_served(opened, store_meters()) as address:
         assert (await scrape(f"127.0.0.1:{address.rpartition(':')[2]}")).status == 200

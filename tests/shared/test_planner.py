@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -449,7 +450,7 @@ def test_throughput_leaves_the_device_to_the_prefill() -> None:
         {"link_overhead_seconds": float("inf")},
     ],
 )
-def test_profile_refuses_impossible_costs(change: dict[str, float]) -> None:
+def test_profile_refuses_impossible_costs(change: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument):
         replace(H100, **change)
 

@@ -41,15 +41,15 @@ def seconds_of_all(costs: SplitCosts, splits: Seconds, cached: int, manner: Mann
     tile = manner.tile_tokens or max(cached, 1)
     pieces = np.ceil(splits / tile)
     rest = cached - splits
-    send_one = np.where(pieces > 1, costs.copy_overhead + costs.activation * tile, 0.0)
+    send_one: Seconds = np.where(pieces > 1, costs.copy_overhead + costs.activation * tile, 0.0)
     send_one = np.where(pieces == 1, costs.copy_overhead + costs.activation * splits, send_one)
     rebuild_one = costs.rebuild_overhead + costs.rebuild * tile
-    load_layer = np.where(
+    load_layer: Seconds = np.where(
         rest > 0, np.maximum(pieces, 1) * costs.copy_overhead + costs.load * rest, 0.0
     )
-    send = sends * (pieces * costs.copy_overhead + costs.activation * splits)
-    rebuild = layers * (pieces * costs.rebuild_overhead + costs.rebuild * splits)
-    load = layers * load_layer
+    send: Seconds = sends * (pieces * costs.copy_overhead + costs.activation * splits)
+    rebuild: Seconds = layers * (pieces * costs.rebuild_overhead + costs.rebuild * splits)
+    load: Seconds = layers * load_layer
     if manner.schedule is Schedule.SERIAL:
         return send + rebuild + load + beside
     if manner.schedule is Schedule.COLUMN:

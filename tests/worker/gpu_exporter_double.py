@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,11 +28,14 @@ from splitpoint.config import announce_ready, stop_on_signals
 from splitpoint.meters import Meters, Reading
 from splitpoint.metrics import Service
 from splitpoint.metrics_server import add_metrics_arguments, metrics_served
-from tests.worker.nvml_double import UUID_A, Card, NvmlDouble
 from worker_service.device_monitor import DeviceMonitor
 from worker_service.gpu_watch import GpuWatch
 from worker_service.nvml import GpuIdentity, open_gpu
 from worker_service.rapl import RaplWatch, Zone
+
+# Started with -m from the root: the doubles beside this file have plain names.
+sys.path.insert(0, str(Path(__file__).parent))
+from nvml_double import UUID_A, Card, NvmlDouble
 
 # Everything swings by this share, once in this many seconds.
 SWING = 0.15

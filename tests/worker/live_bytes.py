@@ -53,11 +53,11 @@ def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.nbytes()
 
 
-class _Counting(TorchDispatchMode):
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes of the tensors that operations made and that still live, and their peak."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._live: dict[StorageWeakRef, int] = {}
         self._bytes = self.peak = 0
 
@@ -70,12 +70,12 @@ class _Counting(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
         }
         made = func(*args, **(kwargs or {}))
-        for gone in [ref for ref in self._live if ref.expired()]:
+        for gone in [ref for ref in self._live if ref.expired()]:  # type: ignore[no-untyped-call]
             self._bytes -= self._live.pop(gone)
         for leaf in tree_leaves(made):
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
                 storage = leaf.untyped_storage()
-                ref = StorageWeakRef(storage)
+                ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
                 if ref not in self._live and storage.data_ptr() not in before:
                     self._live[ref] = storage.nbytes()
                     self._bytes += storage.nbytes()

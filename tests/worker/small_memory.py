@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from engine_runner import CPU, make_engine
@@ -19,7 +20,7 @@ from worker_service.timeline import Trace
 # Enough of them for two slots to be little.
 LAYERS = 16
 CHUNK_TOKENS = 2
-LIMITS = {"max_batch_size": 4, "prefill_chunk_tokens": 4}
+LIMITS: Any = {"max_batch_size": 4, "prefill_chunk_tokens": 4}
 
 
 def total_bytes(folder: Path, device: torch.device = CPU) -> int:

@@ -82,6 +82,10 @@ class TimedEvent:
         return 1e3 * (times[1] - times[0])
 
 
+# The double has a method of this name, as torch.cuda has a class.
+_Stream = Stream
+
+
 class StreamDouble:
     """In place of the module torch.cuda. `synchronized` counts how often the host waited."""
 
@@ -100,7 +104,7 @@ class StreamDouble:
         stream: Stream = getattr(self._thread, "current", self.default)
         return stream
 
-    def Stream(self, device: torch.device) -> Stream:
+    def Stream(self, device: torch.device) -> _Stream:
         self.streams.append(Stream(self))
         return self.streams[-1]
 
@@ -108,11 +112,11 @@ class StreamDouble:
         assert enable_timing
         return TimedEvent(self)
 
-    def current_stream(self, device: torch.device) -> Stream:
+    def current_stream(self, device: torch.device) -> _Stream:
         return self.current
 
     @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
+    def stream(self, stream: _Stream) -> Iterator[None]:
         before, self._thread.current = self.current, stream
         try:
             yield

@@ -39,9 +39,9 @@ def test_bytes_and_losses(model: Decoder) -> None:
             layout.stored_activation_bytes_per_token_layer,
         )
         assert (written, loaded, sent) == (3 * (kv + x), 3 * kv, 2 * x)
-    for loaded, split in losses.values():
-        # The last position of a window has nobody to predict.
-        assert len(loaded) == len(split) == WINDOW - PREFIX - 1
+    for whole, split in losses.values():
+        # The last position of a window predicts nothing.
+        assert len(whole) == len(split) == WINDOW - PREFIX - 1
     # Restoring what was stored natively changes nothing; the others are near and not equal.
     exact = losses[Encoding.NATIVE][0]
     plain = Reader(model, Encoding.NATIVE)

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -43,9 +43,9 @@ def watches() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.endswith("-watch")]
 
 
-def until(condition: object, seconds: float = 20) -> None:
+def until(condition: Callable[[], object], seconds: float = 20) -> None:
     deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
+    while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.01)
 
@@ -120,7 +120,12 @@ def test_telemetry_of_a_gpu_that_is_not_there(monitor: DeviceMonitor, double: Nv
     monitor.start()
     until(lambda: "nvmlInit" in double.calls)
     message = types_pb2.Telemetry()
-    until(lambda: (monitor.fill(message), "libnvidia-ml" in message.device_message)[1])
+
+    def is_explained() -> bool:
+        monitor.fill(message)
+        return "libnvidia-ml" in message.device_message
+
+    until(is_explained)
     assert not message.HasField("power_watts")
     assert not message.HasField("pcie_rx_bytes")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,7 +113,7 @@ def written(folder: Path, encoding: Encoding, dtype: torch.dtype) -> Written:
     ],
     ids=lambda value: f"{value[0].value}-{value[1]}",
 )
-def stored(request: pytest.FixtureRequest, folder: Path) -> Iterator[Written]:
+def stored(request: pytest.FixtureRequest, folder: Path) -> Written:
     return written(folder, *request.param)
 
 

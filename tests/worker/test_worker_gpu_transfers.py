@@ -8,6 +8,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from worker_service.mover import Mover
 from worker_service.pinning import CudaRegistrar, PinningFailed
 from worker_service.restore import Prefix, restore
 from worker_service.stage import copy_runs
+from worker_service.staging import Staging
 from worker_service.timeline import Span
 
 pytestmark = [
@@ -85,6 +87,9 @@ def test_link_and_compute_run_side_by_side() -> None:
     left = torch.randn(8192, 8192, device=CUDA).to(torch.bfloat16)
     product = torch.empty_like(left)
 
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+
     def multiply() -> None:
         for _ in range(10):
             torch.mm(left, left, out=product)
@@ -92,8 +97,7 @@ def test_link_and_compute_run_side_by_side() -> None:
     lanes = StreamLanes(CUDA)
     try:
         for _ in range(2):  # the first round warms up
-            copy = Work("copy", lambda: target.copy_(source, non_blocking=True), source.numel())
-            lanes.run(Lane.LINK_IN, copy)
+            lanes.run(Lane.LINK_IN, Work("copy", copy, source.numel()))
             lanes.run(Lane.COMPUTE, Work("multiply", multiply))
             spans = {span.name: span for span in lanes.finish()}
     finally:
@@ -112,11 +116,11 @@ def test_work_waits_for_events_and_the_host_does_not() -> None:
 
     def fill(source: torch.Tensor, *, late: bool) -> None:
         if late:
-            torch.cuda._sleep(cycles)
+            torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
         slot.copy_(source, non_blocking=True)
 
     def read() -> None:
-        torch.cuda._sleep(cycles)
+        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
         seen.copy_(slot)
 
     try:
@@ -152,7 +156,7 @@ class Arrival:
         self._keys, self._values = (
             [plane.to(CUDA) for plane in planes] for planes in stored.empty_cache(17)
         )
-        self._mover = Mover(model, stored.tensors, CUDA, staging_pages=8, gatherer=gatherer)
+        self._mover = Mover(model, stored.tensors, Staging(stored.layout, 8, CUDA), gatherer)
 
     @torch.inference_mode()
     def restore(
@@ -252,7 +256,7 @@ def test_the_gather_kernel_equals_copies(
 
 
 def offload(shape: ModelShape, dtype: DataType, **sizes: int) -> OffloadWorkload:
-    values = {"batch": 3, "prompt": 150, "new": 70, **sizes}
+    values: Any = {"batch": 3, "prompt": 150, "new": 70, **sizes}
     return OffloadWorkload(
         shape.name,
         dtype.value,

@@ -80,6 +80,7 @@ def test_tokens_are_exact_with_a_quarter_of_the_weights_memory(
     print("seed", seed)
     for lanes in (SerialLanes(CPU), ThreadLanes(CPU), delayed(ThreadLanes(CPU), seed)):
         engine = small_engine(folder, lanes)
+        assert engine.model.layer_weights is not None
         assert len(engine.model.layer_weights.keys) > LAYERS / 2
         transcript = run_all(engine, requests)
         assert [transcript.tokens[str(i)] for i in range(len(prompts))] == list(wanted)
@@ -195,6 +196,7 @@ def test_weights_come_in_order_and_one_layer_ahead(folders: Callable[[str], Path
     weights = [span for span in engine.trace.spans if span.lane is Lane.WEIGHTS_IN]
     layers = [span for span in weights if span.layer is not None]
     names = [piece.value for piece in LAYER_PIECES]
+    assert engine.model.layer_weights is not None
     host = engine.model.layer_weights.keys
     wanted = [(name, layer) for layer in host for name in names]
     came = [(span.name, span.layer) for span in sorted(layers, key=lambda span: span.start)]

@@ -11,6 +11,8 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -264,10 +266,15 @@ def test_what_waits_for_something_that_failed_is_not_done(threads: ThreadLanes) 
     assert threads.finish() == []
 
 
+def slowly(seconds: float, done: list[Any], what: object) -> None:
+    time.sleep(seconds)
+    done.append(what)
+
+
 def test_settling_waits_and_drops_errors_and_spans(threads: ThreadLanes) -> None:
     done: list[int] = []
     for number in range(20):
-        threads.run(Lane.LINK_IN, Work("slow", lambda n=number: (time.sleep(1e-3), done.append(n))))
+        threads.run(Lane.LINK_IN, Work("slow", partial(slowly, 1e-3, done, number)))
     threads.run(Lane.LINK_IN, Work("bad", raiser(ValueError("x"))))
     threads.settle()
     assert done == list(range(20))
@@ -286,7 +293,7 @@ def test_closing_ends_every_thread_and_the_work_before_it() -> None:
     lanes = ThreadLanes(CPU)
     done: list[Lane] = []
     for lane in SIDE_LANES:
-        lanes.run(lane, Work("slow", lambda each=lane: (time.sleep(0.01), done.append(each))))
+        lanes.run(lane, Work("slow", partial(slowly, 0.01, done, lane)))
     lanes.run(Lane.LINK_IN, Work("bad", raiser(ValueError("x"))))
     assert set(threading.enumerate()) > before
     lanes.close()
@@ -531,7 +538,7 @@ def test_a_lane_begins_after_what_compute_was_given_since_spans_were_collected(s
         give(Lane.COMPUTE, f"step {step}")
         give(Lane.WEIGHTS_IN, f"weights {step}")  # for the next step, maybe under way still
         found += lanes.collect()
-        cuda.launch(lambda step=step: seen.append(f"pages given back {step}"), 1.0)
+        cuda.launch(partial(seen.append, f"pages given back {step}"), 1.0)
         give(Lane.LINK_IN, f"into the pages {step}")
     found += lanes.finish()
     for step in range(3):

@@ -291,7 +291,11 @@ async def test_telemetry_comes_from_an_idle_and_from_a_busy_worker(
         await run.initial_metadata()
         # The engine has something long to do, and nobody waits for it.
         go_on = threading.Event()
-        worker.engine.post(Call(lambda: go_on.wait(30) and None))
+
+        def wait_at_most() -> None:
+            go_on.wait(30)
+
+        worker.engine.post(Call(wait_at_most))
         heard: list[worker_pb2.RunResponse] = []
         async with asyncio.timeout(20):
             while len(heard) < 2:

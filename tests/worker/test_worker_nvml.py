@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pynvml
 import pytest
@@ -25,7 +26,7 @@ from worker_service.nvml import (
 )
 
 
-def opened(card: Card, **more: bool) -> tuple[NvmlDouble, nvml.Gpu]:
+def opened(card: Card, **more: Any) -> tuple[NvmlDouble, nvml.Gpu]:
     double = NvmlDouble([card], **more)
     return double, open_gpu(double, GpuIdentity(card.uuid))
 

@@ -29,7 +29,7 @@ def through(values: torch.Tensor, encoding: Encoding) -> torch.Tensor:
 
 
 def groups(row: torch.Tensor, encoding: Encoding) -> list[torch.Tensor]:
-    return list(row.split(encoding.group_elements))
+    return list(torch.split(row, encoding.group_elements))
 
 
 def allowed_error(group: torch.Tensor, encoding: Encoding, dtype: torch.dtype) -> float:
@@ -56,7 +56,8 @@ def rows(draw: st.DrawFn) -> torch.Tensor:
     row = (torch.randn(width, generator=generator) + offset) * scale
     for index in draw(st.lists(st.integers(0, width - 1), max_size=3)):
         row[index] *= draw(st.sampled_from([0.0, -50.0, 1e3]))
-    return row.clamp(-60_000, 60_000).to(dtype)
+    clamped: torch.Tensor = row.clamp(-60_000, 60_000).to(dtype)
+    return clamped
 
 
 @pytest.mark.parametrize("encoding", LOSSY)

@@ -60,7 +60,7 @@ def restore_and_compare(
         Prefix(
             chunks,
             first_chunk,
-            [None] * first_chunk + pages[first_chunk:],
+            [*([None] * first_chunk), *pages[first_chunk:]],
             stored.token_ids,
             cached,
             split,

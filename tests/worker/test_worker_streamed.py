@@ -327,7 +327,7 @@ def test_activations_that_stay_on_the_device_are_rebuilt_from_without_the_link(
 ) -> None:
     """Schedule ROW, from a warm store and from a cold one, two chunks of X in a page."""
     for case in make_case(name, tmp_path_factory.mktemp("row")):
-        row = {"schedule": Schedule.ROW}
+        row: Any = {"schedule": Schedule.ROW}
         for kept in (CHUNK, 5 * CHUNK, 1000):
             engine = case.engine(lanes)
             engine.prefill_chunk_tokens = 40

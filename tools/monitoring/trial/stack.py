@@ -12,9 +12,12 @@ from pathlib import Path
 
 from splitpoint.client import Client
 from splitpoint.errors import DeadlineExceeded, Unavailable
-from tests.redis_server import RedisServer
 from tools.monitoring.trial.processes import free_ports, running
 from tools.monitoring.trial.prometheus import Prometheus, Target, scraping, wait_until
+
+# What the tests share has plain names.
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests"))
+from redis_server import RedisServer
 
 LINK_RATE = "60MB"
 CHUNK_TOKENS = 32
