@@ -30,37 +30,37 @@ class GenerateOptions(TypedDict, total=False):
     the proto files.
     """
 
-    max_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float
-    logit_bias: Mapping[int, float]
+    max_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    seed: int | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    repetition_penalty: float | None
+    logit_bias: Mapping[int, float] | None
     # One, or several.
-    stop: str | Iterable[str]
-    stop_token_ids: int | Iterable[int]
-    min_tokens: int
-    ignore_eos: bool
-    logprobs: int
+    stop: str | Iterable[str] | None
+    stop_token_ids: int | Iterable[int] | None
+    min_tokens: int | None
+    ignore_eos: bool | None
+    logprobs: int | None
     # Served model; needed only when there are several.
-    model: str
+    model: str | None
     # Drawn when absent. The same id with the same body attaches to one generation.
-    request_id: str
+    request_id: str | None
     # Narrows prefix sharing to requests with the same salt.
-    cache_salt: bytes
+    cache_salt: bytes | None
     # Run on this worker.
-    worker: str
+    worker: str | None
     # Rebuild this many cached tokens from activations instead of the plan's.
-    split: int
+    split: int | None
     # Load everything, or recompute the front from token ids, instead of the plan's.
-    restore: RestoreMethod
-    residency: Residency
+    restore: RestoreMethod | None
+    residency: Residency | None
     # Seconds until DeadlineExceeded; absent: none.
-    timeout: float
+    timeout: float | None
 
 
 _SAMPLING_FIELDS = frozenset(field.name for field in types_pb2.SamplingParams.DESCRIPTOR.fields)
@@ -109,14 +109,14 @@ def _residency(value: Any) -> types_pb2.Residency:
 class ExplainOptions(TypedDict, total=False):
     """Keyword arguments of `explain_plan`; the fields of ExplainPlanRequest."""
 
-    max_tokens: int
+    max_tokens: int | None
     # Served model; needed only when there are several.
-    model: str
-    residency: Residency
-    objective: Objective
+    model: str | None
+    residency: Residency | None
+    objective: Objective | None
     # What another host's store holds, for whether fetching it pays.
-    remote_cached_tokens: int
-    remote_store_address: str
+    remote_cached_tokens: int | None
+    remote_store_address: str | None
 
 
 def explain_request(

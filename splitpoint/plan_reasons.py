@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from splitpoint.choices import Choice, Choices, Chooser
 from splitpoint.config import format_size
-from splitpoint.plan import Objective, Residency, RestoreMethod
+from splitpoint.plan import Objective, PlanInput, Residency, RestoreMethod
 from splitpoint.schedule import Schedule
+from splitpoint.words import counted
 
 # Link and device count as equally busy within this.
 _BALANCED = 0.9
@@ -23,7 +24,7 @@ def _why(chooser: Chooser, choices: Choices, load_seconds: float) -> str:
     request, best = chooser.request, choices.best
     cold = f"nothing is cached: {_tokens(request.new_tokens)} prefilled"
     if not chooser.length:
-        return cold
+        return f"{cold}{_split_of_nothing(request)}"
     if request.forced_split_tokens is not None or request.forced_method is not None:
         wish = _wish(chooser, best)
         if request.cached_tokens:
@@ -41,13 +42,26 @@ def _why(chooser: Chooser, choices: Choices, load_seconds: float) -> str:
     return words + _objective_words(choices, request.objective)
 
 
+def _split_of_nothing(request: PlanInput) -> str:
+    """What becomes of a split that was asked for where nothing is cached."""
+    if not request.forced_split_tokens:
+        return ""
+    return (
+        f"; split {request.forced_split_tokens:,} was asked for and capped at 0, since only "
+        "cached tokens can be rebuilt"
+    )
+
+
 def _wish(chooser: Chooser, best: Choice) -> str:
     """What the client asked for."""
     request = chooser.request
     if request.forced_split_tokens is not None:
-        capped = best.split != request.forced_split_tokens
-        note = " (all that is cached)" if capped and best.split else ""
-        return f"split {best.split:,}{note} was asked for: "
+        if best.split < request.forced_split_tokens:
+            return (
+                f"split {request.forced_split_tokens:,} was asked for and capped at "
+                f"{best.split:,}, all that is cached: "
+            )
+        return f"split {best.split:,} was asked for: "
     if best.method is RestoreMethod.TOKENS:
         return f"method tokens was asked for: {_what(chooser, best)}"
     return "loading was asked for: "
@@ -64,6 +78,8 @@ def _what(chooser: Chooser, best: Choice) -> str:
     """Of token ids: which of them, with a comma at the end."""
     rest = chooser.request.cached_tokens - best.recomputed
     if not rest:
+        if best.recomputed == 1:
+            return "the one cached token is recomputed from its id, "
         return f"all {best.recomputed:,} cached tokens are recomputed from their ids, "
     if not best.recomputed:
         return f"nothing is recomputed from token ids, {_tokens(rest)} loaded, "
@@ -172,11 +188,9 @@ def _why_load(chooser: Chooser, choices: Choices) -> str:
     best = choices.best
     if best.resident == chooser.length:
         return f"split 0: nothing is pulled{_stays(chooser, best)}"
-    words = (
-        f"split 0: all {chooser.length - best.resident:,} "
-        f"{'other' if best.resident else 'cached'} tokens are loaded{_stays(chooser, best)}, "
-        f"{_why_no_split(chooser, choices)}"
-    )
+    pulled, kind = chooser.length - best.resident, "other" if best.resident else "cached"
+    which = f"all {pulled:,} {kind} tokens are" if pulled > 1 else f"the one {kind} token is"
+    words = f"split 0: {which} loaded{_stays(chooser, best)}, {_why_no_split(chooser, choices)}"
     if choices.tokens is None:
         return words + _not_considered(chooser)
     return f"{words}; {_why_no_tokens(chooser, choices.tokens, choices.load)}"
@@ -214,7 +228,9 @@ def _why_no_split(chooser: Chooser, choices: Choices) -> str:
             f"loading it {_us(costs.load)}"
         )
     chunks = -(-chooser.length // request.chunk_tokens)
-    few = f" ({chunks:,} chunks)" if request.chunk_tokens > 1 else ""
+    few = f" ({counted(chunks, 'chunk')})" if request.chunk_tokens > 1 else ""
+    if chooser.length == 1:
+        return f"since one token{few} is too little to pay for a second operation"
     return f"since {chooser.length:,} tokens{few} are too few to pay for a second operation"
 
 
@@ -222,17 +238,16 @@ def _why_no_tokens(chooser: Chooser, tokens: Choice, load: Choice) -> str:
     request = chooser.request
     if tokens.recomputed:
         little = ": too little to gain" if tokens.score < load.score else ""
+        which = "token from its id"
+        if tokens.recomputed > 1:
+            which = f"{tokens.recomputed:,} from their ids"
         return (
-            f"recomputing the first {tokens.recomputed:,} from their ids meanwhile would take "
-            f"{_instead(tokens, load)}{little}"
+            f"recomputing the first {which} meanwhile would take {_instead(tokens, load)}{little}"
         )
     first = min(request.chunk_tokens, request.cached_tokens)
     seconds = chooser.profile.prefill_seconds(chooser.shape.prefill_flops(first))
-    many = f"even {first:,} tokens" if first > 1 else "a token"
-    return (
-        f"recomputing {many} from their ids takes {_time(seconds)}, loading everything "
-        f"{_time(load.seconds)}"
-    )
+    many = f"even {first:,} tokens from their ids" if first > 1 else "a token from its id"
+    return f"recomputing {many} takes {_time(seconds)}, loading everything {_time(load.seconds)}"
 
 
 def _not_considered(chooser: Chooser) -> str:
@@ -266,7 +281,7 @@ def _instead(other: Choice, load: Choice) -> str:
 
 
 def _tokens(count: int) -> str:
-    return "1 token is" if count == 1 else f"{count:,} tokens are"
+    return counted(count, "token is", "tokens are")
 
 
 def _time(seconds: float) -> str:

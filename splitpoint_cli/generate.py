@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import os
 import signal
 import sys
 from types import FrameType
@@ -16,11 +17,19 @@ from splitpoint.client import Client, Generation
 from splitpoint.client_requests import GenerateOptions, Prompt
 from splitpoint.config import DEFAULT_ADDRESS
 from splitpoint.errors import Cancelled, Internal, InvalidArgument
-from splitpoint.planner import Plan, Residency, RestoreMethod
+from splitpoint.planner import Residency, RestoreMethod
 from splitpoint.tls import client_identity
+from splitpoint_cli.generate_output import (
+    capped_split,
+    completion_json,
+    logprobs_table,
+    summary,
+)
 from splitpoint_cli.identity import CaFile, TokenFile
-from splitpoint_cli.output import EXIT_HELP, err, print_json, seconds_text
+from splitpoint_cli.output import EXIT_HELP, err, out, print_json
 from splitpoint_cli.up import ResidencyChoice
+
+_SAMPLING = "Sampling"
 
 
 class RestoreChoice(enum.StrEnum):
@@ -42,19 +51,101 @@ def generate(
     prompt_ids: Annotated[
         str | None, typer.Option(help="Token ids instead of text.", metavar="1,2,3")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Generate at most this many tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep this much probability.")] = 1.0,
-    seed: Annotated[
-        int | None, typer.Option(help="Same seed, same draws; absent: drawn by the server.")
+    max_tokens: Annotated[
+        int, typer.Option(help="Generate at most this many tokens; above 0.")
+    ] = 128,
+    min_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Ignore the end-of-sequence token and stops before this many tokens; at least 0; "
+            "absent: 0.",
+            metavar="N",
+        ),
     ] = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")
     ] = False,
     stop: Annotated[
         list[str] | None,
-        typer.Option(help="End before this text; may be given up to 16 times.", metavar="S"),
+        typer.Option(
+            help="End before this text; up to 16 times, each 1 to 256 bytes.", metavar="TEXT"
+        ),
+    ] = None,
+    stop_token_id: Annotated[
+        list[int] | None,
+        typer.Option(help="End after this token; up to 64 times.", metavar="ID"),
+    ] = None,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            help="Report the log-probability of each token and of this many of the likeliest "
+            "there; 0 to 20; absent: none.",
+            metavar="N",
+        ),
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(help="0: greedy; at least 0.", rich_help_panel=_SAMPLING)
+    ] = 0.0,
+    top_k: Annotated[
+        int,
+        typer.Option(help="Keep the k likeliest tokens; 0: all.", rich_help_panel=_SAMPLING),
+    ] = 0,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            help="Keep the likeliest tokens that have this probability together; above 0, at "
+            "most 1.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = 1.0,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Drop tokens below this share of the likeliest one's probability; 0 to 1; "
+            "absent: 0.",
+            metavar="P",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None,
+    presence_penalty: Annotated[
+        float | None,
+        typer.Option(
+            help="Subtract this from the logits of tokens generated before; -2 to 2; absent: 0.",
+            metavar="X",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None,
+        typer.Option(
+            help="Subtract this for each time that the token was generated before; -2 to 2; "
+            "absent: 0.",
+            metavar="X",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(
+            help="Divide positive and multiply negative logits of tokens seen before, in the "
+            "prompt, too; above 0; absent: 1.",
+            metavar="X",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Add this to the logit of one token: -100 to 100; up to 1,024 times.",
+            metavar="ID=BIAS",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Same seed, same draws; absent: drawn by the server.", rich_help_panel=_SAMPLING
+        ),
     ] = None,
     worker: Annotated[
         str, typer.Option(help="Run on this worker; absent: the scheduler chooses.", metavar="ID")
@@ -79,6 +170,14 @@ def generate(
         str, typer.Option(help="Share cached prefixes only with requests of the same salt.")
     ] = "",
     model: Annotated[str, typer.Option(help="Served model; absent: the only one.")] = "",
+    request_id: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of the request, 1 to 64 characters; sent again with the same options it "
+            "gets the same answer; absent: drawn.",
+            metavar="ID",
+        ),
+    ] = None,
     timeout: Annotated[
         float | None, typer.Option(help="Give up after this many seconds.", metavar="SECONDS")
     ] = None,
@@ -100,25 +199,29 @@ def generate(
     """Complete a prompt, streaming the text."""
     options: GenerateOptions = {
         "max_tokens": max_tokens,
+        "min_tokens": min_tokens,
+        "ignore_eos": ignore_eos,
+        "stop": stop,
+        "stop_token_ids": stop_token_id,
+        "logprobs": logprobs,
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
-        "ignore_eos": ignore_eos,
-        "stop": stop or [],
+        "min_p": min_p,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "repetition_penalty": repetition_penalty,
+        "logit_bias": parse_logit_bias(logit_bias or []),
+        "seed": seed,
         "worker": worker,
-        "cache_salt": cache_salt.encode(),
+        "split": None if split == "auto" else parse_split(split),
+        "restore": None if restore is RestoreChoice.AUTO else RestoreMethod(restore.value),
+        "residency": None if residency is ResidencyChoice.AUTO else Residency(residency.value),
+        "cache_salt": os.fsencode(cache_salt),
         "model": model,
+        "request_id": request_id,
+        "timeout": timeout,
     }
-    if seed is not None:
-        options["seed"] = seed
-    if split != "auto":
-        options["split"] = parse_split(split)
-    if restore is not RestoreChoice.AUTO:
-        options["restore"] = RestoreMethod(restore.value)
-    if residency is not ResidencyChoice.AUTO:
-        options["residency"] = Residency(residency.value)
-    if timeout is not None:
-        options["timeout"] = timeout
     text_or_ids = read_prompt(prompt, prompt_ids)
     identity = client_identity(ca=ca, token_file=token_file)
     with (
@@ -132,16 +235,26 @@ def generate(
             if not interrupted:
                 raise
             raise Cancelled("interrupted") from None
-    if as_json:
-        # On one line: indented, every token id would get a line of its own.
-        print_json(completion_json(completion), indent=None)
-    if with_reason or (sys.stderr.isatty() and not as_json):
-        err.print(f"[dim]{escape(_summary(completion))}[/dim]")
-    if with_reason and completion.plan is not None:
-        err.print(f"why: {escape(completion.plan.reason)}")
+    _report(completion, options.get("split"), as_json=as_json, with_reason=with_reason)
 
 
 generate.__doc__ = f"{generate.__doc__}\n\n{EXIT_HELP}"
+
+
+def _report(completion: Completion, split: int | None, *, as_json: bool, with_reason: bool) -> None:
+    """All that follows the text."""
+    if as_json:
+        # On one line: indented, every token id would get a line of its own.
+        print_json(completion_json(completion), indent=None)
+    elif completion.logprobs:
+        out.print(logprobs_table(completion), soft_wrap=False)
+    capped = capped_split(completion, split)
+    if capped is not None:
+        err.print(escape(capped))
+    if with_reason or (sys.stderr.isatty() and not as_json):
+        err.print(f"[dim]{escape(summary(completion))}[/dim]")
+    if with_reason and completion.plan is not None:
+        err.print(f"why: {escape(completion.plan.reason)}")
 
 
 def read_prompt(prompt: str | None, prompt_ids: str | None) -> Prompt:
@@ -160,7 +273,27 @@ def read_prompt(prompt: str | None, prompt_ids: str | None) -> Prompt:
         return prompt
     if sys.stdin.isatty():
         raise InvalidArgument("no PROMPT was given, and stdin is a terminal", field="prompt")
-    return sys.stdin.read()
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(
+            f"the prompt on stdin is not UTF-8 text: the byte at {error.start:,} is none of it",
+            field="prompt",
+        ) from None
+
+
+def parse_logit_bias(entries: list[str]) -> dict[int, float] | None:
+    """`--logit-bias ID=BIAS`, each given once or more; None: none. Raises InvalidArgument."""
+    biases: dict[int, float] = {}
+    for entry in entries:
+        token_id, _, bias = entry.partition("=")
+        try:
+            biases[int(token_id)] = float(bias)
+        except ValueError:
+            raise InvalidArgument(
+                f"--logit-bias {entry!r} is not ID=BIAS, such as 50=-100", field="logit_bias"
+            ) from None
+    return biases or None
 
 
 def parse_split(text: str) -> int:
@@ -209,67 +342,3 @@ def _collect(generation: Generation, *, stream: bool) -> Completion:
             sys.stdout.write("\n")
             sys.stdout.flush()
     raise Internal("the generation ended without an answer")
-
-
-def _summary(completion: Completion) -> str:
-    usage = completion.usage
-    fetched = completion.plan.fetched_tokens if completion.plan is not None else 0
-    restored = ""
-    is_restored = usage.cached_tokens and completion.restore_seconds
-    if completion.plan is not None and is_restored:
-        restored = (
-            f"restored in {seconds_text(completion.restore_seconds)} "
-            f"({completion.plan.method.value}, "
-            f"{seconds_text(completion.plan.predicted_restore_seconds)} predicted), "
-        )
-    steps = ""
-    if completion.plan is not None and completion.step_seconds is not None:
-        steps = (
-            f"{seconds_text(completion.step_seconds)} a step "
-            f"({seconds_text(completion.plan.predicted_step_seconds)} predicted), "
-        )
-    return (
-        f"{usage.completion_tokens} tokens ({completion.finish_reason.value}), "
-        f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached"
-        f"{f' ({fetched} fetched from another store)' if fetched else ''}, "
-        f"{restored}{steps}worker {completion.worker}, "
-        f"first token after {seconds_text(completion.ttft_seconds)}, "
-        f"{seconds_text(completion.seconds)} in all, seed {completion.seed}"
-    )
-
-
-def completion_json(completion: Completion) -> dict[str, object]:
-    """The object that `--json` prints."""
-    usage = completion.usage
-    return {
-        "token_ids": list(completion.token_ids),
-        "text": completion.text,
-        "finish_reason": completion.finish_reason.value,
-        "usage": {
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "cached_tokens": usage.cached_tokens,
-        },
-        "worker": completion.worker,
-        "plan": None if completion.plan is None else plan_json(completion.plan),
-        "restore_seconds": completion.restore_seconds,
-        "step_seconds": completion.step_seconds,
-        "ttft_seconds": completion.ttft_seconds,
-        "seconds": completion.seconds,
-    }
-
-
-def plan_json(plan: Plan) -> dict[str, object]:
-    return {
-        "residency": plan.residency.value,
-        "split_tokens": plan.split_tokens,
-        "method": plan.method.value,
-        "schedule": plan.schedule.value,
-        "reason": plan.reason,
-        "fetched_tokens": plan.fetched_tokens,
-        "recomputed_tokens": plan.recomputed_tokens,
-        "resident_tokens": plan.resident_tokens,
-        "predicted_restore_seconds": plan.predicted_restore_seconds,
-        "predicted_load_seconds": plan.predicted_load_seconds,
-        "predicted_step_seconds": plan.predicted_step_seconds,
-    }

@@ -63,6 +63,16 @@ class Script:
     address: str = ""
 
 
+def _logprobs(sampling: types_pb2.SamplingParams, token: int) -> list[types_pb2.PositionLogprobs]:
+    if not sampling.HasField("logprobs"):
+        return []
+    top = [
+        types_pb2.TokenLogprob(token_id=token + more, logprob=-0.5 - more)
+        for more in range(sampling.logprobs)
+    ]
+    return [types_pb2.PositionLogprobs(chosen_logprob=-0.5, top=top)]
+
+
 class FakeScheduler(
     scheduler_pb2_grpc.InferenceServiceServicer, scheduler_pb2_grpc.AdminServiceServicer
 ):
@@ -87,7 +97,10 @@ class FakeScheduler(
                 token = ids[index % len(ids)]
                 yield pb.GenerateResponse(
                     chunk=pb.GenerateChunk(
-                        index=index + (1 if script.gap else 0), token_ids=[token], text=chr(token)
+                        index=index + (1 if script.gap else 0),
+                        token_ids=[token],
+                        text=chr(token),
+                        logprobs=_logprobs(request.sampling, token),
                     )
                 )
                 index += 1

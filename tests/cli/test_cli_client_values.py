@@ -147,8 +147,8 @@ def test_what_enumerations_and_numbers_may_be() -> None:
             "residency": "streamed",  # type: ignore[typeddict-item]
             "restore": RestoreMethod.LOAD,
             "temperature": Fraction(1, 2),  # type: ignore[typeddict-item]
-            "stop": None,  # type: ignore[typeddict-item]
-            "seed": None,  # type: ignore[typeddict-item]
+            "stop": None,
+            "seed": None,
         },
     )
     assert request.residency == types_pb2.RESIDENCY_STREAMED

@@ -173,7 +173,11 @@ def test_generate_json_has_exactly_these_fields(script: Script) -> None:
         "token_ids": [97, 98, 99],
         "text": "abc",
         "finish_reason": "length",
+        "matched_stop": None,
         "usage": {"prompt_tokens": 3, "completion_tokens": 3, "cached_tokens": 2},
+        "logprobs": None,
+        "seed": 7,
+        "request_id": script.requests[0].request_id,
         "worker": "0",
         "plan": {
             "residency": "resident",
@@ -218,6 +222,52 @@ def test_generate_asks_for_a_way_to_restore(script: Script) -> None:
     assert not script.requests[0].HasField("split_tokens")
 
 
+def test_generate_shows_logprobs(script: Script) -> None:
+    arguments = ("generate", "ab", "--address", script.address, "--logprobs", "2")
+    done = splitpoint(*arguments)
+    assert done.returncode == 0, done.stderr
+    text, header, *rows = done.stdout.splitlines()
+    assert (text, header.split()[:3]) == ("ab", ["index", "token", "logprob"])
+    assert [row.split() for row in rows] == [
+        ["0", "97", "-0.5000", "97", "-0.5000,", "98", "-1.5000"],
+        ["1", "98", "-0.5000", "98", "-0.5000,", "99", "-1.5000"],
+    ]
+    assert json.loads(splitpoint(*arguments, "--json").stdout)["logprobs"][1] == {
+        "token_id": 98,
+        "logprob": -0.5,
+        "top": [{"token_id": 98, "logprob": -0.5}, {"token_id": 99, "logprob": -1.5}],
+    }
+
+
+def test_generate_refuses_what_is_not_text_or_too_long(script: Script) -> None:
+    def refused(code: int, stdin: bytes, *arguments: bytes | str) -> str:
+        done = subprocess.run(
+            [*COMMAND, "generate", "--address", script.address, *arguments],
+            input=stdin,
+            capture_output=True,
+            timeout=60,
+            env=child_environment({}),
+            check=False,
+        )
+        assert (done.returncode, done.stdout) == (code, b"")
+        assert done.stderr.count(b"\n") == 1
+        return done.stderr.decode()
+
+    said = refused(2, b"abc\xff")
+    assert said.startswith("splitpoint: INVALID_ARGUMENT: the prompt on stdin is not UTF-8 text")
+    assert "INVALID_ARGUMENT: prompt is not text" in refused(2, b"", b"abc\xff")
+    said = refused(5, b"x" * (32 << 20))
+    assert said.startswith("splitpoint: RESOURCE_EXHAUSTED: the request has 32 MiB, and at most 4")
+    script.endless = True
+    # A timeout's words are ours.
+    done = splitpoint("generate", "a", "--address", script.address, "--timeout", "0.2", "--json")
+    assert done.returncode == 4
+    assert done.stderr == (
+        "splitpoint: DEADLINE_EXCEEDED: the generation did not end within 0.2 s\n"
+    )
+    assert len(script.requests) == 1
+
+
 def test_generate_streams_text_and_reads_stdin(script: Script) -> None:
     script.tail = "?"
     done = splitpoint("generate", "--address", script.address, stdin="grüße"[:2])
@@ -229,6 +279,10 @@ def test_generate_passes_every_option_on(script: Script) -> None:
         *("generate", "--address", script.address, "--prompt-ids", "5,6", "--max-tokens", "9"),
         *("--temperature", "0.5", "--seed", "3", "--ignore-eos", "--stop", "a", "--stop", "b"),
         *("--worker", "1", "--split", "64", "--cache-salt", "s", "--residency", "streamed"),
+        *("--top-k", "3", "--top-p", "0.9", "--min-p", "0.1", "--presence-penalty", "-1"),
+        *("--frequency-penalty", "0.25", "--repetition-penalty", "1.5", "--min-tokens", "2"),
+        *("--stop-token-id", "8", "--stop-token-id", "9", "--logprobs", "0"),
+        *("--logit-bias", "4=-100", "--logit-bias", "5=0.5", "--request-id", "mine"),
     )
     assert done.returncode == 0, done.stderr
     request = script.requests[0]
@@ -240,6 +294,33 @@ def test_generate_passes_every_option_on(script: Script) -> None:
     assert list(request.sampling.stop) == ["a", "b"]
     assert (request.worker_id, request.split_tokens, request.cache_salt) == ("1", 64, b"s")
     assert request.residency == 2
+    assert request.request_id == "mine"
+    assert request.sampling == types_pb2.SamplingParams(
+        temperature=0.5,
+        top_k=3,
+        top_p=0.9,
+        min_p=0.1,
+        seed=3,
+        presence_penalty=-1,
+        frequency_penalty=0.25,
+        repetition_penalty=1.5,
+        logit_bias={4: -100, 5: 0.5},
+        stop=["a", "b"],
+        stop_token_ids=[8, 9],
+        max_tokens=9,
+        min_tokens=2,
+        ignore_eos=True,
+        logprobs=0,
+    )
+    # What was set above is all there is: a field that is added needs its option.
+    assert {field.name for field, _ in request.sampling.ListFields()} == {
+        field.name for field in types_pb2.SamplingParams.DESCRIPTOR.fields
+    }
+    # No more than two tokens of the fake's prompt are cached.
+    assert done.stderr == (
+        "--split 64 was capped at 0: 2 tokens of the prompt are cached, and nothing else can "
+        "be rebuilt\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -249,6 +330,9 @@ def test_generate_passes_every_option_on(script: Script) -> None:
         ("--prompt-ids", "1,x"),
         ("x", "--split", "-1"),
         ("x", "--split", "many"),
+        ("x", "--logit-bias", "5"),
+        ("x", "--logit-bias", "a=1"),
+        ("x", "--timeout", "0"),
         ("x", "--address", "nowhere"),
         ("",),
     ],

@@ -105,7 +105,11 @@ def test_forced_split_is_capped_and_needs_activations() -> None:
     plan = plan_request(shape, H100, PlanInput(100, 5, True, forced_split_tokens=500))
     assert plan.split_tokens == 100
     assert plan.method is RestoreMethod.RECOMPUTE
-    assert "was asked for" in plan.reason
+    assert plan.reason.startswith("split 500 was asked for and capped at 100, all that is cached")
+    followed = plan_request(shape, H100, PlanInput(100, 5, True, forced_split_tokens=64))
+    assert followed.reason.startswith("split 64 was asked for: ")
+    cold = plan_request(shape, H100, PlanInput(0, 5, True, forced_split_tokens=64))
+    assert "split 64 was asked for and capped at 0" in cold.reason
     with pytest.raises(InvalidArgument, match="no activations") as caught:
         PlanInput(100, 5, has_activations=False, forced_split_tokens=1)
     assert caught.value.field == "split_tokens"
@@ -359,6 +363,10 @@ def test_reasons_say_why(
 def test_numbers_of_a_reason_are_read_as_people_say_them() -> None:
     one = plan_request(OPT, H100, replace(PIPELINED, cached_tokens=0, new_tokens=1))
     assert one.reason == "nothing is cached: 1 token is prefilled"
+    cached = replace(PIPELINED, has_activations=False, cached_tokens=1, chunk_tokens=1)
+    reason = plan_request(OPT, H100, cached).reason
+    assert reason.startswith("split 0: the one cached token is loaded, since ")
+    assert "; recomputing a token from its id takes " in reason
     slow = replace(H100, link_bytes_per_second=1e9)
     seconds = plan_request(LLAMA, slow, replace(PIPELINED, cached_tokens=8000))
     assert "e+0" not in seconds.reason
