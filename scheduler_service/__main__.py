@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from splitpoint.extras import need_for_program
+
+need_for_program("scheduler")  # before the imports that it is about
+
 import argparse
 import asyncio
 import logging

@@ -1,7 +1,7 @@
-"""What is inside a certificate: whether it is one, how long it is good, for which host.
+"""What is inside a certificate: how long it is good, for which host.
 
-Loads the library that parses them, which a service without TLS does without: import
-this where a certificate has been given.
+Loads the library that parses them, which clients and services without TLS do without:
+import this where a service's certificate has been given.
 """
 
 from __future__ import annotations
@@ -17,14 +17,6 @@ from splitpoint.errors import InvalidArgument
 _log = logging.getLogger(__name__)
 
 _EXPIRY_WARNING = timedelta(days=14)
-
-
-def check_authorities(path: str | Path, pem: bytes) -> None:
-    """Raises InvalidArgument, which names `path`, unless there is a certificate in `pem`."""
-    try:
-        x509.load_pem_x509_certificates(pem)
-    except ValueError as error:
-        raise InvalidArgument(f"{path} holds no certificate (PEM)", field="tls-ca") from error
 
 
 def warn_of_expiry(path: str | Path, pem: bytes) -> None:

@@ -26,7 +26,6 @@ from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from splitpoint.access import METADATA_KEY, Access, set_caller
 from splitpoint.bearer import AsyncTokenChannel, TokenChannel
@@ -498,5 +497,7 @@ class HealthReporter:
 
 def enable_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> None:
     """Lets tools list `service_names`, health and reflection itself."""
+    from grpc_reflection.v1alpha import reflection  # only servers have it installed
+
     names = [*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME]
     reflection.enable_server_reflection(names, server)

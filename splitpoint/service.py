@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 
 from splitpoint import tracing
 from splitpoint.errors import SplitpointError
+from splitpoint.extras import MissingExtra
 from splitpoint.logs import log_options, setup_logging
 
 Serve = Callable[[argparse.Namespace], Coroutine[None, None, None]]
@@ -23,7 +24,7 @@ def run_service(
 ) -> int:
     """Run a service to its end; its exit code. What it raises on purpose is one log line.
 
-    `wrong_arguments`: errors that end it with exit code 2 instead of 1.
+    `wrong_arguments`: errors that end it with exit code 2 instead of 1, as a missing extra does.
     """
     setup_logging(service, log_options(arguments))
     try:
@@ -31,5 +32,5 @@ def run_service(
             asyncio.run(serve(arguments))
     except SplitpointError as error:
         logging.getLogger(service).error("%s", error.message)
-        return 2 if isinstance(error, wrong_arguments) else 1
+        return 2 if isinstance(error, (MissingExtra, *wrong_arguments)) else 1
     return 0

@@ -3,7 +3,7 @@
 Reads and checks files, once, into a frozen `Identity` that is passed down to
 whatever opens channels or listens. Knows no gRPC: `splitpoint.rpc` makes its
 credentials from it. What is inside a certificate is read by `certificates.py`, which
-is loaded once there is one.
+only services load: a client gets by without the library that parses certificates.
 """
 
 from __future__ import annotations
@@ -79,26 +79,29 @@ def read_identity(
         key_pem = read_private(key, "the private key")
         certificate_pem = _read(certificate, "the certificate")
         _check_pair(certificate, key)
-        from splitpoint import certificates
-
-        certificates.warn_of_expiry(certificate, certificate_pem)
     if authorities is not None:
         authorities_pem = _read(authorities, "the certificate authority")
-        from splitpoint import certificates
-
-        certificates.check_authorities(authorities, authorities_pem)
+        _check_authorities(authorities, authorities_pem)
     return Identity(certificate_pem, key_pem, authorities_pem, token, server_name)
 
 
 def identity_of(arguments: argparse.Namespace) -> Identity:
-    """What a service's command line says (`config.add_service_arguments`). Raises as above."""
-    return read_identity(
+    """What a service's command line says (`config.add_service_arguments`). Raises as above.
+
+    Logs a warning if the service's certificate has expired or will soon.
+    """
+    identity = read_identity(
         certificate=arguments.tls_cert,
         key=arguments.tls_key,
         authorities=arguments.tls_ca,
         token_file=arguments.token_file,
         server_name=arguments.tls_server_name,
     )
+    if identity.serves_tls:
+        from splitpoint import certificates
+
+        certificates.warn_of_expiry(arguments.tls_cert, identity.certificate)
+    return identity
 
 
 def client_identity(
@@ -220,6 +223,16 @@ def _read(path: str | Path, what: str) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise InvalidArgument(f"{what} {path} cannot be read: {error.strerror}") from error
+
+
+def _check_authorities(path: str | Path, pem: bytes) -> None:
+    """Raise InvalidArgument, which names `path`, unless there is a certificate in `pem`."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(
+            cadata=pem.decode("ascii", "ignore")
+        )
+    except (ssl.SSLError, ValueError) as error:
+        raise InvalidArgument(f"{path} holds no certificate (PEM)", field="tls-ca") from error
 
 
 def _check_pair(certificate: str | Path, key: str | Path) -> None:

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from splitpoint.config import check_address
-from splitpoint.errors import FailedPrecondition, InvalidArgument, SplitpointError
+from splitpoint.errors import InvalidArgument, SplitpointError
+from splitpoint.extras import MissingExtra
 
 _log = logging.getLogger(__name__)
 
@@ -213,7 +214,7 @@ def _attributes(facts: Mapping[str, Fact]) -> dict[str, Fact]:
 def collector_url(text: str) -> str | None:
     """`HOST:PORT` as a URL, a URL as it is; None for "env", where OTEL_* variables decide.
 
-    Raises InvalidArgument for anything else, FailedPrecondition when OpenTelemetry is not
+    Raises InvalidArgument for anything else, MissingExtra when OpenTelemetry is not
     installed.
     """
     if text == FROM_ENVIRONMENT:
@@ -234,11 +235,7 @@ def collector_url(text: str) -> str | None:
         import opentelemetry.exporter.otlp.proto.grpc
         import opentelemetry.sdk.version  # noqa: F401
     except ImportError as error:
-        raise FailedPrecondition(
-            "--otlp-endpoint needs OpenTelemetry, which is not installed: "
-            "pip install 'splitpoint[tracing]'",
-            reason="TRACING_NOT_INSTALLED",
-        ) from error
+        raise MissingExtra("--otlp-endpoint", "tracing", "OpenTelemetry") from error
     return url
 
 

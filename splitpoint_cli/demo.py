@@ -27,7 +27,7 @@ from splitpoint.errors import DeadlineExceeded, Internal, SplitpointError
 from splitpoint.tls import PLAIN
 from splitpoint_cli.child import ServiceExited, ServiceNotReady
 from splitpoint_cli.observed import read_store
-from splitpoint_cli.output import out, print_error, seconds_text
+from splitpoint_cli.output import exit_code, out, print_error, seconds_text
 from splitpoint_cli.stack import Stack, StackOptions, plan_stack
 from splitpoint_cli.stack_output import StackOutput
 from splitpoint_cli.stack_runner import StackRunner
@@ -164,7 +164,7 @@ def main() -> int:
         return 1
     except SplitpointError as error:
         print_error(error)
-        return 1
+        return exit_code(error)
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 130
     out.print(f"the whole demonstration took {time.monotonic() - began:.1f} s")

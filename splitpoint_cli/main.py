@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from splitpoint.errors import SplitpointError
+from splitpoint.extras import missing_extra
 from splitpoint_cli import (
     arena,
     certs,
@@ -84,12 +85,20 @@ def options(
 
 
 def main() -> None:
-    """Run the command line; a SplitpointError ends in one line and its exit code."""
+    """Run the command line; a SplitpointError ends in one line and its exit code.
+
+    So does a module that comes with an extra which is not installed.
+    """
     try:
         app()
     except SplitpointError as error:
         print_error(error)
         sys.exit(exit_code(error))
+    except ModuleNotFoundError as error:
+        if (missing := missing_extra(error)) is None:
+            raise
+        print_error(missing)
+        sys.exit(exit_code(missing))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from splitpoint import errors
 from splitpoint.errors import SplitpointError
+from splitpoint.extras import MissingExtra
 
 # Results go to stdout, everything about them to stderr.
 out = Console(highlight=False, soft_wrap=True)
@@ -23,14 +24,16 @@ EXIT_CODES: dict[type[SplitpointError], int] = {
     errors.InvalidArgument: 2,
     errors.OutOfRange: 2,
     errors.NotFound: 2,
+    MissingExtra: 2,
     errors.Unavailable: 3,
     errors.DeadlineExceeded: 4,
     errors.ResourceExhausted: 5,
     errors.Cancelled: 130,
 }
 EXIT_HELP = (
-    "Exit codes: 0 done; 2 wrong input (INVALID_ARGUMENT, NOT_FOUND, OUT_OF_RANGE); "
-    "3 UNAVAILABLE; 4 DEADLINE_EXCEEDED; 5 RESOURCE_EXHAUSTED; 130 interrupted; 1 anything else."
+    "Exit codes: 0 done; 2 wrong input (INVALID_ARGUMENT, NOT_FOUND, OUT_OF_RANGE) or a missing "
+    "extra; 3 UNAVAILABLE; 4 DEADLINE_EXCEEDED; 5 RESOURCE_EXHAUSTED; 130 interrupted; "
+    "1 anything else."
 )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from splitpoint.errors import FailedPrecondition, InvalidArgument
+from splitpoint.errors import InvalidArgument
+from splitpoint.extras import need
 from splitpoint_cli.files import check_output
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ DOTS_PER_INCH = 150
 def check_picture(path: Path) -> None:
     """Before work that ends in a picture: that it can be drawn and has a place.
 
-    Raises FailedPrecondition when matplotlib is missing, InvalidArgument for the path.
+    Raises MissingExtra when matplotlib is missing, InvalidArgument for the path.
     """
     new_figure(1, 1)
     if path.suffix.lower() != ".png":
@@ -26,13 +27,10 @@ def check_picture(path: Path) -> None:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure, in inches. Raises FailedPrecondition without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise FailedPrecondition(
-            f"a picture needs {error.name}: install splitpoint[plots]", reason="NO_PLOTS"
-        ) from error
+    """An empty figure, in inches. Raises MissingExtra without matplotlib."""
+    need("a picture", "plots")
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(width, height), dpi=DOTS_PER_INCH, layout="constrained")
 
 

@@ -14,6 +14,7 @@ from splitpoint import config
 from splitpoint.access import read_tokens
 from splitpoint.checkpoints import model_name, resolve_model
 from splitpoint.errors import InvalidArgument
+from splitpoint.extras import need_all
 from splitpoint.logs import LogFormat, LogLevel
 from splitpoint.redis_options import read_redis_options
 from splitpoint.shapes import DataType, ModelShape, read_config
@@ -118,8 +119,9 @@ class Stack:
 def plan_stack(options: StackOptions) -> Stack:
     """Decide what is left open and spell out every command. Makes the runtime folder.
 
-    Raises InvalidArgument for what cannot be, and what `resolve_model` raises.
+    Raises InvalidArgument for what cannot be, MissingExtra, and what `resolve_model` raises.
     """
+    need_all("a stack")
     listen = config.check_listen_address(
         options.listen, has_tls=options.tls_cert is not None, has_tokens=options.tokens is not None
     )

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from splitpoint.errors import FailedPrecondition, InvalidArgument
+from splitpoint.extras import need_all
 from splitpoint.shapes import BUILT_IN_SHAPES
 from splitpoint_cli.bench.decode_report import Workload, report_of, table_of
 from splitpoint_cli.bench.options import (
@@ -48,6 +49,7 @@ def decode(
     the fastest of the four counts. Runs alternate; figures are medians. The last line
     is JSON.
     """
+    need_all("a benchmark")
     if shape.lower() not in BUILT_IN_SHAPES:
         raise InvalidArgument(
             f"no shape is called {shape!r}: there are {', '.join(BUILT_IN_SHAPES)}", field="shape"

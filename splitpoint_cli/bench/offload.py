@@ -15,6 +15,7 @@ import typer
 
 from splitpoint.config import parse_rate
 from splitpoint.errors import FailedPrecondition, InvalidArgument
+from splitpoint.extras import need_all
 from splitpoint_cli.bench.offload_picture import draw_sweep
 from splitpoint_cli.bench.offload_report import OffloadWorkload, report_of, table_of
 from splitpoint_cli.bench.options import (
@@ -76,6 +77,7 @@ def offload(
     step computes; on a GPU transformers' offloaded cache runs beside, with its faster
     attention. Runs alternate; figures are medians. The last line is JSON.
     """
+    need_all("a benchmark")
     model = find_shape(shape, dtype)
     check_data_type(dtype)
     if change_link_rate is not None and not 0 < change_link_rate < float("inf"):

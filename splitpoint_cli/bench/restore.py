@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from splitpoint import config
+from splitpoint.extras import need_all
 from splitpoint_cli.bench.options import ElementType, JsonFile, LinkRate, RandomShape, Threads
 from splitpoint_cli.bench.restore_picture import picture_of
 from splitpoint_cli.bench.restore_report import report_of, table_of
@@ -72,6 +73,7 @@ def restore(
     compared with what was stored. Figures are medians, and each split the best that
     was measured. The last line is JSON.
     """
+    need_all("a benchmark")
     workload = RestoreWorkload(
         shape=shape.lower(),
         dtype=dtype,

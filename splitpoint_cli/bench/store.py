@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from splitpoint import config
+from splitpoint.extras import need_all
 from splitpoint_cli.bench.ending import run_until_signal
 from splitpoint_cli.bench.store_report import report_of, table_of
 from splitpoint_cli.bench.store_workload import StoreWorkload
@@ -46,6 +47,7 @@ def store(
     The store runs in a process of its own; this one is its client. Contenders
     alternate; figures are medians. The last line is JSON.
     """
+    need_all("a benchmark")
     workload = StoreWorkload(
         memory_bytes=config.parse_size(memory, field="memory"),
         run_slots=run_slots,

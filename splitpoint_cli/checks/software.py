@@ -7,11 +7,13 @@ import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from splitpoint.extras import SERVICES
 from splitpoint_cli.checks.finding import Finding, Verdict
 
 _LEAST_PYTHON = (3, 11)
 # "grpcio>=1.70,<2" or "redis[hiredis]>=5.2"; what is behind a ";" is for extras.
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^]]*\])?\s*([^;]*)(;.*)?")
+_EXTRA = re.compile(r"""extra == ['"]([a-z]+)['"]""")
 
 
 def check_python(version: tuple[int, int, int]) -> Finding:
@@ -53,14 +55,29 @@ def check_packages(requirements: Sequence[str], version_of: Callable[[str], str 
 
 
 def own_requirements() -> list[str]:
-    """Of the installed distribution, else of the source tree that this runs from."""
+    """What a whole stack needs, by the installed distribution, else by the source tree.
+
+    Requirements of the base and of the services' extras, without their markers.
+    """
     from importlib import metadata  # slow to load, and rarely needed
 
     try:
-        return metadata.requires("splitpoint") or []
+        found = metadata.requires("splitpoint") or []
     except metadata.PackageNotFoundError:
-        project = Path(__file__).resolve().parents[2] / "pyproject.toml"
-        return list(tomllib.loads(project.read_text())["project"]["dependencies"])
+        text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
+        project = tomllib.loads(text)["project"]
+        found = list(project["dependencies"])
+        for extra, requirements in project["optional-dependencies"].items():
+            found += [f"{requirement}; extra == '{extra}'" for requirement in requirements]
+    return sorted({wanted for each in found if (wanted := _of_services(each)) is not None})
+
+
+def _of_services(requirement: str) -> str | None:
+    """The requirement without its marker; None if services do not have it."""
+    bare, _, marker = requirement.partition(";")
+    extra = _EXTRA.search(marker)
+    is_wanted = not marker or (extra is not None and extra[1] in {"service", *SERVICES})
+    return bare.strip() if is_wanted and not bare.startswith("splitpoint[") else None
 
 
 def installed_version(package: str) -> str | None:

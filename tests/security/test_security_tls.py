@@ -275,10 +275,17 @@ def test_files_that_are_not_what_they_should_be(folder: Path, tmp_path: Path) ->
 def test_certificates_near_their_end_are_told(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    identity(folder / "old", "server")
+    def served_with(certificates: Path) -> Identity:
+        parser = argparse.ArgumentParser()
+        config.add_service_arguments(parser)
+        files = ("--tls-cert", "server.pem"), ("--tls-key", "server-key.pem")
+        paths = [word for option, name in files for word in (option, str(certificates / name))]
+        return identity_of(parser.parse_args(["--listen", "127.0.0.1:0", *paths]))
+
+    assert served_with(folder / "old") == identity(folder / "old", "server", ca=False)
     assert "has expired" in caplog.text
     make_certificates(tmp_path, days=3)
-    identity(tmp_path, "server")
+    served_with(tmp_path)
     assert "expires in 2 days" in caplog.text
 
 

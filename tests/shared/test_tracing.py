@@ -53,7 +53,7 @@ def test_a_missing_extra_is_said() -> None:
         text=True,
         timeout=60,
     )
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert "pip install 'splitpoint[tracing]'" in ended.stderr
     assert "Traceback" not in ended.stderr
 

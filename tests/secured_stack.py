@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from splitpoint.tls import Identity, read_identity
 from splitpoint_cli.authority import make_certificates
 from splitpoint_cli.token import add_token
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "stdlib-llama"
 TENANT_REQUESTS = 3
 CALLERS = {
@@ -66,8 +66,10 @@ class SecuredStack:
 
 
 @asynccontextmanager
-async def secured_stack(folder: Path, *more: str) -> AsyncIterator[SecuredStack]:
-    """With `more` arguments for each service."""
+async def secured_stack(
+    folder: Path, *more: str, pythons: Mapping[str, Path] | None = None
+) -> AsyncIterator[SecuredStack]:
+    """With `more` arguments for each service, and by name an interpreter of its own."""
     certificates = folder / "certificates"
     make_certificates(certificates)
     tokens_file, token_file = folder / "tokens.toml", folder / "services.token"
@@ -90,7 +92,8 @@ async def secured_stack(folder: Path, *more: str) -> AsyncIterator[SecuredStack]
         async def start(name: str, module: str, *arguments: str) -> str:
             with logs[name].open("wb") as log:
                 process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", module, *security, *arguments),
+                    *((pythons or {}).get(name, sys.executable), "-m", module),
+                    *(*security, *arguments),
                     cwd=ROOT,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=log,

@@ -1,0 +1,131 @@
+"""What `pip install splitpoint` brings, and that each extra is enough for its service.
+
+Every environment here holds the closure of one extra and nothing else: an import of what
+the extra lacks fails as it does for a user.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from installation import Installation, closure, requirements_of
+from packaging.utils import canonicalize_name
+from redis_server import RedisServer
+from secured_stack import SecuredStack, secured_stack
+
+from splitpoint.extras import MODULES, SERVICES
+
+HEAVY = {"torch", "redis", "tokenizers", "numpy", "safetensors", "cryptography", "huggingface-hub"}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Installation:
+    return Installation(tmp_path_factory.mktemp("base"), "")
+
+
+@pytest.mark.parametrize("extra", MODULES)
+def test_the_modules_of_an_extra_are_those_of_its_requirements(extra: str) -> None:
+    brought_by = {
+        module: {canonicalize_name(name) for name in found}
+        for module, found in metadata.packages_distributions().items()
+    }
+    for module in MODULES[extra]:
+        assert brought_by[module] & closure(extra)
+        assert not brought_by[module] & closure("")
+    for requirement in requirements_of(extra):
+        name = canonicalize_name(requirement.name)
+        assert any(name in brought_by[module] for module in MODULES[extra]), requirement
+
+
+def test_a_client_gets_neither_torch_nor_redis(base: Installation) -> None:
+    assert not HEAVY & closure("")
+    assert closure("all") >= HEAVY
+    for name in ("torch", "redis", "numpy"):
+        assert base.run("-c", f"import {name}").returncode == 1
+
+
+COMMANDS = (
+    "import sys\n"
+    "from typer.testing import CliRunner\n"
+    "from splitpoint_cli.main import app\n"
+    "for command in [*(c.callback.__name__ for c in app.registered_commands), 'arena', 'bench']:\n"
+    "    done = CliRunner().invoke(app, [command.replace('_', '-'), '--help'])\n"
+    "    assert done.exit_code == 0, (command, done.output)\n"
+    "    print(command)\n"
+    "import splitpoint.client\n"
+)
+
+
+def test_every_command_of_a_client_explains_itself(base: Installation) -> None:
+    done = base.run("-c", COMMANDS)
+    assert done.returncode == 0, done.stderr
+    assert {"generate", "status", "top", "up"} <= set(done.stdout.split())
+    sized = base.run("-m", "splitpoint_cli", "size")
+    assert sized.returncode == 0, sized.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "extra"),
+    [
+        (("kvstore_service", "--help"), "store"),
+        (("scheduler_service", "--help"), "scheduler"),
+        (("worker_service", "--help"), "worker"),
+        (("splitpoint_cli", "up"), "all"),
+        (("splitpoint_cli.demo",), "all"),
+        (("splitpoint_cli", "bench", "store"), "all"),
+        (("splitpoint_cli", "certs", "certificates"), "scheduler"),
+        (("splitpoint_cli", "arena", "inspect", "port-50050"), "store"),
+    ],
+)
+def test_a_missing_extra_is_one_line(
+    base: Installation, words: tuple[str, ...], extra: str
+) -> None:
+    done = base.run("-m", *words)
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("splitpoint: ")
+    assert f"pip install 'splitpoint[{extra}]'" in line
+    assert done.stdout == ""
+
+
+@pytest.fixture
+async def stack(tmp_path: Path, redis_server: RedisServer) -> AsyncIterator[SecuredStack]:
+    """Each service in an environment with its own extra alone; TLS, tokens, Redis and metrics."""
+    more = ("--metrics", "127.0.0.1:0", "--redis", redis_server.url)
+    pythons = {extra: Installation(tmp_path / extra, extra).python for extra in SERVICES}
+    async with secured_stack(tmp_path, *more, pythons=pythons) as running:
+        yield running
+
+
+async def test_services_with_their_own_extras_serve_a_client_with_none(
+    base: Installation, stack: SecuredStack
+) -> None:
+    good = stack.certificates
+    identity = {
+        "SPLITPOINT_CA": str(good / "ca.pem"),
+        "SPLITPOINT_CERT": str(good / "client.pem"),
+        "SPLITPOINT_KEY": str(good / "client-key.pem"),
+    }
+    at = ("--address", stack.scheduler)
+
+    def command(*words: str, caller: str) -> dict[str, Any]:
+        done = base.run(
+            *("-m", "splitpoint_cli", *words, *at, "--json"),
+            **identity,
+            SPLITPOINT_TOKEN=stack.tokens[caller],
+        )
+        assert done.returncode == 0, done.stderr
+        answer: dict[str, Any] = json.loads(done.stdout)
+        return answer
+
+    answer = command("generate", "import os", "--max-tokens", "4", caller="alice")
+    assert len(answer["token_ids"]) == 4
+    assert len(command("status", caller="root")["workers"]) == 1
+    assert "rates" in command("top", "--once", "--interval", "0.2", caller="root")
+    asked = base.run("-m", "splitpoint_cli.probe", stack.store, **identity)
+    assert asked.returncode == 0, asked.stderr
