@@ -293,7 +293,7 @@ LINK_CEILING = _gauge(
 COMPUTE_BUSY_SECONDS = _counter(
     _WORKER,
     "compute_busy_seconds_total",
-    "Seconds of device work in restores and in steps that stream.",
+    "Seconds of device work: prefill and decode steps, and restores.",
 )
 RECOMPUTE_SECONDS = _counter(
     _WORKER,

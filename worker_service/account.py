@@ -98,6 +98,7 @@ class Account:
         self.link_in_bytes = dict.fromkeys(Traffic, 0)
         self.link_in_seconds = 0.0
         self.compute_seconds = 0.0
+        self._compute_told = 0.0
         self.rebuild_seconds = 0.0
         self.prefill_seconds = 0.0
         self.written = WriteTotals()
@@ -111,6 +112,14 @@ class Account:
     @property
     def uptime_seconds(self) -> float:
         return self._clock() - self._started
+
+    def compute_until_now(self, under_way: float) -> float:
+        """Seconds of compute with those of the step under way; never less than told before.
+
+        A step that ended but was not taken yet is in neither of the two for a moment.
+        """
+        self._compute_told = max(self._compute_told, self.compute_seconds + under_way)
+        return self._compute_told
 
     def tokens_by(self, way: Way) -> int:
         """Cached tokens that came this way, in restores and in steps."""

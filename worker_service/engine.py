@@ -104,6 +104,8 @@ class Engine:
             block_tokens=prefill_chunk_tokens,
         )
         self._costs: CostWatch | None = None
+        # When compute of the step under way began, if its end will be one span; else None.
+        self._computing_since: float | None = None
         # How many streamed sequences the split line was drawn for, if more than one.
         self._sharing = 0
         self._stopped = False
@@ -143,6 +145,12 @@ class Engine:
             self._learn(batch, self.last_step, spans)
             self.roster.output.step = _report(batch, self.last_step)
         return self._hand_over()
+
+    @property
+    def computing_seconds(self) -> float:
+        """Compute of the step under way that no span shows yet; from any thread."""
+        since = self._computing_since
+        return 0.0 if since is None else max(0.0, time.perf_counter() - since)
 
     @property
     def is_idle(self) -> bool:
@@ -284,14 +292,17 @@ class Engine:
     # -- the model ----------------------------------------------------------------------
 
     def _run_batch(self, batch: Batch, started: float) -> list[Span]:
-        """Returns what ran when, if anything was streamed. `started`: the step, by the clock."""
+        """Returns what ran when. `started`: the step, by the clock."""
         decoded = [
             each
             for each in batch.sequences
             if each.is_streamed and len(each.tokens) - each.computed == 1
         ]
+        feed = self._feed_of(batch)
+        began = time.perf_counter()
+        self._computing_since = began if feed is None else None
         try:
-            logits, finite, spans = self._forward(batch)
+            logits, finite, spans = self._forward(batch, feed)
         except BaseException:
             # Between steps no copy may be under way, also when the engine ends here.
             self.lanes.settle()
@@ -305,6 +316,10 @@ class Engine:
         if tracing.is_on():
             self._trace_step(batch, started, spans)
         finishes = self._sample(batch, logits, finite)
+        if feed is None:
+            # Nothing but compute: one span, where a feed leaves one for each part.
+            spans += self.lanes.counted([_span_of(batch, began, time.perf_counter())])
+            self._computing_since = None
         # Before anyone leaves: the step that ends a request is one of its steps.
         seconds = time.perf_counter() - started
         for sequence in decoded:
@@ -333,12 +348,14 @@ class Engine:
         self.pager.clear_unwritten(sequence)
         self.roster.lose(sequence)
 
-    def _forward(self, batch: Batch) -> tuple[torch.Tensor, list[bool], list[Span]]:
+    def _forward(
+        self, batch: Batch, feed: Feed | None
+    ) -> tuple[torch.Tensor, list[bool], list[Span]]:
         """Logits `[sampled, vocabulary]`, for each row whether it is finite, and spans.
 
         A NaN stays in its token's row from the layer where it arises to the end.
         """
-        model, cache, feed = self.model, self.cache, self._feed_of(batch)
+        model, cache = self.model, self.cache
 
         def attend(
             index: int,
@@ -363,11 +380,17 @@ class Engine:
         return logits, finite.tolist(), spans
 
     def _feed_of(self, batch: Batch) -> Feed | None:
-        """Fills while the step begins to compute; None when nothing is streamed."""
+        """Fills while the step begins to compute; None when nothing is streamed.
+
+        Without tiles it still leaves a span of each part, beside weights that come.
+        """
         streamed = batch.streamed
-        if streamed is None:
+        if streamed is not None:
+            feed = Feed(self.lanes, self.staging, streamed.tile_pages, streamed.layers)
+        elif not self.model.is_resident:
+            feed = Feed(self.lanes, self.staging, 1, ())
+        else:
             return None
-        feed = Feed(self.lanes, self.staging, streamed.tile_pages, streamed.layers)
         feed.start()
         return feed
 
@@ -448,6 +471,13 @@ class Engine:
         output.running_count = len(self.roster.running)
         output.cache_used_bytes = self.cache.used_bytes
         return output
+
+
+def _span_of(batch: Batch, start: float, end: float) -> Span:
+    """A step that only computes: the model and sampling."""
+    decodes = len(batch.counts) - len(batch.prefills)
+    kind = "decode" if not batch.prefills else "mixed" if decodes else "prefill"
+    return Span(Lane.COMPUTE, f"{kind} step", start, end, tokens=sum(batch.counts))
 
 
 def _report(batch: Batch, times: StepTimes) -> StepEvent:

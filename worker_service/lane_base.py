@@ -179,14 +179,14 @@ class Lanes(ABC):
 
         Waits for compute alone. Raises the first error of what has ended.
         """
-        return self._counted(self._collect())
+        return self.counted(self._collect())
 
     def finish(self) -> list[Span]:
         """Wait on the host until every lane is empty; the spans since the last call.
 
         Raises the first error of a lane's work, after all of it has ended.
         """
-        return self._counted(self._finish())
+        return self.counted(self._finish())
 
     @abstractmethod
     def _collect(self) -> list[Span]:
@@ -196,7 +196,8 @@ class Lanes(ABC):
     def _finish(self) -> list[Span]:
         """As `finish` says."""
 
-    def _counted(self, spans: list[Span]) -> list[Span]:
+    def counted(self, spans: list[Span]) -> list[Span]:
+        """Add spans to the tally. Callers count only work that they did not give to a lane."""
         if spans:
             if self._tally is None:
                 self._tally = Tally()
@@ -206,7 +207,7 @@ class Lanes(ABC):
     def take_tally(self) -> Tally | None:
         """What `collect`, `finish` and `settle` saw since the last call; None: nothing.
 
-        What `carry_out` did is whoever called it's to count.
+        Callers of `carry_out` count their own work.
         """
         tally, self._tally = self._tally, None
         return tally

@@ -50,6 +50,10 @@ class WorkerMetrics:
         yield from _of_steps(account)
         yield from _of_link(worker, account)
         yield from _of_cache(account)
+        yield Reading(
+            metrics.COMPUTE_BUSY_SECONDS,
+            account.compute_until_now(worker.engine.computing_seconds),
+        )
         yield from worker.monitor.readings()
 
 
@@ -106,7 +110,6 @@ def _of_link(worker: LoadedWorker, account: Account) -> Iterable[Reading]:
 
 
 def _of_cache(account: Account) -> Iterable[Reading]:
-    yield Reading(metrics.COMPUTE_BUSY_SECONDS, account.compute_seconds)
     yield Reading(metrics.RECOMPUTE_SECONDS, account.rebuild_seconds, ("activations",))
     yield Reading(metrics.RECOMPUTE_SECONDS, account.prefill_seconds, ("tokens",))
     for (residency, way), count in account.cache_tokens.items():

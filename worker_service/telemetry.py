@@ -27,7 +27,7 @@ def telemetry_of(worker: LoadedWorker) -> types_pb2.Telemetry:
         link_out_bytes=account.written.bytes,
         link_in_busy_seconds=account.link_in_seconds,
         link_out_busy_seconds=account.written.seconds,
-        compute_busy_seconds=account.compute_seconds,
+        compute_busy_seconds=account.compute_until_now(engine.computing_seconds),
         loaded_token_count=account.tokens_by(Way.LOADED),
         rebuilt_token_count=account.tokens_by(Way.REBUILT),
         recomputed_token_count=account.tokens_by(Way.RECOMPUTED),

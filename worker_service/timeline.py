@@ -47,8 +47,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """What one step of the engine took; all but `seconds` is 0 when nothing streamed, be
-    it cache or weights.
+    """What one step of the engine took. Link and tokens are 0 when nothing streamed, be it
+    cache or weights.
 
     Attributes:
         seconds: laying the step out, running the model, and sampling.

@@ -24,6 +24,7 @@ from worker_service.messages import Admit, StepOutput
 from worker_service.model.decoder import Decoder
 from worker_service.profiler import measure
 from worker_service.sampling import Sampling
+from worker_service.tally import Tally
 
 CHUNK = 16
 GREEDY = Sampling(max_tokens=4, ignore_eos=True)
@@ -205,8 +206,18 @@ def test_kinds_of_steps_and_their_tokens(case: Case) -> None:
     assert account.generated_tokens == 4 + 4
     assert account.step_seconds > 0
     assert sum(account.link_in_bytes.values()) == 0
-    assert account.compute_seconds == 0
+    assert 0 < account.compute_seconds <= account.step_seconds
+    assert account.rebuild_seconds == account.prefill_seconds == 0
     assert account.split_tokens is None
+
+
+def test_compute_that_was_told_never_goes_back() -> None:
+    """A step that has just ended is for a moment neither under way nor taken."""
+    account = Account()
+    assert account.compute_until_now(0.5) == 0.5
+    assert account.compute_until_now(0.0) == 0.5
+    account.take(StepOutput(work=Tally(compute_seconds=0.75)))
+    assert account.compute_until_now(0.0) == 0.75
 
 
 @pytest.mark.parametrize("kind", LANES)

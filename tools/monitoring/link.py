@@ -211,9 +211,9 @@ _TRAFFIC = Row(
         Panel(
             "Device work",
             Unit.SHARE,
-            "Share of the time in which the device worked in restores and streamed steps, and of "
-            "it rebuilding. Both this and the link well below 100 %: neither overlaps; is the "
-            "worker --serial?",
+            "Share of the time in which the device worked (prefill, decode, restores), and of it "
+            "rebuilding. Both this and the link well below 100 % under load: neither overlaps; "
+            "is the worker --serial?",
             (
                 Query(
                     "sum by (worker) "
