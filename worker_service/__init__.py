@@ -1,6 +1,8 @@
 """One worker per device: weights, device memory, sampling, restore and write-back."""
 
 from splitpoint.openmp import wait_briefly
+from splitpoint.primitive_caches import bound_primitive_caches
 
 # Before anything of this package imports torch.
 wait_briefly()
+bound_primitive_caches()

@@ -6,6 +6,9 @@ oneDNN's blocked form 26; bf16 14, 13, -, 27. At 512 and 4,096 rows the blocked
 form is also the fastest by a tenth. So a CPU holds oneDNN-blocked weights where
 oneDNN takes the type, everything else holds `[out, in]`. The choice depends on
 device and type only, so that equal workers compute equal bits.
+
+oneDNN compiles a kernel for each count of rows: 0.5 MiB and 2 to 5 ms for one
+matrix. So rows are padded to a few counts (`padded_count`).
 """
 
 from __future__ import annotations
@@ -21,6 +24,10 @@ from worker_service.model.config import Activation
 
 # Rows that oneDNN lays the blocks out for; other counts run from the same blocks.
 _PACKED_FOR_ROWS = 32
+# Up to here reading the weights takes the time, whatever the count of rows.
+_FEW_ROWS = 16
+# Counts between a power of two and the next: at most an eighth of the rows is padding.
+_COUNTS_PER_DOUBLING = 8
 
 
 def packs(device: torch.device, dtype: torch.dtype) -> bool:
@@ -32,6 +39,23 @@ def packs(device: torch.device, dtype: torch.dtype) -> bool:
     if dtype == torch.float16:
         return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     return dtype == torch.float32
+
+
+def padded_count(count: int) -> int:
+    """Rows that oneDNN is given instead of `count` (at least 1), so that few counts occur.
+
+    A power of two up to 16; from there on 8 counts for each doubling.
+    """
+    if count <= _FEW_ROWS:
+        return 1 << (count - 1).bit_length()
+    step = (1 << (count.bit_length() - 1)) // _COUNTS_PER_DOUBLING
+    return -(-count // step) * step
+
+
+def _padded(rows: torch.Tensor) -> torch.Tensor:
+    """`[N, n]` with zero rows up to the padded count."""
+    missing = padded_count(len(rows)) - len(rows)
+    return functional.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
 class Matrix:
@@ -101,9 +125,10 @@ class Linear:
         """`[N, in]` to `[N, out]`."""
         if self._packed:
             name = "none" if activation is None else activation.value
-            return torch.ops.mkldnn._linear_pointwise(  # type: ignore[no-any-return]
-                rows, self._matrix.weight, self._bias, name, [], ""
+            product = torch.ops.mkldnn._linear_pointwise(
+                _padded(rows), self._matrix.weight, self._bias, name, [], ""
             )
+            return product[: len(rows)]  # type: ignore[no-any-return]
         product = functional.linear(rows, self._matrix.weight, self._bias)
         if activation is Activation.RELU:
             return product.relu_()
@@ -114,15 +139,17 @@ class Linear:
     def added_to(self, rows: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """`residual + self(rows)`."""
         if self._packed:
-            return torch.ops.mkldnn._linear_pointwise.binary(  # type: ignore[no-any-return]
-                rows, residual, self._matrix.weight, self._bias, "add"
-            )
+            return self._combined(rows, residual, "add")
         return self(rows).add_(residual)
 
     def times(self, rows: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         """`factor * self(rows)`, elementwise."""
         if self._packed:
-            return torch.ops.mkldnn._linear_pointwise.binary(  # type: ignore[no-any-return]
-                rows, factor, self._matrix.weight, self._bias, "mul"
-            )
+            return self._combined(rows, factor, "mul")
         return self(rows).mul_(factor)
+
+    def _combined(self, rows: torch.Tensor, other: torch.Tensor, operation: str) -> torch.Tensor:
+        product = torch.ops.mkldnn._linear_pointwise.binary(
+            _padded(rows), _padded(other), self._matrix.weight, self._bias, operation
+        )
+        return product[: len(rows)]  # type: ignore[no-any-return]
