@@ -16,13 +16,18 @@ from splitpoint.v1 import scheduler_pb2, types_pb2
 
 
 class Sample(enum.Enum):
-    """What has a distribution, not only a total. Seconds, but for KAPPA, a ratio."""
+    """What has a distribution, not only a total. Seconds; KAPPA is a ratio, the last two tokens."""
 
     TTFT = enum.auto()
     ITL = enum.auto()
     QUEUE = enum.auto()
+    PREFILL = enum.auto()
+    DECODE = enum.auto()
+    TPOT = enum.auto()
     REQUEST = enum.auto()
     KAPPA = enum.auto()
+    PROMPT_TOKENS = enum.auto()
+    GENERATED_TOKENS = enum.auto()
 
 
 class Outcome(enum.StrEnum):
@@ -136,9 +141,17 @@ class Accounts:
     def completed(self, message: scheduler_pb2.GenerateComplete) -> None:
         stopped = message.finish_reason == types_pb2.FINISH_REASON_STOP
         self.finished_counts[Outcome.STOP if stopped else Outcome.LENGTH] += 1
-        self.prompt_tokens += message.usage.prompt_tokens
-        self.cached_tokens += message.usage.cached_tokens
+        usage = message.usage
+        self.prompt_tokens += usage.prompt_tokens
+        self.cached_tokens += usage.cached_tokens
+        decode_seconds = message.total_seconds - message.ttft_seconds
         self._on_sample(Sample.REQUEST, message.total_seconds)
+        self._on_sample(Sample.PREFILL, message.ttft_seconds - message.queue_seconds)
+        self._on_sample(Sample.DECODE, decode_seconds)
+        if usage.completion_tokens > 1:
+            self._on_sample(Sample.TPOT, decode_seconds / (usage.completion_tokens - 1))
+        self._on_sample(Sample.PROMPT_TOKENS, usage.prompt_tokens)
+        self._on_sample(Sample.GENERATED_TOKENS, usage.completion_tokens)
 
     def failed(self, error: SplitpointError) -> None:
         """An accepted request ended without its answer."""

@@ -20,8 +20,13 @@ _HISTOGRAMS = {
     Sample.TTFT: metrics.TTFT_SECONDS,
     Sample.ITL: metrics.ITL_SECONDS,
     Sample.QUEUE: metrics.QUEUE_SECONDS,
+    Sample.PREFILL: metrics.PREFILL_SECONDS,
+    Sample.DECODE: metrics.DECODE_SECONDS,
+    Sample.TPOT: metrics.TPOT_SECONDS,
     Sample.REQUEST: metrics.REQUEST_SECONDS,
     Sample.KAPPA: metrics.KAPPA_RATIO,
+    Sample.PROMPT_TOKENS: metrics.REQUEST_PROMPT_TOKENS,
+    Sample.GENERATED_TOKENS: metrics.REQUEST_GENERATED_TOKENS,
 }
 
 
@@ -37,8 +42,9 @@ class Distributions:
         self._histograms[sample].observe(value)
 
 
-def readings(conductor: Conductor, link: RedisLink | None) -> Iterator[Reading]:
+def readings(conductor: Conductor, model_name: str, link: RedisLink | None) -> Iterator[Reading]:
     """All there is to read at a scrape. `link`: None without Redis."""
+    yield Reading(metrics.MODEL_INFO, 1, (model_name,))
     yield from _counts(conductor.accounts)
     yield from _queue(conductor.admission)
     yield from _ledgers(conductor.admission)

@@ -95,7 +95,8 @@ class Scheduler:
             clock=clock,
             on_readiness=self._readiness_changed.set,
         )
-        self.meters.read(lambda: readings(self.conductor, self._link))
+        name = options.model.shape.name
+        self.meters.read(lambda: readings(self.conductor, name, self._link))
         calls = options.limits.concurrent_calls + _SPARE_CALLS
         # A gateway may bring all its clients over one connection. Beyond the
         # stream limit gRPC neither queues nor explains: it resets streams

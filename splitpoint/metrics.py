@@ -2,8 +2,9 @@
 
 The one list that services measure by, docs/metrics.md is written from, and dashboards
 and alerts are checked against. Names follow Prometheus: base units, `_total` for
-counters; shares are never stored, they are divided where they are looked at. Knows
-neither how values come about (splitpoint/meters.py) nor who asks for them.
+counters; shares are divided where they are looked at, except for the cache usage, which
+autoscalers read without a query language. Knows neither how values come about
+(splitpoint/meters.py) nor who asks for them.
 """
 
 from __future__ import annotations
@@ -73,26 +74,14 @@ ITL_BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
 )
-_REQUEST_BUCKETS = (
-    0.1,
-    0.3,
-    0.5,
-    0.8,
-    1,
-    1.5,
-    2,
-    2.5,
-    5,
-    10,
-    15,
-    20,
-    30,
-    40,
-    50,
-    60,
-    120,
-    240,
-    480,
+REQUEST_BUCKETS = (
+    *(0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+# Tokens of a request.
+LENGTH_BUCKETS = (
+    *(1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3),
+    *(1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6),
 )
 # Measured over predicted: 1 is right.
 _PREDICTION_BUCKETS = (0.5, 0.67, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0)
@@ -137,6 +126,13 @@ REDIS_UP = _gauge(
     "redis_up",
     "1 while Redis answers, 0 while the service goes on without it.",
     needs=Needs.REDIS,
+)
+
+MODEL_INFO = _gauge(
+    (Service.WORKER, Service.SCHEDULER),
+    "model_info",
+    "Always 1; the model that a worker or the scheduler serves.",
+    "model_name",
 )
 
 # -- the store --------------------------------------------------------------------------
@@ -228,6 +224,11 @@ WORKER_INFO = _gauge(
 WORKER_RUNNING = _gauge(_WORKER, "worker_running_requests", "Requests in the engine's roster.")
 WORKER_CACHE_BYTES = _gauge(
     _WORKER, "worker_cache_bytes", "Device memory for the cache: used, capacity.", "kind"
+)
+WORKER_CACHE_USAGE = _gauge(
+    _WORKER,
+    "worker_cache_usage_ratio",
+    "Used share of the device memory for the cache, 0 to 1.",
 )
 WORKER_STEPS = _counter(
     _WORKER, "worker_steps_total", "Engine steps: prefill, decode, or mixed.", "kind"
@@ -431,7 +432,35 @@ QUEUE_SECONDS = _histogram(
     _SCHEDULER, "queue_seconds", "Arrival to placement on a worker.", TTFT_BUCKETS
 )
 REQUEST_SECONDS = _histogram(
-    _SCHEDULER, "request_seconds", "Arrival to last token, of completed requests.", _REQUEST_BUCKETS
+    _SCHEDULER, "request_seconds", "Arrival to last token, of completed requests.", REQUEST_BUCKETS
+)
+PREFILL_SECONDS = _histogram(
+    _SCHEDULER,
+    "prefill_seconds",
+    "Placement on a worker to first token, of completed requests; restoring a prefix included.",
+    TTFT_BUCKETS,
+)
+DECODE_SECONDS = _histogram(
+    _SCHEDULER,
+    "decode_seconds",
+    "First to last token, of completed requests.",
+    REQUEST_BUCKETS,
+)
+TPOT_SECONDS = _histogram(
+    _SCHEDULER,
+    "tpot_seconds",
+    "Time per output token: first to last token over the tokens after the first, one value for "
+    "each completed request of at least two tokens.",
+    ITL_BUCKETS,
+)
+REQUEST_PROMPT_TOKENS = _histogram(
+    _SCHEDULER, "request_prompt_tokens", "Prompt tokens of a completed request.", LENGTH_BUCKETS
+)
+REQUEST_GENERATED_TOKENS = _histogram(
+    _SCHEDULER,
+    "request_generated_tokens",
+    "Generated tokens of a completed request.",
+    LENGTH_BUCKETS,
 )
 PLANS = _counter(
     _SCHEDULER,

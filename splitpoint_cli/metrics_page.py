@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from splitpoint.metrics import Kind, Metric, Needs, Service, all_metrics, metrics_of
+from splitpoint_cli import metrics_elsewhere
 
 _HEAD = """\
 # Metrics
@@ -42,8 +43,8 @@ a scrape with HTTP 503 and a reason within 5 seconds, so that its target is down
 values of long ago.
 
 No name, help text, label or value is a prompt, a token, a text, a request id, a key or a tenant:
-labels are names of states, methods and reasons that are known beforehand, of workers, and of where
-their stores are.
+labels are names of states, methods and reasons that are known beforehand, of the model, of workers,
+and of where their stores are.
 
 Units are seconds, bytes, tokens, joules and watts; names that end in `_total` are counters since
 the process started, so ask for `rate(...)` or `increase(...)`. Shares are not measured but divided,
@@ -62,7 +63,7 @@ _TITLES = {
     Service.WORKER: "Workers",
     Service.SCHEDULER: "The scheduler",
 }
-_ALL = "All services"
+_COMMON = "Common to several services"
 
 
 def metrics() -> None:
@@ -72,13 +73,13 @@ def metrics() -> None:
 
 def page() -> str:
     """The whole page."""
-    everywhere = [each for each in all_metrics() if set(each.services) == set(Service)]
-    lines = [_HEAD, *_section(_ALL, everywhere)]
+    common = [each for each in all_metrics() if len(each.services) > 1]
+    lines = [_HEAD, *_section(_COMMON, common)]
     for service, title in _TITLES.items():
-        own = [each for each in metrics_of(service) if each not in everywhere]
+        own = [each for each in metrics_of(service) if each not in common]
         lines += _section(title, own)
     buckets = [each for each in all_metrics() if each.kind is Kind.HISTOGRAM]
-    return "\n".join([*lines, *_buckets(buckets)]).rstrip() + "\n"
+    return "\n".join([*lines, *_buckets(buckets), metrics_elsewhere.section()])
 
 
 def _section(title: str, listed: list[Metric]) -> Iterator[str]:
@@ -106,3 +107,4 @@ def _buckets(histograms: list[Metric]) -> Iterator[str]:
     yield "|---|---|"
     for metric in histograms:
         yield f"| `{metric.name}` | {' '.join(f'{bound:g}' for bound in metric.buckets)} |"
+    yield ""

@@ -69,9 +69,12 @@ def _of_worker(worker: LoadedWorker) -> Iterable[Reading]:
             worker.weights or "all on the device",
         ),
     )
+    yield Reading(metrics.MODEL_INFO, 1, (engine.model.shape.name,))
     yield Reading(metrics.WORKER_RUNNING, len(engine.roster.running))
-    yield Reading(metrics.WORKER_CACHE_BYTES, engine.cache.used_bytes, ("used",))
-    yield Reading(metrics.WORKER_CACHE_BYTES, engine.plan.cache_capacity_bytes, ("capacity",))
+    used, capacity = engine.cache.used_bytes, engine.plan.cache_capacity_bytes
+    yield Reading(metrics.WORKER_CACHE_BYTES, used, ("used",))
+    yield Reading(metrics.WORKER_CACHE_BYTES, capacity, ("capacity",))
+    yield Reading(metrics.WORKER_CACHE_USAGE, used / capacity)
     # A prefill is itself one of the batch.
     budget = engine.max_batch_size - 1 + engine.prefill_chunk_tokens
     yield Reading(metrics.WORKER_STEP_TOKEN_BUDGET, budget)

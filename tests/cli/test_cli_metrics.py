@@ -8,8 +8,9 @@ from pathlib import Path
 import yaml
 from typer.testing import CliRunner
 
-from splitpoint.metrics import Kind, Needs, Service, all_metrics, metrics_of
+from splitpoint.metrics import KAPPA_RATIO, Kind, Needs, Service, all_metrics, metrics_of
 from splitpoint_cli.main import app
+from splitpoint_cli.metrics_elsewhere import ROWS
 from splitpoint_cli.metrics_page import page
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -36,13 +37,15 @@ def test_every_metric_is_listed_once_under_its_service() -> None:
     for section in page().split("\n## ")[1:]:
         listed[section.partition("\n")[0]] = rows(section)
     named = {title: [cells[0].strip("`") for cells in found] for title, found in listed.items()}
-    common = named["All services"]
+    common = named["Common to several services"]
+    assert common == [each.name for each in all_metrics() if len(each.services) > 1]
     for title, service in (
         ("The store", Service.KVSTORE),
         ("Workers", Service.WORKER),
         ("The scheduler", Service.SCHEDULER),
     ):
-        assert sorted(common + named[title]) == sorted(each.name for each in metrics_of(service))
+        own = [each.name for each in metrics_of(service) if each.services == (service,)]
+        assert named[title] == own
     described = [
         cells for title, found in listed.items() if "Buckets" not in title for cells in found
     ]
@@ -68,6 +71,26 @@ def test_its_links_lead_somewhere() -> None:
     for target, heading in re.findall(r"\]\(([\w.-]+)#([\w-]+)\)", page()):
         titles = re.findall(r"^#+ (.*)$", (DOCS / target).read_text(), re.MULTILINE)
         assert heading in {title.lower().replace(" ", "-") for title in titles}
+
+
+def test_each_request_metric_has_its_row_beside_those_of_vllm_and_sglang() -> None:
+    table = page().partition("## Coming from vLLM or SGLang\n")[2]
+    shown = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in table.splitlines()
+        if line.startswith("|")
+    ][2:]
+    assert len(shown) == len(ROWS)
+    assert all(len(cells) == 5 for cells in shown), "a note would break its row"
+    for row in ROWS:
+        assert row.vllm or row.sglang
+        assert not re.search(r"vllm:|sglang:", row.vllm + row.sglang)
+    replaced = {metric for row in ROWS for metric in row.here}
+    assert {
+        metric
+        for metric in metrics_of(Service.SCHEDULER)
+        if metric.kind is Kind.HISTOGRAM and metric is not KAPPA_RATIO
+    } < replaced
 
 
 def test_its_configuration_has_the_jobs_and_labels_that_rules_and_dashboards_know() -> None:

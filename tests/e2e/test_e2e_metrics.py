@@ -317,6 +317,11 @@ def test_the_store_says_what_get_stats_says(scraped: Scraped) -> None:
     assert stats.match_hit_count > 0
 
 
+def test_the_model_has_one_name(scraped: Scraped) -> None:
+    for service in (Service.SCHEDULER, Service.WORKER):
+        assert scraped.values(service, m.MODEL_INFO) == {("stdlib-llama",): 1}
+
+
 def test_all_three_know_redis(scraped: Scraped) -> None:
     for service in Service:
         assert scraped.value(service, m.REDIS_UP) == 1
@@ -348,6 +353,12 @@ def test_the_scheduler_counts_what_its_clients_got(scraped: Scraped) -> None:
     assert value(m.REQUESTS_RUNNING) == value(m.REQUESTS_WAITING) == 0
     assert value(m.TTFT_SECONDS) == len(usages) + 1  # and the one that was left
     assert value(m.REQUEST_SECONDS) == len(usages)
+    for metric in (m.PREFILL_SECONDS, m.DECODE_SECONDS, m.TPOT_SECONDS):
+        assert value(metric) == len(usages)
+    lengths = scraped.values(Service.SCHEDULER, m.REQUEST_PROMPT_TOKENS, "_sum")
+    assert lengths[()] == value(m.PROMPT_TOKENS)
+    lengths = scraped.values(Service.SCHEDULER, m.REQUEST_GENERATED_TOKENS, "_sum")
+    assert lengths[()] == sum(usage.completion_tokens for usage in usages)
     finished = scraped.values(Service.SCHEDULER, m.REQUESTS_FINISHED)
     assert finished["length",] == len(usages)
     assert sum(finished.values()) == len(usages) + 1

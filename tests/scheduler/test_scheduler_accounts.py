@@ -87,6 +87,14 @@ async def test_tokens_and_times_of_completed_requests() -> None:
         assert value(running, metrics.ITL_SECONDS, part="_sum") == 3.0
         assert value(running, metrics.REQUEST_SECONDS, part="_sum") == 2.5 + 1.5
         assert value(running, metrics.QUEUE_SECONDS, part="_sum") == 0
+        assert value(running, metrics.PREFILL_SECONDS, part="_sum") == 0.5 + 0.5
+        assert value(running, metrics.DECODE_SECONDS, part="_sum") == 2.0 + 1.0
+        # Of each request its mean, and not of each gap.
+        assert value(running, metrics.TPOT_SECONDS, part="_count") == 2
+        assert value(running, metrics.TPOT_SECONDS, part="_sum") == 0.5 + 0.5
+        assert value(running, metrics.REQUEST_PROMPT_TOKENS, part="_sum") == 40
+        assert value(running, metrics.REQUEST_GENERATED_TOKENS, part="_sum") == 8
+        assert value(running, metrics.MODEL_INFO, "stdlib-llama") == 1
         assert value(running, metrics.GENERATED_TOKENS) == 8
         assert value(running, metrics.REQUESTS_FINISHED, "length") == 2
         # 16 of 20 prompt tokens are cached.
@@ -110,6 +118,33 @@ def test_tokens_that_come_together_are_one_gap_and_a_slow_reader_is_none() -> No
     accounts.tokens_came(times, 1, 60.5)
     assert seen[2:] == [(Sample.ITL, 0.5)]
     assert (accounts.generated_tokens, accounts.itl_count, accounts.itl_seconds) == (7, 2, 1.5)
+
+
+def test_the_phases_of_a_request_add_up_and_one_token_has_no_tpot() -> None:
+    seen: dict[Sample, float] = {}
+    accounts = Accounts(0.0, seen.__setitem__)
+    message = scheduler_pb2.GenerateComplete(
+        queue_seconds=3.0,
+        ttft_seconds=5.0,
+        total_seconds=9.0,
+        usage=scheduler_pb2.Usage(prompt_tokens=70, completion_tokens=1),
+    )
+    accounts.completed(message)
+    assert seen == {
+        Sample.REQUEST: 9.0,
+        Sample.PREFILL: 2.0,
+        Sample.DECODE: 4.0,
+        Sample.PROMPT_TOKENS: 70,
+        Sample.GENERATED_TOKENS: 1,
+    }
+    message.usage.completion_tokens = 5
+    accounts.completed(message)
+    assert seen[Sample.TPOT] == 1.0
+
+
+def test_requests_of_two_hours_have_a_bucket() -> None:
+    assert metrics.REQUEST_SECONDS.buckets[-1] == 7680
+    assert metrics.DECODE_SECONDS.buckets[-1] == 7680
 
 
 # -- those that were turned away, and those that failed ---------------------------------------

@@ -155,7 +155,17 @@ async def test_a_scrape_tells_what_a_worker_and_its_store_did(folder: Path, tmp_
         assert after[metrics.PREDICTION_RATIO, {"what": "restore"}] == 1
         assert after[metrics.WORKER_RUNNING] == 0
         assert after[metrics.WORKER_CACHE_BYTES, {"kind": "used"}] == 0
+        assert after[metrics.WORKER_CACHE_USAGE] == 0
         assert after[metrics.LINK_RATE] == worker.profile.link_bytes_per_second
+        assert after[metrics.MODEL_INFO, {"model_name": folder.name}] == 1
+
+        running = stack.client.generate(PROMPT, max_tokens=64, ignore_eos=True)
+        await anext(running)
+        during = scrape(meters)
+        used = during[metrics.WORKER_CACHE_BYTES, {"kind": "used"}]
+        capacity = during[metrics.WORKER_CACHE_BYTES, {"kind": "capacity"}]
+        assert during[metrics.WORKER_CACHE_USAGE] == used / capacity > 0
+        await running.close()
 
         await stack.kill_store()
         async with asyncio.timeout(20):

@@ -13,6 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from splitpoint.checkpoints import model_name
 from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import DataType, ModelShape, read_config
 
@@ -95,7 +96,7 @@ class DecoderConfig:
     @classmethod
     def read(cls, folder: Path, data_type: DataType | None = None) -> DecoderConfig:
         """From a checkpoint folder. Raises InvalidArgument."""
-        return cls.parse(read_config(folder), name=folder.name, data_type=data_type)
+        return cls.parse(read_config(folder), name=model_name(folder), data_type=data_type)
 
     @classmethod
     def parse(
