@@ -23,7 +23,8 @@ TARGET_LABELS = {
 # Made by Prometheus itself.
 _OWN = {
     "up": frozenset({"job", "instance", "worker", "host"}),
-    "ALERTS": frozenset({"alertname", "alertstate", "severity"}),
+    # Those of the rule, and what is left of those of the series that it asks for.
+    "ALERTS": frozenset({"alertname", "alertstate", "severity", "worker", "instance"}),
 }
 _SETS = ("and", "or", "unless")
 

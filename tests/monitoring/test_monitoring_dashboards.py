@@ -6,15 +6,18 @@ import itertools
 import json
 import re
 from collections import Counter
+from typing import Any
 
 import pytest
 import yaml
 from query_labels import labels_of_query
 
+from scheduler_service.accounts import Outcome
 from splitpoint.metrics import Needs
 from tools.monitoring.dashboards import DASHBOARDS, FOLDER, files
 from tools.monitoring.grafana_json import DATASOURCE_UID, description_of, marked_title
 from tools.monitoring.needs import ROOT, needs_of, panel_needs, recording_rules
+from tools.monitoring.overview import OVERVIEW
 from tools.monitoring.panels import Dashboard, Form, Panel, Query, Unit
 
 RULES = recording_rules()
@@ -69,6 +72,77 @@ def test_legends_name_labels_of_their_answers(dashboard: Dashboard) -> None:
             named = set(re.findall(r"\{\{(\w+)\}\}", query.legend))
             missing = named - labels_of_query(query.plain(), RULES)
             assert not missing, f"{panel.title}: {query.legend}"
+
+
+@EVERY
+def test_legends_tell_series_apart(dashboard: Dashboard) -> None:
+    """Two schedulers, stores or workers give two lines: their names must differ."""
+    for panel in dashboard.panels():
+        for query in panel.queries:
+            fixed = set(re.findall(r'(\w+)="', query.expr))
+            labels = labels_of_query(query.plain(), RULES) - fixed - {"job", "host"}
+            if "worker" in labels:
+                labels -= {"instance"}
+            named = set(re.findall(r"\{\{(\w+)\}\}", query.legend))
+            assert labels <= named, f"{panel.title}: {query.legend}"
+
+
+def test_workers_are_green_only_when_all_are_ready() -> None:
+    panel = loaded_panel("overview", "Workers ready, of those known")
+    steps = panel["fieldConfig"]["defaults"]["thresholds"]["steps"]
+
+    def colour(share: float) -> str:
+        *_, last = (s["color"] for s in steps if s["value"] is None or s["value"] <= share)
+        return str(last)
+
+    assert [colour(share) for share in (0, 0.5, 0.99, 1)] == ["red", "orange", "orange", "green"]
+
+
+def test_outcomes_have_colours_that_say_whether_they_are_good() -> None:
+    panel = loaded_panel("overview", "Requests by how they ended")
+    colours = {
+        override["matcher"]["options"]: override["properties"][0]["value"]["fixedColor"]
+        for override in panel["fieldConfig"]["overrides"]
+    }
+    assert set(colours) == {*(outcome.value for outcome in Outcome), "B"}
+    (rejected,) = (target for target in panel["targets"] if target["refId"] == "B")
+    assert rejected["legendFormat"] == "rejected"
+    good = {name for name, colour in colours.items() if "green" in colour}
+    assert good == {"stop", "length"}
+    assert {name for name, colour in colours.items() if "red" in colour} == {"error", "B"}
+
+
+@EVERY
+def test_bounds_are_drawn(dashboard: Dashboard) -> None:
+    for panel in dashboard.panels():
+        if panel.form in (Form.LINES, Form.STACK):
+            has_bounds = panel.warn is not None or panel.alarm is not None
+            title = marked_title(panel, RULES)
+            custom = loaded_panel(dashboard.name, title)["fieldConfig"]["defaults"]["custom"]
+            assert (custom["thresholdsStyle"]["mode"] == "dashed") == has_bounds, title
+    assert any(panel.alarm for panel in dashboard.panels())
+
+
+def test_what_alerts_watch_has_its_bound_in_the_overview() -> None:
+    """A line where the alert fires."""
+    panels = {panel.title: panel for panel in OVERVIEW.panels()}
+    assert panels["Time to first token"].alarm == 10
+    assert panels["Queue"].alarm == 0.8
+
+
+def test_the_overview_lists_alerts() -> None:
+    panel = loaded_panel("overview", "Alerts")
+    assert panel["type"] == "table"
+    (target,) = panel["targets"]
+    assert "ALERTS{" in target["expr"]
+    assert target["instant"] is True
+    assert target["format"] == "table"
+
+
+def loaded_panel(dashboard: str, title: str) -> dict[str, Any]:
+    panels: list[dict[str, Any]] = json.loads((FOLDER / f"{dashboard}.json").read_text())["panels"]
+    (panel,) = (each for each in panels if each["title"] == title)
+    return panel
 
 
 def test_the_datasource_is_the_provisioned_one() -> None:

@@ -7,12 +7,12 @@ difference that somebody made.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from splitpoint.metrics import Needs
 from tools.monitoring.needs import needs_of, panel_needs
-from tools.monitoring.panels import FULL_WIDTH, Dashboard, Form, Panel, Query
+from tools.monitoring.panels import FULL_WIDTH, Dashboard, Form, Panel
 
 Json = dict[str, Any]
 
@@ -20,7 +20,14 @@ Json = dict[str, Any]
 DATASOURCE_UID = "splitpoint-prometheus"
 TAG = "splitpoint"
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
-_HEIGHTS = {Form.LINES: 8, Form.STACK: 8, Form.NUMBER: 4, Form.NAMES: 4}
+_TYPES = {
+    Form.LINES: "timeseries",
+    Form.STACK: "timeseries",
+    Form.NUMBER: "stat",
+    Form.NAMES: "stat",
+    Form.TABLE: "table",
+}
+_HEIGHTS = {Form.LINES: 8, Form.STACK: 8, Form.NUMBER: 4, Form.NAMES: 4, Form.TABLE: 6}
 # Behind a title, of what has no answer without it.
 _MARKS = {
     Needs.REDIS: "Redis",
@@ -30,6 +37,24 @@ _MARKS = {
     Needs.EMULATED_LINK: "GPU or emulated link",
 }
 _GREEN, _YELLOW, _RED = "green", "orange", "red"
+# A table's time is now, and its value 1.
+_LABELS_ONLY = {"id": "organize", "options": {"excludeByName": {"Time": True, "Value": True}}}
+_SEVERITY_COLOURS = [
+    {"id": "custom.cellOptions", "value": {"type": "color-text"}},
+    {
+        "id": "mappings",
+        "value": [
+            {
+                "type": "value",
+                "options": {
+                    "critical": {"color": _RED, "index": 0},
+                    "warning": {"color": _YELLOW, "index": 1},
+                    "info": {"color": "blue", "index": 2},
+                },
+            }
+        ],
+    },
+]
 
 
 def dashboard_text(dashboard: Dashboard, rules: Mapping[str, str]) -> str:
@@ -151,18 +176,18 @@ def _row(number: int, title: str, top: int) -> Json:
 
 
 def _panel(panel: Panel, rules: Mapping[str, str]) -> Json:
-    is_number = panel.form in (Form.NUMBER, Form.NAMES)
     return {
-        "type": "stat" if is_number else "timeseries",
+        "type": _TYPES[panel.form],
         "title": marked_title(panel, rules),
         "description": description_of(panel, rules),
         "datasource": _SOURCE,
         "fieldConfig": {
             "defaults": _defaults(panel, rules),
-            "overrides": [] if is_number else list(_limit_lines(panel.queries)),
+            "overrides": list(_overrides(panel)),
         },
-        "options": _number_options(panel) if is_number else _line_options(),
-        "targets": [_target(index, query) for index, query in enumerate(panel.queries)],
+        "options": _options(panel),
+        "targets": [_target(index, panel) for index in range(len(panel.queries))],
+        **({"transformations": [_LABELS_ONLY]} if panel.form is Form.TABLE else {}),
     }
 
 
@@ -190,7 +215,9 @@ def _defaults(panel: Panel, rules: Mapping[str, str]) -> Json:
         defaults["max"] = panel.top
     if needs := _needs(panel, rules):
         defaults["noValue"] = f"needs {' and '.join(sorted(needs))}"
-    if panel.form in (Form.NUMBER, Form.NAMES):
+    if panel.form is Form.TABLE:
+        defaults["noValue"] = "none"
+    if panel.form not in (Form.LINES, Form.STACK):
         defaults["color"] = {"mode": "thresholds"}
         return defaults
     is_stack = panel.form is Form.STACK
@@ -221,17 +248,43 @@ def _steps(panel: Panel) -> list[Json]:
     ]
 
 
-def _limit_lines(queries: Iterable[Query]) -> Iterator[Json]:
-    for index, query in enumerate(queries):
+def _overrides(panel: Panel) -> Iterator[Json]:
+    """Of single queries, then of single legends."""
+    for index, query in enumerate(panel.queries):
+        properties: list[Json] = []
         if query.is_limit:
-            yield {
-                "matcher": {"id": "byFrameRefID", "options": _letter(index)},
-                "properties": [
-                    {"id": "custom.lineStyle", "value": {"fill": "dash", "dash": [8, 6]}},
-                    {"id": "custom.fillOpacity", "value": 0},
-                    {"id": "custom.stacking", "value": {"mode": "none", "group": "A"}},
-                ],
-            }
+            properties += [
+                {"id": "custom.lineStyle", "value": {"fill": "dash", "dash": [8, 6]}},
+                {"id": "custom.fillOpacity", "value": 0},
+                {"id": "custom.stacking", "value": {"mode": "none", "group": "A"}},
+            ]
+        if query.unit is not None:
+            properties.append({"id": "unit", "value": query.unit})
+        if query.colour:
+            properties.append(_fixed(query.colour))
+        if properties:
+            matcher = {"id": "byFrameRefID", "options": _letter(index)}
+            yield {"matcher": matcher, "properties": properties}
+    for legend, colour in panel.colours.items():
+        matcher = {"id": "byName", "options": legend}
+        yield {"matcher": matcher, "properties": [_fixed(colour)]}
+    if panel.form is Form.TABLE:
+        matcher = {"id": "byName", "options": "severity"}
+        yield {"matcher": matcher, "properties": _SEVERITY_COLOURS}
+
+
+def _fixed(colour: str) -> Json:
+    return {"id": "color", "value": {"mode": "fixed", "fixedColor": colour}}
+
+
+def _options(panel: Panel) -> Json:
+    match panel.form:
+        case Form.TABLE:
+            return {"showHeader": True, "sortBy": [{"displayName": "severity", "desc": False}]}
+        case Form.NUMBER | Form.NAMES:
+            return _number_options(panel)
+        case _:
+            return _line_options()
 
 
 def _line_options() -> Json:
@@ -259,15 +312,17 @@ def _number_options(panel: Panel) -> Json:
     }
 
 
-def _target(index: int, query: Query) -> Json:
+def _target(index: int, panel: Panel) -> Json:
+    query, is_table = panel.queries[index], panel.form is Form.TABLE
     return {
         "refId": _letter(index),
         "datasource": _SOURCE,
         "editorMode": "code",
         "expr": query.expr,
         "legendFormat": query.legend,
-        "range": True,
-        "instant": False,
+        "range": not is_table,
+        "instant": is_table,
+        **({"format": "table"} if is_table else {}),
     }
 
 

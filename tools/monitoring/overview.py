@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-from tools.monitoring.panels import Dashboard, Form, Panel, Query, Row, Unit
+from tools.monitoring.panels import Dashboard, Form, Panel, Query, Row, Unit, quantile
 
 _NOW = Row(
     "Now",
     (
         Panel(
-            "Workers ready",
-            Unit.NUMBER,
-            "Workers that take requests. 0: nobody is served; see the scheduler's dashboard, "
-            "`splitpoint status`, and the log of the worker that is missing.",
-            (Query("sum(splitpoint_worker_ready)", "ready"),),
+            "Workers ready, of those known",
+            Unit.SHARE,
+            "Green only when all known workers take requests. Orange: the others serve; see "
+            "`splitpoint status` and the log of the worker that is missing. Red: no request is "
+            "served.",
+            (
+                Query("avg(max by (worker) (splitpoint_worker_ready))", "share"),
+                Query(
+                    "sum(max by (worker) (splitpoint_worker_ready))",
+                    "ready",
+                    unit=Unit.NUMBER,
+                    colour="text",
+                ),
+                Query(
+                    "count(max by (worker) (splitpoint_worker_ready))",
+                    "known",
+                    unit=Unit.NUMBER,
+                    colour="text",
+                ),
+            ),
             Form.NUMBER,
-            width=4,
+            width=6,
             warn=1,
-            alarm=1,
+            alarm=0.001,
             low_is_bad=True,
         ),
         Panel(
@@ -25,7 +40,7 @@ _NOW = Row(
             "Requests placed on a worker.",
             (Query("sum(splitpoint_requests_running)", "running"),),
             Form.NUMBER,
-            width=4,
+            width=3,
         ),
         Panel(
             "Queue",
@@ -34,7 +49,7 @@ _NOW = Row(
             "workers, or callers that come back later.",
             (Query("scheduler:queue_fill:ratio", "{{instance}}"),),
             Form.NUMBER,
-            width=4,
+            width=3,
             warn=0.5,
             alarm=0.8,
         ),
@@ -70,6 +85,21 @@ _NOW = Row(
             width=4,
             top=1,
         ),
+        Panel(
+            "Alerts",
+            Unit.NUMBER,
+            "Alerts that fire, or are pending: their condition holds, but not for long enough. "
+            "What to do about each: docs/monitoring.md.",
+            (
+                Query(
+                    "max by (severity, alertstate, alertname, worker, instance) "
+                    '(ALERTS{alertname=~"Splitpoint.*"})',
+                    "{{severity}} {{alertstate}} {{alertname}} {{worker}} {{instance}}",
+                ),
+            ),
+            Form.TABLE,
+            width=24,
+        ),
     ),
 )
 
@@ -83,10 +113,11 @@ _LATENCY = Row(
             "requests than the workers can take. High without it: prefills are long; see what "
             "share is cached.",
             (
-                Query("scheduler:ttft_seconds:p50_rate1m", "p50"),
-                Query("scheduler:ttft_seconds:p95_rate1m", "p95"),
-                Query("scheduler:ttft_seconds:p99_rate1m", "p99"),
+                Query("scheduler:ttft_seconds:p50_rate1m", "p50 {{instance}}"),
+                Query("scheduler:ttft_seconds:p95_rate1m", "p95 {{instance}}"),
+                Query("scheduler:ttft_seconds:p99_rate1m", "p99 {{instance}}"),
             ),
+            warn=2.5,
             alarm=10,
         ),
         Panel(
@@ -95,10 +126,12 @@ _LATENCY = Row(
             "Gaps between a request's tokens. A high p99 beside a low p50: prefills of others come "
             "between (a smaller --prefill-chunk). All of it high: the step is slow.",
             (
-                Query("scheduler:itl_seconds:p50_rate1m", "p50"),
-                Query("scheduler:itl_seconds:p95_rate1m", "p95"),
-                Query("scheduler:itl_seconds:p99_rate1m", "p99"),
+                Query("scheduler:itl_seconds:p50_rate1m", "p50 {{instance}}"),
+                Query("scheduler:itl_seconds:p95_rate1m", "p95 {{instance}}"),
+                Query("scheduler:itl_seconds:p99_rate1m", "p99 {{instance}}"),
             ),
+            warn=0.2,
+            alarm=1,
         ),
         Panel(
             "In the queue, and in all",
@@ -106,12 +139,52 @@ _LATENCY = Row(
             "Arrival to placement, and arrival to last token, p95. Where the first comes near the "
             "second, requests wait for memory: see the VRAM ledger.",
             (
-                Query("scheduler:queue_seconds:p95_rate1m", "queue p95"),
+                Query("scheduler:queue_seconds:p95_rate1m", "queue p95 {{instance}}"),
                 Query(
-                    "histogram_quantile(0.95, sum by (le) "
-                    "(rate(splitpoint_request_seconds_bucket[$__rate_interval])))",
-                    "whole request p95",
+                    quantile(0.95, "splitpoint_request_seconds", "instance"),
+                    "whole request p95 {{instance}}",
                 ),
+            ),
+        ),
+        Panel(
+            "Prefill and decode",
+            Unit.SECONDS,
+            "Placement to first token, and first to last token, of completed requests. Long "
+            "prefills: see what share of the prompts is cached. Long decodes: many tokens, or "
+            "slow ones (next panel).",
+            tuple(
+                Query(
+                    quantile(share, f"splitpoint_{phase}_seconds", "instance"),
+                    f"{phase} {name} {{{{instance}}}}",
+                )
+                for phase in ("prefill", "decode")
+                for share, name in ((0.5, "p50"), (0.95, "p95"))
+            ),
+        ),
+        Panel(
+            "Time per output token",
+            Unit.SECONDS,
+            "TPOT: the mean of each completed request, first token left out. What a reader feels "
+            "as speed; single long gaps show in the panel between tokens.",
+            tuple(
+                Query(
+                    quantile(share, "splitpoint_tpot_seconds", "instance"),
+                    f"{name} {{{{instance}}}}",
+                )
+                for share, name in ((0.5, "p50"), (0.95, "p95"), (0.99, "p99"))
+            ),
+            warn=0.2,
+            alarm=1,
+        ),
+        Panel(
+            "Length of prompts and answers",
+            Unit.NUMBER,
+            "Tokens of completed requests. Longer ones than before explain longer times; a look "
+            "at the other panels then explains the rest.",
+            tuple(
+                Query(quantile(share, f"splitpoint_request_{what}_tokens", ""), f"{what} {name}")
+                for what in ("prompt", "generated")
+                for share, name in ((0.5, "p50"), (0.95, "p95"))
             ),
         ),
     ),
@@ -147,10 +220,18 @@ _THROUGHPUT = Row(
                     "{{outcome}}",
                 ),
                 Query(
-                    "sum(rate(splitpoint_requests_rejected_total[$__rate_interval]))", "rejected"
+                    "sum(rate(splitpoint_requests_rejected_total[$__rate_interval]))",
+                    "rejected",
+                    colour="dark-red",
                 ),
             ),
             Form.STACK,
+            colours={
+                "stop": "green",
+                "length": "dark-green",
+                "abandoned": "orange",
+                "error": "red",
+            },
         ),
         Panel(
             "Running and waiting",
@@ -223,7 +304,15 @@ _HEALTH = Row(
                 ),
             ),
             Form.NAMES,
-            width=12,
+            width=6,
+        ),
+        Panel(
+            "Model",
+            Unit.NUMBER,
+            "The model that is served; more than one: several stacks, or an upgrade.",
+            (Query("max by (model_name) (splitpoint_model_info)", "{{model_name}}"),),
+            Form.NAMES,
+            width=6,
         ),
     ),
 )

@@ -6,8 +6,8 @@ Knows neither Grafana's JSON (grafana_json.py) nor where answers come from.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 # What Grafana fills in.
 RATE_INTERVAL = "$__rate_interval"
@@ -25,7 +25,7 @@ class Unit(enum.StrEnum):
     BYTES = "bytes"
     BYTES_PER_SECOND = "Bps"
     PER_SECOND = "cps"
-    TOKENS_PER_SECOND = "suffix: tok/s"
+    TOKENS_PER_SECOND = "si:tok/s"
     FLOPS = "flops"
     WATTS = "watt"
     JOULES = "joule"
@@ -42,6 +42,8 @@ class Form(enum.StrEnum):
     NUMBER = "stat"
     # The labels are the message, the value is always 1.
     NAMES = "names"
+    # As NAMES, a row for each series.
+    TABLE = "table"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +52,15 @@ class Query:
 
     Attributes:
         is_limit: a line to stay below, drawn dashed and never stacked.
+        unit: None: the panel's.
+        colour: Grafana's name; empty: chosen by Grafana, or by the panel's bounds.
     """
 
     expr: str
     legend: str
     is_limit: bool = False
+    unit: Unit | None = None
+    colour: str = ""
 
     def plain(self, window: str = "1m") -> str:
         """Without variables: every worker, rates over `window`."""
@@ -71,6 +77,7 @@ class Panel:
         warn, alarm: from there on yellow and red; below instead of above, where
             `low_is_bad`.
         top: of the axis; None: whatever the values need.
+        colours: Grafana's names by legend, where they mean something.
     """
 
     title: str
@@ -83,6 +90,7 @@ class Panel:
     alarm: float | None = None
     low_is_bad: bool = False
     top: float | None = None
+    colours: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.queries:
@@ -95,6 +103,14 @@ class Panel:
             is_falling = self.alarm < self.warn
             if is_falling != self.low_is_bad:
                 raise ValueError(f"{self.title}: the alarm lies on the wrong side of the warning")
+
+
+def quantile(share: float, metric: str, by: str) -> str:
+    """PromQL: of a histogram, over Grafana's interval; `by`: labels to keep, or nothing."""
+    labels = ", ".join(filter(None, (by, "le")))
+    return (
+        f"histogram_quantile({share}, sum by ({labels}) (rate({metric}_bucket[{RATE_INTERVAL}])))"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.monitoring.panels import Dashboard, Form, Panel, Query, Row, Unit
+from tools.monitoring.panels import Dashboard, Form, Panel, Query, Row, Unit, quantile
 
 _MEMORY = Row(
     "What do requests wait for?",
@@ -43,13 +43,25 @@ _MEMORY = Row(
             ),
         ),
         Panel(
+            "Cache on the device in use",
+            Unit.SHARE,
+            "Used over capacity of each worker, as vLLM's cache usage. At 100 % further requests "
+            "wait, or stream.",
+            (Query('splitpoint_worker_cache_usage_ratio{worker=~"$worker"}', "worker {{worker}}"),),
+            top=1,
+        ),
+        Panel(
             "Slots promised to streamed requests",
             Unit.NUMBER,
             "And how many a store has (dashed). At the limit further streamed requests wait: a "
             "larger arena.",
             (
-                Query('splitpoint_ledger_slots{kind="charged"}', "charged"),
-                Query('splitpoint_ledger_slots{kind="capacity"}', "capacity", is_limit=True),
+                Query('splitpoint_ledger_slots{kind="charged"}', "charged {{store}} {{instance}}"),
+                Query(
+                    'splitpoint_ledger_slots{kind="capacity"}',
+                    "capacity {{store}} {{instance}}",
+                    is_limit=True,
+                ),
             ),
         ),
         Panel(
@@ -57,8 +69,8 @@ _MEMORY = Row(
             Unit.NUMBER,
             "Requests that wait, and the most that may (dashed).",
             (
-                Query("splitpoint_requests_waiting", "waiting"),
-                Query("splitpoint_queue_capacity", "capacity", is_limit=True),
+                Query("splitpoint_requests_waiting", "waiting {{instance}}"),
+                Query("splitpoint_queue_capacity", "capacity {{instance}}", is_limit=True),
             ),
         ),
         Panel(
@@ -66,12 +78,8 @@ _MEMORY = Row(
             Unit.SECONDS,
             "Arrival to placement.",
             (
-                Query(
-                    "histogram_quantile(0.5, sum by (le) "
-                    "(rate(splitpoint_queue_seconds_bucket[$__rate_interval])))",
-                    "p50",
-                ),
-                Query("scheduler:queue_seconds:p95_rate1m", "p95"),
+                Query(quantile(0.5, "splitpoint_queue_seconds", "instance"), "p50 {{instance}}"),
+                Query("scheduler:queue_seconds:p95_rate1m", "p95 {{instance}}"),
             ),
         ),
         Panel(

@@ -30,10 +30,10 @@ _ROOM = Row(
             "(dashed). Near all of them: nothing can be evicted; a larger arena (--host-memory) or "
             "fewer requests at once.",
             (
-                Query("sum by (instance) (splitpoint_store_leased_slots)", "leased"),
+                Query("sum by (instance) (splitpoint_store_leased_slots)", "leased {{instance}}"),
                 Query(
                     'sum by (instance) (splitpoint_store_slots{state="sealed"})',
-                    "sealed",
+                    "sealed {{instance}}",
                     is_limit=True,
                 ),
             ),
@@ -57,8 +57,8 @@ _ROOM = Row(
             "Open leases grow without requests that run: a leak, please report it. Sessions: "
             "attached workers; fewer than workers: somebody lost the store.",
             (
-                Query("splitpoint_store_leases", "leases"),
-                Query("splitpoint_store_sessions", "attached workers"),
+                Query("splitpoint_store_leases", "leases {{instance}}"),
+                Query("splitpoint_store_sessions", "attached workers {{instance}}"),
             ),
         ),
         Panel(
@@ -76,8 +76,8 @@ _ROOM = Row(
             (
                 Query(
                     "splitpoint_store_info",
-                    "{{encoding}}, {{eviction_policy}}, {{chunk_tokens}} tokens a chunk, "
-                    "activations: {{activations}}, {{memory}}",
+                    "{{instance}}: {{encoding}}, {{eviction_policy}}, {{chunk_tokens}} tokens a "
+                    "chunk, activations: {{activations}}, {{memory}}",
                 ),
             ),
             Form.NAMES,
@@ -95,8 +95,10 @@ _HITS = Row(
             "The cache's worth. Low although prompts repeat: evicted before they come back (next "
             "row), other salts or tenants, or prompts that differ near their beginning.",
             (
-                Query("store:prefix_hit_tokens:ratio_rate1m", "tokens"),
-                Query("store:prefix_hit_matches:ratio_rate1m", "look-ups with any hit"),
+                Query("store:prefix_hit_tokens:ratio_rate1m", "tokens {{instance}}"),
+                Query(
+                    "store:prefix_hit_matches:ratio_rate1m", "look-ups with any hit {{instance}}"
+                ),
             ),
             top=1,
         ),
@@ -155,6 +157,7 @@ _HITS = Row(
                 ),
             ),
             Form.STACK,
+            colours={"stored": "green", "unwanted": "blue", "failed": "red"},
         ),
         Panel(
             "To and from other hosts",
@@ -205,7 +208,7 @@ _EVICTION = Row(
             "Evicted unused",
             Unit.SHARE,
             "Share of evicted chunks that nobody had used again.",
-            (Query("store:evicted_unused:ratio_rate1m", "unused"),),
+            (Query("store:evicted_unused:ratio_rate1m", "unused {{instance}}"),),
             warn=0.5,
             alarm=0.8,
             top=1,
@@ -216,7 +219,7 @@ _EVICTION = Row(
             Unit.SECONDS,
             "From sealing on, of chunks evicted in the last minute. Shorter than the time until "
             "prompts come back: a larger arena.",
-            (Query("store:evicted_age_seconds:mean_rate1m", "mean"),),
+            (Query("store:evicted_age_seconds:mean_rate1m", "mean {{instance}}"),),
             width=4,
         ),
     ),

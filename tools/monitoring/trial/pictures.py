@@ -64,12 +64,13 @@ def picture_of(dashboard: Dashboard, ask: Ask, start: float, subtitle: str) -> F
 
 def _draw(axes: Axes, panel: Panel, ask: Ask, start: float) -> None:
     scale, unit = _SCALES[panel.unit]
-    stacked: list[tuple[str, Series]] = []
+    stacked: list[tuple[str, Series, str]] = []
     for query in panel.queries:
         for series in ask(query.plain(WINDOW)):
             name = legend(query, series.labels)
             if panel.form is Form.STACK:
-                stacked.append((name, series))
+                colour = query.colour or panel.colours.get(name, "")
+                stacked.append((name, series, colour.replace("dark-", "dark")))
             else:
                 axes.plot(
                     [at - start for at, _ in series.points],
@@ -80,6 +81,10 @@ def _draw(axes: Axes, panel: Panel, ask: Ask, start: float) -> None:
                 )
     if stacked:
         _stack(axes, stacked, start, scale)
+    for bound, colour in ((panel.warn, "orange"), (panel.alarm, "red")):
+        # Far above all values it would only flatten them.
+        if bound is not None and bound / scale < 2 * axes.get_ylim()[1]:
+            axes.axhline(bound / scale, color=colour, linewidth=0.8, linestyle=":")
     axes.set_title(panel.title, fontsize=11, loc="left")
     axes.set_ylabel(unit, fontsize=9)
     # Room for the legend above the lines.
@@ -90,17 +95,23 @@ def _draw(axes: Axes, panel: Panel, ask: Ask, start: float) -> None:
         axes.legend(fontsize=7.5, loc="upper left", ncols=2)
 
 
-def _stack(axes: Axes, stacked: Sequence[tuple[str, Series]], start: float, scale: float) -> None:
+def _stack(
+    axes: Axes, stacked: Sequence[tuple[str, Series, str]], start: float, scale: float
+) -> None:
     """Series that are 0 throughout only fill the legend, and are left out."""
-    shown = [(name, series) for name, series in stacked if any(value for _, value in series.points)]
-    times = sorted({at for _, series in shown for at, _ in series.points})
+    shown = [each for each in stacked if any(value for _, value in each[1].points)]
+    times = sorted({at for _, series, _ in shown for at, _ in series.points})
     rows = []
-    for _, series in shown:
+    for _, series, _ in shown:
         values = dict(series.points)
         rows.append([values.get(at, 0.0) / scale for at in times])
     if rows:
         axes.stackplot(
-            [at - start for at in times], rows, labels=[name for name, _ in shown], alpha=0.75
+            [at - start for at in times],
+            rows,
+            labels=[name for name, _, _ in shown],
+            colors=[colour or f"C{index}" for index, (_, _, colour) in enumerate(shown)],
+            alpha=0.75,
         )
 
 
