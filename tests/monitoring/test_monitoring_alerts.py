@@ -24,15 +24,19 @@ EVERY = pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert["alert"
 def test_an_alert_says_how_bad_it_is_and_what_to_do(alert: dict[str, Any]) -> None:
     assert alert["alert"].startswith("Splitpoint")
     assert alert["labels"]["severity"] in ("info", "warning", "critical")
-    assert set(alert["annotations"]) == {"summary", "description", "runbook"}
+    assert set(alert["annotations"]) == {"summary", "description", "runbook_url"}
     numbers = re.search(r"\d|\$value", alert["annotations"]["description"])
     assert numbers, "a description has numbers"
 
 
 @EVERY
 def test_its_runbook_is_there(alert: dict[str, Any]) -> None:
-    path, _, anchor = alert["annotations"]["runbook"].partition("#")
-    assert f'<a id="{anchor}"></a>' in (ROOT / path).read_text()
+    path, _, anchor = alert["annotations"]["runbook_url"].partition("#")
+    assert anchor == alert["alert"].lower()
+    (row,) = re.findall(rf'^\| <a id="{anchor}"></a>.*$', (ROOT / path).read_text(), re.MULTILINE)
+    name, *_ = row.strip("| ").split(" | ")
+    assert alert["alert"] in name
+    assert alert["labels"]["severity"] in name
 
 
 @EVERY
@@ -52,10 +56,25 @@ def test_it_is_tested_both_ways(alert: dict[str, Any]) -> None:
         for test in case.get("alert_rule_test", ())
         if test["alertname"] == alert["alert"]
     ]
-    assert any(test.get("exp_alerts") for test in tests), "nowhere does it fire"
+    fired = [each["exp_labels"] for test in tests for each in test.get("exp_alerts", ())]
+    severity = alert["labels"]["severity"]
+    assert any(labels["severity"] == severity for labels in fired), "nowhere does it fire"
     assert any(not test.get("exp_alerts") for test in tests), "nowhere is it silent"
 
 
 def test_the_table_has_no_other_alerts() -> None:
     rows = re.findall(r'<a id="(\w+)"></a>', (ROOT / "docs" / "monitoring.md").read_text())
-    assert sorted(rows) == sorted(alert["alert"].lower() for alert in ALERTS)
+    assert len(set(rows)) == len(rows)
+    assert set(rows) == {alert["alert"].lower() for alert in ALERTS}
+
+
+def test_one_lost_worker_is_not_critical() -> None:
+    """What asks for single workers pages only if the store's data or requests are at stake."""
+    critical = {
+        alert["alert"]
+        for alert in ALERTS
+        if alert["labels"]["severity"] == "critical"
+        and re.search(r'splitpoint_worker_|job=~?"[^"]*worker', alert["expr"])
+    }
+    # No worker at all; and a worker that serves without its store.
+    assert critical == {"SplitpointNoWorkerReady", "SplitpointStoreAway"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tools.monitoring.trial.answers import answers
 from tools.monitoring.trial.pictures import DRAWN, legend, picture_of
 from tools.monitoring.trial.processes import free_ports, running, worker_process
 from tools.monitoring.trial.prometheus import Series, Target, configuration_for, wait_until
+from tools.monitoring.trial.troubles import EXPECTED_ALERTS, wrong_alerts
 
 TARGETS = [
     Target("kvstore", "127.0.0.1:1", {}),
@@ -51,6 +53,19 @@ def test_a_query_without_an_answer_is_seen() -> None:
     (nothing,) = (answer for answer in found if answer.sample is None)
     assert (nothing.place, nothing.panel) == ("store", "Starts on this arena")
     assert {answer.sample for answer in found if answer != nothing} == {2.0}
+
+
+def test_a_trouble_fires_once_and_pages_only_when_requests_fail() -> None:
+    right = Counter(EXPECTED_ALERTS)
+    assert list(wrong_alerts(right)) == []
+    four = right + Counter({("SplitpointRedisAway", "warning"): 3})
+    assert list(wrong_alerts(four)) == ["SplitpointRedisAway (warning) fires 4 times, not once"]
+    paging = Counter({("SplitpointScrapeFailing", "critical"): 1})
+    del right["SplitpointScrapeFailing", "warning"]
+    assert list(wrong_alerts(right + paging)) == [
+        "SplitpointScrapeFailing (warning) fires 0 times, not once",
+        "SplitpointScrapeFailing is critical, although requests are served",
+    ]
 
 
 def test_legends_are_filled_in() -> None:

@@ -33,7 +33,7 @@ from tools.monitoring.trial.pictures import DRAWN, WINDOW, picture_of
 from tools.monitoring.trial.processes import worker_process
 from tools.monitoring.trial.prometheus import Series
 from tools.monitoring.trial.stack import LINK_RATE, Trial, trial
-from tools.monitoring.trial.troubles import EXPECTED_ALERTS, firing_in_trouble
+from tools.monitoring.trial.troubles import firing_in_trouble, wrong_alerts
 
 _STEP_SECONDS = 1.0
 
@@ -111,9 +111,9 @@ def _try_on_a_stack(folder: Path, seconds: float, pictures: Path | None) -> bool
         console.print(f"[red]no data[/]: {answer.place}: {answer.panel}: {answer.legend}")
     for name, error in unhealthy.items():
         console.print(f"[red]rule[/] {name}: {error}", markup=True)
-    missing = sorted(EXPECTED_ALERTS - firing.keys())
-    if missing:
-        console.print(f"[red]silent alerts[/]: {', '.join(missing)}")
+    wrong = list(wrong_alerts(firing))
+    for each in wrong:
+        console.print(f"[red]alert[/]: {each}")
     summary = {
         "queries": len(found),
         "without_data": len(silent),
@@ -121,11 +121,13 @@ def _try_on_a_stack(folder: Path, seconds: float, pictures: Path | None) -> bool
         "rules_in_error": sorted(unhealthy),
         "targets": targets,
         "requests": dict(load.ends),
-        "alerts_fired": firing,
+        "alerts_fired": {
+            f"{name} ({severity})": firing[name, severity] for name, severity in firing
+        },
         "seconds": round(time.time() - began),
     }
     print(json.dumps(summary))
-    return not silent and not unhealthy and not missing
+    return not silent and not unhealthy and not wrong
 
 
 async def _under_load(load: Load, running: Trial, seconds: float) -> None:

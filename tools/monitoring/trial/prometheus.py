@@ -7,6 +7,7 @@ import math
 import time
 import urllib.parse
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,14 +67,13 @@ class Prometheus:
         active = self._get("/api/v1/targets")["activeTargets"]
         return {f"{each['labels']['job']} {each['scrapeUrl']}": each["health"] for each in active}
 
-    def firing(self) -> dict[str, int]:
-        """How many of each alert fire."""
-        firing: dict[str, int] = {}
-        for alert in self._get("/api/v1/alerts")["alerts"]:
-            if alert["state"] == "firing":
-                name = alert["labels"]["alertname"]
-                firing[name] = firing.get(name, 0) + 1
-        return firing
+    def firing(self) -> Counter[tuple[str, str]]:
+        """How many alerts fire, by name and severity."""
+        return Counter(
+            (alert["labels"]["alertname"], alert["labels"]["severity"])
+            for alert in self._get("/api/v1/alerts")["alerts"]
+            if alert["state"] == "firing"
+        )
 
     def unhealthy_rules(self) -> dict[str, str]:
         """Errors by the names of rules that could not be evaluated."""
