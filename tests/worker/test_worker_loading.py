@@ -81,6 +81,12 @@ async def test_what_is_soon_loaded_is_not_worth_a_line(tmp_path: Path) -> None:
     assert "loading weights" not in log
 
 
+def test_a_download_has_the_name_that_the_scheduler_gives_it(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--owner--the-name" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    assert DecoderConfig.read(write_tiny("llama", snapshot)).shape.name == "owner/the-name"
+
+
 @pytest.mark.parametrize("case", ["llama-3", "qwen3", "opt"])
 def test_the_total_is_what_the_files_hold(case: str, tmp_path: Path) -> None:
     """Tied, sharded and with biases: bytes as stored, whatever type they are read as."""
