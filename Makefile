@@ -15,12 +15,13 @@ TEST_JOBS ?= 2
 COMPOSE  ?= $(if $(shell docker compose version 2>/dev/null),docker compose,docker-compose)
 PROFILES ?= cpu
 PROTOS := $(wildcard proto/splitpoint/v1/*.proto)
+LOCKS  := requirements/control.lock requirements/worker.lock requirements/dev.lock
 # A GPU node often has torch already, and may have no network: run from the
 # source tree with whatever Python is at hand.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test chaos check proto bench bench-store bench-restore bench-offload chart gpu up down \
+.PHONY: help setup demo test package-test lock chaos check proto bench bench-store bench-restore bench-offload chart gpu up down \
 	compose-up compose-down compose-access compose-test monitoring-test clean
 # Targets build on each other; the tests spread over the cores by themselves.
 .NOTPARALLEL:
@@ -36,16 +37,22 @@ $(VENV)/.created:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# torch first and alone, so that only this one lookup goes to its own index.
+# torch first and alone, so that only this one lookup goes to its own index. It is in no lock:
+# each index has a build of its own (tools/lock.py).
 $(VENV)/.torch: $(VENV)/.created constraints.txt
 	@echo "installing torch and the rest, some minutes the first time"
 	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt \
 	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --retries 1) torch
 	@touch $@
 
-# The editable install generates the gRPC stubs, too.
-$(VENV)/.installed: $(VENV)/.torch pyproject.toml hatch_build.py
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+$(VENV)/.locked: $(VENV)/.torch $(LOCKS)
+	$(BIN)/python -m pip install --quiet --require-hashes $(LOCKS:%=-r %)
+	@touch $@
+
+# Adds what torch's own build requires beyond the locks: the CUDA libraries, or nothing. The
+# editable install generates the gRPC stubs, too.
+$(VENV)/.installed: $(VENV)/.locked pyproject.toml hatch_build.py
+	$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e '.[dev]'
 	@touch $@ $(VENV)/.proto
 
 $(VENV)/.proto: $(VENV)/.installed $(PROTOS) hatch_build.py
@@ -59,6 +66,12 @@ demo: proto  ## Two CPU workers on one store: cold and warm, then everything sto
 
 test: proto  ## Run the tests
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(ARGS)
+
+package-test: proto  ## Install the wheel with each extra into a clean environment
+	$(BIN)/python -m tools.package_check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+lock: setup  ## Write requirements/*.lock again (needs uv); ARGS=--upgrade: with newer versions
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tools.lock $(ARGS)
 
 chaos: proto  ## The long fault runs, which `make test` leaves out
 	$(BIN)/python -m pytest -m chaos $(ARGS)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from splitpoint import extras
+
 ROOT = Path(__file__).resolve().parent.parent
 SERVICES = {"kvstore_service", "worker_service", "scheduler_service"}
 # What each package may import of this project.
@@ -122,6 +124,15 @@ def test_a_start_loads_nothing_slow_that_few_need(program: str) -> None:
     assert "splitpoint.tls" in loaded
     early = {name for name in SLOW for found in loaded if f"{found}.".startswith(f"{name}.")}
     assert early == set()
+
+
+@pytest.mark.parametrize(
+    "program", ["splitpoint.client", "splitpoint_cli.main", "splitpoint_cli.probe"]
+)
+def test_a_client_starts_without_what_extras_bring(program: str) -> None:
+    tops = {name.partition(".")[0] for name in loaded_at_start(program)}
+    assert "grpc" in tops
+    assert tops & {module for modules in extras.MODULES.values() for module in modules} == set()
 
 
 def test_the_worker_does_not_need_transformers() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from splitpoint.arena_owner import ArenaInUse, ArenaOwner
 from splitpoint.config import SHARED_MEMORY, arena_path
 from splitpoint.errors import SplitpointError
 
@@ -29,6 +28,8 @@ def bench_arena_path() -> Path:
 
 
 def _remove_abandoned(path: Path) -> None:
+    from splitpoint.arena_owner import ArenaInUse, ArenaOwner  # needs an extra
+
     try:
         owner = ArenaOwner.lock(path)
     except ArenaInUse:
