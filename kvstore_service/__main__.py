@@ -26,6 +26,7 @@ from kvstore_service.watermarks import Watermarks
 from splitpoint import tracing
 from splitpoint.access import Access, access_of
 from splitpoint.arena_format import Geometry
+from splitpoint.arena_loss import ArenaLost
 from splitpoint.arena_owner import OpenedArena, open_or_create_arena
 from splitpoint.checkpoints import model_fingerprint, model_name
 from splitpoint.config import (
@@ -67,6 +68,8 @@ DEFAULT_CHUNK_TOKENS = 64
 DEFAULT_LEASE_SECONDS = 10.0
 MOST_CONCURRENT_CALLS = 1024
 STOP_SECONDS = 5.0
+# Between two looks at whether the arena's file is there, and whole.
+ARENA_LOOK_SECONDS = 1.0
 # --evict-to, when it is not given, lies this far below --evict-above.
 WATERMARK_GAP = 0.05
 
@@ -197,15 +200,24 @@ async def serve(arguments: argparse.Namespace) -> None:
         if watermarks is not None:
             servicer.room_keeper = RoomKeeper(servicer.store, watermarks)
         superblock = opened.arena.superblock
+        is_lost = False
         try:
             with meters.reading(lambda: readings(servicer)):
-                await _serve_store(servicer, meters, arguments, stop, identity, access, redis)
+                await _serve_store(
+                    servicer, opened, meters, arguments, stop, identity, access, redis
+                )
+        except ArenaLost as error:
+            # Closing it would touch the mapping and whatever lies at the path by now.
+            is_lost = True
+            opened.owner.abandon(error.loss)
+            raise
         finally:
-            servicer.store.close()
-            if arguments.keep_arena:
-                opened.owner.keep(superblock)
-            else:
-                opened.owner.remove()
+            if not is_lost:
+                servicer.store.close()
+                if arguments.keep_arena:
+                    opened.owner.keep(superblock)
+                else:
+                    opened.owner.remove()
 
 
 async def _open_store(
@@ -255,6 +267,9 @@ async def _open_store(
     servicer = (TracedKvStoreServicer if tracing.is_on() else KvStoreServicer)(store)
     servicer.policy_name = arguments.eviction
     servicer.memory_description = memory
+    servicer.former_loss = opened.former_loss
+    if opened.former_loss is not None:
+        log.info("the arena before this one was %s: the cache begins anew", opened.former_loss)
     log.info("memory: %s", memory)
     return opened, servicer
 
@@ -277,6 +292,7 @@ def _report_recovery(store: KvStore) -> None:
 
 async def _serve_store(
     servicer: KvStoreServicer,
+    opened: OpenedArena,
     meters: Meters,
     arguments: argparse.Namespace,
     stop: asyncio.Event,
@@ -297,7 +313,10 @@ async def _serve_store(
         enable_reflection(server, [SERVICE_NAME])
     bound = listen(server, arguments.listen, identity)
     await server.start()
-    upkeep = {asyncio.create_task(servicer.upkeep.run())}
+    upkeep = {
+        asyncio.create_task(servicer.upkeep.run()),
+        asyncio.create_task(_watch_arena(opened)),
+    }
     if servicer.room_keeper is not None:
         upkeep.add(asyncio.create_task(servicer.room_keeper.run()))
     stopping = asyncio.create_task(stop.wait())
@@ -322,6 +341,13 @@ async def _serve_store(
         stopping.cancel()
         for task in upkeep:
             task.cancel()
+
+
+async def _watch_arena(opened: OpenedArena) -> None:
+    """Raise ArenaLost once the arena's file is no longer there, or no longer whole."""
+    while True:
+        await asyncio.sleep(ARENA_LOOK_SECONDS)
+        opened.owner.check_there(opened.arena)
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from kvstore_service.server import KvStoreServicer
 from kvstore_service.store import KvStore
 from splitpoint import metrics as m
+from splitpoint.arena_loss import Loss
 from splitpoint.arena_records import SlotState
 from splitpoint.meters import Reading
 
@@ -94,5 +95,7 @@ def _health(servicer: KvStoreServicer) -> Iterator[Reading]:
     ):
         yield Reading(m.STORE_RECOVERED_CHUNKS, count, (result,))
     yield Reading(m.STORE_RECOVERY_SECONDS, store.recovery_seconds)
+    for loss in Loss:
+        yield Reading(m.STORE_FORMER_ARENA_LOST, loss is servicer.former_loss, (loss.value,))
     if servicer.redis is not None:
         yield Reading(m.REDIS_UP, not servicer.redis.is_away)

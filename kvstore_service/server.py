@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from kvstore_service.room_keeper import RoomKeeper
 from kvstore_service.sealer import READ_AT_ONCE_BYTES, Sealer
 from kvstore_service.store import KvStore, Matched
 from kvstore_service.upkeep import Upkeep
+from splitpoint.arena_loss import Loss
 from splitpoint.arena_records import SlotState
 from splitpoint.convert import layout_to_proto, redis_to_proto
 from splitpoint.errors import FailedPrecondition, InvalidArgument, Unavailable
@@ -50,6 +52,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
     Attributes:
         room_keeper: who evicts in the background, for its count; None: nobody.
         policy_name, memory_description: what GetStats says.
+        former_loss: what became of the arena that an earlier store served here.
         redis: connections to the Redis that this store tells of its chunks; None: it has none.
     """
 
@@ -65,10 +68,12 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         self.policy_name = DEFAULT_POLICY
         self.memory_description = ""
         self.redis: RedisLink | None = None
+        self.former_loss: Loss | None = None
         self._threads = threads or ThreadPoolExecutor(_THREADS, thread_name_prefix="payload")
         self.upkeep = Upkeep(store, self._threads)
         self._once = OnceTable()
         self._stopping = asyncio.Event()
+        self._started = time.monotonic()
         self._sealer = Sealer(store, self.upkeep, self._threads, read_at_once_bytes)
         self._remote = RemoteStreams(store, self._sealer, self._once, self._threads, self._stopping)
 
@@ -337,6 +342,8 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             refused_reservation_count=counters.refused_reservations,
             last_refused_seconds_ago=store.seconds_since_refusal(),
             redis=redis_to_proto(self.redis),
+            former_arena_loss=self.former_loss or "",
+            uptime_seconds=time.monotonic() - self._started,
         )
 
 

@@ -178,8 +178,11 @@ class Arena:
         """Whether every slot is sealed under its generation.
 
         Ask before reading and again after the last byte was read; what was read
-        between two different answers must never be used.
+        between two different answers must never be used. In a file that was
+        shortened nothing is current: the rest of its last page reads as zeros.
         """
+        if os.fstat(self.fd).st_size != self.size_bytes:
+            return False
         words, slot_count = self._words, self.slot_count
         return all(
             0 <= slot < slot_count

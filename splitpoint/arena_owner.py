@@ -36,9 +36,11 @@ from splitpoint.arena_format import (
     Condition,
     ForeignByteOrder,
     Geometry,
+    SizeMismatch,
     Superblock,
     UnsupportedVersion,
 )
+from splitpoint.arena_loss import Loss, check_there, note_loss, take_note
 from splitpoint.config import format_size
 from splitpoint.errors import FailedPrecondition, NotFound, ResourceExhausted
 from splitpoint.huge_pages import Backing
@@ -59,11 +61,17 @@ class ArenaDiffers(FailedPrecondition):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OpenedArena:
-    """An arena mapped for the store. `is_adopted`: an earlier store filled it."""
+    """An arena mapped for the store.
+
+    Attributes:
+        is_adopted: an earlier store filled it.
+        former_loss: what became of the arena before this one; None if nothing did.
+    """
 
     owner: ArenaOwner
     arena: Arena
     is_adopted: bool
+    former_loss: Loss | None = None
 
 
 class ArenaOwner:
@@ -72,9 +80,13 @@ class ArenaOwner:
     Use `lock`, then `adopt` or `create`; `remove`, `keep` or `leave` at the end.
     """
 
-    def __init__(self, path: Path, lock_fd: int) -> None:
+    def __init__(self, path: Path, lock_fd: int, *, had_owner: bool = False) -> None:
         self.path = path
         self._lock_fd = lock_fd
+        # A store was here before, and did not stop as it should.
+        self._had_owner = had_owner
+        # What `adopt` found to be wrong with the arena that it set aside.
+        self.found_loss: Loss | None = None
 
     @classmethod
     def lock(cls, path: Path) -> ArenaOwner:
@@ -86,6 +98,7 @@ class ArenaOwner:
         private_folder(path.parent)
         lock_path = lock_path_of(path)
         while True:
+            had_owner = os.path.lexists(lock_path)
             try:
                 fd = os.open(
                     lock_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
@@ -98,7 +111,7 @@ class ArenaOwner:
                 os.close(fd)
                 raise ArenaInUse(f"another store is running on {path}", path=path) from None
             if is_at(fd, lock_path):
-                return cls(path, fd)
+                return cls(path, fd, had_owner=had_owner)
             # The former owner unlinked the file between our open and our lock.
             os.close(fd)
 
@@ -168,6 +181,8 @@ class ArenaOwner:
             except ArenaFormatError as error:
                 self._check_ours(fd, error)
                 _log.error("%s is damaged and is not served: %s", self.path, error.message)
+                is_short = isinstance(error, SizeMismatch) or not os.fstat(fd).st_size
+                self.found_loss = Loss.TRUNCATED if is_short else Loss.DAMAGED
                 set_aside(fd, self.path)
                 os.close(fd)
                 return None
@@ -195,7 +210,12 @@ class ArenaOwner:
             raise NotOurArena(f"{error.message}; it was left alone", path=self.path) from error
 
     def _check_ours(self, fd: int, error: ArenaFormatError) -> None:
-        """Raises NotOurArena unless one of the superblocks at least begins like one."""
+        """Raises NotOurArena unless one of the superblocks at least begins like one.
+
+        An empty file is what truncation left of an arena if a store died here.
+        """
+        if self._had_owner and not os.fstat(fd).st_size:
+            return
         for offset in (0, SUPERBLOCK_BYTES):
             if os.pread(fd, len(MAGIC), offset) == MAGIC:
                 return
@@ -230,6 +250,7 @@ class ArenaOwner:
     def give_up(self) -> None:
         """Let go of the lock and leave nothing behind but the arena, if there is one."""
         unfinished_path(self.path).unlink(missing_ok=True)
+        take_note(self.path)
         # Last, and while locked: nobody can take over a path that is being cleared.
         lock_path_of(self.path).unlink(missing_ok=True)
         self.leave()
@@ -238,6 +259,15 @@ class ArenaOwner:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EBUSY):
                 raise
+
+    def check_there(self, arena: Arena) -> None:
+        """Raise ArenaLost if something else removed, replaced or shortened the files."""
+        check_there(arena, self._lock_fd)
+
+    def abandon(self, loss: Loss) -> None:
+        """Let go of the lock of a lost arena, and tell the next store of it."""
+        note_loss(self.path, loss)
+        self.leave()
 
     def keep(self, superblock: Superblock) -> None:
         """Leave the file in place, marked as closed by a clean stop."""
@@ -280,8 +310,11 @@ def open_or_create_arena(
             owner.remove_existing()
             arena = None
         if arena is not None:
+            take_note(path)  # of a lock that was removed: the arena itself was not
             return OpenedArena(owner, arena, is_adopted=True)
-        return OpenedArena(owner, owner.create(layout, slot_count, backing), is_adopted=False)
+        arena = owner.create(layout, slot_count, backing)
+        note = take_note(path)
+        return OpenedArena(owner, arena, False, former_loss=owner.found_loss or note)
     except BaseException:
         owner.give_up()
         raise

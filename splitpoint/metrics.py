@@ -206,6 +206,13 @@ STORE_RECOVERED_CHUNKS = _gauge(
 STORE_RECOVERY_SECONDS = _gauge(
     _STORE, "store_recovery_seconds", "How long reading the arena's records took at the start."
 )
+STORE_FORMER_ARENA_LOST = _gauge(
+    _STORE,
+    "store_former_arena_lost",
+    "1 if this store began with an empty arena because the one before was lost, by how: removed, "
+    "truncated, damaged; else 0.",
+    "loss",
+)
 STORE_REMOTE_BYTES = _counter(
     _STORE,
     "store_remote_bytes_total",

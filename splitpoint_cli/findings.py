@@ -243,6 +243,7 @@ def _store(store: Store, attached: Sequence[str]) -> Iterator[Finding]:
         )
     else:
         yield from _room(store.address, store.stats)
+        yield from _former_arena(store.address, store.stats)
         yield from _damage(store.address, store.stats)
 
 
@@ -268,6 +269,19 @@ def _room(address: str, stats: kvstore_pb2.GetStatsResponse) -> Iterator[Finding
         f"the arena of store {address} is full",
         numbers,
         "give the store more --host-memory, or run fewer and shorter streamed requests at a time",
+    )
+
+
+def _former_arena(address: str, stats: kvstore_pb2.GetStatsResponse) -> Iterator[Finding]:
+    """An arena that the store lost lately."""
+    if not stats.former_arena_loss or stats.uptime_seconds > _RECENT_LOSS_SECONDS:
+        return
+    yield Finding(
+        Severity.WARNING,
+        f"store {address} lost its arena {duration_text(stats.uptime_seconds)} ago",
+        f"its file was {stats.former_arena_loss}; the cache began anew",
+        "look for what cleans up shared memory (a job, or RemoveIPC= of systemd-logind), and do "
+        "without it",
     )
 
 

@@ -133,6 +133,7 @@ _STORE_FIELDS = (
     "memory_description",
     "checksum_failure_count",
     "refused_reservation_count",
+    "former_arena_loss",
     "arena_path",
     "arena_size_bytes",
 )

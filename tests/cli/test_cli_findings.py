@@ -135,6 +135,14 @@ def test_workers_that_take_no_requests() -> None:
     assert the_only(nobody).what == "the scheduler knows no worker"
 
 
+def test_an_arena_that_was_lost_lately() -> None:
+    finding = the_only(status(store=stats(former_arena_loss="removed", uptime_seconds=200.0)))
+    assert finding.severity is Severity.WARNING
+    assert finding.what == "store unix:/kv lost its arena 3 min ago"
+    assert finding.why == "its file was removed; the cache began anew"
+    assert findings_of(status(store=stats(former_arena_loss="removed", uptime_seconds=601.0))) == []
+
+
 def test_exit_codes_tell_serving_from_complete() -> None:
     lost = replace(WORKER, id="1", address="unix:/w1", ready=False)
     part = status(WORKER, lost)

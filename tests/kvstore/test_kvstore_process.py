@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -291,7 +292,7 @@ def test_metrics_go_on_until_the_end(shm_folder: Path, socket_address: str) -> N
             except urllib.error.HTTPError as error:
                 failures.append(f"{error.code} {error.read().decode()}")
                 error.close()
-            except OSError:  # it has stopped
+            except (OSError, http.client.HTTPException):  # it has stopped, perhaps in between
                 return
 
     threads = [threading.Thread(target=scrape) for _ in range(2)]
