@@ -29,12 +29,45 @@ _STOP_SECONDS = 60.0
 _POLL_SECONDS = 0.05
 
 
+class Held:
+    """Both locks of an instance, as the `up` that runs it holds them.
+
+    Attributes:
+        services: the open file that every service has to inherit.
+    """
+
+    def __init__(self, runtime: Path, lock: int) -> None:
+        self._runtime = runtime
+        self._lock = lock
+        os.pwrite(lock, f"{os.getpid():{_ID_DIGITS}}".encode(), 0)  # for `splitpoint down`
+        self.services = _open(runtime / _SERVICES)
+
+    def is_there(self) -> bool:
+        """Whether both files still are where others look for them."""
+        return _is_at(self._lock, self._runtime / _LOCK) and _is_at(
+            self.services, self._runtime / _SERVICES
+        )
+
+    def take_again(self) -> bool:
+        """Make the folder and both files anew; False if another `up` was quicker.
+
+        `services` stays the same number: services that start from now on inherit the new file.
+        """
+        lock = _take(self._runtime)
+        if lock is None:
+            return False
+        again = Held(self._runtime, lock)
+        for new, old in ((again._lock, self._lock), (again.services, self.services)):
+            os.dup2(new, old, inheritable=False)
+            os.close(new)
+        return _lock_at_once(self.services)
+
+
 @contextmanager
-def exclusive(runtime: Path, instance: str) -> Iterator[int]:
+def exclusive(runtime: Path, instance: str) -> Iterator[Held]:
     """Hold the instance's lock. Raises FailedPrecondition when another `up` has it.
 
-    Yields the open file that every service has to inherit; `predecessors_gone`
-    comes before the first of them.
+    `predecessors_gone` comes before the first service.
     """
     lock = _take(runtime)
     if lock is None:
@@ -43,12 +76,11 @@ def exclusive(runtime: Path, instance: str) -> Iterator[int]:
             "(choose another --listen port or --instance)"
         )
     try:
-        os.pwrite(lock, f"{os.getpid():{_ID_DIGITS}}".encode(), 0)  # for `splitpoint down`
-        services = _open(runtime / _SERVICES)
+        held = Held(runtime, lock)
         try:
-            yield services
+            yield held
         finally:
-            os.close(services)
+            os.close(held.services)
     finally:
         os.close(lock)
 
@@ -172,12 +204,17 @@ def _take(runtime: Path) -> int | None:
         if not _lock_at_once(lock):
             os.close(lock)
             return None
-        try:
-            if os.path.samestat(os.fstat(lock), os.stat(path)):
-                return lock
-        except FileNotFoundError:
-            pass
+        if _is_at(lock, path):
+            return lock
         os.close(lock)  # its former holder removed the file before we had the lock
+
+
+def _is_at(file: int, path: Path) -> bool:
+    """Whether the open file is the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(file), os.lstat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _open(path: Path) -> int:

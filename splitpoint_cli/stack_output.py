@@ -41,6 +41,9 @@ class Output(Protocol):
     def progress(self, text: str, service: str = "") -> None:
         """What goes as it should."""
 
+    def show_tail(self, error: StartFailure) -> None:
+        """The service's last lines that were not shown when written."""
+
     def failure(self, error: StartFailure) -> None:
         """The error, after those of the service's last lines that were not shown when written."""
 
@@ -86,12 +89,15 @@ class StackOutput:
 
     def failure(self, error: StartFailure) -> None:
         self.close()
+        self.show_tail(error)
+        print_error(error)
+
+    def show_tail(self, error: StartFailure) -> None:
         unseen = [line for line in error.tail if not _is_shown(line, self._verbose)]
         if unseen:
             err.print(f"last lines of {error.service}, beside what it warned of above:")
             for line in unseen:
                 self._print(line.service, line.text)
-        print_error(error)
 
     def close(self) -> None:
         if self._bars is not None:
@@ -131,10 +137,13 @@ class JsonOutput:
         if not self._quiet:
             self._say("INFO", f"{service}: {text}" if service else text)
 
-    def failure(self, error: StartFailure) -> None:
+    def show_tail(self, error: StartFailure) -> None:
         for line in error.tail:
             if not _is_shown(line, self._verbose):
                 self._write(as_record(line))
+
+    def failure(self, error: StartFailure) -> None:
+        self.show_tail(error)
         self._say("ERROR", f"{code_name(error)}: {error.message}")
 
     def close(self) -> None:

@@ -8,13 +8,15 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from splitpoint import config
 from splitpoint.client import AsyncClient
 from splitpoint.errors import Cancelled
 from splitpoint.tls import trusting_own_server
 from splitpoint_cli.child import Service, ServiceExited, ServiceNotReady, ServiceNotStarted
-from splitpoint_cli.instance import exclusive, predecessors_gone
+from splitpoint_cli.given_up import write_given_up
+from splitpoint_cli.instance import Held, exclusive, predecessors_gone
 from splitpoint_cli.keeper import Keeper
 from splitpoint_cli.metrics_ports import check_free
 from splitpoint_cli.restart_policy import RestartLimits
@@ -23,6 +25,8 @@ from splitpoint_cli.stack_output import output_of, print_summary
 from splitpoint_cli.supervisor import Supervisor
 
 _SERVE_SECONDS = 60.0
+# Between two looks at whether the runtime folder is there.
+_LOOK_SECONDS = 1.0
 
 
 class StackRunner:
@@ -34,6 +38,7 @@ class StackRunner:
         self.address = stack.listen
         # An arena that an earlier run kept is ours once our own store has served it.
         self._arena_is_ours = False
+        self._held: Held | None = None
 
     @asynccontextmanager
     async def running(self, stop: asyncio.Event) -> AsyncIterator[Supervisor]:
@@ -46,15 +51,19 @@ class StackRunner:
         wait for anything.
         """
         runtime, instance = self._stack.runtime, self._stack.instance
-        with exclusive(runtime, instance) as services:
+        with exclusive(runtime, instance) as held:
             # Before anything is ours to clean up.
             await predecessors_gone(
-                services, runtime, instance, stop=stop, say=self.output.progress
+                held.services, runtime, instance, stop=stop, say=self.output.progress
             )
+            write_given_up(runtime, ())  # those of a killed `up`
+            self._held = held
             self._arena_is_ours = not self._stack.arena.exists()
             try:
                 check_free(self._stack.metrics)
-                async with Supervisor(sys.executable, self.output.line, [services]) as supervisor:
+                async with Supervisor(
+                    sys.executable, self.output.line, [held.services]
+                ) as supervisor:
                     try:
                         await self._start_unless(supervisor, stop)
                         yield supervisor
@@ -70,21 +79,57 @@ class StackRunner:
     async def keep(
         self, supervisor: Supervisor, stop: asyncio.Event, limits: RestartLimits | None
     ) -> None:
-        """Start dead services again until `stop` is set. Raises ServiceExited when one is given up.
+        """Start dead services again until `stop` is set.
 
+        Raises ServiceExited when one is given up that the stack cannot do without.
         Nothing starts any more once this has returned.
         """
-        keeping = asyncio.create_task(Keeper(supervisor, limits, self.output.event).run())
-        stopped = asyncio.create_task(stop.wait())
+        stack = self._stack
+        names = [worker.name for worker in stack.workers]
+        keeper = Keeper(
+            supervisor,
+            limits,
+            self.output.event,
+            workers=dict(zip(names, stack.worker_addresses, strict=True)),
+            show_tail=self.output.show_tail,
+        )
+        keeper.on_given_up = lambda: write_given_up(stack.runtime, keeper.given_up())
+        keeping = asyncio.create_task(keeper.run())
+        tasks: list[asyncio.Task[Any]] = [keeping, asyncio.create_task(stop.wait())]
+        if limits is not None:
+            tasks.append(asyncio.create_task(self._watch_folder(supervisor, keeper)))
         try:
-            await asyncio.wait((keeping, stopped), return_when=asyncio.FIRST_COMPLETED)
-            given_up = keeping.result() if keeping.done() else None
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            deaths = [task.result() for task in done]  # raises what nobody foresaw
         finally:
-            for task in (keeping, stopped):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(keeping, stopped, return_exceptions=True)
-        if given_up is not None:
-            raise given_up
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for death in deaths:
+            if isinstance(death, ServiceExited):
+                raise death
+
+    async def _watch_folder(self, supervisor: Supervisor, keeper: Keeper) -> None:
+        """Heal the runtime folder when something else removed it, or sockets in it.
+
+        A service without its socket serves the connections that it has, but no new ones:
+        it starts again. Raises ServiceExited.
+        """
+        if self._held is None:
+            raise RuntimeError("the stack is not running")
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            if not self._held.is_there():
+                if not self._held.take_again():
+                    continue  # an `up` of the same name has it; it cannot have the arena
+                text = f"{self._stack.runtime} was removed from outside: made anew"
+                self.output.event("up", text)
+                keeper.on_given_up()
+            names = supervisor.unreachable()
+            if names:
+                text = "sockets were removed from outside; start again, one after the other: "
+                self.output.event("up", text + ", ".join(names))
+                await keeper.renew(names)
 
     async def _start_unless(self, supervisor: Supervisor, stop: asyncio.Event) -> None:
         starting = asyncio.create_task(self._start(supervisor))

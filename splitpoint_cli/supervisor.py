@@ -90,6 +90,22 @@ class Supervisor:
         """Wait until a service ends that nobody stopped; each such end is told once."""
         return await self._exits.get()
 
+    def running(self, name: str) -> Service | None:
+        """The service of this name. None if it has ended, or was never started."""
+        service = self._services.get(name)
+        return None if service is None or service.gone.is_set() else service
+
+    def unreachable(self) -> list[str]:
+        """Names of ready services whose socket file is gone, in the order of their start."""
+        return [
+            name
+            for name, service in self._services.items()
+            if service.address
+            and not service.gone.is_set()
+            and service.command.socket is not None
+            and not service.command.socket.is_socket()
+        ]
+
     # -- stopping -----------------------------------------------------------------
 
     def hurry(self) -> None:
@@ -107,12 +123,13 @@ class Supervisor:
         for service in self._services.values():
             groups.setdefault(service.name.split()[0], []).append(service)
         for services in reversed(list(groups.values())):
-            await asyncio.gather(*(self._stop_one(service) for service in services))
+            await asyncio.gather(*(self.stop_one(service) for service in services))
         for service in self._services.values():
             await service.close()
         self._services.clear()
 
-    async def _stop_one(self, service: Service) -> None:
+    async def stop_one(self, service: Service) -> None:
+        """Stop one service, by SIGKILL when it takes too long; returns when it is gone."""
         if not service.gone.is_set() and not self._hurry.is_set():
             service.terminate()
             await self._gone_within(service, service.command.stop_seconds)

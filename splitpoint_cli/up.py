@@ -426,6 +426,7 @@ def up(
     Nothing is left behind: no process, no socket, no shared memory. A service
     that dies is started again after a pause; when it dies while starting for
     the first time, or 5 times within 2 minutes, everything stops with exit code 1.
+    While other workers are left, a worker is given up alone and tried again later.
     """
     options = StackOptions(
         model=model,

@@ -3,7 +3,8 @@
     python fake_service.py --behave NAME [--log FILE] [--health ADDRESS] --parent-fd N
 
 Every life is recorded in FILE as lines "start NAME PID" and "stop NAME". Behaviours that
-end in "-again" serve in their first life and show it in the later ones. "drain" waits, once
+end in "-again" serve in their first life and show it in the later ones; "crash-6-again" in
+the next 6 only. "drain" waits, once
 it is to stop, until there is a file FILE.drained, and then unlinks its socket as gRPC does. "load"
 says how far it is before it is ready.
 """
@@ -28,7 +29,7 @@ def main() -> int:
         "--behave",
         choices=(
             *("serve", "crash", "never-ready", "stubborn", "die-later", "parent-of-one"),
-            *("crash-again", "never-ready-again", "drain", "load"),
+            *("crash-again", "crash-6-again", "never-ready-again", "drain", "load"),
         ),
         default="serve",
     )
@@ -39,8 +40,11 @@ def main() -> int:
     options = parser.parse_args()
     if options.behave.endswith("-again"):
         lives = options.log.read_text() if options.log.exists() else ""
-        again = f"start {options.name} " in lives
-        options.behave = options.behave.removesuffix("-again") if again else "serve"
+        count = lives.count(f"start {options.name} ")
+        is_over = options.behave == "crash-6-again" and count > 6
+        options.behave = options.behave.split("-6")[0].removesuffix("-again")
+        if not count or is_over:
+            options.behave = "serve"
 
     def record(event: str) -> None:
         if options.log is not None:

@@ -1,10 +1,11 @@
 """`splitpoint up` with fakes:
 
-    fake_stack.py INSTANCE LOG STORE WORKER SCHEDULER PAUSE [METRICS [LOG_FORMAT]]
+    fake_stack.py INSTANCE LOG STORE WORKER SCHEDULER PAUSE [METRICS [LOG_FORMAT [RETRY]]]
 
 STORE, WORKER and SCHEDULER name behaviours of fake_service.py; PAUSE is the
 first pause before a restart in seconds, or "never"; METRICS is the port of
-`--metrics` or "", LOG_FORMAT text or json. Everything but the services is the real
+`--metrics` or "", LOG_FORMAT text or json, RETRY the first pause after a worker was
+given up. Everything but the services is the real
 command: planning, locks, signals, restarts, clean-up, exit code.
 """
 
@@ -33,6 +34,7 @@ def main(
     pause: str,
     metrics: str = "",
     log_format: str = "text",
+    retry: str = "300",
 ) -> int:
     options = StackOptions(
         instance=instance,
@@ -57,11 +59,16 @@ def main(
 
     stack = dataclasses.replace(
         stack,
+        worker_addresses=tuple(f"unix:{stack.runtime}/worker-{i}.sock" for i in range(2)),
         store=fake("store", store),
         workers=tuple(fake(f"worker {i}", worker) for i in range(2)),
         scheduler=fake("scheduler", scheduler, "--health", f"unix:{stack.runtime}/public.sock"),
     )
-    limits = None if pause == "never" else RestartLimits(first_delay_seconds=float(pause))
+    limits = (
+        RestartLimits(first_delay_seconds=float(pause), first_retry_seconds=float(retry))
+        if pause != "never"
+        else None
+    )
     return asyncio.run(run_stack(stack, verbose=False, limits=limits))
 
 

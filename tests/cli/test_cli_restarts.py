@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,7 @@ from splitpoint_cli.child import (
     ServiceNotStarted,
     child_environment,
 )
+from splitpoint_cli.given_up import read_given_up
 from splitpoint_cli.instance import exclusive, predecessors_gone, running_process
 from splitpoint_cli.keeper import Keeper
 from splitpoint_cli.restart_policy import GiveUp, RestartAfter, RestartLimits, RestartPolicy
@@ -73,7 +76,24 @@ def test_a_good_minute_starts_over() -> None:
 def test_the_fifth_death_within_two_minutes_is_the_last() -> None:
     policy = RestartPolicy(RestartLimits())
     delays(policy, [0, 30, 60, 90])
-    assert policy.died(119.9, served_seconds=0) == GiveUp("given up after 5 deaths within 120 s")
+    decision = policy.died(119.9, served_seconds=0)
+    assert decision == GiveUp("given up after 5 deaths within 120 s", retry_seconds=300)
+
+
+def test_one_that_was_given_up_is_tried_again_more_and_more_rarely() -> None:
+    policy = RestartPolicy(RestartLimits())
+    for at in range(5):
+        decision = policy.died(at, served_seconds=0)
+    retries, at = [], 4.0
+    for _ in range(4):
+        assert isinstance(decision, GiveUp)
+        retries.append(decision.retry_seconds)
+        at += decision.retry_seconds
+        decision = policy.died(at, served_seconds=59)
+    assert retries == [300, 600, 1200, 1800]
+    assert decision == GiveUp("given up again", retry_seconds=1800)
+    # A good minute, and it is one like the others.
+    assert policy.died(at + 70, served_seconds=60) == RestartAfter(0.5, recent_deaths=1)
 
 
 def test_a_death_two_minutes_ago_does_not_count() -> None:
@@ -118,20 +138,103 @@ def test_a_killed_service_comes_back(tmp_path: Path, name: str) -> None:
     assert_nothing_left(log, instance)
 
 
-def test_one_that_cannot_come_back_is_given_up(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    with stack(log, instance_name("give-up"), worker="crash-again", pause="0.02") as process:
+def test_a_worker_that_cannot_come_back_is_given_up_and_the_last_one_ends_the_stack(
+    tmp_path: Path,
+) -> None:
+    log, instance = tmp_path / "log", instance_name("give-up")
+    runtime = runtime_directory(instance)
+    with stack(log, instance, worker="crash-again", pause="0.02") as process:
         wait_until_up(process)
         os.kill(lives(log, "worker-0")[0], signal.SIGKILL)
+        printed = read_until(process, "given up")
+        assert "worker 0 ended with status 7 (death 4); starts again in 0.16 s" in printed
+        assert (
+            "worker 0 ended with status 7, given up after 5 deaths within 120 s; "
+            "the stack serves without it, tries it again in 5 min"
+        ) in printed
+        # Shown when written, and not once more at the end; what was not shown, is now.
+        assert printed.count("no luck today") == 4
+        assert printed.count("fake: starting") == 1
+        [address] = [f"unix:{path}" for path in told(runtime)]
+        [given_up] = read_given_up([address]).values()
+        assert "given up after 5 deaths" in given_up.why
+        assert 200 < given_up.retry_seconds <= 300
+        os.kill(lives(log, "worker-1")[0], signal.SIGKILL)
         _, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
-    assert len(lives(log, "worker-0")) == 5
-    assert "worker 0 ended with status 7 (death 4); starts again in 0.16 s" in errors
-    assert "worker 0 ended with status 7, given up after 5 deaths within 120 s" in errors
-    # Shown when written, and not once more at the end; what was not shown, is now.
-    assert errors.count("no luck today") == 4
-    assert errors.count("fake: starting") == 1
-    assert_nothing_left(log, instance_name("give-up"))
+    assert [len(lives(log, name)) for name in ("worker-0", "worker-1")] == [5, 5]
+    assert "worker 1 ended with status 7, given up after 5 deaths within 120 s\n" in errors
+    assert_nothing_left(log, instance)
+
+
+def told(runtime: Path) -> list[str]:
+    """Socket files of the workers that `up` says to have given up, once it says so."""
+    deadline = time.monotonic() + SECONDS
+    while not (path := runtime / "given-up.json").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return [worker["address"].removeprefix("unix:") for worker in json.loads(path.read_text())]
+
+
+def test_a_worker_that_was_given_up_comes_back_later(tmp_path: Path) -> None:
+    log, instance = tmp_path / "log", instance_name("later")
+    with stack(log, instance, worker="crash-6-again", pause="0.02", retry="0.05") as process:
+        wait_until_up(process)
+        os.kill(lives(log, "worker-0")[0], signal.SIGKILL)
+        printed = read_until(process, "ready again")
+        assert printed.count("the stack serves without it") == 3
+        assert "given up again; the stack serves without it, tries it again in" in printed
+        assert len(lives(log, "worker-0")) == 8
+        eventually(lambda: not (runtime_directory(instance) / "given-up.json").exists())
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=SECONDS)
+    assert process.returncode == 0
+    assert_nothing_left(log, instance)
+
+
+def test_a_store_that_cannot_come_back_ends_the_stack(tmp_path: Path) -> None:
+    log, instance = tmp_path / "log", instance_name("no-store")
+    with stack(log, instance, store="crash-again", pause="0.02") as process:
+        wait_until_up(process)
+        os.kill(lives(log, "store")[0], signal.SIGKILL)
+        _, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1
+    assert "store ended with status 7, given up after 5 deaths within 120 s\n" in errors
+    assert_nothing_left(log, instance)
+
+
+def test_a_removed_runtime_folder_is_made_anew(tmp_path: Path) -> None:
+    log, instance = tmp_path / "log", instance_name("folder")
+    runtime = runtime_directory(instance)
+    with stack(log, instance, pause="0.02") as process:
+        wait_until_up(process)
+        before = sockets(instance)
+        remove_tree(runtime)
+        printed = "".join(read_until(process, "ready again") for _ in range(4))
+        assert printed.count(f"{runtime} was removed from outside: made anew") == 1
+        assert "death" not in printed
+        assert all(len(lives(log, name)) == 2 for name in ("store", "worker-0", "worker-1"))
+        assert sockets(instance) == before - {"public.sock"} | {"public.sock"}
+        # Locked again: `down` finds it, and no other stack takes its name.
+        assert running_process(runtime) == process.pid
+        with stack(tmp_path / "second", instance) as second:
+            _, errors = second.communicate(timeout=SECONDS)
+        assert "is already running" in errors
+        # One socket alone.
+        (runtime / "worker-1.sock").unlink()
+        assert "start again, one after the other: worker 1\n" in read_until(process, "ready again")
+        assert [len(lives(log, name)) for name in ("worker-0", "worker-1")] == [2, 3]
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=SECONDS)
+    assert process.returncode == 0
+    assert_nothing_left(log, instance)
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_no_restart_ends_with_the_first_death(tmp_path: Path) -> None:
@@ -237,6 +340,8 @@ async def test_a_fork_that_fails_is_one_more_death() -> None:
         FailingSupervisor(DeadService()),  # type: ignore[arg-type]
         limits,
         lambda _, text: said.append(text),
+        workers={},
+        show_tail=lambda _: None,
     )
     async with asyncio.timeout(30):
         death = await keeper.run()
@@ -296,24 +401,26 @@ async def test_services_that_never_end_are_named(tmp_path: Path) -> None:
 
     words: list[str] = []
     runtime = tmp_path / "run"
-    with exclusive(runtime, "it") as services:
-        await predecessors_gone(services, runtime, "it", stop=asyncio.Event(), say=said)
+    with exclusive(runtime, "it") as held:
+        await predecessors_gone(held.services, runtime, "it", stop=asyncio.Event(), say=said)
         child = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", "input()"), stdin=subprocess.PIPE, pass_fds=(services,)
+            *(sys.executable, "-c", "input()"), stdin=subprocess.PIPE, pass_fds=(held.services,)
         )
     (runtime / "store.sock").touch()
     try:
         assert not words
-        with exclusive(runtime, "it") as services:
+        with exclusive(runtime, "it") as held:
             stop = asyncio.Event()
             with pytest.raises(FailedPrecondition, match=rf"killed.*processes {child.pid}\)"):
-                await predecessors_gone(services, runtime, "it", stop=stop, say=said, seconds=0.0)
+                await predecessors_gone(
+                    held.services, runtime, "it", stop=stop, say=said, seconds=0.0
+                )
             stop.set()
             with pytest.raises(Cancelled):
-                await predecessors_gone(services, runtime, "it", stop=stop, say=said)
+                await predecessors_gone(held.services, runtime, "it", stop=stop, say=said)
             assert (runtime / "store.sock").exists()
             await asyncio.wait_for(child.communicate(b"\n"), SECONDS)
-            await predecessors_gone(services, runtime, "it", stop=stop, say=said)
+            await predecessors_gone(held.services, runtime, "it", stop=stop, say=said)
             assert not (runtime / "store.sock").exists()
         assert len(words) == 2
     finally:

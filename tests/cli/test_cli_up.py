@@ -33,11 +33,12 @@ def stack(
     pause: str = "never",
     metrics: str = "",
     log_format: str = "text",
+    retry: str = "300",
 ) -> Iterator[subprocess.Popen[str]]:
     with up_process(
         [
             *(sys.executable, FAKE_STACK, instance, str(log), store, worker, scheduler),
-            *(pause, metrics, log_format),
+            *(pause, metrics, log_format, retry),
         ]
     ) as process:
         yield process
