@@ -82,9 +82,9 @@ def test_the_fifth_death_within_two_minutes_is_the_last() -> None:
 
 def test_one_that_was_given_up_is_tried_again_more_and_more_rarely() -> None:
     policy = RestartPolicy(RestartLimits())
-    for at in range(5):
-        decision = policy.died(at, served_seconds=0)
+    delays(policy, [0, 1, 2, 3])
     retries, at = [], 4.0
+    decision = policy.died(at, served_seconds=0)
     for _ in range(4):
         assert isinstance(decision, GiveUp)
         retries.append(decision.retry_seconds)
