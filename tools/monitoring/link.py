@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.monitoring.panels import Dashboard, Form, Panel, Query, Row, Unit
+from tools.monitoring.panels import CHOSEN, Dashboard, Form, Panel, Query, Row, Unit, quantile, rate
 
 _LIMIT = Row(
     "Is the link the limit?",
@@ -78,16 +78,8 @@ _LIMIT = Row(
             "Cached over new tokens of placed requests, and kappa_crit of each worker (dashed). A "
             "kappa_crit that falls: the link got slower or the device faster.",
             (
-                Query(
-                    "histogram_quantile(0.5, sum by (le) "
-                    "(rate(splitpoint_kappa_ratio_bucket[$__rate_interval])))",
-                    "p50",
-                ),
-                Query(
-                    "histogram_quantile(0.9, sum by (le) "
-                    "(rate(splitpoint_kappa_ratio_bucket[$__rate_interval])))",
-                    "p90",
-                ),
+                Query(quantile(0.5, "splitpoint_kappa_ratio"), "p50"),
+                Query(quantile(0.9, "splitpoint_kappa_ratio"), "p90"),
                 Query('splitpoint_kappa_crit{worker=~"$worker"}', "crit {{worker}}", is_limit=True),
             ),
         ),
@@ -104,8 +96,7 @@ _TRAFFIC = Row(
             "Much `weights`: the model does not fit, and every step pays (docs/weights.md).",
             (
                 Query(
-                    "sum by (direction, method) "
-                    '(rate(splitpoint_link_bytes_total{worker=~"$worker"}[$__rate_interval]))',
+                    rate("splitpoint_link_bytes_total", "direction, method", of=CHOSEN),
                     "{{direction}} {{method}}",
                 ),
             ),
@@ -118,8 +109,7 @@ _TRAFFIC = Row(
             "tokens, streamed steps the tokens of each step.",
             (
                 Query(
-                    "sum by (residency, method) "
-                    '(rate(splitpoint_cache_tokens_total{worker=~"$worker"}[$__rate_interval]))',
+                    rate("splitpoint_cache_tokens_total", "residency, method", of=CHOSEN),
                     "{{residency}} {{method}}",
                 ),
             ),
@@ -144,29 +134,15 @@ _TRAFFIC = Row(
             "Tokens before it are rebuilt, those after it loaded. 0 throughout: the planner found "
             "that loading wins; each answer's reason says by how much.",
             (
-                Query(
-                    "histogram_quantile(0.5, sum by (le) "
-                    '(rate(splitpoint_split_tokens_bucket{worker=~"$worker"}[$__rate_interval])))',
-                    "p50",
-                ),
-                Query(
-                    "histogram_quantile(0.9, sum by (le) "
-                    '(rate(splitpoint_split_tokens_bucket{worker=~"$worker"}[$__rate_interval])))',
-                    "p90",
-                ),
+                Query(quantile(0.5, "splitpoint_split_tokens", of=CHOSEN), "p50"),
+                Query(quantile(0.9, "splitpoint_split_tokens", of=CHOSEN), "p90"),
             ),
         ),
         Panel(
             "Restores",
             Unit.PER_SECOND,
             "Prefixes brought back, by method.",
-            (
-                Query(
-                    "sum by (method) "
-                    '(rate(splitpoint_restores_total{worker=~"$worker"}[$__rate_interval]))',
-                    "{{method}}",
-                ),
-            ),
+            (Query(rate("splitpoint_restores_total", "method", of=CHOSEN), "{{method}}"),),
             Form.STACK,
         ),
         Panel(
@@ -176,10 +152,7 @@ _TRAFFIC = Row(
             "(predictions, below).",
             (
                 Query(
-                    "histogram_quantile(0.95, sum by (method, le) "
-                    "(rate(splitpoint_restore_seconds_bucket"
-                    '{worker=~"$worker"}[$__rate_interval])))',
-                    "{{method}}",
+                    quantile(0.95, "splitpoint_restore_seconds", "method", of=CHOSEN), "{{method}}"
                 ),
             ),
         ),
@@ -189,8 +162,7 @@ _TRAFFIC = Row(
             "Tokens brought from other hosts' stores; 0 on one host.",
             (
                 Query(
-                    "sum by (worker) "
-                    '(rate(splitpoint_fetched_tokens_total{worker=~"$worker"}[$__rate_interval]))',
+                    rate("splitpoint_fetched_tokens_total", "worker", of=CHOSEN),
                     "worker {{worker}}",
                 ),
             ),
@@ -202,9 +174,7 @@ _TRAFFIC = Row(
             "prefix, or keep the scheduler's catalog (Redis) up.",
             (
                 Query(
-                    "sum by (worker) "
-                    '(rate(splitpoint_fetch_seconds_total{worker=~"$worker"}[$__rate_interval]))',
-                    "worker {{worker}}",
+                    rate("splitpoint_fetch_seconds_total", "worker", of=CHOSEN), "worker {{worker}}"
                 ),
             ),
         ),
@@ -216,15 +186,11 @@ _TRAFFIC = Row(
             "is the worker --serial?",
             (
                 Query(
-                    "sum by (worker) "
-                    '(rate(splitpoint_compute_busy_seconds_total{worker=~"$worker"}'
-                    "[$__rate_interval]))",
+                    rate("splitpoint_compute_busy_seconds_total", "worker", of=CHOSEN),
                     "worker {{worker}} all",
                 ),
                 Query(
-                    "sum by (worker, method) "
-                    '(rate(splitpoint_recompute_seconds_total{worker=~"$worker"}'
-                    "[$__rate_interval]))",
+                    rate("splitpoint_recompute_seconds_total", "worker, method", of=CHOSEN),
                     "worker {{worker}} {{method}}",
                 ),
             ),
@@ -255,13 +221,11 @@ _PLAN = Row(
             "Seconds a second, of what was predicted at all.",
             (
                 Query(
-                    "sum by (what) (rate(splitpoint_predicted_seconds_total"
-                    '{worker=~"$worker"}[$__rate_interval]))',
+                    rate("splitpoint_predicted_seconds_total", "what", of=CHOSEN),
                     "{{what}} predicted",
                 ),
                 Query(
-                    "sum by (what) (rate(splitpoint_measured_seconds_total"
-                    '{worker=~"$worker"}[$__rate_interval]))',
+                    rate("splitpoint_measured_seconds_total", "what", of=CHOSEN),
                     "{{what}} measured",
                 ),
             ),
@@ -272,13 +236,8 @@ _PLAN = Row(
             "Measured over predicted: the tenth that was fastest, the median, the slowest tenth. "
             "A wide spread around 1: single copies wait for something else on the machine.",
             tuple(
-                Query(
-                    f"histogram_quantile({quantile}, sum by (le) "
-                    '(rate(splitpoint_prediction_ratio_bucket{worker=~"$worker"}'
-                    "[$__rate_interval])))",
-                    name,
-                )
-                for quantile, name in ((0.1, "p10"), (0.5, "p50"), (0.9, "p90"))
+                Query(quantile(share, "splitpoint_prediction_ratio", of=CHOSEN), name)
+                for share, name in ((0.1, "p10"), (0.5, "p50"), (0.9, "p90"))
             ),
         ),
         Panel(
@@ -288,8 +247,7 @@ _PLAN = Row(
             "device; see the VRAM ledger.",
             (
                 Query(
-                    "sum by (residency, method) (rate(splitpoint_plans_total[$__rate_interval]))",
-                    "{{residency}} {{method}}",
+                    rate("splitpoint_plans_total", "residency, method"), "{{residency}} {{method}}"
                 ),
             ),
             Form.STACK,
@@ -331,8 +289,7 @@ _BUS = Row(
             "By the driver's monotonic counters: rx to the GPU, tx from it.",
             (
                 Query(
-                    "sum by (worker, direction) "
-                    '(rate(splitpoint_gpu_pcie_bytes_total{worker=~"$worker"}[$__rate_interval]))',
+                    rate("splitpoint_gpu_pcie_bytes_total", "worker, direction", of=CHOSEN),
                     "worker {{worker}} {{direction}}",
                 ),
             ),

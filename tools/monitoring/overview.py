@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.monitoring.panels import Dashboard, Form, Panel, Query, Row, Unit, quantile
+from tools.monitoring.panels import Dashboard, Form, Panel, Query, Row, Unit, quantile, rate
 
 _NOW = Row(
     "Now",
@@ -182,7 +182,7 @@ _LATENCY = Row(
             "Tokens of completed requests. Longer ones than before explain longer times; a look "
             "at the other panels then explains the rest.",
             tuple(
-                Query(quantile(share, f"splitpoint_request_{what}_tokens", ""), f"{what} {name}")
+                Query(quantile(share, f"splitpoint_request_{what}_tokens"), f"{what} {name}")
                 for what in ("prompt", "generated")
                 for share, name in ((0.5, "p50"), (0.95, "p95"))
             ),
@@ -204,8 +204,7 @@ _THROUGHPUT = Row(
                 ),
                 Query("sum(rate(splitpoint_prompt_tokens_total[$__rate_interval]))", "prompt"),
                 Query(
-                    "sum(rate(splitpoint_cached_tokens_total[$__rate_interval]))",
-                    "of these cached",
+                    "sum(rate(splitpoint_cached_tokens_total[$__rate_interval]))", "of these cached"
                 ),
             ),
         ),
@@ -215,10 +214,7 @@ _THROUGHPUT = Row(
             "`error`: look into the scheduler's log; `abandoned`: callers went away, often because "
             "answers took too long.",
             (
-                Query(
-                    "sum by (outcome) (rate(splitpoint_requests_finished_total[$__rate_interval]))",
-                    "{{outcome}}",
-                ),
+                Query(rate("splitpoint_requests_finished_total", "outcome"), "{{outcome}}"),
                 Query(
                     "sum(rate(splitpoint_requests_rejected_total[$__rate_interval]))",
                     "rejected",
@@ -286,12 +282,7 @@ _HEALTH = Row(
             Unit.PER_SECOND,
             "gRPC calls of all services. RESOURCE_EXHAUSTED: a limit (queue, arena, quota); "
             "UNAVAILABLE: somebody was not there; INTERNAL: a bug, please report it.",
-            (
-                Query(
-                    "sum by (job, code) (rate(splitpoint_rpc_calls_total[$__rate_interval]))",
-                    "{{job}} {{code}}",
-                ),
-            ),
+            (Query(rate("splitpoint_rpc_calls_total", "job, code"), "{{job}} {{code}}"),),
             width=12,
         ),
         Panel(

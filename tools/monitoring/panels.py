@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 # What Grafana fills in.
 RATE_INTERVAL = "$__rate_interval"
 WORKER = "$worker"
+# Workers that the dashboard's variable names.
+CHOSEN = '{worker=~"$worker"}'
 
 FULL_WIDTH = 24
 
@@ -105,12 +107,19 @@ class Panel:
                 raise ValueError(f"{self.title}: the alarm lies on the wrong side of the warning")
 
 
-def quantile(share: float, metric: str, by: str) -> str:
-    """PromQL: of a histogram, over Grafana's interval; `by`: labels to keep, or nothing."""
-    labels = ", ".join(filter(None, (by, "le")))
-    return (
-        f"histogram_quantile({share}, sum by ({labels}) (rate({metric}_bucket[{RATE_INTERVAL}])))"
-    )
+def rate(metric: str, by: str = "", *, of: str = "") -> str:
+    """PromQL: a counter's growth a second, summed by the labels of `by`.
+
+    `of`: the selector, for one CHOSEN, or empty for all series.
+    """
+    grouping = f" by ({by})" if by else ""
+    return f"sum{grouping} (rate({metric}{of}[{RATE_INTERVAL}]))"
+
+
+def quantile(share: float, metric: str, by: str = "", *, of: str = "") -> str:
+    """PromQL: of a histogram, over the same interval."""
+    labels = f"{by}, le" if by else "le"
+    return f"histogram_quantile({share}, {rate(f'{metric}_bucket', labels, of=of)})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.monitoring.panels import Dashboard, Form, Panel, Query, Row, Unit
+from tools.monitoring.panels import CHOSEN, Dashboard, Form, Panel, Query, Row, Unit, rate
 
 _COST = Row(
     "What does a token cost?",
@@ -32,8 +32,7 @@ _COST = Row(
             "The divisor. Joules per token jump where this falls: an idle GPU draws power, too.",
             (
                 Query(
-                    "sum by (worker) (rate(splitpoint_worker_generated_tokens_total"
-                    '{worker=~"$worker"}[$__rate_interval]))',
+                    rate("splitpoint_worker_generated_tokens_total", "worker", of=CHOSEN),
                     "worker {{worker}}",
                 ),
             ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.monitoring.panels import Dashboard, Form, Panel, Query, Row, Unit, quantile
+from tools.monitoring.panels import CHOSEN, Dashboard, Form, Panel, Query, Row, Unit, quantile, rate
 
 _MEMORY = Row(
     "What do requests wait for?",
@@ -87,12 +87,7 @@ _MEMORY = Row(
             Unit.PER_SECOND,
             "QUEUE_FULL: more load than workers. NEVER_FITS: the request is larger than any "
             "worker. TENANT_QUOTA: one tenant asks too much. NO_WORKER: nobody is ready.",
-            (
-                Query(
-                    "sum by (reason) (rate(splitpoint_requests_rejected_total[$__rate_interval]))",
-                    "{{reason}}",
-                ),
-            ),
+            (Query(rate("splitpoint_requests_rejected_total", "reason"), "{{reason}}"),),
             Form.STACK,
         ),
     ),
@@ -137,8 +132,7 @@ _STEPS = Row(
             "Tokens that steps computed, by phase.",
             (
                 Query(
-                    "sum by (phase) (rate(splitpoint_worker_scheduled_tokens_total"
-                    '{worker=~"$worker"}[$__rate_interval]))',
+                    rate("splitpoint_worker_scheduled_tokens_total", "phase", of=CHOSEN),
                     "{{phase}}",
                 ),
             ),
@@ -148,13 +142,7 @@ _STEPS = Row(
             "Steps",
             Unit.PER_SECOND,
             "Mostly `mixed`: prefills and decodes share steps, and gaps between tokens grow.",
-            (
-                Query(
-                    "sum by (kind) "
-                    '(rate(splitpoint_worker_steps_total{worker=~"$worker"}[$__rate_interval]))',
-                    "{{kind}}",
-                ),
-            ),
+            (Query(rate("splitpoint_worker_steps_total", "kind", of=CHOSEN), "{{kind}}"),),
             Form.STACK,
         ),
         Panel(
@@ -162,13 +150,8 @@ _STEPS = Row(
             Unit.SECONDS,
             "p95 far above p50: single prefills; a smaller --prefill-chunk cuts them.",
             tuple(
-                Query(
-                    f"histogram_quantile({quantile}, sum by (le) "
-                    '(rate(splitpoint_worker_step_seconds_bucket{worker=~"$worker"}'
-                    "[$__rate_interval])))",
-                    name,
-                )
-                for quantile, name in ((0.5, "p50"), (0.95, "p95"))
+                Query(quantile(share, "splitpoint_worker_step_seconds", of=CHOSEN), name)
+                for share, name in ((0.5, "p50"), (0.95, "p95"))
             ),
         ),
     ),
@@ -215,12 +198,7 @@ _WORKERS = Row(
             Unit.PER_SECOND,
             "Late ones after a failover are right; many without one: two schedulers run one "
             "worker.",
-            (
-                Query(
-                    "sum by (cause) (rate(splitpoint_dropped_results_total[$__rate_interval]))",
-                    "{{cause}}",
-                ),
-            ),
+            (Query(rate("splitpoint_dropped_results_total", "cause"), "{{cause}}"),),
             width=12,
         ),
         Panel(
