@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -20,13 +20,16 @@ from scheduler_service.fetch_plan import FetchSource
 from scheduler_service.footprint import NeverFits, WorkerFacts
 from scheduler_service.planning import Wishes, explain
 from scheduler_service.requests import Request
+from scheduler_service.text_jobs import TextJobs
 from scheduler_service.validation import (
     DEFAULT_MAX_TOKENS,
+    Encode,
     GenerateInput,
     ModelFacts,
     check_model,
     check_text,
     optional_residency,
+    prompt_exceeds,
     validate_generate,
 )
 from splitpoint import tracing
@@ -47,7 +50,7 @@ from splitpoint.errors import (
 from splitpoint.logs import set_request
 from splitpoint.rpc import MESSAGE_LIMIT_BYTES
 from splitpoint.shapes import Encoding, ModelShape
-from splitpoint.text import Tokenizer
+from splitpoint.text import Tokenizer, TooManyTokens
 from splitpoint.tracing import Span
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import scheduler_pb2_grpc
@@ -56,10 +59,12 @@ _log = logging.getLogger(__name__)
 
 INFERENCE_SERVICE = "splitpoint.v1.InferenceService"
 
-# Larger requests are checked and tokenized beside the event loop.
-_SMALL_REQUEST_BYTES = 16 * 1024
+# Each has an id, a spelling, and the two headers of the latter.
+_MOST_TOKENS_OF_A_MESSAGE = MESSAGE_LIMIT_BYTES // 4
+_PIECE_TOKENS = 4096
 
 Context = grpc.aio.ServicerContext[Any, Any]
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +80,18 @@ class ServedModel:
         return ModelFacts(shape.name, shape.vocabulary_size, shape.context_length)
 
     @property
-    def encode(self) -> Callable[[str], list[int]] | None:
+    def encode(self) -> Encode | None:
         return None if self.tokenizer is None else self.tokenizer.encode
 
 
 class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
     """What clients call."""
 
-    def __init__(self, model: ServedModel, conductor: Conductor) -> None:
+    def __init__(self, model: ServedModel, conductor: Conductor, text_jobs: TextJobs) -> None:
         self._model = model
         self._conductor = conductor
         self._open_calls = 0
+        self._text_jobs = text_jobs
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         with ExitStack() as call:
@@ -106,9 +112,8 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         check_model(request.model, self._model.facts)
-        if len(request.text) <= _SMALL_REQUEST_BYTES:
-            return self._tokenized(request.text)
-        return await asyncio.to_thread(self._tokenized, request.text)
+        text = request.text
+        return await self._beside(request, text, lambda: self._tokenized(text))
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         check_model(request.model, self._model.facts)
@@ -207,9 +212,26 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
                 tenant=tenant,
             )
 
-        if request.ByteSize() <= _SMALL_REQUEST_BYTES:
-            return check()
-        return await asyncio.to_thread(check)
+        return await self._beside(request, request.text, check)
+
+    async def _beside(
+        self,
+        request: pb.GenerateRequest | pb.TokenizeRequest,
+        text: str,
+        job: Callable[[], _Result],
+    ) -> _Result:
+        """The job's result; a text that is beyond the context by its bytes gets no turn."""
+        tokenizer, context_length = self._model.tokenizer, self._model.shape.context_length
+        if tokenizer is not None and tokenizer.fewest_tokens(text) >= context_length:
+            error = TooManyTokens(tokenizer.fewest_tokens(text), is_exact=False)
+            raise prompt_exceeds(error, "text", context_length)
+        size = request.ByteSize()
+        return await self._text_jobs.run(
+            job,
+            tenant=current_caller().tenant,
+            request_bytes=size,
+            text_bytes=size if text else 0,
+        )
 
     async def _deliver(self, live: Request, context: Context) -> None:
         stall_seconds = self._conductor.limits.stall_seconds
@@ -224,12 +246,19 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
                     ) from None
 
     def _tokenized(self, text: str) -> pb.TokenizeResponse:
-        ids = check_text(text, self._model.encode)
+        try:
+            ids = check_text(text, self._model.encode, _MOST_TOKENS_OF_A_MESSAGE)
+        except TooManyTokens as error:
+            raise _too_large(error) from None
         tokenizer = self._model.tokenizer
-        tokens = tokenizer.spelling(ids) if tokenizer is not None else []
-        response = pb.TokenizeResponse(token_ids=ids, tokens=tokens)
+        response = pb.TokenizeResponse()
+        # In pieces: one of all would hold the interpreter.
+        for start in range(0, len(ids), _PIECE_TOKENS):
+            piece = ids[start : start + _PIECE_TOKENS]
+            response.token_ids.extend(piece)
+            response.tokens.extend([] if tokenizer is None else tokenizer.spelling(piece))
         if response.ByteSize() > MESSAGE_LIMIT_BYTES:
-            raise ResourceExhausted("the tokens exceed a message", reason="MESSAGE_TOO_LARGE")
+            raise _too_large(TooManyTokens(len(ids), is_exact=True))
         return response
 
     def _model_message(self) -> pb.Model:
@@ -247,6 +276,10 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
         )
         message.shape.name = message.name
         return message
+
+
+def _too_large(error: TooManyTokens) -> ResourceExhausted:
+    return ResourceExhausted(f"{error} exceed a message", reason="MESSAGE_TOO_LARGE")
 
 
 def _smallest(workers: Iterable[WorkerFacts]) -> Encoding:

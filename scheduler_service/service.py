@@ -18,6 +18,7 @@ from scheduler_service.prefix_catalog import JoinedCatalogs, PrefixCatalog
 from scheduler_service.prefixes import Prefixes, find_prefixes
 from scheduler_service.registry import Registry
 from scheduler_service.server import INFERENCE_SERVICE, InferenceServicer, ServedModel
+from scheduler_service.text_jobs import TextJobs
 from splitpoint import rpc
 from splitpoint.access import Access
 from splitpoint.logs import log_failure
@@ -98,6 +99,7 @@ class Scheduler:
         name = options.model.shape.name
         self.meters.read(lambda: readings(self.conductor, name, self._link))
         calls = options.limits.concurrent_calls + _SPARE_CALLS
+        self._text_jobs = TextJobs(options.limits)
         # A gateway may bring all its clients over one connection. Beyond the
         # stream limit gRPC neither queues nor explains: it resets streams
         # (REFUSED_STREAM), so here the limit with a reason comes first.
@@ -108,7 +110,7 @@ class Scheduler:
             on_answer=count_calls(self.meters, [INFERENCE_SERVICE, ADMIN_SERVICE]),
         )
         scheduler_pb2_grpc.add_InferenceServiceServicer_to_server(
-            InferenceServicer(options.model, self.conductor), self.server
+            InferenceServicer(options.model, self.conductor, self._text_jobs), self.server
         )
         scheduler_pb2_grpc.add_AdminServiceServicer_to_server(
             AdminServicer(self.conductor, clock, self._link), self.server
@@ -159,6 +161,7 @@ class Scheduler:
         await self.conductor.close()
         await self.registry.close()
         await self._peeker.close()
+        self._text_jobs.close()
         if self._link is not None:
             await self._link.close()
 

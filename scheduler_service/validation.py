@@ -15,6 +15,7 @@ from splitpoint.convert import method_from_proto, residency_from_proto
 from splitpoint.errors import FailedPrecondition, InvalidArgument, NotFound
 from splitpoint.keys import SALT_LIMIT
 from splitpoint.planner import Residency, RestoreMethod, check_forced_method
+from splitpoint.text import TooManyTokens
 from splitpoint.v1 import scheduler_pb2, types_pb2
 
 REQUEST_ID_LIMIT = 64
@@ -24,6 +25,9 @@ STOP_BYTES_LIMIT = 256
 STOP_TOKEN_LIMIT = 64
 LOGIT_BIAS_LIMIT = 1024
 LOGPROBS_LIMIT = 20
+
+# Text to at most so many token ids; raises TooManyTokens beyond them.
+Encode = Callable[[str, int], list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,7 @@ class GenerateInput:
 def validate_generate(
     request: scheduler_pb2.GenerateRequest,
     model: ModelFacts,
-    encode: Callable[[str], list[int]] | None,
+    encode: Encode | None,
     *,
     draw_seed: Callable[[], int],
     draw_request_id: Callable[[], str],
@@ -79,7 +83,7 @@ def validate_generate(
     """Checks everything, tokenizes text, fills in what was left open.
 
     Args:
-        encode: text to token ids; None when the model has no tokenizer.
+        encode: None when the model has no tokenizer.
         draw_seed: a seed in [0, 2**63) for requests without one.
         draw_request_id: a name for requests without one.
         tenant: the caller's.
@@ -164,15 +168,18 @@ def _restore_method(number: int) -> RestoreMethod | None:
         raise InvalidArgument(error.message, field="restore_method") from error
 
 
-def check_text(text: str, encode: Callable[[str], list[int]] | None) -> list[int]:
-    """Token ids of a text. Raises InvalidArgument (empty), FailedPrecondition (no tokenizer)."""
+def check_text(text: str, encode: Encode | None, most: int) -> list[int]:
+    """Token ids of a text, at most `most`.
+
+    Raises InvalidArgument (empty), FailedPrecondition (no tokenizer), TooManyTokens.
+    """
     if not text:
         raise InvalidArgument("the text is empty", field="text")
     if encode is None:
         raise FailedPrecondition(
             "the model has no tokenizer: send token ids", reason="NO_TOKENIZER"
         )
-    return encode(text)
+    return encode(text, most)
 
 
 def _check_request_id(request_id: str) -> None:
@@ -182,33 +189,40 @@ def _check_request_id(request_id: str) -> None:
         )
 
 
-def _prompt_field(request: scheduler_pb2.GenerateRequest) -> str:
-    return "text" if request.WhichOneof("prompt") == "text" else "token_ids.ids"
+def prompt_exceeds(error: TooManyTokens, field: str, context_length: int) -> InvalidArgument:
+    return InvalidArgument(
+        f"a prompt of {error} leaves no room in the context of {context_length:,}",
+        field=field,
+        reason="CONTEXT_EXCEEDED",
+        prompt_tokens=error.count,
+        context_length=context_length,
+    )
 
 
 def _prompt_of(
     request: scheduler_pb2.GenerateRequest,
     model: ModelFacts,
-    encode: Callable[[str], list[int]] | None,
+    encode: Encode | None,
 ) -> tuple[int, ...]:
+    """The prompt's tokens. They are counted before anything is made for each of them."""
     kind = request.WhichOneof("prompt")
     if kind is None:
         raise InvalidArgument("neither text nor token_ids is set", field="prompt")
+    most = model.context_length - 1
     if kind == "text":
-        ids: Sequence[int] = check_text(request.text, encode)
+        field = "text"
+        try:
+            ids: Sequence[int] = check_text(request.text, encode, most)
+        except TooManyTokens as error:
+            raise prompt_exceeds(error, field, model.context_length) from None
     else:
+        field, count = "token_ids.ids", len(request.token_ids.ids)
+        if count > most:
+            too_many = TooManyTokens(count, is_exact=True)
+            raise prompt_exceeds(too_many, field, model.context_length)
         ids = tuple(request.token_ids.ids)
-    field = _prompt_field(request)
     if not ids:
         raise InvalidArgument("the prompt is empty", field=field)
-    if len(ids) >= model.context_length:
-        raise InvalidArgument(
-            f"{len(ids):,} prompt tokens leave no room in the context of {model.context_length:,}",
-            field=field,
-            reason="CONTEXT_EXCEEDED",
-            prompt_tokens=len(ids),
-            context_length=model.context_length,
-        )
     if kind == "text":
         # A tokenizer may know more tokens than the checkpoint has rows for.
         if max(ids) >= model.vocabulary_size:

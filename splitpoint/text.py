@@ -16,6 +16,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from splitpoint.errors import InvalidArgument
+from splitpoint.token_bytes import longest_token_bytes
 
 REPLACEMENT = "\ufffd"  # what decoders make of bytes that are not (yet) UTF-8
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
@@ -23,6 +24,14 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 # followed by this many others can no longer be part of an incomplete character.
 _SETTLED_AFTER_TOKENS = 4
 _LONGEST_UNCERTAIN = 64
+
+
+class TooManyTokens(ValueError):
+    """A text has more tokens than were asked for: `count`, or at least `count`."""
+
+    def __init__(self, count: int, *, is_exact: bool) -> None:
+        super().__init__(f"{'' if is_exact else 'at least '}{count:,} tokens")
+        self.count = count
 
 
 class Tokenizer:
@@ -36,6 +45,7 @@ class Tokenizer:
         self._special_ids = frozenset(
             index for index, token in backend.get_added_tokens_decoder().items() if token.special
         )
+        self._longest_token = longest_token_bytes(backend)
         self._anchor = self._find_anchor()
         self._anchor_text = self._decode_plain(self._anchor)
 
@@ -73,10 +83,28 @@ class Tokenizer:
         """Ids that have a spelling, added tokens included."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids with the special tokens that the model expects around a prompt."""
-        ids: list[int] = self._backend.encode(text).ids
+    def encode(self, text: str, most: int | None = None) -> list[int]:
+        """Token ids with the special tokens that the model expects around a prompt.
+
+        Other threads run meanwhile. Raises TooManyTokens beyond `most`, before their ids are
+        made: a list of millions would hold the interpreter.
+        """
+        least = self.fewest_tokens(text)
+        if most is not None and least > most:
+            raise TooManyTokens(least, is_exact=False)
+        # Unlike `encode` these let go of the interpreter, for one text too.
+        [encoding] = self._backend.encode_batch_fast([text])
+        if most is not None and len(encoding) > most:
+            raise TooManyTokens(len(encoding), is_exact=True)
+        ids: list[int] = encoding.ids
         return ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """Tokens that the text has at least, by its bytes alone; see `token_bytes`."""
+        if self._longest_token is None:
+            return 0
+        size = len(text) if text.isascii() else len(text.encode())
+        return -(-size // self._longest_token)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a whole sequence, special tokens left out; as TextStream would say it."""

@@ -14,22 +14,26 @@ from hypothesis import strategies as st
 from scheduler_doubles import MODEL, SHAPE, TOKENIZER, answer, ids_request, stack
 
 from scheduler_service.limits import Limits
-from scheduler_service.validation import GenerateInput, ModelFacts, validate_generate
+from scheduler_service.validation import Encode, GenerateInput, ModelFacts, validate_generate
 from splitpoint import rpc
 from splitpoint.errors import FailedPrecondition, InvalidArgument, NotFound, SplitpointError
 from splitpoint.planner import Residency, RestoreMethod
+from splitpoint.text import TooManyTokens
 from splitpoint.v1 import scheduler_pb2, types_pb2
 
 FACTS = ModelFacts("tiny", vocabulary_size=100, context_length=50)
 
 
-def encode_bytes(text: str) -> list[int]:
-    return [byte % 100 for byte in text.encode()]
+def encode_bytes(text: str, most: int) -> list[int]:
+    ids = [byte % 100 for byte in text.encode()]
+    if len(ids) > most:
+        raise TooManyTokens(len(ids), is_exact=True)
+    return ids
 
 
 def check(
     request: scheduler_pb2.GenerateRequest,
-    encode: Callable[[str], list[int]] | None = encode_bytes,
+    encode: Encode | None = encode_bytes,
 ) -> GenerateInput:
     return validate_generate(
         request, FACTS, encode, draw_seed=lambda: 7, draw_request_id=lambda: "drawn"
@@ -228,9 +232,9 @@ def test_text_needs_a_tokenizer_and_its_tokens_a_row() -> None:
         with pytest.raises(FailedPrecondition):
             check(request, None)
     with pytest.raises(InvalidArgument, match="lacks"):
-        check(fields_request(text="x"), lambda text: [100])
+        check(fields_request(text="x"), lambda text, most: [100])
     with pytest.raises(InvalidArgument, match="empty"):
-        check(fields_request(text="x"), lambda text: [])
+        check(fields_request(text="x"), lambda text, most: [])
 
 
 @given(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +13,18 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from splitpoint.errors import InvalidArgument
-from splitpoint.text import TextStream, Tokenizer
+from splitpoint.text import TextStream, Tokenizer, TooManyTokens
 
 ROOT = Path(__file__).parents[2]
 CORPUS = [
@@ -107,6 +118,70 @@ def byte_runs_are_text(backend: tokenizers.Tokenizer, ids: list[int]) -> bool:
             return False
         run = b""
     return True
+
+
+@given(name=names, text=texts | st.text("ab \n", min_size=500, max_size=900))
+@settings(max_examples=400, deadline=None)
+def test_bytes_tell_the_fewest_tokens(name: str, text: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    fewest, ids = tokenizer.fewest_tokens(text), tokenizer.encode(text)
+    assert fewest <= len(ids)
+    assert fewest > 0 or not text
+    assert tokenizer.encode(text, len(ids)) == ids
+    if ids:
+        with pytest.raises(TooManyTokens) as caught:
+            tokenizer.encode(text, len(ids) - 1)
+        assert fewest <= caught.value.count <= len(ids)
+
+
+def unbounded(change: Callable[[tokenizers.Tokenizer], object]) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
+    change(backend)
+    return backend
+
+
+@pytest.mark.parametrize(
+    ("backend", "text"),
+    [
+        (
+            unbounded(lambda backend: backend.add_tokens([AddedToken("!", rstrip=True)])),
+            "!" + " " * 999,
+        ),
+        (unbounded(lambda b: setattr(b, "normalizer", normalizers.Strip())), " " * 999),
+        (unbounded(lambda b: setattr(b, "normalizer", normalizers.Replace("ab", "c"))), "ab" * 400),
+        (unbounded(lambda b: setattr(b, "pre_tokenizer", pre_tokenizers.Whitespace())), " " * 999),
+        (
+            tokenizers.Tokenizer(
+                models.BPE({"a": 0, "<unk>": 1}, [], unk_token="<unk>", fuse_unk=True)
+            ),
+            "b" * 999,
+        ),
+        (tokenizers.Tokenizer(models.BPE({"a": 0}, [])), "b" * 999),
+        (tokenizers.Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, "<unk>")), "b" * 999),
+    ],
+)
+def test_tokenizers_that_drop_or_join_have_no_such_bound(
+    backend: tokenizers.Tokenizer, text: str
+) -> None:
+    tokenizer = Tokenizer(backend)
+    assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text)) < 500
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized() -> None:
+    tokenizer, ended, turns = TOKENIZERS["bundled"], threading.Event(), 0
+    text = "def read(path): return path\n" * 20_000
+
+    def encode() -> None:
+        tokenizer.encode(text)
+        ended.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    while not ended.is_set():
+        time.sleep(0.001)
+        turns += 1
+    thread.join()
+    assert turns > 10
 
 
 @given(name=names, data=st.data())
