@@ -75,8 +75,8 @@ def is_locked(lock: Path) -> bool:
     return False
 
 
-def check_arenas(arenas: list[FoundArena], instance: str) -> Iterator[Finding]:
-    """What lies there, seen by a stack of this name that is to be started."""
+def check_arenas(arenas: list[FoundArena], instance: str | None) -> Iterator[Finding]:
+    """What lies there, seen by a stack of this name that is to be started; None: none is."""
     for arena in arenas:
         size = format_size(arena.size_bytes)
         if arena.is_used and arena.instance == instance:

@@ -20,6 +20,7 @@ from splitpoint_cli.checks import (
     limits,
     memory,
     model,
+    own_stack,
     ports,
     power,
     processors,
@@ -64,8 +65,21 @@ class Wishes:
 
 def examine(wishes: Wishes) -> Iterator[Finding]:
     """Every finding, in order. Never raises."""
-    for check in (*_machine(wishes), *_stack(wishes), *_network(wishes)):
+    own = attempt("instance", lambda: _own_stack(wishes))
+    if isinstance(own, Finding):  # wrong options, which other checks tell of
+        own = None
+    for check in (*_machine(wishes), *_stack(wishes, own), *_network(wishes, own)):
         yield from run_check(check)
+
+
+def _own_stack(wishes: Wishes) -> own_stack.OwnStack | None:
+    return own_stack.find_own_stack(
+        _instance(wishes),
+        wishes.listen,
+        certificate=wishes.tls_cert,
+        key=wishes.tls_key,
+        ca=wishes.tls_ca,
+    )
 
 
 def _machine(wishes: Wishes) -> Iterator[Check]:
@@ -87,7 +101,7 @@ def _machine(wishes: Wishes) -> Iterator[Check]:
     yield Check("open files", lambda: limits.check_open_files(*_limit(resource.RLIMIT_NOFILE)))
 
 
-def _stack(wishes: Wishes) -> Iterator[Check]:
+def _stack(wishes: Wishes, own: own_stack.OwnStack | None) -> Iterator[Check]:
     """What depends on each other: GPUs, the model, and the memory for both."""
     on_bus = gpu_facts.pci_gpu_count(wishes.places)
     visible = visible_gpu_count()
@@ -105,12 +119,17 @@ def _stack(wishes: Wishes) -> Iterator[Check]:
         yield from _checkpoint(known.folder, shape)
     if shape is not None:
         yield Check("device memory", lambda: _device_memory(wishes, shape, driver))
-    yield Check("memory", lambda: _memory(wishes, shape, has_gpu=has_gpu))
+    yield Check(
+        "memory",
+        # Those of a stack that runs are loaded already.
+        lambda: _memory(wishes, shape, has_gpu=has_gpu, own=own),
+    )
     yield Check("huge pages", lambda: memory.check_huge_pages(wishes.huge_pages, wishes.places))
     yield Check(
         "arenas",
         lambda: arenas.check_arenas(
-            arenas.find_arenas(wishes.places.shm, os.getuid()), _instance(wishes)
+            arenas.find_arenas(wishes.places.shm, os.getuid()),
+            None if own is not None else _instance(wishes),
         ),
     )
 
@@ -128,7 +147,9 @@ def _device_memory(
     return model.check_device_memory(shape, wishes.device_memory, sizes)
 
 
-def _memory(wishes: Wishes, shape: ModelShape | None, *, has_gpu: bool) -> Iterator[Finding]:
+def _memory(
+    wishes: Wishes, shape: ModelShape | None, *, has_gpu: bool, own: own_stack.OwnStack | None
+) -> Iterator[Finding]:
     """All that host memory is needed for, and how much of it is to be locked."""
     there = _arena_bytes(_arena(wishes))
     chosen = wishes.host_memory is None
@@ -149,7 +170,11 @@ def _memory(wishes: Wishes, shape: ModelShape | None, *, has_gpu: bool) -> Itera
         if too_small is not None:
             yield too_small
     # On a GPU node the weights are on the GPU; `check_device_memory` speaks of them.
-    weights = 0 if shape is None or has_gpu else shape.weight_bytes * (wishes.workers or 1)
+    weights = (
+        0
+        if shape is None or has_gpu or own is not None
+        else shape.weight_bytes * (wishes.workers or 1)
+    )
     facts = config.memory_facts(wishes.places.proc, wishes.places.sys / "fs/cgroup")
     yield memory.check_memory(facts, max(0, size - there), weights)
     pinned = size
@@ -167,13 +192,17 @@ def _metrics(wanted: str, wishes: Wishes) -> Finding:
     return ports.check_metrics(metrics_addresses(int(wanted), wishes.listen, workers))
 
 
-def _network(wishes: Wishes) -> Iterator[Check]:
+def _network(wishes: Wishes, own: own_stack.OwnStack | None) -> Iterator[Check]:
     has_tls, has_tokens = wishes.tls_cert is not None, wishes.tokens is not None
-    yield Check(
-        "listen",
-        lambda: ports.check_listen(wishes.listen, has_tls=has_tls, has_tokens=has_tokens),
-    )
-    if wishes.metrics is not None:
+    if own is not None:  # its ports are taken by itself
+        running = own
+        yield Check("instance", lambda: own_stack.check_own_stack(running))
+    else:
+        yield Check(
+            "listen",
+            lambda: ports.check_listen(wishes.listen, has_tls=has_tls, has_tokens=has_tokens),
+        )
+    if wishes.metrics is not None and own is None:
         metrics = wishes.metrics
         yield Check("metrics", lambda: _metrics(metrics, wishes))
     if wishes.redis is not None:

@@ -158,6 +158,23 @@ def test_errors_reach_the_user_by_name(address: str) -> None:
         assert done.stderr.startswith(f"splitpoint: {name}: "), done.stderr
 
 
+def test_doctor_beside_a_healthy_stack(address: str) -> None:
+    asked = ("doctor", "--instance", instance_name("cli"), "--host-memory", "64MiB", "--json")
+    done = splitpoint(*asked, "--listen", address)
+    findings = json.loads(done.stdout)["findings"]
+    assert done.returncode == 0, findings
+    [told] = [finding for finding in findings if finding["name"] == "instance"]
+    assert told["verdict"] == "ok"
+    assert told["found"].startswith("a stack of this instance is running: ")
+    assert told["found"].endswith(f"serves at {address}")
+    assert not [finding for finding in findings if finding["name"] == "listen"]
+    # Where it does not serve it would be another stack of this name, which is refused.
+    done = splitpoint(*asked, "--listen", f"{address}.other")
+    assert done.returncode == 1
+    problems = [f for f in json.loads(done.stdout)["findings"] if f["verdict"] == "problem"]
+    assert [problem["name"] for problem in problems] == ["instance"]
+
+
 def test_status(address: str) -> None:
     done = splitpoint("status", "--address", address, "--wait", "10", "--json")
     assert done.returncode == 0, done.stderr
