@@ -14,6 +14,10 @@ TEST_JOBS ?= 2
 # Docker Compose: v2 where there is one. PROFILES: what `make compose-up` starts.
 COMPOSE  ?= $(if $(shell docker compose version 2>/dev/null),docker compose,docker-compose)
 PROFILES ?= cpu
+# Of all that Compose makes. docker-compose.yml cannot say it: v1.29 refuses the word.
+export COMPOSE_PROJECT_NAME ?= splitpoint
+# For the images' labels.
+export SPLITPOINT_REVISION ?= $(shell git rev-parse HEAD 2>/dev/null)
 PROTOS := $(wildcard proto/splitpoint/v1/*.proto)
 LOCKS  := requirements/control.lock requirements/worker.lock requirements/dev.lock
 # A GPU node often has torch already, and may have no network: run from the
@@ -22,7 +26,7 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test package-test lock chaos check proto bench bench-store bench-restore bench-offload chart gpu up down \
-	compose-up compose-down compose-access compose-test monitoring-test clean
+	compose-up compose-down compose-access compose-test pin-images monitoring-test clean
 # Targets build on each other; the tests spread over the cores by themselves.
 .NOTPARALLEL:
 
@@ -120,6 +124,9 @@ compose-access:  ## Fetch certificate authority and tokens of that stack into ./
 compose-down:  ## Stop that stack; ARGS=-v: and forget its certificate, tokens (./access) and metrics
 	COMPOSE_PROFILES=cpu,gpu,monitoring $(COMPOSE) down $(ARGS)
 	$(if $(filter -v --volumes,$(ARGS)),rm -rf access)
+
+pin-images: proto  ## Write the digests of base images into what names them; needs a registry
+	$(BIN)/python -m tools.pin_images
 
 compose-test: proto  ## Try the containers for real; needs a Docker engine (docs/deployment.md)
 	$(BIN)/python tools/compose_check.py $(ARGS)

@@ -18,6 +18,8 @@ MARK = "# Written by `splitpoint compose`: changes made here are lost."
 MOST_GPUS = 64
 # A few slots of a small model; less is a unit forgotten.
 LEAST_MEMORY = 16 << 20
+# What the store's container may take beside the arena.
+STORE_MEMORY = 2 << 30
 METRICS_PORT = 9400
 
 _SOCKETS = "unix:/run/splitpoint"
@@ -141,6 +143,7 @@ def override_file(node: Node, targets: str) -> str:
         *([_GPU_WORKER] if node.gpus > 1 else []),
         "services:",
         _service("kvstore", store_command(node)),
+        *_store_limit(node),
         _service("scheduler", scheduler_command(node.workers)),
         # Its device is in docker-compose.yml.
         _service("worker-gpu-0", worker_command("worker-gpu-0", "cuda:0", node)),
@@ -152,6 +155,14 @@ def override_file(node: Node, targets: str) -> str:
     if node.host_memory_bytes is not None:
         parts += ["", _ARENA.format(size=node.host_memory_bytes)]
     return "\n".join(parts) + "\n"
+
+
+def _store_limit(node: Node) -> list[str]:
+    """Its limit on memory, which the arena is charged to."""
+    if node.host_memory_bytes is None:
+        return []
+    limit = node.host_memory_bytes + STORE_MEMORY
+    return [f"    mem_limit: ${{SPLITPOINT_KVSTORE_MEMORY:-{limit}}}"]
 
 
 def _option(name: str, value: object | None) -> list[str]:
@@ -180,6 +191,8 @@ x-gpu-worker: &gpu-worker
   cap_drop: [ALL]
   security_opt: ["no-new-privileges:true"]
   restart: unless-stopped
+  mem_limit: ${SPLITPOINT_WORKER_MEMORY:-48g}
+  pids_limit: 4096
   logging:
     driver: json-file
     options: {max-size: 10m, max-file: "5"}
@@ -191,6 +204,7 @@ x-gpu-worker: &gpu-worker
     target: cuda
     args:
       PYTHON_IMAGE: ${PYTHON_IMAGE:-python:3.11-slim-bookworm}
+      REVISION: ${SPLITPOINT_REVISION:-}
       TORCH_CUDA_INDEX: ${TORCH_CUDA_INDEX:-}
   profiles: [gpu]
   ulimits:

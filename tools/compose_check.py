@@ -27,6 +27,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 HEALTHY_SECONDS = 120.0
 BACK_SECONDS = 90.0
+# Most that a change of the source may ship.
+SOURCE_BYTES = 20_000_000
 # Several chunks of 64 tokens, so that a second worker has something to reuse.
 PROMPT = "\n".join(
     f"def add_{number}(left, right):\n    return left + right + {number}\n" for number in range(12)
@@ -184,6 +186,8 @@ def check_hardening(stack: Stack) -> None:
         expect(host["CapDrop"] == ["ALL"], f"{service}: capabilities {host['CapDrop']}")
         expect(found["Config"]["User"] == "10001:10001", f"{service}: {found['Config']['User']}")
         expect("no-new-privileges" in str(host["SecurityOpt"]), f"{service}: new privileges")
+        expect(host["Memory"] > 0, f"{service}: no limit on memory")
+        expect(0 < host["PidsLimit"] <= 4096, f"{service}: {host['PidsLimit']} processes")
         published = {
             binding["HostIp"] for port in (host["PortBindings"] or {}).values() for binding in port
         }
@@ -194,6 +198,37 @@ def check_hardening(stack: Stack) -> None:
     for service in ("worker-0", "kvstore"):
         seen = stack.compose("exec", "-T", service, "ls", "-A", "/etc/splitpoint").split()
         expect(not seen, f"{service} sees secrets of the scheduler: {seen}")
+
+
+# Without a shell's help: what an image holds of pip, and of the model.
+LOOK = """
+import importlib.util, os
+for name in ("pip", "ensurepip"):
+    assert importlib.util.find_spec(name) is None, name
+found = [
+    os.path.join(folder, "model.safetensors")
+    for top in ("/models", "/opt/splitpoint", "/usr", "/var")
+    for folder, _, files in os.walk(top)
+    if "model.safetensors" in files
+]
+assert found == ["/models/stdlib-llama/model.safetensors"], found
+from splitpoint.checkpoints import resolve_model
+assert resolve_model(None).samefile("/models/stdlib-llama")
+"""
+
+
+def check_image(image: str, said: Callable[[str], None]) -> None:
+    isolated = ("docker", "run", "--rm", "--network", "none", image)
+    run(*isolated, "python", "-c", LOOK)
+    run(*isolated, "sh", "-c", "! command -v pip && ! /usr/bin/env python3 -m pip --version")
+    labels = json.loads(run("docker", "inspect", image).stdout)[0]["Config"]["Labels"]
+    for label in ("title", "description", "licenses", "version", "revision"):
+        expect(f"org.opencontainers.image.{label}" in labels, f"{image}: no label {label}")
+    shown = run("docker", "history", "--human=false", "--format", "{{.Size}}", image).stdout
+    layers = [int(size) for size in shown.split() if int(size)]
+    expect(layers[0] < SOURCE_BYTES, f"{image}: the source's layer has {layers[0]:,} bytes")
+    sizes = ", ".join(f"{size / 1e6:.1f}" for size in layers)
+    said(f"{image}: no pip, one model, labels; layers of {sizes} MB, the source on top")
 
 
 def check(stack: Stack, caller: Caller, access: Path, said: Callable[[str], None]) -> None:
@@ -312,6 +347,8 @@ def main() -> int:
             said(f"containers made and started in {time.monotonic() - began:.1f} s")
             until(stack.unhealthy, HEALTHY_SECONDS)
             said(f"all {len(services)} healthy {time.monotonic() - began:.1f} s after `up`")
+            for service in ("kvstore", "worker-0"):
+                check_image(stack.inspect(service)["Config"]["Image"], said)
             check(stack, Caller(ports["SPLITPOINT_PUBLISH"], access), access, said)
         except (Failed, OSError) as error:
             failure = error if isinstance(error, Failed) else Failed(str(error))

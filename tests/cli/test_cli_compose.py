@@ -7,6 +7,7 @@ through the parser of the service that gets it.
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import shlex
 import subprocess
@@ -82,6 +83,8 @@ def test_every_service_is_confined_and_watched(name: str) -> None:
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert service["logging"]["options"]["max-size"] == "10m"
+    assert parse_size(service["mem_limit"]) >= 256 << 20
+    assert 256 <= service["pids_limit"] <= 4096
     assert service["profiles"]
     assert service["restart"] == ("no" if name in ONCE else "unless-stopped")
     if name in ONCE:
@@ -135,6 +138,38 @@ def test_the_arena_fits_its_file_system() -> None:
         assert f"size={memory}" in options
         assert parse_size(wanted.host_memory) == parse_size(memory)
         assert mounts(content["services"]["kvstore"])[str(wanted.arena.parent)] is True
+    store = base()["services"]["kvstore"]
+    assert parse_size(store["mem_limit"]) >= parse_size(parsed(store["command"]).host_memory) + (
+        1 << 30
+    )
+
+
+def test_the_files_version_is_one_that_compose_v1_reads() -> None:
+    """1.29 refuses a top-level `name`: the Makefile names the project."""
+    content = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    assert {key for key in content if not key.startswith("x-")} == {
+        "services",
+        "networks",
+        "volumes",
+    }
+    environment = {
+        name: value for name, value in os.environ.items() if name != "COMPOSE_PROJECT_NAME"
+    }
+    for given, name in ((environment, "splitpoint"), ({"COMPOSE_PROJECT_NAME": "own"}, "own")):
+        done = subprocess.run(
+            (
+                "make",
+                "--no-print-directory",
+                "--eval=shown:; @echo $$COMPOSE_PROJECT_NAME",
+                "shown",
+            ),
+            cwd=ROOT,
+            env={**environment, **given},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.strip() == name
 
 
 def test_ports_are_published_on_loopback_only() -> None:
@@ -172,6 +207,7 @@ def test_a_worker_for_each_gpu(gpus: int) -> None:
     assert scheduler.worker == [f"unix:/run/splitpoint/{name}.sock" for name in names]
     assert f"size={64 << 30}" in content["volumes"]["arena"]["driver_opts"]["o"]
     assert parsed(content["services"]["kvstore"]["command"]).host_memory == str(64 << 30)
+    assert content["services"]["kvstore"]["mem_limit"] == 66 << 30
     (targets,) = yaml.safe_load(targets_file(node))
     assert targets["targets"] == [f"{name}:9400" for name in names]
     (replaced,) = yaml.safe_load((ROOT / "deploy/prometheus/targets/workers.yml").read_text())

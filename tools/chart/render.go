@@ -21,6 +21,16 @@ import (
 	"github.com/ghodss/yaml"
 )
 
+// files is the chart's folder, as templates see it.
+type files string
+
+// Get is the text of one file; links lead where they lead.
+func (folder files) Get(name string) string {
+	text, err := os.ReadFile(filepath.Join(string(folder), name))
+	fail(err)
+	return string(text)
+}
+
 func main() {
 	if len(os.Args) < 2 {
 		fail(fmt.Errorf("usage: render CHART [VALUES...]"))
@@ -33,6 +43,7 @@ func main() {
 	about := read(filepath.Join(folder, "Chart.yaml"))
 	data := map[string]interface{}{
 		"Values":  values,
+		"Files":   files(folder),
 		"Release": map[string]interface{}{"Name": "splitpoint", "Namespace": "default", "Service": "Helm"},
 		"Chart":   map[string]interface{}{"Name": about["name"], "Version": about["version"], "AppVersion": about["appVersion"]},
 	}

@@ -81,6 +81,21 @@ capabilities: {drop: [ALL]}
 {{- end }}
 {{- end }}
 
+{{- /* How pods of a component are spread: (list . "worker" constraints). */ -}}
+{{- define "splitpoint.spread" -}}
+{{- $root := index . 0 -}}
+{{- $component := index . 1 -}}
+topologySpreadConstraints:
+{{- range index . 2 }}
+  - maxSkew: {{ .maxSkew }}
+    topologyKey: {{ .topologyKey }}
+    whenUnsatisfiable: {{ .whenUnsatisfiable }}
+    labelSelector:
+      matchLabels:
+        {{- include "splitpoint.selector" (list $root $component) | nindent 8 }}
+{{- end }}
+{{- end }}
+
 {{- /* Secrets are root's and the group's: services take them so (docs/security.md). */ -}}
 {{- define "splitpoint.volumes" -}}
 - name: tls
