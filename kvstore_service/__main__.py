@@ -172,6 +172,16 @@ def layout_of(arguments: argparse.Namespace) -> ArenaLayout:
     )
 
 
+def check_arguments(arguments: argparse.Namespace) -> tuple[Geometry, Watermarks | None]:
+    """What can be said of the arguments before anything is made. Raises InvalidArgument."""
+    if not (math.isfinite(arguments.lease_seconds) and arguments.lease_seconds >= 0.1):
+        raise InvalidArgument("--lease-seconds is at least 0.1", field="lease-seconds")
+    watermarks = watermarks_of(arguments)
+    choose_node(arguments.numa_node)
+    size = parse_size(arguments.host_memory, field="host-memory")
+    return Geometry.fitting(layout_of(arguments), size), watermarks
+
+
 async def serve(arguments: argparse.Namespace) -> None:
     """Make the arena, serve until a signal or the parent's end, leave nothing behind."""
     stop = asyncio.Event()
@@ -187,12 +197,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     redis = redis_options(arguments)
     if arguments.advertise is not None:
         check_address(arguments.advertise, field="advertise")
-    if not (math.isfinite(arguments.lease_seconds) and arguments.lease_seconds >= 0.1):
-        raise InvalidArgument("--lease-seconds is at least 0.1", field="lease-seconds")
-    watermarks = watermarks_of(arguments)
-    geometry = Geometry.fitting(
-        layout_of(arguments), parse_size(arguments.host_memory, field="host-memory")
-    )
+    geometry, watermarks = check_arguments(arguments)
     meters = Meters(Service.KVSTORE)
     # First: that its port is taken is said at once, not when many GiB were allocated.
     async with metrics_served(arguments, meters):

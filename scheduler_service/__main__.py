@@ -45,12 +45,12 @@ _SHORTEST_KEY = 16
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0 after a stop that was asked for, 2 for wrong arguments."""
+    """Exit code 0 after a stop that was asked for, 2 for wrong arguments; others by the error."""
     return run_service(
         "scheduler",
         _serve,
         parse_arguments(arguments),
-        wrong_arguments=(InvalidArgument, PermissionDenied),
+        wrong_arguments=(PermissionDenied,),
     )
 
 

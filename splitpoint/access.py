@@ -254,9 +254,15 @@ class Access:
         caller = find_caller(entries, token)
         if caller is None:
             raise Unauthenticated("the token is not known here", reason="TOKEN_UNKNOWN")
-        if caller.role not in ROLES.get(method, frozenset()):
+        allowed = ROLES.get(method, frozenset())
+        if caller.role not in allowed:
+            needed = (
+                f"a token of the role {' or '.join(sorted(allowed))}" if allowed else "no token"
+            )
             raise PermissionDenied(
-                f"the role {caller.role} may not call {method}", reason="ROLE_NOT_ALLOWED"
+                f"{method.rpartition('/')[2]} is allowed with {needed}; this one has the role "
+                f"{caller.role}",
+                reason="ROLE_NOT_ALLOWED",
             )
         return caller
 

@@ -15,6 +15,8 @@ from splitpoint.errors import InvalidArgument, NotFound, PermissionDenied, Unava
 from splitpoint.shapes import read_config
 
 BUNDLED_MODEL = "stdlib-llama"
+# Reason of the error for what can be neither a folder nor a name on the hub.
+NO_SUCH_MODEL = "NO_SUCH_MODEL"
 INDEX_FILE = "model.safetensors.index.json"
 
 # Configuration, tokenizer and safetensors; never pickles, never other formats.
@@ -59,7 +61,7 @@ def resolve_model(text: str | None, *, download: bool = True) -> Path:
     if folder.exists():
         raise InvalidArgument(f"{text} is a file, not a checkpoint folder", field="model")
     match = _HUB_NAME.fullmatch(text)
-    if match is None or text.startswith("."):
+    if match is None or text.startswith(".") or (folder.parent.name and folder.parent.is_dir()):
         raise InvalidArgument(f"{text}: no such folder", field="model")
     cached = _from_hub(match["name"], match["revision"], local_only=True)
     if (
@@ -68,6 +70,13 @@ def resolve_model(text: str | None, *, download: bool = True) -> Path:
         and (not download or _is_complete(cached))
     ):
         return cached
+    if "/" not in match["name"]:
+        # A few old models of the hub have such names; a typing error is far more likely.
+        raise InvalidArgument(
+            f"{text}: no such folder (models of the Hugging Face hub are named OWNER/NAME)",
+            field="model",
+            reason=NO_SUCH_MODEL,
+        )
     if not download:
         raise NotFound(f"{text} is neither a folder nor a model that was downloaded before")
     fetched = _from_hub(match["name"], match["revision"], local_only=False)

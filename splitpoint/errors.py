@@ -37,6 +37,7 @@ class SplitpointError(Exception):
     """
 
     code: ClassVar[int] = 2  # google.rpc.Code; UNKNOWN is never used on purpose
+    exit_code: ClassVar[int] = 1  # of a command or service that it ends
 
     def __init__(self, message: str, *, reason: str = "", **metadata: object) -> None:
         super().__init__(message)
@@ -49,6 +50,7 @@ class InvalidArgument(SplitpointError):
     """The input is wrong whatever the state. `field` is its path in the message."""
 
     code = 3
+    exit_code = 2
 
     def __init__(
         self, message: str, *, field: str = "", reason: str = "", **metadata: object
@@ -74,10 +76,12 @@ class Retryable(SplitpointError):
 
 class DeadlineExceeded(SplitpointError):
     code = 4
+    exit_code = 4
 
 
 class NotFound(SplitpointError):
     code = 5
+    exit_code = 2
 
 
 class AlreadyExists(SplitpointError):
@@ -92,6 +96,7 @@ class ResourceExhausted(Retryable):
     """Does not fit. `retry_after_seconds` is None when it never will."""
 
     code = 8
+    exit_code = 5
 
 
 class FailedPrecondition(SplitpointError):
@@ -108,6 +113,7 @@ class Aborted(SplitpointError):
 
 class OutOfRange(SplitpointError):
     code = 11
+    exit_code = 2
 
 
 class Internal(SplitpointError):
@@ -118,6 +124,7 @@ class Unavailable(Retryable):
     """Try again. `retry_after_seconds` is a hint."""
 
     code = 14
+    exit_code = 3
 
 
 class DataLoss(SplitpointError):
@@ -130,6 +137,7 @@ class Unauthenticated(SplitpointError):
 
 class Cancelled(SplitpointError):
     code = 1
+    exit_code = 130
 
 
 BY_CODE: dict[int, type[SplitpointError]] = {

@@ -34,6 +34,8 @@ SERVICES = ("scheduler", "store", "worker")
 class MissingExtra(FailedPrecondition):
     """A part of Splitpoint is used that is not installed; names the extra that brings it."""
 
+    exit_code = 2
+
     def __init__(self, what: str, extra: str, module: str) -> None:
         super().__init__(
             f"{what} needs {module}, which is not installed: pip install 'splitpoint[{extra}]'",

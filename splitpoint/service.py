@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 
 from splitpoint import tracing
 from splitpoint.errors import SplitpointError
-from splitpoint.extras import MissingExtra
+from splitpoint.failure import failure_line
 from splitpoint.logs import log_options, setup_logging
 
 Serve = Callable[[argparse.Namespace], Coroutine[None, None, None]]
@@ -22,9 +22,10 @@ def run_service(
     *,
     wrong_arguments: tuple[type[SplitpointError], ...] = (),
 ) -> int:
-    """Run a service to its end; its exit code. What it raises on purpose is one log line.
+    """Run a service to its end; its exit code is that of its error, 0 without one.
 
-    `wrong_arguments`: errors that end it with exit code 2 instead of 1, as a missing extra does.
+    What it raises on purpose is one log line, and one on stdout for a supervisor.
+    `wrong_arguments`: errors that end it with exit code 2, whatever theirs is.
     """
     setup_logging(service, log_options(arguments))
     try:
@@ -32,5 +33,7 @@ def run_service(
             asyncio.run(serve(arguments))
     except SplitpointError as error:
         logging.getLogger(service).error("%s", error.message)
-        return 2 if isinstance(error, (MissingExtra, *wrong_arguments)) else 1
+        if arguments.parent_fd is not None:
+            print(failure_line(error), flush=True)
+        return 2 if isinstance(error, wrong_arguments) else error.exit_code
     return 0

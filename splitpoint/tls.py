@@ -192,6 +192,8 @@ def is_private(found: os.stat_result, *, user: int, groups: Collection[int]) -> 
     return found.st_uid == 0 and found.st_gid in groups and not mode & 0o137
 
 
+# Says nothing of the cause.
+_UNEXPLAINED = "handshake failed"
 # What gRPC says when a secured connection does not come about, and what it means.
 _FAILURES = (
     ("certificate has expired", "the server's certificate has expired"),
@@ -200,7 +202,7 @@ _FAILURES = (
     ("WRONG_VERSION_NUMBER", "this client speaks TLS, the server does not"),
     ("Hostname Verification", "the server's certificate is not for the host that was called"),
     ("not in peer certificate", "the server's certificate is not for the host that was called"),
-    ("handshake failed", "the TLS handshake failed"),
+    (_UNEXPLAINED, "the TLS handshake failed"),
     (
         "Socket closed",
         "the server closed the connection at once; most likely it speaks TLS (name its authority), "
@@ -210,11 +212,12 @@ _FAILURES = (
 
 
 def explain_failure(text: str) -> str:
-    """gRPC's words for a connection that was never made, with the likely cause in front."""
+    """The likely cause of a connection that was never made, else gRPC's own words."""
     if text.startswith("failed to connect"):
         for words, cause in _FAILURES:
             if words in text:
-                return f"no TLS connection: {cause} ({text})"
+                details = f" ({text})" if words == _UNEXPLAINED else ""
+                return f"no TLS connection: {cause}{details}"
     return text
 
 

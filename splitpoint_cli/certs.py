@@ -39,12 +39,11 @@ def certs(
     out.print(
         "\nServe with them (--tls-ca also demands a client certificate; leave it out to rely on "
         "tokens alone):\n"
-        f"  splitpoint token --file tokens.toml --name me --role admin > token\n"
-        f"  chmod 600 token\n"
+        "  splitpoint token --file tokens.toml --name me --role admin --out admin.token\n"
         f"  splitpoint up --listen 0.0.0.0:50050 --tokens tokens.toml \\\n"
         f"    --tls-cert {at}/server.pem --tls-key {at}/server-key.pem --tls-ca {at}/ca.pem\n"
         "Call it:\n"
-        f"  export SPLITPOINT_TOKEN_FILE=token SPLITPOINT_CA={at}/ca.pem\n"
+        f"  export SPLITPOINT_TOKEN_FILE=admin.token SPLITPOINT_CA={at}/ca.pem\n"
         f"  export SPLITPOINT_CERT={at}/client.pem SPLITPOINT_KEY={at}/client-key.pem\n"
         f"  splitpoint status --address {(host or ['localhost'])[0]}:50050",
         markup=False,

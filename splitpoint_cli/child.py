@@ -19,7 +19,8 @@ from typing import Self
 
 import splitpoint
 from splitpoint.config import READY_PREFIX
-from splitpoint.errors import SplitpointError
+from splitpoint.errors import SplitpointError, from_code
+from splitpoint.failure import read_failure
 from splitpoint.logs import level_of
 from splitpoint.progress import Progress, read_progress
 
@@ -78,6 +79,7 @@ class ServiceNotStarted(SplitpointError):
     """
 
     code = 8
+    exit_code = 5
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(
@@ -89,12 +91,23 @@ class ServiceNotStarted(SplitpointError):
 
 
 class ServiceExited(SplitpointError):
-    """A child ended although nobody asked it to. `tail` holds its last lines."""
+    """A child ended although nobody asked it to.
+
+    Attributes:
+        tail: its last lines.
+        failure: what it said of its end, its name in front; None: nothing.
+    """
 
     code = 14
 
     def __init__(
-        self, name: str, status: int, tail: Sequence[LogLine], *, and_then: str = ""
+        self,
+        name: str,
+        status: int,
+        tail: Sequence[LogLine],
+        *,
+        and_then: str = "",
+        failure: SplitpointError | None = None,
     ) -> None:
         how = f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
         then = f", {and_then}" if and_then else ""
@@ -102,12 +115,16 @@ class ServiceExited(SplitpointError):
         self.service = name
         self.status = status
         self.tail = tuple(tail)
+        self.failure = failure and from_code(
+            failure.code, f"{self.message}: {failure.message}", failure.reason
+        )
 
 
 class ServiceNotReady(SplitpointError):
     """A child did not become ready in time. `tail` holds its last lines."""
 
     code = 4
+    exit_code = 4
 
     def __init__(self, name: str, seconds: float, tail: Sequence[LogLine]) -> None:
         super().__init__(f"{name} was not ready after {seconds:g} s", reason="SERVICE_NOT_READY")
@@ -120,6 +137,7 @@ class Service:
 
     Attributes:
         tail: its last lines.
+        failure: why it ends, as it said; None: it did not.
         address: what it printed when it was ready; empty before.
         gone: set once the process and all of its group are dead and read out.
         ready_at, gone_at: on the loop's clock; None: not yet.
@@ -135,6 +153,7 @@ class Service:
         self.command = command
         self.process = process
         self.tail: deque[LogLine] = deque(maxlen=TAIL_LINES)
+        self.failure: SplitpointError | None = None
         self.address = ""
         self.gone = asyncio.Event()
         self.ready_at: float | None = None
@@ -205,7 +224,9 @@ class Service:
 
     def death(self, *, and_then: str = "") -> ServiceExited:
         """How it ended (and what followed), as an error. Only when gone."""
-        return ServiceExited(self.name, self.status, self.tail, and_then=and_then)
+        return ServiceExited(
+            self.name, self.status, self.tail, and_then=and_then, failure=self.failure
+        )
 
     async def ready(self) -> str:
         """The address the service printed. Raises ServiceExited, ServiceNotReady."""
@@ -246,6 +267,10 @@ class Service:
                 self.ready_at = asyncio.get_running_loop().time()
                 self.address = text.removeprefix(READY_PREFIX).strip()
                 self._ready.set_result(self.address)
+                continue
+            failure = read_failure(text)
+            if failure is not None:
+                self.failure = failure
                 continue
             progress = read_progress(text)
             if progress is not None:

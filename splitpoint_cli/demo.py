@@ -27,9 +27,9 @@ from splitpoint.errors import DeadlineExceeded, Internal, SplitpointError
 from splitpoint.tls import PLAIN
 from splitpoint_cli.child import ServiceExited, ServiceNotReady
 from splitpoint_cli.observed import read_store
-from splitpoint_cli.output import exit_code, out, print_error, seconds_text
+from splitpoint_cli.output import out, print_error, seconds_text
 from splitpoint_cli.stack import Stack, StackOptions, plan_stack
-from splitpoint_cli.stack_output import StackOutput
+from splitpoint_cli.stack_output import StackOutput, end_of
 from splitpoint_cli.stack_runner import StackRunner
 
 # Exactness is promised in float32; in bfloat16 another batch shape may round
@@ -161,10 +161,10 @@ def main() -> int:
         asyncio.run(run())
     except (ServiceExited, ServiceNotReady) as error:
         StackOutput().failure(error)
-        return 1
+        return end_of(error)
     except SplitpointError as error:
         print_error(error)
-        return exit_code(error)
+        return error.exit_code
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 130
     out.print(f"the whole demonstration took {time.monotonic() - began:.1f} s")

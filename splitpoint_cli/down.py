@@ -11,8 +11,9 @@ from typing import Annotated
 import typer
 
 from splitpoint import config
-from splitpoint.errors import DeadlineExceeded, NotFound
+from splitpoint.errors import DeadlineExceeded, InvalidArgument, NotFound
 from splitpoint_cli.instance import clear_leftovers, running_process
+from splitpoint_cli.metrics_ports import bind_error
 from splitpoint_cli.output import err
 from splitpoint_cli.stack import instance_of
 
@@ -31,8 +32,18 @@ def down(
     ] = config.DEFAULT_ADDRESS,
     instance: Annotated[str | None, typer.Option(help="Its --instance, where it has one.")] = None,
 ) -> None:
-    """Stop a running stack as Ctrl-C in its terminal would, and wait until it is gone."""
+    """Stop a running stack as Ctrl-C in its terminal would, and wait until it is gone.
+
+    It signals the process of `up`, so it needs no token, and works on the same host for the
+    same user only.
+    """
     name = config.check_instance(instance or instance_of(config.check_address(listen)))
+    if instance is None and not _is_here(listen):
+        raise InvalidArgument(
+            f"{listen} is not an address of this host: run `splitpoint down` there, as the user "
+            "who runs the stack (a token of whatever role does not stop it)",
+            field="listen",
+        )
     runtime = config.runtime_directory(name)
     process_id = running_process(runtime)
     if process_id is None:
@@ -47,6 +58,17 @@ def down(
         os.close(descriptor)
     if not ended:
         raise DeadlineExceeded(f"process {process_id} still runs after {_STOP_SECONDS:g} s")
+
+
+def _is_here(address: str) -> bool:
+    """Whether a stack of this host may listen there."""
+    if config.is_local_address(address):
+        return True
+    try:
+        error = bind_error(address.rpartition(":")[0].strip("[]"), 0)
+    except OSError:  # no such host
+        return False
+    return error is None
 
 
 def _clear(instance: str, runtime: Path) -> None:

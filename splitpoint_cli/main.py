@@ -27,7 +27,7 @@ from splitpoint_cli import (
     what_pays,
 )
 from splitpoint_cli.bench import commands as bench
-from splitpoint_cli.output import EXIT_HELP, exit_code, print_error
+from splitpoint_cli.output import EXIT_HELP, print_error
 from splitpoint_cli.top.command import top
 
 app = typer.Typer(
@@ -93,12 +93,12 @@ def main() -> None:
         app()
     except SplitpointError as error:
         print_error(error)
-        sys.exit(exit_code(error))
+        sys.exit(error.exit_code)
     except ModuleNotFoundError as error:
         if (missing := missing_extra(error)) is None:
             raise
         print_error(missing)
-        sys.exit(exit_code(missing))
+        sys.exit(missing.exit_code)
 
 
 if __name__ == "__main__":

@@ -14,31 +14,16 @@ from rich.console import Console
 
 from splitpoint import errors
 from splitpoint.errors import SplitpointError
-from splitpoint.extras import MissingExtra
 
 # Results go to stdout, everything about them to stderr.
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
-EXIT_CODES: dict[type[SplitpointError], int] = {
-    errors.InvalidArgument: 2,
-    errors.OutOfRange: 2,
-    errors.NotFound: 2,
-    MissingExtra: 2,
-    errors.Unavailable: 3,
-    errors.DeadlineExceeded: 4,
-    errors.ResourceExhausted: 5,
-    errors.Cancelled: 130,
-}
 EXIT_HELP = (
     "Exit codes: 0 done; 2 wrong input (INVALID_ARGUMENT, NOT_FOUND, OUT_OF_RANGE) or a missing "
     "extra; 3 UNAVAILABLE; 4 DEADLINE_EXCEEDED; 5 RESOURCE_EXHAUSTED; 130 interrupted; "
     "1 anything else."
 )
-
-
-def exit_code(error: SplitpointError) -> int:
-    return EXIT_CODES.get(type(error), 1)
 
 
 def code_name(error: SplitpointError) -> str:
@@ -50,8 +35,7 @@ def print_error(error: SplitpointError) -> None:
     """One line on stderr: the code's name and what went wrong."""
     message = " ".join(error.message.split())
     if isinstance(error, errors.Unavailable) and message.startswith("failed to connect"):
-        # gRPC's own words; whose they are matters more than what they say.
-        message = f"no scheduler answers, is `splitpoint up` running? ({message})"
+        message = f"no scheduler answers, is `splitpoint up` running? ({plain_reason(message)})"
     print(f"splitpoint: {code_name(error)}: {message}", file=sys.stderr)
 
 

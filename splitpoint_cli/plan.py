@@ -10,7 +10,7 @@ from typing import Annotated, TypeVar
 import typer
 from rich.table import Table
 
-from splitpoint.checkpoints import model_name, resolve_model
+from splitpoint.checkpoints import NO_SUCH_MODEL, model_name, resolve_model
 from splitpoint.config import format_size, parse_size
 from splitpoint.costs import BUILT_IN_PROFILES, Profile, load_profile
 from splitpoint.errors import InvalidArgument, NotFound
@@ -196,7 +196,9 @@ def find_shape(model: str, dtype: str = "auto") -> ModelShape:
         return built_in if data_type is None else dataclasses.replace(built_in, data_type=data_type)
     try:
         folder = resolve_model(model, download=False)
-    except NotFound as error:
+    except (NotFound, InvalidArgument) as error:
+        if isinstance(error, InvalidArgument) and error.reason != NO_SUCH_MODEL:
+            raise
         raise NotFound(
             f"{error.message}, nor one of the built-in shapes: {', '.join(BUILT_IN_SHAPES)}"
         ) from error

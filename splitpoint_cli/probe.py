@@ -106,10 +106,10 @@ def main() -> None:
     try:
         typer.run(probe)
     except SplitpointError as error:
-        from splitpoint_cli.output import exit_code, print_error
+        from splitpoint_cli.output import print_error
 
         print_error(error)
-        sys.exit(exit_code(error))
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

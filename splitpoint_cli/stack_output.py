@@ -15,6 +15,7 @@ from typing import Protocol
 from rich.markup import escape
 
 from splitpoint import config
+from splitpoint.errors import SplitpointError
 from splitpoint.logs import LogFormat, json_line, level_of
 from splitpoint.progress import Progress
 from splitpoint_cli.child import LogLine, ServiceExited, ServiceNotReady, ServiceNotStarted
@@ -27,6 +28,19 @@ _COLOURS = {"store": "cyan", "worker": "green", "scheduler": "magenta"}
 _PROGRESS_SECONDS = 2.0
 
 StartFailure = ServiceExited | ServiceNotReady | ServiceNotStarted
+
+
+def cause_of(error: StartFailure) -> SplitpointError:
+    """What the service said of its end, else how it ended."""
+    said = error.failure if isinstance(error, ServiceExited) else None
+    return said or error
+
+
+def end_of(error: StartFailure) -> int:
+    """Exit code of a stack that ends so: a service's own where it said why, else the error's."""
+    if isinstance(error, ServiceExited) and error.failure is not None and error.status > 0:
+        return error.status
+    return error.exit_code
 
 
 class Output(Protocol):
@@ -90,7 +104,7 @@ class StackOutput:
     def failure(self, error: StartFailure) -> None:
         self.close()
         self.show_tail(error)
-        print_error(error)
+        print_error(cause_of(error))
 
     def show_tail(self, error: StartFailure) -> None:
         unseen = [line for line in error.tail if not _is_shown(line, self._verbose)]
@@ -144,7 +158,8 @@ class JsonOutput:
 
     def failure(self, error: StartFailure) -> None:
         self.show_tail(error)
-        self._say("ERROR", f"{code_name(error)}: {error.message}")
+        cause = cause_of(error)
+        self._say("ERROR", f"{code_name(cause)}: {cause.message}")
 
     def close(self) -> None:
         """There is nothing to restore."""

@@ -18,10 +18,10 @@ from splitpoint_cli.child import Service, ServiceExited, ServiceNotReady, Servic
 from splitpoint_cli.given_up import write_given_up
 from splitpoint_cli.instance import Held, exclusive, predecessors_gone
 from splitpoint_cli.keeper import Keeper
-from splitpoint_cli.metrics_ports import check_free
+from splitpoint_cli.preflight import check_machine
 from splitpoint_cli.restart_policy import RestartLimits
 from splitpoint_cli.stack import Stack
-from splitpoint_cli.stack_output import output_of, print_summary
+from splitpoint_cli.stack_output import end_of, output_of, print_summary
 from splitpoint_cli.supervisor import Supervisor
 
 _SERVE_SECONDS = 60.0
@@ -45,7 +45,7 @@ class StackRunner:
         """The supervised stack, from the moment it serves.
 
         Raises Cancelled when `stop` is set before that, FailedPrecondition when the
-        instance is not free, Unavailable when a port for metrics is taken, ServiceNotStarted,
+        instance is not free, what `check_machine` raises, ServiceNotStarted,
         ServiceExited or ServiceNotReady when a service fails to start: a wrong argument must
         not be tried for ever. Once the block is left, `stop` being set (again) means: do not
         wait for anything.
@@ -60,7 +60,7 @@ class StackRunner:
             self._held = held
             self._arena_is_ours = not self._stack.arena.exists()
             try:
-                check_free(self._stack.metrics)
+                check_machine(self._stack, self.output.event)
                 async with Supervisor(
                     sys.executable, self.output.line, [held.services]
                 ) as supervisor:
@@ -208,5 +208,5 @@ async def run_stack(stack: Stack, *, verbose: bool, limits: RestartLimits | None
         return 130
     except (ServiceExited, ServiceNotReady, ServiceNotStarted) as error:
         runner.output.failure(error)
-        return 1
+        return end_of(error)
     return 0

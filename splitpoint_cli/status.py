@@ -20,7 +20,7 @@ from splitpoint_cli.findings import Finding, Severity, findings_of
 from splitpoint_cli.generate import Address
 from splitpoint_cli.identity import CaFile, TokenFile
 from splitpoint_cli.observed import Status, Store, read_status
-from splitpoint_cli.output import EXIT_CODES, out, plain_reason, print_json
+from splitpoint_cli.output import out, plain_reason, print_json
 
 _POLL_SECONDS = 0.2
 # Beside the codes of `splitpoint_cli.output`, none of which says this.
@@ -63,7 +63,7 @@ def status_exit_code(found: Status, *, has_waited: bool) -> int:
         return 1
     if found.given_up:
         return GIVEN_UP_EXIT
-    return EXIT_CODES[DeadlineExceeded] if has_waited and not found.is_complete else 0
+    return DeadlineExceeded.exit_code if has_waited and not found.is_complete else 0
 
 
 def _wait_complete(client: Client, seconds: float) -> Status:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
@@ -83,8 +83,16 @@ def token(
     tenant: Annotated[
         str, typer.Option(help="Clients of one tenant share cached prefixes, others never.")
     ] = "",
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the token into this new file of mode 0600, for --token-file and "
+            "SPLITPOINT_TOKEN_FILE; absent: print it.",
+            metavar="FILE",
+        ),
+    ] = None,
 ) -> None:
-    """Make a token, print it once, and enter its digest into the tokens file.
+    """Make a token, print it once or write it to a file, and enter its digest into the tokens file.
 
     Running services know it within a second. Deleting its entry revokes it.
     """
@@ -93,7 +101,32 @@ def token(
         check_name(tenant, field="tenant")
         if role is not Role.CLIENT:
             raise InvalidArgument("only clients have tenants", field="tenant")
-    made = add_token(file, Caller(name, role, tenant))
-    print(made)
+    caller = Caller(name, role, tenant)
+    if out is not None:
+        with _new_private_file(out) as secret:
+            secret.write(f"{add_token(file, caller)}\n")
+        return
+    print(add_token(file, caller))
     if sys.stdout.isatty():
-        print("It is shown this once; keep it in a file of mode 0600.", file=sys.stderr)
+        print("It is shown this once; --out FILE keeps it in a file of mode 0600.", file=sys.stderr)
+
+
+@contextmanager
+def _new_private_file(path: Path) -> Iterator[TextIO]:
+    """A file that only this user can read; gone again if the block fails.
+
+    Raises AlreadyExists, or InvalidArgument where no file can be made.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        raise AlreadyExists(f"--out: {path} exists already, and is left as it is") from None
+    except OSError as error:
+        raise InvalidArgument(f"--out: {path}: {error.strerror}", field="out") from error
+    try:
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            os.fchmod(descriptor, 0o600)  # whatever the umask
+            yield file
+    except BaseException:
+        path.unlink()
+        raise

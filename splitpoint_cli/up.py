@@ -13,6 +13,7 @@ import typer
 
 from splitpoint import config
 from splitpoint.logs import LogFormat, LogLevel
+from splitpoint_cli.preflight import check_options
 from splitpoint_cli.restart_policy import RestartLimits
 from splitpoint_cli.stack import StackOptions, plan_stack
 from splitpoint_cli.stack_runner import run_stack
@@ -425,7 +426,9 @@ def up(
     everything at once.
     Nothing is left behind: no process, no socket, no shared memory. A service
     that dies is started again after a pause; when it dies while starting for
-    the first time, or 5 times within 2 minutes, everything stops with exit code 1.
+    the first time, or 5 times within 2 minutes, everything stops, with its reason
+    in the last line and its exit code: 2 wrong input, 3 a port is taken, 4 not ready
+    in time, 5 memory or another resource is short, 1 anything else.
     While other workers are left, a worker is given up alone and tried again later.
     """
     options = StackOptions(
@@ -476,5 +479,7 @@ def up(
     limits = None if no_restart else RestartLimits()
     # A level that was asked for is there to be seen.
     is_verbose = verbose or log_level is not None
-    running = run_stack(plan_stack(options), verbose=is_verbose, limits=limits)
+    stack = plan_stack(options)
+    check_options(stack)
+    running = run_stack(stack, verbose=is_verbose, limits=limits)
     raise typer.Exit(asyncio.run(running))

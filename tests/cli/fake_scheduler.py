@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from splitpoint import rpc
+from splitpoint.access import Access
 from splitpoint.client import INFERENCE_SERVICE
 from splitpoint.errors import InvalidArgument, ResourceExhausted, SplitpointError, Unavailable
+from splitpoint.tls import PLAIN, Identity
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import scheduler_pb2_grpc, types_pb2
 
@@ -201,7 +203,9 @@ class FakeScheduler(
 
 
 @contextmanager
-def fake_scheduler(address: str) -> Iterator[Script]:
+def fake_scheduler(
+    address: str, identity: Identity = PLAIN, access: Access | None = None
+) -> Iterator[Script]:
     """Serves in a thread of its own while the block runs; `script.address` is where."""
     script = Script()
     started = threading.Event()
@@ -209,12 +213,12 @@ def fake_scheduler(address: str) -> Iterator[Script]:
     stop = asyncio.Event()
 
     async def serve() -> None:
-        server = rpc.create_server()
+        server = rpc.create_server(access=access)
         fake = FakeScheduler(script)
         scheduler_pb2_grpc.add_InferenceServiceServicer_to_server(fake, server)
         scheduler_pb2_grpc.add_AdminServiceServicer_to_server(fake, server)
         health = rpc.HealthReporter(server)
-        script.address = rpc.listen(server, address)
+        script.address = rpc.listen(server, address, identity)
         await health.set(INFERENCE_SERVICE, True)
         await server.start()
         started.set()

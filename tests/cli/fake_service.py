@@ -6,7 +6,7 @@ Every life is recorded in FILE as lines "start NAME PID" and "stop NAME". Behavi
 end in "-again" serve in their first life and show it in the later ones; "crash-6-again" in
 the next 6 only. "drain" waits, once
 it is to stop, until there is a file FILE.drained, and then unlinks its socket as gRPC does. "load"
-says how far it is before it is ready.
+says how far it is before it is ready. "wrong-input" and "no-memory" say why they end.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ import threading
 import time
 from pathlib import Path
 
+from splitpoint.errors import InvalidArgument, ResourceExhausted
+from splitpoint.failure import failure_line
+
 
 def main() -> int:
     parser = argparse.ArgumentParser()
@@ -30,6 +33,7 @@ def main() -> int:
         choices=(
             *("serve", "crash", "never-ready", "stubborn", "die-later", "parent-of-one"),
             *("crash-again", "crash-6-again", "never-ready-again", "drain", "load"),
+            *("wrong-input", "no-memory"),
         ),
         default="serve",
     )
@@ -61,6 +65,14 @@ def main() -> int:
     if options.behave == "crash":
         print("2026-01-01T00:00:00.000Z ERROR fake: no luck today", file=sys.stderr, flush=True)
         return 7
+
+    failures = {
+        "wrong-input": InvalidArgument("--evict-to is above --evict-above"),
+        "no-memory": ResourceExhausted("an arena of 9 TiB does not fit"),
+    }
+    if options.behave in failures:
+        print(failure_line(failures[options.behave]), flush=True)
+        return failures[options.behave].exit_code
 
     bound = socket.socket(socket.AF_UNIX)
     if options.socket:

@@ -43,14 +43,20 @@ def test_the_bundled_model_is_the_default(bundled_model: Path) -> None:
         ("a/b/c", InvalidArgument),
         ("", InvalidArgument),
         ("bad..name", InvalidArgument),
+        # Without a slash it is meant as a folder; below one that is there, too.
+        ("nosuchdir", InvalidArgument),
+        ("nosuchdir@main", InvalidArgument),
+        ("tests/nosuchdir", InvalidArgument),
         # The suite runs offline: an unknown name can only be "not cached".
         ("nobody/nothing-of-that-name", Unavailable),
         ("nobody/nothing@refs/pr/1", Unavailable),
     ],
 )
 def test_names_that_lead_nowhere(text: str, kind: type[SplitpointError]) -> None:
-    with pytest.raises(kind):
+    with pytest.raises(kind) as caught:
         resolve_model(text)
+    if "nosuchdir" in text:
+        assert "no such folder" in str(caught.value)
 
 
 def test_without_download_only_the_cache_is_asked() -> None:

@@ -156,7 +156,7 @@ async def test_a_first_start_without_a_process_is_one_line(
         instance=instance, device="cpu", host_memory="1MiB", listen="127.0.0.1:0"
     )
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    assert await run_stack(plan_stack(options), verbose=False, limits=RestartLimits()) == 1
+    assert await run_stack(plan_stack(options), verbose=False, limits=RestartLimits()) == 5
     errors = capsys.readouterr().err
     assert "store cannot be started: No such file or directory" in errors.splitlines()[-1]
     assert not arena_path(instance).parent.exists()

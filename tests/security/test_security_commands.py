@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import stat
 import subprocess
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 
 from splitpoint.access import Caller, Role, digest_of, find_caller, read_tokens
 from splitpoint.errors import AlreadyExists, InvalidArgument, PermissionDenied
+from splitpoint.tls import client_identity
 from splitpoint_cli.authority import make_certificates
 from splitpoint_cli.main import app
 from splitpoint_cli.token import add_token
@@ -89,6 +91,32 @@ def test_token_prints_once_and_stores_only_the_digest(tmp_path: Path) -> None:
     refused = CliRunner().invoke(app, ["token", "--file", str(path), "--name", "new"])
     assert isinstance(refused.exception, PermissionDenied)
     assert [entry.name for entry in tmp_path.iterdir()] == ["tokens.toml"]
+
+
+def test_token_goes_into_a_private_file_that_services_accept(tmp_path: Path) -> None:
+    path, mine = tmp_path / "tokens.toml", tmp_path / "alice.token"
+    arguments = ["token", "--file", str(path), "--name", "alice", "--out", str(mine)]
+    umask = os.umask(0)
+    try:
+        done = CliRunner().invoke(app, arguments)
+    finally:
+        os.umask(umask)
+    assert (done.exit_code, done.output) == (0, "")
+    assert mode(mine) == 0o600
+    identity = client_identity(token_file=mine, environment={})
+    assert find_caller(read_tokens(path), identity.token) == Caller("alice", Role.CLIENT)
+
+    before = path.read_text(), mine.read_text()
+    for more in (["--name", "bob"], ["--name", "bob", "--out", str(path)]):
+        refused = CliRunner().invoke(app, [*arguments, *more])
+        assert isinstance(refused.exception, AlreadyExists)
+    gone = CliRunner().invoke(app, [*arguments[:-1], str(tmp_path / "no" / "such")])
+    assert isinstance(gone.exception, InvalidArgument)
+    # A name that is taken leaves no empty file behind.
+    taken = CliRunner().invoke(app, [*arguments[:-1], str(tmp_path / "again")])
+    assert isinstance(taken.exception, AlreadyExists)
+    assert (path.read_text(), mine.read_text()) == before
+    assert {entry.name for entry in tmp_path.iterdir()} == {"tokens.toml", "alice.token"}
 
 
 def test_two_commands_at_once_lose_nothing(tmp_path: Path) -> None:
