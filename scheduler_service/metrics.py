@@ -89,9 +89,10 @@ def _ledgers(admission: Admission) -> Iterator[Reading]:
 
 
 def _workers(registry: Registry) -> Iterator[Reading]:
-    """Of those whose names are known: a lost one stays, at 0."""
+    """A lost one stays, at 0; one that never answered is known by its address only."""
     losses = dict(registry.losses.counts())
     for worker in registry.connections:
+        yield Reading(metrics.WORKER_KNOWN, 1, (worker.worker_id or worker.address,))
         if not worker.worker_id:
             continue
         losses.setdefault(worker.worker_id, 0)

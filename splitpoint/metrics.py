@@ -487,6 +487,13 @@ KAPPA_CRIT = _gauge(
     "Where loading K cached tokens takes as long as prefilling T new ones, per worker.",
     "worker",
 )
+WORKER_KNOWN = _gauge(
+    _SCHEDULER,
+    "worker_known",
+    "Always 1; a worker that the scheduler was told of or found, by its name, or by its address "
+    "until it has answered.",
+    "worker",
+)
 WORKER_READY = _gauge(
     _SCHEDULER,
     "worker_ready",

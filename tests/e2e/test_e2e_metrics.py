@@ -368,6 +368,7 @@ def test_the_scheduler_counts_what_its_clients_got(scraped: Scraped) -> None:
     assert status.cached_token_count == value(m.CACHED_TOKENS)
     assert status.generated_token_count == value(m.GENERATED_TOKENS)
     assert scraped.values(Service.SCHEDULER, m.WORKER_READY) == {("0",): 1}
+    assert scraped.values(Service.SCHEDULER, m.WORKER_KNOWN) == {("0",): 1}
 
 
 def test_the_worker_counts_what_it_did(scraped: Scraped) -> None:

@@ -465,8 +465,12 @@ async def stack(
     residency: Residency | None = None,
     objective: Objective = Objective.LATENCY,
     server_key: bytes = b"k" * 32,
+    absent: Sequence[str] = (),
 ) -> AsyncIterator[Stack]:
-    """A running scheduler, its workers ready. Ends with its books checked."""
+    """A running scheduler, its workers ready. Ends with its books checked.
+
+    `absent`: addresses of workers that are not there.
+    """
     doubles = list(workers) or [WorkerDouble()]
     for double in doubles:
         if not double.address:
@@ -474,7 +478,7 @@ async def stack(
     scheduler = Scheduler(
         SchedulerOptions(
             model=model,
-            worker_addresses=[double.address for double in doubles],
+            worker_addresses=[*(double.address for double in doubles), *absent],
             server_key=server_key,
             eos_token_ids=frozenset(eos_token_ids(MODEL_FOLDER)),
             limits=limits or Limits(),

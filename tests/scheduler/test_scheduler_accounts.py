@@ -305,6 +305,16 @@ def test_names_that_are_long_gone_are_forgotten() -> None:
     assert (book.of("a-1").count, book.of("a-1").seconds_ago) == (0, None)
 
 
+async def test_a_worker_that_never_answered_is_known_by_its_address(tmp_path: Path) -> None:
+    """Else one of two would look like all of one."""
+    nowhere = f"unix:{tmp_path}/w"
+    async with stack(WorkerDouble("0"), absent=[nowhere]) as running:
+        assert value(running, metrics.WORKER_KNOWN, "0") == 1
+        assert value(running, metrics.WORKER_READY, "0") == 1
+        assert value(running, metrics.WORKER_KNOWN, nowhere) == 1
+        assert value(running, metrics.WORKER_READY, nowhere) is None
+
+
 async def test_a_drain_is_no_loss() -> None:
     worker = WorkerDouble()
     async with stack(worker) as running:

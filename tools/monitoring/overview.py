@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from tools.monitoring.panels import Dashboard, Form, Panel, Query, Row, Unit, quantile, rate
 
+# Of several schedulers one has a worker, the others only know it.
+_READY = "sum(max by (worker) (splitpoint_worker_ready))"
+_KNOWN = "count(max by (worker) (splitpoint_worker_known))"
+
 _NOW = Row(
     "Now",
     (
@@ -14,19 +18,9 @@ _NOW = Row(
             "`splitpoint status` and the log of the worker that is missing. Red: no request is "
             "served.",
             (
-                Query("avg(max by (worker) (splitpoint_worker_ready))", "share"),
-                Query(
-                    "sum(max by (worker) (splitpoint_worker_ready))",
-                    "ready",
-                    unit=Unit.NUMBER,
-                    colour="text",
-                ),
-                Query(
-                    "count(max by (worker) (splitpoint_worker_ready))",
-                    "known",
-                    unit=Unit.NUMBER,
-                    colour="text",
-                ),
+                Query(f"{_READY} / {_KNOWN}", "share"),
+                Query(_READY, "ready", unit=Unit.NUMBER, colour="text"),
+                Query(_KNOWN, "known", unit=Unit.NUMBER, colour="text"),
             ),
             Form.NUMBER,
             width=6,

@@ -272,6 +272,17 @@ _TRUST = Row(
             width=4,
         ),
         Panel(
+            "Former arena lost",
+            Unit.YES_NO,
+            "Yes: this store began empty because its arena was removed, truncated or damaged from "
+            "outside; the cache is cold. `splitpoint status` says what to look at.",
+            (Query("splitpoint_store_former_arena_lost", "{{loss}} {{instance}}"),),
+            Form.NUMBER,
+            width=8,
+            warn=1,
+            alarm=1,
+        ),
+        Panel(
             "Reading records at the start",
             Unit.SECONDS,
             "How long workers had to wait for the store.",
