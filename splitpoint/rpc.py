@@ -30,6 +30,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from splitpoint.access import METADATA_KEY, Access, set_caller
 from splitpoint.bearer import AsyncTokenChannel, TokenChannel
 from splitpoint.config import is_local_address
+from splitpoint.descriptors import connection_limit
 from splitpoint.errors import (
     Internal,
     InvalidArgument,
@@ -72,12 +73,17 @@ _SHARED_OPTIONS: _Options = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.keepalive_timeout_ms", 10_000),
 ]
+# Beyond so many a connection is closed as soon as it is accepted.
+_CONNECTIONS = "grpc.max_allowed_incoming_connections"
 _SERVER_OPTIONS: _Options = [
     *_SHARED_OPTIONS,
     ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION),
     ("grpc.keepalive_time_ms", 30_000),
     # Below the clients' keepalive time, else a server punishes them for it.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    # Peers that connect and say nothing, or nothing more than hello, give their descriptor back.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 300_000),
     # A second server on the same port must fail, not share its connections.
     ("grpc.so_reuseport", 0),
 ]
@@ -133,7 +139,8 @@ def create_server(
     whose deadline passed, is CANCELLED. Calls that gRPC turns away by itself, before any
     handler is looked for, are not heard of: those beyond `max_concurrent_rpcs`.
     """
-    merged = dict(_SERVER_OPTIONS) | dict(options)  # gRPC takes the first of two equal names
+    # gRPC takes the first of two equal names.
+    merged = {**dict(_SERVER_OPTIONS), _CONNECTIONS: connection_limit(), **dict(options)}
     return grpc.aio.server(
         interceptors=[_Guard(access, on_answer or _nobody)],
         options=list(merged.items()),

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Coroutine
 
 from splitpoint import tracing
+from splitpoint.descriptors import raise_descriptor_limit
 from splitpoint.errors import SplitpointError
 from splitpoint.failure import failure_line
 from splitpoint.logs import log_options, setup_logging
@@ -28,6 +29,7 @@ def run_service(
     `wrong_arguments`: errors that end it with exit code 2, whatever theirs is.
     """
     setup_logging(service, log_options(arguments))
+    raise_descriptor_limit()
     try:
         with tracing.exported(service, arguments.otlp_endpoint):
             asyncio.run(serve(arguments))

@@ -38,14 +38,14 @@ def check_locked_memory(limit: int, pinned_bytes: int, *, has_gpu: bool) -> Find
 
 def check_open_files(soft: int, hard: int) -> Finding:
     name = "open files"
-    if soft == resource.RLIM_INFINITY or soft >= _OPEN_FILES:
-        text = "unlimited" if soft == resource.RLIM_INFINITY else f"limit {soft:,}"
-        return Finding(name, Verdict.OK, text)
-    may_raise = hard == resource.RLIM_INFINITY or hard >= _OPEN_FILES
-    how = "" if may_raise else ", as root or by /etc/security/limits.conf"
+    if hard == resource.RLIM_INFINITY:
+        return Finding(name, Verdict.OK, "unlimited")
+    if hard >= _OPEN_FILES:
+        raised = "" if soft == hard else f", which services raise to {hard:,}"
+        return Finding(name, Verdict.OK, f"limit {soft:,}{raised}")
     return Finding(
         name,
         Verdict.WARNING,
-        f"limit {soft:,}: each client, worker and checkpoint file takes one",
-        f"Raise it: ulimit -n {_OPEN_FILES * 4 if hard < 0 else max(hard, _OPEN_FILES)}{how}",
+        f"limit {hard:,}: each client, worker and checkpoint file takes one",
+        f"Raise it: ulimit -Hn {_OPEN_FILES}, as root or by /etc/security/limits.conf",
     )

@@ -1,0 +1,26 @@
+"""File descriptors of a service: as many as it may have, and connections that leave some over.
+
+Each connection takes one. A service without any left can neither accept nor reconnect, nor open
+a file; so connections get at most half of them.
+"""
+
+from __future__ import annotations
+
+import resource
+
+# Connections to one port; with fewer descriptors than twice as many, half of those.
+MOST_CONNECTIONS = 4096
+
+
+def raise_descriptor_limit() -> None:
+    """Raise the soft limit of this process to its hard one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def connection_limit() -> int:
+    """Connections that a port of this process may have."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MOST_CONNECTIONS
+    return min(MOST_CONNECTIONS, max(1, soft // 2))
