@@ -68,9 +68,7 @@ def test_a_stack_works_and_heals_beside_2000_silent_connections() -> None:
         while (now := descriptors(services["scheduler_service"])) > usual + 8:
             assert time.monotonic() < deadline, f"{now} descriptors, {usual} before"
             time.sleep(0.2)
-        print(
-            f"\nscheduler's descriptors: {usual}, {most} beside {CONNECTIONS}, then {now}"
-        )
+        print(f"\nscheduler's descriptors: {usual}, {most} beside {CONNECTIONS}, then {now}")
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=SECONDS)
         assert process.returncode == 0, errors
