@@ -19,6 +19,11 @@ from kvstore_service.admission import ADMISSIONS, SecondUse
 from kvstore_service.eviction import DEFAULT_POLICY, POLICIES
 from kvstore_service.metrics import readings
 from kvstore_service.room_keeper import RoomKeeper
+from kvstore_service.scrubber import (
+    DEFAULT_PASS_SECONDS,
+    LEAST_PASS_SECONDS,
+    Scrubbing,
+)
 from kvstore_service.server import SERVICE_NAME, KvStoreServicer
 from kvstore_service.store import KvStore
 from kvstore_service.traced import TracedKvStoreServicer
@@ -35,6 +40,7 @@ from splitpoint.config import (
     check_address,
     check_listen_address,
     format_size,
+    parse_rate,
     parse_size,
     stop_on_signals,
     watch_parent,
@@ -66,6 +72,8 @@ log = logging.getLogger(__name__)
 
 DEFAULT_CHUNK_TOKENS = 64
 DEFAULT_LEASE_SECONDS = 10.0
+# Of scrubbing: some per cent of what the memory of a host can do.
+DEFAULT_RATE = "500MB"
 MOST_CONCURRENT_CALLS = 1024
 STOP_SECONDS = 5.0
 # Between two looks at whether the arena's file is there, and whole.
@@ -127,6 +135,22 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         choices=ADMISSIONS,
         help="second-use: store only what was asked for before",
     )
+    scrub = parser.add_argument_group("reading chunks back (docs/operations.md)")
+    scrub.add_argument(
+        "--scrub-seconds",
+        type=float,
+        default=DEFAULT_PASS_SECONDS,
+        metavar="S",
+        help="read every sealed chunk back within this time, again and again; 0: never; "
+        "default: %(default)g",
+    )
+    scrub.add_argument(
+        "--scrub-rate",
+        default=DEFAULT_RATE,
+        metavar="RATE",
+        help="read back at most this much per second, even if a pass takes longer; "
+        "default: %(default)s",
+    )
     memory = parser.add_argument_group("where the arena's memory is (docs/memory.md)")
     memory.add_argument(
         "--huge-pages", default="auto", choices=WISHES, help="auto: where the file system has them"
@@ -148,6 +172,17 @@ def watermarks_of(arguments: argparse.Namespace) -> Watermarks | None:
             raise InvalidArgument("--evict-to needs --evict-above", field="evict-to")
         return None
     return Watermarks(above, max(0.0, above - WATERMARK_GAP) if to is None else to)
+
+
+def scrubbing_of(arguments: argparse.Namespace) -> Scrubbing | None:
+    """None: chunks are not read back. Raises InvalidArgument."""
+    seconds = arguments.scrub_seconds
+    if not (math.isfinite(seconds) and (seconds == 0 or seconds >= LEAST_PASS_SECONDS)):
+        raise InvalidArgument(
+            f"--scrub-seconds is 0 or at least {LEAST_PASS_SECONDS:g}", field="scrub-seconds"
+        )
+    rate = parse_rate(arguments.scrub_rate, field="scrub-rate")
+    return Scrubbing(seconds, rate) if seconds else None
 
 
 def layout_of(arguments: argparse.Namespace) -> ArenaLayout:
@@ -172,14 +207,16 @@ def layout_of(arguments: argparse.Namespace) -> ArenaLayout:
     )
 
 
-def check_arguments(arguments: argparse.Namespace) -> tuple[Geometry, Watermarks | None]:
+def check_arguments(
+    arguments: argparse.Namespace,
+) -> tuple[Geometry, Watermarks | None, Scrubbing | None]:
     """What can be said of the arguments before anything is made. Raises InvalidArgument."""
     if not (math.isfinite(arguments.lease_seconds) and arguments.lease_seconds >= 0.1):
         raise InvalidArgument("--lease-seconds is at least 0.1", field="lease-seconds")
-    watermarks = watermarks_of(arguments)
+    watermarks, scrubbing = watermarks_of(arguments), scrubbing_of(arguments)
     choose_node(arguments.numa_node)
     size = parse_size(arguments.host_memory, field="host-memory")
-    return Geometry.fitting(layout_of(arguments), size), watermarks
+    return Geometry.fitting(layout_of(arguments), size), watermarks, scrubbing
 
 
 async def serve(arguments: argparse.Namespace) -> None:
@@ -197,11 +234,11 @@ async def serve(arguments: argparse.Namespace) -> None:
     redis = redis_options(arguments)
     if arguments.advertise is not None:
         check_address(arguments.advertise, field="advertise")
-    geometry, watermarks = check_arguments(arguments)
+    geometry, watermarks, scrubbing = check_arguments(arguments)
     meters = Meters(Service.KVSTORE)
     # First: that its port is taken is said at once, not when many GiB were allocated.
     async with metrics_served(arguments, meters):
-        opened, servicer = await _open_store(arguments, geometry)
+        opened, servicer = await _open_store(arguments, geometry, scrubbing)
         if watermarks is not None:
             servicer.room_keeper = RoomKeeper(servicer.store, watermarks)
         superblock = opened.arena.superblock
@@ -226,7 +263,7 @@ async def serve(arguments: argparse.Namespace) -> None:
 
 
 async def _open_store(
-    arguments: argparse.Namespace, geometry: Geometry
+    arguments: argparse.Namespace, geometry: Geometry, scrubbing: Scrubbing | None
 ) -> tuple[OpenedArena, KvStoreServicer]:
     """The arena, made or adopted, and the store on it."""
     node = choose_node(arguments.numa_node)
@@ -269,7 +306,8 @@ async def _open_store(
     )
     if opened.is_adopted:
         _report_recovery(store)
-    servicer = (TracedKvStoreServicer if tracing.is_on() else KvStoreServicer)(store)
+    make = TracedKvStoreServicer if tracing.is_on() else KvStoreServicer
+    servicer = make(store, scrubbing=scrubbing)
     servicer.policy_name = arguments.eviction
     servicer.memory_description = memory
     servicer.former_loss = opened.former_loss

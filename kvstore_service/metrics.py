@@ -87,6 +87,14 @@ def _by_use(counts: Sequence[int]) -> list[int]:
 def _health(servicer: KvStoreServicer) -> Iterator[Reading]:
     store, findings = servicer.store, servicer.store.pool.findings
     yield Reading(m.STORE_CHECKSUM_FAILURES, store.counters.checksum_failures)
+    for finder, count in store.inspection.damaged.items():
+        yield Reading(m.STORE_DAMAGED_CHUNKS, count, (finder.value,))
+    scrubber = servicer.upkeep.scrubber
+    yield Reading(m.STORE_SCRUBBED_CHUNKS, scrubber.chunk_count if scrubber else 0)
+    yield Reading(m.STORE_SCRUBBED_BYTES, scrubber.byte_count if scrubber else 0)
+    yield Reading(m.STORE_SCRUB_PROGRESS, scrubber.progress if scrubber else 0)
+    last_pass = (scrubber.last_pass_seconds if scrubber else None) or 0
+    yield Reading(m.STORE_SCRUB_PASS_SECONDS, last_pass)
     yield Reading(m.STORE_INTEGRITY_VIOLATIONS, len(servicer.upkeep.violations))
     for result, count in (
         ("adopted", len(findings.chunks)),

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
 from splitpoint.arena import Arena
 from splitpoint.arena_format import RECORD_BYTES, RECORDS_OFFSET
 from splitpoint.arena_records import (
@@ -86,6 +88,11 @@ class SlotTable:
         self._states = list(states)
         self._generations = list(generations)
         self._counts = _count(self._states)
+        # What the arena's commit words must be.
+        self._words = np.array(
+            [commit_word(*slot) for slot in zip(self._generations, self._states, strict=True)],
+            dtype=np.uint64,
+        )
         self._tokens_offset = arena.geometry.tokens_offset
         self._writer: MetadataWriter = MappedMetadata(arena) if writer is None else writer
 
@@ -142,9 +149,22 @@ class SlotTable:
     def _commit(self, slot: int, state: SlotState) -> None:
         word = commit_word(self._generations[slot], state)
         self._writer.store_word(RECORDS_OFFSET + slot * RECORD_BYTES, word)
+        self._words[slot] = word
         self._counts[self._states[slot]] -= 1
         self._counts[state] += 1
         self._states[slot] = state
+
+    def differing(self) -> list[int]:
+        """Slots whose commit word in the arena is not the one that was written there."""
+        stride = RECORD_BYTES // 8
+        words = np.frombuffer(
+            self._arena.metadata, "<u8", len(self._words) * stride, RECORDS_OFFSET
+        )[::stride]
+        return np.flatnonzero(words != self._words).tolist()
+
+    def write_again(self, slot: int) -> None:
+        """Put the slot's commit word there once more."""
+        self._writer.store_word(RECORDS_OFFSET + slot * RECORD_BYTES, int(self._words[slot]))
 
     def check_integrity(self) -> list[str]:
         """What is wrong: counts that differ, commit words other than the table's."""

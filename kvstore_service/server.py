@@ -22,6 +22,7 @@ from kvstore_service.eviction import DEFAULT_POLICY
 from kvstore_service.once import Call, OnceTable, Response
 from kvstore_service.remote import RemoteStreams
 from kvstore_service.room_keeper import RoomKeeper
+from kvstore_service.scrubber import Scrubbing
 from kvstore_service.sealer import READ_AT_ONCE_BYTES, Sealer
 from kvstore_service.store import KvStore, Matched
 from kvstore_service.upkeep import Upkeep
@@ -47,7 +48,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
     """Serves one store. `stop` before the server stops, `close` afterwards.
 
     `threads` zero slots and read payloads back (`read_at_once_bytes`: see `Sealer`); they
-    are shut down by `close`.
+    are shut down by `close`. `scrubbing`: how sealed chunks are read back; None: never.
 
     Attributes:
         room_keeper: who evicts in the background, for its count; None: nobody.
@@ -62,6 +63,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         threads: ThreadPoolExecutor | None = None,
         *,
         read_at_once_bytes: int = READ_AT_ONCE_BYTES,
+        scrubbing: Scrubbing | None = None,
     ) -> None:
         self.store = store
         self.room_keeper: RoomKeeper | None = None
@@ -70,7 +72,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         self.redis: RedisLink | None = None
         self.former_loss: Loss | None = None
         self._threads = threads or ThreadPoolExecutor(_THREADS, thread_name_prefix="payload")
-        self.upkeep = Upkeep(store, self._threads)
+        self.upkeep = Upkeep(store, self._threads, scrubbing=scrubbing)
         self._once = OnceTable()
         self._stopping = asyncio.Event()
         self._started = time.monotonic()
@@ -187,6 +189,22 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         self.upkeep.called()
         await self._remote.read(request, context)
 
+    async def ReportChunks(
+        self, request: pb.ReportChunksRequest, context: _Context
+    ) -> pb.ReportChunksResponse:
+        validation.check_session(request.session_id, request.request_id)
+        handles = validation.check_handles(request.chunks, self.store.arena.slot_count)
+        self.upkeep.called()
+        call = self._call(request, pb.ReportChunksResponse)
+        known = await self._once.known(call)
+        if known is not None:
+            return known
+        return await self._once.run(call, self._inspect(handles), keep_errors=False)
+
+    async def _inspect(self, handles: Sequence[tuple[int, int]]) -> pb.ReportChunksResponse:
+        lost = await self.upkeep.inspect_reported(handles)
+        return pb.ReportChunksResponse(lost_chunk_count=lost, epoch=self.store.epoch)
+
     # -- writing -------------------------------------------------------------------------
 
     async def Reserve(self, request: pb.ReserveRequest, context: _Context) -> pb.ReserveResponse:
@@ -296,7 +314,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
 
     async def GetStats(self, request: pb.GetStatsRequest, context: _Context) -> pb.GetStatsResponse:
         store, pool, counters = self.store, self.store.pool, self.store.counters
-        findings = pool.findings
+        findings, scrubber = pool.findings, self.upkeep.scrubber
         return pb.GetStatsResponse(
             slot_count=store.arena.slot_count,
             free_slot_count=pool.slots.count(SlotState.FREE),
@@ -344,6 +362,10 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             redis=redis_to_proto(self.redis),
             former_arena_loss=self.former_loss or "",
             uptime_seconds=time.monotonic() - self._started,
+            damaged_chunk_count=store.inspection.damaged_count,
+            scrub_pass_count=scrubber.pass_count if scrubber is not None else 0,
+            last_scrub_pass_seconds=scrubber.last_pass_seconds if scrubber is not None else None,
+            last_damage_seconds_ago=store.inspection.seconds_since_damage(),
         )
 
 

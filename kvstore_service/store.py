@@ -24,6 +24,7 @@ from kvstore_service.chunk_pool import (
 from kvstore_service.eviction import EvictionPolicy, LeastRecentlyUsed
 from kvstore_service.eviction_record import RecordedPolicy
 from kvstore_service.holders import Holders
+from kvstore_service.inspection import Inspection
 from kvstore_service.prefix_index import Entry, PrefixMatch
 from kvstore_service.records import MetadataWriter
 from kvstore_service.sessions import Session, SessionTable
@@ -99,6 +100,7 @@ class KvStore(Holders):
 
     Attributes:
         adopted: chunks of an earlier store, until they were compared with their checksums.
+        inspection: reads chunks back that were sealed or compared once.
         evictions: the policy at work, with its account.
         recovery_seconds: how long it took to read what the arena held.
     """
@@ -127,6 +129,7 @@ class KvStore(Holders):
             is_present or (lambda id_: presence.is_held(arena.fd, id_)),
         )
         self.adopted = AdoptedChunks(self.pool, self._count_damage)
+        self.inspection = Inspection(self.pool, clock)
         self.recovery_seconds = clock() - began
 
     def _count_damage(self) -> None:
@@ -296,6 +299,9 @@ class KvStore(Holders):
         while unverified := self.adopted.in_seal(salt, chunks):
             self.adopted.settle(unverified, self.adopted.check(unverified))
         lease = self._lease_of(session, lease_id)
+        if lease is not None and not lease.slots.isdisjoint(self.pool.condemned):
+            # Computed from it, perhaps: sealed, its bytes would pass every later check.
+            raise FailedPrecondition("a chunk under this lease proved damaged", reason="CHUNK_LOST")
         is_new_lease = lease is None and keep_leased
         if is_new_lease:
             lease = self._lease(session, ())

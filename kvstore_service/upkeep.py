@@ -1,4 +1,4 @@
-"""What a store does by itself: expire sessions, verify adopted chunks, check its own books.
+"""What a store does by itself: expire sessions, read chunks back, check its own books.
 
 All of it on the event loop, in small pieces; payloads are read in the threads.
 """
@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
+from kvstore_service.inspection import Finder
 from kvstore_service.integrity import IntegrityChecker
 from kvstore_service.prefix_index import Entry
+from kvstore_service.scrubber import Scrubber, Scrubbing
 from kvstore_service.store import KvStore
 
 _log = logging.getLogger(__name__)
@@ -31,6 +33,7 @@ class Upkeep:
 
     Attributes:
         violations: what the last check of the books found; empty: all invariants hold.
+        scrubber: reads sealed chunks back all the time; None: nothing does.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class Upkeep:
         store: KvStore,
         threads: ThreadPoolExecutor,
         *,
+        scrubbing: Scrubbing | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.store = store
@@ -47,6 +51,15 @@ class Upkeep:
         self._clock = clock
         self._last_call = clock()
         self._last_check = clock()
+        self.scrubber: Scrubber | None = None
+        if scrubbing is not None:
+            self.scrubber = Scrubber(
+                store,
+                threads,
+                scrubbing,
+                idle_seconds=lambda: self._clock() - self._last_call,
+                clock=clock,
+            )
 
     def called(self) -> None:
         """Somebody uses the store: it is not idle."""
@@ -64,6 +77,8 @@ class Upkeep:
             group.create_task(self._sweep(), name="sweep")
             group.create_task(self._verify_adopted(), name="verify adopted chunks")
             group.create_task(self._check_when_idle(), name="check integrity")
+            if self.scrubber is not None:
+                group.create_task(self.scrubber.run(), name="scrub")
 
     # -- sessions ------------------------------------------------------------------------
 
@@ -99,6 +114,28 @@ class Upkeep:
         if total:
             _log.info("verified %d adopted chunks in %.1f s", total, self._clock() - began)
 
+    # -- chunks that somebody suspects ---------------------------------------------------
+
+    async def inspect_reported(self, handles: Sequence[tuple[int, int]]) -> int:
+        """Read back what a worker suspects, (slot, generation); drop what is damaged.
+
+        Returns how many of the chunks are not there, damaged ones included.
+        """
+        pool, inspection = self.store.pool, self.store.inspection
+        found = (pool.find(slot) for slot, _ in handles)
+        entries = [
+            entry
+            for entry, (_, generation) in zip(found, handles, strict=True)
+            if entry is not None and entry.generation == generation
+        ]
+        loop = asyncio.get_running_loop()
+        for start in range(0, len(entries), _VERIFY_BATCH):
+            batch = entries[start : start + _VERIFY_BATCH]
+            with pool.guard(entry.key for entry in batch):
+                damages = await loop.run_in_executor(self._threads, inspection.inspect, batch)
+                inspection.settle(batch, damages, Finder.REPORT)
+        return len(handles) - sum(pool.holds(entry) for entry in entries)
+
     # -- integrity -----------------------------------------------------------------------
 
     async def _check_when_idle(self) -> None:
@@ -113,10 +150,15 @@ class Upkeep:
                 _log.error("integrity: %s", violation)
 
     async def _check_in_pieces(self) -> list[str]:
-        """The counts at one moment, then record after record, letting calls in between."""
+        """The counts at one moment, then chunk after chunk, letting calls in between.
+
+        Bytes that changed are no violation: they are found, dropped and counted
+        by the scrubber.
+        """
+        self.store.inspection.check_words()
         violations = self.integrity.check_counts()
         entries = iter(self.store.pool.chunks().values())
         while piece := list(islice(entries, _CHECK_BATCH)):
-            violations += self.integrity.check_records(piece)
+            violations += self.integrity.check_parents(piece)
             await asyncio.sleep(0)
         return violations

@@ -18,7 +18,7 @@ from splitpoint.v1 import types_pb2
 
 NAME_LIMIT = 64
 REQUEST_ID_LIMIT = 64
-# Of one ReadChunks or WriteChunks.
+# Of one ReadChunks, ReportChunks or WriteChunks.
 STREAM_CHUNK_LIMIT = 4096
 
 
@@ -83,10 +83,15 @@ def check_seal(request: pb.SealRequest, slot_count: int, chunk_tokens: int) -> l
 def check_read(request: pb.ReadChunksRequest, slot_count: int) -> list[tuple[int, int]]:
     """The slots to read with their generations."""
     check_session_id(request.session_id)
-    _check_chunk_count(len(request.chunks))
-    for index, handle in enumerate(request.chunks):
+    return check_handles(request.chunks, slot_count)
+
+
+def check_handles(chunks: Sequence[types_pb2.SlotHandle], slot_count: int) -> list[tuple[int, int]]:
+    """The slots of the field `chunks` with their generations."""
+    _check_chunk_count(len(chunks))
+    for index, handle in enumerate(chunks):
         _check_slot(handle.slot, handle.generation, slot_count, f"chunks[{index}]")
-    return [(handle.slot, handle.generation) for handle in request.chunks]
+    return [(handle.slot, handle.generation) for handle in chunks]
 
 
 def check_write(header: pb.WriteChunksHeader, chunk_tokens: int) -> list[WrittenChunk]:

@@ -85,6 +85,7 @@ ROLES: dict[str, frozenset[Role]] = {
     "/splitpoint.v1.KvStoreService/Release": _SERVICES,
     "/splitpoint.v1.KvStoreService/ReadChunks": _SERVICES,
     "/splitpoint.v1.KvStoreService/WriteChunks": _SERVICES,
+    "/splitpoint.v1.KvStoreService/ReportChunks": _SERVICES,
     "/splitpoint.v1.KvStoreService/Evict": _ADMINS,
     "/splitpoint.v1.KvStoreService/GetStats": _OBSERVERS,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _ADMINS,

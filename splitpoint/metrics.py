@@ -194,6 +194,28 @@ STORE_REFUSED_RESERVATIONS = _counter(
 STORE_CHECKSUM_FAILURES = _counter(
     _STORE, "store_checksum_failures_total", "Chunks whose bytes differ from their checksum."
 )
+STORE_DAMAGED_CHUNKS = _counter(
+    _STORE,
+    "store_damaged_chunks_total",
+    "Sealed chunks that changed while the store ran, by what found them (scrub, report); dropped.",
+    "found_by",
+)
+STORE_SCRUBBED_CHUNKS = _counter(
+    _STORE, "store_scrubbed_chunks_total", "Sealed chunks that the scrubber read back."
+)
+STORE_SCRUBBED_BYTES = _counter(
+    _STORE, "store_scrubbed_bytes_total", "Payload that the scrubber read back."
+)
+STORE_SCRUB_PROGRESS = _gauge(
+    _STORE,
+    "store_scrub_progress_ratio",
+    "Share of the arena that the present scrub pass has seen, 0 to 1.",
+)
+STORE_SCRUB_PASS_SECONDS = _gauge(
+    _STORE,
+    "store_scrub_pass_seconds",
+    "How long the last complete scrub pass took; 0: none is complete, or none is wanted.",
+)
 STORE_INTEGRITY_VIOLATIONS = _gauge(
     _STORE, "store_integrity_violations", "Invariants that the last check found broken; 0 is right."
 )
@@ -263,6 +285,12 @@ WORKER_STORE_UP = _gauge(
 )
 WORKER_CHUNK_LOSSES = _counter(
     _WORKER, "worker_chunk_losses_total", "Sequences that lost chunks under them and began anew."
+)
+WORKER_VERIFIED_CHUNKS = _counter(
+    _WORKER,
+    "worker_verified_chunks_total",
+    "Chunks read from the arena whose checksum was compared: intact, damaged.",
+    "result",
 )
 WORKER_WRITE_BACK_CHUNKS = _counter(
     _WORKER,

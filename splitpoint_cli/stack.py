@@ -69,10 +69,13 @@ class StackOptions:
     evict_to: float | None = None
     admission: str | None = None
     lease_seconds: float | None = None
+    scrub_seconds: float | None = None
+    scrub_rate: str | None = None
     huge_pages: str | None = None
     numa_node: str | None = None
-    # The workers': most of the arena that they page-lock.
+    # The workers': most of the arena that they page-lock, and how much they verify.
     pin_limit: str | None = None
+    verify_rate: float | None = None
     # And what overlaps in them; `trace` gets the worker's id before its suffix.
     serial: bool = False
     link_rate: str | None = None
@@ -134,6 +137,8 @@ def plan_stack(options: StackOptions) -> Stack:
         config.parse_size(options.device_memory, field="device_memory")
     if options.pin_limit is not None:
         config.parse_size(options.pin_limit, field="pin_limit")
+    if options.scrub_rate is not None:
+        config.parse_rate(options.scrub_rate, field="scrub_rate")
     read_redis_options(
         options.redis, password_file=options.redis_password_file, ca_file=options.redis_ca
     )
@@ -193,6 +198,8 @@ def plan_stack(options: StackOptions) -> Stack:
             *_given("--evict-to", options.evict_to),
             *_given("--admission", options.admission),
             *_given("--lease-seconds", options.lease_seconds),
+            *_given("--scrub-seconds", options.scrub_seconds),
+            *_given("--scrub-rate", options.scrub_rate),
             *_given("--huge-pages", options.huge_pages),
             *_given("--numa-node", options.numa_node),
             *_given("--metrics", metrics[1] if metrics else None),
@@ -217,6 +224,7 @@ def plan_stack(options: StackOptions) -> Stack:
                 *_given("--max-batch", options.max_batch),
                 *_given("--prefill-chunk", options.prefill_chunk),
                 *_given("--pin-limit", options.pin_limit),
+                *_given("--verify-rate", options.verify_rate),
                 *_given("--threads", options.threads or default_threads(devices, device)),
                 *(["--serial"] if options.serial else []),
                 *_given("--link-rate", options.link_rate),

@@ -218,6 +218,33 @@ def up(
             rich_help_panel=_ARENA,
         ),
     ] = None,
+    scrub_seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds within which every sealed chunk is read back and compared, again and "
+            "again; 0: never; absent: 600.",
+            min=0,
+            rich_help_panel=_ARENA,
+        ),
+    ] = None,
+    scrub_rate: Annotated[
+        str | None,
+        typer.Option(
+            help="Most bytes per second that this reads, even if it takes longer; absent: 500MB.",
+            metavar="RATE",
+            rich_help_panel=_ARENA,
+        ),
+    ] = None,
+    verify_rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of chunk reads, after a worker's first of each chunk, in which the worker "
+            "compares the checksum; absent: 0.01.",
+            min=0,
+            max=1,
+            rich_help_panel=_ARENA,
+        ),
+    ] = None,
     huge_pages: Annotated[
         HugePages | None,
         typer.Option(
@@ -462,6 +489,9 @@ def up(
         evict_to=evict_to,
         admission=admission and admission.value,
         lease_seconds=lease_seconds,
+        scrub_seconds=scrub_seconds,
+        scrub_rate=scrub_rate,
+        verify_rate=verify_rate,
         huge_pages=huge_pages and huge_pages.value,
         numa_node=numa_node,
         pin_limit=pin_limit,

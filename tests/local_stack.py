@@ -31,6 +31,7 @@ from splitpoint.text import Tokenizer
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc, worker_pb2_grpc
 from worker_service.server import WorkerServicer
 from worker_service.startup import LoadedWorker, WorkerOptions, load_worker
+from worker_service.verifier import DEFAULT_VERIFY_RATE
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -50,6 +51,7 @@ class StackShape:
     # A machine that is busy with other tests must not end sessions.
     lease_seconds: float = 60.0
     store_arguments: tuple[str, ...] = ()
+    verify_rate: float = DEFAULT_VERIFY_RATE
 
 
 @dataclass
@@ -216,6 +218,7 @@ async def serving_worker(
                 device_memory_bytes=shape.device_memory_bytes,
                 max_batch_size=shape.max_batch_size,
                 prefill_chunk_tokens=shape.prefill_chunk_tokens,
+                verify_rate=shape.verify_rate,
                 kvstore_is_remote=mirror_memory_bytes is not None,
                 mirror_memory_bytes=mirror_memory_bytes,
             )

@@ -46,6 +46,7 @@ from worker_service.metrics import WorkerMetrics
 from worker_service.pinning import PROGRESS_SECONDS
 from worker_service.server import DRAIN_SECONDS, SERVICE_NAME, WorkerServicer
 from worker_service.startup import DEFAULT_CHUNK_TOKENS, LoadedWorker, WorkerOptions, load_worker
+from worker_service.verifier import DEFAULT_VERIFY_RATE
 
 if TYPE_CHECKING:
     from splitpoint.redis_link import RedisLink
@@ -89,6 +90,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--pin-limit",
         metavar="SIZE",
         help="page-lock at most this much of the arena for the GPU; 0: nothing; default: all",
+    )
+    parser.add_argument(
+        "--verify-rate",
+        type=float,
+        default=DEFAULT_VERIFY_RATE,
+        metavar="F",
+        help="compare the checksum in this share of chunk reads after a worker's first read of "
+        "each chunk, which is always compared; default: %(default)g",
     )
     lanes = parser.add_argument_group("lanes (docs/pipeline.md)")
     lanes.add_argument(
@@ -139,6 +148,7 @@ def options_from(arguments: argparse.Namespace, identity: Identity) -> WorkerOpt
         threads=arguments.threads,
         chunk_tokens=arguments.chunk_tokens,
         pin_limit_bytes=None if pin is None else parse_size(pin, field="pin-limit"),
+        verify_rate=arguments.verify_rate,
         identity=identity,
         kvstore_is_remote=arguments.kvstore_remote,
         mirror_memory_bytes=None if mirror is None else parse_size(mirror, field="mirror-memory"),

@@ -20,6 +20,24 @@ class StoredChunk:
     generation: int
     token_count: int
     key: bytes
+    # XXH3-64 of the payload, as the store gave it.
+    checksum: int
+
+
+class SuspectChunks(ChunkLost):
+    """Chunks whose commit word is not what their handle says.
+
+    Attributes:
+        chunks: which.
+    """
+
+    def __init__(self, message: str, chunks: Sequence[StoredChunk]) -> None:
+        super().__init__(message, reason="CHUNK_LOST")
+        self.chunks = tuple(chunks)
+
+
+class DamagedChunks(SuspectChunks):
+    """Chunks whose payload differs from its checksum."""
 
 
 class ArenaTensors:
@@ -53,11 +71,15 @@ class ArenaTensors:
         return {"K": self.keys, "V": self.values, "X": self.inputs}[tensor][layer]
 
     def check_current(self, chunks: Sequence[StoredChunk]) -> None:
-        """Raise ChunkLost unless every chunk is still sealed under its generation.
+        """Raise SuspectChunks unless every chunk is still sealed under its generation.
 
-        Readers call it before AND after copying: bytes copied from a slot that
-        changed in between must never be used.
+        Readers call it after the last byte was copied. Generations only grow: a chunk
+        that is current then was current all the time.
         """
         slots = [chunk.slot for chunk in chunks]
-        if not self.arena.is_current(slots, [chunk.generation for chunk in chunks]):
-            raise ChunkLost("a cached chunk was reused while it was being read")
+        if self.arena.is_current(slots, [chunk.generation for chunk in chunks]):
+            return
+        changed = [
+            chunk for chunk in chunks if not self.arena.is_current([chunk.slot], [chunk.generation])
+        ]
+        raise SuspectChunks("cached chunks changed while they were being read", changed)

@@ -24,6 +24,7 @@ from splitpoint.errors import ChunkLost, Internal, SplitpointError
 from splitpoint.logs import for_request
 from splitpoint.schedule import Lane
 from splitpoint.text import Tokenizer
+from worker_service.arena_tensors import SuspectChunks
 from worker_service.batch import Batch, build_batch
 from worker_service.cost_watch import CostWatch
 from worker_service.device_cache import DeviceCache
@@ -51,12 +52,16 @@ from worker_service.request_spans import LaneUse, add_lanes
 from worker_service.restorer import Restorer
 from worker_service.roster import Roster
 from worker_service.sampling import Choice, NonFiniteLogits, SamplingRow, choose
-from worker_service.sequence import Segment, Sequence
+from worker_service.sequence import Segment, Sequence, Suspects
 from worker_service.staging import Staging
+from worker_service.streamed import LostSequence
 from worker_service.timeline import Span, StepTimes, Trace
+from worker_service.verifier import Check, Verifier
 from worker_service.write_back import ChunksStored, Flushed, WriteEnded, WriteFailed
 
 log = logging.getLogger(__name__)
+
+_MOST_TOLD = 10_000
 
 
 class Engine:
@@ -66,6 +71,7 @@ class Engine:
         tile_pages: pages that a streamed step attends at once, if its memory has room.
         last_step: times of the latest step that ran the model; None before the first.
         restorer: brings prefixes in.
+        verifier: compares what is read from the arena; None: nothing does.
     """
 
     def __init__(
@@ -78,11 +84,13 @@ class Engine:
         eos_token_ids: tuple[int, ...] = (),
         tokenizer: Tokenizer | None = None,
         lanes: Lanes | None = None,
+        verifier: Verifier | None = None,
     ) -> None:
         self.model = model
         self.lanes = lanes if lanes is not None else lanes_of(cache.device)
         model.use_lanes(self.lanes)
         self.cache = cache
+        self.verifier = verifier
         self.plan: MemoryPlan = cache.plan
         self.pager = Pager(cache)
         self.chunk_tokens = cache.layout.chunk_tokens
@@ -102,7 +110,10 @@ class Engine:
             self.lanes,
             self.staging,
             block_tokens=prefill_chunk_tokens,
+            verifier=verifier,
         )
+        # Slots and generations of chunks whose loss the log has.
+        self._told: set[tuple[int, int]] = set()
         self._costs: CostWatch | None = None
         # When compute of the step under way began, if its end will be one span; else None.
         self._computing_since: float | None = None
@@ -128,6 +139,8 @@ class Engine:
                     self._take(self._commands.get())
         finally:
             self.lanes.close()
+            if self.verifier is not None:
+                self.verifier.close()
 
     @torch.inference_mode()
     def step(self) -> StepOutput:
@@ -245,8 +258,8 @@ class Engine:
                 self.roster.write_ended(key)
             case Flushed(key):
                 self.roster.flushed(key)
-            case Matched(key, match):
-                self.roster.matched_again(key, match)
+            case Matched(key, match, error):
+                self.roster.matched_again(key, match, error)
             case Call(function):
                 function()
             case Stop():
@@ -298,6 +311,9 @@ class Engine:
             for each in batch.sequences
             if each.is_streamed and len(each.tokens) - each.computed == 1
         ]
+        checks: list[Check] = []
+        if batch.streamed is not None and self.verifier is not None:
+            checks = batch.streamed.begin_checks(self.verifier)
         feed = self._feed_of(batch)
         began = time.perf_counter()
         self._computing_since = began if feed is None else None
@@ -307,7 +323,7 @@ class Engine:
             # Between steps no copy may be under way, also when the engine ends here.
             self.lanes.settle()
             raise
-        lost = [] if batch.streamed is None else batch.streamed.lost()
+        lost = self._lost(batch, checks)
         if lost:
             # Nobody's tokens were counted yet: the others run again next step.
             for each in lost:
@@ -341,12 +357,48 @@ class Engine:
                 is_prefill = sequence.generated_count == len(admission.delivered)
                 admission.spans.stepped(started, now, count, lanes, is_prefill=is_prefill)
 
-    def _lose(self, sequence: Sequence, cause: ChunkLost) -> None:
+    def _lost(self, batch: Batch, checks: list[Check]) -> list[LostSequence]:
+        """Sequences of the batch that computed with bytes that must not be used."""
+        lost = [] if batch.streamed is None else batch.streamed.lost(checks)
+        for sequence in batch.sequences:
+            check, sequence.check = sequence.check, None
+            if check is None:
+                continue
+            try:
+                check.wait()
+            except ChunkLost as error:
+                if all(each.sequence is not sequence for each in lost):
+                    lost.append(LostSequence(sequence, error))
+        return lost
+
+    def _lose(
+        self, sequence: Sequence, cause: SplitpointError, *, fatal: SplitpointError | None = None
+    ) -> None:
+        """Begin anew, once the store has inspected what the sequence read.
+
+        `fatal` ends the request if all of that is intact.
+        """
         with for_request(sequence.admission.request_id):
-            log.warning("%s", cause.message)
+            log.log(self._level_of(cause), "%s; the request starts over", cause.message)
         # What it computed or restored from another chunk's bytes may hold a NaN.
         self.pager.clear_unwritten(sequence)
-        self.roster.lose(sequence)
+        suspects = None
+        if sequence.match is not None and (chunks := sequence.cached_chunks):
+            suspects = Suspects(sequence.match.connection, chunks, fatal)
+        self.roster.lose(sequence, suspects)
+
+    def _level_of(self, cause: SplitpointError) -> int:
+        """Many requests may lose one chunk; it is worth one warning."""
+        if not isinstance(cause, SuspectChunks):
+            return logging.WARNING
+        # Those behind it went with it.
+        first = cause.chunks[0].slot, cause.chunks[0].generation
+        if first in self._told:
+            return logging.DEBUG
+        if len(self._told) > _MOST_TOLD:
+            self._told.clear()
+        self._told.add(first)
+        return logging.WARNING
 
     def _forward(
         self, batch: Batch, feed: Feed | None
@@ -410,7 +462,7 @@ class Engine:
             first_row += count
             is_whole = sequence.computed == len(sequence.tokens)
             if not is_finite:
-                finishes.append((sequence, self._non_finite(sequence)))
+                finishes += self._non_finite(sequence)
             elif is_whole:
                 rows.append(logit_row)
                 sampled.append(sequence)
@@ -421,7 +473,7 @@ class Engine:
         choices = choose(chosen, [self._sampling_row(sequence) for sequence in sampled])
         for sequence, choice in zip(sampled, choices, strict=True):
             if isinstance(choice, NonFiniteLogits):
-                finishes.append((sequence, self._non_finite(sequence)))
+                finishes += self._non_finite(sequence)
                 continue
             event = self._append(sequence, choice)
             if event is not None:
@@ -454,12 +506,18 @@ class Engine:
             admission.sampling, sequence.tokens, len(admission.prompt), self.eos_token_ids
         )
 
-    def _non_finite(self, sequence: Sequence) -> FinishEvent:
-        """Nothing of it may be sealed or left behind: the cache may hold its NaN."""
+    def _non_finite(self, sequence: Sequence) -> list[tuple[Sequence, FinishEvent]]:
+        """Nothing of it may be sealed or left behind: the cache may hold its NaN.
+
+        One that read cached chunks starts over if the store finds any of them damaged.
+        """
+        error = Internal("the model produced NaN or infinite logits", reason="NON_FINITE_LOGITS")
+        if sequence.match is not None and sequence.cached_chunks:
+            self._lose(sequence, error, fatal=error)
+            return []
         sequence.writes_back = False
         self.pager.clear_unwritten(sequence)
-        error = Internal("the model produced NaN or infinite logits", reason="NON_FINITE_LOGITS")
-        return FinishEvent(sequence.key, error=error)
+        return [(sequence, FinishEvent(sequence.key, error=error))]
 
     def _hand_over(self) -> StepOutput:
         output, self.roster.output = self.roster.output, StepOutput()

@@ -12,7 +12,7 @@ from splitpoint.costs import Profile
 from splitpoint.errors import SplitpointError
 from splitpoint.planner import RestoreMethod
 from worker_service.sampling import Choice
-from worker_service.sequence import Admission
+from worker_service.sequence import Admission, Suspects
 from worker_service.store_client import Match
 from worker_service.tally import Tally
 from worker_service.tiles import StreamedTokens
@@ -39,10 +39,14 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """The prefix of a sequence whose chunks were lost, looked up again."""
+    """The prefix of a sequence whose chunks were lost, looked up again.
+
+    `error`: the chunks are intact, and this is why the sequence began anew.
+    """
 
     key: SequenceKey
     match: Match | None
+    error: SplitpointError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +152,8 @@ class Lookup:
     salt: bytes
     tokens: list[int]
     is_streamed: bool
+    # To be inspected first.
+    suspects: Suspects | None = None
 
 
 @dataclass(slots=True)

@@ -71,6 +71,12 @@ def _of_worker(worker: LoadedWorker) -> Iterable[Reading]:
     )
     yield Reading(metrics.MODEL_INFO, 1, (engine.model.shape.name,))
     yield Reading(metrics.WORKER_RUNNING, len(engine.roster.running))
+    verifier = engine.verifier
+    for result, count in (
+        ("intact", verifier.intact_count if verifier else 0),
+        ("damaged", verifier.damaged_count if verifier else 0),
+    ):
+        yield Reading(metrics.WORKER_VERIFIED_CHUNKS, count, (result,))
     used, capacity = engine.cache.used_bytes, engine.plan.cache_capacity_bytes
     yield Reading(metrics.WORKER_CACHE_BYTES, used, ("used",))
     yield Reading(metrics.WORKER_CACHE_BYTES, capacity, ("capacity",))

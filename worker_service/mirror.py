@@ -38,6 +38,10 @@ def name_of(key: bytes, checksum: int) -> bytes:
     return key + checksum.to_bytes(8, "little")
 
 
+def checksum_of(name: bytes) -> int:
+    return int.from_bytes(name[-8:], "little")
+
+
 class Mirror:
     """The slots. Raises ResourceExhausted when there is not that much memory."""
 
@@ -80,11 +84,15 @@ class Mirror:
         # Least recently used first.
         self._chunks: OrderedDict[bytes, StoredChunk] = OrderedDict()
         self._holders: Counter[bytes] = Counter()
+        # Slots of damaged chunks that are held under these names: not to be used again yet.
+        self._condemned: dict[bytes, list[int]] = {}
 
     @property
     def free_count(self) -> int:
         """Slots that a grant could have, those of chunks that nobody holds included."""
-        return self.slot_count - len(self._granted) - len(+self._holders)
+        held = sum(1 for name in +self._holders if name in self._chunks)
+        condemned = sum(len(slots) for slots in self._condemned.values())
+        return self.slot_count - len(self._granted) - held - condemned
 
     def grant(self, count: int) -> list[tuple[int, int]]:
         """(slot, generation) pairs to fill. All or nothing; raises ResourceExhausted."""
@@ -129,7 +137,9 @@ class Mirror:
             self._forget(slot)
             return existing
         self._commit(slot, SlotState.SEALED)
-        chunk = self._chunks[name] = StoredChunk(slot, generation, token_count, key)
+        chunk = self._chunks[name] = StoredChunk(
+            slot, generation, token_count, key, checksum_of(name)
+        )
         return chunk
 
     def find(self, name: bytes) -> StoredChunk | None:
@@ -146,6 +156,34 @@ class Mirror:
             self._holders[name] -= 1
             if not self._holders[name]:
                 del self._holders[name]
+                for slot in self._condemned.pop(name, ()):
+                    self._forget(slot)
+
+    def damaged(self, chunks: Iterable[StoredChunk]) -> list[StoredChunk]:
+        """Those whose commit word or payload is not what it was. Slow, for any thread."""
+        arena = self.arena
+        return [
+            chunk
+            for chunk in chunks
+            if not arena.is_current([chunk.slot], [chunk.generation])
+            or arena.checksum(chunk.slot) != chunk.checksum
+        ]
+
+    def has(self, chunk: StoredChunk) -> bool:
+        """Whether this very chunk can be found."""
+        return self._chunks.get(name_of(chunk.key, chunk.checksum)) == chunk
+
+    def discard(self, chunk: StoredChunk) -> None:
+        """A chunk proved damaged: it is found no more, its slot free once it is not held."""
+        if not self.has(chunk):
+            return
+        name = name_of(chunk.key, chunk.checksum)
+        del self._chunks[name]
+        if self._holders[name]:
+            self._condemned.setdefault(name, []).append(chunk.slot)
+            self._commit(chunk.slot, SlotState.QUARANTINED)
+        else:
+            self._forget(chunk.slot)
 
     def _forget(self, slot: int) -> None:
         self._commit(slot, SlotState.FREE)

@@ -260,6 +260,19 @@ class RemoteStoreClient(StoreClient):
         if self.connection is connection:
             await super().release(connection, lease_ids=lease_ids)
 
+    async def report(self, connection: Connection, chunks: Sequence[StoredChunk]) -> int:
+        """What is read is the mirror: its damaged chunks are dropped and read again.
+
+        The store compared its own with the same checksums when it sent them.
+        """
+        mirror = self._started()
+        loop = asyncio.get_running_loop()
+        held = [chunk for chunk in chunks if mirror.has(chunk)]
+        for chunk in await loop.run_in_executor(self._lane, mirror.damaged, held):
+            log.error("slot %d of the mirror is damaged and was dropped", chunk.slot)
+            mirror.discard(chunk)
+        return sum(not mirror.has(chunk) for chunk in chunks)
+
     def _started(self) -> Mirror:
         if self.mirror is None:
             raise RuntimeError("the remote store client was not started")

@@ -27,6 +27,7 @@ from worker_service.sequence import Sequence
 from worker_service.staging import Staging
 from worker_service.store_client import Match
 from worker_service.timeline import Span, Trace
+from worker_service.verifier import Verifier
 
 # Pages of X in a tile where the plan leaves it to the worker.
 TILE_PAGES = 4
@@ -59,6 +60,7 @@ class Restorer:
         staging: Staging,
         *,
         block_tokens: int,
+        verifier: Verifier | None = None,
     ) -> None:
         self.trace: Trace | None = None
         self.costs: CostWatch | None = None
@@ -68,6 +70,7 @@ class Restorer:
         self._lanes = lanes
         self._staging = staging
         self._block_tokens = block_tokens
+        self._verifier = verifier
         self._chunk = cache.layout.chunk_tokens
         self._gatherer = gatherer_of(cache.device)
         self._mover: Mover | None = None
@@ -77,7 +80,10 @@ class Restorer:
         self._mover = None
 
     def restore(self, sequence: Sequence) -> RestoreEvent | None:
-        """Bring the matched prefix in; None: there is no room for it yet. Raises ChunkLost."""
+        """Bring the matched prefix in; None: there is no room for it yet. Raises ChunkLost.
+
+        Whether its bytes are right is known once `sequence.check` was waited for.
+        """
         match = sequence.match
         if match is None:
             sequence.restored = True
@@ -91,6 +97,7 @@ class Restorer:
         chunks = match.chunks[: chunks_of(cached, self._chunk)]
         split = min(sequence.admission.split_tokens, cached)
         predicted = self._predicted(sequence, self._mover_for(match), split, cached)
+        self._begin_check(sequence, match, chunks, cached)
         brought = self._bring_pages(sequence, match, chunks, cached, split)
         full = cached // self._chunk
         sequence.computed = cached
@@ -113,6 +120,20 @@ class Restorer:
                 measured_seconds=event.seconds,
             )
         return event
+
+    def _begin_check(
+        self, sequence: Sequence, match: Match, chunks: tuple[StoredChunk, ...], cached: int
+    ) -> None:
+        """Compare what comes onto the device; of a streamed prefix the steps compare the rest."""
+        if self._verifier is None:
+            return
+        full = cached // self._chunk
+        read = chunks
+        if sequence.is_streamed:
+            kept = max(sequence.kept_chunks, sequence.kept_inputs)
+            read = (*chunks[: min(kept, full)], *chunks[full:])
+        # The rows of a partial chunk are sealed anew with those that follow them.
+        sequence.check = self._verifier.begin(match.connection.tensors, read, always=chunks[full:])
 
     def _bring_pages(
         self,

@@ -14,7 +14,7 @@ from splitpoint.text import TextStream, Tokenizer
 from worker_service.device_cache import DeviceCache
 from worker_service.messages import Admit, FinishEvent, Lookup, StepOutput
 from worker_service.paging import Pager
-from worker_service.sequence import Sequence
+from worker_service.sequence import Sequence, Suspects
 from worker_service.store_client import Match
 from worker_service.write_back import SequenceKey
 
@@ -74,15 +74,18 @@ class Roster:
             del self.waiting[0]
             self.running.append(self._begin(admit, claim))
 
-    def matched_again(self, key: SequenceKey, match: Match | None) -> None:
-        """The prefix of a sequence that starts over was looked up."""
+    def matched_again(
+        self, key: SequenceKey, match: Match | None, error: SplitpointError | None = None
+    ) -> None:
+        """The prefix of a sequence that starts over was looked up; `error` ends it."""
         for sequence in self.running:
             if sequence.key == key:
                 sequence.match = match
                 sequence.chain_is_open = match is not None
                 sequence.awaits_match = False
-                if match is None and sequence.is_streamed:
+                if error is None and match is None and sequence.is_streamed:
                     error = Unavailable("the KV store went away", reason="STORE_LOST")
+                if error is not None:
                     self.finish(sequence, FinishEvent(key, error=error))
                 return
         if match is not None:
@@ -125,10 +128,14 @@ class Roster:
         else:
             self._release(sequence, event)
 
-    def lose(self, sequence: Sequence) -> None:
-        """Chunks vanished: start over from what the store still has, tokens kept."""
+    def lose(self, sequence: Sequence, suspects: Suspects | None = None) -> None:
+        """Chunks vanished: start over from what the store still has, tokens kept.
+
+        The store inspects the suspects first.
+        """
         if sequence.awaits_match:
             return  # it is starting over already
+        sequence.suspects = suspects
         sequence.losses += 1
         sequence.writes_back = False
         if sequence.losses > MAX_LOSSES:
@@ -184,8 +191,9 @@ class Roster:
             return
         self._pager.give_pages(sequence)
         sequence.forget()
+        tokens, suspects = list(sequence.tokens), sequence.suspects
         self.output.lookups.append(
-            Lookup(key, sequence.admission.salt, list(sequence.tokens), sequence.is_streamed)
+            Lookup(key, sequence.admission.salt, tokens, sequence.is_streamed, suspects)
         )
 
     # -- below ------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from worker_service.messages import (
     Stop,
 )
 from worker_service.request_spans import RequestSpans, WriteBackSpans
-from worker_service.sequence import Admission
+from worker_service.sequence import Admission, Suspects
 from worker_service.store_client import Match, StoreClient
 from worker_service.write_back import SequenceKey, WriteBack
 
@@ -386,10 +386,29 @@ class Runtime:
             await self.fetcher.quiesce()
 
     async def _look_up_again(self, lookup: Lookup) -> None:
+        suspects = lookup.suspects
+        if suspects is not None:
+            are_intact = await self._are_intact(suspects)
+            if are_intact and suspects.error is not None:
+                self.engine.post(Matched(lookup.key, None, suspects.error))
+                return
         match = await self._match(
             lookup.key, lookup.salt, lookup.tokens, streamed=lookup.is_streamed
         )
         self.engine.post(Matched(lookup.key, match))
+
+    async def _are_intact(self, suspects: Suspects) -> bool:
+        """By the store; what cannot be asked for is not relied on."""
+        if self.store is None:
+            return False
+        try:
+            return await self.store.report(suspects.connection, suspects.chunks) == 0
+        except SplitpointError as error:
+            log.warning("suspect chunks were not reported: %s", error.message)
+        except Exception:
+            # The request waits for the answer.
+            log.exception("reporting suspect chunks failed")
+        return False
 
     async def _match(
         self, key: SequenceKey, salt: bytes, tokens: list[int], *, streamed: bool

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from splitpoint.errors import SplitpointError
 from splitpoint.planner import Residency, RestoreMethod
 from splitpoint.schedule import Schedule
 from splitpoint.split_line import SplitLine
@@ -13,7 +14,8 @@ from worker_service.fetch import FetchOrder
 from worker_service.mover import Mover
 from worker_service.request_spans import RequestSpans
 from worker_service.sampling import Sampling
-from worker_service.store_client import Match
+from worker_service.store_client import Connection, Match
+from worker_service.verifier import Check
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,18 @@ class Admission:
         return self.split_line.at(length, chunk_tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class Suspects:
+    """Chunks of `connection`'s store that may be damaged.
+
+    `error`: what ends the request if all of them are intact; None: it goes on.
+    """
+
+    connection: Connection
+    chunks: tuple[StoredChunk, ...]
+    error: SplitpointError | None
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A running request.
@@ -105,6 +119,10 @@ class Sequence:
     restored: bool = False
     # Its prefix is being looked up again after a chunk was lost.
     awaits_match: bool = False
+    # Of what its restore read; to be waited for before anything of it is used.
+    check: Check | None = None
+    # For the store to inspect before it is asked for the prefix again.
+    suspects: Suspects | None = None
     # Write-back holds a chain (and the lease) for it.
     chain_is_open: bool = False
     losses: int = 0
@@ -154,6 +172,12 @@ class Sequence:
         return self.stored[max(stored.start, self.kept_inputs) : stored.stop]
 
     @property
+    def cached_chunks(self) -> tuple[StoredChunk, ...]:
+        """Everything that it may have read from the store, or may still read."""
+        matched = self.match.chunks if self.match is not None and self.restored else ()
+        return tuple(dict.fromkeys((*matched, *self.stored)))
+
+    @property
     def device_page_count(self) -> int:
         return len(self.pages) - len(self.stored_range) + len(self.row_pages)
 
@@ -172,6 +196,7 @@ class Sequence:
         self.written_chunks = 0
         self.match = None
         self.mover = None
+        self.check = None
         self.restored = False
 
 

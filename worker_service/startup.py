@@ -36,6 +36,7 @@ from worker_service.remote_client import RemoteStoreClient
 from worker_service.runtime import Runtime
 from worker_service.store_client import StoreClient
 from worker_service.timeline import Trace
+from worker_service.verifier import DEFAULT_VERIFY_RATE, Verifier
 from worker_service.weight_lock import WeightLock
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,8 @@ class WorkerOptions:
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     # Most bytes of the arena to page-lock for a GPU; 0: none, None: all.
     pin_limit_bytes: int | None = None
+    # Share of chunk reads, after the first of each chunk, whose checksum is compared.
+    verify_rate: float = DEFAULT_VERIFY_RATE
     # Who the worker is to stores.
     identity: Identity = PLAIN
     # The store is on another host: its chunks are mirrored in that much private memory.
@@ -91,6 +94,8 @@ class WorkerOptions:
         for name in ("max_batch_size", "prefill_chunk_tokens", "chunk_tokens"):
             if getattr(self, name) < 1:
                 raise InvalidArgument(f"{name} must be at least 1", field=name)
+        if not 0 <= self.verify_rate <= 1:
+            raise InvalidArgument("must be between 0 and 1", field="verify-rate")
         if not 1 <= len(self.worker_id) <= 64:
             raise InvalidArgument("worker_id must have 1 to 64 characters", field="worker_id")
         if not self.progress_seconds > 0:
@@ -279,6 +284,7 @@ def _build_engine(
         eos_token_ids=eos_token_ids(options.model_folder),
         tokenizer=tokenizer,
         lanes=lanes,
+        verifier=Verifier(options.verify_rate),
     )
     description = describe_device(device)
     if lanes.link is not None:

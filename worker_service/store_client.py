@@ -46,6 +46,8 @@ Response = TypeVar("Response")
 
 CALL_SECONDS = 10.0
 REATTACH_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0)
+# Of one call: some GiB at most, which a store reads back within a second.
+REPORT_CHUNKS = 256
 # For the store to end a session that is given up; one that hangs is not waited for.
 GOODBYE_SECONDS = 2.0
 
@@ -272,6 +274,27 @@ class StoreClient:
             ),
         )
 
+    async def report(self, connection: Connection, chunks: Sequence[StoredChunk]) -> int:
+        """Have the store read suspect chunks back; how many of them it has no more."""
+        if self.connection is not connection:
+            return len(chunks)
+        lost = 0
+        for start in range(0, len(chunks), REPORT_CHUNKS):
+            answer = await self._call(
+                connection,
+                self._stub.ReportChunks,
+                pb.ReportChunksRequest(
+                    session_id=connection.session_id,
+                    request_id=self._request_id(),
+                    chunks=[
+                        types_pb2.SlotHandle(slot=chunk.slot, generation=chunk.generation)
+                        for chunk in chunks[start : start + REPORT_CHUNKS]
+                    ],
+                ),
+            )
+            lost += answer.lost_chunk_count
+        return lost
+
     # -- the session --------------------------------------------------------------
 
     async def _attach(self, previous: bytes) -> Connection:
@@ -452,4 +475,4 @@ def process_start_ticks() -> int:
 
 
 def _stored(handle: types_pb2.SlotHandle, key: bytes) -> StoredChunk:
-    return StoredChunk(handle.slot, handle.generation, handle.token_count, key)
+    return StoredChunk(handle.slot, handle.generation, handle.token_count, key, handle.checksum)

@@ -18,6 +18,7 @@ from typing import TypeVar
 import torch
 
 from splitpoint.errors import ChunkLost
+from worker_service.arena_tensors import ArenaTensors, DamagedChunks, StoredChunk
 from worker_service.attention import Partial, decode_partial, prefill_partial, tile_rows
 from worker_service.attention_plan import DecodePlan
 from worker_service.cost_watch import StepTraffic
@@ -34,6 +35,7 @@ from worker_service.tiles import (
     decode_tiles,
     prefill_tiles,
 )
+from worker_service.verifier import Check, Verifier, differing
 
 Result = TypeVar("Result")
 Window = int | None
@@ -42,7 +44,7 @@ MakeTiles = Callable[[list[StoredPage], int, int], list[Tile]]
 
 @dataclass(frozen=True, slots=True)
 class LostSequence:
-    """A sequence of whose chunks one was reused while a step read it."""
+    """A sequence that lost chunks while a step read them."""
 
     sequence: Sequence
     cause: ChunkLost
@@ -173,15 +175,33 @@ class StreamedStep:
                 rebuilds += shipment.rebuilds()
         return StepTraffic(tuple(copies), tuple(rebuilds))
 
-    def lost(self) -> list[LostSequence]:
-        """Of which sequences a chunk is not what it was when it was read.
+    def begin_checks(self, verifier: Verifier) -> list[Check]:
+        """Compare what the step reads, what several sequences share once."""
+        read: dict[ArenaTensors, dict[StoredChunk, None]] = {}
+        for sequence in self.sequences:
+            chunks = read.setdefault(mover_of(sequence).tensors, {})
+            chunks.update(dict.fromkeys(sequence.read_chunks))
+        begun = (verifier.begin(tensors, chunks) for tensors, chunks in read.items())
+        return [check for check in begun if check is not None]
+
+    def lost(self, checks: Iterable[Check]) -> list[LostSequence]:
+        """Sequences of which a chunk is not what it was, or not what it should be.
 
         Generations only grow: a chunk that is current now was current all the time.
         """
+        damaged: set[StoredChunk] = set()
+        for check in checks:
+            try:
+                check.wait()
+            except DamagedChunks as error:
+                damaged.update(error.chunks)
         lost = []
         for sequence in self.sequences:
+            chunks = sequence.read_chunks
             try:
-                mover_of(sequence).tensors.check_current(sequence.read_chunks)
+                mover_of(sequence).tensors.check_current(chunks)
+                if not damaged.isdisjoint(chunks):
+                    raise differing([chunk for chunk in chunks if chunk in damaged])
             except ChunkLost as error:
                 lost.append(LostSequence(sequence, error))
         return lost

@@ -199,4 +199,4 @@ class LocalStore:
 
 
 def _stored(entry: Entry) -> StoredChunk:
-    return StoredChunk(entry.slot, entry.generation, entry.token_count, entry.key)
+    return StoredChunk(entry.slot, entry.generation, entry.token_count, entry.key, entry.checksum)

@@ -241,7 +241,7 @@ def _seal(
         checksum = tensors.arena.checksum(slot)
         written.append(WrittenChunk(slot, generation, parent, piece, checksum))
         parent = chunk_key(tensors.layout.layout_hash, b"", parent, piece)
-        chunks.append(StoredChunk(slot, generation, len(piece), parent))
+        chunks.append(StoredChunk(slot, generation, len(piece), parent, checksum))
     outcome = store.seal(session, b"", written, store.verify(written), keep_leased=True)
     if len(outcome.chunks) != len(written):
         raise Internal("the benchmark's store did not take all chunks")

@@ -25,6 +25,7 @@ UNARY = {
     "Reserve": pb.ReserveRequest,
     "Seal": pb.SealRequest,
     "Release": pb.ReleaseRequest,
+    "ReportChunks": pb.ReportChunksRequest,
     "GetStats": pb.GetStatsRequest,
 }
 # INTERNAL and UNKNOWN would be bugs of ours.

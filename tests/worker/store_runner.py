@@ -15,6 +15,7 @@ from pathlib import Path
 from engine_runner import Transcript, admission
 
 from kvstore_service.chunk_pool import WrittenChunk
+from kvstore_service.inspection import Finder
 from kvstore_service.prefix_index import Entry
 from kvstore_service.sessions import ProcessIdentity
 from kvstore_service.store import KvStore
@@ -28,7 +29,7 @@ from worker_service.arena_tensors import ArenaTensors, StoredChunk
 from worker_service.engine import Engine
 from worker_service.messages import Admit, Matched, StepOutput
 from worker_service.sampling import Sampling
-from worker_service.sequence import Admission
+from worker_service.sequence import Admission, Suspects
 from worker_service.store_client import Connection, Match
 from worker_service.write_back import ChunksStored, Flushed, SequenceKey, WriteJob, copy_chunks
 
@@ -84,9 +85,21 @@ class StoreRunner:
             self.store.release(self.connection.session_id, chain.lease_ids, [])
             engine.post(Flushed(key))
         for lookup in output.lookups:
+            suspects = lookup.suspects
+            if suspects is not None and self._are_intact(suspects) and suspects.error is not None:
+                engine.post(Matched(lookup.key, None, suspects.error))
+                continue
             match = self._match(lookup.key, lookup.salt, lookup.tokens)
             engine.post(Matched(lookup.key, match))
         return output
+
+    def _are_intact(self, suspects: Suspects) -> bool:
+        """What ReportChunks does."""
+        pool, inspection = self.store.pool, self.store.inspection
+        found = [pool.find(chunk.slot) for chunk in suspects.chunks]
+        entries = [entry for entry in found if entry is not None]
+        inspection.settle(entries, inspection.inspect(entries), Finder.REPORT)
+        return all(entry is not None and pool.holds(entry) for entry in found)
 
     def lose(self, chunk: StoredChunk) -> None:
         """The store withdraws a leased chunk, as it does with damaged ones."""
@@ -167,4 +180,4 @@ def streamed(
 
 
 def _stored(entry: Entry) -> StoredChunk:
-    return StoredChunk(entry.slot, entry.generation, entry.token_count, entry.key)
+    return StoredChunk(entry.slot, entry.generation, entry.token_count, entry.key, entry.checksum)

@@ -166,7 +166,7 @@ def _seal(
             tensors.inputs[layer][slot, : len(piece)] = computed.inputs[layer][rows]
         chunks.append(WrittenChunk(slot, generation, parent, piece, store.arena.checksum(slot)))
         parent = chunk_key(layout.layout_hash, b"", parent, piece)
-        stored.append((slot, generation, len(piece), parent))
+        stored.append((slot, generation, len(piece), parent, chunks[-1].checksum))
     outcome = store.seal(session, b"", chunks, store.verify(chunks), keep_leased=True)
     assert len(outcome.chunks) == len(chunks)
     return tuple(StoredChunk(*entry) for entry in stored)

@@ -159,7 +159,7 @@ def test_a_tile_out_of_its_turn_is_an_error(stored: StoredPrefix) -> None:
 
 
 def page(reader: int, slot: int, index: int, rebuilt: int = 0, *, kept: bool = False) -> StoredPage:
-    return StoredPage(reader, StoredChunk(slot, 1, CHUNK, b""), index * CHUNK, rebuilt, kept)
+    return StoredPage(reader, StoredChunk(slot, 1, CHUNK, b"", 0), index * CHUNK, rebuilt, kept)
 
 
 def slots(tiles: Sequence[Tile]) -> list[list[int]]:
