@@ -90,7 +90,6 @@ def _health(servicer: KvStoreServicer) -> Iterator[Reading]:
     for finder, count in store.inspection.damaged.items():
         yield Reading(m.STORE_DAMAGED_CHUNKS, count, (finder.value,))
     scrubber = servicer.upkeep.scrubber
-    yield Reading(m.STORE_SCRUBBED_CHUNKS, scrubber.chunk_count if scrubber else 0)
     yield Reading(m.STORE_SCRUBBED_BYTES, scrubber.byte_count if scrubber else 0)
     yield Reading(m.STORE_SCRUB_PROGRESS, scrubber.progress if scrubber else 0)
     last_pass = (scrubber.last_pass_seconds if scrubber else None) or 0

@@ -41,7 +41,7 @@ class Scrubber:
     """The scrubber of one store.
 
     Attributes:
-        chunk_count, byte_count: read back since start.
+        byte_count: payload read back since start.
         pass_count: passes completed.
         last_pass_seconds: how long the last one took; None: none is complete.
         progress: share of the arena that the present pass has seen, 0 to 1.
@@ -57,7 +57,6 @@ class Scrubber:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scrubbing = scrubbing
-        self.chunk_count = 0
         self.byte_count = 0
         self.pass_count = 0
         self.last_pass_seconds: float | None = None
@@ -137,6 +136,5 @@ class Scrubber:
             )
             store.inspection.settle(entries, damages, Finder.SCRUB)
         size = len(entries) * store.arena.layout.chunk_bytes
-        self.chunk_count += len(entries)
         self.byte_count += size
         return max(0.0, size / self.scrubbing.bytes_per_second - (self._clock() - began))

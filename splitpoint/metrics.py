@@ -200,9 +200,6 @@ STORE_DAMAGED_CHUNKS = _counter(
     "Sealed chunks that changed while the store ran, by what found them (scrub, report); dropped.",
     "found_by",
 )
-STORE_SCRUBBED_CHUNKS = _counter(
-    _STORE, "store_scrubbed_chunks_total", "Sealed chunks that the scrubber read back."
-)
 STORE_SCRUBBED_BYTES = _counter(
     _STORE, "store_scrubbed_bytes_total", "Payload that the scrubber read back."
 )

@@ -295,6 +295,15 @@ def _damage(address: str, stats: kvstore_pb2.GetStatsResponse) -> Iterator[Findi
             "run `splitpoint arena verify`; if the number grows, look for failing memory "
             "(dmesg, EDAC)",
         )
+    if stats.damaged_chunk_count:
+        ago = duration_text(stats.last_damage_seconds_ago)
+        yield Finding(
+            Severity.WARNING,
+            f"{stats.damaged_chunk_count:,} chunks of store {address} changed while it ran",
+            f"the last was found {ago} ago; they were dropped and are computed again, and "
+            "requests may have read them before",
+            "look for failing memory (dmesg, EDAC), and for a process that writes into the arena",
+        )
     if stats.integrity_violations:
         yield Finding(
             Severity.ERROR,

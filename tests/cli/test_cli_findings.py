@@ -205,6 +205,10 @@ def test_damage_in_the_store() -> None:
     finding = the_only(status(store=stats(checksum_failure_count=2)))
     assert finding.severity is Severity.WARNING
     assert "2 chunks that differ from their checksum" in finding.what
+    changed = the_only(status(store=stats(damaged_chunk_count=3, last_damage_seconds_ago=90)))
+    assert changed.severity is Severity.WARNING
+    assert changed.what == "3 chunks of store unix:/kv changed while it ran"
+    assert "90 s ago" in changed.why
     broken = the_only(status(store=stats(integrity_violations=["slot 3 is in two runs"])))
     assert broken.severity is Severity.ERROR
     assert broken.why == "slot 3 is in two runs"

@@ -15,7 +15,7 @@ from flipped_bits import WHERE, ArenaFile
 from local_stack import LocalStack, StackShape, local_stack
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
-from splitpoint.client import Completion
+from splitpoint.answers import Completion
 from splitpoint.planner import Residency
 from splitpoint.v1 import kvstore_pb2
 

@@ -363,6 +363,16 @@ BAD: list[tuple[str, str, Any]] = [
         pb.ReserveRequest(session_id=bytes(16), request_id=b"r", slot_count=-5),
     ),
     ("Seal", "chunks", pb.SealRequest(session_id=bytes(16), request_id=b"r")),
+    ("ReportChunks", "session_id", pb.ReportChunksRequest(request_id=b"r")),
+    ("ReportChunks", "request_id", pb.ReportChunksRequest(session_id=bytes(16))),
+    ("ReportChunks", "chunks", pb.ReportChunksRequest(session_id=bytes(16), request_id=b"r")),
+    (
+        "ReportChunks",
+        "chunks[0].slot",
+        pb.ReportChunksRequest(
+            session_id=bytes(16), request_id=b"r", chunks=[types_pb2.SlotHandle(slot=8)]
+        ),
+    ),
     ("Release", "session_id", pb.ReleaseRequest(request_id=b"r")),
     (
         "Release",

@@ -386,6 +386,30 @@ def test_a_chunk_lost_in_mid_step_costs_its_own_sequence_a_new_start(
     lanes.close()
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_logits_that_are_no_numbers_end_a_request_whose_chunks_are_intact(
+    tmp_path: Path, is_streamed: bool
+) -> None:
+    """The model's doing: nothing is dropped, and no other request notices."""
+    bad = 5
+    for case in make_case("llama", tmp_path):
+        weights = case.model._embedding
+        engine = case.engine(SerialLanes(CPU))
+        prompt = [*case.prompts[1][:64], bad]
+        with torch.no_grad():
+            weights[bad] = float("nan")
+        request = (
+            streamed("bad", prompt, GREEDY) if is_streamed else admission("bad", prompt, GREEDY)
+        )
+        transcript = case.runner.run(engine, [request])
+        error = transcript.finishes["bad"].error
+        assert error is not None
+        assert error.reason == "NON_FINITE_LOGITS"
+        assert case.runner.store.inspection.damaged_count == 0
+        assert case.runner.store.peek(b"", prompt).cached_tokens == 64
+        assert engine.cache.pages.used_count == engine.cache.claimed_count == 0
+
+
 def step_until_idle(runner: StoreRunner, engine: Engine, transcript: Transcript) -> None:
     transcript.add(runner.step(engine))
     while not engine.is_idle:

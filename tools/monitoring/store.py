@@ -245,6 +245,63 @@ _TRUST = Row(
             alarm=1,
         ),
         Panel(
+            "Damaged chunks, last hour",
+            Unit.NUMBER,
+            "Sealed chunks that changed while the store ran, found by scrubbing or by workers. Not "
+            "0: as checksum failures.",
+            (
+                Query(
+                    "sum by (instance) (increase(splitpoint_store_damaged_chunks_total[1h]))",
+                    "{{instance}}",
+                ),
+            ),
+            Form.NUMBER,
+            width=4,
+            warn=1,
+            alarm=1,
+        ),
+        Panel(
+            "Chunks compared by workers",
+            Unit.PER_SECOND,
+            "Reads of chunks in which a worker compared the checksum, by the outcome.",
+            (
+                Query(
+                    "sum by (result) "
+                    '(rate(splitpoint_worker_verified_chunks_total{worker=~"$worker"}[1m]))',
+                    "{{result}}",
+                ),
+            ),
+            width=4,
+        ),
+        Panel(
+            "Scrub pass",
+            Unit.SHARE,
+            "How much of the arena the present pass of the scrubber has read back.",
+            (Query("splitpoint_store_scrub_progress_ratio", "{{instance}}"),),
+            Form.NUMBER,
+            width=4,
+        ),
+        Panel(
+            "Last scrub pass",
+            Unit.SECONDS,
+            "Longer than --scrub-seconds: --scrub-rate is too low for it. 0: none is complete.",
+            (Query("splitpoint_store_scrub_pass_seconds", "{{instance}}"),),
+            Form.NUMBER,
+            width=4,
+        ),
+        Panel(
+            "Scrubbing reads",
+            Unit.BYTES_PER_SECOND,
+            "At most --scrub-rate.",
+            (
+                Query(
+                    "sum by (instance) (rate(splitpoint_store_scrubbed_bytes_total[1m]))",
+                    "{{instance}}",
+                ),
+            ),
+            width=4,
+        ),
+        Panel(
             "Integrity violations",
             Unit.NUMBER,
             "Of the store's own books; not 0 is a bug, please report it, and restart the store.",
