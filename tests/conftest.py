@@ -88,7 +88,7 @@ def nothing_left_behind() -> Iterator[None]:
     shm_before, children_before = shared_memory_entries(), child_processes()
     yield
     gc.collect()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while True:
         files = {n for n in shared_memory_entries() - shm_before if not in_use_elsewhere(n)}
         children = child_processes() - children_before

@@ -89,7 +89,7 @@ class LocalStack:
 
     async def assert_clean(self) -> None:
         """Nothing runs, no page, lease or unsealed slot is held, the store agrees with itself."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not all(worker.engine.is_idle for worker in self.workers):
             assert time.monotonic() < deadline, "a worker does not come to rest"
             await asyncio.sleep(0.02)

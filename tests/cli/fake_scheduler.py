@@ -233,7 +233,7 @@ def fake_scheduler(
 
     thread = threading.Thread(target=run)
     thread.start()
-    if not started.wait(10):
+    if not started.wait(60):
         raise RuntimeError("the fake scheduler did not start")
     try:
         yield script

@@ -89,7 +89,7 @@ def test_a_part_that_takes_too_long_ends_with_its_children(tmp_path: Path) -> No
     assert late.problem == "not done after 2 s"
     child = int((tmp_path / "pid").read_text())
     # A killed process that is no child of this one ends when the kernel gets to it.
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while is_running(child) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not is_running(child)

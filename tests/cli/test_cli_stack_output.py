@@ -84,7 +84,10 @@ def test_a_terminal_has_a_bar_for_each_that_loads() -> None:
             progress = loading(done, service).progress
             assert progress is not None
             bars.show(service, progress)
-    time.sleep(0.3)  # drawn ten times a second
+    deadline = time.monotonic() + 30
+    while "50.0/100.0 MiB" not in screen.getvalue():  # drawn ten times a second
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     console.print("a line above")
     bars.remove("worker 1")
     bars.show("worker 0", Progress("loading", 100, 100))

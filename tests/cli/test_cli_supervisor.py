@@ -45,6 +45,13 @@ def pids(log: Path) -> list[int]:
     return [int(line.split()[-1]) for line in lines if line.startswith("start ")]
 
 
+async def until_written(log: Path) -> None:
+    """A fake that does not get ready has begun: before that it has no log."""
+    async with asyncio.timeout(60):
+        while not log.exists() or not log.read_text().endswith("\n"):
+            await asyncio.sleep(0.02)
+
+
 def is_alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -53,7 +60,7 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
-def wait_gone(processes: list[int], seconds: float = 10.0) -> list[int]:
+def wait_gone(processes: list[int], seconds: float = 60.0) -> list[int]:
     """Those still alive after at most `seconds`."""
     deadline = time.monotonic() + seconds
     while (left := [pid for pid in processes if is_alive(pid)]) and time.monotonic() < deadline:
@@ -114,6 +121,7 @@ async def test_a_service_that_never_gets_ready_is_given_up(tmp_path: Path) -> No
     log = tmp_path / "log"
     async with Supervisor(sys.executable, lambda _: None) as supervisor:
         service = await supervisor.start(fake("worker 0", "never-ready", log, ready_seconds=0.5))
+        await until_written(log)
         with pytest.raises(ServiceNotReady, match=r"worker 0 was not ready after 0\.5 s"):
             await service.ready()
     assert not wait_gone(pids(log), 0)
@@ -124,7 +132,7 @@ async def test_a_death_is_reported_with_its_signal(tmp_path: Path) -> None:
     async with Supervisor(sys.executable, lambda _: None) as supervisor:
         await (await supervisor.start(fake("store", "serve", log))).ready()
         await (await supervisor.start(fake("worker 0", "die-later", log))).ready()
-        death = (await asyncio.wait_for(supervisor.next_exit(), 10)).death()
+        death = (await asyncio.wait_for(supervisor.next_exit(), 60)).death()
     assert death.service == "worker 0"
     assert "SIGKILL" in death.message
     assert not wait_gone(pids(log), 0)
@@ -149,7 +157,7 @@ async def test_hurry_does_not_wait_for_the_bound(tmp_path: Path) -> None:
         await asyncio.sleep(0.05)
         assert not stopping.done()
         supervisor.hurry()
-        await asyncio.wait_for(stopping, 10)
+        await asyncio.wait_for(stopping, 60)
     assert not wait_gone(pids(log), 0)
 
 
@@ -159,7 +167,7 @@ async def test_a_killed_child_takes_its_own_children_along(tmp_path: Path) -> No
         service = await supervisor.start(fake("worker 0", "parent-of-one", log))
         await service.ready()
         service.process.kill()
-        await asyncio.wait_for(supervisor.next_exit(), 10)
+        await asyncio.wait_for(supervisor.next_exit(), 60)
     assert len(pids(log)) == 2
     assert not wait_gone(pids(log))
 

@@ -20,7 +20,7 @@ from splitpoint_cli.stack import StackOptions, plan_stack
 from splitpoint_cli.stack_runner import run_stack
 
 FAKE_STACK = str(Path(__file__).parent / "fake_stack.py")
-SECONDS = 20
+SECONDS = 60
 
 
 @contextmanager

@@ -197,10 +197,11 @@ def test_requests_survive_what_is_done_to_files_in_use(harm: Callable[[Up], None
 
 
 @pytest.mark.chaos
+@pytest.mark.timeout(900)
 def test_removed_and_truncated_arenas_again_and_again() -> None:
-    """Each harm twice, in random order; `up` gives a store up that dies more often."""
+    """Every harm in random order, on one stack; `up` gives a store up that dies more often."""
     seed = int(os.environ.get("SPLITPOINT_SEED", time.time_ns() % 1_000_000))
-    harms = [*HARMS, *HARMS]
+    harms = [*HARMS]
     random.Random(seed).shuffle(harms)
     print(f"SPLITPOINT_SEED={seed}")
     with up(instance_name("harms")) as stack, load_on(stack) as load:

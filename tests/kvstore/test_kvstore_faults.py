@@ -326,7 +326,7 @@ def test_a_clock_that_jumps_changes_nothing(path: Path, socket_address: str) -> 
         [
             *(sys.executable, "-c", jumping, "--listen", socket_address),
             *("--layout", LAYOUT.to_json(), "--host-memory", "4MiB", "--arena", str(path)),
-            *("--lease-seconds", "0.5"),
+            *("--lease-seconds", "1.5"),
         ],
         cwd=ROOT,
         stdout=subprocess.PIPE,
@@ -339,7 +339,7 @@ def test_a_clock_that_jumps_changes_nothing(path: Path, socket_address: str) -> 
         worker = start_worker(socket_address, [1] * 8, seals=True)  # beats every 0.2 s
         with open_sync_channel(socket_address) as channel:
             stub = kvstore_pb2_grpc.KvStoreServiceStub(channel)
-            time.sleep(1.5)  # three leases
+            time.sleep(3.2)  # two leases
             assert (stats_of(stub).session_count, stats_of(stub).lease_count) == (1, 1)
             finish(worker)
             eventually(lambda: stats_of(stub).session_count == 0)

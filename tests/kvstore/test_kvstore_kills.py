@@ -246,7 +246,7 @@ def finish(stub: Any, writers: list[Writer]) -> None:
         with writer.attached(stub) as arena:
             for tokens in writer.sealed:
                 writer.check(stub, arena, tokens)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while stub.GetStats(pb.GetStatsRequest()).session_count and time.monotonic() < deadline:
         time.sleep(0.05)
     stats = stub.GetStats(pb.GetStatsRequest(check_integrity=True), timeout=10)

@@ -85,7 +85,7 @@ def store(shm_folder: Path, socket_address: str) -> Iterator[StoreProcess]:
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
