@@ -12,14 +12,13 @@ a restore, exactly as a worker does it; what follows is predicted from that:
 Bytes on the link are counted where they move: of a restore what its link lane
 carried, of write-back every copy that torch makes into the arena's mapping.
 
-    python -m benchmarks.compression [--windows N] [--dtype TYPE] [--json FILE]
+    python -m benchmarks.compression [--windows N] [--dtype TYPE] [--json] [--output FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import math
 import os
 import platform
@@ -40,6 +39,8 @@ from splitpoint.checkpoints import resolve_model
 from splitpoint.schedule import Lane
 from splitpoint.shapes import ArenaLayout, DataType, Encoding
 from splitpoint.text import Tokenizer
+from splitpoint_cli.bench.progress import Progress
+from splitpoint_cli.report import add_report_arguments, hand_over
 from worker_service.arena_tensors import StoredChunk
 from worker_service.attention import prefill
 from worker_service.attention_plan import PrefillPlan
@@ -281,7 +282,7 @@ def link_bytes(reader: Reader, window: Sequence[int]) -> tuple[float, float, flo
     return written / PREFIX, loaded / PREFIX, sent / PREFIX
 
 
-def run(window_count: int, dtype: str) -> dict[str, object]:
+def run(window_count: int, dtype: str, progress: Progress) -> dict[str, object]:
     folder = resolve_model(None)
     tokenizer = Tokenizer.load(folder)
     if tokenizer is None:
@@ -291,7 +292,8 @@ def run(window_count: int, dtype: str) -> dict[str, object]:
     samples = list(read_unseen(tokenizer, window_count))
     windows = [window for sample in samples for window in sample.windows]
     began = time.monotonic()
-    results = [measure(model, encoding, windows) for encoding in Encoding]
+    encodings = progress.track("encodings", [*Encoding])
+    results = [measure(model, encoding, windows) for encoding in encodings]
     native = results[0]
     return {
         "benchmark": "compression",
@@ -349,14 +351,16 @@ def main() -> int:
     )
     parser.add_argument("--windows", type=int, default=4, help="of each package, a file each")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
-    parser.add_argument("--json", type=Path, help="write the JSON line here, too")
+    add_report_arguments(parser)
     arguments = parser.parse_args()
-    result = run(arguments.windows, arguments.dtype)
-    report(result)
-    line = json.dumps(result)
-    if arguments.json is not None:
-        arguments.json.write_text(line + "\n")
-    print(line)
+    result = run(arguments.windows, arguments.dtype, Progress())
+    hand_over(
+        result,
+        lambda: report(result),
+        as_json=arguments.json,
+        output=arguments.output,
+        indent=None,
+    )
     return 0
 
 

@@ -6,9 +6,10 @@ Works from the source tree without a network: stubs are generated, and Python pa
 that the machine lacks may be carried as wheels. Needs only the standard library itself.
 
     python -m benchmarks.gpu [--wheels DIR] [--results DIR] [--parts NAMES] [--seconds N]
+        [--json] [--output FILE]
     python -m benchmarks.gpu --device cpu --tiny      the same code, on any machine
 
-The last line is JSON. What is promised, and what no GPU has confirmed: docs/gpu.md.
+What is promised, and what no GPU has confirmed: docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -117,9 +118,14 @@ def parts_of(device: str, *, is_tiny: bool) -> list[Part]:
 def run_part(part: Part, seconds: float, environment: Mapping[str, str]) -> Outcome:
     """Run it, and end it and its children when its time is over."""
     started = time.monotonic()
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+    with (
+        tempfile.TemporaryFile("w+") as output,
+        tempfile.TemporaryFile("w+") as errors,
+        tempfile.NamedTemporaryFile("r", suffix=".json") as report,
+    ):
+        where = () if part.name == TESTS else ("--output", report.name)
         process = subprocess.Popen(
-            part.command,
+            (*part.command, *where),
             cwd=ROOT,
             env=dict(environment),
             stdout=output,
@@ -138,15 +144,16 @@ def run_part(part: Part, seconds: float, environment: Mapping[str, str]) -> Outc
         output.seek(0)
         errors.seek(0)
         lines, complaints = output.read().splitlines(), errors.read().splitlines()
+        reported = report.read()
     if code is None:
         return Outcome(took, problem=f"not done after {seconds:.0f} s")
     if part.name == TESTS:
         return tests_outcome(took, code, lines)
     if code:
         return Outcome(took, problem=f"exit code {code}: {' | '.join(complaints[-3:])}")
-    for line in lines[:-1]:
+    for line in lines:
         print(line)
-    return Outcome(took, json.loads(lines[-1]))
+    return Outcome(took, json.loads(reported))
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -181,14 +188,33 @@ def tests_outcome(seconds: float, code: int, lines: Sequence[str]) -> Outcome:
 
 
 def main() -> int:
+    arguments = parsed()
+    if not arguments.json:
+        return run(arguments)[0]
+    # What is told on the way is not the object.
+    with contextlib.redirect_stdout(sys.stderr):
+        code, result = run(arguments)
+    print(json.dumps(result))
+    return code
+
+
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to prove the script")
     parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="for everything")
     parser.add_argument("--parts", help="only these, separated by commas")
     parser.add_argument("--wheels", type=Path, help="a folder of packages that are missing here")
-    parser.add_argument("--results", type=Path, help="where the JSON file goes")
-    arguments = parser.parse_args()
+    parser.add_argument("--results", type=Path, help="a folder for a JSON file named by the day")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="also write the JSON object here"
+    )
+    return parser.parse_args()
+
+
+def run(arguments: argparse.Namespace) -> tuple[int, dict[str, object]]:
+    """Run all parts and say what came of them; returns the exit code and the report."""
     is_real = arguments.device != "cpu" and not arguments.tiny
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, exit_by_signal)
@@ -197,7 +223,7 @@ def main() -> int:
     wanted = set(arguments.parts.split(",")) if arguments.parts else {part.name for part in parts}
     unknown = wanted - {part.name for part in parts}
     if unknown:
-        parser.error(f"no part is called {', '.join(sorted(unknown))}")
+        raise SystemExit(f"no part is called {', '.join(sorted(unknown))}")
     outcomes: dict[str, Outcome] = {}
     with tempfile.TemporaryDirectory(prefix="splitpoint-gpu-") as folder:
         environment = prepared(arguments.wheels, Path(folder))
@@ -245,13 +271,15 @@ def main() -> int:
         },
     }
     line = json.dumps(result)
+    if arguments.output is not None:
+        arguments.output.write_text(line + "\n")
     target = arguments.results or (RESULTS if is_real else None)
     if target is not None:
         name = f"{time.strftime('%Y-%m-%d')}-{commit}-gpu.json"
         (target / name).write_text(line + "\n")
-    print(line)
     failed = any(each.problem and name in wanted for name, each in outcomes.items())
-    return 1 if failed or any(each.holds is False for each in claims if is_real) else 0
+    code = 1 if failed or any(each.holds is False for each in claims if is_real) else 0
+    return code, result
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ looked for. So the processor time of all threads is compared, too, which moves l
 the scraper's own included; and each part's cost is timed by itself: of a step, in
 microseconds, and of what comes once a second.
 
-    python -m benchmarks.metrics_overhead [--rounds N] [--seconds S] [--dtype TYPE] [--json FILE]
+    python -m benchmarks.metrics_overhead [--rounds N] [--seconds S] [--dtype TYPE] [--json]
+        [--output FILE]
 """
 
 from __future__ import annotations
@@ -16,14 +17,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import statistics
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from prometheus_client import generate_latest
@@ -37,6 +36,8 @@ from splitpoint.schedule import Lane
 from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout, DataType
 from splitpoint_cli.bench.decode_report import commit, hardware
 from splitpoint_cli.bench.ending import run_until_signal
+from splitpoint_cli.bench.progress import Progress
+from splitpoint_cli.report import add_report_arguments, hand_over
 from worker_service.account import Account
 from worker_service.device_cache import TORCH_TYPES, DeviceCache
 from worker_service.device_monitor import monitor_of
@@ -272,7 +273,9 @@ def own_costs(measured: Subject) -> dict[str, float]:
 # -- the benchmark ------------------------------------------------------------------------
 
 
-async def compare(measured: Subject, rounds: int, seconds: float) -> dict[str, object]:
+async def compare(
+    measured: Subject, rounds: int, seconds: float, progress: Progress
+) -> dict[str, object]:
     """Both in turns, so long that each has several scrapes; who is first alternates."""
     arguments = argparse.Namespace(
         metrics="127.0.0.1:0", metrics_open=False, tls_cert=None, tls_key=None, tls_ca=None
@@ -284,7 +287,7 @@ async def compare(measured: Subject, rounds: int, seconds: float) -> dict[str, o
     new_tokens = max(WARM_UP_TOKENS, min(room, round(seconds / step.seconds)))
     times: dict[bool, list[Step]] = {False: [], True: []}
     async with metrics_served(arguments, measured.meters) as address:
-        for number in range(rounds):
+        for number in progress.track(f"rounds of {measured.name}", range(rounds)):
             for watched in (False, True) if number % 2 else (True, False):
                 async with scraped(address) if watched else contextlib.nullcontext():
                     times[watched].append(await measured.decode(new_tokens, watched=watched))
@@ -315,12 +318,12 @@ def overhead(seconds: dict[bool, list[float]]) -> float:
 
 
 async def run(
-    names: list[str], data_type: DataType, rounds: int, seconds: float
+    names: list[str], data_type: DataType, rounds: int, seconds: float, progress: Progress
 ) -> list[dict[str, object]]:
     cases = []
     for name in names:
         async with subject(name, data_type, seed=0) as measured:
-            cases.append(await compare(measured, rounds, seconds))
+            cases.append(await compare(measured, rounds, seconds, progress))
     return cases
 
 
@@ -351,33 +354,34 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=4.0, help="of one round, about")
     parser.add_argument("--dtype", choices=[each.value for each in DataType], default="float32")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", type=Path, help="write the JSON line here, too")
+    add_report_arguments(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     names = arguments.model or list(MODELS)
     cases = run_until_signal(
-        run(names, DataType(arguments.dtype), arguments.rounds, arguments.seconds)
+        run(names, DataType(arguments.dtype), arguments.rounds, arguments.seconds, Progress())
     )
-    print(table_of(cases))
-    line = json.dumps(
-        {
-            "benchmark": "metrics_overhead",
-            "batch": BATCH,
-            "prompt_tokens": PROMPT_TOKENS,
-            "dtype": arguments.dtype,
-            "threads": arguments.threads,
-            "rounds": arguments.rounds,
-            "scrape_seconds": SCRAPE_SECONDS,
-            "telemetry_seconds": TELEMETRY_SECONDS,
-            "seed": 0,
-            "commit": commit(),
-            "hardware": hardware(),
-            "cases": cases,
-        }
+    result = {
+        "benchmark": "metrics_overhead",
+        "batch": BATCH,
+        "prompt_tokens": PROMPT_TOKENS,
+        "dtype": arguments.dtype,
+        "threads": arguments.threads,
+        "rounds": arguments.rounds,
+        "scrape_seconds": SCRAPE_SECONDS,
+        "telemetry_seconds": TELEMETRY_SECONDS,
+        "seed": 0,
+        "commit": commit(),
+        "hardware": hardware(),
+        "cases": cases,
+    }
+    hand_over(
+        result,
+        lambda: print(table_of(cases)),
+        as_json=arguments.json,
+        output=arguments.output,
+        indent=None,
     )
-    if arguments.json is not None:
-        arguments.json.write_text(line + "\n")
-    print(line)
     return 0
 
 

@@ -6,27 +6,27 @@ everything and recomputing from both ends (grouped queries, whose activations ar
 never sent). A case is good when the planner's choice takes at most 5 % longer than
 the best that was measured, and for grouped queries at most 3 % longer than loading.
 
-    python -m benchmarks.planner_cases [--cases N] [--seed N] [--json FILE]
+    python -m benchmarks.planner_cases [--cases N] [--seed N] [--json] [--output FILE]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import io
 import random
 import statistics
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from splitpoint.planner import Plan, PlanInput, RestoreMethod, plan_request
 from splitpoint.schedule import Schedule
 from splitpoint.shapes import BUILT_IN_SHAPES
 from splitpoint_cli.bench.decode_report import commit, hardware
 from splitpoint_cli.bench.ending import ending_by_signals
+from splitpoint_cli.bench.progress import Progress
 from splitpoint_cli.bench.restore_runs import Contender, Restorer, run_rounds
 from splitpoint_cli.bench.restore_setup import Stored, stored_prefixes
 from splitpoint_cli.bench.restore_workload import (
@@ -34,6 +34,7 @@ from splitpoint_cli.bench.restore_workload import (
     PREFILL_CHUNK_TOKENS,
     RestoreWorkload,
 )
+from splitpoint_cli.report import add_report_arguments, hand_over
 from worker_service.device_cache import TORCH_TYPES
 from worker_service.memory import STAGING_PAGES
 from worker_service.model.config import DecoderConfig
@@ -75,7 +76,7 @@ def draw(number: int, rng: random.Random, threads: int, repeats: int) -> Restore
     )
 
 
-def run_case(workload: RestoreWorkload, say: Callable[[str], None]) -> dict[str, Any]:
+def run_case(workload: RestoreWorkload, progress: Progress) -> dict[str, Any]:
     """One case, measured; seconds are medians."""
     device = torch.device("cpu")
     torch.set_num_threads(workload.threads)
@@ -91,7 +92,7 @@ def run_case(workload: RestoreWorkload, say: Callable[[str], None]) -> dict[str,
             profile = measure(model, device, "planner_cases", lanes=restorer.lanes)
             plan = plan_request(model.shape, profile, _input(workload, stored))
             contenders = _contenders(workload, stored, restorer, plan)
-            run_rounds(contenders, stored, workload.repeats, say)
+            run_rounds(contenders, stored, workload.repeats, progress)
         finally:
             restorer.close()
     chosen, *others = [
@@ -168,21 +169,21 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path)
+    add_report_arguments(parser)
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
     cases = []
-    for number in range(arguments.cases):
+    progress, silent = Progress(), Progress(Console(file=io.StringIO()))
+    for number in progress.track("cases", range(arguments.cases)):
         workload = draw(number, rng, arguments.threads, arguments.repeats)
-        case = run_case(workload, lambda _: None)
+        case = run_case(workload, silent)
         cases.append(case)
-        print(
+        progress.say(
             f"{number + 1:2} {case['shape']:13} x{case['layers']:<2} {case['tokens']:5} tokens "
             f"{case['link_bytes_per_second'] / 1e6:6.0f} MB/s  {case['method']:9} "
             f"l={case['split']:<5} {case['chosen_seconds'] * 1e3:7.1f} ms  "
             f"predicted {case['predicted_seconds'] * 1e3:7.1f}  best {case['over_best']:.2f} x "
-            f"({case['best']})  load {case['over_load']:.2f} x",
-            file=sys.stderr,
+            f"({case['best']})  load {case['over_load']:.2f} x"
         )
     with_split = [case for case in cases if case["split_can_pay"]]
     report = {
@@ -197,14 +198,16 @@ def main() -> int:
         "split_can_pay_good": sum(case["good"] for case in with_split),
         "cases": cases,
     }
-    print(
-        f"{report['good']} of {len(cases)} cases are good, "
-        f"{report['split_can_pay_good']} of the {len(with_split)} in which a split can pay"
+    hand_over(
+        report,
+        lambda: print(
+            f"{report['good']} of {len(cases)} cases are good, "
+            f"{report['split_can_pay_good']} of the {len(with_split)} in which a split can pay"
+        ),
+        as_json=arguments.json,
+        output=arguments.output,
+        indent=None,
     )
-    text = json.dumps(report)
-    if arguments.json is not None:
-        arguments.json.write_text(text + "\n")
-    print(text)
     return 0
 
 

@@ -5,7 +5,7 @@ them, and reads the kernel's own accounting (/proc/PID/smaps): each process's
 resident pages of the arena (Rss), its share of them (Pss: pages divided by the
 number of processes that map them), and the machine's shared memory.
 
-    python -m benchmarks.shared_arena [--json FILE]
+    python -m benchmarks.shared_arena [--json] [--output FILE]
 
 One cache means: the Pss of all processes add up to the bytes written, however
 many processes map them, and private copies are zero.
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import platform
 import random
@@ -26,6 +25,8 @@ from pathlib import Path
 from splitpoint.client import AsyncClient
 from splitpoint.config import format_size
 from splitpoint_cli.bench.ending import run_until_signal
+from splitpoint_cli.bench.progress import Progress
+from splitpoint_cli.report import add_report_arguments, hand_over
 from splitpoint_cli.stack import Stack, StackOptions, plan_stack
 from splitpoint_cli.stack_runner import StackRunner
 
@@ -71,11 +72,11 @@ def arena_mappings(arena: Path) -> list[Mapping]:
     return sorted(found, key=lambda mapping: mapping.process)
 
 
-async def fill(client: AsyncClient) -> tuple[int, int]:
+async def fill(client: AsyncClient, progress: Progress) -> tuple[int, int]:
     """Send the same prompts to both workers; returns (tokens sent, tokens found cached)."""
     rng = random.Random(0)
     sent = cached = 0
-    for index in range(PROMPTS):
+    for index in progress.track("prompts to both workers", range(PROMPTS)):
         prompt = [rng.randrange(2, VOCABULARY) for _ in range(PROMPT_TOKENS)]
         for worker in (str(index % 2), str((index + 1) % 2)):
             answer = await client.generate(
@@ -86,10 +87,11 @@ async def fill(client: AsyncClient) -> tuple[int, int]:
     return sent, cached
 
 
-async def measure(stack: Stack) -> dict[str, object]:
+async def measure(stack: Stack, progress: Progress) -> dict[str, object]:
+    progress.say("starting a store, two workers and a scheduler")
     runner = StackRunner(stack, quiet=True)
     async with runner.running(asyncio.Event()), AsyncClient(runner.address) as client:
-        sent, cached = await fill(client)
+        sent, cached = await fill(client, progress)
         mappings = arena_mappings(stack.arena)
         arena_bytes = stack.arena.stat().st_size
         shared = os.stat(stack.arena).st_blocks * 512
@@ -127,7 +129,7 @@ def report(result: dict[str, object], mappings: list[dict[str, object]]) -> None
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the JSON line here, too")
+    add_report_arguments(parser)
     arguments = parser.parse_args()
     stack = plan_stack(
         StackOptions(
@@ -140,13 +142,15 @@ def main() -> int:
             instance=f"shared-arena-{os.getpid()}",
         )
     )
-    result = run_until_signal(measure(stack))
+    result = run_until_signal(measure(stack, Progress()))
     processes = result["processes"]
-    report(result, processes if isinstance(processes, list) else [])
-    line = json.dumps(result)
-    if arguments.json is not None:
-        arguments.json.write_text(line + "\n")
-    print(line)
+    hand_over(
+        result,
+        lambda: report(result, processes if isinstance(processes, list) else []),
+        as_json=arguments.json,
+        output=arguments.output,
+        indent=None,
+    )
     return 0
 
 

@@ -6,7 +6,8 @@ restore method, splits, sampling, cancelled requests, and requests that are refu
 is small, so the store evicts all the time. Each sample reads every process's private
 anonymous memory (/proc/PID/smaps): the arena, files and code are shared and not counted.
 
-    python -m benchmarks.soak [--minutes M] [--every S] [--cores C] [--dtype TYPE] [--output FILE]
+    python -m benchmarks.soak [--minutes M] [--every S] [--cores C] [--dtype TYPE]
+        [--json] [--output FILE]
 
 Exits with 1 if a process grew by more than 5 % after the first five minutes. `--cores` limits
 the processor time that the stack may take: requests are sent only while the stack has used
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import secrets
@@ -26,7 +26,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks.process_memory import Memory, children_of, memory_of, processor_seconds
@@ -34,6 +33,9 @@ from splitpoint.client import AsyncClient
 from splitpoint.errors import SplitpointError
 from splitpoint.planner import Residency, RestoreMethod
 from splitpoint_cli.bench.decode_report import commit, hardware
+from splitpoint_cli.bench.ending import run_until_signal
+from splitpoint_cli.bench.progress import Progress
+from splitpoint_cli.report import add_report_arguments, hand_over
 from splitpoint_cli.stack import StackOptions, plan_stack
 from splitpoint_cli.stack_runner import StackRunner
 
@@ -153,6 +155,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, object]:
         )
     )
     runner = StackRunner(stack, quiet=True)
+    progress = Progress()
     samples: list[Sample] = []
     async with (
         runner.running(asyncio.Event()),
@@ -167,7 +170,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, object]:
             memory = {name: memory_of(pid) for pid, name in sorted(pids.items())}
             requests = load.outcomes.total()
             samples.append(Sample(minutes, requests, load.processor_seconds, memory))
-            print(row(samples[-1]), flush=True)
+            progress.say(f"{row(samples[-1])}; of {arguments.minutes:g} min")
             broken = next((task for task in running if task.done()), None)
             if broken is not None:
                 broken.result()
@@ -213,6 +216,12 @@ def row(sample: Sample) -> str:
     )
 
 
+def show(result: dict[str, Any]) -> None:
+    print(f"flat: {'yes' if result['is_flat'] else 'no'}")
+    for name, ratio in result["growth"].items():
+        print(f"{name:<14} {ratio:>8.3f} x")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, default=30.0)
@@ -220,13 +229,16 @@ def main() -> int:
     parser.add_argument("--cores", type=float, default=0.5, help="processor time to use, in cores")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--metrics", type=int, help="first port of metrics; absent: none")
-    parser.add_argument("--output", type=Path, help="write the JSON line here, too")
+    add_report_arguments(parser)
     arguments = parser.parse_args()
-    result = asyncio.run(measure(arguments))
-    line = json.dumps(result)
-    if arguments.output is not None:
-        arguments.output.write_text(line + "\n")
-    print(line)
+    result = run_until_signal(measure(arguments))
+    hand_over(
+        result,
+        lambda: show(result),
+        as_json=arguments.json,
+        output=arguments.output,
+        indent=None,
+    )
     return 0 if result["is_flat"] else 1
 
 

@@ -5,25 +5,25 @@ prompt of 1,000 random tokens; then worker 1 serves those and 100 more, once
 under a fresh salt (nothing to find: cold) and once sharing (warm), in
 alternating order.
 
-    python -m benchmarks.warm_prefix [--rounds N] [--dtype TYPE] [--json FILE]
+    python -m benchmarks.warm_prefix [--rounds N] [--dtype TYPE] [--json] [--output FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import platform
 import random
 import secrets
 import statistics
 import sys
-from pathlib import Path
 
 from splitpoint.answers import Completion
 from splitpoint.client import AsyncClient
 from splitpoint_cli.bench.ending import run_until_signal
+from splitpoint_cli.bench.progress import Progress
+from splitpoint_cli.report import add_report_arguments, hand_over
 from splitpoint_cli.stack import StackOptions, plan_stack
 from splitpoint_cli.stack_runner import StackRunner
 
@@ -52,7 +52,7 @@ async def one_round(
     return cold, await serve(b"")
 
 
-async def measure(rounds: int, dtype: str) -> dict[str, object]:
+async def measure(rounds: int, dtype: str, progress: Progress) -> dict[str, object]:
     stack = plan_stack(
         StackOptions(
             workers=2,
@@ -64,12 +64,13 @@ async def measure(rounds: int, dtype: str) -> dict[str, object]:
             instance=f"warm-prefix-{os.getpid()}",
         )
     )
+    progress.say("starting a store, two workers and a scheduler")
     runner = StackRunner(stack, quiet=True)
     rng = random.Random(0)
     pairs = []
     async with runner.running(asyncio.Event()), AsyncClient(runner.address) as client:
         await one_round(client, rng, warm_first=False)
-        for index in range(rounds):
+        for index in progress.track("rounds", range(rounds)):
             pairs.append(await one_round(client, rng, warm_first=index % 2 == 1))
     cold = [pair[0].ttft_seconds for pair in pairs]
     warm = [pair[1].ttft_seconds for pair in pairs]
@@ -91,19 +92,25 @@ async def measure(rounds: int, dtype: str) -> dict[str, object]:
     }
 
 
+def show(result: dict[str, object]) -> None:
+    for name in ("cold_ttft_seconds", "warm_ttft_seconds", "ratio", "least_cached_tokens"):
+        print(f"{name:<22} {result[name]:>10.4g}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--json", type=Path, help="write the JSON line here, too")
+    add_report_arguments(parser)
     arguments = parser.parse_args()
-    result = run_until_signal(measure(arguments.rounds, arguments.dtype))
-    for name in ("cold_ttft_seconds", "warm_ttft_seconds", "ratio", "least_cached_tokens"):
-        print(f"{name:<22} {result[name]:>10.4g}")
-    line = json.dumps(result)
-    if arguments.json is not None:
-        arguments.json.write_text(line + "\n")
-    print(line)
+    result = run_until_signal(measure(arguments.rounds, arguments.dtype, Progress()))
+    hand_over(
+        result,
+        lambda: show(result),
+        as_json=arguments.json,
+        output=arguments.output,
+        indent=None,
+    )
     return 0
 
 

@@ -18,7 +18,8 @@ from rich.progress import Progress
 from splitpoint import config
 from splitpoint.arena_format import ArenaFormatError
 from splitpoint.errors import NotFound
-from splitpoint_cli.output import err, out, print_json
+from splitpoint_cli.output import err, out
+from splitpoint_cli.report import AsJson, OutputFile, hand_over
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -29,7 +30,6 @@ Which = Annotated[
         metavar="PATH|INSTANCE",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @app.callback()
@@ -38,7 +38,7 @@ def arena() -> None:
 
 
 @app.command()
-def inspect(which: Which, as_json: AsJson = False) -> None:
+def inspect(which: Which, as_json: AsJson = False, output: OutputFile = None) -> None:
     """Show what an arena is and what its slots hold; exit code 1 when anything is damaged.
 
     Reads superblocks, records and tokens, no payload.
@@ -68,17 +68,18 @@ def inspect(which: Which, as_json: AsJson = False) -> None:
             is_whole = is_whole and not contents.damages
         finally:
             mapped.close()
-    if as_json:
-        print_json(report)
-    else:
+
+    def show() -> None:
         for line in lines_of(report):
             out.print(escape(line))
+
+    hand_over(report, show, as_json=as_json, output=output)
     if not is_whole:
         raise typer.Exit(1)
 
 
 @app.command()
-def verify(which: Which, as_json: AsJson = False) -> None:
+def verify(which: Which, as_json: AsJson = False, output: OutputFile = None) -> None:
     """Check every record and the payload of every sealed chunk against its checksum.
 
     Names each damaged slot and the invariant of docs/arena-format.md that it
@@ -100,18 +101,16 @@ def verify(which: Which, as_json: AsJson = False) -> None:
     finally:
         mapped.close()
     damages = [*(copy for copy in copies if isinstance(copy, Damage)), *contents.damages]
-    if as_json:
-        print_json(
-            {
-                "path": str(path),
-                "slot_count": slot_count,
-                "whole_chunk_count": contents.chunk_count,
-                "whole_payload_bytes": payload_bytes,
-                "changing_slot_count": contents.changing_count,
-                "damages": [asdict(damage) for damage in damages],
-            }
-        )
-    else:
+    report = {
+        "path": str(path),
+        "slot_count": slot_count,
+        "whole_chunk_count": contents.chunk_count,
+        "whole_payload_bytes": payload_bytes,
+        "changing_slot_count": contents.changing_count,
+        "damages": [asdict(damage) for damage in damages],
+    }
+
+    def show() -> None:
         for damage in damages:
             out.print(f"{damage.place}: {damage.invariant}: {escape(damage.message)}")
         changing = (
@@ -121,6 +120,8 @@ def verify(which: Which, as_json: AsJson = False) -> None:
             f"{slot_count} slots: {contents.chunk_count} chunks whole "
             f"({config.format_size(payload_bytes)} compared), {len(damages)} damages{changing}"
         )
+
+    hand_over(report, show, as_json=as_json, output=output)
     if damages:
         raise typer.Exit(1)
 

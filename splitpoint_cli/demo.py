@@ -28,6 +28,7 @@ from splitpoint.tls import PLAIN
 from splitpoint_cli.child import ServiceExited, ServiceNotReady
 from splitpoint_cli.observed import read_store
 from splitpoint_cli.output import out, print_error, seconds_text
+from splitpoint_cli.report import print_table
 from splitpoint_cli.stack import Stack, StackOptions, plan_stack
 from splitpoint_cli.stack_output import StackOutput, end_of
 from splitpoint_cli.stack_runner import StackRunner
@@ -76,7 +77,7 @@ async def demonstrate(client: AsyncClient, store_address: str) -> None:
 
     _show_text("worker 0 completes", short, first)
     _show_text("worker 1 completes a longer prompt with the same beginning", long, warm)
-    table = Table(title="Time to the first token", title_justify="left", header_style="bold")
+    table = Table(title="Time to the first token", box=None, header_style="bold")
     for column in ("request", "worker", "prompt", "cached", "TTFT"):
         table.add_column(column, justify="left" if column == "request" else "right")
     for name, completion in (
@@ -91,7 +92,7 @@ async def demonstrate(client: AsyncClient, store_address: str) -> None:
             f"{completion.usage.cached_tokens:,}",
             seconds_text(completion.ttft_seconds),
         )
-    out.print(table)
+    print_table(table)
     out.print(f"warm / cold on worker 1: {warm.ttft_seconds / cold.ttft_seconds:.2f}")
     if warm.plan is not None:
         out.print(f"plan: {escape(warm.plan.reason)}")

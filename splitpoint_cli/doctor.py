@@ -18,7 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from splitpoint import config
-from splitpoint_cli.output import out, picture, print_json, save_picture
+from splitpoint_cli.output import out, picture, save_picture
+from splitpoint_cli.report import AsJson, OutputFile, hand_over
 from splitpoint_cli.up import Device, Dtype, HugePages
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ def doctor(
     tls_key: Annotated[str | None, typer.Option(help="As of `up`.", metavar="PATH")] = None,
     tls_ca: Annotated[str | None, typer.Option(help="As of `up`.", metavar="PATH")] = None,
     tokens: Annotated[str | None, typer.Option(help="As of `up`.", metavar="FILE")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
+    output: OutputFile = None,
     svg: Annotated[str | None, typer.Option(hidden=True, metavar="FILE")] = None,
 ) -> None:
     """Check this host for a stack with these options, and say what to do about each finding.
@@ -102,14 +104,17 @@ def doctor(
             )
         )
     )
-    if as_json:
-        print_json(findings_json(findings))
-    elif svg is not None:
+    if svg is not None:
         console = picture(_PICTURE_COLUMNS)
         print_findings(console, findings)
         save_picture(console, svg, "splitpoint doctor")
     else:
-        print_findings(out, findings)
+        hand_over(
+            findings_json(findings),
+            lambda: print_findings(out, findings),
+            as_json=as_json,
+            output=output,
+        )
     if has_problem(findings):
         raise typer.Exit(1)
 

@@ -6,6 +6,7 @@ import enum
 import os
 import signal
 import sys
+from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
@@ -26,7 +27,8 @@ from splitpoint_cli.generate_output import (
     summary,
 )
 from splitpoint_cli.identity import CaFile, TokenFile
-from splitpoint_cli.output import EXIT_HELP, err, out, print_json
+from splitpoint_cli.output import EXIT_HELP, err
+from splitpoint_cli.report import AsJson, OutputFile, hand_over, print_table
 from splitpoint_cli.up import ResidencyChoice
 
 _SAMPLING = "Sampling"
@@ -184,9 +186,8 @@ def generate(
     address: Address = DEFAULT_ADDRESS,
     ca: CaFile = None,
     token_file: TokenFile = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object when all is done.")
-    ] = False,
+    as_json: AsJson = False,
+    output: OutputFile = None,
     with_reason: Annotated[
         bool,
         typer.Option(
@@ -235,19 +236,30 @@ def generate(
             if not interrupted:
                 raise
             raise Cancelled("interrupted") from None
-    _report(completion, options.get("split"), as_json=as_json, with_reason=with_reason)
+    _report(
+        completion, options.get("split"), as_json=as_json, output=output, with_reason=with_reason
+    )
 
 
 generate.__doc__ = f"{generate.__doc__}\n\n{EXIT_HELP}"
 
 
-def _report(completion: Completion, split: int | None, *, as_json: bool, with_reason: bool) -> None:
+def _report(
+    completion: Completion,
+    split: int | None,
+    *,
+    as_json: bool,
+    output: Path | None,
+    with_reason: bool,
+) -> None:
     """All that follows the text."""
-    if as_json:
-        # On one line: indented, every token id would get a line of its own.
-        print_json(completion_json(completion), indent=None)
-    elif completion.logprobs:
-        out.print(logprobs_table(completion), soft_wrap=False)
+
+    def show() -> None:
+        if completion.logprobs:
+            print_table(logprobs_table(completion))
+
+    # On one line: indented, every token id would get a line of its own.
+    hand_over(completion_json(completion), show, as_json=as_json, output=output, indent=None)
     capped = capped_split(completion, split)
     if capped is not None:
         err.print(escape(capped))

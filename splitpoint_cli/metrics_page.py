@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from splitpoint.metrics import Kind, Metric, Needs, Service, all_metrics, metrics_of
 from splitpoint_cli import metrics_elsewhere
+from splitpoint_cli.report import AsJson, OutputFile, hand_over
 
 _HEAD = """\
 # Metrics
@@ -66,9 +67,27 @@ _TITLES = {
 _COMMON = "Common to several services"
 
 
-def metrics() -> None:
+def metrics(as_json: AsJson = False, output: OutputFile = None) -> None:
     """Every metric of every service, as Markdown: docs/metrics.md."""
-    print(page(), end="")
+    hand_over(report_of(), lambda: print(page(), end=""), as_json=as_json, output=output)
+
+
+def report_of() -> dict[str, object]:
+    """The object that `--json` prints."""
+    return {
+        "metrics": [
+            {
+                "name": metric.name,
+                "kind": str(metric.kind),
+                "services": [service.value for service in metric.services],
+                "labels": list(metric.labels),
+                "help": metric.help,
+                "needs": _needs(metric),
+                "buckets": list(metric.buckets),
+            }
+            for metric in all_metrics()
+        ]
+    }
 
 
 def page() -> str:

@@ -17,8 +17,9 @@ from splitpoint.errors import InvalidArgument, NotFound
 from splitpoint.planner import Objective, Plan, PlanInput, Residency, RestoreMethod, plan_request
 from splitpoint.schedule import Schedule
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding, ModelShape, read_config
-from splitpoint_cli.output import EXIT_HELP, out, print_json, seconds_text
+from splitpoint_cli.output import EXIT_HELP, seconds_text
 from splitpoint_cli.plan_weights import plan_weights, report, rows, step_of
+from splitpoint_cli.report import AsJson, OutputFile, hand_over, print_table
 from splitpoint_cli.stack import parse_dtype
 from splitpoint_cli.up import Dtype
 from worker_service.memory import STAGING_PAGES
@@ -127,7 +128,8 @@ def plan(
         int, typer.Option(help="With --device-memory: as the worker's.", min=1)
     ] = 512,
     dtype: Annotated[Dtype, typer.Option(help="Element type; auto: the model's.")] = Dtype.AUTO,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
+    output: OutputFile = None,
 ) -> None:
     """Where the split point would lie, and why. Needs no server and no GPU."""
     shape = find_shape(model, dtype.value)
@@ -173,12 +175,14 @@ def plan(
     _check_context(shape, cached + new + max_tokens)
     answer = plan_request(shape, costs, request)
     step = None if weights is None else step_of(shape, weights, request, answer)
-    if as_json:
-        more = {} if weights is None or step is None else report(weights, step)
-        print_json({**plan_report(shape, costs, request, answer), **more})
-    else:
-        more_rows = [] if weights is None or step is None else rows(weights, step)
-        _print_table(shape, costs, request, answer, more_rows)
+    more = {} if weights is None or step is None else report(weights, step)
+    more_rows = [] if weights is None or step is None else rows(weights, step)
+    hand_over(
+        {**plan_report(shape, costs, request, answer), **more},
+        lambda: print_table(_table_of(shape, costs, request, answer, more_rows)),
+        as_json=as_json,
+        output=output,
+    )
 
 
 plan.__doc__ = f"{plan.__doc__}\n\n{EXIT_HELP}"
@@ -256,13 +260,13 @@ def plan_report(
     }
 
 
-def _print_table(
+def _table_of(
     shape: ModelShape,
     costs: Profile,
     request: PlanInput,
     answer: Plan,
     more: Sequence[tuple[str, str]],
-) -> None:
+) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="dim")
     table.add_column()
@@ -286,7 +290,7 @@ def _print_table(
         ("reason", answer.reason),
     ):
         table.add_row(name, value)
-    out.print(table)
+    return table
 
 
 def _parts(answer: Plan) -> list[tuple[str, str]]:

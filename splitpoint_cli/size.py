@@ -16,8 +16,9 @@ from splitpoint.config import format_size, parse_size
 from splitpoint.costs import BUILT_IN_PROFILES, load_profile
 from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import Encoding, ModelShape
-from splitpoint_cli.output import EXIT_HELP, out, print_json, seconds_text
+from splitpoint_cli.output import EXIT_HELP, seconds_text
 from splitpoint_cli.plan import find_shape
+from splitpoint_cli.report import AsJson, OutputFile, hand_over, print_table
 from splitpoint_cli.size_page import DEVICE_MEMORY, page, restore_words
 from splitpoint_cli.sizing import Load, Node, Sizing, host_memory_of, size_up
 from splitpoint_cli.top.bars import amount
@@ -71,7 +72,8 @@ def size(
     prefill_chunk: Annotated[int, typer.Option(help="As the worker's.", min=1)] = 512,
     chunk_tokens: Annotated[int, typer.Option(help="As the store's.", min=1, max=4096)] = 64,
     dtype: Annotated[Dtype, typer.Option(help="Element type; auto: the model's.")] = Dtype.AUTO,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
+    output: OutputFile = None,
     examples: Annotated[
         bool, typer.Option("--examples", help="Print docs/sizing.md instead; takes no options.")
     ] = False,
@@ -94,25 +96,21 @@ def size(
     found = size_up(shape, node, load)
     count = _streamed_wanted(found, streamed)
     host = host_memory_of(found, streamed_count=count, prefix_count=prefixes)
-    if as_json:
-        print_json(
-            {
-                "model": shape.name,
-                "profile": node.profile.description,
-                **dataclasses.asdict(found),
-                "restore": {
-                    **dataclasses.asdict(found.restore),
-                    "method": found.restore.method.value,
-                    "residency": found.restore.residency.value,
-                    "schedule": found.restore.schedule.value,
-                    "objective": found.restore.objective.value,
-                },
-                "host_memory_bytes": host,
-                "streamed_wanted": count,
-                "prefix_count": prefixes,
-            }
-        )
-        return
+    report = {
+        "model": shape.name,
+        "profile": node.profile.description,
+        **dataclasses.asdict(found),
+        "restore": {
+            **dataclasses.asdict(found.restore),
+            "method": found.restore.method.value,
+            "residency": found.restore.residency.value,
+            "schedule": found.restore.schedule.value,
+            "objective": found.restore.objective.value,
+        },
+        "host_memory_bytes": host,
+        "streamed_wanted": count,
+        "prefix_count": prefixes,
+    }
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="dim")
     table.add_column()
@@ -123,7 +121,7 @@ def size(
         f"{format_size(host)}: {prefixes:,} cached prefixes and {count} streamed requests, "
         "and a tenth more",
     )
-    out.print(table)
+    hand_over(report, lambda: print_table(table), as_json=as_json, output=output)
 
 
 size.__doc__ = f"{size.__doc__}\n\n{EXIT_HELP}"

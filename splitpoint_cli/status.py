@@ -20,7 +20,8 @@ from splitpoint_cli.findings import Finding, Severity, findings_of
 from splitpoint_cli.generate import Address
 from splitpoint_cli.identity import CaFile, TokenFile
 from splitpoint_cli.observed import Status, Store, read_status
-from splitpoint_cli.output import out, plain_reason, print_json
+from splitpoint_cli.output import out, plain_reason
+from splitpoint_cli.report import AsJson, OutputFile, hand_over, print_table
 
 _POLL_SECONDS = 0.2
 # Beside the codes of `splitpoint_cli.output`, none of which says this.
@@ -37,7 +38,8 @@ def status(
     ] = 0.0,
     ca: CaFile = None,
     token_file: TokenFile = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
+    output: OutputFile = None,
 ) -> None:
     """Show what is wrong, then workers, stores and queue.
 
@@ -48,10 +50,7 @@ def status(
     """
     with Client(address, identity=client_identity(ca=ca, token_file=token_file)) as client:
         found = _wait_complete(client, wait)
-    if as_json:
-        print_json(status_json(found))
-    else:
-        _print_tables(found)
+    hand_over(status_json(found), lambda: _print_tables(found), as_json=as_json, output=output)
     code = status_exit_code(found, has_waited=wait > 0)
     if code:
         raise typer.Exit(code)
@@ -172,7 +171,7 @@ def _print_tables(found: Status) -> None:
             str(worker.running_count),
             plain_reason(worker.message),
         )
-    out.print(table)
+    print_table(table)
     for worker in found.workers:
         if worker.weights:
             out.print(f"worker {escape(worker.id)}: {escape(worker.weights)}")

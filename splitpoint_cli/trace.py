@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +17,8 @@ from splitpoint_cli.gantt import LaneRow, Window, gantt, rows_of
 from splitpoint_cli.intervals import merged, seconds_in_both
 from splitpoint_cli.output import out, seconds_text
 from splitpoint_cli.plots import check_picture, save
-from worker_service.timeline import Span, read_trace
+from splitpoint_cli.report import AsJson, OutputFile, hand_over, print_table
+from worker_service.timeline import RecordedTrace, Span, read_trace
 
 # Both lanes towards the device share it.
 _LINK = Lane.LINK_IN.resource
@@ -34,6 +36,8 @@ def trace(
     last_ms: Annotated[
         float | None, typer.Option("--to", help="Up to here.", metavar="MS", min=0)
     ] = None,
+    as_json: AsJson = False,
+    output: OutputFile = None,
 ) -> None:
     """Show how busy each lane was; with --png draw who did what when.
 
@@ -44,15 +48,46 @@ def trace(
     recorded = read_trace(file)
     window = window_of(recorded.spans, first_ms, last_ms)
     rows = rows_of(recorded.spans, window)
-    if png is None:
-        out.print(table_of(rows, window))
+    report = report_of(recorded, rows, window)
+
+    def show() -> None:
+        if png is not None:
+            pieces = sum(len(row.spans) for row in rows)
+            out.print(f"{png}: {pieces:,} pieces of work", markup=False)
+            return
+        print_table(table_of(rows, window))
         for line in lines_of(recorded.spans, window):
             out.print(line)
         for name, fact in recorded.facts.items():
             out.print(f"{name}: {fact}", markup=False)
-        return
-    save(gantt(recorded.spans, window, recorded.facts), png)
-    out.print(f"{png}: {sum(len(row.spans) for row in rows):,} pieces of work", markup=False)
+
+    if png is not None:
+        save(gantt(recorded.spans, window, recorded.facts), png)
+    hand_over(report, show, as_json=as_json, output=output)
+
+
+def report_of(
+    recorded: RecordedTrace, rows: Sequence[LaneRow], window: Window
+) -> dict[str, object]:
+    """The object that `--json` prints; `amount` is in bytes, of the compute lane in FLOP."""
+    overlap = overlap_of(recorded.spans, window)
+    return {
+        "facts": recorded.facts,
+        "window_seconds": window.seconds,
+        "first_seconds": overlap.first,
+        "last_seconds": overlap.last,
+        "link_and_compute_busy_seconds": overlap.both_seconds,
+        "lanes": [
+            {
+                "lane": row.lane.value,
+                "busy_seconds": row.busy_seconds,
+                "busy_share": row.busy_share,
+                "pieces": len(row.spans),
+                "amount": row.amount,
+            }
+            for row in rows
+        ],
+    }
 
 
 def window_of(spans: Sequence[Span], first_ms: float | None, last_ms: float | None) -> Window:
@@ -98,14 +133,28 @@ def table_of(rows: Sequence[LaneRow], window: Window) -> Table:
     return table
 
 
-def lines_of(spans: Sequence[Span], window: Window) -> list[str]:
-    """What no lane alone shows: from when to when there was work, and how much overlapped."""
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """From when to when there was work, and how long link and compute both had some; seconds."""
+
+    first: float
+    last: float
+    both_seconds: float
+
+
+def overlap_of(spans: Sequence[Span], window: Window) -> Overlap:
     busy = merged(window.intervals_of(spans))
     link = merged(window.intervals_of(s for s in spans if s.lane.resource == _LINK))
     compute = merged(window.intervals_of(s for s in spans if s.lane is Lane.COMPUTE))
-    both = seconds_in_both(link, compute)
+    return Overlap(busy[0][0], busy[-1][1], seconds_in_both(link, compute))
+
+
+def lines_of(spans: Sequence[Span], window: Window) -> list[str]:
+    """What no lane alone shows, for people."""
+    overlap = overlap_of(spans, window)
+    both = overlap.both_seconds
     return [
-        f"work from {busy[0][0] * 1e3:,.1f} to {busy[-1][1] * 1e3:,.1f} ms",
+        f"work from {overlap.first * 1e3:,.1f} to {overlap.last * 1e3:,.1f} ms",
         f"both link and compute busy: {seconds_text(both) if both else '0 s'} "
         f"({both / window.seconds:.1%})",
     ]

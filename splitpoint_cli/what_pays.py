@@ -16,6 +16,7 @@ from splitpoint.planner import Plan, PlanInput, RestoreMethod, plan_request
 from splitpoint.schedule import Schedule
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding, ModelShape
 from splitpoint_cli.output import EXIT_HELP
+from splitpoint_cli.report import AsJson, OutputFile, hand_over
 from worker_service.memory import STAGING_PAGES
 
 CHUNK_TOKENS = 64
@@ -61,13 +62,44 @@ def what_pays(
             metavar="NAME|FILE",
         ),
     ] = None,
+    as_json: AsJson = False,
+    output: OutputFile = None,
 ) -> None:
     """Which way to restore a prefix pays for which model and machine, as Markdown."""
     names = profile or list(BUILT_IN_PROFILES)
-    print(page([(name, load_profile(name)) for name in names]), end="")
+    profiles = [(name, load_profile(name)) for name in names]
+    hand_over(
+        report_of(profiles),
+        lambda: print(page(profiles), end=""),
+        as_json=as_json,
+        output=output,
+    )
 
 
 what_pays.__doc__ = f"{what_pays.__doc__}\n\n{EXIT_HELP}"
+
+
+def report_of(profiles: Sequence[tuple[str, Profile]]) -> dict[str, object]:
+    """The object that `--json` prints: each cell of the page, times in seconds."""
+    plans = [
+        {
+            "profile": name,
+            "model": shape.name,
+            "encoding": encoding.value,
+            "cached_tokens": cached,
+            "method": plan.method.value,
+            "split_tokens": plan.split_tokens,
+            "recomputed_tokens": plan.recomputed_tokens,
+            "predicted_restore_seconds": plan.predicted_restore_seconds,
+            "predicted_load_seconds": plan.predicted_load_seconds,
+        }
+        for name, profile in profiles
+        for shape in BUILT_IN_SHAPES.values()
+        for encoding in Encoding
+        for cached in CACHED_TOKENS
+        if (plan := _plan(shape, profile, encoding, cached)) is not None
+    ]
+    return {"plans": plans}
 
 
 def page(profiles: Sequence[tuple[str, Profile]]) -> str:
@@ -90,9 +122,15 @@ def _table(profile: Profile) -> Iterator[str]:
 
 
 def _cell(shape: ModelShape, profile: Profile, encoding: Encoding, cached: int) -> str:
+    plan = _plan(shape, profile, encoding, cached)
+    return "–" if plan is None else _words(plan)
+
+
+def _plan(shape: ModelShape, profile: Profile, encoding: Encoding, cached: int) -> Plan | None:
+    """None if the prefix is longer than the model's context."""
     if cached + NEW_TOKENS > shape.context_length:
-        return "–"
-    plan = plan_request(
+        return None
+    return plan_request(
         shape,
         profile,
         PlanInput(
@@ -106,7 +144,6 @@ def _cell(shape: ModelShape, profile: Profile, encoding: Encoding, cached: int) 
             encoding=encoding,
         ),
     )
-    return _words(plan)
 
 
 def _words(plan: Plan) -> str:

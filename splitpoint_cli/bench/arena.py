@@ -9,20 +9,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from splitpoint.config import SHARED_MEMORY, arena_path
+from splitpoint.config import SHARED_MEMORY
 from splitpoint.errors import SplitpointError
-
-_PREFIX = "bench-"
-
-
-def own_arena_path() -> Path:
-    """Return where the arena of a benchmark in this process lies."""
-    return arena_path(f"{_PREFIX}{os.getpid()}")
+from splitpoint_cli.bench.ending import ARENA_PREFIX, own_arena_path
 
 
 def bench_arena_path() -> Path:
     """Remove what killed benchmarks left in memory; return `own_arena_path`."""
-    for folder in SHARED_MEMORY.glob(f"splitpoint-{os.getuid()}-{_PREFIX}*"):
+    for folder in SHARED_MEMORY.glob(f"splitpoint-{os.getuid()}-{ARENA_PREFIX}*"):
         _remove_abandoned(folder / "arena")
     return own_arena_path()
 

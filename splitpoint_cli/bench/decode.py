@@ -6,7 +6,6 @@ This file is the command; what is run is in decode_runs.py, which is imported
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Annotated
 
@@ -20,15 +19,14 @@ from splitpoint_cli.bench.options import (
     Batch,
     ElementType,
     EverybodysDevice,
-    JsonFile,
     NewTokens,
     PromptTokens,
     RandomShape,
     Threads,
 )
+from splitpoint_cli.bench.progress import Progress
 from splitpoint_cli.bench.restore_workload import check_data_type
-from splitpoint_cli.files import check_output
-from splitpoint_cli.output import err, out
+from splitpoint_cli.report import AsJson, OutputFile, hand_over, print_table
 
 
 def decode(
@@ -41,13 +39,13 @@ def decode(
     device: EverybodysDevice = "cpu",
     threads: Threads = 0,
     seed: Annotated[int, typer.Option(help="Of weights and prompts.")] = 0,
-    json_file: JsonFile = None,
+    as_json: AsJson = False,
+    output: OutputFile = None,
 ) -> None:
     """Our worker, in process, against transformers' generate with both of its caches.
 
     Each of transformers' caches runs with both of its attention implementations, and
-    the fastest of the four counts. Runs alternate; figures are medians. The last line
-    is JSON.
+    the fastest of the four counts. Runs alternate; figures are medians.
     """
     need_all("a benchmark")
     if shape.lower() not in BUILT_IN_SHAPES:
@@ -55,7 +53,6 @@ def decode(
             f"no shape is called {shape!r}: there are {', '.join(BUILT_IN_SHAPES)}", field="shape"
         )
     check_data_type(dtype)
-    check_output(json_file, "json")
     workload = Workload(
         shape=shape.lower(),
         dtype=dtype,
@@ -73,10 +70,12 @@ def decode(
         raise FailedPrecondition(
             f"the benchmark needs {error.name}: install splitpoint[dev]", reason="NO_PEER"
         ) from error
-    runs = run_all(workload, lambda line: err.print(line))
+    runs = run_all(workload, Progress())
     report = report_of(workload, runs)
-    out.print(table_of(report))
-    text = json.dumps(report)
-    if json_file is not None:
-        json_file.write_text(text + "\n")
-    print(text)
+    hand_over(
+        report,
+        lambda: print_table(table_of(report)),
+        as_json=as_json,
+        output=output,
+        indent=None,
+    )

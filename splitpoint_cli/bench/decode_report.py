@@ -97,8 +97,11 @@ def report_of(workload: Workload, runs: Mapping[str, Sequence[Run]]) -> dict[str
 
 def table_of(report: Mapping[str, Any]) -> Table:
     table = Table(
+        box=None,
+        pad_edge=False,
+        header_style="bold",
         title=f"{report['shape']} {report['dtype']}: {report['batch']} sequences, prompt "
-        f"{report['prompt']}, {report['new']} new, {report['device']}, {report['threads']} threads"
+        f"{report['prompt']}, {report['new']} new, {report['device']}, {report['threads']} threads",
     )
     table.add_column("contender")
     for heading in ("tokens/s", "decode tokens/s", "first tokens after"):

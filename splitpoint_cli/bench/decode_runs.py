@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +19,7 @@ from splitpoint.planner import Residency
 from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout, DataType, ModelShape
 from splitpoint_cli.bench.decode_report import OURS, Run, Workload
 from splitpoint_cli.bench.greedy import generate_greedy
+from splitpoint_cli.bench.progress import Progress
 from worker_service.device_cache import TORCH_TYPES, DeviceCache
 from worker_service.engine import Engine
 from worker_service.memory import divide
@@ -145,7 +145,7 @@ class Transformers:
         )
 
 
-def run_all(workload: Workload, say: Callable[[str], None]) -> dict[str, list[Run]]:
+def run_all(workload: Workload, progress: Progress) -> dict[str, list[Run]]:
     """All runs, by contender."""
     torch.set_num_threads(workload.threads)
     shape = replace(BUILT_IN_SHAPES[workload.shape], data_type=DataType(workload.dtype))
@@ -154,7 +154,7 @@ def run_all(workload: Workload, say: Callable[[str], None]) -> dict[str, list[Ru
         shape.vocabulary_size, (workload.batch, workload.prompt), generator=generator
     )
     with tempfile.TemporaryDirectory(prefix="splitpoint-bench-") as folder:
-        say("writing a random checkpoint")
+        progress.say("writing a random checkpoint")
         model = _write_checkpoint(Path(folder), shape, workload.seed)
         model.to(choose_device(workload.device))
         ours = OurWorker(Path(folder), workload)
@@ -162,16 +162,11 @@ def run_all(workload: Workload, say: Callable[[str], None]) -> dict[str, list[Ru
     for cache in CACHES:
         for attention in ATTENTIONS:
             contenders[f"transformers {cache} {attention}"] = Transformers(model, cache, attention)
-    for name, contender in contenders.items():
-        say(f"warming up {name}")
+    for contender in progress.track("warming up", [*contenders.values()]):
         contender.run(prompts, min(workload.new, WARM_UP_TOKENS))
     runs: dict[str, list[Run]] = {name: [] for name in contenders}
-    for repeat in range(workload.repeats):
-        say(f"round {repeat + 1} of {workload.repeats}")
-        order = list(contenders)
-        # Alternate who goes first, so that nobody always runs on a warm or hot machine.
-        for name in order if repeat % 2 == 0 else reversed(order):
-            runs[name].append(contenders[name].run(prompts, workload.new))
+    for name in progress.rounds("timed runs", contenders, workload.repeats):
+        runs[name].append(contenders[name].run(prompts, workload.new))
     return runs
 
 

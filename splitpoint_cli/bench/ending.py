@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
-from splitpoint.config import remove_tree
-from splitpoint_cli.bench.arena import own_arena_path
+from splitpoint.config import arena_path, remove_tree
 
+ARENA_PREFIX = "bench-"
 _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+
+
+def own_arena_path() -> Path:
+    """Return where the arena of a benchmark in this process lies."""
+    return arena_path(f"{ARENA_PREFIX}{os.getpid()}")
 
 
 @contextmanager

@@ -6,7 +6,6 @@ torch) only once the benchmark starts.
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Annotated
@@ -22,17 +21,17 @@ from splitpoint_cli.bench.options import (
     Batch,
     ElementType,
     EverybodysDevice,
-    JsonFile,
     LinkRate,
     NewTokens,
     PromptTokens,
     Threads,
 )
+from splitpoint_cli.bench.progress import Progress
 from splitpoint_cli.bench.restore_workload import check_data_type
 from splitpoint_cli.files import check_output
-from splitpoint_cli.output import err, out
 from splitpoint_cli.plan import find_shape
 from splitpoint_cli.plots import check_picture
+from splitpoint_cli.report import AsJson, OutputFile, hand_over, print_table
 
 
 def offload(
@@ -62,7 +61,8 @@ def offload(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of weights and prompts.")] = 0,
-    json_file: JsonFile = None,
+    as_json: AsJson = False,
+    output: OutputFile = None,
     png_file: Annotated[
         Path | None, typer.Option("--png", help="Draw the sweep here.", metavar="FILE")
     ] = None,
@@ -75,7 +75,7 @@ def offload(
 
     Our own decode with the cache on the device says which tokens are right and what a
     step computes; on a GPU transformers' offloaded cache runs beside, with its faster
-    attention. Runs alternate; figures are medians. The last line is JSON.
+    attention. Runs alternate; figures are medians.
     """
     need_all("a benchmark")
     model = find_shape(shape, dtype)
@@ -86,7 +86,6 @@ def offload(
         if not sweep:
             raise InvalidArgument("--png draws what --sweep measures", field="png")
         check_picture(png_file)
-    check_output(json_file, "json")
     check_output(trace_file, "trace")
     workload = OffloadWorkload(
         shape=model.name,
@@ -108,13 +107,16 @@ def offload(
         raise FailedPrecondition(
             f"the benchmark needs {error.name}: install splitpoint[dev]", reason="NO_PEER"
         ) from error
-    peer = peer_of(model, workload, err.print)
-    results = run_all(model, workload, err.print, peer, trace_file)
+    progress = Progress()
+    peer = peer_of(model, workload, progress)
+    results = run_all(model, workload, progress, peer, trace_file)
     report = report_of(workload, results)
-    out.print(table_of(report))
     if png_file is not None:
         draw_sweep(report, png_file)
-    text = json.dumps(report)
-    if json_file is not None:
-        json_file.write_text(text + "\n")
-    print(text)
+    hand_over(
+        report,
+        lambda: print_table(table_of(report)),
+        as_json=as_json,
+        output=output,
+        indent=None,
+    )

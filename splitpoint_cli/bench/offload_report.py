@@ -219,8 +219,11 @@ def table_of(report: Mapping[str, Any]) -> Table:
     rate = report["link_rate"]
     link = f", link {rate / 1e6:g} MB/s emulated" if rate else ""
     table = Table(
+        box=None,
+        pad_edge=False,
+        header_style="bold",
         title=f"{report['shape']} {report['dtype']}: {report['batch']} sequences, prompt "
-        f"{report['prompt']}, {report['new']} new, cache on the host, {report['device']}{link}"
+        f"{report['prompt']}, {report['new']} new, cache on the host, {report['device']}{link}",
     )
     table.add_column("contender")
     for heading in ("split", "a step", "steps", "decode", "equal tokens"):

@@ -6,10 +6,9 @@ Rounds alternate who goes first. Imported, with torch, only once the benchmark s
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
@@ -32,6 +31,7 @@ from splitpoint_cli.bench.offload_report import (
     OffloadWorkload,
     SweepPoint,
 )
+from splitpoint_cli.bench.progress import Progress
 from worker_service.startup import choose_device
 
 WARM_UP_TOKENS = 4
@@ -40,24 +40,22 @@ SWEEP_TOKENS = 6
 # What runs in turn takes longest and the reference only has to say which tokens are right.
 MOST_REFERENCE_TOKENS = 32
 
-Say = Callable[[str], None]
 Decode = Callable[[int], DecodeRun]
-Item = TypeVar("Item")
 
 
-def peer_of(shape: ModelShape, workload: OffloadWorkload, say: Say) -> Peer | None:
+def peer_of(shape: ModelShape, workload: OffloadWorkload, progress: Progress) -> Peer | None:
     """transformers with its offloaded cache; None: there is no GPU, which it needs."""
     device = choose_device(workload.device)
     if device.type != "cuda":
         return None
-    say("building transformers' model")
+    progress.say("building transformers' model")
     return Peer(shape, workload.seed, device)
 
 
 def run_all(
     shape: ModelShape,
     workload: OffloadWorkload,
-    say: Say,
+    progress: Progress,
     peer: Peer | None,
     trace_file: Path | None = None,
 ) -> OffloadResults:
@@ -66,11 +64,11 @@ def run_all(
     skipped: list[str] = []
     if peer is None:
         skipped.append("transformers' offloaded cache: this peer needs a GPU")
-    say("loading weights, measuring costs, making the arena")
+    progress.say("loading weights, measuring costs, making the arena")
     with closing(OffloadHost(shape, workload, peer)) as host:
-        say("storing the prompts")
+        progress.say("storing the prompts")
         host.prefill()
-        bench = _Bench(host, workload, say, peer)
+        bench = _Bench(host, workload, progress, peer)
         contenders = bench.rounds()
         compute = contenders[RESIDENT].step_seconds
         sweep = bench.sweep(compute) if workload.sweep else ()
@@ -108,13 +106,13 @@ class _Bench:
     """
 
     def __init__(
-        self, host: OffloadHost, workload: OffloadWorkload, say: Say, peer: Peer | None
+        self, host: OffloadHost, workload: OffloadWorkload, progress: Progress, peer: Peer | None
     ) -> None:
         self._host = host
         self._workload = workload
-        self._say = say
+        self._progress = progress
         self._peer = peer
-        say(f"warming up {RESIDENT}")
+        progress.say(f"warming up {RESIDENT}")
         run = host.decode(min(workload.new, WARM_UP_TOKENS), residency=Residency.RESIDENT)
         # What a step computes beside: the planner's choice depends on it.
         compute = statistics.median(step.seconds for step in run.steps)
@@ -146,21 +144,18 @@ class _Bench:
             ),
         }
         warm_up = min(workload.new, WARM_UP_TOKENS)
-        for name in (FULL_LOAD, SEQUENTIAL, PIPELINED):
-            self._say(f"warming up {name}")
+        for name in self._progress.track("warming up", (FULL_LOAD, SEQUENTIAL, PIPELINED)):
             decodes[name](warm_up)
         if self._peer is not None:
-            self._say("trying transformers' attention implementations")
+            self._progress.say("trying transformers' attention implementations")
             peer = self._peer
             peer.choose(host.prompts, warm_up)
             name = f"transformers {peer.cache} {peer.attention}"
             decodes[name] = lambda new: peer.decode(host.prompts, new)
             splits[name] = None
         runs: dict[str, list[DecodeRun]] = {name: [] for name in decodes}
-        for repeat in range(workload.repeats):
-            self._say(f"round {repeat + 1} of {workload.repeats}")
-            for name in _alternating(list(decodes), repeat):
-                runs[name].append(decodes[name](workload.new))
+        for name in self._progress.rounds("timed runs", decodes, workload.repeats):
+            runs[name].append(decodes[name](workload.new))
         return {name: Contender(splits[name], tuple(each)) for name, each in runs.items()}
 
     def sweep(self, compute_seconds: float) -> tuple[SweepPoint, ...]:
@@ -171,11 +166,9 @@ class _Bench:
         measured: dict[tuple[int, bool], list[float]] = {
             (split, overlapped): [] for split in splits for overlapped in (True, False)
         }
-        for repeat in range(workload.repeats):
-            self._say(f"sweep {repeat + 1} of {workload.repeats}")
-            for split, overlapped in _alternating(list(measured), repeat):
-                run = self._host.decode(tokens, split_tokens=split, overlapped=overlapped)
-                measured[split, overlapped] += [step.seconds for step in run.steps]
+        for split, overlapped in self._progress.rounds("sweep", measured, workload.repeats):
+            run = self._host.decode(tokens, split_tokens=split, overlapped=overlapped)
+            measured[split, overlapped] += [step.seconds for step in run.steps]
         costs = self._host.costs(workload.prompt, compute_seconds)
         return tuple(
             SweepPoint(
@@ -196,7 +189,7 @@ class _Bench:
         link = self._host.link
         if link is None:
             raise RuntimeError("only an emulated link has a rate to change")
-        self._say(f"a link that changes to {factor:g} of its rate")
+        self._progress.say(f"a link that changes to {factor:g} of its rate")
         before, middle = link.bytes_per_second, self._workload.new // 2
 
         def change(step_count: int) -> None:
@@ -227,7 +220,3 @@ class _Bench:
 def _bound(costs: BatchCosts, split: int) -> Bound:
     link, compute = costs.bound(split)
     return Bound(split, link, compute, "the resident decode, and the profile's rebuild")
-
-
-def _alternating(items: list[Item], repeat: int) -> Iterable[Item]:
-    return items if repeat % 2 == 0 else reversed(items)

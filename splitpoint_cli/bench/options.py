@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -25,6 +24,3 @@ EverybodysDevice = Annotated[
     str, typer.Option(help="Where all contenders run.", metavar="cpu|cuda|cuda:N")
 ]
 Threads = Annotated[int, typer.Option(help="CPU threads; 0: one per core.", min=0)]
-JsonFile = Annotated[
-    Path | None, typer.Option("--json", help="Also write the JSON here.", metavar="FILE")
-]

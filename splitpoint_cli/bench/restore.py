@@ -6,7 +6,6 @@ This file is the command; what is run is in restore_runs.py, which is imported
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Annotated
@@ -15,13 +14,14 @@ import typer
 
 from splitpoint import config
 from splitpoint.extras import need_all
-from splitpoint_cli.bench.options import ElementType, JsonFile, LinkRate, RandomShape, Threads
+from splitpoint_cli.bench.options import ElementType, LinkRate, RandomShape, Threads
+from splitpoint_cli.bench.progress import Progress
 from splitpoint_cli.bench.restore_picture import picture_of
 from splitpoint_cli.bench.restore_report import report_of, table_of
 from splitpoint_cli.bench.restore_workload import CHUNK_TOKENS, RestoreWorkload
 from splitpoint_cli.files import check_output
-from splitpoint_cli.output import err, out
 from splitpoint_cli.plots import check_picture, save
+from splitpoint_cli.report import AsJson, OutputFile, hand_over, print_table
 from worker_service.timeline import Trace
 
 SWEEP_POINTS = 16
@@ -56,7 +56,8 @@ def restore(
         int, typer.Option(help="Tokens of X on the link at once; 0: the planner's.", min=0)
     ] = 0,
     seed: Annotated[int, typer.Option(help="Of weights and prompts.", min=0)] = 0,
-    json_file: JsonFile = None,
+    as_json: AsJson = False,
+    output: OutputFile = None,
     png: Annotated[
         Path | None, typer.Option(help="Draw the sweep and the contenders.", metavar="FILE")
     ] = None,
@@ -71,7 +72,7 @@ def restore(
 
     All of them restore the same prefix from a real arena, in turns; each result is
     compared with what was stored. Figures are medians, and each split the best that
-    was measured. The last line is JSON.
+    was measured.
     """
     need_all("a benchmark")
     workload = RestoreWorkload(
@@ -91,22 +92,23 @@ def restore(
     )
     if png is not None:
         check_picture(png)
-    check_output(json_file, "json")
     check_output(trace, "trace")
     from splitpoint_cli.bench.restore_runs import run_all
 
     recorder = None if trace is None else Trace(_facts(workload))
-    results = run_all(workload, lambda line: err.print(line), recorder)
+    results = run_all(workload, Progress(), recorder)
     report = report_of(workload, results)
-    out.print(table_of(report))
-    text = json.dumps(report)
-    if json_file is not None:
-        json_file.write_text(text + "\n")
     if png is not None:
         save(picture_of(report), png)
     if trace is not None and recorder is not None:
         recorder.write(trace)
-    print(text)
+    hand_over(
+        report,
+        lambda: print_table(table_of(report)),
+        as_json=as_json,
+        output=output,
+        indent=None,
+    )
 
 
 def _facts(workload: RestoreWorkload) -> dict[str, str]:

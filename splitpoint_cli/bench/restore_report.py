@@ -188,13 +188,16 @@ def table_of(report: Mapping[str, Any]) -> Table:
     rate = report["link_rate"]
     link = f"link emulated at {format_rate(rate)}" if rate else report["memory"]
     table = Table(
+        box=None,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        header_style="bold",
         title=f"{report['shape']} {report['dtype']}: {report['batch']} x {report['prompt']} "
         f"cached tokens, {report['device']}, {report['threads']} threads, {link}",
-        title_justify="left",
     )
-    table.add_column("restore", no_wrap=True)
+    table.add_column("restore")
     for heading in ("split", "time", "min-max", "/ load", "predicted", "link", "device"):
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right")
     load = report["contenders"][LOAD]["seconds"]
     for name, facts in report["contenders"].items():
         predicted = facts["predicted_seconds"]
@@ -202,7 +205,7 @@ def table_of(report: Mapping[str, Any]) -> Table:
             name,
             "" if facts["split_tokens"] is None else f"{facts['split_tokens']:,}",
             seconds_text(facts["seconds"]),
-            f"{seconds_text(min(facts['runs']))} - {seconds_text(max(facts['runs']))}",
+            f"{seconds_text(min(facts['runs']))}-{seconds_text(max(facts['runs']))}",
             f"{facts['seconds'] / load:.2f}",
             "" if predicted is None else seconds_text(predicted),
             f"{facts['link_busy_seconds'] / facts['seconds']:.0%}",
@@ -217,5 +220,4 @@ def table_of(report: Mapping[str, Any]) -> Table:
         lines.append(NO_LINK)
     lines += [f"skipped: {each}" for each in report["skipped"]]
     table.caption = "\n".join(lines)
-    table.caption_justify = "left"
     return table

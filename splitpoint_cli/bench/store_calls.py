@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Iterator, Sequence
 from typing import TypeVar
 
 from splitpoint.keys import chunk_key
+from splitpoint_cli.bench.progress import Progress
 from splitpoint_cli.bench.store_report import BatchResult, CallsResult
 from splitpoint_cli.bench.store_workload import SALT
 from worker_service.store_client import Connection, StoreClient, WrittenChunk
@@ -70,7 +71,7 @@ async def measure_calls(client: StoreClient, in_flight: int, calls: int, seed: i
 
 
 async def measure_batches(
-    client: StoreClient, batch: int, chunks: int, repeats: int, seed: int
+    client: StoreClient, batch: int, chunks: int, repeats: int, seed: int, progress: Progress
 ) -> BatchResult:
     """Chains of `batch` chunks through Reserve, Seal and Release, `chunks` in each repeat."""
     connection = _connection(client)
@@ -94,7 +95,7 @@ async def measure_batches(
         return time.perf_counter() - began
 
     await run()  # warm; from here on the arena is full, and each grant evicts
-    seconds = [await run() for _ in range(repeats)]
+    seconds = [await run() for _ in progress.track("batches", range(repeats))]
     return BatchResult(batch_count * batch, batch, layout.chunk_tokens, tuple(seconds))
 
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from splitpoint.arena import Arena
 from splitpoint.errors import Internal
+from splitpoint_cli.bench.progress import Progress
 from splitpoint_cli.bench.store_report import MappingResult
 
 Bytes = npt.NDArray[np.uint8]
@@ -46,7 +47,7 @@ def runs_of(handles: Sequence[tuple[int, int]], run_slots: int) -> list[SlotRun]
 
 
 def measure_mapping(
-    arena: Arena, runs: Sequence[SlotRun], attach_seconds: float, repeats: int
+    arena: Arena, runs: Sequence[SlotRun], attach_seconds: float, repeats: int, progress: Progress
 ) -> MappingResult:
     """`arena` is mapped and nothing of it was read yet; every run is under a lease."""
     planes = [
@@ -82,9 +83,8 @@ def measure_mapping(
     read()
     copy()
     contenders: list[tuple[Any, list[float]]] = [(read, []), (copy, [])]
-    for repeat in range(repeats):
-        for run_once, rates in contenders if repeat % 2 else reversed(contenders):
-            rates.append(run_once())
+    for run_once, rates in progress.rounds("mapping and memcpy", contenders, repeats):
+        rates.append(run_once())
     return MappingResult(
         attach_seconds=attach_seconds,
         payload_bytes=payload_bytes,

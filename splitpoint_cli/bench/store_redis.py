@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import redis
 
 from splitpoint.errors import Unavailable
+from splitpoint_cli.bench.progress import Progress
 from splitpoint_cli.bench.store_report import StreamResult
 
 _PREFIX = "sp:bench:"
@@ -51,14 +52,14 @@ def server(url: str | None) -> Iterator[redis.Redis]:
 
 
 def measure_redis(
-    client: redis.Redis, value: bytes, count: int, repeats: int
+    client: redis.Redis, value: bytes, count: int, repeats: int, progress: Progress
 ) -> tuple[StreamResult, StreamResult]:
     """(SET, GET) of `count` values; what was written is removed again."""
     keys = [f"{_PREFIX}{number}" for number in range(count)]
     total = count * len(value)
     set_rates, get_rates = [], []
     try:
-        for _ in range(repeats + 1):  # the first one warms
+        for _ in progress.track("SET and GET", range(repeats + 1)):  # the first one warms
             began = time.perf_counter()
             for key in keys:
                 client.set(key, value)

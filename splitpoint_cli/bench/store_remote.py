@@ -21,13 +21,19 @@ from splitpoint.rpc import error_of, open_channel
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc, types_pb2
 from splitpoint_cli.bench import raw_stream
+from splitpoint_cli.bench.progress import Progress
 from splitpoint_cli.bench.store_report import StreamResult
 
 _SECONDS = 60.0
 
 
 async def measure_remote(
-    store: str, peer: str, salt: bytes, sequences: Sequence[Sequence[int]], repeats: int
+    store: str,
+    peer: str,
+    salt: bytes,
+    sequences: Sequence[Sequence[int]],
+    repeats: int,
+    progress: Progress,
 ) -> StreamResult:
     """`sequences` are sealed in the store at `store`; a raw stream is served at `peer`."""
     async with open_channel(store) as channel, grpc.aio.insecure_channel(peer) as raw_channel:
@@ -41,15 +47,14 @@ async def measure_remote(
                 await _read_raw(raw_channel, piece_bytes, total)
                 rates: list[float] = []
                 raw_rates: list[float] = []
-                for repeat in range(repeats):
-                    for is_raw in (False, True) if repeat % 2 else (True, False):
-                        began = time.perf_counter()
-                        if is_raw:
-                            await _read_raw(raw_channel, piece_bytes, total)
-                        else:
-                            await _read(stub, request)
-                        seconds = time.perf_counter() - began
-                        (raw_rates if is_raw else rates).append(total / seconds)
+                for is_raw in progress.rounds("ReadChunks and a stream", (True, False), repeats):
+                    began = time.perf_counter()
+                    if is_raw:
+                        await _read_raw(raw_channel, piece_bytes, total)
+                    else:
+                        await _read(stub, request)
+                    seconds = time.perf_counter() - began
+                    (raw_rates if is_raw else rates).append(total / seconds)
         except grpc.RpcError as error:
             raise error_of(error) from error
     return StreamResult(

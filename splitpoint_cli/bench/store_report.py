@@ -165,7 +165,9 @@ def report_of(workload: StoreWorkload, results: StoreResults) -> dict[str, Any]:
 def table_of(report: dict[str, Any]) -> Table:
     """The report for people."""
     mapping, calls, batches = report["mapping"], report["calls"], report["batches"]
-    table = Table(title=f"KV store, {report['hardware']}", title_justify="left")
+    table = Table(
+        box=None, pad_edge=False, header_style="bold", title=f"KV store, {report['hardware']}"
+    )
     for column in ("what", "measured", "against"):
         table.add_column(column)
     table.add_row(

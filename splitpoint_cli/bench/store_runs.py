@@ -19,6 +19,7 @@ from splitpoint.keys import chunk_key
 from splitpoint.shapes import ArenaLayout
 from splitpoint_cli.bench import store_redis
 from splitpoint_cli.bench.arena import bench_arena_path
+from splitpoint_cli.bench.progress import Progress
 from splitpoint_cli.bench.store_calls import measure_batches, measure_calls
 from splitpoint_cli.bench.store_mapping import Bytes, measure_mapping, runs_of
 from splitpoint_cli.bench.store_remote import measure_remote
@@ -45,28 +46,33 @@ _LEASE_SECONDS = 60.0
 _REMOTE_BYTES = 128 << 20
 _REDIS_VALUES = 64
 
-Say = Callable[[str], None]
 
-
-async def run_all(workload: StoreWorkload, redis_url: str | None, say: Say) -> StoreResults:
+async def run_all(
+    workload: StoreWorkload, redis_url: str | None, progress: Progress
+) -> StoreResults:
     """Every reading in turn, each with its peers beside it."""
     streams: list[StreamResult] = []
     skipped: list[str] = []
     # Over TCP: that is how another host would read it.
-    async with _store(DATA_LAYOUT, workload.memory_bytes, "127.0.0.1:0", say) as client:
-        say(f"mapping: filling {format_size(workload.memory_bytes)}, reading it back ...")
+    async with _store(DATA_LAYOUT, workload.memory_bytes, "127.0.0.1:0", progress) as client:
+        progress.say(f"mapping: filling {format_size(workload.memory_bytes)}, reading it back ...")
         sequences = await _fill(client.address, workload)
-        mapping = await _measure_mapping(client, sequences, workload)
-        say("remote: ReadChunks and a plain stream ...")
-        streams.append(await _measure_remote(client.address, sequences, workload, say))
-    async with _store(SMALL_LAYOUT, SMALL_MEMORY_BYTES, "", say) as client:
-        calls, batches = await _measure_calls(client, workload, say)
-    say("Redis: SET and GET ...")
+        mapping = await _measure_mapping(client, sequences, workload, progress)
+        progress.say("remote: ReadChunks and a plain stream ...")
+        streams.append(await _measure_remote(client.address, sequences, workload, progress))
+    async with _store(SMALL_LAYOUT, SMALL_MEMORY_BYTES, "", progress) as client:
+        calls, batches = await _measure_calls(client, workload, progress)
+    progress.say("Redis: SET and GET ...")
     try:
         with store_redis.server(redis_url) as server:
             value = os.urandom(DATA_LAYOUT.chunk_bytes)
             streams += await asyncio.to_thread(
-                store_redis.measure_redis, server, value, _REDIS_VALUES, workload.repeats
+                store_redis.measure_redis,
+                server,
+                value,
+                _REDIS_VALUES,
+                workload.repeats,
+                progress,
             )
     except store_redis.NoServer as error:
         skipped.append(str(error))
@@ -75,7 +81,7 @@ async def run_all(workload: StoreWorkload, redis_url: str | None, say: Say) -> S
 
 @asynccontextmanager
 async def _store(
-    layout: ArenaLayout, memory_bytes: int, listen: str, say: Say
+    layout: ArenaLayout, memory_bytes: int, listen: str, progress: Progress
 ) -> AsyncIterator[StoreClient]:
     """A store process of its own, and a client that is not attached yet.
 
@@ -94,7 +100,7 @@ async def _store(
     )
 
     try:
-        async with Supervisor(sys.executable, _shower(say)) as supervisor:
+        async with Supervisor(sys.executable, _shower(progress)) as supervisor:
             store = await supervisor.start(command)
             client = StoreClient(await store.ready(), "bench")
             try:
@@ -106,18 +112,21 @@ async def _store(
         shutil.rmtree(folder)
 
 
-def _shower(say: Say) -> Callable[[LogLine], None]:
+def _shower(progress: Progress) -> Callable[[LogLine], None]:
     """Says what a service warns of."""
 
     def show(line: LogLine) -> None:
         if line.important:
-            say(f"{line.service}: {line.text}")
+            progress.say(f"{line.service}: {line.text}")
 
     return show
 
 
 async def _measure_mapping(
-    client: StoreClient, sequences: Sequence[Sequence[int]], workload: StoreWorkload
+    client: StoreClient,
+    sequences: Sequence[Sequence[int]],
+    workload: StoreWorkload,
+    progress: Progress,
 ) -> MappingResult:
     """Through a mapping that is new: a session of its own, after the writer's ended."""
     began = time.perf_counter()
@@ -129,7 +138,12 @@ async def _measure_mapping(
     handles = [(chunk.slot, chunk.generation) for each in found for chunk in each.chunks]
     runs = runs_of(handles, workload.run_slots)
     return await asyncio.to_thread(
-        measure_mapping, client.connection.tensors.arena, runs, attach_seconds, workload.repeats
+        measure_mapping,
+        client.connection.tensors.arena,
+        runs,
+        attach_seconds,
+        workload.repeats,
+        progress,
     )
 
 
@@ -176,26 +190,28 @@ async def _write(
 
 
 async def _measure_remote(
-    address: str, sequences: Sequence[Sequence[int]], workload: StoreWorkload, say: Say
+    address: str, sequences: Sequence[Sequence[int]], workload: StoreWorkload, progress: Progress
 ) -> StreamResult:
     peer = ServiceCommand(
         "peer", ("-m", "splitpoint_cli.bench.raw_stream", "--listen", "127.0.0.1:0")
     )
     chunks = _REMOTE_BYTES // DATA_LAYOUT.chunk_bytes
     some = sequences[: max(1, chunks // workload.run_slots)]
-    async with Supervisor(sys.executable, _shower(say)) as supervisor:
+    async with Supervisor(sys.executable, _shower(progress)) as supervisor:
         service = await supervisor.start(peer)
-        return await measure_remote(address, await service.ready(), SALT, some, workload.repeats)
+        return await measure_remote(
+            address, await service.ready(), SALT, some, workload.repeats, progress
+        )
 
 
 async def _measure_calls(
-    client: StoreClient, workload: StoreWorkload, say: Say
+    client: StoreClient, workload: StoreWorkload, progress: Progress
 ) -> tuple[CallsResult, BatchResult]:
     await client.start(SMALL_LAYOUT)
-    say(f"control calls: {workload.calls:,} with {workload.in_flight} in flight ...")
+    progress.say(f"control calls: {workload.calls:,} with {workload.in_flight} in flight ...")
     calls = await measure_calls(client, workload.in_flight, workload.calls, workload.seed)
-    say(f"batches: {workload.chunks:,} chunks, {workload.repeats} times ...")
+    progress.say(f"batches: {workload.chunks:,} chunks, {workload.repeats} times ...")
     batches = await measure_batches(
-        client, workload.batch, workload.chunks, workload.repeats, workload.seed
+        client, workload.batch, workload.chunks, workload.repeats, workload.seed, progress
     )
     return calls, batches

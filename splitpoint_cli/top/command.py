@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -21,7 +22,8 @@ from splitpoint.tls import client_identity
 from splitpoint_cli.generate import Address
 from splitpoint_cli.identity import CaFile, TokenFile
 from splitpoint_cli.observed import read_status
-from splitpoint_cli.output import code_name, out, picture, print_json, save_picture
+from splitpoint_cli.output import code_name, out, picture, save_picture
+from splitpoint_cli.report import AsJson, OutputFile, hand_over
 from splitpoint_cli.status import status_json
 from splitpoint_cli.top.keys import Wait, quitting_keys
 from splitpoint_cli.top.rates import (
@@ -58,9 +60,8 @@ def top(
     once: Annotated[
         bool, typer.Option("--once", help="Print one snapshot after one interval, and end.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="With --once: print one JSON object.")
-    ] = False,
+    as_json: AsJson = False,
+    output: OutputFile = None,
     svg: Annotated[str | None, typer.Option(hidden=True, metavar="FILE")] = None,
 ) -> None:
     """Watch a running stack: requests, each worker's link, power and split, stores, queue.
@@ -69,12 +70,13 @@ def top(
     Ctrl-C ends it. While the scheduler is away it says so and goes on trying; with --once
     that is an error (exit code 3).
     """
-    if as_json and not once:
-        raise InvalidArgument("--json is for one snapshot: add --once", field="json")
+    for option, is_given in (("json", as_json), ("output", output is not None)):
+        if is_given and not once:
+            raise InvalidArgument(f"--{option} is for one snapshot: add --once", field=option)
     identity = client_identity(ca=ca, token_file=token_file)
     with Client(address, timeout=_CALL_SECONDS, identity=identity) as client:
         if once or svg is not None:
-            _once(client, interval, as_json=as_json, svg=svg)
+            _once(client, interval, as_json=as_json, output=output, svg=svg)
         elif not out.is_terminal:
             raise InvalidArgument("this is no terminal: add --once", field="once")
         else:
@@ -87,7 +89,9 @@ def read(client: Client) -> Reading:
     return Reading(time.monotonic(), status)
 
 
-def _once(client: Client, interval: float, *, as_json: bool, svg: str | None) -> None:
+def _once(
+    client: Client, interval: float, *, as_json: bool, output: Path | None, svg: str | None
+) -> None:
     begun = first(read(client))
     time.sleep(interval)
     deadline = time.monotonic() + _TELLING_SECONDS
@@ -99,14 +103,17 @@ def _once(client: Client, interval: float, *, as_json: bool, svg: str | None) ->
         begun = with_newcomers(begun, readings)
         time.sleep(_POLL_SECONDS)
     frame = Frame(client.address, readings)
-    if as_json:
-        print_json(readings_json(readings))
-    elif svg is not None:
+    if svg is not None:
         console = picture(_PICTURE_COLUMNS)
         console.print(frame)
         save_picture(console, svg, "splitpoint top")
     else:
-        out.print(frame, soft_wrap=False)
+        hand_over(
+            readings_json(readings),
+            lambda: out.print(frame, soft_wrap=False),
+            as_json=as_json,
+            output=output,
+        )
 
 
 def _live(client: Client, interval: float) -> None:

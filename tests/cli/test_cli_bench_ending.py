@@ -55,8 +55,8 @@ def wait_until(condition: Callable[[], object], process: subprocess.Popen[bytes]
     ("command", "said", "signals", "code"),
     [
         (RESTORE, b"random weights", [signal.SIGTERM], 143),
-        (RESTORE, b"round 2 of", [signal.SIGINT, signal.SIGINT, signal.SIGTERM], 130),
-        (OFFLOAD, b"round 1 of", [signal.SIGHUP], 129),
+        (RESTORE, b"timed runs", [signal.SIGINT, signal.SIGINT, signal.SIGTERM], 130),
+        (OFFLOAD, b"timed runs", [signal.SIGHUP], 129),
         (STORE, b"control calls", [signal.SIGTERM, signal.SIGINT], 143),
         (WARM_PREFIX, b"", [signal.SIGTERM], 143),
     ],

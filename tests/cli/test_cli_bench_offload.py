@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Sequence
 from contextlib import closing
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from tiny_models import write_tiny
 
 from splitpoint.costs import Profile
@@ -39,6 +41,7 @@ from splitpoint_cli.bench.offload_report import (
     table_of,
 )
 from splitpoint_cli.bench.offload_runs import peer_of, run_all
+from splitpoint_cli.bench.progress import Progress
 
 SHAPE = ModelShape("By hand", "opt", 4, 8, 2, 2, 4, 16, 128, 512, DataType.FLOAT32, False, True)
 PROFILE = Profile(1e6, 0.0, 1e6, 0.0, 1e6, step_compute_seconds=0.5)
@@ -111,7 +114,7 @@ def test_recovered_is_a_prediction_that_stays_right() -> None:
     assert steps_to_recover(change(1.0, None)) is None
 
 
-def test_the_report_compares_medians() -> None:
+def some_report() -> dict[str, Any]:
     contenders = {
         FULL_LOAD: Contender(0, (run([2.0, 4.0, 2.0], "1234 5678"),) * 2),
         SEQUENTIAL: Contender(50, (run([3.0] * 2, "123 567"),)),
@@ -130,7 +133,11 @@ def test_the_report_compares_medians() -> None:
         peers=("transformers offloaded sdpa",),
         skipped=("x",),
     )
-    report = report_of(WORKLOAD, results)
+    return report_of(WORKLOAD, results)
+
+
+def test_the_report_compares_medians() -> None:
+    report = some_report()
     ours = report["contenders"][PIPELINED]
     assert ours["decode_seconds"] == (4 + 27) / 2
     assert ours["step_seconds"] == (2 + 9) / 2
@@ -178,7 +185,6 @@ def test_without_predictions_it_says_why() -> None:
         ("link_rate", {"link_rate": "fast"}),
         ("change_link_rate", {"change_link_rate": 0.0}),
         ("png", {"png_file": Path("x.png")}),
-        ("json", {"json_file": Path("/no/such/folder.json")}),
         ("trace", {"trace_file": Path("/no/such/folder.json")}),
         ("prompt", {"prompt": 2048, "new": 2}),
     ],
@@ -228,9 +234,10 @@ def test_a_grouped_model_has_one_split(tmp_path: Path) -> None:
 def test_the_peer_runs_in_the_same_rounds(tmp_path: Path) -> None:
     """With another of its caches, since the offloaded one needs a GPU."""
     shape, workload = tiny("opt", tmp_path, new=6, batch=2)
-    said: list[str] = []
+    said = Console(file=io.StringIO())
+    progress = Progress(said)
     peer = Peer(shape, 3, torch.device("cpu"), cache="dynamic")
-    results = run_all(shape, workload, said.append, peer)
+    results = run_all(shape, workload, progress, peer)
     name = f"transformers dynamic {peer.attention}"
     assert results.peers == (name,)
     report = report_of(workload, results)
@@ -240,13 +247,14 @@ def test_the_peer_runs_in_the_same_rounds(tmp_path: Path) -> None:
     assert report["prediction"]["predicted_steps"] == 5
     assert report["link"]["bytes_per_step"] > 0
     assert report["skipped"] == []
-    assert "round 1 of 1" in said
-    assert peer_of(shape, workload, said.append) is None
+    assert isinstance(said.file, io.StringIO)
+    assert "timed runs: 5 in all" in said.file.getvalue()
+    assert peer_of(shape, workload, progress) is None
 
 
 def test_a_small_run_ends_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_tiny("opt", tmp_path / "model")
-    files = {name: tmp_path / f"{name}.out" for name in ("json_file", "trace_file")}
+    files = {name: tmp_path / f"{name}.out" for name in ("output", "trace_file")}
     offload(
         shape=str(folder),
         batch=2,
@@ -258,10 +266,11 @@ def test_a_small_run_ends_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[
         sweep=True,
         change_link_rate=0.5,
         png_file=tmp_path / "sweep.png",
+        as_json=True,
         **files,  # type: ignore[arg-type]
     )
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert files["json_file"].read_text() == last + "\n"
+    last = capsys.readouterr().out
+    assert files["output"].read_text() == last
     report: dict[str, Any] = json.loads(last)
     assert set(report["contenders"]) == {FULL_LOAD, SEQUENTIAL, PIPELINED, RESIDENT}
     assert {each["agreeing_token_share"] for each in report["contenders"].values()} == {1.0}

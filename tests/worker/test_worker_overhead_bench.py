@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks.metrics_overhead import BATCH, compare, subject, table_of
 from splitpoint.shapes import DataType
+from splitpoint_cli.bench.progress import Progress
 
 
 async def test_both_sides_decode_and_only_one_is_counted() -> None:
@@ -12,7 +13,7 @@ async def test_both_sides_decode_and_only_one_is_counted() -> None:
         assert measured.worker.runtime.account.generated_tokens == 3 * BATCH
         await measured.decode(3, watched=False)
         assert measured.worker.runtime.account.generated_tokens == 0
-        case = await compare(measured, rounds=1, seconds=0.05)
+        case = await compare(measured, rounds=1, seconds=0.05, progress=Progress())
     assert min(float(str(case[f"step_seconds_{side}"])) for side in ("watched", "unwatched")) > 0
     # Some microseconds. Only a bound that no busy machine breaks: figures are the benchmark's.
     assert 0 < float(str(case["step_us"])) < 10_000

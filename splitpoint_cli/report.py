@@ -1,0 +1,90 @@
+"""How a command hands over its result: for people, as one JSON object, or into a file.
+
+`--json` is a flag, and nothing but the object is on standard output then. `--output FILE`
+writes the same object into a file, whatever standard output gets. Every command that has
+the one has the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+from splitpoint.errors import InvalidArgument
+from splitpoint_cli.files import check_output
+from splitpoint_cli.output import out, print_json
+
+_FLAG_HELP = "Print one JSON object and nothing else."
+_FILE_HELP = "Also write the JSON object to this file."
+
+_ANY_WIDTH = 100_000
+
+AsJson = Annotated[bool, typer.Option("--json", help=_FLAG_HELP)]
+OutputFile = Annotated[
+    Path | None,
+    typer.Option("--output", help=_FILE_HELP, metavar="FILE", callback=lambda path: _checked(path)),
+]
+
+
+def _checked(path: Path | None) -> Path | None:
+    """Raises InvalidArgument before any work is done whose result has no place."""
+    check_output(path, "output")
+    return path
+
+
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--json` and `--output` to a benchmark that is no command of `splitpoint`."""
+    parser.add_argument("--json", action="store_true", help=_FLAG_HELP)
+    parser.add_argument("--output", type=_place, metavar="FILE", help=_FILE_HELP)
+
+
+def _place(text: str) -> Path:
+    try:
+        check_output(Path(text), "output")
+    except InvalidArgument as error:
+        raise argparse.ArgumentTypeError(error.message) from error
+    return Path(text)
+
+
+def hand_over(
+    report: Mapping[str, Any],
+    show: Callable[[], None],
+    *,
+    as_json: bool,
+    output: Path | None,
+    indent: int | None = 2,
+) -> None:
+    """Write `report` to `output`, if any; then print it as JSON, or `show` it to people."""
+    if output is not None:
+        output.write_text(json.dumps(report, ensure_ascii=False) + "\n", encoding="utf-8")
+    if as_json:
+        print_json(report, indent=indent)
+    else:
+        show()
+
+
+def print_table(table: Table) -> None:
+    """Print title, table and caption to standard output.
+
+    A terminal gets lines of its width at most. Anything else gets each row in one line,
+    however long: a pipe has no width.
+    """
+    title, caption = table.title, table.caption
+    table.title = table.caption = None
+    console = out
+    if not out.is_terminal:
+        unlimited = out.options.update(max_width=_ANY_WIDTH)
+        console = Console(highlight=False, width=Measurement.get(out, unlimited, table).maximum)
+    if title:
+        out.print(title, style="bold")
+    console.print(table, soft_wrap=False)
+    if caption:
+        out.print(caption)
