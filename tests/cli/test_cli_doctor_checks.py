@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,7 @@ from splitpoint_cli.checks.gpu_facts import (
     pci_gpu_count,
     read_driver,
 )
-from splitpoint_cli.checks.software import check_packages, check_python
+from splitpoint_cli.checks.software import check_packages, check_python, own_requirements
 from splitpoint_cli.instance import exclusive
 
 GIB = 1 << 30
@@ -87,6 +88,14 @@ def test_versions() -> None:
     assert "torch is 2.9.1" in found.found
     assert "redis is not installed" in found.found
     assert found.advice.endswith("pip install 'torch>=2.11' 'redis[hiredis]>=5.2'")
+
+
+def test_a_stack_needs_what_its_services_extras_bring() -> None:
+    names = {re.split(r"[\[<>=]", requirement)[0] for requirement in own_requirements()}
+    assert names >= {"grpcio", "torch", "redis", "tokenizers", "numpy"}
+    # Neither what is optional or for development, nor this project's own extras.
+    assert not names & {"matplotlib", "opentelemetry-sdk", "pytest", "splitpoint"}
+    assert all(";" not in requirement for requirement in own_requirements())
 
 
 def test_shared_memory_that_is_too_small(tmp_path: Path) -> None:
