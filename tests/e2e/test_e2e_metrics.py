@@ -186,6 +186,7 @@ def scrape(
             found.append(Scraped(texts, families, after, status, completions))
             for each in (before, after):
                 each.ClearField("last_refused_seconds_ago")
+                each.ClearField("uptime_seconds")
             return bool(before == after)
 
         until(rests, "the stack rests")
