@@ -6,13 +6,14 @@ Opens no tensor: the worker loads weights, this only finds and fingerprints them
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 from splitpoint.errors import InvalidArgument, NotFound, PermissionDenied, Unavailable
+from splitpoint.model_files import is_there, read_bytes, read_object
 from splitpoint.shapes import read_config
+from splitpoint.tensor_files import read_header
 
 BUNDLED_MODEL = "stdlib-llama"
 # Reason of the error for what can be neither a folder nor a name on the hub.
@@ -138,8 +139,8 @@ def weight_files(folder: Path) -> list[Path]:
     there are none, or one of them is missing.
     """
     index = folder / INDEX_FILE
-    if index.is_file():
-        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+    if is_there(index):
+        names = indexed_files(index)
     elif (folder / "model.safetensors").is_file():
         names = ["model.safetensors"]
     else:
@@ -153,10 +154,27 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder} has no safetensors file (pickled .bin weights are never loaded)",
             field="model",
         )
-    missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
+    missing = [name for name in names if not is_there(folder / name)]
     if missing:
-        raise InvalidArgument(f"{folder} lacks {', '.join(missing)}", field="model")
+        raise InvalidArgument(f"{folder} lacks {', '.join(missing[:5])}", field="model")
     return [folder / name for name in names]
+
+
+def indexed_files(index: Path) -> list[str]:
+    """Names of the files that an index of safetensors names. Raises InvalidArgument."""
+    named = read_object(index).get("weight_map")
+    if not isinstance(named, dict):
+        raise InvalidArgument(f"{index} is no safetensors index", field="model")
+    for name in named.values():
+        if not _is_file_name(name):
+            shown = repr(name)[:64]
+            what = f"{index} names {shown}, which is no file of its folder"
+            raise InvalidArgument(what, field="model")
+    return sorted(set(named.values()))
+
+
+def _is_file_name(name: Any) -> bool:
+    return isinstance(name, str) and Path(name).name == name and "\0" not in name
 
 
 def _is_complete(folder: Path) -> bool:
@@ -176,17 +194,15 @@ def model_fingerprint(folder: Path) -> bytes:
     """
     read_config(folder)
     digest = hashlib.sha256(b"splitpoint model v1\0")
-    _update(digest, (folder / "config.json").read_bytes())
+    _update(digest, read_bytes(folder / "config.json"))
     for path in weight_files(folder):
-        size = path.stat().st_size
+        found = read_header(path, floats_only=False)
+        size = found.file_bytes
         _update(digest, path.name.encode())
         _update(digest, size.to_bytes(8, "little"))
         with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            if header_bytes > size - 8:
-                raise InvalidArgument(f"{path} is not a safetensors file", field="model")
-            _update(digest, file.read(header_bytes))
-            first = 8 + header_bytes
+            _update(digest, found.header)
+            first = 8 + len(found.header)
             last = max(first, size - _SAMPLE_BYTES)
             for sample in range(_SAMPLE_COUNT):
                 file.seek(first + (last - first) * sample // (_SAMPLE_COUNT - 1))
@@ -214,7 +230,7 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
     Raises InvalidArgument for anything but an id or a list of ids.
     """
     generation = folder / "generation_config.json"
-    found = _read_json(generation).get("eos_token_id") if generation.is_file() else None
+    found = read_object(generation).get("eos_token_id") if is_there(generation) else None
     if found is None:
         found = read_config(folder).get("eos_token_id")
     if found is None:
@@ -223,13 +239,3 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
     if not all(type(item) is int and item >= 0 for item in ids):
         raise InvalidArgument(f"{folder}: eos_token_id {found!r} is not a token id", field="model")
     return tuple(dict.fromkeys(ids))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        loaded = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise InvalidArgument(f"{path} cannot be read: {error}", field="model") from error
-    if not isinstance(loaded, dict):
-        raise InvalidArgument(f"{path} is not a JSON object", field="model")
-    return loaded

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from splitpoint.errors import InvalidArgument
+from splitpoint.model_files import is_there, read_object
 
 PAGE_ALIGNMENT = 4096  # planes start at memory-page borders
 
@@ -279,21 +280,21 @@ class ModelShape:
                 field="model_type",
             )
         try:
-            hidden = int(config["hidden_size"])
-            query_heads = int(config["num_attention_heads"])
+            hidden = _integer(config, "hidden_size")
+            query_heads = _integer(config, "num_attention_heads")
             is_opt = family == "opt"
             stored = config.get("dtype") or config.get("torch_dtype") or "float32"
             return cls(
                 name=name or str(config.get("_name_or_path") or family),
                 family=family,
-                layer_count=int(config["num_hidden_layers"]),
+                layer_count=_integer(config, "num_hidden_layers"),
                 hidden_size=hidden,
                 query_head_count=query_heads,
-                kv_head_count=int(config.get("num_key_value_heads") or query_heads),
-                head_dim=int(config.get("head_dim") or hidden // query_heads),
-                intermediate_size=int(config["ffn_dim" if is_opt else "intermediate_size"]),
-                vocabulary_size=int(config["vocab_size"]),
-                context_length=int(config["max_position_embeddings"]),
+                kv_head_count=_integer(config, "num_key_value_heads", query_heads),
+                head_dim=_integer(config, "head_dim", hidden // query_heads),
+                intermediate_size=_integer(config, "ffn_dim" if is_opt else "intermediate_size"),
+                vocabulary_size=_integer(config, "vocab_size"),
+                context_length=_integer(config, "max_position_embeddings"),
                 data_type=data_type or DataType(str(stored).removeprefix("torch.")),
                 gated_mlp=not is_opt,
                 tied_embeddings=bool(config.get("tie_word_embeddings", is_opt)),
@@ -302,6 +303,32 @@ class ModelShape:
             raise InvalidArgument(f"config.json has no {error.args[0]}", field="config") from error
         except (TypeError, ValueError) as error:
             raise InvalidArgument(f"config.json: {error}", field="config") from error
+
+
+# Most of each that is believed: beyond the largest models, and before any loop or allocation.
+_MOST = {
+    "num_hidden_layers": 1024,
+    "hidden_size": 1 << 17,
+    "num_attention_heads": 4096,
+    "num_key_value_heads": 4096,
+    "head_dim": 4096,
+    "intermediate_size": 1 << 20,
+    "ffn_dim": 1 << 20,
+    "vocab_size": 1 << 22,
+    "max_position_embeddings": 1 << 26,
+}
+
+
+def _integer(config: dict[str, Any], key: str, default: int | None = None) -> int:
+    """A whole number within its bounds; the default if the key is absent, null or 0."""
+    value = config[key] if default is None else config.get(key) or default
+    if type(value) is not int or not 1 <= value <= _MOST[key]:
+        shown = repr(value) if isinstance(value, int | float) else f"a {type(value).__name__}"
+        raise InvalidArgument(
+            f"config.json: {key} must be a whole number from 1 to {_MOST[key]:,}, not {shown:.40}",
+            field="config",
+        )
+    return value
 
 
 FAMILIES = ("opt", "llama", "mistral", "qwen2", "qwen3")
@@ -468,17 +495,11 @@ def chunks_of(tokens: int, chunk_tokens: int) -> int:
 def read_config(folder: Path) -> dict[str, Any]:
     """`config.json` of a checkpoint folder. Raises InvalidArgument."""
     path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except FileNotFoundError as error:
+    if not is_there(path):
         raise InvalidArgument(
             f"{folder} is no checkpoint folder: it has no config.json", field="model"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise InvalidArgument(f"{path} cannot be read: {error}", field="model") from error
-    if not isinstance(config, dict):
-        raise InvalidArgument(f"{path} is not a JSON object", field="model")
-    return config
+        )
+    return read_object(path)
 
 
 # -- shapes by name, for planning without a checkpoint --------------------------

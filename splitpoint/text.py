@@ -7,7 +7,6 @@ lie. Knows no model and no request.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from splitpoint.errors import InvalidArgument
+from splitpoint.model_files import MOST_TOKENIZER_BYTES, is_there, read_object
 from splitpoint.token_bytes import longest_token_bytes
 
 REPLACEMENT = "\ufffd"  # what decoders make of bytes that are not (yet) UTF-8
@@ -62,16 +62,18 @@ class Tokenizer:
             folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt")
         )
         try:
-            if single.is_file():
+            if is_there(single, MOST_TOKENIZER_BYTES):
                 backend = tokenizers.Tokenizer.from_file(str(single))
-            elif vocabulary.is_file() and merges.is_file():
+            elif all(is_there(path, MOST_TOKENIZER_BYTES) for path in (vocabulary, merges)):
                 model = models.BPE.from_file(str(vocabulary), str(merges))
                 backend = tokenizers.Tokenizer(model)
                 backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
                 backend.decoder = decoders.ByteLevel()
             else:
                 return None
-            _apply_config(backend, _read_object(folder / "tokenizer_config.json"))
+            _apply_config(backend, _settings(folder / "tokenizer_config.json"))
+        except InvalidArgument:
+            raise
         except Exception as error:  # the library raises bare Exception for bad files
             raise InvalidArgument(
                 f"the tokenizer in {folder} cannot be read: {error}", field="model"
@@ -260,13 +262,8 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    loaded = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(loaded, dict):
-        raise ValueError(f"{path.name} is not a JSON object")
-    return loaded
+def _settings(path: Path) -> dict[str, Any]:
+    return read_object(path) if is_there(path) else {}
 
 
 def _apply_config(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:

@@ -8,7 +8,6 @@ nothing of layouts on the device or of what the decoder computes.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,7 +18,9 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from splitpoint.checkpoints import indexed_files
 from splitpoint.errors import InvalidArgument
+from splitpoint.model_files import is_there
 from splitpoint.progress import Counter, Ticker
 from worker_service.model.config import DecoderConfig, Norm
 
@@ -299,19 +300,14 @@ def weight_files(folder: Path) -> list[Path]:
     Raises InvalidArgument when there are none, or a shard is missing.
     """
     index = folder / _INDEX
-    if index.is_file():
-        try:
-            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _bad(f"{index} is no safetensors index: {error!r}") from error
+    if is_there(index):
+        shards = indexed_files(index)
         for shard in shards:
-            if not isinstance(shard, str) or Path(shard).name != shard:
-                raise _bad(f"{index} names {shard!r}, which is no file of its folder")
-            if not (folder / shard).is_file():
+            if not is_there(folder / shard):
                 raise _bad(f"{folder} lacks the shard {shard}")
         return [folder / shard for shard in shards]
     single = folder / _SINGLE
-    if single.is_file():
+    if is_there(single):
         return [single]
     pickled = sorted(
         path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)

@@ -13,8 +13,8 @@ from splitpoint.checkpoints import model_name, resolve_model, weight_files
 from splitpoint.config import format_size
 from splitpoint.errors import InvalidArgument, NotFound, SplitpointError
 from splitpoint.shapes import FAMILIES, ModelShape
+from splitpoint.tensor_files import read_header
 from splitpoint_cli.checks.finding import Finding, Verdict, one_line
-from splitpoint_cli.checks.tensors import read_header
 from splitpoint_cli.stack import model_shape
 
 

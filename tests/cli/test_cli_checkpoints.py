@@ -85,7 +85,7 @@ def test_fingerprints(bundled_model: Path, copy: Path) -> None:
 
 def test_a_truncated_or_foreign_weight_file(copy: Path) -> None:
     (copy / "model.safetensors").write_bytes(b"\xff" * 100)
-    with pytest.raises(InvalidArgument, match="not a safetensors file"):
+    with pytest.raises(InvalidArgument, match="no safetensors file"):
         model_fingerprint(copy)
     (copy / "model.safetensors").unlink()
     with pytest.raises(InvalidArgument, match="no safetensors file"):
@@ -102,7 +102,7 @@ def test_sharded_weights(copy: Path) -> None:
     assert [path.name for path in weight_files(copy)] == ["a.safetensors", "b.safetensors"]
     assert len(model_fingerprint(copy)) == 32
     index.write_text(json.dumps({"weight_map": {"a": "../elsewhere.safetensors"}}))
-    with pytest.raises(InvalidArgument, match="lacks"):
+    with pytest.raises(InvalidArgument, match="no file of its folder"):
         weight_files(copy)
 
 

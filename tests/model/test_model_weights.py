@@ -110,7 +110,7 @@ def test_a_truncated_file_is_an_error(folder: Path) -> None:
         ('{"weight_map": {"a": "missing.safetensors"}}', "lacks the shard"),
         ('{"weight_map": {"a": "../model.safetensors"}}', "no file of its folder"),
         ('{"weight_map": []}', "no safetensors index"),
-        ("{", "no safetensors index"),
+        ("{", "index.json cannot be read"),
     ],
 )
 def test_bad_indexes(folder: Path, index: str, message: str) -> None:

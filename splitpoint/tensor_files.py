@@ -5,31 +5,40 @@ Reads the header only, however large the weights are. A download that broke off 
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
+from typing import Any
 
 from splitpoint.errors import InvalidArgument
+from splitpoint.model_files import is_there, parse_object
 
 # What the format allows.
 _MOST_HEADER_BYTES = 100_000_000
+_MOST_DIMENSIONS = 8
+_MOST_BYTES = 1 << 50
 # Element types that the worker loads.
-_FLOATS = {"F64", "F32", "F16", "BF16"}
+_FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
     """What one file holds."""
 
+    header: bytes
     tensor_count: int
     file_bytes: int
 
 
-def read_header(path: Path) -> TensorFile:
-    """Raises InvalidArgument, which says what is wrong with the file."""
+def read_header(path: Path, *, floats_only: bool = True) -> TensorFile:
+    """Raises InvalidArgument, which says what is wrong with the file.
+
+    `floats_only`: tensors of another type, as quantized checkpoints have, are wrong.
+    """
+    if not is_there(path):
+        raise _bad(path, "it is missing")
     with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
+        size = path.stat().st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or not 2 <= length <= _MOST_HEADER_BYTES:
             raise _bad(path, "it is no safetensors file")
@@ -37,27 +46,39 @@ def read_header(path: Path) -> TensorFile:
             raise _bad(path, f"it is cut off within its header, at {size:,} bytes")
         header = file.read(length)
     try:
-        entries = json.loads(header)
-    except ValueError:
-        raise _bad(path, "its header is no JSON") from None
-    if not isinstance(entries, dict):
-        raise _bad(path, "its header is no table of tensors")
+        entries = parse_object(path, header)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"the header of {error.message}", field="model") from None
     entries.pop("__metadata__", None)
     end = 0
     for name, entry in entries.items():
         try:
-            kind, (first, last) = entry["dtype"], entry["data_offsets"]
+            kind, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
+            count = prod(_sizes(shape))
         except (KeyError, TypeError, ValueError):
             raise _bad(path, f"its header says nothing usable of {name}") from None
-        if kind not in _FLOATS:
-            raise _bad(path, f"{name} is stored as {kind}: quantized checkpoints are not supported")
-        if not (isinstance(first, int) and isinstance(last, int) and 0 <= first <= last):
+        if not isinstance(kind, str):
             raise _bad(path, f"its header says nothing usable of {name}")
+        if floats_only and kind not in _FLOAT_BYTES:
+            raise _bad(path, f"{name} is stored as {kind}: quantized checkpoints are not supported")
+        if not (type(first) is type(last) is int and 0 <= first <= last):
+            raise _bad(path, f"its header says nothing usable of {name}")
+        if kind in _FLOAT_BYTES and last - first != count * _FLOAT_BYTES[kind]:
+            raise _bad(path, f"{name} has {last - first:,} bytes, another size than its shape")
         end = max(end, last)
     if size != 8 + length + end:
         what = "cut off" if size < 8 + length + end else "longer than its tensors"
         raise _bad(path, f"it is {what}: {size:,} bytes, its header speaks of {8 + length + end:,}")
-    return TensorFile(len(entries), size)
+    return TensorFile(header, len(entries), size)
+
+
+def _sizes(shape: Any) -> list[int]:
+    """Raises ValueError for anything but a short list of sizes."""
+    if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS:
+        raise ValueError
+    if not all(type(size) is int and 0 <= size <= _MOST_BYTES for size in shape):
+        raise ValueError
+    return shape
 
 
 def _bad(path: Path, what: str) -> InvalidArgument:
