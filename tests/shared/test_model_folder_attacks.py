@@ -141,7 +141,7 @@ ATTACKS: dict[str, tuple[Callable[[Path], None], str]] = {
     "index: pipe": (pipe(INDEX), "is not a regular file"),
     "index: deep": (text(INDEX, DEEP), "nested too deeply"),
     "index: not names": (text(INDEX, '{"weight_map": {"a": {"b": 1}}}'), "no file of its folder"),
-    "index: a list": (text(INDEX, '{"weight_map": [1]}'), "no file of its folder"),
+    "index: a list": (text(INDEX, '{"weight_map": [1]}'), "is no safetensors index"),
     "index: outside": (text(INDEX, '{"weight_map": {"a": "../x"}}'), "no file of its folder"),
     "weights: pipe": (pipe("model.safetensors"), "safetensors"),
     "weights: loop": (link("model.safetensors", "model.safetensors"), "safetensors"),
