@@ -179,14 +179,21 @@ def _server_credentials(identity: Identity) -> grpc.ServerCredentials:
 # -- channels --------------------------------------------------------------------
 
 
-def open_channel(address: str, identity: Identity = PLAIN) -> grpc.aio.Channel:
+def open_channel(
+    address: str, identity: Identity = PLAIN, *, is_fresh: bool = False
+) -> grpc.aio.Channel:
     """An asyncio channel to `host:port` or `unix:/path`; connects on first use.
+
+    `is_fresh`: with a connection of its own. Channels of one process to one address share
+    theirs otherwise, and the pause after an attempt to connect that failed.
 
     An identity with authorities speaks TLS (not over sockets), one with a token
     presents it with every call. Raises InvalidArgument for a token that would
     leave this host unencrypted.
     """
-    options = _options_for(address, identity)
+    options = [*_options_for(address, identity)]
+    if is_fresh:
+        options.append(("grpc.use_local_subchannel_pool", 1))
     channel = (
         grpc.aio.secure_channel(address, _channel_credentials(identity), options=options)
         if _is_encrypted(address, identity)

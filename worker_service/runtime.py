@@ -419,6 +419,8 @@ class Runtime:
         if streamed:
             # Its cache lives in the store: worth a wait, where others go on without.
             await self.store.wait_connected(STORE_WAIT_SECONDS)
+        else:
+            await self.store.attach_now()
         try:
             with self._span_of(key).part("look up") as span:
                 match = await self.store.match(salt, tokens)

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import logging
 import os
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,12 @@ Request = TypeVar("Request")
 Response = TypeVar("Response")
 
 CALL_SECONDS = 10.0
+# Between attempts to attach again, each drawn from about this much; a request that comes
+# meanwhile has the next one made at once, but not within the first of these.
 REATTACH_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0)
+_JITTER = (0.75, 1.25)
+# How long a request waits for that attempt: a store that is gone refuses at once.
+ATTACH_NOW_SECONDS = 0.5
 # Of one call: some GiB at most, which a store reads back within a second.
 REPORT_CHUNKS = 256
 # For the store to end a session that is given up; one that hangs is not waited for.
@@ -122,6 +128,10 @@ class StoreClient:
         self.reattached: Callable[[], None] | None = None
         # Page-locks every arena that is attached; None: nothing is locked.
         self.pinning: Pinning | None = None
+        # A request would like to be attached now.
+        self._wanted = asyncio.Event()
+        # Done when the attempt that is next to begin, or under way, has ended.
+        self._attempt: asyncio.Future[None] | None = None
         self._closing = asyncio.Event()
         # Ends the KeepAlive stream of the current session.
         self._letting_go = asyncio.Event()
@@ -162,9 +172,18 @@ class StoreClient:
                 await self._connected.wait()
         return self._connected.is_set()
 
+    async def attach_now(self) -> None:
+        """Without a session, have another attempt made at once, and wait for it briefly."""
+        attempt = self._attempt
+        if self.connection is not None or attempt is None:
+            return
+        self._wanted.set()
+        await asyncio.wait({attempt}, timeout=ATTACH_NOW_SECONDS)
+
     async def close(self) -> None:
         """End the session; the store frees what it held."""
         self._closing.set()
+        self._wanted.set()
         self._letting_go.set()
         if self._keeper is not None:
             await self._keeper
@@ -298,10 +317,7 @@ class StoreClient:
     # -- the session --------------------------------------------------------------
 
     async def _attach(self, previous: bytes) -> Connection:
-        answer = await self._once(
-            self._stub.Attach,
-            self._attach_request(previous),
-        )
+        answer = await self._once(self._stub.Attach, self._attach_request(previous))
         return Connection(
             session_id=answer.session_id,
             epoch=answer.epoch,
@@ -386,19 +402,19 @@ class StoreClient:
     async def _reattach(self, previous: bytes) -> Connection | None:
         """Another session; None: the client closes. Whatever goes wrong is tried again."""
         is_quiet = False
-        for attempt in itertools.count():
-            delay = REATTACH_SECONDS[min(attempt, len(REATTACH_SECONDS) - 1)]
+        self._wanted.clear()
+        for number in itertools.count():
+            attempt = self._attempt = asyncio.get_running_loop().create_future()
             try:
-                async with asyncio.timeout(delay):
-                    await self._closing.wait()
-                return None
-            except TimeoutError:
-                pass
-            try:
+                if not await self._pause(number):
+                    return None
                 if not is_quiet and self.quiesce is not None:
                     await self.quiesce()
                 is_quiet = True
-                return await self._attach(previous)
+                await self._renew_channel()
+                connection = self.connection = await self._attach(previous)
+                self._connected.set()
+                return connection
             except InvalidArgument:
                 previous = b""
             except SplitpointError as error:
@@ -409,7 +425,30 @@ class StoreClient:
             except Exception:
                 # A bug must not cost the worker its store for ever.
                 log.exception("attaching again failed")
+            finally:
+                attempt.set_result(None)
+                self._attempt = None
         return None
+
+    async def _pause(self, number: int) -> bool:
+        """Wait before an attempt, until a request wants one; False: the client closes."""
+        delay = REATTACH_SECONDS[min(number, len(REATTACH_SECONDS) - 1)]
+        wishes = (REATTACH_SECONDS[0], self._closing), (delay - REATTACH_SECONDS[0], self._wanted)
+        for seconds, event in wishes:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds * random.uniform(*_JITTER)):
+                    await event.wait()
+            if self._closing.is_set():
+                return False
+        self._wanted.clear()
+        return True
+
+    async def _renew_channel(self) -> None:
+        """A channel that failed waits for up to seconds before it connects again."""
+        old = self._channel
+        self._channel = open_channel(self.address, self.identity, is_fresh=True)
+        self._stub = kvstore_pb2_grpc.KvStoreServiceStub(self._channel)
+        await old.close()
 
     def _tell_reattached(self) -> None:
         try:

@@ -1,0 +1,52 @@
+"""A store that comes back finds its workers, and what it kept is used by the first request."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from local_stack import StackShape, local_stack, prompt_of
+from tiny_models import VOCABULARY, write_tiny
+
+from splitpoint.planner import Residency
+
+SHAPE = StackShape(workers=1, host_memory="16MiB")
+PROMPT = prompt_of(64, 7, VOCABULARY)
+# By then the pauses between attempts, and those of gRPC, are at their longest.
+AWAY_SECONDS = 4.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+async def test_the_first_request_after_a_restart_reuses_what_was_kept(
+    folder: Path, tmp_path: Path, waits: bool
+) -> None:
+    """An idle worker attaches by itself; a request that comes before it has, has it attach."""
+    async with local_stack(folder, tmp_path, SHAPE) as stack:
+
+        async def cached_tokens() -> int:
+            answer = await stack.client.generate(
+                PROMPT, max_tokens=2, ignore_eos=True, residency=Residency.RESIDENT
+            ).complete()
+            return answer.usage.cached_tokens
+
+        assert await cached_tokens() == 0
+        await stack.assert_clean()
+        await stack.kill_store()
+        (worker,) = stack.workers
+        assert worker.store is not None
+        async with asyncio.timeout(20):
+            while worker.store.connection is not None:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(AWAY_SECONDS)
+        stack.store_process = await stack.start_store()
+        if waits:
+            await stack.wait_attached()
+        assert await cached_tokens() > 0
+        stats = await stack.store_stats()
+        assert (stats.epoch, stats.session_count) == (2, 1)
