@@ -1,0 +1,122 @@
+"""What comparing checksums costs a restore: none, a worker's first read, its later reads.
+
+One prefix in a real arena is restored in the three ways in turns, in one process. Hashing
+begins with the restore, on the verifier's threads; the clock stops when the pages are filled
+and, as `until_compared`, when the outcome of the comparison is there, too. A worker waits for
+it at the end of the step that computes the new tokens.
+
+    python -m benchmarks.verification [--shape NAME] [--link-rate RATE] [--rounds N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+
+import torch
+
+from splitpoint.config import parse_rate
+from splitpoint.schedule import Schedule
+from splitpoint_cli.bench.restore_runs import Restorer
+from splitpoint_cli.bench.restore_setup import Stored, stored_prefixes
+from splitpoint_cli.bench.restore_workload import RestoreWorkload
+from worker_service.device_cache import TORCH_TYPES
+from worker_service.model.config import DecoderConfig
+from worker_service.model.decoder import Decoder
+from worker_service.startup import choose_device, describe_device
+from worker_service.verifier import DEFAULT_VERIFY_RATE, Verifier
+
+NONE, FIRST, LATER = WAYS = ("none", "first read", "later reads")
+_TILE_TOKENS = 256
+
+
+def restore(stored: Stored, restorer: Restorer, verifier: Verifier | None) -> tuple[float, float]:
+    """Seconds until the pages are filled, and until the comparison is done as well."""
+    began = time.perf_counter()
+    checks = []
+    if verifier is not None:
+        chunks = [chunk for sequence in stored.sequences for chunk in sequence.chunks]
+        checks.append(verifier.begin(stored.tensors, chunks))
+    restorer.split(0, Schedule.PIPELINED, _TILE_TOKENS)
+    filled = time.perf_counter() - began
+    for check in checks:
+        if check is not None:
+            check.wait()
+    return filled, time.perf_counter() - began
+
+
+def measure(workload: RestoreWorkload) -> dict[str, object]:
+    device = choose_device(workload.device)
+    if device.type == "cpu":
+        torch.set_num_threads(workload.threads)
+    config = DecoderConfig.of_shape(workload.model_shape)
+    model = Decoder.random(config, workload.seed, device, TORCH_TYPES[workload.data_type])
+    times: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    with stored_prefixes(workload, model, device) as stored:
+        restorer = Restorer(stored, workload)
+        later = Verifier(DEFAULT_VERIFY_RATE)
+        for number in range(workload.repeats + 1):
+            first = Verifier(0.0)  # which has read nothing
+            for way, verifier in ((NONE, None), (FIRST, first), (LATER, later)):
+                took = restore(stored, restorer, verifier)
+                if number:  # the round before warmed up
+                    times[way].append(took)
+            first.close()
+        later.close()
+        restorer.close()
+        size = len(stored.sequences[0].chunks) * stored.tensors.layout.chunk_bytes
+    result: dict[str, object] = {
+        "device": describe_device(device),
+        "shape": workload.shape,
+        "dtype": workload.dtype,
+        "cached_tokens": workload.prompt,
+        "payload_bytes": size,
+        "link_rate": workload.link_rate,
+        "rounds": workload.repeats,
+        "verify_rate": DEFAULT_VERIFY_RATE,
+    }
+    for way in WAYS:
+        filled, compared = zip(*times[way], strict=True)
+        result[way] = {
+            "seconds": round(statistics.median(filled), 5),
+            "until_compared": round(statistics.median(compared), 5),
+            "ratio": round(_ratio(filled, times[NONE]), 3),
+            "ratio_until_compared": round(_ratio(compared, times[NONE]), 3),
+        }
+    return result
+
+
+def _ratio(times: tuple[float, ...], base: list[tuple[float, float]]) -> float:
+    """Median of the rounds' ratios to what the restore takes alone."""
+    return statistics.median(mine / alone for mine, (alone, _) in zip(times, base, strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.verification", description=__doc__)
+    parser.add_argument("--shape", default="opt-125m")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--prompt", type=int, default=1984, help="cached tokens")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--link-rate", help="emulate a link of this rate on a CPU")
+    parser.add_argument("--rounds", type=int, default=15)
+    arguments = parser.parse_args()
+    rate = arguments.link_rate
+    workload = RestoreWorkload(
+        shape=arguments.shape,
+        dtype=arguments.dtype,
+        prompt=arguments.prompt,
+        batch=1,
+        device=arguments.device,
+        threads=arguments.threads,
+        repeats=arguments.rounds,
+        seed=0,
+        link_rate=None if rate is None else parse_rate(rate, field="link-rate"),
+    )
+    print(json.dumps(measure(workload)))
+
+
+if __name__ == "__main__":
+    main()
