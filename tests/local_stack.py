@@ -52,6 +52,8 @@ class StackShape:
     lease_seconds: float = 60.0
     store_arguments: tuple[str, ...] = ()
     verify_rate: float = DEFAULT_VERIFY_RATE
+    # The workers take their store for one on another host.
+    mirror_memory_bytes: int | None = None
 
 
 @dataclass
@@ -123,7 +125,14 @@ async def local_stack(
 
         serving = [
             await cleanup.enter_async_context(
-                serving_worker(folder, str(index), f"unix:{sockets}/w{index}", address, shape)
+                serving_worker(
+                    folder,
+                    str(index),
+                    f"unix:{sockets}/w{index}",
+                    address,
+                    shape,
+                    mirror_memory_bytes=shape.mirror_memory_bytes,
+                )
             )
             for index in range(shape.workers)
         ]

@@ -412,9 +412,7 @@ class StoreClient:
                     await self.quiesce()
                 is_quiet = True
                 await self._renew_channel()
-                connection = self.connection = await self._attach(previous)
-                self._connected.set()
-                return connection
+                return await self._attach(previous)
             except InvalidArgument:
                 previous = b""
             except SplitpointError as error:
