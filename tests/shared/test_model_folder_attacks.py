@@ -202,7 +202,7 @@ def test_what_is_right_is_read(folder: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "32\n"), done.stderr
 
 
-@pytest.mark.parametrize("name", ["1e12 layers", "deep", "pipe"])
+@pytest.mark.parametrize("name", ["deep", "pipe"])
 def test_every_program_says_the_same(name: str, folder: Path) -> None:
     attack, reason = ATTACKS[name]
     attack(folder)
