@@ -170,6 +170,7 @@ class Reader:
                 plan,
                 window=layer.window,
                 scale=layer.scale,
+                cap=layer.cap,
             )
             hidden = layer.finish(hidden, attended)
         return model.logits(hidden)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
 from functools import lru_cache
@@ -273,6 +274,7 @@ class ModelShape:
         Raises InvalidArgument for an architecture outside FAMILIES or a config
         without the needed keys.
         """
+        config = text_config(config)
         family = str(config.get("model_type", ""))
         if family not in FAMILIES:
             raise InvalidArgument(
@@ -297,7 +299,9 @@ class ModelShape:
                 context_length=_integer(config, "max_position_embeddings"),
                 data_type=data_type or DataType(str(stored).removeprefix("torch.")),
                 gated_mlp=not is_opt,
-                tied_embeddings=bool(config.get("tie_word_embeddings", is_opt)),
+                tied_embeddings=bool(
+                    config.get("tie_word_embeddings", is_opt or family in GEMMA_FAMILIES)
+                ),
             )
         except KeyError as error:
             raise InvalidArgument(f"config.json has no {error.args[0]}", field="config") from error
@@ -331,7 +335,16 @@ def _integer(config: dict[str, Any], key: str, default: int | None = None) -> in
     return value
 
 
-FAMILIES = ("opt", "llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("opt", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
+GEMMA_FAMILIES = ("gemma2", "gemma3_text")
+# What Gemma 3's configs leave out, as transformers' class has it.
+_GEMMA3_DEFAULTS = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -502,6 +515,25 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_object(path)
 
 
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a `config.json` about the text decoder, usual values of Gemma 3 filled in.
+
+    Only a Gemma 3 that also sees images has a part for it, `text_config`; others are
+    returned as they are.
+    """
+    family = config.get("model_type")
+    if family == "gemma3":
+        text = config.get("text_config")
+        if not isinstance(text, dict):
+            raise InvalidArgument("config.json has no text_config", field="text_config")
+        whole = {key: value for key, value in config.items() if not key.endswith("_config")}
+        quantized = {"quantization_config": config.get("quantization_config")}
+        config = {**whole, **quantized, **text, "model_type": "gemma3_text"}
+    elif family != "gemma3_text":
+        return dict(config)
+    return {**_GEMMA3_DEFAULTS, **config}
+
+
 # -- shapes by name, for planning without a checkpoint --------------------------
 
 
@@ -556,7 +588,16 @@ BUILT_IN_SHAPES: dict[str, ModelShape] = {
         _shape("Qwen2-7B", "qwen2", 28, 3584, 28, 4, 128, 18944, 152064, 32768),
         _shape("Qwen3-4B", "qwen3", 36, 2560, 32, 8, 128, 9728, 151936, 40960, tied=True),
         _shape("Qwen3-8B", "qwen3", 36, 4096, 32, 8, 128, 12288, 151936, 40960),
-        # Planning only: the byte formulas hold, the family has no worker yet.
+        _shape("Gemma-2-2B", "gemma2", 26, 2304, 8, 4, 256, 9216, 256000, 8192, tied=True),
         _shape("Gemma-2-9B", "gemma2", 42, 3584, 16, 8, 256, 14336, 256000, 8192, tied=True),
+        _shape("Gemma-2-27B", "gemma2", 46, 4608, 32, 16, 128, 36864, 256000, 8192, tied=True),
+        _shape("Gemma-3-1B", "gemma3_text", 26, 1152, 4, 1, 256, 6912, 262144, 32768, tied=True),
+        _shape("Gemma-3-4B", "gemma3_text", 34, 2560, 8, 4, 256, 10240, 262208, 131072, tied=True),
+        _shape(
+            "Gemma-3-12B", "gemma3_text", 48, 3840, 16, 8, 256, 15360, 262208, 131072, tied=True
+        ),
+        _shape(
+            "Gemma-3-27B", "gemma3_text", 62, 5376, 32, 16, 128, 21504, 262208, 131072, tied=True
+        ),
     )
 }

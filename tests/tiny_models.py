@@ -14,6 +14,10 @@ from typing import Any
 
 import torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -80,6 +84,11 @@ LLAMA3_SCALING = {
     "original_max_position_embeddings": 64,
 }
 
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
 _BUILDERS: dict[str, Callable[..., PreTrainedModel]] = {
     # Biases, learned positions, tied embeddings.
     "opt": _opt,
@@ -120,10 +129,36 @@ _BUILDERS: dict[str, Callable[..., PreTrainedModel]] = {
     ),
     # Norms on q and k, head_dim is not hidden / heads.
     "qwen3": lambda **more: Qwen3ForCausalLM(Qwen3Config(**_sizes(head_dim=24, **more))),
+    # Every other layer with a window, soft caps, norms before and behind, odd score scale.
+    "gemma2": lambda **more: Gemma2ForCausalLM(
+        Gemma2Config(
+            **_sizes(
+                head_dim=32,
+                sliding_window=24,
+                query_pre_attn_scalar=20,
+                attn_logit_softcapping=2.0,
+                final_logit_softcapping=10.0,
+                **{"num_hidden_layers": 4, **more},
+            )
+        )
+    ),
+    # Windows in all layers but every third, each kind with its own rope; norms on q and k.
+    "gemma3": lambda **more: Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            **_sizes(
+                head_dim=32,
+                sliding_window_pattern=3,
+                sliding_window=20,
+                query_pre_attn_scalar=24,
+                rope_parameters=GEMMA3_ROPE,
+                **{"num_hidden_layers": 4, **more},
+            )
+        )
+    ),
 }
 CASES = tuple(_BUILDERS)
 # One case per family, together: GQA, sharded, tied, biases, q/k norm, odd head_dim.
-FAMILY_CASES = ("opt", "llama-3", "mistral", "qwen2", "qwen3")
+FAMILY_CASES = ("opt", "llama-3", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")
 _SHARDED = ("llama-3", "qwen3")
 
 
@@ -141,7 +176,11 @@ def build_tiny(case: str, seed: int = 0, **changes: int) -> PreTrainedModel:
             elif name.endswith(".bias"):
                 parameter.normal_(0.0, 0.1)
             elif "norm" in name:
-                parameter.normal_(1.0, 0.1)
+                # Gemma scales by 1 + weight.
+                parameter.normal_(0.0 if case.startswith("gemma") else 1.0, 0.1)
+    # SDPA, which transformers takes by itself, ignores Gemma 2's cap of scores.
+    if case == "gemma2":
+        model.set_attn_implementation("eager")
     model.train(False)
     return model
 

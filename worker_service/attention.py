@@ -87,6 +87,7 @@ def decode_partial(
     *,
     window: int | None,
     scale: float,
+    cap: float | None = None,
 ) -> Partial:
     """One query token each of B sequences, over one layer's pages.
 
@@ -95,6 +96,7 @@ def decode_partial(
         keys, values: the pool (or staging tile) the plan's page numbers mean,
             `[pages, n_kv, C, d]`. Hidden rows may hold anything finite.
         window: the layer's; one of the plan's windows.
+        cap: a score s becomes `cap * tanh(s / cap)`, as in all functions here; None: it stays.
 
     The group of query heads that shares a KV head is folded into the rows of
     one product, `[n_kv, g, d] x [n_kv, d, C]`: keys are never repeated.
@@ -110,6 +112,8 @@ def decode_partial(
         by_page.view(pages * kv_heads, group, head_dim),
         page_keys.view(pages * kv_heads, rows, head_dim),
     )
+    if cap is not None:
+        scores = _capped(scores.to(torch.float32), cap)
     # To fp32 and hidden in one pass; an overflow in a hidden row goes as well.
     scores = torch.minimum(scores.view(pages, query_heads, rows), view.limit)
     # One row more than queries: what foreign pages of the range add up to. Every
@@ -136,9 +140,10 @@ def decode(
     *,
     window: int | None,
     scale: float,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """`decode_partial` when the plan covers everything: `[B, n_q * d]`."""
-    partial = decode_partial(queries, keys, values, plan, window=window, scale=scale)
+    partial = decode_partial(queries, keys, values, plan, window=window, scale=scale, cap=cap)
     return partial.attended(queries.dtype)
 
 
@@ -152,6 +157,7 @@ def prefill(
     *,
     window: int | None,
     scale: float,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """T new tokens of one request over its prefix's pages and themselves.
 
@@ -166,8 +172,9 @@ def prefill(
     if view.pages is not None:
         all_keys = torch.cat((_prefix(keys, view.pages, view.row_count), all_keys), dim=1)
         all_values = torch.cat((_prefix(values, view.pages, view.row_count), all_values), dim=1)
-    if queries.device.type == "cpu" and queries.dtype != torch.float32:
-        return _prefill_in_blocks(queries, all_keys, all_values, view, scale)
+    if cap is not None or (queries.device.type == "cpu" and queries.dtype != torch.float32):
+        # SDPA cannot cap scores.
+        return _prefill_in_blocks(queries, all_keys, all_values, view, scale, cap)
     attended = functional.scaled_dot_product_attention(
         queries.transpose(0, 1).unsqueeze(0),
         all_keys.unsqueeze(0),
@@ -189,6 +196,7 @@ def prefill_partial(
     key_position: int,
     window: int | None,
     scale: float,
+    cap: float | None = None,
 ) -> Partial:
     """T consecutive queries over S consecutive keys: one tile of a streamed prefill.
 
@@ -205,6 +213,8 @@ def prefill_partial(
     scores = torch.bmm(folded.reshape(kv_heads, group * count, head_dim), keys.transpose(1, 2)).to(
         torch.float32
     )
+    if cap is not None:
+        scores = _capped(scores, cap)
     by_query = scores.view(kv_heads, group, count, rows)
     hidden = hidden_rows(query_position, count, key_position, rows, window, queries.device)
     if hidden is not None:
@@ -235,6 +245,7 @@ def _prefill_in_blocks(
     values: torch.Tensor,
     view: PrefillView,
     scale: float,
+    cap: float | None,
 ) -> torch.Tensor:
     """`prefill` by plain products; keys and values `[n_kv, rows + T, d]` with their prefix."""
     count, query_heads, head_dim = queries.shape
@@ -249,6 +260,8 @@ def _prefill_in_blocks(
         size, seen = last - first, view.row_count + last
         block = folded[:, :, first:last].reshape(kv_heads, group * size, head_dim)
         scores = torch.bmm(block, transposed[:, :, :seen]).view(kv_heads, group, size, seen)
+        if cap is not None:
+            scores = _capped(scores, cap)
         least = torch.finfo(scores.dtype).min
         if view.is_windowed and view.mask is not None:
             scores.masked_fill_(~view.mask[first:last, :seen], least)
@@ -258,6 +271,11 @@ def _prefill_in_blocks(
         product = torch.bmm(weights, values[:, :seen])
         attended[first:last] = product.view(kv_heads, group, size, head_dim).permute(2, 0, 1, 3)
     return attended.view(count, query_heads * head_dim)
+
+
+def _capped(scores: torch.Tensor, cap: float) -> torch.Tensor:
+    """Softly capped, in place."""
+    return scores.div_(cap).tanh_().mul_(cap)
 
 
 def _scores(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

@@ -105,6 +105,7 @@ class Batch:
                     segment.plan,
                     window=layer.window,
                     scale=layer.scale,
+                    cap=layer.cap,
                 )
                 attended = compute(feed, "attend", index, call)
             elif feed is not None:
@@ -133,6 +134,7 @@ class Batch:
             self.decode_plan,
             window=layer.window,
             scale=layer.scale,
+            cap=layer.cap,
         )
         whole = compute(feed, "attend", index, call)
         if self.streamed is not None and feed is not None:

@@ -250,4 +250,5 @@ class _Step:
             self.plan,
             window=layer.window,
             scale=layer.scale,
+            cap=layer.cap,
         )

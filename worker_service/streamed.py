@@ -96,6 +96,7 @@ class StreamedPrefill:
                     key_position=first,
                     window=layer.window,
                     scale=layer.scale,
+                    cap=layer.cap,
                 )
             )
 
@@ -158,7 +159,13 @@ class StreamedStep:
             def attend(keys: torch.Tensor, values: torch.Tensor, plan: DecodePlan = plan) -> None:
                 merged.add(
                     decode_partial(
-                        queries, keys, values, plan, window=layer.window, scale=layer.scale
+                        queries,
+                        keys,
+                        values,
+                        plan,
+                        window=layer.window,
+                        scale=layer.scale,
+                        cap=layer.cap,
                     )
                 )
 

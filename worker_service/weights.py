@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,6 +29,8 @@ _SINGLE = "model.safetensors"
 _HEAD = "lm_head.weight"
 # Buffers that older checkpoints carry and nobody needs.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
+# What sees images, in a checkpoint whose text decoder is served.
+_IMAGE_PREFIXES = ("vision_tower.", "multi_modal_projector.")
 _LISTED = 5  # names shown in an error
 # By safetensors' names of them.
 _FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -58,6 +60,8 @@ class Names:
     gate: str
     up: str
     down: str
+    post_attention_norm: str = ""
+    post_mlp_norm: str = ""
 
 
 _OPT = Names(
@@ -98,12 +102,20 @@ _LLAMA = Names(
     up="mlp.up_proj",
     down="mlp.down_proj",
 )
+_GEMMA = replace(
+    _LLAMA,
+    post_attention_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    post_mlp_norm="post_feedforward_layernorm",
+)
 NAMES: dict[str, Names] = {
     "opt": _OPT,
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
 }
 
 
@@ -138,10 +150,13 @@ def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         matrix(layer + names.value, shape.kv_width, hidden, config.qkv_bias)
         matrix(layer + names.output, hidden, shape.query_width, config.output_bias)
         if config.query_key_norm:
-            norm(layer + names.query_norm, shape.head_dim, Norm.RMS)
-            norm(layer + names.key_norm, shape.head_dim, Norm.RMS)
+            norm(layer + names.query_norm, shape.head_dim, config.norm)
+            norm(layer + names.key_norm, shape.head_dim, config.norm)
         norm(layer + names.attention_norm, hidden, config.norm)
         norm(layer + names.mlp_norm, hidden, config.norm)
+        if config.post_norms:
+            norm(layer + names.post_attention_norm, hidden, config.norm)
+            norm(layer + names.post_mlp_norm, hidden, config.norm)
         if shape.gated_mlp:
             matrix(layer + names.gate, inner, hidden, config.mlp_bias)
         matrix(layer + names.up, inner, hidden, config.mlp_bias)
@@ -165,7 +180,7 @@ class TensorSource(Protocol):
 class RandomTensors:
     """Weights drawn from a seed, for measurements and tests: no file is needed.
 
-    Matrices and biases are N(0, 0.02^2), norm weights 1. Every tensor is a
+    Matrices and biases are N(0, 0.02^2), norms scale by 1. Every tensor is a
     function of (seed, its place in `expected_tensors`).
     """
 
@@ -174,6 +189,7 @@ class RandomTensors:
     ) -> None:
         self._shapes = expected_tensors(config)
         self._places = {name: place for place, name in enumerate(self._shapes)}
+        self._norm = config.norm
         self._seed = seed
         self._device = device
         self._dtype = dtype
@@ -181,6 +197,8 @@ class RandomTensors:
     def get(self, name: str) -> torch.Tensor:
         shape = self._shapes[name]
         if name.endswith("norm.weight"):
+            if self._norm is Norm.RMS_PLUS_ONE:
+                return torch.zeros(shape, dtype=self._dtype, device=self._device)
             return torch.ones(shape, dtype=self._dtype, device=self._device)
         generator = torch.Generator(self._device)
         generator.manual_seed(self._seed * 1_000_003 + self._places[name])
@@ -252,6 +270,8 @@ class Checkpoint:
             except (OSError, SafetensorError) as error:
                 raise _bad(f"{path} cannot be read: {error}") from error
             for name in file.keys():  # noqa: SIM118 (not a mapping)
+                if name.removeprefix("model.").startswith(_IMAGE_PREFIXES):
+                    continue
                 full = _full_name(name, root)
                 if full in self._holders:
                     raise _bad(f"{name} is in more than one file of {self._folder}")
@@ -322,7 +342,9 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _full_name(name: str, root: str) -> str:
-    """Checkpoints saved from the bare model lack the leading `model.`."""
+    """Checkpoints saved from the bare model lack the leading `model.`; one that also sees
+    images has its text decoder below `language_model`."""
+    name = name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
     if name == _HEAD or name.startswith(root):
         return name
     bare = root.removeprefix("model.")

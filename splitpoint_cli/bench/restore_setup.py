@@ -195,7 +195,14 @@ def fill_pages(
                 keep_inputs(index, piece, inputs)
             planes = pages.keys[index], pages.values[index]
             return prefill(
-                queries, keys, values, *planes, plan, window=layer.window, scale=layer.scale
+                queries,
+                keys,
+                values,
+                *planes,
+                plan,
+                window=layer.window,
+                scale=layer.scale,
+                cap=layer.cap,
             )
 
         hidden = model.embed(torch.tensor(token_ids[start : piece.stop], device=device), positions)

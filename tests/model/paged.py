@@ -64,6 +64,7 @@ class PagedRunner:
                 plan,
                 window=layer.window,
                 scale=layer.scale,
+                cap=layer.cap,
             )
             self._write(index, pages, first, keys, values)
             hidden = layer.finish(hidden, attended)
@@ -98,6 +99,7 @@ class PagedRunner:
                 plan,
                 window=layer.window,
                 scale=layer.scale,
+                cap=layer.cap,
             )
             hidden = layer.finish(hidden, attended)
         return model.logits(hidden)

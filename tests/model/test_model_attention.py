@@ -25,7 +25,11 @@ LENGTHS = (1, 8, 9, 37)
 
 
 def naive(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    window: int | None,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """One query `[n_q, d]` at the last of `[rows, n_kv, d]` keys, head by head."""
     start = 0 if window is None else max(0, len(keys) - window)
@@ -33,7 +37,10 @@ def naive(
     heads = []
     for head in range(query.shape[0]):
         seen = keys[start:, head // group].float()
-        weights = torch.softmax(seen @ query[head].float() * SCALE, dim=0)
+        scores = seen @ query[head].float() * SCALE
+        if cap is not None:
+            scores = cap * torch.tanh(scores / cap)
+        weights = torch.softmax(scores, dim=0)
         heads.append(weights @ values[start:, head // group].float())
     return torch.cat(heads)
 
@@ -59,6 +66,8 @@ class Pool:
             self.sequences.append((keys, values))
 
 
+# Low enough to change most scores.
+CAPS = (None, 0.7)
 ORDERS = {
     "in order": list(range(20)),
     "holes": [page + page // 2 for page in range(20)],
@@ -66,10 +75,11 @@ ORDERS = {
 }
 
 
+@pytest.mark.parametrize("cap", CAPS)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)])
 @pytest.mark.parametrize("window", [None, 5, 16])
-def test_decode(order: str, heads: tuple[int, int], window: int | None) -> None:
+def test_decode(order: str, heads: tuple[int, int], window: int | None, cap: float | None) -> None:
     pool = Pool(LENGTHS, heads[1], ORDERS[order])
     queries = torch.randn(
         (len(LENGTHS), heads[0], HEAD), generator=torch.Generator().manual_seed(6)
@@ -77,9 +87,9 @@ def test_decode(order: str, heads: tuple[int, int], window: int | None) -> None:
     plan = DecodePlan.of_sequences(
         pool.page_lists, LENGTHS, chunk_tokens=CHUNK, windows={None, window}, device=CPU
     )
-    got = decode(queries, pool.keys, pool.values, plan, window=window, scale=SCALE)
+    got = decode(queries, pool.keys, pool.values, plan, window=window, scale=SCALE, cap=cap)
     for row, (keys, values) in enumerate(pool.sequences):
-        wanted = naive(queries[row], keys, values, window)
+        wanted = naive(queries[row], keys, values, window, cap)
         torch.testing.assert_close(got[row], wanted, atol=1e-5, rtol=1e-5)
 
 
@@ -110,9 +120,10 @@ def test_a_foreign_page_of_nan_inside_the_range_changes_nothing() -> None:
         torch.testing.assert_close(got[row], naive(queries[row], keys, values, None))
 
 
+@pytest.mark.parametrize("cap", CAPS)
 @pytest.mark.parametrize("window", [None, 3, 20])
 @pytest.mark.parametrize("cut", [1, 2, 4])
-def test_decode_tile_by_tile(cut: int, window: int | None) -> None:
+def test_decode_tile_by_tile(cut: int, window: int | None, cap: float | None) -> None:
     """The front staged in tiles, the tail on the device, merged (streamed residency)."""
     length = 37
     pool = Pool((length,), 2, list(range(5)))
@@ -134,11 +145,11 @@ def test_decode_tile_by_tile(cut: int, window: int | None) -> None:
     whole = None
     for first, last in itertools.pairwise(bounds):
         partial = decode_partial(
-            queries, pool.keys, pool.values, part(first, last), window=window, scale=SCALE
+            queries, pool.keys, pool.values, part(first, last), window=window, scale=SCALE, cap=cap
         )
         whole = partial if whole is None else whole.merge(partial)
     assert whole is not None
-    wanted = naive(queries[0], *pool.sequences[0], window)
+    wanted = naive(queries[0], *pool.sequences[0], window, cap)
     torch.testing.assert_close(whole.attended(torch.float32)[0], wanted, atol=1e-5, rtol=1e-5)
 
 
@@ -159,11 +170,14 @@ def test_rows_past_a_partial_chunk_are_hidden() -> None:
     torch.testing.assert_close(got[0], naive(queries[0], *pool.sequences[0], None))
 
 
+@pytest.mark.parametrize("cap", CAPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("order", ["in order", "scattered"])
 @pytest.mark.parametrize(("prefix", "new"), [(0, 1), (0, 90), (5, 1), (16, 70), (37, 9)])
 @pytest.mark.parametrize("window", [None, 4, 40])
-def test_prefill(dtype: torch.dtype, order: str, prefix: int, new: int, window: int | None) -> None:
+def test_prefill(
+    dtype: torch.dtype, order: str, prefix: int, new: int, window: int | None, cap: float | None
+) -> None:
     pool = Pool((prefix + new,), 2, ORDERS[order])
     keys, values = (each.to(dtype) for each in pool.sequences[0])
     queries = torch.randn(
@@ -181,16 +195,18 @@ def test_prefill(dtype: torch.dtype, order: str, prefix: int, new: int, window: 
         plan,
         window=window,
         scale=SCALE,
+        cap=cap,
     )
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     for row in range(new):
         end = prefix + row + 1
-        wanted = naive(queries[row], keys[:end], values[:end], window)
+        wanted = naive(queries[row], keys[:end], values[:end], window, cap)
         torch.testing.assert_close(got[row].float(), wanted, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("cap", CAPS)
 @pytest.mark.parametrize("window", [None, 4, 30])
-def test_prefill_tile_by_tile(window: int | None) -> None:
+def test_prefill_tile_by_tile(window: int | None, cap: float | None) -> None:
     """A streamed prefix in tiles and the tokens' own part, merged in any order."""
     prefix, new = 32, 11
     pool = Pool((prefix + new,), 2, list(range(6)))
@@ -206,6 +222,7 @@ def test_prefill_tile_by_tile(window: int | None) -> None:
             key_position=position,
             window=window,
             scale=SCALE,
+            cap=cap,
         )
 
     whole = part(keys[prefix:].transpose(0, 1), values[prefix:].transpose(0, 1), prefix)
@@ -221,5 +238,5 @@ def test_prefill_tile_by_tile(window: int | None) -> None:
     got = whole.attended(torch.float32)
     for row in range(new):
         end = prefix + row + 1
-        wanted = naive(queries[row], keys[:end], values[:end], window)
+        wanted = naive(queries[row], keys[:end], values[:end], window, cap)
         torch.testing.assert_close(got[row], wanted, atol=1e-5, rtol=1e-5)

@@ -83,7 +83,7 @@ def test_keys_and_values_rebuilt_from_activations(case: str, folders: dict[str, 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", ["opt", "llama-3", "qwen3"])
+@pytest.mark.parametrize("case", ["opt", "llama-3", "qwen3", "gemma2", "gemma3"])
 def test_half_precision_stays_near(case: str, dtype: torch.dtype, folders: dict[str, Path]) -> None:
     """Half precision is not exact, but it must be the same model."""
     text = tokens(40, seed=4)
@@ -103,5 +103,7 @@ def test_weight_bytes_are_counted(folders: dict[str, Path]) -> None:
         model = Decoder.load(folders[case], CPU)
         parameters = sum(p.numel() for p in build_tiny(case).parameters())
         assert model.weight_bytes == weight_sizes(model.config, CPU, torch.float32).total
+        half = Decoder.load(folders[case], CPU, torch.bfloat16)
+        assert half.weight_bytes == weight_sizes(half.config, CPU, torch.bfloat16).total
         # As held: tied embeddings twice, and matrices in whole blocks.
         assert 4 * parameters <= model.weight_bytes <= 6 * parameters

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from tiny_models import CASES, FAMILY_CASES, build_tiny, write_tiny
 
 from splitpoint.errors import InvalidArgument
-from splitpoint.shapes import BUILT_IN_SHAPES, ModelShape
+from splitpoint.shapes import BUILT_IN_SHAPES, DataType, ModelShape
 from worker_service.model.config import Activation, DecoderConfig, Norm, plain_config
 from worker_service.model.decoder import Decoder
 from worker_service.model.linear import Linear, Matrix
+from worker_service.model.rope_config import Rope
 from worker_service.weights import expected_tensors, weight_files
 
 CPU = torch.device("cpu")
@@ -197,6 +199,8 @@ def config_of(family: str, **changes: object) -> dict[str, Any]:
             "mistral": "mistral-7b",
             "qwen2": "qwen2-7b",
             "qwen3": "qwen3-8b",
+            "gemma2": "gemma-2-2b",
+            "gemma3_text": "gemma-3-1b",
         }[family]
     ]
     return {**plain_config(shape), **changes}
@@ -229,6 +233,15 @@ def config_of(family: str, **changes: object) -> dict[str, Any]:
         ("qwen3", {"head_dim": None}, "head_dim"),
         ("qwen3", {"mlp_bias": True}, "mlp_bias"),
         ("qwen3", {"model_type": "mamba"}, "model_type"),
+        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        ("gemma2", {"sliding_window": None}, "layer_types"),
+        ("gemma3_text", {"attention_bias": True}, "attention_bias"),
+        ("gemma3_text", {"rope_parameters": {"chunked": {}}}, "rope_parameters"),
+        ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern"),
+        ("gemma3_text", {"model_type": "gemma3"}, "text_config"),
     ],
 )
 def test_settings_that_are_not_supported_are_named(
@@ -295,3 +308,76 @@ def test_the_bundled_model_loads(bundled_model: Path) -> None:
     assert model.dtype == torch.bfloat16
     config = json.loads((bundled_model / "config.json").read_text())
     assert len(model.layers) == config["num_hidden_layers"]
+
+
+def test_gemma_3_is_read_in_the_old_and_the_new_form() -> None:
+    """As on the hub, where much is left out, and as transformers writes it today."""
+    rope = {"rope_type": "linear", "factor": 8.0}
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "rope_scaling": rope,
+        "sliding_window": 1024,
+    }
+    old = DecoderConfig.parse(
+        {"model_type": "gemma3", "text_config": text, "vision_config": {}, "torch_dtype": "float16"}
+    )
+    new = DecoderConfig.parse(
+        {
+            **{key: text[key] for key in text if key != "rope_scaling"},
+            "torch_dtype": "float16",
+            "layer_types": [*(["sliding_attention"] * 5), "full_attention"] * 5
+            + ["sliding_attention"] * 4,
+            "rope_parameters": {
+                "full_attention": {**rope, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        }
+    )
+    assert old == replace(new, shape=replace(new.shape, name=old.shape.name))
+    assert (
+        replace(old.shape, name="Gemma-3-4B", data_type=DataType.BFLOAT16)
+        == (BUILT_IN_SHAPES["gemma-3-4b"])
+    )
+    assert old.windows[:6] == (1024,) * 5 + (None,)
+    assert old.score_scale == 256**-0.5
+    assert old.score_cap is old.logit_cap is None
+    assert old.rope == Rope(1e6, "linear", 8.0)
+    assert old.local_rope == Rope(1e4)
+
+
+def test_gemma_2_is_read_with_what_its_config_leaves_out() -> None:
+    config = DecoderConfig.parse(config_of("gemma2", query_pre_attn_scalar=144))
+    assert config.windows[:3] == (4096, None, 4096)
+    assert (config.score_cap, config.logit_cap) == (50.0, 30.0)
+    assert config.score_scale == 1 / 12
+    assert config.shape.tied_embeddings
+
+
+@pytest.mark.parametrize("root", ["language_model.model.", "model.language_model."])
+def test_the_text_decoder_of_a_gemma_that_sees_images_is_read(root: str, tmp_path: Path) -> None:
+    """In both layouts that such checkpoints have; what sees images is left out."""
+    folder = write_tiny("gemma3", tmp_path / "text")
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name.replace("model.", root, 1): tensor for name, tensor in tensors.items()}
+    images = root.removesuffix("language_model.").replace("language_model.model.", "")
+    tensors[f"{images}vision_tower.encoder.weight"] = torch.ones(3)
+    tensors[f"{images}multi_modal_projector.weight"] = torch.ones(3)
+    both = tmp_path / "both"
+    both.mkdir()
+    save_file(tensors, both / "model.safetensors")
+    text = json.loads((folder / "config.json").read_text())
+    (both / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    ids = torch.arange(3, 20)
+    wanted, found = (Decoder.load(each, torch.device("cpu")) for each in (folder, both))
+    assert torch.equal(wanted.embed(ids, ids), found.embed(ids, ids))
+    inputs = torch.randn(17, 64)
+    for mine, other in zip(wanted.layers, found.layers, strict=True):
+        for left, right in zip(
+            mine.project(inputs, wanted.rotary(ids)),
+            other.project(inputs, found.rotary(ids)),
+            strict=True,
+        ):
+            assert torch.equal(left, right)

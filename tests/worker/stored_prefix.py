@@ -57,7 +57,15 @@ def compute(model: Decoder, token_ids: Sequence[int]) -> Computed:
         inputs = layer.attention_input(hidden)
         queries, keys, values = layer.project(inputs, rotary)
         attended = prefill(
-            queries, keys, values, keys, values, plan, window=layer.window, scale=layer.scale
+            queries,
+            keys,
+            values,
+            keys,
+            values,
+            plan,
+            window=layer.window,
+            scale=layer.scale,
+            cap=layer.cap,
         )
         hidden = layer.finish(hidden, attended)
         computed.keys.append(keys.clone())

@@ -118,7 +118,8 @@ def make_case(name: str, folder: Path) -> Iterator[Case]:
 
 # GQA; learned positions; windows everywhere; windows above; norms on keys.
 @pytest.fixture(
-    scope="module", params=["llama-3", "opt", "mistral", "qwen2-windows", "qwen3", "llama"]
+    scope="module",
+    params=["llama-3", "opt", "mistral", "qwen2-windows", "qwen3", "llama", "gemma2", "gemma3"],
 )
 def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

@@ -89,6 +89,14 @@ class Decoder:
             if config.rope is None
             else RotaryTable(config.rope, config.shape.head_dim, device, dtype)
         )
+        self._local_rotary = (
+            None
+            if config.local_rope is None
+            else RotaryTable(config.local_rope, config.shape.head_dim, device, dtype)
+        )
+        scale = config.embedding_scale
+        # Rounded as the checkpoints were trained.
+        self._embedding_scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()
         self.layer_weights = self._stream_layers(on_host.layers) if on_host.layers else None
         self.layers = [self._layer(index) for index in range(config.shape.layer_count)]
         self._final_norm = self._norm(root + names.final_norm) if config.final_norm else None
@@ -187,6 +195,8 @@ class Decoder:
     def embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Ids and positions, int64 `[N]`, to the first hidden `[N, h]`."""
         hidden = _rows(self._embedding, token_ids)
+        if self._embedding_scale is not None:
+            hidden = hidden * self._embedding_scale
         if self._project_in is not None:
             hidden = self._project_in(hidden)
         if self._positions is not None:
@@ -196,7 +206,12 @@ class Decoder:
 
     def rotary(self, positions: torch.Tensor) -> Rotary | None:
         """Angles for int64 `[N]` positions, for all layers; None: the model has none."""
-        return None if self._rotary is None else self._rotary.at(positions)
+        if self._rotary is None:
+            return None
+        rotary = self._rotary.at(positions)
+        if self._local_rotary is None:
+            return rotary
+        return replace(rotary, local=self._local_rotary.at(positions))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Last hidden `[M, h]` to fp32 logits `[M, vocabulary]`."""
@@ -204,7 +219,9 @@ class Decoder:
             hidden = self._final_norm(hidden)
         if self._project_out is not None:
             hidden = self._project_out(hidden)
-        return self._head(hidden).to(torch.float32)
+        logits = self._head(hidden).to(torch.float32)
+        cap = self.config.logit_cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     # -- building -----------------------------------------------------------------
 
@@ -227,7 +244,8 @@ class Decoder:
         }
         return DecoderLayer(
             head_dim=shape.head_dim,
-            scale=shape.head_dim**-0.5,
+            scale=config.score_scale,
+            cap=config.score_cap,
             window=config.windows[index],
             norm_before=config.norm_before,
             activation=config.activation,
@@ -241,6 +259,8 @@ class Decoder:
             mlp_norm=self._norm(prefix + names.mlp_norm),
             query_norm=self._head_norm(prefix + names.query_norm),
             key_norm=self._head_norm(prefix + names.key_norm),
+            post_attention_norm=self._post_norm(prefix + names.post_attention_norm),
+            post_mlp_norm=self._post_norm(prefix + names.post_mlp_norm),
             arrival=None if stream is None else partial(stream.hold, index),
         )
 
@@ -306,12 +326,19 @@ class Decoder:
     def _norm(self, name: str) -> NormWeights:
         weight = self._tensor(f"{name}.weight")
         bias = self._tensor(f"{name}.bias") if self.config.norm is Norm.LAYER else None
+        if self.config.norm is Norm.RMS_PLUS_ONE:
+            self.weight_bytes -= weight.nbytes
+            weight = weight.to(torch.float32) + 1
+            self.weight_bytes += weight.nbytes
         return NormWeights(self.config.norm, weight, bias, self.config.norm_epsilon)
+
+    def _post_norm(self, name: str) -> NormWeights | None:
+        return self._norm(name) if self.config.post_norms else None
 
     def _head_norm(self, name: str) -> NormWeights | None:
         if not self.config.query_key_norm:
             return None
-        return NormWeights(Norm.RMS, self._tensor(f"{name}.weight"), None, self.config.norm_epsilon)
+        return self._norm(name)
 
     def _host_table(self, name: str) -> torch.Tensor:
         size = expected_tensors(self.config)[name]

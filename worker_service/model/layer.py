@@ -24,7 +24,8 @@ class DecoderLayer:
     """Weights of one layer. N tokens, whatever requests they belong to.
 
     Attributes:
-        scale: what scores are multiplied by, `d^-0.5`.
+        scale: what scores are multiplied by.
+        cap: what scores are capped at, softly; None: they are not.
         window: how many tokens a query sees, itself included; None: all.
         norm_before: see DecoderConfig.
         arrival: holds compute until a piece of the weights is there; None: all are.
@@ -32,6 +33,7 @@ class DecoderLayer:
 
     head_dim: int
     scale: float
+    cap: float | None
     window: int | None
     norm_before: bool
     activation: Activation
@@ -45,6 +47,8 @@ class DecoderLayer:
     mlp_norm: NormWeights
     query_norm: NormWeights | None
     key_norm: NormWeights | None
+    post_attention_norm: NormWeights | None
+    post_mlp_norm: NormWeights | None
     arrival: Callable[[WeightPiece], None] | None = None
 
     def await_weights(self, *pieces: WeightPiece) -> None:
@@ -69,7 +73,7 @@ class DecoderLayer:
         if self.query_norm is not None:
             queries = self.query_norm(queries)
         if rotary is not None:
-            queries = rotary.rotate(queries)
+            queries = rotary.of(self.window).rotate(queries)
         keys, values = self.project_kv(inputs, rotary)
         return queries, keys, values
 
@@ -86,7 +90,7 @@ class DecoderLayer:
         if self.key_norm is not None:
             keys = self.key_norm(keys)
         if rotary is not None:
-            keys = rotary.rotate(keys)
+            keys = rotary.of(self.window).rotate(keys)
         return keys, values
 
     def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
@@ -95,11 +99,15 @@ class DecoderLayer:
 
     def add_attention(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """`attended` `[N, n_q * d]`, through W_O, onto the hidden `[N, h]`."""
+        if self.post_attention_norm is not None:
+            return hidden + self.post_attention_norm(self.output(attended))
         hidden = self.output.added_to(attended, hidden)
         return hidden if self.norm_before else self.attention_norm(hidden)
 
     def add_mlp(self, hidden: torch.Tensor) -> torch.Tensor:
         """What follows `add_attention`: the next hidden `[N, h]`."""
+        if self.post_mlp_norm is not None:
+            return hidden + self.post_mlp_norm(self.down(self._inner(self.mlp_norm(hidden))))
         if self.norm_before:
             return self.down.added_to(self._inner(self.mlp_norm(hidden)), hidden)
         return self.mlp_norm(self.down.added_to(self._inner(hidden), hidden))

@@ -125,8 +125,9 @@ class Linear:
         """`[N, in]` to `[N, out]`."""
         if self._packed:
             name = "none" if activation is None else activation.value
+            algorithm = "tanh" if activation is Activation.GELU_TANH else ""
             product = torch.ops.mkldnn._linear_pointwise(
-                _padded(rows), self._matrix.weight, self._bias, name, [], ""
+                _padded(rows), self._matrix.weight, self._bias, name, [], algorithm
             )
             return product[: len(rows)]  # type: ignore[no-any-return]
         product = functional.linear(rows, self._matrix.weight, self._bias)
@@ -134,6 +135,8 @@ class Linear:
             return product.relu_()
         if activation is Activation.SILU:
             return functional.silu(product, inplace=True)
+        if activation is Activation.GELU_TANH:
+            return functional.gelu(product, approximate="tanh")
         return product
 
     def added_to(self, rows: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:

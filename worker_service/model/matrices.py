@@ -13,7 +13,7 @@ import torch
 
 from splitpoint.weight_placement import WeightSizes, head_piece_count
 from splitpoint.weight_schedule import LAYER_PIECES, WeightPiece
-from worker_service.model.config import DecoderConfig
+from worker_service.model.config import DecoderConfig, Norm
 from worker_service.model.linear import held_bytes, packs
 from worker_service.weights import NAMES, TensorSource, expected_tensors
 
@@ -99,7 +99,9 @@ def weight_sizes(config: DecoderConfig, device: torch.device, dtype: torch.dtype
         if name in [f"{names.root}{each}.weight" for each in tables]:
             table += size
         elif len(dimensions) == 1:
-            fixed += size
+            # Gemma has no biases, and its norms are held in fp32.
+            in_fp32 = config.norm is Norm.RMS_PLUS_ONE
+            fixed += prod(dimensions) * torch.float32.itemsize if in_fp32 else size
         elif ".layers." not in name and name != f"{HEAD_NAME}.weight":
             fixed += held(*dimensions)
     pieces_of_head = head_rows(config)

@@ -14,7 +14,8 @@ from worker_service.model.config import Norm
 class NormWeights:
     """One norm over the last dimension; RMS norms have no bias.
 
-    RMS: `x / sqrt(mean(x^2) + epsilon) * weight`, the mean in fp32.
+    RMS: `x / sqrt(mean(x^2) + epsilon) * weight`, the mean in fp32. RMS_PLUS_ONE: the same
+    with `1 + weight`, which is what `weight` holds then, as fp32, and rounded at the end only.
     """
 
     kind: Norm
@@ -27,6 +28,10 @@ class NormWeights:
             return functional.layer_norm(
                 rows, self.weight.shape, self.weight, self.bias, self.epsilon
             )
+        if self.kind is Norm.RMS_PLUS_ONE:
+            wide = rows.to(torch.float32)
+            scaled = functional.rms_norm(wide, self.weight.shape, self.weight, self.epsilon)
+            return scaled.to(rows.dtype)
         if rows.dtype == torch.float32:
             return functional.rms_norm(rows, self.weight.shape, self.weight, self.epsilon)
         # As the checkpoints were trained: normalise in fp32, round, then scale.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from worker_service.model.config import Rope
+from worker_service.model.rope_config import Rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +22,16 @@ class Rotary:
         cosine: `[N, 1, d]`.
         sine: `[N, 1, d]`, its first half negated, so that the rotation is
             `x * cosine + swap_halves(x) * sine`.
+        local: those of the layers with a window, if they differ.
     """
 
     cosine: torch.Tensor
     sine: torch.Tensor
+    local: Rotary | None = None
+
+    def of(self, window: int | None) -> Rotary:
+        """What a layer with this window rotates by."""
+        return self if self.local is None or window is None else self.local
 
     def rotate(self, heads: torch.Tensor) -> torch.Tensor:
         """Rotate `[N, heads, d]`; returns a new tensor."""
