@@ -22,6 +22,7 @@ from scheduler_service.footprint import (
 from scheduler_service.routing import Candidate, choose_worker
 from splitpoint.config import format_size
 from splitpoint.planner import Residency
+from splitpoint.words import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +207,10 @@ class Admission:
             largest = max(misfits, key=lambda misfit: misfit.capacity_bytes)
             return Rejected(f"can never fit: {largest.reason}", numbers=largest)
         if len(self._queue) >= self.queue_capacity and not self._would_start(ticket):
-            return Rejected(f"the queue is full ({self.queue_capacity} requests wait)")
+            return Rejected(
+                "the queue is full "
+                f"({counted(self.queue_capacity, 'request waits', 'requests wait')})"
+            )
         return self.resubmit(ticket)
 
     def resubmit(self, ticket: Ticket) -> Queued:
@@ -268,7 +272,7 @@ class Admission:
             elif not self._has_slots(ledger, fits):
                 parts.append(
                     f"streamed requests hold {self._slots_of(ledger).promised_count:,} of the "
-                    f"store's {ledger.facts.store_slot_count or 0:,} slots, "
+                    f"store's {counted(ledger.facts.store_slot_count or 0, 'slot')}, "
                     f"{fits.slot_count:,} are needed"
                 )
             elif fits.size_bytes > ledger.free_bytes:
@@ -277,7 +281,9 @@ class Admission:
                     f"{format_size(fits.size_bytes)} needed"
                 )
             else:
-                parts.append(f"worker {worker_id} runs {ledger.running_count} requests, its most")
+                parts.append(
+                    f"worker {worker_id} runs {counted(ledger.running_count, 'request')}, its most"
+                )
         return "; ".join(parts)
 
     def footprint_bytes(self, ticket: Ticket) -> int:

@@ -38,6 +38,7 @@ from splitpoint.planner import Objective, Residency
 from splitpoint.text import Tokenizer
 from splitpoint.tracing import NO_SPAN, Span
 from splitpoint.v1 import types_pb2, worker_pb2
+from splitpoint.words import counted
 
 _log = logging.getLogger(__name__)
 
@@ -378,7 +379,8 @@ class Conductor:
             request.losses += is_loss
         if request.losses >= self.limits.loss_count:
             quarantine = Internal(
-                f"{request.losses} workers were lost while this request ran; it is not tried again",
+                f"{counted(request.losses, 'worker was', 'workers were')} lost while this "
+                "request ran; it is not tried again",
                 reason="REQUEST_QUARANTINED",
             )
             self._fail(request, cause or quarantine)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from splitpoint.costs import Profile
 from splitpoint.planner import Plan
+from splitpoint.words import counted
 
 # Until a worker has measured the way: 10 Gbit/s Ethernet, without its overhead.
 ASSUMED_BYTES_PER_SECOND = 1e9
@@ -78,7 +79,7 @@ def plan_with_fetch(
         takes = seconds + longer.predicted_restore_seconds - plan.predicted_restore_seconds
         saves = takes + plan.predicted_ttft_seconds - ttft
         words = (
-            f"fetching {fetched:,} tokens from {source.address} at {rate / 1e9:.3g} GB/s"
+            f"fetching {counted(fetched, 'token')} from {source.address} at {rate / 1e9:.3g} GB/s"
             f"{'' if measured else ' (assumed)'}: {_seconds(max(takes, 0.0))}, "
             f"recomputing them: {_seconds(saves)}"
         )

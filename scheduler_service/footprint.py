@@ -13,6 +13,7 @@ from splitpoint.costs import Profile
 from splitpoint.planner import Residency
 from splitpoint.schedule import Schedule
 from splitpoint.shapes import Encoding, ModelShape, chunks_of
+from splitpoint.words import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +126,9 @@ def _resident(demand: Demand, worker: WorkerFacts) -> Fits | NeverFits:
             f"resident: {format_size(size)} of cache fit the worker's {format_size(capacity)}",
         )
     return NeverFits(
-        f"{demand.token_count:,} tokens need {format_size(size)} of device cache, worker "
-        f"{worker.worker_id} has {format_size(capacity)} ({worker.capacity_tokens:,} tokens)",
+        f"{counted(demand.token_count, 'token needs', 'tokens need')} {format_size(size)} of "
+        f"device cache, worker {worker.worker_id} has {format_size(capacity)} "
+        f"({counted(worker.capacity_tokens, 'token')})",
         needed_bytes=size,
         capacity_bytes=capacity,
         needed_tokens=demand.token_count,
@@ -149,8 +151,9 @@ def _streamed(demand: Demand, worker: WorkerFacts) -> Fits | NeverFits:
     held = worker.store_slot_count
     if held is not None and slots > held:
         return NeverFits(
-            f"{tokens:,} tokens need {slots:,} slots of the KV store's {held:,} "
-            f"({held * worker.chunk_tokens:,} tokens) to be streamed",
+            f"{counted(tokens, 'token needs', 'tokens need')} {counted(slots, 'slot')} of the KV "
+            f"store's {held:,} "
+            f"({counted(held * worker.chunk_tokens, 'token')}) to be streamed",
             needed_bytes=slots * worker.slot_bytes,
             capacity_bytes=held * worker.slot_bytes,
             needed_tokens=tokens,

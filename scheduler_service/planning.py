@@ -29,6 +29,7 @@ from splitpoint.planner import (
     plan_request,
 )
 from splitpoint.v1 import worker_pb2
+from splitpoint.words import counted
 
 # Of what was predicted, what a restore may take without a word about it.
 _AS_PREDICTED = (0.75, 1.25)
@@ -189,8 +190,8 @@ def as_it_happened(plan: Plan, report: worker_pb2.RestoreReport | None) -> Plan:
         split_tokens=report.split_tokens,
         method=method,
         reason=(
-            f"{plan.reason}; the worker found {report.cached_tokens:,} tokens cached instead of "
-            f"{plan.cached_tokens:,} and used method {method.value} with split "
+            f"{plan.reason}; the worker found {counted(report.cached_tokens, 'token')} cached "
+            f"instead of {plan.cached_tokens:,} and used method {method.value} with split "
             f"{report.split_tokens:,}"
         ),
     )
@@ -251,7 +252,7 @@ def _as_fetched(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:
     """With the tokens that were fetched, and how long that took, in the reason."""
     if not plan.fetched_tokens and not report.fetched_tokens:
         return plan
-    fetched = f"{report.fetched_tokens:,} tokens in {report.fetch_seconds:.2g} s"
+    fetched = f"{counted(report.fetched_tokens, 'token')} in {report.fetch_seconds:.2g} s"
     return replace(
         plan,
         fetched_tokens=report.fetched_tokens,

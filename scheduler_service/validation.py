@@ -17,6 +17,7 @@ from splitpoint.keys import SALT_LIMIT
 from splitpoint.planner import Residency, RestoreMethod, check_forced_method
 from splitpoint.text import TooManyTokens
 from splitpoint.v1 import scheduler_pb2, types_pb2
+from splitpoint.words import counted
 
 REQUEST_ID_LIMIT = 64
 DEFAULT_MAX_TOKENS = 128
@@ -116,8 +117,8 @@ def validate_generate(
         sampling.max_tokens = min(DEFAULT_MAX_TOKENS, room)
     if sampling.max_tokens > room:
         raise InvalidArgument(
-            f"{len(prompt):,} prompt tokens and {sampling.max_tokens:,} new ones exceed the "
-            f"context of {model.context_length:,}",
+            f"{counted(len(prompt), 'prompt token')} and {sampling.max_tokens:,} new ones exceed "
+            f"the context of {model.context_length:,}",
             field="sampling.max_tokens",
             reason="CONTEXT_EXCEEDED",
             prompt_tokens=len(prompt),
@@ -303,7 +304,9 @@ def _check_range(
 
 def _check_count(count: int, name: str, limit: int) -> None:
     if count > limit:
-        raise InvalidArgument(f"{count} entries, at most {limit}", field=f"sampling.{name}")
+        raise InvalidArgument(
+            f"{counted(count, 'entry', 'entries')}, at most {limit}", field=f"sampling.{name}"
+        )
 
 
 def _digest_of(request: scheduler_pb2.GenerateRequest) -> bytes:

@@ -18,6 +18,7 @@ from rich.progress import Progress
 from splitpoint import config
 from splitpoint.arena_format import ArenaFormatError
 from splitpoint.errors import NotFound
+from splitpoint.words import counted
 from splitpoint_cli.output import err, out
 from splitpoint_cli.report import AsJson, OutputFile, hand_over
 
@@ -117,8 +118,9 @@ def verify(which: Which, as_json: AsJson = False, output: OutputFile = None) -> 
             f", {contents.changing_count} changed all the time" if contents.changing_count else ""
         )
         out.print(
-            f"{slot_count} slots: {contents.chunk_count} chunks whole "
-            f"({config.format_size(payload_bytes)} compared), {len(damages)} damages{changing}"
+            f"{counted(slot_count, 'slot')}: {counted(contents.chunk_count, 'chunk')} whole "
+            f"({config.format_size(payload_bytes)} compared), "
+            f"{counted(len(damages), 'damage')}{changing}"
         )
 
     hand_over(report, show, as_json=as_json, output=output)

@@ -14,6 +14,7 @@ from splitpoint.arena import Arena
 from splitpoint.arena_files import boot_id, lock_path_of
 from splitpoint.arena_format import Superblock
 from splitpoint.config import format_size
+from splitpoint.words import counted
 from splitpoint_cli.arena_check import Contents, Damage
 
 
@@ -106,14 +107,15 @@ def lines_of(report: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"layout      {layout['layer_count']} layers, {layout['kv_head_count']} heads of "
         f"{layout['head_dim']}, hidden {layout['hidden_size']}, {layout['data_type']} "
-        f"kept as {layout['encoding']}, {layout['chunk_tokens']} tokens a chunk, "
+        f"kept as {layout['encoding']}, {counted(layout['chunk_tokens'], 'token')} a chunk, "
         f"{activations} activations"
     )
     slots = ", ".join(f"{count:,} {state}" for state, count in report["slots"].items() if count)
     yield f"slots       {report['slot_count']:,}: {slots}"
     yield (
         f"chunks      {report['chunk_count']:,} of {format_size(report['chunk_bytes'])}, "
-        f"{report['token_count']:,} tokens, {report['tenant_count']:,} tenants"
+        f"{counted(report['token_count'], 'token')}, "
+        f"{counted(report['tenant_count'], 'tenant')}"
     )
     for damage in report["damages"]:
         yield f"{damage['place']}: {damage['invariant']}: {damage['message']}"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from splitpoint.answers import Worker
 from splitpoint.config import format_rate
 from splitpoint.v1 import kvstore_pb2
+from splitpoint.words import counted
 from splitpoint_cli.given_up import GivenUpWorker
 from splitpoint_cli.observed import Status, Store
 from splitpoint_cli.output import duration_text, plain_reason
@@ -132,7 +133,8 @@ def _readiness(worker: Worker) -> Iterator[Finding]:
         yield Finding(
             Severity.NOTE,
             f"{name} is draining",
-            f"it was told to stop, {worker.running_count} requests still run there",
+            "it was told to stop, and "
+            f"{counted(worker.running_count, 'request still runs', 'requests still run')} there",
             "wait until it has stopped, then start it again",
         )
     elif not worker.ready and ago is not None:
@@ -258,10 +260,13 @@ def _room(address: str, stats: kvstore_pb2.GetStatsResponse) -> Iterator[Finding
     all_held = stats.slot_count > 0 and held >= stats.slot_count
     if not (is_refusing or all_held):
         return
-    numbers = f"{held:,} of {stats.slot_count:,} slots are held by running requests"
+    numbers = (
+        f"{held:,} of {counted(stats.slot_count, 'slot is', 'slots are')} held by running requests"
+    )
     if is_refusing:
         numbers += (
-            f"; {stats.refused_reservation_count:,} reservations were refused, the last "
+            f"; {counted(stats.refused_reservation_count, 'reservation was', 'reservations were')}"
+            " refused, the last "
             f"{duration_text(stats.last_refused_seconds_ago)} ago"
         )
     yield Finding(
@@ -289,8 +294,9 @@ def _damage(address: str, stats: kvstore_pb2.GetStatsResponse) -> Iterator[Findi
     if stats.checksum_failure_count:
         yield Finding(
             Severity.WARNING,
-            f"store {address} found {stats.checksum_failure_count:,} chunks that differ from "
-            "their checksum",
+            f"store {address} found "
+            f"{counted(stats.checksum_failure_count, 'chunk that differs', 'chunks that differ')} "
+            "from their checksum",
             "they were dropped and are computed again; no such byte was served",
             "run `splitpoint arena verify`; if the number grows, look for failing memory "
             "(dmesg, EDAC)",

@@ -17,6 +17,7 @@ from splitpoint.errors import InvalidArgument, NotFound
 from splitpoint.planner import Objective, Plan, PlanInput, Residency, RestoreMethod, plan_request
 from splitpoint.schedule import Schedule
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding, ModelShape, read_config
+from splitpoint.words import counted
 from splitpoint_cli.output import EXIT_HELP, seconds_text
 from splitpoint_cli.plan_weights import plan_weights, report, rows, step_of
 from splitpoint_cli.report import AsJson, OutputFile, hand_over, print_table
@@ -233,8 +234,8 @@ def _parse(kind: type[_Named], text: str, field: str) -> _Named:
 def _check_context(shape: ModelShape, tokens: int) -> None:
     if tokens > shape.context_length:
         raise InvalidArgument(
-            f"{tokens:,} tokens (cached + new + max_tokens) are over {shape.name}'s context "
-            f"of {shape.context_length:,}",
+            f"{counted(tokens, 'token')} (cached + new + max_tokens) are over {shape.name}'s "
+            f"context of {shape.context_length:,}",
             field="cached_tokens",
         )
 
@@ -271,7 +272,7 @@ def _table_of(
     table.add_column(style="dim")
     table.add_column()
     for name, value in (
-        ("model", f"{shape.name}, {shape.data_type.value}, {shape.layer_count} layers"),
+        ("model", f"{shape.name}, {shape.data_type.value}, {counted(shape.layer_count, 'layer')}"),
         ("profile", costs.description or "from a file"),
         ("cached K / new T", f"{answer.cached_tokens:,} / {answer.new_tokens:,}"),
         ("keys and values", f"{format_size(shape.kv_bytes_per_token)} a token"),
@@ -298,7 +299,9 @@ def _parts(answer: Plan) -> list[tuple[str, str]]:
     rows = []
     if answer.resident_tokens:
         kind = "X" if answer.schedule is Schedule.ROW else "K and V"
-        rows.append(("stays on the device", f"{kind} of {answer.resident_tokens:,} tokens"))
+        rows.append(
+            ("stays on the device", f"{kind} of {counted(answer.resident_tokens, 'token')}")
+        )
     if answer.method is RestoreMethod.TOKENS:
         rows.append(("from token ids", f"{answer.recomputed_tokens:,}"))
     else:
@@ -306,7 +309,7 @@ def _parts(answer: Plan) -> list[tuple[str, str]]:
         at_first = f" of the {answer.cached_tokens:,} cached" if is_streamed else ""
         rows.append(("split", f"{answer.split_tokens:,}{at_first}"))
     if answer.tile_tokens:
-        rows.append(("on the link at once", f"{answer.tile_tokens:,} tokens a layer"))
+        rows.append(("on the link at once", f"{counted(answer.tile_tokens, 'token')} a layer"))
     return rows
 
 

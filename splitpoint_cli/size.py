@@ -16,6 +16,7 @@ from splitpoint.config import format_size, parse_size
 from splitpoint.costs import BUILT_IN_PROFILES, load_profile
 from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import Encoding, ModelShape
+from splitpoint.words import counted
 from splitpoint_cli.output import EXIT_HELP, seconds_text
 from splitpoint_cli.plan import find_shape
 from splitpoint_cli.report import AsJson, OutputFile, hand_over, print_table
@@ -118,8 +119,8 @@ def size(
         table.add_row(name, text)
     table.add_row(
         "--host-memory",
-        f"{format_size(host)}: {prefixes:,} cached prefixes and {count} streamed requests, "
-        "and a tenth more",
+        f"{format_size(host)}: {counted(prefixes, 'cached prefix', 'cached prefixes')} and "
+        f"{counted(count, 'streamed request')}, and a tenth more",
     )
     hand_over(report, lambda: print_table(table), as_json=as_json, output=output)
 
@@ -146,7 +147,8 @@ def _streamed_wanted(found: Sizing, wanted: int | None) -> int:
         return 0 if found.resident_count else found.streamed_count
     if wanted > found.streamed_count:
         raise InvalidArgument(
-            f"{wanted} streamed requests do not run at once here: {found.streamed_count} do "
+            f"{counted(wanted, 'streamed request does', 'streamed requests do')} not run at once "
+            f"here: {found.streamed_count} do "
             "(--max-batch, --device-memory)",
             field="streamed",
         )
@@ -155,21 +157,21 @@ def _streamed_wanted(found: Sizing, wanted: int | None) -> int:
 
 def _rows(shape: ModelShape, node: Node, load: Load, found: Sizing) -> Iterator[tuple[str, str]]:
     memory = found.memory
-    yield "model", f"{shape.name}, {shape.data_type.value}, {shape.layer_count} layers"
+    yield "model", f"{shape.name}, {shape.data_type.value}, {counted(shape.layer_count, 'layer')}"
     yield "costs", node.profile.description or "from a file"
     yield (
         "device",
         f"{format_size(memory.budget_bytes)}: weights {format_size(memory.weight_bytes)}, "
         f"workspace {format_size(memory.workspace_bytes)}, cache "
         f"{format_size(memory.cache_capacity_bytes)} "
-        f"({found.cached_tokens_in_memory:,} tokens)",
+        f"({counted(found.cached_tokens_in_memory, 'token')})",
     )
     if found.placement.streamed_bytes:
         yield "weights", found.placement.reason
     yield (
         "a request",
-        f"{load.token_count:,} tokens: {load.cached_tokens:,} cached, {load.new_tokens:,} new, "
-        f"{load.generated_tokens:,} generated; "
+        f"{counted(load.token_count, 'token')}: {load.cached_tokens:,} cached, "
+        f"{load.new_tokens:,} new, {load.generated_tokens:,} generated; "
         f"{format_size(found.resident_request_bytes)} of cache",
     )
     yield "resident at once", f"{found.resident_count:,}"
@@ -189,8 +191,8 @@ def _rows(shape: ModelShape, node: Node, load: Load, found: Sizing) -> Iterator[
     piece = node.chunk_tokens * shape.kv_bytes_per_token_layer // 2
     yield (
         "a chunk",
-        f"{node.chunk_tokens} tokens; K of one layer is {format_size(piece)}, and copies want "
-        f"{format_size(LEAST_PIECE)} at least (--chunk-tokens)",
+        f"{counted(node.chunk_tokens, 'token')}; K of one layer is {format_size(piece)}, and "
+        f"copies want {format_size(LEAST_PIECE)} at least (--chunk-tokens)",
     )
     kept = "K, V and X" if found.has_activations else "K and V"
     yield (

@@ -6,6 +6,7 @@ from splitpoint.config import format_size
 from splitpoint.costs import BUILT_IN_PROFILES
 from splitpoint.plan import Plan, RestoreMethod
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding, ModelShape
+from splitpoint.words import counted
 from splitpoint_cli.output import seconds_text
 from splitpoint_cli.sizing import Load, Node, host_memory_of, size_up
 
@@ -91,7 +92,7 @@ def _line(shape: ModelShape, load: Load, encoding: Encoding) -> str:
         seconds_text(found.lone_step_seconds),
         seconds_text(found.step_seconds),
         format_size(found.host_request_bytes),
-        f"{load.cached_tokens:,} tokens, {format_size(found.prefix_bytes)}",
+        f"{counted(load.cached_tokens, 'token')}, {format_size(found.prefix_bytes)}",
         restore_words(found.restore),
         format_size(host),
     )
@@ -105,5 +106,5 @@ def restore_words(plan: Plan) -> str:
         return f"{took}, all loaded"
     whole = seconds_text(plan.predicted_load_seconds)
     if plan.method is RestoreMethod.TOKENS:
-        return f"{took} ({whole} loaded): {plan.recomputed_tokens:,} tokens from their ids"
+        return f"{took} ({whole} loaded): {counted(plan.recomputed_tokens, 'token')} from their ids"
     return f"{took} ({whole} loaded): split {plan.split_tokens:,} of {plan.cached_tokens:,}"

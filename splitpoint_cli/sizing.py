@@ -17,6 +17,7 @@ from splitpoint.schedule import Schedule
 from splitpoint.shapes import ArenaLayout, Encoding, ModelShape, chunks_of
 from splitpoint.weight_placement import WeightPlacement, WeightSizes
 from splitpoint.weight_step import with_weights
+from splitpoint.words import counted
 from worker_service.memory import MemoryPlan, divide, place, staging_pages_on_gpu
 
 
@@ -39,8 +40,8 @@ class Load:
             raise InvalidArgument("at least 1 token is new and 1 generated", field="new")
         if self.cached_tokens < 0:
             raise InvalidArgument(
-                f"{self.new_tokens:,} new and {self.generated_tokens:,} generated tokens are more "
-                f"than the {self.token_count:,} of a request",
+                f"{self.new_tokens:,} new and {counted(self.generated_tokens, 'generated token')} "
+                f"are more than the {self.token_count:,} of a request",
                 field="tokens",
             )
 
@@ -99,7 +100,7 @@ def size_up(shape: ModelShape, node: Node, load: Load) -> Sizing:
     device that is too small for anything."""
     if load.token_count > shape.context_length:
         raise InvalidArgument(
-            f"{load.token_count:,} tokens are over {shape.name}'s context of "
+            f"{counted(load.token_count, 'token is', 'tokens are')} over {shape.name}'s context of "
             f"{shape.context_length:,}",
             field="tokens",
         )

@@ -16,6 +16,7 @@ from splitpoint.config import DEFAULT_ADDRESS, format_size
 from splitpoint.errors import DeadlineExceeded, Unavailable
 from splitpoint.tls import client_identity
 from splitpoint.v1 import kvstore_pb2
+from splitpoint.words import counted
 from splitpoint_cli.findings import Finding, Severity, findings_of
 from splitpoint_cli.generate import Address
 from splitpoint_cli.identity import CaFile, TokenFile
@@ -194,7 +195,7 @@ def _state(found: Status) -> str:
     names = ", ".join(model.name for model in found.models)
     if found.is_complete:
         return f"ready, serves {names}"
-    return f"serves {names} with {found.ready_count} of {len(found.workers)} workers"
+    return f"serves {names} with {found.ready_count} of {counted(len(found.workers), 'worker')}"
 
 
 COLOURS = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
@@ -211,9 +212,10 @@ def _store_line(store: Store) -> str:
     stats = store.stats
     if stats is None:
         return f"store {store.address}: {plain_reason(store.message)}"
-    hits = f"{stats.hit_token_count:,} of {stats.query_token_count:,} tokens found"
+    hits = f"{stats.hit_token_count:,} of {counted(stats.query_token_count, 'token')} found"
     return (
-        f"store {store.address}: {stats.sealed_slot_count:,} of {stats.slot_count:,} slots sealed, "
+        f"store {store.address}: {stats.sealed_slot_count:,} of "
+        f"{counted(stats.slot_count, 'slot')} sealed, "
         f"{stats.leased_slot_count:,} leased, {hits}, arena {format_size(stats.arena_size_bytes)}"
         f"{_lossy_note(stats)}"
     )
@@ -232,8 +234,8 @@ def _memory_line(stats: kvstore_pb2.GetStatsResponse) -> str:
         unused = stats.evicted_by_use_count[0] if stats.evicted_by_use_count else 0
         age = stats.evicted_age_seconds_sum / stats.evicted_chunk_count
         parts.append(
-            f"{stats.evicted_chunk_count:,} chunks evicted, {unused:,} of them never used again, "
-            f"after {age:,.0f} s on average"
+            f"{counted(stats.evicted_chunk_count, 'chunk')} evicted, {unused:,} of them never used "
+            f"again, after {age:,.0f} s on average"
         )
     if stats.unadmitted_chunk_count:
         parts.append(f"{stats.unadmitted_chunk_count:,} kept out")
