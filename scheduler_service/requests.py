@@ -25,6 +25,7 @@ from scheduler_service.validation import GenerateInput
 from splitpoint.errors import AlreadyExists, ResourceExhausted, SplitpointError
 from splitpoint.tracing import NO_SPAN, Span
 from splitpoint.v1 import scheduler_pb2
+from splitpoint.words import counted
 
 
 class Owner(Protocol):
@@ -234,8 +235,9 @@ class RequestTable:
         """Raises ResourceExhausted when the tenant has as many requests as it may."""
         most = self.limits.tenant_requests
         if most is not None and len(self._unended.get(tenant, ())) >= most:
+            run = counted(most, "request runs or waits", "requests run or wait")
             raise ResourceExhausted(
-                f"{most} requests of this tenant run or wait already",
+                f"{run} already of this tenant's, its most",
                 reason="TENANT_QUOTA",
                 retry_after_seconds=self.limits.retry_seconds,
                 tenant_requests=most,

@@ -1,4 +1,4 @@
-"""The documentation's commands and links exist."""
+"""The documentation's commands and links exist, and what of the README can run here does."""
 
 from __future__ import annotations
 
@@ -7,12 +7,22 @@ import importlib
 import io
 import re
 import shlex
+import signal
+import stat
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 import typer.main
+from fake_scheduler import Script, fake_scheduler
+from typer.testing import CliRunner
 
+from splitpoint.tls import client_identity
+from splitpoint_cli.child import child_environment
 from splitpoint_cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,3 +102,79 @@ def test_make_targets_in_the_documentation_exist() -> None:
     for page in PAGES:
         used = set(re.findall(r"(?:^    |`)make ([a-z][\w-]*)", page.read_text(), re.M))
         assert used <= targets, page.name
+
+
+# Those that start nothing, measure nothing and need no terminal.
+RUNNING = {"generate", "plan", "what-pays", "size", "status", "certs", "token", "compose"}
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[Script]:
+    with fake_scheduler("127.0.0.1:0") as script:
+        yield script
+
+
+@pytest.fixture
+def here(tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder to run commands in, which ask the fake scheduler."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SPLITPOINT_ADDRESS", script.address)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield tmp_path
+    for number, handler in handlers.items():  # `generate` has its own
+        signal.signal(number, handler)
+
+
+def runnable() -> list[str]:
+    """Commands of the README that need no other host and no container."""
+    lines = [line.partition(" < ")[0].strip() for line in commands_in(ROOT / "README.md")]
+    return [
+        line
+        for line in lines
+        if shlex.split(line)[1] in RUNNING and "--ca " not in line and "DIR" not in line
+    ]
+
+
+def test_commands_of_the_readme_run(here: Path, script: Script) -> None:
+    lines = runnable()
+    assert {shlex.split(line)[1] for line in lines} == RUNNING
+    for line in lines:
+        done = CliRunner().invoke(app, shlex.split(line)[1:], input="a prompt")
+        assert done.exit_code == 0, (line, done.output)
+    # Each option of `generate` arrived as what the line says that it is.
+    penalties = [request.sampling.repetition_penalty for request in script.requests]
+    assert 1.1 in penalties
+    assert any(request.text == "a prompt" and request.sampling.stop for request in script.requests)
+    # The tokens are as `--token-file` wants them.
+    tokens = sorted(here.glob("*.token"))
+    assert [path.name for path in tokens] == ["alice.token", "operator.token"]
+    for path in tokens:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert client_identity(token_file=path, environment={}).token
+    assert (here / "certificates" / "ca.pem").exists()
+
+
+def test_the_readmes_python_runs(script: Script) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert len(blocks) == 2
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", block.replace("127.0.0.1:50050", script.address)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**child_environment({}), "SPLITPOINT_ADDRESS": script.address},
+        )
+        for block in blocks
+    ]
+    for process in processes:
+        printed, errors = process.communicate(timeout=60)
+        assert (process.returncode, errors) == (0, "")
+        assert len(printed.splitlines()) == 3
+
+
+def test_the_readmes_extras_are_those_that_can_be_installed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    table = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", (ROOT / "README.md").read_text(), re.M)
+    named = {name for row in table for name in re.findall(r"`(\w+)`", row)}
+    assert named == set(project["optional-dependencies"]) - {"dev", "service"}
