@@ -216,7 +216,7 @@ def test_verify_names_every_damaged_slot(writer: Writer) -> None:
     code, text = run("verify", INSTANCE)
     assert code == 1
     assert "slot 2: PayloadMismatch: " in text
-    assert "1 chunks whole" in text
+    assert "1 chunk whole" in text
 
 
 def test_a_row_past_the_tokens_is_damage(writer: Writer) -> None:
