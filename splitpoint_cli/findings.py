@@ -305,7 +305,8 @@ def _damage(address: str, stats: kvstore_pb2.GetStatsResponse) -> Iterator[Findi
         ago = duration_text(stats.last_damage_seconds_ago)
         yield Finding(
             Severity.WARNING,
-            f"{counted(stats.damaged_chunk_count, 'chunk')} of store {address} changed while it ran",
+            f"{counted(stats.damaged_chunk_count, 'chunk')} of store {address} changed while "
+            "it ran",
             f"the last was found {ago} ago; they were dropped and are computed again, and "
             "requests may have read them before",
             "look for failing memory (dmesg, EDAC), and for a process that writes into the arena",
