@@ -58,6 +58,7 @@ def test_the_store_gets_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
         *("--admission", "second-use", "--lease-seconds", "5"),
         *("--huge-pages", "never", "--numa-node", "none", "--pin-limit", "1GiB"),
         *("--kv-encoding", "int4"),
+        *("--scrub-seconds", "60", "--scrub-rate", "1GB", "--verify-rate", "0.5"),
     )
     store = parse_store(list(stack.store.arguments[2:]))
     assert (store.eviction, store.evict_above, store.evict_to) == ("counter", 0.9, 0.7)
@@ -66,7 +67,9 @@ def test_the_store_gets_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert store.kv_encoding == "int4"
     assert layout_of(store).encoding is Encoding.INT4
     for command in stack.workers:
-        assert parse_worker(list(command.arguments[2:])).pin_limit == "1GiB"
+        worker = parse_worker(list(command.arguments[2:]))
+        assert (worker.pin_limit, worker.verify_rate) == ("1GiB", 0.5)
+    assert (store.scrub_seconds, store.scrub_rate) == (60.0, "1GB")
 
 
 def test_the_scheduler_gets_its_objective(monkeypatch: pytest.MonkeyPatch) -> None:

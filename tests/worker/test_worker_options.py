@@ -90,3 +90,11 @@ async def test_a_trace_that_cannot_be_written_is_refused_at_the_start(
     )
     with pytest.raises(InvalidArgument, match="cannot be written"):
         await load_worker(wanted)
+
+
+@pytest.mark.parametrize("rate", ["-0.1", "1.5", "nan"])
+def test_a_share_of_reads_is_between_none_and_all(folder: Path, rate: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        options(folder, "--verify-rate", rate)
+    assert caught.value.field == "verify-rate"
+    assert options(folder, "--verify-rate", "0").verify_rate == 0.0
