@@ -9,7 +9,8 @@ anonymous memory (/proc/PID/smaps): the arena, files and code are shared and not
     python -m benchmarks.soak [--minutes M] [--every S] [--cores C] [--dtype TYPE]
         [--json] [--output FILE]
 
-Exits with 1 if a process grew by more than 5 % after the first five minutes. `--cores` limits
+Exits with 1 if a process grew by more than 5 % after the first five minutes, by means of five
+minutes. `--cores` limits
 the processor time that the stack may take: requests are sent only while the stack has used
 less than that many cores since the start.
 """
@@ -196,13 +197,18 @@ async def measure(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def growth(samples: list[Sample]) -> dict[str, float]:
-    """Of each process: largest anonymous memory after the settling time, by that at its end."""
-    settled = [sample for sample in samples if sample.minutes >= SETTLED_MINUTES] or samples
+    """Of each process: mean anonymous memory of the last five minutes, by that of the first
+    five after the settling time. Single samples differ by what malloc has free just then."""
+    end = samples[-1].minutes
+    early = [s for s in samples if SETTLED_MINUTES <= s.minutes <= 2 * SETTLED_MINUTES]
+    late = [s for s in samples if s.minutes >= end - SETTLED_MINUTES]
     return {
-        name: max(sample.memory[name].anonymous for sample in settled)
-        / settled[0].memory[name].anonymous
-        for name in settled[0].memory
+        name: _mean(late, name) / _mean(early or samples[-1:], name) for name in samples[-1].memory
     }
+
+
+def _mean(samples: list[Sample], name: str) -> float:
+    return sum(sample.memory[name].anonymous for sample in samples) / len(samples)
 
 
 def row(sample: Sample) -> str:

@@ -93,6 +93,10 @@ class Chooser:
             chunk_tokens=request.chunk_tokens,
             staging_tokens=request.staging_tokens,
         )
+        has_tail = request.has_activations and request.cached_tokens % request.chunk_tokens
+        if has_tail and request.residency is Residency.RESIDENT:
+            # X of the partial chunk comes, too: the chunk will be sealed anew.
+            manner = replace(manner, extra_operations=shape.layer_count)
         return cls(shape, profile, costs, request, manner)
 
     def choose(self) -> Choices:
@@ -190,6 +194,7 @@ class Chooser:
             request.cached_tokens,
             request.chunk_tokens,
             request.prefill_tokens,
+            self.manner.extra_operations,
         ).met(overlapped=request.schedule is Schedule.PIPELINED)
         busier = max(met.link_seconds, met.compute_seconds + self.beside_seconds)
         return Choice(

@@ -211,6 +211,8 @@ def profile_to_proto(profile: Profile) -> pb.Profile:
         step_compute_seconds=profile.step_compute_seconds,
         host_weight_bytes=profile.host_weight_bytes,
         host_kv_weight_bytes=profile.host_kv_weight_bytes,
+        restore_overhead_seconds=profile.restore_overhead_seconds,
+        operation_overhead_seconds=profile.operation_overhead_seconds,
     )
 
 
@@ -227,6 +229,8 @@ def profile_from_proto(message: pb.Profile) -> Profile:
         step_compute_seconds=message.step_compute_seconds,
         host_weight_bytes=message.host_weight_bytes,
         host_kv_weight_bytes=message.host_kv_weight_bytes,
+        restore_overhead_seconds=message.restore_overhead_seconds,
+        operation_overhead_seconds=message.operation_overhead_seconds,
     )
 
 

@@ -8,6 +8,7 @@ from those who plan by it. Pure: no clock, no device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -105,6 +106,8 @@ class CostTracker:
     Attributes:
         profile: the latest one worth telling; replaced by `settle`.
         link, rebuild, prefill: the present fits, ahead of `profile`.
+        restore: seconds of restores beside their copies and products, over how many
+            of these there are.
         step_compute: what a decode step computes, its cache traffic left out.
     """
 
@@ -117,6 +120,7 @@ class CostTracker:
         self.prefill = LineTracker(
             Line(profile.prefill_overhead_seconds, profile.prefill_flops_per_second)
         )
+        self.restore = LineTracker(_overheads(profile))
         self.step_compute = MeanTracker()
         if profile.step_compute_seconds:
             self.step_compute.observe(profile.step_compute_seconds)
@@ -132,6 +136,7 @@ class CostTracker:
             or _moved(
                 self.prefill, Line(known.prefill_overhead_seconds, known.prefill_flops_per_second)
             )
+            or _moved(self.restore, _overheads(known))
             or abs(step - known.step_compute_seconds) > HYSTERESIS * known.step_compute_seconds
         )
         if moved:
@@ -150,7 +155,15 @@ class CostTracker:
             prefill_flops_per_second=self.prefill.line.rate,
             prefill_overhead_seconds=self.prefill.line.overhead,
             step_compute_seconds=self.step_compute.seconds or 0.0,
+            restore_overhead_seconds=self.restore.line.overhead,
+            operation_overhead_seconds=1.0 / self.restore.line.rate,
         )
+
+
+def _overheads(profile: Profile) -> Line:
+    """Seconds of a restore over its operations; none at all if they were not measured."""
+    operation = profile.operation_overhead_seconds
+    return Line(profile.restore_overhead_seconds, 1.0 / operation if operation else math.inf)
 
 
 def _moved(tracker: LineTracker, known: Line) -> bool:

@@ -36,6 +36,10 @@ class Profile:
     # these W_K and W_V, without which nothing is rebuilt. 0: all are on the device.
     host_weight_bytes: int = 0
     host_kv_weight_bytes: int = 0
+    # Of a restore, beside what its copies and products take: once, and for each copy or
+    # product, which has to be laid out and handed to its lane. 0: not measured.
+    restore_overhead_seconds: float = 0.0
+    operation_overhead_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("link_bytes_per_second", "rebuild_flops_per_second"):
@@ -48,6 +52,8 @@ class Profile:
             "step_compute_seconds",
             "host_weight_bytes",
             "host_kv_weight_bytes",
+            "restore_overhead_seconds",
+            "operation_overhead_seconds",
         ):
             _require_finite(name, getattr(self, name), above_zero=False)
         if not isinstance(self.remote_bytes_per_second, Mapping):

@@ -28,6 +28,11 @@ are rebuilt; where layer 0's loads are not enough for that time, the link idles.
 without tokens costs nothing, its overhead included. K and V of a layer count as one
 copy.
 
+A restore by itself (ALONE) takes, whatever its schedule, o seconds more for each copy,
+product and embedding, which have to be laid out and handed over, and F once. How many
+there are depends on the tiles and on which parts have tokens, so o counts for where the
+best split lies.
+
 Weights on the host share the link: a restore that rebuilds anything sends W_K and W_V
 of those layers once, which counts as part of S, and a decode step all of their weights.
 
@@ -79,6 +84,7 @@ class Manner:
             each step (STEP), or in all (SHARED).
         ahead: STEP: the part of a layer that fits the staging memory, so that it can
             come while the layer before computes.
+        extra_operations: ALONE: copies that any split needs, such as X of a partial chunk.
     """
 
     schedule: Schedule
@@ -87,6 +93,7 @@ class Manner:
     use: Use = Use.ALONE
     beside: float = 0.0
     ahead: float = 1.0
+    extra_operations: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +102,7 @@ class SplitCosts:
 
     `embeds`: layer 0's X comes from token ids (False: it is sent, as in KVPR).
     `weights`, `kv_weights`: seconds of the link, over all layers, for weights on the
-    host, and for W_K and W_V of these.
+    host, and for W_K and W_V of these. `fixed`: once per restore (F).
     """
 
     layer_count: int
@@ -107,6 +114,8 @@ class SplitCosts:
     embeds: bool = True
     weights: float = 0.0
     kv_weights: float = 0.0
+    operation: float = 0.0  # o
+    fixed: float = 0.0
 
     @classmethod
     def of(
@@ -123,6 +132,8 @@ class SplitCosts:
             rebuild_overhead=profile.rebuild_overhead_seconds,
             weights=profile.weight_seconds,
             kv_weights=profile.host_kv_weight_bytes / link,
+            operation=profile.operation_overhead_seconds,
+            fixed=profile.restore_overhead_seconds,
         )
 
     @property
@@ -151,6 +162,17 @@ class SplitCosts:
         """How long the device is busy rebuilding K,V of [0, split)."""
         pieces = tiles_of(split, tile_tokens)
         return self.layer_count * (pieces * self.rebuild_overhead + self.rebuild * split)
+
+    def operations(self, pieces: int, rest: int, *, sends: bool = True) -> int:
+        """Copies, products and embeddings of so many tiles, with `rest` tokens to load."""
+        rebuilds = self.layer_count * pieces
+        embeds = pieces if self.embeds else 0
+        loads = self.layer_count * max(1, pieces) if rest else 0
+        return rebuilds + embeds + loads + (self.sending_layers * pieces if sends else 0)
+
+    def overhead_seconds(self, operations: float) -> float:
+        """Of a restore with so many, beside what they themselves take."""
+        return self.fixed + self.operation * operations if operations else 0.0
 
     def seconds(self, split: int, cached: int, manner: Manner) -> float:
         """t(l) over all layers."""
@@ -182,6 +204,9 @@ class SplitCosts:
         is_row = manner.schedule is Schedule.ROW
         if is_row:
             send = weights
+        if manner.use is Use.ALONE and cached:
+            operations = self.operations(pieces, rest, sends=not is_row)
+            beside += self.overhead_seconds(operations + manner.extra_operations)
         if manner.schedule is Schedule.SERIAL:
             return (send + rebuild + load + beside,)
         if manner.schedule is Schedule.COLUMN or (is_row and manner.use is Use.ALONE):
@@ -206,7 +231,7 @@ class SplitCosts:
                 head = arrives - self.rebuild_overhead - self.rebuild * first_tile
             # The first layer's weights come before anything is rebuilt with them.
             head += self.kv_weights / layers
-        after = beside / layers if is_step else 0.0
+        after = beside / layers if is_step else beside
         terms = tuple(link + after + more for more in (0.0, fill, late, late + fill))
         busy = rebuild + beside
         if not is_step:
@@ -368,10 +393,11 @@ def _tile_tokens(costs: SplitCosts, cached: int) -> float:
     spared = layers * costs.load - sends * costs.activation
     worked = layers * costs.rebuild
     split = cached * layers * costs.load / (spared + worked)
+    copy, product = costs.copy_overhead + costs.operation, costs.rebuild_overhead + costs.operation
     if split >= cached:
-        return math.sqrt(cached * sends * costs.copy_overhead / costs.rebuild)
+        return math.sqrt(cached * sends * copy / costs.rebuild)
     # Link and device take equally long: what either pays for a tile counts by how
     # little the other one gives way.
-    link, device = (sends + layers) * costs.copy_overhead, layers * costs.rebuild_overhead
+    link, device = (sends + layers) * copy, layers * product
     overhead = (worked * link + spared * device) / (spared + worked)
     return math.sqrt(split * overhead / costs.activation)

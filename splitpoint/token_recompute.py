@@ -20,6 +20,10 @@ from splitpoint.meeting import Meeting, strides
 from splitpoint.shapes import ModelShape, chunks_of
 from splitpoint.split_costs import SplitCosts
 
+# What a copy that its lane draws by itself takes beside its bytes, as a share of what one
+# takes that is handed to the lane (measured on two CPU cores: 0.4 to 0.6).
+DRAWN_COPY = 0.5
+
 
 @dataclass(frozen=True, slots=True)
 class Met:
@@ -34,7 +38,10 @@ class Met:
 
 @dataclass(frozen=True, slots=True)
 class TokenRecompute:
-    """Costs of one prefix of `cached` tokens. `prefill_tokens`: most of one block; 0: all."""
+    """Costs of one prefix of `cached` tokens. `prefill_tokens`: most of one block; 0: all.
+
+    `extra_operations`: copies beside, as of `Manner`.
+    """
 
     shape: ModelShape
     profile: Profile
@@ -42,6 +49,7 @@ class TokenRecompute:
     cached: int
     chunk_tokens: int
     prefill_tokens: int = 0
+    extra_operations: int = 0
 
     def block_seconds(self, first: int, last: int) -> float:
         """K and V of tokens [first, last) in every layer, after those before them."""
@@ -72,6 +80,7 @@ class TokenRecompute:
         share = chunks_of(self.expected_point(), self.chunk_tokens) / count
         meeting = Meeting(count, front=front, back=back, expected_share=share)
         recomputed, computing, loading = 0, 0.0, 0.0
+        operations: float = self.extra_operations
         front_ends = back_ends = False
         while not (front_ends and back_ends):
             is_back = not back_ends and (not overlapped or front_ends or loading <= computing)
@@ -82,6 +91,7 @@ class TokenRecompute:
                     continue
                 last = min(piece.stop * self.chunk_tokens, self.cached)
                 loading += self.load_seconds(last - piece.start * self.chunk_tokens)
+                operations += DRAWN_COPY * self.costs.layer_count
             else:
                 piece = meeting.take_front()
                 if piece is None:
@@ -89,10 +99,12 @@ class TokenRecompute:
                     continue
                 last = min(piece.stop * self.chunk_tokens, self.cached)
                 computing += self.block_seconds(recomputed, last)
+                operations += 1
                 # Every block brings the weights that are on the host.
                 loading += self.profile.weight_seconds
                 recomputed = last
         seconds = max(computing, loading) if overlapped else computing + loading
+        seconds += self.costs.overhead_seconds(operations)
         return Met(recomputed, seconds, loading, computing)
 
     def _in_one_piece(self, tokens: int) -> float:

@@ -17,6 +17,11 @@ from splitpoint.shapes import ArenaLayout, ModelShape
 from splitpoint.split_costs import Manner, SplitCosts
 from worker_service.timeline import REBUILDING, Span, StepTimes
 
+# In a restore that takes longer, what its operations took is less than what the rates
+# of link and device are wrong by.
+_TELLING_SECONDS = 0.02
+_LEAST_SECONDS = 1e-6
+
 
 @dataclass(frozen=True, slots=True)
 class StepTraffic:
@@ -44,6 +49,20 @@ class CostWatch:
         """A restore ran."""
         self._observe(list(spans))
 
+    def took(self, seconds: float, spans: Iterable[Span], schedule: Schedule) -> None:
+        """How long a restore with these spans, each handed to its lane, took in all.
+
+        What it took beside its copies and products is told by short restores only.
+        """
+        if seconds > _TELLING_SECONDS:
+            return
+        listed = list(spans)
+        link = sum(span.seconds for span in listed if span.lane is not Lane.COMPUTE)
+        device = sum(span.seconds for span in listed if span.lane is Lane.COMPUTE)
+        busy = link + device if schedule is Schedule.SERIAL else max(link, device)
+        beside = max(seconds - busy, _LEAST_SECONDS)
+        self._tracker.restore.observe([Observation(len(listed), beside)])
+
     def stepped(self, times: StepTimes, spans: Iterable[Span], *, only_decodes: bool) -> None:
         """A streamed step ran. Prefills in it say nothing of what a decode step computes."""
         listed = list(spans)
@@ -64,7 +83,7 @@ class CostWatch:
         own, beyond = self._tracker.step_compute.seconds, self._beyond.seconds
         if own is None or beyond is None:
             return None
-        link = self._fits.weight_seconds
+        link = self.fits.weight_seconds
         link += sum(self._tracker.link.seconds(size) for size in traffic.copies)
         device = own + sum(self._tracker.rebuild.seconds(work) for work in traffic.rebuilds)
         return max(link, device) + beyond
@@ -79,24 +98,31 @@ class CostWatch:
         schedule: Schedule,
         tile_tokens: int,
         slots: int,
+        extra_operations: int = 0,
     ) -> float:
-        """Of a restore of `cached` tokens, `split` of them rebuilt."""
-        costs = SplitCosts.of(shape, self._fits, layout.encoding)
-        return costs.seconds(split, cached, Manner(schedule, tile_tokens, slots))
-
-    # -- measurements --------------------------------------------------------------------
+        """Of a restore of `cached` tokens, `split` of them rebuilt; see `Manner`."""
+        costs = SplitCosts.of(shape, self.fits, layout.encoding)
+        manner = Manner(schedule, tile_tokens, slots, extra_operations=extra_operations)
+        return costs.seconds(split, cached, manner)
 
     @property
-    def _fits(self) -> Profile:
+    def fits(self) -> Profile:
         """The present fits, whether or not they were told."""
         return self._tracker.fits
 
-    def _observe(self, spans: list[Span]) -> None:
-        self._tracker.link.observe(_of(spans, Lane.LINK_IN))
+    # -- measurements --------------------------------------------------------------------
+
+    def computed(self, spans: Iterable[Span]) -> None:
+        """Products of a restore whose copies say nothing of the link."""
+        spans = list(spans)
         self._tracker.rebuild.observe(_of(spans, Lane.COMPUTE, "rebuild"))
         # Of a prefill that waited for its weights nobody knows what it computed.
         if not self.profile.host_weight_bytes:
             self._tracker.prefill.observe(_of(spans, Lane.COMPUTE, "prefill"))
+
+    def _observe(self, spans: list[Span]) -> None:
+        self._tracker.link.observe(_of(spans, Lane.LINK_IN))
+        self.computed(spans)
 
 
 def _of(spans: Iterable[Span], lane: Lane, name: str | None = None) -> list[Observation]:

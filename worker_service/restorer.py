@@ -104,8 +104,11 @@ class Restorer:
         sequence.stored = list(chunks[:full])
         sequence.written_chunks = full
         sequence.writes_back = True
-        self._learn(brought.spans)
         ended = time.perf_counter()
+        self._learn(brought.spans)
+        is_handed = sequence.admission.method is not RestoreMethod.TOKENS
+        if self.costs is not None and cached and is_handed and not sequence.is_streamed:
+            self.costs.took(ended - started, brought.spans, self._lanes.schedule)
         event = _report(sequence, cached, split, ended - started, brought, predicted)
         if cached and sequence.admission.spans is not None:
             sequence.admission.spans.restored(
@@ -230,6 +233,7 @@ class Restorer:
             schedule=self._lanes.schedule,
             tile_tokens=mover.tile_tokens,
             slots=mover.slot_count,
+            extra_operations=len(self._cache.inputs) if cached % self._chunk else 0,
         )
 
     def _learn(self, spans: list[Span]) -> None:

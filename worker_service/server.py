@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
@@ -235,6 +235,12 @@ def _measure(worker: LoadedWorker) -> Profile:
     engine = worker.engine
     measured = measure(
         engine.model, engine.cache.device, worker.device_description, lanes=engine.lanes
+    )
+    # Restores are measured as they come: no page can be spared for trials now.
+    measured = replace(
+        measured,
+        restore_overhead_seconds=worker.profile.restore_overhead_seconds,
+        operation_overhead_seconds=worker.profile.operation_overhead_seconds,
     )
     engine.watch_costs(measured)
     return measured

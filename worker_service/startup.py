@@ -33,6 +33,7 @@ from worker_service.model.matrices import weight_sizes
 from worker_service.pinning import PROGRESS_SECONDS, CudaRegistrar, Pinning
 from worker_service.profiler import measure
 from worker_service.remote_client import RemoteStoreClient
+from worker_service.restore_costs import measure_overheads
 from worker_service.runtime import Runtime
 from worker_service.store_client import StoreClient
 from worker_service.timeline import Trace
@@ -296,6 +297,7 @@ def _build_engine(
         engine.trace = trace
         _write_trace(trace, options.trace_file)
     profile = measure(model, device, description, lanes=engine.lanes)
+    profile = measure_overheads(engine, profile)
     engine.watch_costs(profile)
     log.info(
         "%s on %s: weights take %s (%s), cache %s in %d pages",

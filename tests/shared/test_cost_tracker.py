@@ -97,3 +97,25 @@ def test_noise_changes_no_profile_and_a_change_does_once_it_is_sure() -> None:
     # What nothing was measured of stays.
     assert changes[-1].rebuild_flops_per_second == START.rebuild_flops_per_second
     assert changes[-1].prefill_flops_per_second == START.prefill_flops_per_second
+
+
+def test_what_restores_take_beside_their_operations_is_told_apart() -> None:
+    """Once per restore and for each operation, from restores of different sizes."""
+    rng = random.Random(3)
+    tracker = CostTracker(START)
+    assert tracker.profile.restore_overhead_seconds == 0
+    assert not tracker.settle()
+    for _ in range(40):
+        operations = rng.choice([8, 16, 48])
+        seconds = (3e-4 + 4e-5 * operations) * (1 + rng.uniform(-0.05, 0.05))
+        tracker.restore.observe([Observation(operations, seconds)])
+    assert tracker.settle()
+    learned = tracker.profile
+    for operations in (8, 48):
+        predicted = (
+            learned.restore_overhead_seconds + operations * learned.operation_overhead_seconds
+        )
+        assert predicted == pytest.approx(3e-4 + 4e-5 * operations, rel=0.1)
+    # Nothing else was measured.
+    assert learned.link_bytes_per_second == START.link_bytes_per_second
+    assert learned.rebuild_overhead_seconds == START.rebuild_overhead_seconds

@@ -52,6 +52,8 @@ def test_every_field_of_a_profile_survives_the_wire() -> None:
         step_compute_seconds=0.004,
         host_weight_bytes=7 << 30,
         host_kv_weight_bytes=1 << 30,
+        restore_overhead_seconds=2e-4,
+        operation_overhead_seconds=3e-5,
     )
     assert all(getattr(profile, field.name) for field in fields(profile))
     assert convert.profile_from_proto(convert.profile_to_proto(profile)) == profile

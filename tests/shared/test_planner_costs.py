@@ -31,11 +31,26 @@ def random_costs(rng: random.Random) -> SplitCosts:
         copy_overhead=overhead(),
         rebuild_overhead=overhead(),
         embeds=rng.random() < 0.8,
+        operation=overhead(),
+        fixed=overhead(),
     )
 
 
 def seconds_of_all(costs: SplitCosts, splits: Seconds, cached: int, manner: Manner) -> Seconds:
     """The formulas of the module's text once more, for all splits at once."""
+    seconds = _without_overheads(costs, splits, cached, manner)
+    if manner.use is not Use.ALONE or not cached:
+        return seconds
+    sends = costs.layer_count - 1 if costs.embeds else costs.layer_count
+    pieces = np.ceil(splits / (manner.tile_tokens or cached))
+    operations = costs.layer_count * (pieces + np.where(splits < cached, np.maximum(pieces, 1), 0))
+    operations += pieces * (sends if manner.schedule is not Schedule.ROW else 0)
+    operations += pieces if costs.embeds else 0
+    operations += manner.extra_operations
+    return seconds + costs.fixed + costs.operation * operations
+
+
+def _without_overheads(costs: SplitCosts, splits: Seconds, cached: int, manner: Manner) -> Seconds:
     layers, beside = costs.layer_count, manner.beside
     sends = layers - 1 if costs.embeds else layers
     tile = manner.tile_tokens or max(cached, 1)
@@ -104,6 +119,7 @@ def test_closed_form_equals_brute_force_on_2000_random_profiles(
             use=use,
             beside=0.0 if use is Use.ALONE else rng.choice([0.0, 10 ** rng.uniform(-6, 0)]),
             ahead=rng.choice([1.0, rng.random()]),
+            extra_operations=rng.choice([0, costs.layer_count]),
         )
         cap = rng.choice([None, None, None, rng.randint(0, 400)])
         limit = cached if cap is None else min(cap, cached)
