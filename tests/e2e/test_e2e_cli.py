@@ -105,6 +105,7 @@ def test_generate_json(address: str) -> None:
     assert set(answer) == {
         *("token_ids", "text", "finish_reason", "usage", "worker", "plan"),
         *("restore_seconds", "step_seconds", "ttft_seconds", "seconds"),
+        *("request_id", "seed", "matched_stop", "logprobs"),
     }
     assert len(answer["token_ids"]) == answer["usage"]["completion_tokens"] == 8
     assert answer["finish_reason"] == "length"
