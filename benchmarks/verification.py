@@ -6,22 +6,26 @@ and, as `until_compared`, when the outcome of the comparison is there, too. A wo
 it at the end of the step that computes the new tokens.
 
     python -m benchmarks.verification [--shape NAME] [--link-rate RATE] [--rounds N]
+        [--json] [--output FILE]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
+from typing import Any
 
 import torch
 
 from splitpoint.config import parse_rate
 from splitpoint.schedule import Schedule
+from splitpoint_cli.bench.ending import ending_by_signals
+from splitpoint_cli.bench.progress import Progress
 from splitpoint_cli.bench.restore_runs import Restorer
 from splitpoint_cli.bench.restore_setup import Stored, stored_prefixes
 from splitpoint_cli.bench.restore_workload import RestoreWorkload
+from splitpoint_cli.report import add_report_arguments, hand_over
 from worker_service.device_cache import TORCH_TYPES
 from worker_service.model.config import DecoderConfig
 from worker_service.model.decoder import Decoder
@@ -47,7 +51,7 @@ def restore(stored: Stored, restorer: Restorer, verifier: Verifier | None) -> tu
     return filled, time.perf_counter() - began
 
 
-def measure(workload: RestoreWorkload) -> dict[str, object]:
+def measure(workload: RestoreWorkload, progress: Progress) -> dict[str, object]:
     device = choose_device(workload.device)
     if device.type == "cpu":
         torch.set_num_threads(workload.threads)
@@ -57,7 +61,7 @@ def measure(workload: RestoreWorkload) -> dict[str, object]:
     with stored_prefixes(workload, model, device) as stored:
         restorer = Restorer(stored, workload)
         later = Verifier(DEFAULT_VERIFY_RATE)
-        for number in range(workload.repeats + 1):
+        for number in progress.track("rounds", range(workload.repeats + 1)):
             first = Verifier(0.0)  # which has read nothing
             for way, verifier in ((NONE, None), (FIRST, first), (LATER, later)):
                 took = restore(stored, restorer, verifier)
@@ -93,6 +97,17 @@ def _ratio(times: tuple[float, ...], base: list[tuple[float, float]]) -> float:
     return statistics.median(mine / alone for mine, (alone, _) in zip(times, base, strict=True))
 
 
+def show(result: dict[str, Any]) -> None:
+    print(f"{'compared':<12} {'restored':>10} {'/ none':>7} {'compared':>10} {'/ none':>7}")
+    for way in WAYS:
+        found = result[way]
+        print(
+            f"{way:<12} {1e3 * found['seconds']:>7.2f} ms {found['ratio']:>7.3f} "
+            f"{1e3 * found['until_compared']:>7.2f} ms {found['ratio_until_compared']:>7.3f}"
+        )
+
+
+@ending_by_signals
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.verification", description=__doc__)
     parser.add_argument("--shape", default="opt-125m")
@@ -102,6 +117,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--link-rate", help="emulate a link of this rate on a CPU")
     parser.add_argument("--rounds", type=int, default=15)
+    add_report_arguments(parser)
     arguments = parser.parse_args()
     rate = arguments.link_rate
     workload = RestoreWorkload(
@@ -115,7 +131,14 @@ def main() -> None:
         seed=0,
         link_rate=None if rate is None else parse_rate(rate, field="link-rate"),
     )
-    print(json.dumps(measure(workload)))
+    result = measure(workload, Progress())
+    hand_over(
+        result,
+        lambda: show(result),
+        as_json=arguments.json,
+        output=arguments.output,
+        indent=None,
+    )
 
 
 if __name__ == "__main__":

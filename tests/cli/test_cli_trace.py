@@ -357,7 +357,7 @@ def test_without_matplotlib_the_error_names_the_extra(file: Path, tmp_path: Path
         env=environment,
         check=False,
     )
-    assert done.returncode == 1
-    assert "FAILED_PRECONDITION: a picture needs matplotlib" in done.stderr
+    assert done.returncode == 2
+    assert "needs matplotlib, which is not installed" in done.stderr
     assert "splitpoint[plots]" in done.stderr
     assert not (tmp_path / "out.png").exists()
