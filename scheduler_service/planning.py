@@ -33,6 +33,8 @@ from splitpoint.words import counted
 
 # Of what was predicted, what a restore may take without a word about it.
 _AS_PREDICTED = (0.75, 1.25)
+# Less than this is told by no ratio: other work on the processor moves restores by as much.
+_WORTH_TELLING_SECONDS = 0.01
 # The share of a restore in which the busier of link and device is what limits it.
 _LIMITS = 0.5
 
@@ -215,7 +217,8 @@ def _as_timed(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:
     if not seconds or not predicted:
         return plan
     ratio = seconds / predicted
-    if _AS_PREDICTED[0] <= ratio <= _AS_PREDICTED[1]:
+    is_near = abs(seconds - predicted) < _WORTH_TELLING_SECONDS
+    if is_near or _AS_PREDICTED[0] <= ratio <= _AS_PREDICTED[1]:
         return plan
     device, link = report.compute_busy_seconds, report.link_busy_seconds
     busy = f"the link was busy {_ms(link)}, the device {_ms(device)}"
