@@ -557,6 +557,9 @@ def test_a_restore_unlike_its_prediction_says_what_limited_it(
     assert as_it_happened(plan, report).reason == plan.reason
     report.predicted_restore_seconds = 0
     assert as_it_happened(plan, report).reason == plan.reason
+    # Five times the prediction, and yet a matter of milliseconds.
+    report.restore_seconds, report.predicted_restore_seconds = 0.01, 0.002
+    assert as_it_happened(plan, report).reason == plan.reason
 
 
 def test_both_ends_that_meet_elsewhere_say_where_it_was_expected() -> None:
