@@ -7,6 +7,8 @@ from pathlib import Path
 
 from splitpoint import config
 from splitpoint.errors import InvalidArgument
+from splitpoint.openmp import spin_count
+from splitpoint.processor import instruction_sets
 
 
 def choose_devices(device: str, workers: int | None) -> tuple[str, ...]:
@@ -48,3 +50,13 @@ def default_threads(devices: tuple[str, ...], device: str) -> int | None:
     if device != "cpu":
         return None
     return max(1, config.available_cores() // devices.count("cpu"))
+
+
+def worker_spin_count(threads: int, workers: int) -> str:
+    """How often threads of this host's CPU workers spin before they sleep (openmp.py)."""
+    return spin_count(
+        threads=threads,
+        workers=workers,
+        cores=config.available_cores(),
+        flags=instruction_sets(),
+    )

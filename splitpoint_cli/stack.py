@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +17,13 @@ from splitpoint.checkpoints import model_name, resolve_model
 from splitpoint.errors import InvalidArgument
 from splitpoint.extras import need_all
 from splitpoint.logs import LogFormat, LogLevel
+from splitpoint.openmp import spin_environment
 from splitpoint.redis_options import read_redis_options
 from splitpoint.shapes import DataType, ModelShape, read_config
 from splitpoint.tls import Identity, read_identity
 from splitpoint.tracing import collector_url
 from splitpoint_cli.child import ServiceCommand
-from splitpoint_cli.devices import choose_devices, default_threads
+from splitpoint_cli.devices import choose_devices, default_threads, worker_spin_count
 from splitpoint_cli.files import check_output
 from splitpoint_cli.metrics_ports import metrics_addresses
 
@@ -209,6 +211,10 @@ def plan_stack(options: StackOptions) -> Stack:
         ready_seconds=60.0 + host_memory / 1e9,
         socket=socket_path(store_address),
     )
+    threads = options.threads or default_threads(devices, devices[0])
+    spinning: Mapping[str, str] = {}
+    if threads is not None and devices[0] == "cpu":
+        spinning = spin_environment(worker_spin_count(threads, len(devices)))
     workers = tuple(
         ServiceCommand(
             f"worker {i}",
@@ -225,7 +231,7 @@ def plan_stack(options: StackOptions) -> Stack:
                 *_given("--prefill-chunk", options.prefill_chunk),
                 *_given("--pin-limit", options.pin_limit),
                 *_given("--verify-rate", options.verify_rate),
-                *_given("--threads", options.threads or default_threads(devices, device)),
+                *_given("--threads", threads),
                 *(["--serial"] if options.serial else []),
                 *_given("--link-rate", options.link_rate),
                 *_given("--trace", trace_path(options.trace, i)),
@@ -235,6 +241,7 @@ def plan_stack(options: StackOptions) -> Stack:
             ],
             ready_seconds=_LOAD_SECONDS,
             stop_seconds=_WORKER_STOP_SECONDS,
+            environment=spinning,
             socket=socket_path(worker_addresses[i]),
         )
         for i, device in enumerate(devices)

@@ -3,6 +3,7 @@
 from splitpoint.openmp import wait_briefly
 from splitpoint.primitive_caches import bound_primitive_caches
 
-# Before anything of this package imports torch.
+# Before anything of this package imports torch. `splitpoint up` lets workers spin longer that
+# have their cores to themselves.
 wait_briefly()
 bound_primitive_caches()

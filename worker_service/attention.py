@@ -11,11 +11,13 @@ Softmax and every sum over pages are fp32, whatever the pages hold.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
+from splitpoint.processor import AMX_BF16, instruction_sets
 from worker_service.attention_plan import (
     LEAST,
     DecodePlan,
@@ -35,6 +37,7 @@ __all__ = [
     "decode_partial",
     "prefill",
     "prefill_partial",
+    "prefills_in_blocks",
     "tile_rows",
 ]
 
@@ -158,12 +161,14 @@ def prefill(
     window: int | None,
     scale: float,
     cap: float | None = None,
+    flags: Collection[str] | None = None,
 ) -> torch.Tensor:
     """T new tokens of one request over its prefix's pages and themselves.
 
     Args:
         queries: `[T, n_q, d]`; new_keys, new_values: `[T, n_kv, d]`.
         keys, values: the pool, `[pages, n_kv, C, d]`.
+        flags: instruction sets to choose the kernel by; None: this processor's.
 
     Returns `[T, n_q * d]`.
     """
@@ -172,8 +177,8 @@ def prefill(
     if view.pages is not None:
         all_keys = torch.cat((_prefix(keys, view.pages, view.row_count), all_keys), dim=1)
         all_values = torch.cat((_prefix(values, view.pages, view.row_count), all_values), dim=1)
-    if cap is not None or (queries.device.type == "cpu" and queries.dtype != torch.float32):
-        # SDPA cannot cap scores.
+    flags = instruction_sets() if flags is None else flags
+    if prefills_in_blocks(queries.device, queries.dtype, cap, flags):
         return _prefill_in_blocks(queries, all_keys, all_values, view, scale, cap)
     attended = functional.scaled_dot_product_attention(
         queries.transpose(0, 1).unsqueeze(0),
@@ -185,6 +190,22 @@ def prefill(
         enable_gqa=queries.shape[1] != new_keys.shape[1],
     )
     return attended.squeeze(0).transpose(0, 1).reshape(queries.shape[0], -1)
+
+
+def prefills_in_blocks(
+    device: torch.device, dtype: torch.dtype, cap: float | None, flags: Collection[str]
+) -> bool:
+    """True if plain products prefill faster than SDPA, or SDPA cannot: it cannot cap scores.
+
+    `flags`: instruction sets of the host's processor. 8 sequences x 12 heads x 512 x 64 in
+    bfloat16, a layer, products / SDPA: 3.1 / 5.7 ms on an EPYC, 56 / 10.7 ms (all eight) on a
+    Xeon with AMX. fp32 gains nothing from blocks on either.
+    """
+    if cap is not None:
+        return True
+    if device.type != "cpu" or dtype == torch.float32:
+        return False
+    return not (dtype == torch.bfloat16 and AMX_BF16 in flags)
 
 
 def prefill_partial(

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from splitpoint import config
+from splitpoint.processor import instruction_sets
 from splitpoint.shapes import ArenaLayout, ModelShape
 from splitpoint_cli.checks import (
     arenas,
@@ -94,7 +95,9 @@ def _machine(wishes: Wishes) -> Iterator[Check]:
     )
     yield Check(
         "cores",
-        lambda: processors.check_cores(config.available_cores(), _cpu_workers(wishes), places),
+        lambda: processors.check_cores(
+            config.available_cores(), _cpu_workers(wishes), places, flags=instruction_sets()
+        ),
     )
     yield Check("NUMA", lambda: processors.check_numa(wishes.numa_node, places))
     yield Check("CPU energy", lambda: power.check_rapl(places))

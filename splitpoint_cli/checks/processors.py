@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from splitpoint.errors import InvalidArgument
 from splitpoint.numa import choose_node, gpu_nodes, parse_nodes
+from splitpoint.openmp import LONG, spin_count
 from splitpoint_cli.checks.finding import Finding, Places, Verdict, read_text
 
 
-def check_cores(usable: int, cpu_workers: int, places: Places) -> Finding:
-    """`usable`: cores this process may run on, by affinity and quota."""
+def check_cores(
+    usable: int, cpu_workers: int, places: Places, *, flags: Collection[str] = ()
+) -> Finding:
+    """`usable`: cores this process may run on, by affinity and quota; `flags`: of cpuinfo."""
     name = "cores"
     total = len(parse_nodes(read_text(places.sys / "devices/system/cpu/online") or "")) or usable
     text = f"{usable} to use" + (f" of {total}" if total != usable else "")
@@ -23,7 +28,11 @@ def check_cores(usable: int, cpu_workers: int, places: Places) -> Finding:
             f"Start fewer: --workers {usable}, or give them more cores",
         )
     if cpu_workers:
-        text += f"; {max(1, usable // cpu_workers)} threads for each CPU worker"
+        threads = max(1, usable // cpu_workers)
+        text += f"; {threads} threads for each CPU worker"
+        spins = spin_count(threads=threads, workers=cpu_workers, cores=usable, flags=flags)
+        if spins == LONG:
+            text += ", which spin as long as OpenMP likes: each has a core of its own"
         if has_threads:
             return Finding(
                 name,

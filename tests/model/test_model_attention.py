@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from splitpoint.processor import AMX_BF16
 from worker_service.attention import (
     DecodePlan,
     PrefillPlan,
@@ -15,6 +16,7 @@ from worker_service.attention import (
     decode_partial,
     prefill,
     prefill_partial,
+    prefills_in_blocks,
     tile_rows,
 )
 
@@ -175,9 +177,17 @@ def test_rows_past_a_partial_chunk_are_hidden() -> None:
 @pytest.mark.parametrize("order", ["in order", "scattered"])
 @pytest.mark.parametrize(("prefix", "new"), [(0, 1), (0, 90), (5, 1), (16, 70), (37, 9)])
 @pytest.mark.parametrize("window", [None, 4, 40])
+@pytest.mark.parametrize("flags", [(), (AMX_BF16,)])
 def test_prefill(
-    dtype: torch.dtype, order: str, prefix: int, new: int, window: int | None, cap: float | None
+    dtype: torch.dtype,
+    order: str,
+    prefix: int,
+    new: int,
+    window: int | None,
+    cap: float | None,
+    flags: tuple[str, ...],
 ) -> None:
+    """With the kernels of either kind of processor."""
     pool = Pool((prefix + new,), 2, ORDERS[order])
     keys, values = (each.to(dtype) for each in pool.sequences[0])
     queries = torch.randn(
@@ -196,12 +206,24 @@ def test_prefill(
         window=window,
         scale=SCALE,
         cap=cap,
+        flags=flags,
     )
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     for row in range(new):
         end = prefix + row + 1
         wanted = naive(queries[row], keys[:end], values[:end], window, cap)
         torch.testing.assert_close(got[row].float(), wanted, atol=tolerance, rtol=tolerance)
+
+
+def test_products_or_sdpa_by_processor_type_and_cap() -> None:
+    amx, other, gpu = (AMX_BF16,), ("avx512f",), torch.device("cuda")
+    assert prefills_in_blocks(CPU, torch.bfloat16, None, other)
+    assert not prefills_in_blocks(CPU, torch.bfloat16, None, amx)
+    assert prefills_in_blocks(CPU, torch.float16, None, amx), "AMX here multiplies bfloat16 only"
+    assert not prefills_in_blocks(CPU, torch.float32, None, other)
+    assert not prefills_in_blocks(gpu, torch.bfloat16, None, other)
+    for device, dtype in ((CPU, torch.bfloat16), (CPU, torch.float32), (gpu, torch.bfloat16)):
+        assert prefills_in_blocks(device, dtype, 50.0, amx), "SDPA cannot cap scores"
 
 
 @pytest.mark.parametrize("cap", CAPS)
