@@ -18,6 +18,7 @@ from worker_service.messages import Admit, FinishEvent, StepOutput
 from worker_service.model.decoder import Decoder
 from worker_service.sampling import Sampling
 from worker_service.sequence import Admission
+from worker_service.verifier import Verifier
 
 CPU = torch.device("cpu")
 
@@ -35,6 +36,7 @@ def make_engine(
     has_activations: bool = False,
     staging_pages: int = STAGING_PAGES,
     lanes: Lanes | None = None,
+    verifier: Verifier | None = None,
 ) -> Engine:
     """An fp32 engine of a checkpoint or model; `cache_pages` sizes its budget exactly."""
     model = source if isinstance(source, Decoder) else Decoder.load(source, device, torch.float32)
@@ -62,6 +64,7 @@ def make_engine(
         prefill_chunk_tokens=prefill_chunk_tokens,
         eos_token_ids=eos_token_ids,
         lanes=lanes,
+        verifier=verifier,
     )
 
 

@@ -325,6 +325,7 @@ class Engine:
             raise
         lost = self._lost(batch, checks)
         if lost:
+            self._computing_since = None
             # Nobody's tokens were counted yet: the others run again next step.
             for each in lost:
                 self._lose(each.sequence, each.cause)

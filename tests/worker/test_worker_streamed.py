@@ -26,6 +26,7 @@ from worker_service.messages import StepOutput
 from worker_service.model.decoder import Decoder
 from worker_service.sampling import Sampling
 from worker_service.timeline import Trace
+from worker_service.verifier import Verifier
 
 CHUNK = 16
 NEW = 8
@@ -385,6 +386,30 @@ def test_a_chunk_lost_in_mid_step_costs_its_own_sequence_a_new_start(
     for plane in (*engine.cache.keys, *engine.cache.values, *engine.cache.inputs):
         assert plane.isfinite().all()
     lanes.close()
+
+
+def test_a_step_that_read_a_damaged_chunk_does_not_go_on_computing(tmp_path: Path) -> None:
+    """Until the store has answered the engine has nothing to compute."""
+    for case in make_case("llama", tmp_path):
+        engine = make_engine(
+            case.model,
+            has_activations=True,
+            cache_pages=80,
+            lanes=SerialLanes(CPU),
+            verifier=Verifier(0.0),
+        )
+        for plane in case.runner.connection.tensors.keys:
+            plane[list(case.runner.store.pool.chunks())] += 1
+        computing: list[float] = []
+
+        def note(
+            output: StepOutput, engine: Engine = engine, computing: list[float] = computing
+        ) -> None:
+            computing.extend([engine.computing_seconds] * output.loss_count)
+
+        case.runner.after_step = note
+        case.check(case.runner.run(engine, [admission("1", case.prompts[1], GREEDY)]))
+        assert computing == [0.0]
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
