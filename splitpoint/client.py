@@ -429,6 +429,7 @@ class AsyncClient:
             return error.message
 
     async def _call(self, method: _Method[_Result], request: Any) -> _Result:
+        check_size(request)
         try:
             send = getattr(self._services[method.service], method.name)
             return method.read(await send(request, timeout=self._timeout))

@@ -193,6 +193,16 @@ async def test_what_is_too_large_is_refused_before_it_is_sent(
     assert script.requests == []
 
 
+async def test_other_requests_that_are_too_large_are_refused_as_well(script: Script) -> None:
+    text = "x" * (32 << 20)
+    said = "at most 4 MiB can be sent"
+    with Client(script.address) as client, pytest.raises(errors.ResourceExhausted, match=said):
+        client.tokenize(text)
+    async with AsyncClient(script.address) as other:
+        with pytest.raises(errors.ResourceExhausted, match=said):
+            await other.tokenize(text)
+
+
 async def test_a_deadline_that_has_passed_says_what_did_not_happen(script: Script) -> None:
     script.endless = True
     said = r"the generation did not end within 0\.1 s"
