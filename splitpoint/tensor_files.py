@@ -37,14 +37,10 @@ def read_header(path: Path, *, floats_only: bool = True) -> TensorFile:
     """
     if not is_there(path):
         raise _bad(path, "it is missing")
-    with path.open("rb") as file:
-        size = path.stat().st_size
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or not 2 <= length <= _MOST_HEADER_BYTES:
-            raise _bad(path, "it is no safetensors file")
-        if 8 + length > size:
-            raise _bad(path, f"it is cut off within its header, at {size:,} bytes")
-        header = file.read(length)
+    try:
+        header, size = _header_and_size(path)
+    except OSError as error:
+        raise _bad(path, f"it cannot be read: {error.strerror}") from error
     try:
         entries = parse_object(path, header)
     except InvalidArgument as error:
@@ -66,10 +62,23 @@ def read_header(path: Path, *, floats_only: bool = True) -> TensorFile:
         if kind in _FLOAT_BYTES and last - first != count * _FLOAT_BYTES[kind]:
             raise _bad(path, f"{name} has {last - first:,} bytes, another size than its shape")
         end = max(end, last)
+    length = len(header)
     if size != 8 + length + end:
         what = "cut off" if size < 8 + length + end else "longer than its tensors"
         raise _bad(path, f"it is {what}: {size:,} bytes, its header speaks of {8 + length + end:,}")
     return TensorFile(header, len(entries), size)
+
+
+def _header_and_size(path: Path) -> tuple[bytes, int]:
+    """The header's JSON and the size of the file. Raises InvalidArgument, OSError."""
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or not 2 <= length <= _MOST_HEADER_BYTES:
+            raise _bad(path, "it is no safetensors file")
+        if 8 + length > size:
+            raise _bad(path, f"it is cut off within its header, at {size:,} bytes")
+        return file.read(length), size
 
 
 def _sizes(shape: Any) -> list[int]:

@@ -145,6 +145,10 @@ ATTACKS: dict[str, tuple[Callable[[Path], None], str]] = {
     "index: outside": (text(INDEX, '{"weight_map": {"a": "../x"}}'), "no file of its folder"),
     "weights: pipe": (pipe("model.safetensors"), "safetensors"),
     "weights: loop": (link("model.safetensors", "model.safetensors"), "safetensors"),
+    "weights: an error": (
+        link("model.safetensors", "/proc/self/mem"),  # a regular file; reading at 0 fails
+        "model.safetensors: it cannot be read",
+    ),
     "weights: empty": (text("model.safetensors", b""), "no safetensors file"),
     "weights: header of 2^63 bytes": (
         text("model.safetensors", struct.pack("<Q", 1 << 63) + b"{}"),
