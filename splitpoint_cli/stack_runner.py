@@ -93,14 +93,14 @@ class StackRunner:
             workers=dict(zip(names, stack.worker_addresses, strict=True)),
             show_tail=self.output.show_tail,
         )
-        keeper.on_given_up = lambda: write_given_up(stack.runtime, keeper.given_up())
+        keeper.on_given_up = lambda: self._note_given_up(keeper)
         keeping = asyncio.create_task(keeper.run())
         tasks: list[asyncio.Task[Any]] = [keeping, asyncio.create_task(stop.wait())]
         if limits is not None:
             tasks.append(asyncio.create_task(self._watch_folder(supervisor, keeper)))
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            deaths = [task.result() for task in done]  # raises what nobody foresaw
+            deaths = [task.result() for task in done]  # raises what ended one of them
         finally:
             for task in tasks:
                 task.cancel()
@@ -108,6 +108,13 @@ class StackRunner:
         for death in deaths:
             if isinstance(death, ServiceExited):
                 raise death
+
+    def _note_given_up(self, keeper: Keeper) -> None:
+        """For `status`, which can do without: the stack goes on if there is no place for it."""
+        try:
+            write_given_up(self._stack.runtime, keeper.given_up())
+        except OSError as error:
+            self.output.event("up", f"workers that were given up are not noted: {error}")
 
     async def _watch_folder(self, supervisor: Supervisor, keeper: Keeper) -> None:
         """Heal the runtime folder when something else removed it, or sockets in it.

@@ -167,6 +167,19 @@ def test_a_worker_that_cannot_come_back_is_given_up_and_the_last_one_ends_the_st
     assert_nothing_left(log, instance)
 
 
+def test_a_stack_that_cannot_note_a_given_up_worker_goes_on(tmp_path: Path) -> None:
+    log, instance = tmp_path / "log", instance_name("no-note")
+    with stack(log, instance, worker="crash-again", pause="0.02") as process:
+        wait_until_up(process)
+        (runtime_directory(instance) / "given-up.new").mkdir()
+        os.kill(lives(log, "worker-0")[0], signal.SIGKILL)
+        read_until(process, "workers that were given up are not noted")
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=SECONDS)
+    assert process.returncode == 0
+    assert_nothing_left(log, instance)
+
+
 def told(runtime: Path) -> list[str]:
     """Socket files of the workers that `up` says to have given up, once it says so."""
     deadline = time.monotonic() + SECONDS
