@@ -88,7 +88,7 @@ class Inspection:
         finder: Finder,
     ) -> None:
         """Drop the damaged chunks with all below them; what is leased stays in its slot,
-        served to nobody, until its leases end."""
+        and is not served again, until its leases end."""
         for entry, damage in zip(entries, damages, strict=True):
             # Not held: dropped meanwhile, perhaps with its damaged parent.
             if damage is None or not self._pool.holds(entry):

@@ -114,7 +114,7 @@ class Upkeep:
         if total:
             _log.info("verified %d adopted chunks in %.1f s", total, self._clock() - began)
 
-    # -- chunks that somebody suspects ---------------------------------------------------
+    # -- chunks that a worker suspects ---------------------------------------------------
 
     async def inspect_reported(self, handles: Sequence[tuple[int, int]]) -> int:
         """Read back what a worker suspects, (slot, generation); drop what is damaged.

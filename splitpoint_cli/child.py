@@ -91,7 +91,7 @@ class ServiceNotStarted(SplitpointError):
 
 
 class ServiceExited(SplitpointError):
-    """A child ended although nobody asked it to.
+    """A child ended without being told to.
 
     Attributes:
         tail: its last lines.

@@ -64,7 +64,7 @@ def measure_overheads(engine: Engine, profile: Profile) -> Profile:
     try:
         _restore_all(engine, mover, most, watch)
     finally:
-        engine.lanes.take_tally()  # nobody's traffic
+        engine.lanes.take_tally()  # no request's traffic
     return watch.fits
 
 

@@ -122,11 +122,7 @@ def _stack(wishes: Wishes, own: own_stack.OwnStack | None) -> Iterator[Check]:
         yield from _checkpoint(known.folder, shape)
     if shape is not None:
         yield Check("device memory", lambda: _device_memory(wishes, shape, driver))
-    yield Check(
-        "memory",
-        # Those of a stack that runs are loaded already.
-        lambda: _memory(wishes, shape, has_gpu=has_gpu, own=own),
-    )
+    yield Check("memory", lambda: _memory(wishes, shape, has_gpu=has_gpu, own=own))
     yield Check("huge pages", lambda: memory.check_huge_pages(wishes.huge_pages, wishes.places))
     yield Check(
         "arenas",
@@ -172,7 +168,8 @@ def _memory(
         too_small = memory.check_chunks(size, layout)
         if too_small is not None:
             yield too_small
-    # On a GPU node the weights are on the GPU; `check_device_memory` speaks of them.
+    # On a GPU node the weights are on the GPU; `check_device_memory` speaks of them. Those of
+    # a stack that runs are loaded already.
     weights = (
         0
         if shape is None or has_gpu or own is not None

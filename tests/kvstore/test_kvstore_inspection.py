@@ -109,7 +109,7 @@ def test_what_was_computed_under_a_lease_of_a_damaged_chunk_is_not_sealed(bench:
     lease = bench.store.match(reader, SALT, [1] * 4).lease_id
     flip_payload(bench, by_index(bench, 0).slot)
     inspect_all(bench)
-    # Somebody else stores the parent anew, so that its key is there again.
+    # Another writer stores the parent anew, so that its key is there again.
     store_sequence(bench.store, session, SALT, [1] * 4)
     parent = chunk_key(LAYOUT.layout_hash, SALT, b"", [1] * 4)
     (run,) = bench.store.reserve(reader, 1, SALT)
