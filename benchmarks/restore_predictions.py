@@ -5,26 +5,26 @@ back by every method: loaded, rebuilt from activations, half of each, and recomp
 token ids. Each prediction is the plan's of that very request. Rounds alternate over
 everything, so that what the worker learns from one restore counts for the next.
 
-    python -m benchmarks.restore_predictions [--rounds N] [--dtype TYPE] [--output FILE]
+    python -m benchmarks.restore_predictions [--rounds N] [--dtype TYPE] [--json] [--output FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import statistics
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import Any
 
 from splitpoint.client import AsyncClient
 from splitpoint.client_requests import GenerateOptions
 from splitpoint.planner import Residency, RestoreMethod
 from splitpoint_cli.bench.decode_report import commit, hardware
+from splitpoint_cli.bench.ending import run_until_signal
+from splitpoint_cli.report import add_report_arguments, hand_over
 from splitpoint_cli.stack import StackOptions, plan_stack
 from splitpoint_cli.stack_runner import StackRunner
 
@@ -60,7 +60,7 @@ def ways(length: int) -> dict[str, GenerateOptions]:
     }
 
 
-async def measure(arguments: argparse.Namespace) -> dict[str, object]:
+async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     stack = plan_stack(
         StackOptions(
             workers=1,
@@ -122,7 +122,8 @@ def median_error(restores: Sequence[Restore]) -> float:
     return statistics.median(each.error for each in restores)
 
 
-def report(result: dict[str, object], found: Sequence[Restore]) -> None:
+def show(result: Mapping[str, Any]) -> None:
+    found = [Restore(**each) for each in result["restores"]]
     print(f"{'':>6} " + "".join(f"{name:>22}" for name in ways(1)))
     print(f"{'tokens':>6} " + "".join(f"{'predicted/measured ms':>22}" for _ in ways(1)))
     for length in LENGTHS:
@@ -137,23 +138,22 @@ def report(result: dict[str, object], found: Sequence[Restore]) -> None:
     print(f"median error of first restores: {result['median_error_first']:.1%}")
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--output", type=Path, help="write the JSON line here, too")
+    add_report_arguments(parser)
     arguments = parser.parse_args()
-    result = asyncio.run(measure(arguments))
-    restores = result["restores"]
-    if isinstance(restores, list):
-        report(result, [Restore(**each) for each in restores])
-    line = json.dumps(result)
-    if arguments.output is not None:
-        arguments.output.write_text(line + "\n")
-    print(line)
-    return 0
+    result = run_until_signal(measure(arguments))
+    hand_over(
+        result,
+        lambda: show(result),
+        as_json=arguments.json,
+        output=arguments.output,
+        indent=None,
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

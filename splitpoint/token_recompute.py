@@ -21,7 +21,8 @@ from splitpoint.shapes import ModelShape, chunks_of
 from splitpoint.split_costs import SplitCosts
 
 # What a copy that its lane draws by itself takes beside its bytes, as a share of what one
-# takes that is handed to the lane (measured on two CPU cores: 0.4 to 0.6).
+# takes that is handed to the lane. Not measured by itself: with it the predictions of
+# `benchmarks.restore_predictions` fit best on two CPU cores.
 DRAWN_COPY = 0.5
 
 
