@@ -50,6 +50,7 @@ class Keeper:
         self._show_tail = show_tail
         self._policies: dict[str, RestartPolicy] = {}
         self._starts: set[asyncio.Task[None]] = set()
+        self._failures: asyncio.Queue[BaseException] = asyncio.Queue()
         # Workers that were given up: how the last life ended, when the next one begins.
         self._given_up: dict[str, tuple[str, float]] = {}
         # Ends of these are no deaths: they are being replaced.
@@ -60,24 +61,20 @@ class Keeper:
     async def run(self) -> ServiceExited:
         """Return the last death of a service that the stack cannot do without."""
         exit_ = asyncio.create_task(self._supervisor.next_exit())
+        failure = asyncio.create_task(self._failures.get())
         try:
             while True:
-                done, _ = await asyncio.wait(
-                    (exit_, *self._starts), return_when=asyncio.FIRST_COMPLETED
-                )
-                for start in self._starts & done:
-                    self._starts.discard(start)
-                    try:
-                        start.result()  # raises what nobody foresaw
-                    except ServiceExited as death:
-                        return death
-                if exit_ in done:
-                    end = self._decide(exit_.result())
-                    if end is not None:
-                        return end
-                    exit_ = asyncio.create_task(self._supervisor.next_exit())
+                await asyncio.wait((exit_, failure), return_when=asyncio.FIRST_COMPLETED)
+                if failure.done():
+                    if isinstance(error := failure.result(), ServiceExited):
+                        return error
+                    raise error  # nobody foresaw it
+                end = self._decide(exit_.result())
+                if end is not None:
+                    return end
+                exit_ = asyncio.create_task(self._supervisor.next_exit())
         finally:
-            tasks = (exit_, *self._starts)
+            tasks = (exit_, failure, *self._starts)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -93,6 +90,7 @@ class Keeper:
     async def renew(self, names: Iterable[str]) -> None:
         """Stop these services and start them again, one after the other; no deaths of theirs.
 
+        One that is given up meanwhile is left to `run`, which tries it again later.
         Raises ServiceExited when one that the stack cannot do without cannot be started.
         """
         for name in names:
@@ -122,7 +120,7 @@ class Keeper:
             self._say(
                 service.name, f"{service.death().message}{count}; starts again in {seconds:g} s"
             )
-        self._starts.add(asyncio.create_task(self._bring_back(_same_again(service), seconds)))
+        self._bring_back_later(_same_again(service), seconds)
         return None
 
     def _can_do_without(self, name: str, death: ServiceExited, decision: GiveUp) -> bool:
@@ -138,8 +136,11 @@ class Keeper:
         self.on_given_up()
         return True
 
-    async def _start(self, command: ServiceCommand) -> Service:
-        """A process for the command; while the system has none to give, that is a death, too."""
+    async def _start(self, command: ServiceCommand) -> Service | None:
+        """A process for the command; while the system has none to give, that is a death, too.
+
+        None if it was given up for now.
+        """
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -152,19 +153,31 @@ class Keeper:
                     death = ServiceExited(command.name, 1, (), and_then=why)
                     if not self._can_do_without(command.name, death, decision):
                         raise death from error
-                    await asyncio.sleep(decision.retry_seconds)
-                    continue
+                    self._bring_back_later(command, decision.retry_seconds)
+                    return None
                 self._say(
                     command.name,
                     f"cannot be started ({error.why}); again in {decision.seconds:g} s",
                 )
                 await asyncio.sleep(decision.seconds)
 
+    def _bring_back_later(self, command: ServiceCommand, seconds: float) -> None:
+        start = asyncio.create_task(self._bring_back(command, seconds))
+        self._starts.add(start)
+        start.add_done_callback(self._start_ended)
+
+    def _start_ended(self, start: asyncio.Task[None]) -> None:
+        self._starts.discard(start)
+        if not start.cancelled() and (error := start.exception()) is not None:
+            self._failures.put_nowait(error)
+
     async def _bring_back(self, command: ServiceCommand, pause: float) -> None:
         await asyncio.sleep(pause)
         loop = asyncio.get_running_loop()
         began = loop.time()
         service = await self._start(command)
+        if service is None:
+            return
         try:
             await service.ready()
         except ServiceExited:
