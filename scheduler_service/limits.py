@@ -32,7 +32,7 @@ class Limits:
     # What was peeked is asked again after a wait in the queue longer than this.
     peek_lifetime_seconds: float = 1.0
     # Long texts that are tokenized at a time, all but one of them of one tenant; those that
-    # wait for it beside them, and how long.
+    # wait for it beside them, half of them of one tenant, and how long.
     text_jobs: int = max(2, len(os.sched_getaffinity(0)) // 2)
     text_queue: int = 64
     text_wait_seconds: float = 10.0

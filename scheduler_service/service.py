@@ -161,7 +161,7 @@ class Scheduler:
         await self.conductor.close()
         await self.registry.close()
         await self._peeker.close()
-        self._text_jobs.close()
+        await self._text_jobs.close()
         if self._link is not None:
             await self._link.close()
 

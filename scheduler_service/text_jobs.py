@@ -27,13 +27,14 @@ _Result = TypeVar("_Result")
 class TextJobs:
     """Belongs to one event loop.
 
-    All but one of the places may be one tenant's, so that another always finds one.
+    All but one of the places may be one tenant's, and half of the queue, so that another always
+    finds room.
     """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._running: Counter[str] = Counter()
-        self._waiting = 0
+        self._waiting: Counter[str] = Counter()
         self._place_freed = asyncio.Event()
         self._threads = ThreadPoolExecutor(limits.text_jobs, thread_name_prefix="long text")
 
@@ -52,14 +53,14 @@ class TextJobs:
             return await asyncio.to_thread(job)
         return job()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Wait for what runs."""
-        self._threads.shutdown(cancel_futures=True)
+        await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
 
     async def _take_turn(self, tenant: str) -> None:
-        if not self._has_place(tenant) and self._waiting >= self._limits.text_queue:
+        if not self._has_place(tenant) and not self._may_wait(tenant):
             raise self._busy()
-        self._waiting += 1
+        self._waiting[tenant] += 1
         try:
             async with asyncio.timeout(self._limits.text_wait_seconds):
                 while not self._has_place(tenant):
@@ -68,7 +69,11 @@ class TextJobs:
         except TimeoutError:
             raise self._busy() from None
         finally:
-            self._waiting -= 1
+            self._waiting -= Counter([tenant])
+
+    def _may_wait(self, tenant: str) -> bool:
+        queue = self._limits.text_queue
+        return self._waiting.total() < queue and self._waiting[tenant] < max(1, queue // 2)
 
     def _has_place(self, tenant: str) -> bool:
         places = self._limits.text_jobs

@@ -19,7 +19,7 @@ from splitpoint import rpc
 from splitpoint.errors import InvalidArgument, ResourceExhausted
 from splitpoint.v1 import scheduler_pb2
 
-LIMITS = Limits(text_jobs=3, text_queue=2, text_wait_seconds=30.0, retry_seconds=0.5)
+LIMITS = Limits(text_jobs=3, text_queue=4, text_wait_seconds=30.0, retry_seconds=0.5)
 LONG = 1 << 20
 
 
@@ -64,7 +64,7 @@ async def desk() -> AsyncIterator[Desk]:
     made.gate.open.set()
     with suppress(asyncio.CancelledError):
         await asyncio.gather(*made.tasks, return_exceptions=True)
-    made.jobs.close()
+    await made.jobs.close()
 
 
 async def test_a_tenant_leaves_a_place_for_another(desk: Desk) -> None:
@@ -86,6 +86,32 @@ async def test_more_than_may_wait_are_turned_away_at_once(desk: Desk) -> None:
     assert (caught.value.reason, caught.value.retry_after_seconds) == ("TOKENIZER_BUSY", 0.5)
 
 
+async def test_a_tenant_leaves_half_of_the_queue_to_others(desk: Desk) -> None:
+    for _ in range(4):
+        desk.ask("a")
+    desk.ask("b")
+    await desk.until_running(["a", "a", "b"])
+    waiting = [desk.ask("b"), desk.ask("b")]
+    for tenant in ("a", "b", "c"):  # the last one because nothing is left
+        with pytest.raises(ResourceExhausted):
+            await desk.ask(tenant)
+    desk.gate.open.set()
+    assert await asyncio.gather(*waiting) == ["b", "b"]
+
+
+async def test_closing_leaves_the_loop_to_others() -> None:
+    """A loop that stood still until the job ends could not let it end."""
+    desk = Desk(LIMITS)
+    running = desk.ask("a")
+    await desk.until_running(["a"])
+    closing = asyncio.create_task(desk.jobs.close())
+    await asyncio.sleep(0.05)
+    assert not closing.done()
+    desk.gate.open.set()
+    await closing
+    assert await running == "a"
+
+
 async def test_a_wait_has_an_end() -> None:
     desk = Desk(replace(LIMITS, text_wait_seconds=0.05))
     for _ in range(2):
@@ -95,7 +121,7 @@ async def test_a_wait_has_an_end() -> None:
         await desk.ask("a")
     desk.gate.open.set()
     assert await asyncio.gather(*desk.tasks[:2]) == ["a", "a"]
-    desk.jobs.close()
+    await desk.jobs.close()
 
 
 async def test_a_caller_that_leaves_keeps_its_place_until_its_job_ends(desk: Desk) -> None:
