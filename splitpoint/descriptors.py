@@ -6,16 +6,24 @@ a file; so connections get at most half of them.
 
 from __future__ import annotations
 
+import logging
 import resource
+
+_log = logging.getLogger(__name__)
 
 # Connections to one port; with fewer descriptors than twice as many, half of those.
 MOST_CONNECTIONS = 4096
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the soft limit of this process to its hard one."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    """Raise the soft limit of this process to its hard one, if the kernel lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError) as error:  # a hard limit above fs.nr_open
+        _log.warning(
+            "open files stay limited to %s, the hard limit of %s is refused: %s", soft, hard, error
+        )
 
 
 def connection_limit() -> int:
