@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from splitpoint.arena import Arena
@@ -62,15 +63,20 @@ def note_loss(path: Path, loss: Loss) -> None:
 
 
 def take_note(path: Path) -> Loss | None:
-    """The note that an earlier store left, which is removed. None if there is none."""
+    """The note that an earlier store left, which is removed. None if there is none.
+
+    What is there instead, as a link or a folder, is no note.
+    """
     note = _note_path(path)
-    try:
+    told = ""
+    with suppress(OSError):
         file = os.open(note, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    with os.fdopen(file) as stream:
-        told = stream.read(32)
-    note.unlink()
+        try:
+            told = os.read(file, 32).decode(errors="replace")
+        finally:
+            os.close(file)
+    with suppress(OSError):
+        note.unlink()
     return Loss(told) if told in tuple(Loss) else None
 
 

@@ -14,6 +14,7 @@ from test_kvstore_process import StoreProcess, finish, start_worker, stats_of
 
 from splitpoint.arena import Arena
 from splitpoint.arena_files import lock_path_of
+from splitpoint.arena_loss import Loss, note_loss, take_note
 
 
 def remove(arena: Path) -> None:
@@ -123,3 +124,22 @@ def test_nothing_is_current_in_a_truncated_arena(shm_folder: Path, socket_addres
         arena.close()
         finish(worker)
         store.end(signal.SIGKILL)
+
+
+def test_a_note_is_taken_once_and_what_is_none_is_removed(tmp_path: Path) -> None:
+    arena, note = tmp_path / "arena", tmp_path / "arena.lost"
+    assert take_note(arena) is None
+    note_loss(arena, Loss.REMOVED)
+    assert take_note(arena) is Loss.REMOVED
+    assert not note.exists()
+    note.write_bytes(b"\xff\xfe removed")
+    assert take_note(arena) is None
+    assert not note.exists()
+    other = tmp_path / "other"
+    other.write_text("removed")
+    note.symlink_to(other)
+    assert take_note(arena) is None
+    assert not note.is_symlink()
+    assert other.read_text() == "removed"
+    note.mkdir()
+    assert take_note(arena) is None
