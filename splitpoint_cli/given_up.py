@@ -7,14 +7,14 @@ again and again, and when it is tried next.
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-
-from splitpoint.errors import InvalidArgument
+from typing import Any
 
 _NAME = "given-up.json"
 _MOST_BYTES = 64 * 1024
@@ -78,13 +78,13 @@ def _read(path: Path) -> list[GivenUpWorker]:
         if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid():
             return []
         try:
-            return [
-                GivenUpWorker(
-                    str(told["address"]),
-                    str(told["why"]),
-                    max(0.0, float(told["retry_at"]) - time.time()),
-                )
-                for told in json.loads(stream.read(_MOST_BYTES))
-            ]
-        except (ValueError, TypeError, KeyError) as error:
-            raise InvalidArgument(f"{path} is damaged: {error}") from error
+            return [_parsed(told) for told in json.loads(stream.read(_MOST_BYTES))]
+        except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            return []  # damaged: `status` tells the rest
+
+
+def _parsed(told: Any) -> GivenUpWorker:
+    seconds = float(told["retry_at"]) - time.time()
+    if not math.isfinite(seconds):
+        raise ValueError("it is never tried again")
+    return GivenUpWorker(str(told["address"]), str(told["why"]), max(0.0, seconds))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,7 @@ from splitpoint.costs import Profile
 from splitpoint.telemetry import RedisStatus, SchedulerStatus, Telemetry
 from splitpoint.v1 import kvstore_pb2, types_pb2
 from splitpoint_cli.findings import Finding, Severity, findings_of
-from splitpoint_cli.given_up import GivenUpWorker
+from splitpoint_cli.given_up import GivenUpWorker, read_given_up, write_given_up
 from splitpoint_cli.observed import Status, Store
 from splitpoint_cli.status import status_exit_code
 
@@ -305,3 +306,26 @@ def test_the_worst_comes_first() -> None:
     )
     severities = [finding.severity for finding in findings_of(found)]
     assert severities == [Severity.ERROR, Severity.WARNING, Severity.NOTE]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"17",
+        b'["unix:/w"]',
+        b'[{"address": "unix:/w"}]',
+        b'[{"address": "unix:/w", "why": "", "retry_at": 1e999}]',
+        b'[{"address": "unix:/w", "why": "", "retry_at": 1' + 400 * b"0" + b"}]",
+        30_000 * b"[",
+    ],
+    ids=range(9),
+)
+def test_a_damaged_file_of_given_up_workers_says_nothing(tmp_path: Path, content: bytes) -> None:
+    address = f"unix:{tmp_path}/worker-0.sock"
+    write_given_up(tmp_path, [GivenUpWorker(address, "5 deaths", 250.0)])
+    assert list(read_given_up([address])) == [address]
+    (tmp_path / "given-up.json").write_bytes(content)
+    assert read_given_up([address]) == {}
