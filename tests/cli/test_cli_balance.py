@@ -14,10 +14,19 @@ from splitpoint_cli.main import app
 
 
 def test_a_balanced_link_is_measured_and_named() -> None:
-    arguments = ["bench", "restore", "--shape", "smollm2-135m", "--layers", "2", "--balance"]
+    arguments = [
+        "bench",
+        "restore",
+        "--shape",
+        "smollm2-135m",
+        "--layers",
+        "2",
+        "--balance",
+        "--json",
+    ]
     done = CliRunner().invoke(app, [*arguments, "--prompt", "130", "--threads", "1"])
     assert done.exit_code == 0, done.output
-    report = json.loads(done.stdout.splitlines()[-1])
+    report = json.loads(done.stdout)
     load, tokens = report["contenders"][LOAD], report["contenders"][TOKENS]
     # An emulated link never takes less than its rate allows.
     assert load["link_busy_seconds"] > 0.99 * load["link_bytes"] / report["link_rate"]

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 from tiny_models import write_tiny
 
 from splitpoint.config import SHARED_MEMORY
 from splitpoint_cli.child import child_environment
 
+ROOT = Path(__file__).resolve().parents[2]
 BENCH = ("-m", "splitpoint_cli", "bench")
 SMALL = ("--threads", "1", "--repeats", "100000", "--link-rate", "2GB")
 RESTORE = (*BENCH, "restore", "--layers", "2", "--prompt", "200", *SMALL)

@@ -16,7 +16,6 @@ import test_cli_bench_restore
 import test_cli_bench_store
 import test_cli_trace
 import typer
-from conftest import ROOT
 from rich.console import Console
 from rich.table import Table
 from typer.testing import CliRunner
@@ -28,11 +27,26 @@ from splitpoint_cli.main import app
 
 # What reports nothing: it runs a stack, stops one, asks for health, or makes files.
 SILENT = {"up", "down", "probe", "certs", "token", "compose", "arena rm"}
+ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = sorted(
     path.stem
     for path in (ROOT / "benchmarks").glob("*.py")
     if "__main__" in path.read_text(encoding="utf-8")
 )
+
+# Runs each module that it is given as a program with --help; prints what each one says.
+HELPS = """
+import contextlib, io, json, runpy, sys
+
+names, helps = sys.argv[1:], {}
+sys.path.insert(0, "")
+for name in names:
+    sys.argv = [name, "--help"]
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+        runpy.run_module(f"benchmarks.{name}", run_name="__main__", alter_sys=True)
+    helps[name] = said.getvalue()
+print(json.dumps(helps))
+"""
 
 
 def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
@@ -69,20 +83,28 @@ def test_every_report_can_be_json_and_go_to_a_file(name: str) -> None:
     assert options["--output"].metavar == "FILE"
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_benchmarks_that_are_no_commands_have_the_same_options(name: str) -> None:
+@pytest.fixture(scope="module")
+def benchmark_helps() -> dict[str, str]:
+    """`--help` of every benchmark; one process for all, since most of its time loads torch."""
     done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{name}", "--help"],
+        [sys.executable, "-c", HELPS, *BENCHMARKS],
         capture_output=True,
         text=True,
-        check=False,
+        check=True,
         cwd=ROOT,
         env=child_environment({"COLUMNS": "80"}),
     )
-    assert done.returncode == 0, done.stderr
-    options = done.stdout.partition("options:")[2]
+    helps: dict[str, str] = json.loads(done.stdout)
+    return helps
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_benchmarks_that_are_no_commands_have_the_same_options(
+    name: str, benchmark_helps: dict[str, str]
+) -> None:
+    options = benchmark_helps[name].partition("options:")[2]
     assert "--json " in options
-    assert "--json FILE" not in done.stdout
+    assert "--json FILE" not in benchmark_helps[name]
     assert "--output FILE" in options
 
 

@@ -108,22 +108,6 @@ def test_a_snapshot_for_people(stack: Stack) -> None:
     assert "\x1b" not in done.stdout
 
 
-def test_doctor_knows_a_running_stack(stack: Stack) -> None:
-    """Its port, and its name."""
-    options = ("--listen", stack.address, "--instance", instance_name("top"), "--json")
-    done = subprocess.run(
-        [*PROGRAM, "doctor", *options], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 1
-    problems = {
-        found["name"]: found["advice"]
-        for found in json.loads(done.stdout)["findings"]
-        if found["verdict"] == "problem"
-    }
-    assert set(problems) >= {"instance", "listen"}
-    assert f"splitpoint down --instance {instance_name('top')}" in problems["instance"]
-
-
 def test_what_makes_no_sense_is_said(stack: Stack) -> None:
     done = top("--address", stack.address)
     assert (done.returncode, "add --once" in done.stderr) == (2, True)

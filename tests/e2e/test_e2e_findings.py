@@ -118,7 +118,7 @@ async def test_each_trouble_shows_with_what_to_do(
         await stack.client.generate(
             prompt_of(8 * CHUNK_TOKENS, 2, vocabulary), max_tokens=1
         ).complete()
-        full = await found(stack, "arena", "is full", "reservations were refused")
+        full = await found(stack, "arena", "is full", "1 reservation was refused")
         assert (full["severity"], full["serves"]) == ("warning", True)
         assert "--host-memory" in full["do"]
         await streamed.close()
