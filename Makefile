@@ -14,8 +14,6 @@ TEST_JOBS ?= 2
 # Docker Compose: v2 where there is one. PROFILES: what `make compose-up` starts.
 COMPOSE  ?= $(if $(shell docker compose version 2>/dev/null),docker compose,docker-compose)
 PROFILES ?= cpu
-# Of all that Compose makes. docker-compose.yml cannot say it: v1.29 refuses the word.
-export COMPOSE_PROJECT_NAME ?= splitpoint
 # For the images' labels.
 export SPLITPOINT_REVISION ?= $(shell git rev-parse HEAD 2>/dev/null)
 PROTOS := $(wildcard proto/splitpoint/v1/*.proto)
