@@ -32,7 +32,7 @@ def check_cores(
         text += f"; {threads} threads for each CPU worker"
         spins = spin_count(threads=threads, workers=cpu_workers, cores=usable, flags=flags)
         if spins == LONG:
-            text += ", which spin as long as OpenMP likes: each has a core of its own"
+            text += ", each with a core of its own: they spin as long as OpenMP does by default"
         if has_threads:
             return Finding(
                 name,

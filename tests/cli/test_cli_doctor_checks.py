@@ -178,7 +178,10 @@ def test_cores(tmp_path: Path) -> None:
         "16 to use of 64; 8 threads for each CPU worker"
     )
     own = processors.check_cores(16, 2, places, flags=["amx_bf16"])
-    assert own.found.endswith("each has a core of its own")
+    assert own.found.endswith(
+        "8 threads for each CPU worker, each with a core of its own: "
+        "they spin as long as OpenMP does by default"
+    )
     assert processors.check_cores(2, 4, places).verdict == "warning"
     assert processors.check_cores(1, 0, places).verdict == "warning"
     note = processors.check_cores(64, 1, machine(tmp_path, "0", {}, smt="1"))
