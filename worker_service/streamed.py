@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 
 from splitpoint.errors import ChunkLost
-from worker_service.arena_tensors import ArenaTensors, DamagedChunks, StoredChunk
+from worker_service.arena_tensors import ArenaTensors, StoredChunk, SuspectChunks
 from worker_service.attention import Partial, decode_partial, prefill_partial, tile_rows
 from worker_service.attention_plan import DecodePlan
 from worker_service.cost_watch import StepTraffic
@@ -200,7 +200,7 @@ class StreamedStep:
         for check in checks:
             try:
                 check.wait()
-            except DamagedChunks as error:
+            except SuspectChunks as error:
                 damaged.update(error.chunks)
         lost = []
         for sequence in self.sequences:

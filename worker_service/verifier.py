@@ -53,12 +53,23 @@ class Check:
                 found.append(chunk)
 
     def wait(self) -> None:
-        """Raises DamagedChunks if a chunk has other bytes than its checksum says."""
+        """Raises DamagedChunks if a chunk has other bytes than its checksum says.
+
+        SuspectChunks only, if its slot was used again meanwhile: nothing is damaged then.
+        """
         differ = {chunk for part in self._parts for chunk in part.result()}
-        found = [chunk for chunk in self._chunks if chunk in differ]
-        self._verifier.settle(self._tensors, self._chunks, found)
+        arena = self._tensors.arena
+        # Asked after the hash: generations only grow.
+        replaced = {
+            chunk for chunk in differ if not arena.is_current([chunk.slot], [chunk.generation])
+        }
+        compared = [chunk for chunk in self._chunks if chunk not in replaced]
+        found = [chunk for chunk in compared if chunk in differ]
+        self._verifier.settle(self._tensors, compared, found)
         if found:
             raise differing(found)
+        if replaced:
+            self._tensors.check_current([c for c in self._chunks if c in replaced])
 
 
 def differing(chunks: Sequence[StoredChunk]) -> DamagedChunks:
