@@ -253,7 +253,9 @@ class Engine:
                 if owner is not None:
                     self.pager.chunks_stored(owner, command)
             case WriteFailed(key, error):
-                self.roster.write_failed(key, error)
+                misled = self.roster.write_failed(key, error)
+                if misled is not None:
+                    self._lose(misled, error)
             case WriteEnded(key):
                 self.roster.write_ended(key)
             case Flushed(key):

@@ -157,20 +157,27 @@ class Roster:
             if jobs:
                 self.output.writes.append((sequence.key, jobs))
 
-    def write_failed(self, key: SequenceKey, error: SplitpointError) -> None:
-        """A resident sequence goes on unstored; a streamed one cannot."""
+    def write_failed(self, key: SequenceKey, error: SplitpointError) -> Sequence | None:
+        """A resident sequence goes on unstored; a streamed one cannot.
+
+        Returns one that read a damaged chunk: what it computes is wrong, stored or not.
+        """
         sequence = self.find(key)
         if sequence is None:
-            return
+            return None
         sequence.writes_back = False
+        is_running = sequence in self.running
+        if is_running and error.reason == "CHUNK_LOST":
+            return sequence if not sequence.awaits_match else None
         self._pager.give_input_pages(sequence)
-        if not sequence.is_streamed or sequence not in self.running:
-            return
+        if not sequence.is_streamed or not is_running:
+            return None
         if isinstance(error, ResourceExhausted):
             # Its cache has nowhere to go, neither here nor in the store.
             self.finish(sequence, FinishEvent(key, error=error))
         else:
             self.lose(sequence)
+        return None
 
     def write_ended(self, key: SequenceKey) -> None:
         """The store keeps no more of a resident sequence, which goes on all the same."""

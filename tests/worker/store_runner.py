@@ -20,6 +20,7 @@ from kvstore_service.prefix_index import Entry
 from kvstore_service.sessions import ProcessIdentity
 from kvstore_service.store import KvStore
 from splitpoint.arena_owner import open_or_create_arena
+from splitpoint.errors import FailedPrecondition
 from splitpoint.keys import chunk_key
 from splitpoint.planner import Residency
 from splitpoint.schedule import Schedule
@@ -31,7 +32,14 @@ from worker_service.messages import Admit, Matched, StepOutput
 from worker_service.sampling import Sampling
 from worker_service.sequence import Admission, Suspects
 from worker_service.store_client import Connection, Match
-from worker_service.write_back import ChunksStored, Flushed, SequenceKey, WriteJob, copy_chunks
+from worker_service.write_back import (
+    ChunksStored,
+    Flushed,
+    SequenceKey,
+    WriteFailed,
+    WriteJob,
+    copy_chunks,
+)
 
 
 @dataclass
@@ -39,6 +47,7 @@ class _Chain:
     salt: bytes
     parent_key: bytes
     lease_ids: list[int]
+    has_failed: bool = False
 
 
 @dataclass
@@ -106,6 +115,13 @@ class StoreRunner:
         session = self.connection.session_id
         self.store.found_damaged(self.store.leased_chunk(session, chunk.slot, chunk.generation))
 
+    def scrub(self) -> int:
+        """Read every sealed chunk back, as the store does; how many were dropped for it."""
+        inspection, entries = self.store.inspection, list(self.store.pool.index)
+        before = inspection.damaged_count
+        inspection.settle(entries, inspection.inspect(entries), Finder.SCRUB)
+        return inspection.damaged_count - before
+
     def _match(self, key: SequenceKey, salt: bytes, tokens: Sequence[int]) -> Match:
         found = self.store.match(self.connection.session_id, salt, tokens)
         chunks = tuple(_stored(entry) for entry in found.entries)
@@ -115,6 +131,8 @@ class StoreRunner:
 
     def _write(self, engine: Engine, key: SequenceKey, jobs: Sequence[WriteJob]) -> None:
         store, session, chain = self.store, self.connection.session_id, self.chains[key]
+        if chain.has_failed:
+            return
         runs = store.reserve(session, len(jobs), chain.salt)
         granted = [
             (run.first + offset, generation)
@@ -127,14 +145,20 @@ class StoreRunner:
         for job, (slot, generation), checksum in zip(jobs, granted, checksums, strict=True):
             written.append(WrittenChunk(slot, generation, parent, job.token_ids, checksum))
             parent = chunk_key(self.layout.layout_hash, chain.salt, parent, job.token_ids)
-        outcome = store.seal(
-            session,
-            chain.salt,
-            written,
-            store.verify(written),
-            lease_id=chain.lease_ids[-1],
-            keep_leased=True,
-        )
+        try:
+            outcome = store.seal(
+                session,
+                chain.salt,
+                written,
+                store.verify(written),
+                lease_id=chain.lease_ids[-1],
+                keep_leased=True,
+            )
+        except FailedPrecondition as error:
+            chain.has_failed = True
+            store.release(session, [], granted)
+            engine.post(WriteFailed(key, error))
+            return
         if outcome.lease_id not in chain.lease_ids:
             chain.lease_ids.append(outcome.lease_id)
         stored = tuple(_stored(sealed.entry) for sealed in outcome.chunks)
