@@ -22,6 +22,9 @@ LEAST_PASS_SECONDS = 0.1
 # Read in one go: some 0.1 ms of a thread, and at least one chunk.
 _BATCH_BYTES = 1 << 20
 _BATCH_CHUNKS = 64
+# A sleep until the next batch is due: as long as a batch takes to be due, within this.
+_LEAST_SLEEP_SECONDS = 0.05
+_MOST_SLEEP_SECONDS = 1.0
 # After a call this lately scrubbing rests, unless its pass is late by this share.
 _BUSY_SECONDS = 0.02
 _LATE = 0.05
@@ -78,16 +81,29 @@ class Scrubber:
     async def _pass(self, began: float) -> None:
         slot_count = self._store.arena.slot_count
         seconds_per_slot = self.scrubbing.pass_seconds / slot_count
-        first, pause = 0, 0.0
+        step = _slots_at_once(seconds_per_slot)
+        first = 0
         while first < slot_count:
-            due = began + first * seconds_per_slot
-            await self._sleep(max(pause, due - self._clock()))
-            await self._yield_to_calls(due)
-            last, entries = self._next_batch(first, self._due_slot(began, seconds_per_slot))
-            pause = await self._scrub(entries)
+            last = min(first + step, slot_count)
+            due = began + (last - 1) * seconds_per_slot
+            await self._sleep(due - self._clock())
+            # More than these, where the pass is late.
+            last = min(max(last, self._due_slot(began, seconds_per_slot)), slot_count)
+            await self._scrub_slots(first, last, due)
             first = last
-            self.progress = first / slot_count
         await self._sleep(began + self.scrubbing.pass_seconds - self._clock())
+
+    async def _scrub_slots(self, first: int, last: int, due: float) -> None:
+        """Batch after batch; what the bound wants of rest is slept in few long naps."""
+        slot_count, rest = self._store.arena.slot_count, 0.0
+        while first < last:
+            await self._yield_to_calls(due)
+            first, entries = self._next_batch(first, last)
+            rest += await self._scrub(entries)
+            self.progress = first / slot_count
+            if rest >= _LEAST_SLEEP_SECONDS or first == last:
+                await self._sleep(rest)
+                rest = 0.0
 
     async def _sleep(self, seconds: float) -> None:
         """At least one turn of the loop; commit words are compared meanwhile."""
@@ -107,16 +123,15 @@ class Scrubber:
             await asyncio.sleep(_BUSY_SECONDS)
 
     def _due_slot(self, began: float, seconds_per_slot: float) -> int:
-        """The slots before this one are due by now; at least the next one is."""
+        """The slots before this one are due by now."""
         return int((self._clock() - began) / seconds_per_slot) + 1
 
-    def _next_batch(self, first: int, due: int) -> tuple[int, list[Entry]]:
-        """The chunks in the slots from `first` on that are due, up to a batch; where it ends."""
+    def _next_batch(self, first: int, end: int) -> tuple[int, list[Entry]]:
+        """The chunks in the slots from `first` to `end`, up to a batch; where it ends."""
         pool = self._store.pool
         most = max(1, min(_BATCH_CHUNKS, _BATCH_BYTES // pool.layout.chunk_bytes))
         entries: list[Entry] = []
         slot = first
-        end = min(max(due, first + 1), self._store.arena.slot_count)
         while slot < end and len(entries) < most:
             entry = pool.find(slot)
             # Adopted chunks are read back before their first use anyway.
@@ -138,3 +153,10 @@ class Scrubber:
         size = len(entries) * store.arena.layout.chunk_bytes
         self.byte_count += size
         return max(0.0, size / self.scrubbing.bytes_per_second - (self._clock() - began))
+
+
+def _slots_at_once(seconds_per_slot: float) -> int:
+    """A slot each is too little: thousands may be due in a second."""
+    least = _LEAST_SLEEP_SECONDS / seconds_per_slot
+    most = _MOST_SLEEP_SECONDS / seconds_per_slot
+    return max(1, int(min(max(_BATCH_CHUNKS, least), most)))

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kvstore_helpers import LAYOUT, Bench, seed_of, store_sequence, write_payload
@@ -179,3 +180,33 @@ async def test_a_scrubber_passes_again_and_again(service: Service) -> None:
     assert scrubber.last_pass_seconds is not None
     assert scrubber.last_pass_seconds > 0.1
     assert store.inspection.damaged_count == 0
+
+
+class CountedThreads(ThreadPoolExecutor):
+    """Counts what it is given to do."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.count = 0
+
+    def submit(self, *args: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        return super().submit(*args, **kwargs)
+
+
+async def test_a_scrubber_wakes_for_a_batch_and_not_for_each_slot(service: Service) -> None:
+    """All eight slots are due within 0.1 s, and are read at once."""
+    await service.seal(await service.written((1, 2, 3, 4), (5, 6, 7, 8), (9,)))
+    scrubbing = Scrubbing(pass_seconds=0.1, bytes_per_second=1 << 40)
+    with CountedThreads() as threads:
+        scrubber = Scrubber(service.bench.store, threads, scrubbing, idle_seconds=lambda: 1.0)
+        running = asyncio.create_task(scrubber.run())
+
+        async def has_passed() -> bool:
+            return scrubber.pass_count >= 3
+
+        await eventually(has_passed)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert scrubber.pass_count <= threads.count <= scrubber.pass_count + 1
+    assert scrubber.byte_count >= 9 * LAYOUT.chunk_bytes
