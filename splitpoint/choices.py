@@ -114,7 +114,9 @@ class Chooser:
         elif request.forced_method is RestoreMethod.TOKENS and request.cached_tokens:
             best = self.by_tokens()
         else:
-            best = _least(load, split, tokens)
+            # Recomputing nothing is loading everything.
+            recomputing = tokens if tokens is not None and tokens.recomputed else None
+            best = _least(load, split, recomputing)
         return Choices(best, load, split, tokens)
 
     @property

@@ -491,3 +491,14 @@ def test_a_schedule_without_overlap_says_that_token_ids_were_not_considered(
     said = "from token ids was not considered"
     assert (said in reason) == (schedule is not Schedule.PIPELINED), reason
     assert ("nothing overlaps" in reason) == (schedule is Schedule.SERIAL), reason
+
+
+def test_recomputing_nothing_is_never_chosen() -> None:
+    """It is loading everything, which a plan must not compare with itself."""
+    slow = replace(H100, operation_overhead_seconds=1e-4, restore_overhead_seconds=1e-3)
+    for cached in (1, 8, 64, 200, 1000):
+        plan = plan_request(LLAMA, slow, replace(PIPELINED, cached_tokens=cached))
+        assert plan.method is not RestoreMethod.TOKENS or plan.recomputed_tokens > 0
+    assert plan_request(LLAMA, slow, replace(PIPELINED, cached_tokens=8)).method is (
+        RestoreMethod.LOAD
+    )
