@@ -68,7 +68,7 @@ class Keeper:
                 if failure.done():
                     if isinstance(error := failure.result(), ServiceExited):
                         return error
-                    raise error  # nobody foresaw it
+                    raise error  # a bug: no way to go on is known
                 end = self._decide(exit_.result())
                 if end is not None:
                     return end
