@@ -35,24 +35,24 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from splitpoint.checkpoints import resolve_model
-from splitpoint.schedule import Lane
+from splitpoint.checkpoint.resolve import resolve_model
+from splitpoint.checkpoint.text import Tokenizer
+from splitpoint.planning.schedule import Lane
 from splitpoint.shapes import ArenaLayout, DataType, Encoding
-from splitpoint.text import Tokenizer
 from splitpoint_cli.bench.progress import Progress
 from splitpoint_cli.report import add_report_arguments, hand_over
-from worker_service.arena_tensors import StoredChunk
-from worker_service.attention import prefill
-from worker_service.attention_plan import PrefillPlan
-from worker_service.device_cache import TORCH_TYPES, DeviceCache
-from worker_service.lanes import lanes_of
-from worker_service.memory import divide
-from worker_service.mirror import Mirror, name_of
+from worker_service.device.cache import TORCH_TYPES, DeviceCache
+from worker_service.device.memory import divide
+from worker_service.lanes.lanes import lanes_of
+from worker_service.model.attention import prefill
+from worker_service.model.attention_plan import PrefillPlan
 from worker_service.model.decoder import Decoder
-from worker_service.mover import Mover
-from worker_service.restore import Prefix, restore
-from worker_service.staging import Staging
-from worker_service.write_back import WriteJob, copy_chunks
+from worker_service.pipeline.restore import Prefix, restore
+from worker_service.pipeline.staging import Staging
+from worker_service.pipeline.transfer import Mover
+from worker_service.store.arena_tensors import StoredChunk
+from worker_service.store.mirror import Mirror, name_of
+from worker_service.store.write_back import WriteJob, copy_chunks
 
 CHUNK = 64
 WINDOW = 1024

@@ -27,34 +27,34 @@ from dataclasses import dataclass, replace
 import torch
 from prometheus_client import generate_latest
 
-from splitpoint.checkpoints import resolve_model
-from splitpoint.meters import Meters
-from splitpoint.metrics import Service
-from splitpoint.metrics_server import metrics_served
-from splitpoint.planner import Residency
-from splitpoint.schedule import Lane
+from splitpoint.checkpoint.resolve import resolve_model
+from splitpoint.observe.meters import Meters
+from splitpoint.observe.metrics import Service
+from splitpoint.observe.metrics_server import metrics_served
+from splitpoint.planning.planner import Residency
+from splitpoint.planning.schedule import Lane
 from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout, DataType
-from splitpoint_cli.bench.decode_report import commit, hardware
+from splitpoint_cli.bench.decode.report import commit, hardware
 from splitpoint_cli.bench.ending import run_until_signal
 from splitpoint_cli.bench.progress import Progress
 from splitpoint_cli.report import add_report_arguments, hand_over
 from worker_service.account import Account
-from worker_service.device_cache import TORCH_TYPES, DeviceCache
-from worker_service.device_monitor import monitor_of
-from worker_service.engine import Engine
-from worker_service.memory import divide
-from worker_service.messages import StepEvent, StepOutput
+from worker_service.device.cache import TORCH_TYPES, DeviceCache
+from worker_service.device.memory import divide
+from worker_service.device.profiler import measure
+from worker_service.engine.engine import Engine
+from worker_service.engine.messages import StepEvent, StepOutput
+from worker_service.engine.sampling import Sampling
+from worker_service.engine.sequence import Admission
+from worker_service.hardware.monitor import monitor_of
+from worker_service.lanes.tally import Tally
+from worker_service.lanes.timeline import Span
 from worker_service.metrics import WorkerMetrics
 from worker_service.model.config import DecoderConfig
 from worker_service.model.decoder import Decoder
-from worker_service.profiler import measure
 from worker_service.runtime import Runtime
-from worker_service.sampling import Sampling
-from worker_service.sequence import Admission
 from worker_service.startup import LoadedWorker, describe_device
-from worker_service.tally import Tally
 from worker_service.telemetry import TELEMETRY_SECONDS, telemetry_of
-from worker_service.timeline import Span
 from worker_service.wire import response_from
 
 CPU = torch.device("cpu")

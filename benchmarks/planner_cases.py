@@ -21,26 +21,26 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from splitpoint.planner import Plan, PlanInput, RestoreMethod, plan_request
-from splitpoint.schedule import Schedule
+from splitpoint.planning.planner import Plan, PlanInput, RestoreMethod, plan_request
+from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import BUILT_IN_SHAPES
-from splitpoint_cli.bench.decode_report import commit, hardware
+from splitpoint_cli.bench.decode.report import commit, hardware
 from splitpoint_cli.bench.ending import ending_by_signals
 from splitpoint_cli.bench.progress import Progress
-from splitpoint_cli.bench.restore_runs import Contender, Restorer, run_rounds
-from splitpoint_cli.bench.restore_setup import Stored, stored_prefixes
-from splitpoint_cli.bench.restore_workload import (
+from splitpoint_cli.bench.restore.runs import Contender, Restorer, run_rounds
+from splitpoint_cli.bench.restore.setup import Stored, stored_prefixes
+from splitpoint_cli.bench.restore.workload import (
     CHUNK_TOKENS,
     PREFILL_CHUNK_TOKENS,
     RestoreWorkload,
 )
 from splitpoint_cli.report import add_report_arguments, hand_over
-from worker_service.device_cache import TORCH_TYPES
-from worker_service.memory import STAGING_PAGES
+from worker_service.device.cache import TORCH_TYPES
+from worker_service.device.memory import STAGING_PAGES
+from worker_service.device.profiler import measure
+from worker_service.lanes.timeline import Span
 from worker_service.model.config import DecoderConfig
 from worker_service.model.decoder import Decoder
-from worker_service.profiler import measure
-from worker_service.timeline import Span
 
 # (shape, fewest layers, most layers): what two cores compute in seconds. Cases take
 # them in turn: three of five can have a split, two have grouped queries and cannot.

@@ -20,13 +20,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from splitpoint.client import AsyncClient
-from splitpoint.client_requests import GenerateOptions
-from splitpoint.planner import Residency, RestoreMethod
-from splitpoint_cli.bench.decode_report import commit, hardware
+from splitpoint.client.requests import GenerateOptions
+from splitpoint.planning.planner import Residency, RestoreMethod
+from splitpoint_cli.bench.decode.report import commit, hardware
 from splitpoint_cli.bench.ending import run_until_signal
 from splitpoint_cli.report import add_report_arguments, hand_over
-from splitpoint_cli.stack import StackOptions, plan_stack
-from splitpoint_cli.stack_runner import StackRunner
+from splitpoint_cli.stack.plan import StackOptions, plan_stack
+from splitpoint_cli.stack.runner import StackRunner
 
 LENGTHS = (16, 32, 64, 100, 128, 200, 320, 512, 700, 1000)
 # What the figure is about: restores that take less than this.

@@ -32,13 +32,13 @@ from typing import Any
 from benchmarks.process_memory import Memory, children_of, memory_of, processor_seconds
 from splitpoint.client import AsyncClient
 from splitpoint.errors import SplitpointError
-from splitpoint.planner import Residency, RestoreMethod
-from splitpoint_cli.bench.decode_report import commit, hardware
+from splitpoint.planning.planner import Residency, RestoreMethod
+from splitpoint_cli.bench.decode.report import commit, hardware
 from splitpoint_cli.bench.ending import run_until_signal
 from splitpoint_cli.bench.progress import Progress
 from splitpoint_cli.report import add_report_arguments, hand_over
-from splitpoint_cli.stack import StackOptions, plan_stack
-from splitpoint_cli.stack_runner import StackRunner
+from splitpoint_cli.stack.plan import StackOptions, plan_stack
+from splitpoint_cli.stack.runner import StackRunner
 
 VOCABULARY = 4096
 CLIENTS = 6

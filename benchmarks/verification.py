@@ -19,18 +19,18 @@ from typing import Any
 import torch
 
 from splitpoint.config import parse_rate
-from splitpoint.schedule import Schedule
+from splitpoint.planning.schedule import Schedule
 from splitpoint_cli.bench.ending import ending_by_signals
 from splitpoint_cli.bench.progress import Progress
-from splitpoint_cli.bench.restore_runs import Restorer
-from splitpoint_cli.bench.restore_setup import Stored, stored_prefixes
-from splitpoint_cli.bench.restore_workload import RestoreWorkload
+from splitpoint_cli.bench.restore.runs import Restorer
+from splitpoint_cli.bench.restore.setup import Stored, stored_prefixes
+from splitpoint_cli.bench.restore.workload import RestoreWorkload
 from splitpoint_cli.report import add_report_arguments, hand_over
-from worker_service.device_cache import TORCH_TYPES
+from worker_service.device.cache import TORCH_TYPES
 from worker_service.model.config import DecoderConfig
 from worker_service.model.decoder import Decoder
 from worker_service.startup import choose_device, describe_device
-from worker_service.verifier import DEFAULT_VERIFY_RATE, Verifier
+from worker_service.store.verifier import DEFAULT_VERIFY_RATE, Verifier
 
 NONE, FIRST, LATER = WAYS = ("none", "first read", "later reads")
 _TILE_TOKENS = 256

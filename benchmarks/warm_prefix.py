@@ -19,13 +19,13 @@ import secrets
 import statistics
 import sys
 
-from splitpoint.answers import Completion
 from splitpoint.client import AsyncClient
+from splitpoint.client.answers import Completion
 from splitpoint_cli.bench.ending import run_until_signal
 from splitpoint_cli.bench.progress import Progress
 from splitpoint_cli.report import add_report_arguments, hand_over
-from splitpoint_cli.stack import StackOptions, plan_stack
-from splitpoint_cli.stack_runner import StackRunner
+from splitpoint_cli.stack.plan import StackOptions, plan_stack
+from splitpoint_cli.stack.runner import StackRunner
 
 PREFIX_TOKENS = 1000
 NEW_TOKENS = 100

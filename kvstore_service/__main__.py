@@ -15,25 +15,23 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvstore_service.admission import ADMISSIONS, SecondUse
-from kvstore_service.eviction import DEFAULT_POLICY, POLICIES
-from kvstore_service.metrics import readings
-from kvstore_service.room_keeper import RoomKeeper
-from kvstore_service.scrubber import (
+from kvstore_service.eviction.policies import DEFAULT_POLICY, POLICIES
+from kvstore_service.eviction.room_keeper import RoomKeeper
+from kvstore_service.eviction.second_use import ADMISSIONS, SecondUse
+from kvstore_service.eviction.watermarks import Watermarks
+from kvstore_service.integrity.scrubber import (
     DEFAULT_PASS_SECONDS,
     LEAST_PASS_SECONDS,
     Scrubbing,
 )
+from kvstore_service.metrics import readings
+from kvstore_service.pool.store import KvStore
 from kvstore_service.server import SERVICE_NAME, KvStoreServicer
-from kvstore_service.store import KvStore
 from kvstore_service.traced import TracedKvStoreServicer
-from kvstore_service.watermarks import Watermarks
-from splitpoint import tracing
-from splitpoint.access import Access, access_of
-from splitpoint.arena_format import Geometry
-from splitpoint.arena_loss import ArenaLost
-from splitpoint.arena_owner import OpenedArena, open_or_create_arena
-from splitpoint.checkpoints import model_fingerprint, model_name
+from splitpoint.arena.format import Geometry
+from splitpoint.arena.loss import ArenaLost
+from splitpoint.arena.owner import OpenedArena, open_or_create_arena
+from splitpoint.checkpoint.resolve import model_fingerprint, model_name
 from splitpoint.config import (
     add_service_arguments,
     announce_ready,
@@ -45,28 +43,30 @@ from splitpoint.config import (
     stop_on_signals,
     watch_parent,
 )
-from splitpoint.errors import InvalidArgument
-from splitpoint.huge_pages import WISHES, Backing
-from splitpoint.meters import Meters
-from splitpoint.metrics import Service
-from splitpoint.metrics_server import add_metrics_arguments, metrics_served
-from splitpoint.numa import bound_to, choose_node
-from splitpoint.redis_announcer import Announcer, announced
-from splitpoint.redis_options import (
+from splitpoint.discovery.redis_announcer import Announcer, announced
+from splitpoint.discovery.redis_options import (
     RedisOptions,
     add_advertise_argument,
     add_redis_arguments,
     redis_options,
 )
-from splitpoint.rpc import HealthReporter, create_server, enable_reflection, listen
-from splitpoint.rpc_calls import count_calls
-from splitpoint.service import run_service
+from splitpoint.errors import InvalidArgument
+from splitpoint.host.huge_pages import WISHES, Backing
+from splitpoint.host.numa import bound_to, choose_node
+from splitpoint.observe import tracing
+from splitpoint.observe.meters import Meters
+from splitpoint.observe.metrics import Service
+from splitpoint.observe.metrics_server import add_metrics_arguments, metrics_served
 from splitpoint.shapes import ArenaLayout, DataType, Encoding, ModelShape, read_config
-from splitpoint.tls import Identity, identity_of
+from splitpoint.transport.access import Access, access_of
+from splitpoint.transport.calls import count_calls
+from splitpoint.transport.rpc import HealthReporter, create_server, enable_reflection, listen
+from splitpoint.transport.service import run_service
+from splitpoint.transport.tls import Identity, identity_of
 from splitpoint.v1 import kvstore_pb2_grpc
 
 if TYPE_CHECKING:
-    from splitpoint.redis_link import RedisLink
+    from splitpoint.discovery.redis_link import RedisLink
 
 log = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from kvstore_service.chunk_pool import ChunkPool
-from kvstore_service.prefix_index import Entry
-from splitpoint.directory import add_announcement, add_withdrawal, prune
-from splitpoint.directory_entries import (
+from kvstore_service.pool.chunk_pool import ChunkPool
+from kvstore_service.pool.prefix_index import Entry
+from splitpoint.discovery.directory import add_announcement, add_withdrawal, prune
+from splitpoint.discovery.entries import (
     BEATS_BETWEEN_PRUNES,
     HEARTBEAT_SECONDS,
     LIFETIME_MILLISECONDS,
@@ -32,8 +32,8 @@ from splitpoint.directory_entries import (
     StoreEntry,
     chunks_key,
 )
+from splitpoint.discovery.redis_link import RedisLink
 from splitpoint.errors import Unavailable
-from splitpoint.redis_link import RedisLink
 
 _log = logging.getLogger(__name__)
 

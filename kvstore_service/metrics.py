@@ -1,15 +1,15 @@
-"""The store's metrics, read from the books that it keeps anyway. Names: splitpoint/metrics.py."""
+"""The store's metrics, read from state it keeps anyway. Names: splitpoint/observe/metrics.py."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from kvstore_service.pool.store import KvStore
 from kvstore_service.server import KvStoreServicer
-from kvstore_service.store import KvStore
-from splitpoint import metrics as m
-from splitpoint.arena_loss import Loss
-from splitpoint.arena_records import SlotState
-from splitpoint.meters import Reading
+from splitpoint.arena.loss import Loss
+from splitpoint.arena.records import SlotState
+from splitpoint.observe import metrics as m
+from splitpoint.observe.meters import Reading
 
 # Classes of uses before eviction; the last one takes whatever the store tells apart above.
 _USES = ("0", "1", "2-3", "4-7", "8-15", "16+")

@@ -19,13 +19,14 @@ from typing import Any, TypeVar
 import xxhash
 
 from kvstore_service import validation
-from kvstore_service.chunk_pool import WrittenChunk
 from kvstore_service.encoding import sealed_chunks
 from kvstore_service.once import Call, OnceTable
-from kvstore_service.prefix_index import Entry
-from kvstore_service.sealer import Sealer
+from kvstore_service.pool.chunk_pool import WrittenChunk
+from kvstore_service.pool.prefix_index import Entry
+from kvstore_service.pool.sealer import Sealer
+from kvstore_service.pool.store import KvStore
 from kvstore_service.sessions import Session
-from kvstore_service.store import KvStore
+from splitpoint.arena.payload import PIECE_BYTES, Payload, pieces
 from splitpoint.errors import (
     ChunkLost,
     DataLoss,
@@ -35,7 +36,6 @@ from splitpoint.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from splitpoint.payload import PIECE_BYTES, Payload, pieces
 from splitpoint.v1 import kvstore_pb2 as pb
 
 STREAM_LIMIT = 8

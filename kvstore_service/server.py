@@ -16,25 +16,25 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf.duration_pb2 import Duration
 
 from kvstore_service import validation
-from kvstore_service.chunk_pool import GrantedRun, Preparation, WrittenChunk
 from kvstore_service.encoding import handle_of, sealed_chunks
-from kvstore_service.eviction import DEFAULT_POLICY
+from kvstore_service.eviction.policies import DEFAULT_POLICY
+from kvstore_service.eviction.room_keeper import RoomKeeper
+from kvstore_service.integrity.scrubber import Scrubbing
 from kvstore_service.once import Call, OnceTable, Response
+from kvstore_service.pool.chunk_pool import GrantedRun, Preparation, WrittenChunk
+from kvstore_service.pool.sealer import READ_AT_ONCE_BYTES, Sealer
+from kvstore_service.pool.store import KvStore, Matched
 from kvstore_service.remote import RemoteStreams
-from kvstore_service.room_keeper import RoomKeeper
-from kvstore_service.scrubber import Scrubbing
-from kvstore_service.sealer import READ_AT_ONCE_BYTES, Sealer
-from kvstore_service.store import KvStore, Matched
 from kvstore_service.upkeep import Upkeep
-from splitpoint.arena_loss import Loss
-from splitpoint.arena_records import SlotState
-from splitpoint.convert import layout_to_proto, redis_to_proto
+from splitpoint.arena.loss import Loss
+from splitpoint.arena.records import SlotState
 from splitpoint.errors import FailedPrecondition, InvalidArgument, Unavailable
+from splitpoint.transport.convert import layout_to_proto, redis_to_proto
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc
 
 if TYPE_CHECKING:
-    from splitpoint.redis_link import RedisLink
+    from splitpoint.discovery.redis_link import RedisLink
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["KvStoreService"].full_name
 _THREADS = 2

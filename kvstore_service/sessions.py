@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from splitpoint.arena_format import ID_BYTES
+from splitpoint.arena.format import ID_BYTES
 from splitpoint.errors import (
     AlreadyExists,
     FailedPrecondition,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvstore_service.server import KvStoreServicer
-from splitpoint import tracing
+from splitpoint.observe import tracing
 from splitpoint.v1 import kvstore_pb2 as pb
 
 _Context = Any  # grpc.aio.ServicerContext; the generated base class is untyped

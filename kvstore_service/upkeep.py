@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
-from kvstore_service.inspection import Finder
-from kvstore_service.integrity import IntegrityChecker
-from kvstore_service.prefix_index import Entry
-from kvstore_service.scrubber import Scrubber, Scrubbing
-from kvstore_service.store import KvStore
+from kvstore_service.integrity.checksums import IntegrityChecker
+from kvstore_service.integrity.inspection import Finder
+from kvstore_service.integrity.scrubber import Scrubber, Scrubbing
+from kvstore_service.pool.prefix_index import Entry
+from kvstore_service.pool.store import KvStore
 
 _log = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvstore_service.chunk_pool import WrittenChunk
+from kvstore_service.pool.chunk_pool import WrittenChunk
 from kvstore_service.sessions import ProcessIdentity
-from splitpoint.arena_format import ID_BYTES
+from splitpoint.arena.format import ID_BYTES
 from splitpoint.errors import InvalidArgument
 from splitpoint.keys import KEY_BYTES, SALT_LIMIT
 from splitpoint.v1 import kvstore_pb2 as pb

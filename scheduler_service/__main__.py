@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from scheduler_service.limits import Limits
+from scheduler_service.api.limits import Limits
 from scheduler_service.server import ServedModel
 from scheduler_service.service import Scheduler, SchedulerOptions
-from splitpoint.access import access_of
-from splitpoint.checkpoints import eos_token_ids, model_name, resolve_model
+from splitpoint.checkpoint.resolve import eos_token_ids, model_name, resolve_model
+from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.config import (
     add_service_arguments,
     announce_ready,
@@ -29,14 +29,14 @@ from splitpoint.config import (
     stop_on_signals,
     watch_parent,
 )
+from splitpoint.discovery.redis_options import add_redis_arguments, redis_options
 from splitpoint.errors import InvalidArgument, PermissionDenied
-from splitpoint.metrics_server import add_metrics_arguments, metrics_served
-from splitpoint.planner import Objective, Residency
-from splitpoint.redis_options import add_redis_arguments, redis_options
-from splitpoint.service import run_service
+from splitpoint.observe.metrics_server import add_metrics_arguments, metrics_served
+from splitpoint.planning.planner import Objective, Residency
 from splitpoint.shapes import DataType, ModelShape, read_config
-from splitpoint.text import Tokenizer
-from splitpoint.tls import identity_of, read_private
+from splitpoint.transport.access import access_of
+from splitpoint.transport.service import run_service
+from splitpoint.transport.tls import identity_of, read_private
 
 _log = logging.getLogger(__name__)
 

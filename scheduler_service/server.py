@@ -15,13 +15,8 @@ from typing import Any, TypeVar
 
 import grpc
 
-from scheduler_service.conductor import Conductor
-from scheduler_service.fetch_plan import FetchSource
-from scheduler_service.footprint import NeverFits, WorkerFacts
-from scheduler_service.planning import Wishes, explain
-from scheduler_service.requests import Request
-from scheduler_service.text_jobs import TextJobs
-from scheduler_service.validation import (
+from scheduler_service.api.text_jobs import TextJobs
+from scheduler_service.api.validation import (
     DEFAULT_MAX_TOKENS,
     Encode,
     GenerateInput,
@@ -32,14 +27,12 @@ from scheduler_service.validation import (
     prompt_exceeds,
     validate_generate,
 )
-from splitpoint import tracing
-from splitpoint.access import current_caller
-from splitpoint.convert import (
-    encoding_to_proto,
-    objective_from_proto,
-    plan_to_proto,
-    shape_to_proto,
-)
+from scheduler_service.placement.conductor import Conductor
+from scheduler_service.placement.fetch_plan import FetchSource
+from scheduler_service.placement.footprint import NeverFits, WorkerFacts
+from scheduler_service.placement.planning import Wishes, explain
+from scheduler_service.placement.requests import Request
+from splitpoint.checkpoint.text import Tokenizer, TooManyTokens
 from splitpoint.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -47,11 +40,18 @@ from splitpoint.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from splitpoint.logs import set_request
-from splitpoint.rpc import MESSAGE_LIMIT_BYTES
+from splitpoint.observe import tracing
+from splitpoint.observe.logs import set_request
+from splitpoint.observe.tracing import Span
 from splitpoint.shapes import Encoding, ModelShape
-from splitpoint.text import Tokenizer, TooManyTokens
-from splitpoint.tracing import Span
+from splitpoint.transport.access import current_caller
+from splitpoint.transport.convert import (
+    encoding_to_proto,
+    objective_from_proto,
+    plan_to_proto,
+    shape_to_proto,
+)
+from splitpoint.transport.rpc import MESSAGE_LIMIT_BYTES
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import scheduler_pb2_grpc
 

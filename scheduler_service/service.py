@@ -8,31 +8,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from scheduler_service.accounts import Accounts
-from scheduler_service.admin import ADMIN_SERVICE, AdminServicer
-from scheduler_service.conductor import Conductor
-from scheduler_service.limits import Limits
-from scheduler_service.metrics import Distributions, readings
-from scheduler_service.peek import StorePeeker
-from scheduler_service.prefix_catalog import JoinedCatalogs, PrefixCatalog
-from scheduler_service.prefixes import Prefixes, find_prefixes
-from scheduler_service.registry import Registry
+from scheduler_service.api.admin import ADMIN_SERVICE, AdminServicer
+from scheduler_service.api.limits import Limits
+from scheduler_service.api.text_jobs import TextJobs
+from scheduler_service.cluster.accounts import Accounts
+from scheduler_service.cluster.metrics import Distributions, readings
+from scheduler_service.cluster.registry import Registry
+from scheduler_service.placement.conductor import Conductor
+from scheduler_service.prefixes.catalog import JoinedCatalogs, PrefixCatalog
+from scheduler_service.prefixes.peek import StorePeeker
+from scheduler_service.prefixes.prefixes import Prefixes, find_prefixes
 from scheduler_service.server import INFERENCE_SERVICE, InferenceServicer, ServedModel
-from scheduler_service.text_jobs import TextJobs
-from splitpoint import rpc
-from splitpoint.access import Access
-from splitpoint.logs import log_failure
-from splitpoint.meters import Meters
-from splitpoint.metrics import Service
-from splitpoint.planner import Objective, Residency
-from splitpoint.redis_options import RedisOptions
-from splitpoint.rpc_calls import count_calls
-from splitpoint.tls import PLAIN, Identity
+from splitpoint.discovery.redis_options import RedisOptions
+from splitpoint.observe.logs import log_failure
+from splitpoint.observe.meters import Meters
+from splitpoint.observe.metrics import Service
+from splitpoint.planning.planner import Objective, Residency
+from splitpoint.transport import rpc
+from splitpoint.transport.access import Access
+from splitpoint.transport.calls import count_calls
+from splitpoint.transport.tls import PLAIN, Identity
 from splitpoint.v1 import scheduler_pb2_grpc
 
 if TYPE_CHECKING:
-    from scheduler_service.directory import Directory
-    from splitpoint.redis_link import RedisLink
+    from scheduler_service.cluster.directory import Directory
+    from splitpoint.discovery.redis_link import RedisLink
 
 # For streams to deliver their last message once nothing runs any more.
 _LAST_WORDS_SECONDS = 1.0
@@ -123,9 +123,9 @@ class Scheduler:
     def _use_redis(self, options: RedisOptions) -> None:
         """Workers and prefixes are also found there."""
         # Here, because the client is a third of what a scheduler has to load.
-        from scheduler_service.directory import Directory
-        from scheduler_service.redis_catalog import RedisCatalog
-        from splitpoint.redis_link import RedisLink
+        from scheduler_service.cluster.directory import Directory
+        from scheduler_service.prefixes.redis import RedisCatalog
+        from splitpoint.discovery.redis_link import RedisLink
 
         self._link = RedisLink(options)
         self._directory = Directory(self._link)

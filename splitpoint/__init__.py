@@ -1,6 +1,6 @@
 """What the services share. Imports no service and never needs a GPU."""
 
-from splitpoint.grpc_lines import silence
+from splitpoint.transport.grpc_lines import silence
 
 # Before anything imports grpc.
 silence()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from splitpoint.errors import FailedPrecondition, InvalidArgument
-from splitpoint.logs import add_log_arguments
+from splitpoint.observe.logs import add_log_arguments
 
 DEFAULT_ADDRESS = "127.0.0.1:50050"
 READY_PREFIX = "READY "

@@ -19,8 +19,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from splitpoint.checkpoint.files import is_there, read_object
 from splitpoint.errors import InvalidArgument
-from splitpoint.model_files import is_there, read_object
 
 PAGE_ALIGNMENT = 4096  # planes start at memory-page borders
 

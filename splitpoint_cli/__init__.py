@@ -1,7 +1,7 @@
 """The command line: the only package that sees all others."""
 
-from splitpoint.openmp import wait_briefly
-from splitpoint.primitive_caches import bound_primitive_caches
+from splitpoint.host.openmp import wait_briefly
+from splitpoint.host.primitive_caches import bound_primitive_caches
 
 # Before anything of this package imports torch.
 wait_briefly()

@@ -21,17 +21,17 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from splitpoint.answers import Completion
 from splitpoint.client import AsyncClient
+from splitpoint.client.answers import Completion
 from splitpoint.errors import DeadlineExceeded, Internal, SplitpointError
-from splitpoint.tls import PLAIN
-from splitpoint_cli.child import ServiceExited, ServiceNotReady
-from splitpoint_cli.observed import read_store
+from splitpoint.transport.tls import PLAIN
 from splitpoint_cli.output import out, print_error, seconds_text
 from splitpoint_cli.report import print_table
-from splitpoint_cli.stack import Stack, StackOptions, plan_stack
-from splitpoint_cli.stack_output import StackOutput, end_of
-from splitpoint_cli.stack_runner import StackRunner
+from splitpoint_cli.request.observed import read_store
+from splitpoint_cli.stack.child import ServiceExited, ServiceNotReady
+from splitpoint_cli.stack.output import StackOutput, end_of
+from splitpoint_cli.stack.plan import Stack, StackOptions, plan_stack
+from splitpoint_cli.stack.runner import StackRunner
 
 # Exactness is promised in float32; in bfloat16 another batch shape may round
 # another way.

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from splitpoint import config
 from splitpoint.errors import InvalidArgument
-from splitpoint.openmp import spin_count
-from splitpoint.processor import instruction_sets
+from splitpoint.host.openmp import spin_count
+from splitpoint.host.processor import instruction_sets
 
 
 def choose_devices(device: str, workers: int | None) -> tuple[str, ...]:

@@ -9,26 +9,18 @@ import typer
 
 from splitpoint.errors import SplitpointError
 from splitpoint.extras import missing_extra
-from splitpoint_cli import (
-    arena,
-    certs,
-    compose,
-    doctor,
-    down,
-    generate,
-    metrics_page,
-    plan,
-    probe,
-    size,
-    status,
-    token,
-    trace,
-    up,
-    what_pays,
-)
+from splitpoint_cli import metrics_page
+from splitpoint_cli.arena import command as arena
 from splitpoint_cli.bench import commands as bench
+from splitpoint_cli.compose import command as compose
+from splitpoint_cli.doctor import command as doctor
 from splitpoint_cli.output import EXIT_HELP, print_error
+from splitpoint_cli.planning import plan, size, what_pays
+from splitpoint_cli.request import generate, probe, status
+from splitpoint_cli.security import certs, token
+from splitpoint_cli.stack import down, up
 from splitpoint_cli.top.command import top
+from splitpoint_cli.trace import command as trace
 
 app = typer.Typer(
     help="Serves language models whose KV cache lives in host memory.\n\n" + EXIT_HELP,

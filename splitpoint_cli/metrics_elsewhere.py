@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from splitpoint.metrics import (
+from splitpoint.observe.metrics import (
     CACHED_TOKENS,
     DECODE_SECONDS,
     FAILOVERS,

@@ -1,13 +1,13 @@
 """`splitpoint metrics`: every metric of every service, as Markdown.
 
-docs/metrics.md is what it prints. Knows nothing that splitpoint/metrics.py does not.
+docs/metrics.md is what it prints. Knows nothing that splitpoint/observe/metrics.py does not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from splitpoint.metrics import Kind, Metric, Needs, Service, all_metrics, metrics_of
+from splitpoint.observe.metrics import Kind, Metric, Needs, Service, all_metrics, metrics_of
 from splitpoint_cli import metrics_elsewhere
 from splitpoint_cli.report import AsJson, OutputFile, hand_over
 
@@ -15,8 +15,8 @@ _HEAD = """\
 # Metrics
 
 Every metric that Splitpoint's services measure, one table for each service. `splitpoint metrics`
-printed this page from `splitpoint/metrics.py`, and tests compare it with the page and with what a
-running stack serves: nothing is measured that is not here.
+printed this page from `splitpoint/observe/metrics.py`. Tests compare it with the page and with what
+a running stack serves: nothing is measured that is not here.
 
 ## Reading them
 

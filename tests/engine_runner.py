@@ -8,17 +8,17 @@ from pathlib import Path
 
 import torch
 
-from splitpoint.planner import Residency
+from splitpoint.planning.planner import Residency
 from splitpoint.shapes import ArenaLayout
-from worker_service.device_cache import DeviceCache
-from worker_service.engine import Engine
-from worker_service.lanes import Lanes
-from worker_service.memory import STAGING_PAGES, MemoryPlan, divide
-from worker_service.messages import Admit, FinishEvent, StepOutput
+from worker_service.device.cache import DeviceCache
+from worker_service.device.memory import STAGING_PAGES, MemoryPlan, divide
+from worker_service.engine.engine import Engine
+from worker_service.engine.messages import Admit, FinishEvent, StepOutput
+from worker_service.engine.sampling import Sampling
+from worker_service.engine.sequence import Admission
+from worker_service.lanes.lanes import Lanes
 from worker_service.model.decoder import Decoder
-from worker_service.sampling import Sampling
-from worker_service.sequence import Admission
-from worker_service.verifier import Verifier
+from worker_service.store.verifier import Verifier
 
 CPU = torch.device("cpu")
 

@@ -8,9 +8,9 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from splitpoint.arena import read_superblock
-from splitpoint.arena_format import RECORD_BYTES, RECORDS_OFFSET
-from splitpoint.arena_records import (
+from splitpoint.arena.format import RECORD_BYTES, RECORDS_OFFSET
+from splitpoint.arena.mapping import read_superblock
+from splitpoint.arena.records import (
     CHUNK_OFFSET,
     ChunkBlock,
     SlotState,

@@ -22,16 +22,16 @@ from own_names import shared_memory_folder
 
 from scheduler_service.server import ServedModel
 from scheduler_service.service import Scheduler, SchedulerOptions
-from splitpoint.checkpoints import eos_token_ids, model_name
+from splitpoint.checkpoint.resolve import eos_token_ids, model_name
+from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.client import AsyncClient
 from splitpoint.config import READY_PREFIX
-from splitpoint.rpc import create_server, open_channel
 from splitpoint.shapes import DataType, ModelShape, read_config
-from splitpoint.text import Tokenizer
+from splitpoint.transport.rpc import create_server, open_channel
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc, worker_pb2_grpc
 from worker_service.server import WorkerServicer
 from worker_service.startup import LoadedWorker, WorkerOptions, load_worker
-from worker_service.verifier import DEFAULT_VERIFY_RATE
+from worker_service.store.verifier import DEFAULT_VERIFY_RATE
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from own_names import shared_memory_folder
 
-from splitpoint.access import Caller, Role
 from splitpoint.client import AsyncClient
 from splitpoint.config import READY_PREFIX
-from splitpoint.tls import Identity, read_identity
-from splitpoint_cli.authority import make_certificates
-from splitpoint_cli.token import add_token
+from splitpoint.transport.access import Caller, Role
+from splitpoint.transport.tls import Identity, read_identity
+from splitpoint_cli.security.authority import make_certificates
+from splitpoint_cli.security.token import add_token
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "stdlib-llama"

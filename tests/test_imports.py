@@ -25,13 +25,13 @@ ALLOWED = {
 # Only the worker computes; benchmarks run it in their own process.
 TORCH_FILES = (
     "worker_service/",
-    "splitpoint_cli/bench/decode_runs.py",
-    "splitpoint_cli/bench/offload_engine.py",
-    "splitpoint_cli/bench/offload_peer.py",
-    "splitpoint_cli/bench/offload_runs.py",
-    "splitpoint_cli/bench/offload_store.py",
-    "splitpoint_cli/bench/restore_runs.py",
-    "splitpoint_cli/bench/restore_setup.py",
+    "splitpoint_cli/bench/decode/runs.py",
+    "splitpoint_cli/bench/offload/engine.py",
+    "splitpoint_cli/bench/offload/peer.py",
+    "splitpoint_cli/bench/offload/runs.py",
+    "splitpoint_cli/bench/offload/store.py",
+    "splitpoint_cli/bench/restore/runs.py",
+    "splitpoint_cli/bench/restore/setup.py",
 )
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "yaml.load", "joblib.load", "numpy.load", "np.load"}
@@ -121,13 +121,13 @@ def imported_at_once(body: list[ast.stmt]) -> Iterator[str]:
 )
 def test_a_start_loads_nothing_slow_that_few_need(program: str) -> None:
     loaded = loaded_at_start(program)
-    assert "splitpoint.tls" in loaded
+    assert "splitpoint.transport.tls" in loaded
     early = {name for name in SLOW for found in loaded if f"{found}.".startswith(f"{name}.")}
     assert early == set()
 
 
 @pytest.mark.parametrize(
-    "program", ["splitpoint.client", "splitpoint_cli.main", "splitpoint_cli.probe"]
+    "program", ["splitpoint.client", "splitpoint_cli.main", "splitpoint_cli.request.probe"]
 )
 def test_a_client_starts_without_what_extras_bring(program: str) -> None:
     tops = {name.partition(".")[0] for name in loaded_at_start(program)}

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from splitpoint_cli.child import child_environment
+from splitpoint_cli.stack.child import child_environment
 
 
 @contextmanager

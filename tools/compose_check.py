@@ -212,7 +212,7 @@ found = [
     if "model.safetensors" in files
 ]
 assert found == ["/models/stdlib-llama/model.safetensors"], found
-from splitpoint.checkpoints import resolve_model
+from splitpoint.checkpoint.resolve import resolve_model
 assert resolve_model(None).samefile("/models/stdlib-llama")
 """
 

@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from splitpoint.access import access_of
 from splitpoint.config import (
     add_service_arguments,
     announce_ready,
@@ -24,32 +23,33 @@ from splitpoint.config import (
     stop_on_signals,
     watch_parent,
 )
-from splitpoint.errors import Internal
-from splitpoint.meters import Meters
-from splitpoint.metrics import Service
-from splitpoint.metrics_server import add_metrics_arguments, metrics_served
-from splitpoint.progress import Progress
-from splitpoint.redis_announcer import Announcer, announced
-from splitpoint.redis_options import (
+from splitpoint.discovery.redis_announcer import Announcer, announced
+from splitpoint.discovery.redis_options import (
     RedisOptions,
     add_advertise_argument,
     add_redis_arguments,
     redis_options,
 )
-from splitpoint.rpc import HealthReporter, create_server, enable_reflection, listen
-from splitpoint.rpc_calls import count_calls
-from splitpoint.service import run_service
+from splitpoint.errors import Internal
+from splitpoint.observe.meters import Meters
+from splitpoint.observe.metrics import Service
+from splitpoint.observe.metrics_server import add_metrics_arguments, metrics_served
+from splitpoint.progress import Progress
 from splitpoint.shapes import DataType
-from splitpoint.tls import Identity, identity_of
+from splitpoint.transport.access import access_of
+from splitpoint.transport.calls import count_calls
+from splitpoint.transport.rpc import HealthReporter, create_server, enable_reflection, listen
+from splitpoint.transport.service import run_service
+from splitpoint.transport.tls import Identity, identity_of
 from splitpoint.v1 import worker_pb2_grpc
+from worker_service.device.pinning import PROGRESS_SECONDS
 from worker_service.metrics import WorkerMetrics
-from worker_service.pinning import PROGRESS_SECONDS
 from worker_service.server import DRAIN_SECONDS, SERVICE_NAME, WorkerServicer
 from worker_service.startup import DEFAULT_CHUNK_TOKENS, LoadedWorker, WorkerOptions, load_worker
-from worker_service.verifier import DEFAULT_VERIFY_RATE
+from worker_service.store.verifier import DEFAULT_VERIFY_RATE
 
 if TYPE_CHECKING:
-    from splitpoint.redis_link import RedisLink
+    from splitpoint.discovery.redis_link import RedisLink
 
 log = logging.getLogger(__name__)
 

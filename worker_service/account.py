@@ -10,11 +10,11 @@ import enum
 import time
 from collections.abc import Callable, Iterator
 
-from splitpoint.planner import Residency, RestoreMethod
-from worker_service.fetch import FetchTotals
-from worker_service.messages import RestoreEvent, StepEvent, StepOutput
-from worker_service.tally import Tally
-from worker_service.write_back import WriteTotals
+from splitpoint.planning.planner import Residency, RestoreMethod
+from worker_service.engine.messages import RestoreEvent, StepEvent, StepOutput
+from worker_service.lanes.tally import Tally
+from worker_service.store.fetch import FetchTotals
+from worker_service.store.write_back import WriteTotals
 
 
 class StepKind(enum.StrEnum):

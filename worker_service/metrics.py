@@ -1,6 +1,6 @@
 """A worker's metrics: its account read at each scrape, and the distributions beside it.
 
-Names and texts are splitpoint/metrics.py's. What only a driver knows comes from the
+Names and texts are splitpoint/observe/metrics.py's. What only a driver knows comes from the
 worker's monitor.
 """
 
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from splitpoint import metrics
-from splitpoint.meters import Meters, Reading
-from splitpoint.planner import RestoreMethod
+from splitpoint.observe import metrics
+from splitpoint.observe.meters import Meters, Reading
+from splitpoint.planning.planner import RestoreMethod
 from worker_service.account import METHODS, Account, Predicted, Traffic, predictions
-from worker_service.messages import StepOutput
+from worker_service.engine.messages import StepOutput
 from worker_service.startup import LoadedWorker
 
 

@@ -15,18 +15,18 @@ from typing import Any
 import grpc
 from redis.asyncio import Redis
 
-from splitpoint.directory import add_announcement, add_withdrawal, prune
-from splitpoint.directory_entries import (
+from splitpoint.discovery.directory import add_announcement, add_withdrawal, prune
+from splitpoint.discovery.entries import (
     BEATS_BETWEEN_PRUNES,
     HEARTBEAT_SECONDS,
     WORKERS,
     ModelName,
     WorkerEntry,
 )
+from splitpoint.discovery.redis_link import RedisLink
 from splitpoint.errors import Unavailable
-from splitpoint.redis_link import RedisLink
-from splitpoint.rpc import open_channel
-from splitpoint.tls import PLAIN, Identity
+from splitpoint.transport.rpc import open_channel
+from splitpoint.transport.tls import PLAIN, Identity
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc
 from worker_service.startup import LoadedWorker
 

@@ -15,15 +15,14 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from splitpoint import tracing
-from splitpoint.costs import Profile
+from splitpoint.costs.profile import Profile
 from splitpoint.errors import Internal, SplitpointError, Unavailable
-from splitpoint.logs import for_request
-from splitpoint.planner import Residency
+from splitpoint.observe import tracing
+from splitpoint.observe.logs import for_request
+from splitpoint.planning.planner import Residency
 from worker_service.account import Account
-from worker_service.engine import Engine
-from worker_service.fetch import Fetched, Fetcher
-from worker_service.messages import (
+from worker_service.engine.engine import Engine
+from worker_service.engine.messages import (
     Admit,
     Call,
     Cancel,
@@ -36,10 +35,11 @@ from worker_service.messages import (
     StepOutput,
     Stop,
 )
-from worker_service.request_spans import RequestSpans, WriteBackSpans
-from worker_service.sequence import Admission, Suspects
-from worker_service.store_client import Match, StoreClient
-from worker_service.write_back import SequenceKey, WriteBack
+from worker_service.engine.sequence import Admission, Suspects
+from worker_service.lanes.spans import RequestSpans, WriteBackSpans
+from worker_service.store.client import Match, StoreClient
+from worker_service.store.fetch import Fetched, Fetcher
+from worker_service.store.write_back import SequenceKey, WriteBack
 
 log = logging.getLogger(__name__)
 

@@ -11,13 +11,7 @@ from typing import Any
 
 import grpc
 
-from splitpoint.convert import (
-    layout_to_proto,
-    profile_to_proto,
-    schedule_to_proto,
-    shape_to_proto,
-)
-from splitpoint.costs import Profile
+from splitpoint.costs.profile import Profile
 from splitpoint.errors import (
     Aborted,
     FailedPrecondition,
@@ -26,11 +20,17 @@ from splitpoint.errors import (
     SplitpointError,
     Unavailable,
 )
-from splitpoint.rpc import HealthReporter
+from splitpoint.transport.convert import (
+    layout_to_proto,
+    profile_to_proto,
+    schedule_to_proto,
+    shape_to_proto,
+)
+from splitpoint.transport.rpc import HealthReporter
 from splitpoint.v1 import worker_pb2 as pb
 from splitpoint.v1 import worker_pb2_grpc
-from worker_service.messages import StepOutput
-from worker_service.profiler import measure
+from worker_service.device.profiler import measure
+from worker_service.engine.messages import StepOutput
 from worker_service.runtime import ENGINE_FAILED, Listener
 from worker_service.startup import LoadedWorker
 from worker_service.telemetry import TELEMETRY_SECONDS, telemetry_of

@@ -12,33 +12,33 @@ from pathlib import Path
 
 import torch
 
-from splitpoint.checkpoints import eos_token_ids, model_fingerprint, model_name
+from splitpoint.checkpoint.resolve import eos_token_ids, model_fingerprint, model_name
+from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.config import format_rate, format_size, memory_facts
-from splitpoint.costs import Profile
+from splitpoint.costs.profile import Profile
 from splitpoint.errors import FailedPrecondition, InvalidArgument
+from splitpoint.planning.weight_placement import NOTHING_ON_HOST, WeightSizes
 from splitpoint.progress import Progress, Ticker
 from splitpoint.shapes import ArenaLayout, DataType, ModelShape, read_config
-from splitpoint.text import Tokenizer
-from splitpoint.tls import PLAIN, Identity
-from splitpoint.weight_placement import NOTHING_ON_HOST, WeightSizes
-from worker_service.device_cache import DeviceCache
-from worker_service.device_monitor import DeviceMonitor, monitor_of
-from worker_service.engine import Engine
-from worker_service.lanes import EmulatedLink, Lanes, lanes_of
-from worker_service.memory import STAGING_PAGES, divide, place, staging_pages_on_gpu
-from worker_service.messages import StepOutput
+from splitpoint.transport.tls import PLAIN, Identity
+from worker_service.device.cache import DeviceCache
+from worker_service.device.memory import STAGING_PAGES, divide, place, staging_pages_on_gpu
+from worker_service.device.pinning import PROGRESS_SECONDS, CudaRegistrar, Pinning
+from worker_service.device.profiler import measure
+from worker_service.device.restore_costs import measure_overheads
+from worker_service.engine.engine import Engine
+from worker_service.engine.messages import StepOutput
+from worker_service.hardware.monitor import DeviceMonitor, monitor_of
+from worker_service.lanes.lanes import EmulatedLink, Lanes, lanes_of
+from worker_service.lanes.timeline import Trace
 from worker_service.model.config import DecoderConfig
 from worker_service.model.decoder import Decoder, torch_type
-from worker_service.model.matrices import weight_sizes
-from worker_service.pinning import PROGRESS_SECONDS, CudaRegistrar, Pinning
-from worker_service.profiler import measure
-from worker_service.remote_client import RemoteStoreClient
-from worker_service.restore_costs import measure_overheads
 from worker_service.runtime import Runtime
-from worker_service.store_client import StoreClient
-from worker_service.timeline import Trace
-from worker_service.verifier import DEFAULT_VERIFY_RATE, Verifier
-from worker_service.weight_lock import WeightLock
+from worker_service.store.client import StoreClient
+from worker_service.store.remote import RemoteStoreClient
+from worker_service.store.verifier import DEFAULT_VERIFY_RATE, Verifier
+from worker_service.weights.lock import WeightLock
+from worker_service.weights.matrices import weight_sizes
 
 log = logging.getLogger(__name__)
 

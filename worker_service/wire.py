@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from splitpoint.convert import method_to_proto, plan_from_proto, profile_to_proto
 from splitpoint.errors import InvalidArgument, SplitpointError
 from splitpoint.keys import SALT_LIMIT
-from splitpoint.planner import Plan, Residency, RestoreMethod
+from splitpoint.planning.planner import Plan, Residency, RestoreMethod
+from splitpoint.planning.split_line import SplitLine
 from splitpoint.shapes import ModelShape
-from splitpoint.split_line import SplitLine
+from splitpoint.transport.convert import method_to_proto, plan_from_proto, profile_to_proto
 from splitpoint.v1 import types_pb2, worker_pb2
-from worker_service.fetch import FetchOrder
-from worker_service.messages import FinishEvent, StepOutput
-from worker_service.sampling import Sampling
-from worker_service.sequence import Admission
+from worker_service.engine.messages import FinishEvent, StepOutput
+from worker_service.engine.sampling import Sampling
+from worker_service.engine.sequence import Admission
+from worker_service.store.fetch import FetchOrder
 
 ADDRESS_LIMIT = 255
 

@@ -22,7 +22,7 @@ def bench_arena_path() -> Path:
 
 
 def _remove_abandoned(path: Path) -> None:
-    from splitpoint.arena_owner import ArenaInUse, ArenaOwner  # needs an extra
+    from splitpoint.arena.owner import ArenaInUse, ArenaOwner  # needs an extra
 
     try:
         owner = ArenaOwner.lock(path)

@@ -24,7 +24,7 @@ from splitpoint.config import (
     watch_parent,
 )
 from splitpoint.errors import Unavailable
-from splitpoint.service import run_service
+from splitpoint.transport.service import run_service
 
 SERVICE = "splitpoint.bench.RawStream"
 METHOD = "Read"

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
-from splitpoint.answers import Worker
-from splitpoint.telemetry import SchedulerStatus, Telemetry
+from splitpoint.client.answers import Worker
+from splitpoint.observe.telemetry import SchedulerStatus, Telemetry
 from splitpoint.v1.kvstore_pb2 import GetStatsResponse
-from splitpoint_cli.observed import Status, Store
+from splitpoint_cli.request.observed import Status, Store
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from splitpoint.answers import Queue, Worker
+from splitpoint.client.answers import Queue, Worker
 from splitpoint.config import format_rate, format_size
-from splitpoint.telemetry import Telemetry
-from splitpoint_cli.findings import findings_of
-from splitpoint_cli.observed import Status, Store
+from splitpoint.observe.telemetry import Telemetry
 from splitpoint_cli.output import duration_text, plain_reason, seconds_text
-from splitpoint_cli.status import COLOURS
+from splitpoint_cli.request.findings import findings_of
+from splitpoint_cli.request.observed import Status, Store
+from splitpoint_cli.request.status import COLOURS
 from splitpoint_cli.top.bars import (
     FANCY,
     NOTHING,

@@ -15,13 +15,13 @@ from redis_server import RedisServer
 
 from kvstore_service.catalog import CatalogPublisher
 from kvstore_service.server import KvStoreServicer
-from scheduler_service.directory import Directory
-from scheduler_service.peek import StorePeeker
-from scheduler_service.prefix_catalog import LayoutName, PrefixCatalog, PrefixQuery
-from scheduler_service.redis_catalog import RedisCatalog
-from splitpoint import rpc
-from splitpoint.redis_link import RedisLink
-from splitpoint.redis_options import parse_redis_url
+from scheduler_service.cluster.directory import Directory
+from scheduler_service.prefixes.catalog import LayoutName, PrefixCatalog, PrefixQuery
+from scheduler_service.prefixes.peek import StorePeeker
+from scheduler_service.prefixes.redis import RedisCatalog
+from splitpoint.discovery.redis_link import RedisLink
+from splitpoint.discovery.redis_options import parse_redis_url
+from splitpoint.transport import rpc
 from splitpoint.v1 import kvstore_pb2_grpc
 
 SIZE = LAYOUT.chunk_tokens

@@ -23,13 +23,13 @@ from scheduler_doubles import (
     stack,
 )
 
-from scheduler_service.limits import Limits
+from scheduler_service.api.limits import Limits
 from scheduler_service.service import Scheduler, SchedulerOptions
-from splitpoint.directory import add_announcement
-from splitpoint.directory_entries import WORKERS, ModelName, WorkerEntry
+from splitpoint.discovery.directory import add_announcement
+from splitpoint.discovery.entries import WORKERS, ModelName, WorkerEntry
+from splitpoint.discovery.redis_link import RedisLink
+from splitpoint.discovery.redis_options import parse_redis_url
 from splitpoint.errors import Unavailable
-from splitpoint.redis_link import RedisLink
-from splitpoint.redis_options import parse_redis_url
 from splitpoint.v1 import scheduler_pb2
 
 MODEL_NAME = ModelName(

@@ -7,17 +7,22 @@ from dataclasses import replace
 import pytest
 from scheduler_doubles import CHUNK_TOKENS, LAYOUT, PAGE_BYTES, PROFILE, SHAPE, TOKENIZER
 
-from scheduler_service.admission import Admitted, Ticket
-from scheduler_service.fetch_plan import ROUND_TRIP_SECONDS, Fetch, FetchSource
-from scheduler_service.footprint import Demand, WorkerFacts
-from scheduler_service.planning import as_it_happened, plan_attempt
-from scheduler_service.prefixes import PlacedWorker, sort_out
+from scheduler_service.placement.admission import Admitted, Ticket
+from scheduler_service.placement.fetch_plan import ROUND_TRIP_SECONDS, Fetch, FetchSource
+from scheduler_service.placement.footprint import Demand, WorkerFacts
+from scheduler_service.placement.planning import as_it_happened, plan_attempt
+from scheduler_service.prefixes.prefixes import PlacedWorker, sort_out
 from splitpoint.config import is_local_address
-from splitpoint.convert import plan_from_proto, plan_to_proto, profile_from_proto, profile_to_proto
-from splitpoint.costs import Profile
-from splitpoint.directory_entries import StoreEntry
+from splitpoint.costs.profile import Profile
+from splitpoint.discovery.entries import StoreEntry
 from splitpoint.errors import InvalidArgument
-from splitpoint.planner import Plan, Residency
+from splitpoint.planning.planner import Plan, Residency
+from splitpoint.transport.convert import (
+    plan_from_proto,
+    plan_to_proto,
+    profile_from_proto,
+    profile_to_proto,
+)
 from splitpoint.v1 import types_pb2, worker_pb2
 
 assert TOKENIZER is not None

@@ -23,20 +23,20 @@ from cryptography.x509.oid import NameOID
 from redis_server import RedisServer
 
 from kvstore_service.catalog import CatalogPublisher
-from scheduler_service.directory import Directory
-from scheduler_service.peek import StorePeeker
-from scheduler_service.redis_catalog import RedisCatalog
-from splitpoint.breaker import State
-from splitpoint.directory import add_announcement, prune, read_entries
-from splitpoint.directory_entries import STORES, WORKERS, ModelName, StoreEntry, WorkerEntry
-from splitpoint.errors import InvalidArgument, PermissionDenied, SplitpointError, Unavailable
-from splitpoint.redis_link import RedisLink
-from splitpoint.redis_options import (
+from scheduler_service.cluster.directory import Directory
+from scheduler_service.prefixes.peek import StorePeeker
+from scheduler_service.prefixes.redis import RedisCatalog
+from splitpoint.discovery.breaker import State
+from splitpoint.discovery.directory import add_announcement, prune, read_entries
+from splitpoint.discovery.entries import STORES, WORKERS, ModelName, StoreEntry, WorkerEntry
+from splitpoint.discovery.redis_link import RedisLink
+from splitpoint.discovery.redis_options import (
     RedisOptions,
     add_redis_arguments,
     parse_redis_url,
     redis_options,
 )
+from splitpoint.errors import InvalidArgument, PermissionDenied, SplitpointError, Unavailable
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "c0rrect-horse"

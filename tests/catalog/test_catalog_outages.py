@@ -27,10 +27,10 @@ from redis_server import RedisServer
 
 from kvstore_service import catalog as publisher_module
 from kvstore_service.catalog import CatalogPublisher
-from splitpoint.directory_entries import REVISION_FIELD, STORES, chunks_key, entry_key
+from splitpoint.discovery.entries import REVISION_FIELD, STORES, chunks_key, entry_key
+from splitpoint.discovery.redis_link import RedisLink
+from splitpoint.discovery.redis_options import parse_redis_url
 from splitpoint.keys import chunk_keys
-from splitpoint.redis_link import RedisLink
-from splitpoint.redis_options import parse_redis_url
 
 PROMPT = list(range(100, 100 + 6 * SIZE))
 

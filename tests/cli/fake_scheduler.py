@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from splitpoint import rpc
-from splitpoint.access import Access
 from splitpoint.client import INFERENCE_SERVICE
 from splitpoint.errors import InvalidArgument, ResourceExhausted, SplitpointError, Unavailable
-from splitpoint.tls import PLAIN, Identity
+from splitpoint.transport import rpc
+from splitpoint.transport.access import Access
+from splitpoint.transport.tls import PLAIN, Identity
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import scheduler_pb2_grpc, types_pb2
 

@@ -16,11 +16,11 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from splitpoint.logs import LogFormat
-from splitpoint_cli.child import ServiceCommand
-from splitpoint_cli.restart_policy import RestartLimits
-from splitpoint_cli.stack import StackOptions, plan_stack
-from splitpoint_cli.stack_runner import run_stack
+from splitpoint.observe.logs import LogFormat
+from splitpoint_cli.stack.child import ServiceCommand
+from splitpoint_cli.stack.plan import StackOptions, plan_stack
+from splitpoint_cli.stack.restart_policy import RestartLimits
+from splitpoint_cli.stack.runner import run_stack
 
 FAKE = str(Path(__file__).parent / "fake_service.py")
 

@@ -13,12 +13,12 @@ import pytest
 from fake_scheduler import Script, fake_scheduler
 from typer.testing import CliRunner
 
-from splitpoint.costs import BUILT_IN_PROFILES
+from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.errors import InvalidArgument
 from splitpoint.v1 import types_pb2
-from splitpoint_cli.child import child_environment
-from splitpoint_cli.given_up import GivenUpWorker, write_given_up
 from splitpoint_cli.main import app
+from splitpoint_cli.stack.child import child_environment
+from splitpoint_cli.stack.given_up import GivenUpWorker, write_given_up
 
 COMMAND = [sys.executable, "-m", "splitpoint_cli"]
 

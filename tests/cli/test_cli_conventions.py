@@ -20,10 +20,13 @@ from rich.console import Console
 from rich.table import Table
 from typer.testing import CliRunner
 
-from splitpoint_cli.bench import decode_report, offload_report, restore_report, store_report
+from splitpoint_cli.bench.decode import report as decode_report
+from splitpoint_cli.bench.offload import report as offload_report
 from splitpoint_cli.bench.progress import LINE_SECONDS, Progress
-from splitpoint_cli.child import child_environment
+from splitpoint_cli.bench.restore import report as restore_report
+from splitpoint_cli.bench.store import report as store_report
 from splitpoint_cli.main import app
+from splitpoint_cli.stack.child import child_environment
 
 # What reports nothing: it runs a stack, stops one, asks for health, or makes files.
 SILENT = {"up", "down", "probe", "certs", "token", "compose", "arena rm"}

@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 from typer.testing import CliRunner
 
-from splitpoint.metrics import KAPPA_RATIO, Kind, Needs, Service, all_metrics, metrics_of
+from splitpoint.observe.metrics import KAPPA_RATIO, Kind, Needs, Service, all_metrics, metrics_of
 from splitpoint_cli.main import app
 from splitpoint_cli.metrics_elsewhere import ROWS
 from splitpoint_cli.metrics_page import page

@@ -21,9 +21,9 @@ import typer.main
 from fake_scheduler import Script, fake_scheduler
 from typer.testing import CliRunner
 
-from splitpoint.tls import client_identity
-from splitpoint_cli.child import child_environment
+from splitpoint.transport.tls import client_identity
 from splitpoint_cli.main import app
+from splitpoint_cli.stack.child import child_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [

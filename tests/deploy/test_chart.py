@@ -22,7 +22,7 @@ import worker_service.__main__ as worker
 from splitpoint.config import parse_size
 from tools.render_chart import CASES, HEADER, ROOT, digest_of, render, rendered_of
 from worker_service.server import DRAIN_SECONDS
-from worker_service.write_back import CLOSE_SECONDS
+from worker_service.store.write_back import CLOSE_SECONDS
 
 PARSERS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
     "kvstore_service": kvstore.parse_arguments,
@@ -138,7 +138,7 @@ def test_probes_ask_the_service_at_its_own_port(name: str, container: Manifest) 
     for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
         probe = container[kind]
         command = probe["exec"]["command"]
-        assert command[:3] == ["python", "-m", "splitpoint_cli.probe"]
+        assert command[:3] == ["python", "-m", "splitpoint_cli.request.probe"]
         assert command[3] == f"127.0.0.1:{ports['grpc']}"
         # The command's own limit ends it, not the kubelet's kill.
         assert float(command[command.index("--timeout") + 1]) < probe["timeoutSeconds"]

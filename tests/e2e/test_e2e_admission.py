@@ -7,8 +7,8 @@ from pathlib import Path
 from local_stack import LocalStack, StackShape, local_stack
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
-from splitpoint.answers import Completion
-from splitpoint.planner import Residency
+from splitpoint.client.answers import Completion
+from splitpoint.planning.planner import Residency
 
 SECOND_USE = StackShape(
     workers=1,

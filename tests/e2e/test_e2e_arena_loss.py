@@ -27,8 +27,8 @@ from up_process import up_process, wait_until_up
 from splitpoint.client import Client
 from splitpoint.config import arena_path, runtime_directory
 from splitpoint.errors import Internal, Retryable, SplitpointError
-from splitpoint.planner import Residency
-from splitpoint_cli.observed import Status, read_status
+from splitpoint.planning.planner import Residency
+from splitpoint_cli.request.observed import Status, read_status
 
 SECONDS = 90.0
 PROMPTS = [f"class Queue{number}:\n    def __init__(self):\n" * 12 for number in range(3)]

@@ -21,9 +21,9 @@ from up_process import up_process, wait_until_up
 
 from splitpoint.client import Client
 from splitpoint.config import arena_path, runtime_directory
-from splitpoint.directory_entries import STORES, WORKERS
-from splitpoint_cli.child import child_environment
+from splitpoint.discovery.entries import STORES, WORKERS
 from splitpoint_cli.demo import prompts
+from splitpoint_cli.stack.child import child_environment
 
 COMMAND = [sys.executable, "-m", "splitpoint_cli"]
 ROOT = Path(__file__).resolve().parents[2]

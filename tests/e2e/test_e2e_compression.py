@@ -12,13 +12,13 @@ from local_stack import LocalStack, StackShape, local_stack, prompt_of
 from test_e2e_remote import PROMPT, host, source
 from tiny_models import VOCABULARY, write_tiny
 
-from splitpoint.answers import Completion
-from splitpoint.arena import Arena
+from splitpoint.arena.mapping import Arena
 from splitpoint.client import Client
-from splitpoint.planner import Residency
+from splitpoint.client.answers import Completion
+from splitpoint.planning.planner import Residency
 from splitpoint.shapes import Encoding
-from splitpoint_cli.observed import read_status
-from splitpoint_cli.status import status_json
+from splitpoint_cli.request.observed import read_status
+from splitpoint_cli.request.status import status_json
 
 # By how much the first token's log-probabilities may differ, in the mean over the 20
 # likeliest. Weights are random and wide here: a small change of the cache counts for

@@ -10,12 +10,12 @@ import pytest
 from local_stack import LocalStack, StackShape, local_stack, prompt_of
 from tiny_models import VOCABULARY, write_tiny
 
-from splitpoint.planner import Residency
-from splitpoint.schedule import Lane
-from splitpoint.telemetry import Telemetry
-from splitpoint_cli.gantt import Window, rows_of
+from splitpoint.observe.telemetry import Telemetry
+from splitpoint.planning.planner import Residency
+from splitpoint.planning.schedule import Lane
 from splitpoint_cli.top import rates
-from worker_service.timeline import Trace
+from splitpoint_cli.trace.gantt import Window, rows_of
+from worker_service.lanes.timeline import Trace
 
 # Laying a batch out and handing tokens over are no compute, and large beside a tiny model.
 LEAST_SHARE_OF_STEPS = 0.3

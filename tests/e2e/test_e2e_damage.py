@@ -15,10 +15,10 @@ from flipped_bits import WHERE, ArenaFile
 from local_stack import LocalStack, StackShape, local_stack
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
-from splitpoint.answers import Completion
-from splitpoint.planner import Residency
+from splitpoint.client.answers import Completion
+from splitpoint.planning.planner import Residency
 from splitpoint.v1 import kvstore_pb2
-from worker_service.remote_client import RemoteStoreClient
+from worker_service.store.remote import RemoteStoreClient
 
 NEW_TOKENS = 24
 # Nothing but what a worker reads and reports is ever read back.

@@ -19,8 +19,8 @@ from redis_server import RedisServer
 from tiny_models import write_tiny
 
 from splitpoint.client import AsyncClient
-from splitpoint.planner import Residency
-from splitpoint_cli.child import child_environment
+from splitpoint.planning.planner import Residency
+from splitpoint_cli.stack.child import child_environment
 
 # Of a finding to show: some of what is read travels once a second.
 SECONDS = 40.0

@@ -10,15 +10,15 @@ import torch
 from local_stack import LocalStack, StackShape, local_stack, start_service, stop_process
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
-from splitpoint.planner import Residency
-from splitpoint.rpc import open_channel
-from splitpoint.schedule import Lane
+from splitpoint.planning.planner import Residency
+from splitpoint.planning.schedule import Lane
+from splitpoint.planning.weight_schedule import LAYER_PIECES
+from splitpoint.transport.rpc import open_channel
 from splitpoint.v1 import types_pb2, worker_pb2, worker_pb2_grpc
-from splitpoint.weight_schedule import LAYER_PIECES
-from worker_service.lanes import EmulatedLink
+from worker_service.lanes.lanes import EmulatedLink
+from worker_service.lanes.timeline import Span, Trace
 from worker_service.model.config import DecoderConfig
-from worker_service.model.matrices import weight_sizes
-from worker_service.timeline import Span, Trace
+from worker_service.weights.matrices import weight_sizes
 
 NEW_TOKENS = 6
 SIZES = {

@@ -13,8 +13,8 @@ from test_e2e_cli import assert_nothing_left, splitpoint
 from test_e2e_restarts import PROMPT, SECONDS, wait_sealed
 from up_process import up_process, wait_until_up
 
-from splitpoint.answers import Completion
 from splitpoint.client import Client
+from splitpoint.client.answers import Completion
 from splitpoint.config import arena_path, remove_tree
 
 INSTANCE = instance_name("keep")

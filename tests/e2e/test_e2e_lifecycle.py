@@ -22,11 +22,11 @@ from local_stack import (
 )
 from tiny_models import VOCABULARY, build_tiny, clear_prompt, write_tiny
 
-from splitpoint.answers import Completion
 from splitpoint.client import AsyncClient
-from splitpoint.planner import Residency
-from splitpoint.rpc import open_channel
-from splitpoint.schedule import Lane
+from splitpoint.client.answers import Completion
+from splitpoint.planning.planner import Residency
+from splitpoint.planning.schedule import Lane
+from splitpoint.transport.rpc import open_channel
 from splitpoint.v1 import worker_pb2, worker_pb2_grpc
 from worker_service.startup import LoadedWorker
 

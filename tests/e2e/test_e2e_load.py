@@ -19,11 +19,11 @@ from local_stack import (
 )
 from tiny_models import VOCABULARY, build_tiny, clear_prompt, write_tiny
 
-from splitpoint.answers import Completion
+from splitpoint.client.answers import Completion
 from splitpoint.errors import InvalidArgument, NotFound, ResourceExhausted
-from splitpoint.planner import Residency
-from splitpoint.schedule import Schedule
-from worker_service.memory import MemoryPlan
+from splitpoint.planning.planner import Residency
+from splitpoint.planning.schedule import Schedule
+from worker_service.device.memory import MemoryPlan
 
 
 @pytest.fixture(scope="module")

@@ -23,17 +23,17 @@ from redis_server import RedisServer
 from test_e2e_cli import assert_nothing_left
 from up_process import free_ports, up_process, wait_until_up
 
-from splitpoint import metrics as m
-from splitpoint.access import Caller, Role
-from splitpoint.answers import Completion
 from splitpoint.client import Client
+from splitpoint.client.answers import Completion
 from splitpoint.errors import ResourceExhausted
-from splitpoint.metrics import Kind, Metric, Needs, Service, metrics_of
-from splitpoint.planner import Residency
-from splitpoint.rpc import open_sync_channel
-from splitpoint.telemetry import SchedulerStatus
+from splitpoint.observe import metrics as m
+from splitpoint.observe.metrics import Kind, Metric, Needs, Service, metrics_of
+from splitpoint.observe.telemetry import SchedulerStatus
+from splitpoint.planning.planner import Residency
+from splitpoint.transport.access import Caller, Role
+from splitpoint.transport.rpc import open_sync_channel
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc
-from splitpoint_cli.token import add_token
+from splitpoint_cli.security.token import add_token
 
 SECONDS = 60
 LINK_RATE = 2_000_000_000

@@ -13,8 +13,8 @@ from local_stack import LocalStack, StackShape, local_stack, prompt_of
 from tiny_models import CASES, VOCABULARY, build_tiny, clear_prompt, write_tiny
 from transformers import PreTrainedModel
 
-from splitpoint.answers import Completion
-from splitpoint.planner import Residency
+from splitpoint.client.answers import Completion
+from splitpoint.planning.planner import Residency
 
 LENGTHS = (1, 15, 16, 17, 47, 64, 65, 130)
 NEW_TOKENS = 64

@@ -23,8 +23,8 @@ from tiny_models import build_tiny, clear_prompt, write_tiny
 
 from scheduler_service.service import Scheduler, SchedulerOptions
 from splitpoint.client import AsyncClient
-from splitpoint.redis_link import RedisLink
-from splitpoint.redis_options import parse_redis_url
+from splitpoint.discovery.redis_link import RedisLink
+from splitpoint.discovery.redis_options import parse_redis_url
 from worker_service.registration import Registration
 
 NEW_TOKENS = 16

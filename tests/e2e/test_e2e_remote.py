@@ -16,10 +16,10 @@ from local_stack import StackShape, serving_worker, start_store, stop_process
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
 from splitpoint.errors import FailedPrecondition
-from splitpoint.rpc import open_channel
+from splitpoint.transport.rpc import open_channel
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
-from worker_service.fetch import Fetcher
 from worker_service.startup import LoadedWorker
+from worker_service.store.fetch import Fetcher
 
 MODEL = build_tiny("llama")
 NEW_TOKENS = 12
@@ -416,7 +416,7 @@ async def test_a_streamed_sequence_must_fit_the_mirror(
     store: tuple[str, Path, asyncio.subprocess.Process],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("worker_service.write_back.RESERVE_SECONDS", 0.0)
+    monkeypatch.setattr("worker_service.store.write_back.RESERVE_SECONDS", 0.0)
     async with worker_on(folder, tmp_path, "a", *store, mirror_memory_bytes=8 << 20) as host:
         mirror = host.worker.store.mirror  # type: ignore[union-attr]
         taken = mirror.grant(mirror.free_count - 5)  # others' sequences

@@ -15,11 +15,11 @@ from test_e2e_arena_loss import Up, up
 from test_e2e_cli import assert_nothing_left, service_processes
 from up_process import up_process, wait_until_up
 
-from splitpoint.answers import Completion
 from splitpoint.client import Client
+from splitpoint.client.answers import Completion
 from splitpoint.errors import DeadlineExceeded, SplitpointError
-from splitpoint_cli.child import child_environment
-from splitpoint_cli.observed import read_store
+from splitpoint_cli.request.observed import read_store
+from splitpoint_cli.stack.child import child_environment
 
 SECONDS = 60
 PROMPT = "import asyncio\nimport collections\n\n\nclass Queue:\n" * 12

@@ -17,9 +17,9 @@ import pytest
 from own_names import instance_name
 from up_process import up_process, wait_until_up
 
-from splitpoint.answers import Tokens
 from splitpoint.client import AsyncClient
-from splitpoint_cli.child import child_environment
+from splitpoint.client.answers import Tokens
+from splitpoint_cli.stack.child import child_environment
 
 CALLS = 60
 MOST_GAP_SECONDS = 0.2

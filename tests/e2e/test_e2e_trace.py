@@ -17,8 +17,8 @@ from local_stack import (
 from tiny_models import write_tiny
 
 from splitpoint.client import AsyncClient
-from splitpoint.schedule import Lane, Schedule
-from worker_service.timeline import read_trace
+from splitpoint.planning.schedule import Lane, Schedule
+from worker_service.lanes.timeline import read_trace
 
 PROMPT = list(range(3, 103))
 

@@ -22,10 +22,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from span_collector import Collector, ReceivedSpan, span_collector
 from tiny_models import VOCABULARY, write_tiny
 
-from splitpoint import rpc
 from splitpoint.client import AsyncClient, Client
-from splitpoint.client_requests import generate_request
-from splitpoint.planner import Residency, RestoreMethod
+from splitpoint.client.requests import generate_request
+from splitpoint.planning.planner import Residency, RestoreMethod
+from splitpoint.transport import rpc
 from splitpoint.v1 import scheduler_pb2_grpc
 
 SPLIT = "splitpoint.split_tokens"

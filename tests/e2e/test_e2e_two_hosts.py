@@ -19,13 +19,13 @@ from local_stack import ROOT, prompt_of, stop_process, wait_for_workers
 from own_names import shared_memory_folder
 from redis_server import RedisServer
 
-from splitpoint.access import Caller, Role
-from splitpoint.answers import Completion
 from splitpoint.client import AsyncClient
+from splitpoint.client.answers import Completion
 from splitpoint.config import READY_PREFIX
-from splitpoint.tls import read_identity
-from splitpoint_cli.authority import make_certificates
-from splitpoint_cli.token import add_token
+from splitpoint.transport.access import Caller, Role
+from splitpoint.transport.tls import read_identity
+from splitpoint_cli.security.authority import make_certificates
+from splitpoint_cli.security.token import add_token
 
 PROMPT = prompt_of(1500, seed=3, vocabulary=2000)
 NEW_TOKENS = 8

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from kvstore_service.chunk_pool import WrittenChunk
-from kvstore_service.integrity import IntegrityChecker
+from kvstore_service.integrity.checksums import IntegrityChecker
+from kvstore_service.pool.chunk_pool import WrittenChunk
+from kvstore_service.pool.store import KvStore
 from kvstore_service.sessions import ProcessIdentity
-from kvstore_service.store import KvStore
-from splitpoint.arena import Arena
-from splitpoint.arena_owner import open_or_create_arena
-from splitpoint.arena_records import SlotState
+from splitpoint.arena.mapping import Arena
+from splitpoint.arena.owner import open_or_create_arena
+from splitpoint.arena.records import SlotState
 from splitpoint.keys import chunk_key, pack_tokens
 from splitpoint.shapes import ArenaLayout, DataType
 

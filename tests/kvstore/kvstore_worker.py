@@ -18,10 +18,10 @@ from typing import Any
 
 from kvstore_helpers import seed_of, write_payload
 
-from splitpoint.arena import Arena
-from splitpoint.convert import layout_from_proto
+from splitpoint.arena.mapping import Arena
 from splitpoint.keys import chunk_key
-from splitpoint.rpc import open_sync_channel
+from splitpoint.transport.convert import layout_from_proto
+from splitpoint.transport.rpc import open_sync_channel
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc
 

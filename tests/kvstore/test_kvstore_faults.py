@@ -22,12 +22,12 @@ from kvstore_helpers import LAYOUT
 from test_kvstore_kills import Writer
 from test_kvstore_process import ROOT, StoreProcess, eventually, finish, start_worker, stats_of
 
-from splitpoint.arena import Arena
-from splitpoint.arena_format import RECORD_BYTES, RECORDS_OFFSET, SUPERBLOCK_BYTES, Geometry
-from splitpoint.arena_records import CHUNK_OFFSET
-from splitpoint.convert import layout_from_proto
+from splitpoint.arena.format import RECORD_BYTES, RECORDS_OFFSET, SUPERBLOCK_BYTES, Geometry
+from splitpoint.arena.mapping import Arena
+from splitpoint.arena.records import CHUNK_OFFSET
 from splitpoint.errors import ResourceExhausted
-from splitpoint.rpc import error_of, open_sync_channel
+from splitpoint.transport.convert import layout_from_proto
+from splitpoint.transport.rpc import error_of, open_sync_channel
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc
 
@@ -354,7 +354,11 @@ def test_no_decision_hangs_on_the_wall_clock() -> None:
     wall = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow")}
     # What a certificate says about its own validity is wall-clock time; it only warns. Logs
     # and traces are stamped with it, for people and other hosts to compare.
-    exempt = {"splitpoint/certificates.py", "splitpoint/logs.py", "splitpoint/tracing.py"}
+    exempt = {
+        "splitpoint/transport/certificates.py",
+        "splitpoint/observe/logs.py",
+        "splitpoint/observe/tracing.py",
+    }
     found = []
     for package in ("splitpoint", "kvstore_service", "worker_service", "scheduler_service"):
         for file in (ROOT / package).rglob("*.py"):

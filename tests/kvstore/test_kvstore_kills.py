@@ -24,10 +24,10 @@ import pytest
 from kvstore_helpers import LAYOUT, payload_of, read_payload, seed_of, write_payload
 from test_kvstore_process import StoreProcess
 
-from splitpoint.arena import Arena
-from splitpoint.convert import layout_from_proto
+from splitpoint.arena.mapping import Arena
 from splitpoint.keys import chunk_key
-from splitpoint.rpc import open_sync_channel
+from splitpoint.transport.convert import layout_from_proto
+from splitpoint.transport.rpc import open_sync_channel
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc
 

@@ -11,15 +11,15 @@ from kvstore_helpers import Bench
 from redis_server import RedisServer
 from test_kvstore_server import Service, eventually, serve
 
+from kvstore_service.eviction.room_keeper import RoomKeeper
+from kvstore_service.eviction.watermarks import Watermarks
 from kvstore_service.metrics import readings
-from kvstore_service.room_keeper import RoomKeeper
-from kvstore_service.watermarks import Watermarks
-from splitpoint import metrics as m
+from splitpoint.discovery.redis_link import RedisLink
+from splitpoint.discovery.redis_options import RedisOptions, read_redis_options
 from splitpoint.errors import ResourceExhausted
-from splitpoint.meters import Meters
-from splitpoint.metrics import Metric, metrics_of
-from splitpoint.redis_link import RedisLink
-from splitpoint.redis_options import RedisOptions, read_redis_options
+from splitpoint.observe import metrics as m
+from splitpoint.observe.meters import Meters
+from splitpoint.observe.metrics import Metric, metrics_of
 from splitpoint.v1 import kvstore_pb2 as pb
 
 SLOTS = 8

@@ -28,7 +28,7 @@ from splitpoint.errors import (
     Unavailable,
 )
 from splitpoint.keys import chunk_key
-from splitpoint.rpc import create_server, error_of, listen, open_channel
+from splitpoint.transport.rpc import create_server, error_of, listen, open_channel
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc
 
@@ -191,7 +191,7 @@ async def test_what_is_written_is_read(remote: Remote) -> None:
 async def test_pieces_of_a_mebibyte(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
     header, payloads = remote.header(TOKENS[:4], keep_leased=True)
     answer = await remote.send(*parts_of(header, payloads, size=1 << 20))
-    monkeypatch.setattr("splitpoint.payload.PIECE_BYTES", 100)  # smaller than a plane's part
+    monkeypatch.setattr("splitpoint.arena.payload.PIECE_BYTES", 100)  # smaller than a plane's part
     assert await remote.read([answer.chunks[0].handle]) == payloads
 
 

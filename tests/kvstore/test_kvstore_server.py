@@ -16,7 +16,6 @@ import pytest
 from kvstore_helpers import LAYOUT, Bench, seed_of, write_payload
 
 from kvstore_service.server import SERVICE_NAME, KvStoreServicer
-from splitpoint.convert import layout_from_proto
 from splitpoint.errors import (
     AlreadyExists,
     DataLoss,
@@ -27,7 +26,8 @@ from splitpoint.errors import (
     Unavailable,
 )
 from splitpoint.keys import chunk_key
-from splitpoint.rpc import create_server, error_of, listen, open_channel
+from splitpoint.transport.convert import layout_from_proto
+from splitpoint.transport.rpc import create_server, error_of, listen, open_channel
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc, types_pb2
 

@@ -1,6 +1,6 @@
 """Reads a query as Prometheus does: which labels its answer has, and whether all are real.
 
-The catalogue (splitpoint/metrics.py) says what a metric carries itself, the scrape
+The catalogue (splitpoint/observe/metrics.py) says what a metric carries itself, the scrape
 configuration what its target adds. Anything else is a mistake in the query, which
 Prometheus would answer with silence.
 """
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import promql_parser as promql
 
-from splitpoint.metrics import Kind, Service
+from splitpoint.observe.metrics import Kind, Service
 from tools.monitoring.needs import metric_of
 
 # What a target adds to everything that it is asked for (deploy/prometheus/prometheus.yml).

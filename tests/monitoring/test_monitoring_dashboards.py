@@ -12,8 +12,8 @@ import pytest
 import yaml
 from query_labels import labels_of_query
 
-from scheduler_service.accounts import Outcome
-from splitpoint.metrics import Needs
+from scheduler_service.cluster.accounts import Outcome
+from splitpoint.observe.metrics import Needs
 from tools.monitoring.dashboards import DASHBOARDS, FOLDER, files
 from tools.monitoring.grafana_json import DATASOURCE_UID, description_of, marked_title
 from tools.monitoring.needs import ROOT, needs_of, panel_needs, recording_rules

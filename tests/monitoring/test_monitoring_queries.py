@@ -8,7 +8,7 @@ import pytest
 import yaml
 from query_labels import TARGET_LABELS, BadQuery, labels_of_query
 
-from splitpoint.metrics import Metric, Service, all_metrics
+from splitpoint.observe.metrics import Metric, Service, all_metrics
 from tools.monitoring.dashboards import DASHBOARDS
 from tools.monitoring.needs import ROOT, metrics_in, recording_rules
 

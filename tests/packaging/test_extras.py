@@ -127,5 +127,5 @@ async def test_services_with_their_own_extras_serve_a_client_with_none(
     assert len(answer["token_ids"]) == 4
     assert len(command("status", caller="root")["workers"]) == 1
     assert "rates" in command("top", "--once", "--interval", "0.2", caller="root")
-    asked = base.run("-m", "splitpoint_cli.probe", stack.store, **identity)
+    asked = base.run("-m", "splitpoint_cli.request.probe", stack.store, **identity)
     assert asked.returncode == 0, asked.stderr

@@ -17,24 +17,24 @@ from typing import Any
 import grpc
 import xxhash
 
-from scheduler_service.limits import Limits
+from scheduler_service.api.limits import Limits
 from scheduler_service.server import ServedModel
 from scheduler_service.service import Scheduler, SchedulerOptions
-from splitpoint import rpc
-from splitpoint.checkpoints import eos_token_ids
-from splitpoint.convert import (
+from splitpoint.checkpoint.resolve import eos_token_ids
+from splitpoint.checkpoint.text import Tokenizer
+from splitpoint.costs.profile import Profile
+from splitpoint.errors import FailedPrecondition, SplitpointError
+from splitpoint.keys import pack_tokens
+from splitpoint.planning.planner import Objective, Residency
+from splitpoint.planning.schedule import Schedule
+from splitpoint.shapes import ArenaLayout, ModelShape, chunks_of, read_config
+from splitpoint.transport import rpc
+from splitpoint.transport.convert import (
     layout_to_proto,
     profile_to_proto,
     schedule_to_proto,
     shape_to_proto,
 )
-from splitpoint.costs import Profile
-from splitpoint.errors import FailedPrecondition, SplitpointError
-from splitpoint.keys import pack_tokens
-from splitpoint.planner import Objective, Residency
-from splitpoint.schedule import Schedule
-from splitpoint.shapes import ArenaLayout, ModelShape, chunks_of, read_config
-from splitpoint.text import Tokenizer
 from splitpoint.v1 import (
     kvstore_pb2,
     kvstore_pb2_grpc,

@@ -14,8 +14,8 @@ import pytest
 from scheduler_doubles import MODEL_FOLDER, ROOT, WorkerDouble, answer, ids_request
 
 from scheduler_service.__main__ import read_server_key
-from splitpoint import rpc
 from splitpoint.errors import InvalidArgument, PermissionDenied
+from splitpoint.transport import rpc
 from splitpoint.v1 import scheduler_pb2_grpc
 
 

@@ -25,8 +25,7 @@ from scheduler_doubles import (
     stack,
 )
 
-from scheduler_service.limits import Limits
-from splitpoint import rpc
+from scheduler_service.api.limits import Limits
 from splitpoint.config import format_size
 from splitpoint.errors import (
     AlreadyExists,
@@ -37,8 +36,9 @@ from splitpoint.errors import (
     Unavailable,
 )
 from splitpoint.keys import tenant_salt
-from splitpoint.planner import Objective
-from splitpoint.schedule import Schedule
+from splitpoint.planning.planner import Objective
+from splitpoint.planning.schedule import Schedule
+from splitpoint.transport import rpc
 from splitpoint.v1 import scheduler_pb2, types_pb2
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from splitpoint import access
-from splitpoint.access import Access, Caller, Role, TokenEntry, digest_of, entry_text
 from splitpoint.errors import (
     InvalidArgument,
     PermissionDenied,
@@ -18,6 +16,8 @@ from splitpoint.errors import (
     Unauthenticated,
     Unavailable,
 )
+from splitpoint.transport import access
+from splitpoint.transport.access import Access, Caller, Role, TokenEntry, digest_of, entry_text
 from splitpoint.v1 import kvstore_pb2, scheduler_pb2, worker_pb2
 
 LIST = "/splitpoint.v1.AdminService/ListWorkers"

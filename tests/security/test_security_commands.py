@@ -15,12 +15,12 @@ import pytest
 from cryptography import x509
 from typer.testing import CliRunner
 
-from splitpoint.access import Caller, Role, digest_of, find_caller, read_tokens
 from splitpoint.errors import AlreadyExists, InvalidArgument, PermissionDenied
-from splitpoint.tls import client_identity
-from splitpoint_cli.authority import make_certificates
+from splitpoint.transport.access import Caller, Role, digest_of, find_caller, read_tokens
+from splitpoint.transport.tls import client_identity
 from splitpoint_cli.main import app
-from splitpoint_cli.token import add_token
+from splitpoint_cli.security.authority import make_certificates
+from splitpoint_cli.security.token import add_token
 
 ROOT = Path(__file__).resolve().parents[2]
 

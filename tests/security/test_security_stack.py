@@ -18,9 +18,8 @@ from grpc_reflection.v1alpha import reflection_pb2
 from local_stack import prompt_of
 from secured_stack import CALLERS, TENANT_REQUESTS, SecuredStack, secured_stack
 
-from splitpoint import access, rpc
-from splitpoint.answers import Completion
 from splitpoint.client import AsyncClient
+from splitpoint.client.answers import Completion
 from splitpoint.errors import (
     AlreadyExists,
     DeadlineExceeded,
@@ -30,9 +29,10 @@ from splitpoint.errors import (
     Unauthenticated,
     Unavailable,
 )
-from splitpoint.tls import PLAIN, Identity, read_identity
+from splitpoint.transport import access, rpc
+from splitpoint.transport.tls import PLAIN, Identity, read_identity
 from splitpoint.v1 import kvstore_pb2, scheduler_pb2, worker_pb2
-from splitpoint_cli.authority import make_certificates
+from splitpoint_cli.security.authority import make_certificates
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

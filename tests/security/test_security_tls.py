@@ -15,8 +15,7 @@ from typing import Any
 import grpc
 import pytest
 
-from splitpoint import config, rpc
-from splitpoint.access import Access, Caller, Role, current_caller
+from splitpoint import config
 from splitpoint.client import AsyncClient, Client
 from splitpoint.errors import (
     DeadlineExceeded,
@@ -25,7 +24,9 @@ from splitpoint.errors import (
     SplitpointError,
     Unavailable,
 )
-from splitpoint.tls import (
+from splitpoint.transport import rpc
+from splitpoint.transport.access import Access, Caller, Role, current_caller
+from splitpoint.transport.tls import (
     PLAIN,
     Identity,
     client_identity,
@@ -34,8 +35,8 @@ from splitpoint.tls import (
     read_identity,
     trusting_own_server,
 )
-from splitpoint_cli.authority import make_certificates
-from splitpoint_cli.token import add_token
+from splitpoint_cli.security.authority import make_certificates
+from splitpoint_cli.security.token import add_token
 
 METHOD = "/splitpoint.v1.AdminService/GetQueue"
 

@@ -15,10 +15,10 @@ import pytest
 from own_names import instance_name
 from up_process import free_ports, up_process, wait_until_up
 
-from splitpoint.access import Caller, Role
-from splitpoint_cli.authority import make_certificates
-from splitpoint_cli.child import child_environment
-from splitpoint_cli.token import add_token
+from splitpoint.transport.access import Caller, Role
+from splitpoint_cli.security.authority import make_certificates
+from splitpoint_cli.security.token import add_token
+from splitpoint_cli.stack.child import child_environment
 
 COMMAND = [sys.executable, "-m", "splitpoint_cli"]
 CANARY = "canaryprompt_51de"

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from splitpoint.checkpoints import eos_token_ids, weight_files
+from splitpoint.checkpoint.resolve import eos_token_ids, weight_files
+from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.shapes import ModelShape, read_config
-from splitpoint.text import Tokenizer
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "train_stdlib_model.py"
 TEXT = "def add(left, right):\n    return left + right"

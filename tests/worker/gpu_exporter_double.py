@@ -23,15 +23,15 @@ from pathlib import Path
 
 import pynvml
 
-from splitpoint import metrics
 from splitpoint.config import announce_ready, stop_on_signals
-from splitpoint.meters import Meters, Reading
-from splitpoint.metrics import Service
-from splitpoint.metrics_server import add_metrics_arguments, metrics_served
-from worker_service.device_monitor import DeviceMonitor
-from worker_service.gpu_watch import GpuWatch
-from worker_service.nvml import GpuIdentity, open_gpu
-from worker_service.rapl import RaplWatch, Zone
+from splitpoint.observe import metrics
+from splitpoint.observe.meters import Meters, Reading
+from splitpoint.observe.metrics import Service
+from splitpoint.observe.metrics_server import add_metrics_arguments, metrics_served
+from worker_service.hardware.gpu import GpuWatch
+from worker_service.hardware.monitor import DeviceMonitor
+from worker_service.hardware.nvml import GpuIdentity, open_gpu
+from worker_service.hardware.rapl import RaplWatch, Zone
 
 # Started with -m from the root: the doubles beside this file have plain names.
 sys.path.insert(0, str(Path(__file__).parent))

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from worker_service.host_weights import HostUnit
+from worker_service.weights.host import HostUnit
 
 # What these refer to belongs to nobody, or to everybody.
 _BORDERS = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, HostUnit)

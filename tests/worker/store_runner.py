@@ -14,25 +14,25 @@ from pathlib import Path
 
 from engine_runner import Transcript, admission
 
-from kvstore_service.chunk_pool import WrittenChunk
-from kvstore_service.inspection import Finder
-from kvstore_service.prefix_index import Entry
+from kvstore_service.integrity.inspection import Finder
+from kvstore_service.pool.chunk_pool import WrittenChunk
+from kvstore_service.pool.prefix_index import Entry
+from kvstore_service.pool.store import KvStore
 from kvstore_service.sessions import ProcessIdentity
-from kvstore_service.store import KvStore
-from splitpoint.arena_owner import open_or_create_arena
+from splitpoint.arena.owner import open_or_create_arena
 from splitpoint.errors import FailedPrecondition
 from splitpoint.keys import chunk_key
-from splitpoint.planner import Residency
-from splitpoint.schedule import Schedule
+from splitpoint.planning.planner import Residency
+from splitpoint.planning.schedule import Schedule
+from splitpoint.planning.split_line import SplitLine
 from splitpoint.shapes import ArenaLayout
-from splitpoint.split_line import SplitLine
-from worker_service.arena_tensors import ArenaTensors, StoredChunk
-from worker_service.engine import Engine
-from worker_service.messages import Admit, Matched, StepOutput
-from worker_service.sampling import Sampling
-from worker_service.sequence import Admission, Suspects
-from worker_service.store_client import Connection, Match
-from worker_service.write_back import (
+from worker_service.engine.engine import Engine
+from worker_service.engine.messages import Admit, Matched, StepOutput
+from worker_service.engine.sampling import Sampling
+from worker_service.engine.sequence import Admission, Suspects
+from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
+from worker_service.store.client import Connection, Match
+from worker_service.store.write_back import (
     ChunksStored,
     Flushed,
     SequenceKey,

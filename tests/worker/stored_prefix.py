@@ -12,19 +12,19 @@ import pytest
 import torch
 from tiny_models import VOCABULARY, write_tiny
 
-from kvstore_service.chunk_pool import WrittenChunk
+from kvstore_service.pool.chunk_pool import WrittenChunk
+from kvstore_service.pool.store import KvStore
 from kvstore_service.sessions import ProcessIdentity
-from kvstore_service.store import KvStore
-from splitpoint.arena_owner import open_or_create_arena
+from splitpoint.arena.owner import open_or_create_arena
 from splitpoint.keys import chunk_key
 from splitpoint.shapes import ArenaLayout, chunks_of
-from worker_service.arena_tensors import ArenaTensors, StoredChunk
-from worker_service.attention import prefill
-from worker_service.attention_plan import PrefillPlan
-from worker_service.memory import STAGING_PAGES
+from worker_service.device.memory import STAGING_PAGES
+from worker_service.model.attention import prefill
+from worker_service.model.attention_plan import PrefillPlan
 from worker_service.model.decoder import Decoder
-from worker_service.mover import Mover
-from worker_service.staging import Staging
+from worker_service.pipeline.staging import Staging
+from worker_service.pipeline.transfer import Mover
+from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
 
 CPU = torch.device("cpu")
 

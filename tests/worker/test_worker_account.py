@@ -14,17 +14,17 @@ from store_runner import StoreRunner, store_runner, streamed
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
 from splitpoint.errors import FailedPrecondition
-from splitpoint.planner import Residency, RestoreMethod
-from splitpoint.schedule import Lane, Schedule
+from splitpoint.planning.planner import Residency, RestoreMethod
+from splitpoint.planning.schedule import Lane, Schedule
 from splitpoint.shapes import ArenaLayout
 from worker_service.account import Account, Predicted, StepKind, Traffic, Way
-from worker_service.engine import Engine
-from worker_service.lanes import EmulatedLink, Lanes, SerialLanes, ThreadLanes
-from worker_service.messages import Admit, StepOutput
+from worker_service.device.profiler import measure
+from worker_service.engine.engine import Engine
+from worker_service.engine.messages import Admit, StepOutput
+from worker_service.engine.sampling import Sampling
+from worker_service.lanes.lanes import EmulatedLink, Lanes, SerialLanes, ThreadLanes
+from worker_service.lanes.tally import Tally
 from worker_service.model.decoder import Decoder
-from worker_service.profiler import measure
-from worker_service.sampling import Sampling
-from worker_service.tally import Tally
 
 CHUNK = 16
 GREEDY = Sampling(max_tokens=4, ignore_eos=True)

@@ -25,22 +25,22 @@ from prometheus_client.parser import text_string_to_metric_families
 from redis_server import RedisServer
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
-from splitpoint import metrics
-from splitpoint.meters import Meters, Reading
-from splitpoint.metrics import Kind, Metric, Needs, Service, metrics_of
-from splitpoint.planner import RestoreMethod
-from splitpoint.rpc import open_channel
+from splitpoint.observe import metrics
+from splitpoint.observe.meters import Meters, Reading
+from splitpoint.observe.metrics import Kind, Metric, Needs, Service, metrics_of
+from splitpoint.planning.planner import RestoreMethod
+from splitpoint.transport.rpc import open_channel
 from splitpoint.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from worker_service.account import StepKind
-from worker_service.device_monitor import DeviceMonitor
-from worker_service.messages import Call, RestoreEvent, StepEvent, StepOutput
+from worker_service.engine.messages import Call, RestoreEvent, StepEvent, StepOutput
+from worker_service.engine.sampling import Sampling
+from worker_service.hardware.monitor import DeviceMonitor
+from worker_service.lanes.timeline import StepTimes
 from worker_service.metrics import WorkerMetrics
-from worker_service.sampling import Sampling
 from worker_service.startup import LoadedWorker
+from worker_service.store.write_back import WriteResult
 from worker_service.telemetry import telemetry_of
-from worker_service.timeline import StepTimes
 from worker_service.wire import response_from
-from worker_service.write_back import WriteResult
 
 PROMPT, ANSWER = clear_prompt(build_tiny("llama"), 45, 8)
 SHAPE = StackShape(workers=1)

@@ -13,12 +13,12 @@ import pytest
 from fuzzing import call_with_bytes, random_messages
 from tiny_models import VOCABULARY, build_tiny, clear_prompt, write_tiny
 
-from splitpoint import tracing
-from splitpoint.rpc import create_server, error_of, open_channel
+from splitpoint.observe import tracing
 from splitpoint.shapes import DataType
+from splitpoint.transport.rpc import create_server, error_of, open_channel
 from splitpoint.v1 import types_pb2, worker_pb2, worker_pb2_grpc
-from worker_service.memory import STAGING_PAGES
-from worker_service.messages import Call
+from worker_service.device.memory import STAGING_PAGES
+from worker_service.engine.messages import Call
 from worker_service.server import WorkerServicer
 from worker_service.startup import WorkerOptions, load_worker
 

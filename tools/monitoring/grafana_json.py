@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from splitpoint.metrics import Needs
+from splitpoint.observe.metrics import Needs
 from tools.monitoring.needs import needs_of, panel_needs
 from tools.monitoring.panels import FULL_WIDTH, Dashboard, Form, Panel
 

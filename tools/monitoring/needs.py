@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from splitpoint.metrics import Kind, Metric, Needs, all_metrics
+from splitpoint.observe.metrics import Kind, Metric, Needs, all_metrics
 from tools.monitoring.panels import Panel
 
 ROOT = Path(__file__).resolve().parent.parent.parent

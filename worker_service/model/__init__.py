@@ -1,1 +1,1 @@
-"""Decoder models written for this project: one decoder, configured by data."""
+"""The decoder of each model family: configuration, layers, attention and the forward pass."""

@@ -13,7 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from splitpoint.checkpoints import model_name
+from splitpoint.checkpoint.resolve import model_name
 from splitpoint.shapes import GEMMA_FAMILIES, DataType, ModelShape, read_config, text_config
 from worker_service.model.config_values import (
     boolean,

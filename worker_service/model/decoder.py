@@ -14,21 +14,27 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
+from splitpoint.planning.weight_placement import NOTHING_ON_HOST, WEIGHT_SLOTS, OnHost
+from splitpoint.planning.weight_schedule import WeightOrder, WeightPiece
 from splitpoint.progress import Ticker
 from splitpoint.shapes import DataType
-from splitpoint.weight_placement import NOTHING_ON_HOST, WEIGHT_SLOTS, OnHost
-from splitpoint.weight_schedule import WeightOrder, WeightPiece
-from worker_service.host_weights import HostUnit, Slot, read_tensor, read_unit, units_of_rows
-from worker_service.lanes import Lanes
+from worker_service.lanes.lanes import Lanes
 from worker_service.model.config import DecoderConfig, Norm
 from worker_service.model.head import StreamedHead
 from worker_service.model.layer import DecoderLayer
 from worker_service.model.linear import Linear, Matrix, Weight, packs
-from worker_service.model.matrices import HEAD_NAME, MatrixShape, head_rows, layer_matrices
 from worker_service.model.norms import NormWeights
 from worker_service.model.rope import Rotary, RotaryTable
-from worker_service.weight_stream import LentMatrix, WeightStream
-from worker_service.weights import NAMES, Checkpoint, RandomTensors, TensorSource, expected_tensors
+from worker_service.weights.host import HostUnit, Slot, read_tensor, read_unit, units_of_rows
+from worker_service.weights.loading import (
+    NAMES,
+    Checkpoint,
+    RandomTensors,
+    TensorSource,
+    expected_tensors,
+)
+from worker_service.weights.matrices import HEAD_NAME, MatrixShape, head_rows, layer_matrices
+from worker_service.weights.stream import LentMatrix, WeightStream
 
 __all__ = ["Decoder", "DecoderConfig", "DecoderLayer", "Rotary"]
 

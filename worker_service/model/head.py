@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from splitpoint.weight_schedule import WeightPiece
+from splitpoint.planning.weight_schedule import WeightPiece
 from worker_service.model.linear import Linear
-from worker_service.weight_stream import LentMatrix, WeightStream
+from worker_service.weights.stream import LentMatrix, WeightStream
 
 
 class StreamedHead:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from splitpoint.weight_schedule import WeightPiece
+from splitpoint.planning.weight_schedule import WeightPiece
 from worker_service.model.config import Activation
 from worker_service.model.linear import Linear
 from worker_service.model.norms import NormWeights

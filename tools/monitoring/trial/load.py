@@ -13,9 +13,9 @@ import time
 from collections import Counter
 
 from splitpoint.client import AsyncClient
-from splitpoint.client_requests import GenerateOptions
+from splitpoint.client.requests import GenerateOptions
 from splitpoint.errors import SplitpointError
-from splitpoint.plan import FORCED_METHODS, Residency
+from splitpoint.planning.plan import FORCED_METHODS, Residency
 
 _FAMILIES = 6
 _SHARED_TOKENS = 640

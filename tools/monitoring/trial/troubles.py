@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from splitpoint.client import AsyncClient
 from splitpoint.errors import DeadlineExceeded
-from splitpoint.plan import Residency
+from splitpoint.planning.plan import Residency
 from tools.monitoring.trial.processes import frozen, worker_process
 from tools.monitoring.trial.prometheus import wait_until
 from tools.monitoring.trial.stack import CHUNK_TOKENS, Trial

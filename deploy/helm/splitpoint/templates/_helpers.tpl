@@ -41,7 +41,7 @@ capabilities: {drop: [ALL]}
 {{- end }}
 
 {{- /* On each node: the folder of the arena, the same path in every container. */ -}}
-{{- define "splitpoint.arena" -}}
+{{- define "splitpoint.arena.mapping" -}}
 /dev/shm/splitpoint-{{ .Release.Namespace }}-{{ .Release.Name }}
 {{- end }}
 
@@ -116,7 +116,7 @@ topologySpreadConstraints:
 gRPC probes speak no TLS, so it is a command. */ -}}
 {{- define "splitpoint.probe" -}}
 exec:
-  command: [python, -m, splitpoint_cli.probe, "127.0.0.1:{{ index . 1 }}", --service, "{{ index . 2 }}", --timeout, "4"]
+  command: [python, -m, splitpoint_cli.request.probe, "127.0.0.1:{{ index . 1 }}", --service, "{{ index . 2 }}", --timeout, "4"]
 periodSeconds: {{ index . 3 }}
 failureThreshold: {{ index . 4 }}
 timeoutSeconds: 8

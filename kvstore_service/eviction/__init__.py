@@ -1,0 +1,1 @@
+"""Eviction policies, watermarks, and which chunks are worth storing."""

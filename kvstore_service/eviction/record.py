@@ -1,0 +1,58 @@
+"""Watches a policy at work and counts what a user needs to choose another one.
+
+Stands in front of any policy and orders nothing itself. The clock is injected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvstore_service.eviction.policies import EvictionPolicy
+
+# The last class takes everything above: 2**30 uses and more.
+_MOST_CLASSES = 32
+
+
+class RecordedPolicy:
+    """A policy that keeps account of the chunks it chooses. What is chosen is evicted.
+
+    Attributes:
+        by_use_count: chunks evicted after 0, 1, 2 to 3, 4 to 7, ... uses beyond
+            their sealing or, if that was before this store's start, adoption.
+        age_seconds_sum: from sealing (or adoption) to eviction, over all of them.
+    """
+
+    def __init__(self, policy: EvictionPolicy, clock: Callable[[], float]) -> None:
+        self.by_use_count: list[int] = []
+        self.age_seconds_sum = 0.0
+        self._policy = policy
+        self._clock = clock
+        self._uses: dict[int, int] = {}  # beyond the first
+        self._since: dict[int, float] = {}
+
+    def use(self, slot: int) -> None:
+        if slot in self._uses:
+            self._uses[slot] += 1
+        else:
+            self._uses[slot] = 0
+            self._since[slot] = self._clock()
+        self._policy.use(slot)
+
+    def offer(self, slot: int) -> None:
+        self._policy.offer(slot)
+
+    def forget(self, slot: int) -> None:
+        del self._uses[slot], self._since[slot]
+        self._policy.forget(slot)
+
+    def choose(self, is_evictable: Callable[[int], bool]) -> int | None:
+        slot = self._policy.choose(is_evictable)
+        if slot is not None:
+            self._count(self._uses[slot], self._clock() - self._since[slot])
+        return slot
+
+    def _count(self, uses: int, age_seconds: float) -> None:
+        place = min(uses.bit_length(), _MOST_CLASSES - 1)
+        self.by_use_count += [0] * (place + 1 - len(self.by_use_count))
+        self.by_use_count[place] += 1
+        self.age_seconds_sum += age_seconds

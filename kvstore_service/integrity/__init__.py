@@ -1,0 +1,1 @@
+"""Checksums of stored chunks, and the scrubber that verifies them."""

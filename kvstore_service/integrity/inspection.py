@@ -1,0 +1,149 @@
+"""Sealed chunks read back while the store runs, and what becomes of those that changed.
+
+A chunk is intact if its commit word, its record with the token row, and its payload are
+what the store committed. Waits for nothing itself: `inspect` is slow and may run in any
+thread.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable, Sequence
+
+from kvstore_service.pool.chunk_pool import ChunkPool
+from kvstore_service.pool.prefix_index import Entry, unpack
+from kvstore_service.recovery.adopted import damage_of
+from splitpoint.arena.format import ArenaFormatError
+from splitpoint.arena.mapping import Arena
+from splitpoint.arena.records import (
+    NO_PARENT,
+    SlotRecord,
+    SlotState,
+    commit_word,
+    decode_token_row,
+)
+
+_log = logging.getLogger(__name__)
+
+
+class BadCommitWord(ArenaFormatError):
+    """A commit word is not the one that the store wrote."""
+
+
+class Finder(enum.StrEnum):
+    """How a damaged chunk was found."""
+
+    SCRUB = "scrub"
+    REPORT = "report"
+
+
+class Inspection:
+    """The inspections of one pool.
+
+    Attributes:
+        damaged: chunks found damaged since start, by what found them.
+        mended_words: commit words of slots without a chunk that were written again.
+    """
+
+    def __init__(self, pool: ChunkPool, clock: Callable[[], float]) -> None:
+        self.damaged = dict.fromkeys(Finder, 0)
+        self.mended_words = 0
+        self._pool = pool
+        self._clock = clock
+        self._last_found_at: float | None = None
+
+    @property
+    def damaged_count(self) -> int:
+        return sum(self.damaged.values())
+
+    def seconds_since_damage(self) -> float | None:
+        """Since the last damaged chunk was found; None: there was none."""
+        at = self._last_found_at
+        return None if at is None else self._clock() - at
+
+    def inspect(self, entries: Sequence[Entry]) -> list[ArenaFormatError | None]:
+        """What is wrong with each chunk; None: nothing. Slow, for any thread.
+
+        Chunks must be guarded from eviction meanwhile.
+        """
+        return [self._damage_of(entry) for entry in entries]
+
+    def _damage_of(self, entry: Entry) -> ArenaFormatError | None:
+        arena = self._pool.arena
+        word = arena.commit_word(entry.slot)
+        if word != commit_word(entry.generation, SlotState.SEALED):
+            return BadCommitWord(f"slot {entry.slot} has the commit word {word:#x}")
+        try:
+            check_record(arena, entry)
+        except ArenaFormatError as error:
+            error.message = f"slot {entry.slot}: {error.message}"
+            return error
+        return damage_of(arena, entry.slot, entry.token_count, entry.checksum)
+
+    def settle(
+        self,
+        entries: Sequence[Entry],
+        damages: Sequence[ArenaFormatError | None],
+        finder: Finder,
+    ) -> None:
+        """Drop the damaged chunks with all below them; what is leased stays in its slot,
+        and is not served again, until its leases end."""
+        for entry, damage in zip(entries, damages, strict=True):
+            # Not held: dropped meanwhile, perhaps with its damaged parent.
+            if damage is None or not self._pool.holds(entry):
+                continue
+            self.damaged[finder] += 1
+            self._last_found_at = self._clock()
+            dropped = self._pool.discard(entry)
+            _log.error(
+                "%s (found by %s): the chunk and %d below it are dropped",
+                damage.message,
+                finder.value,
+                dropped - 1,
+            )
+
+    def check_words(self) -> None:
+        """Compare all commit words: chunks with another one are dropped, and the words
+        of other slots are written again."""
+        pool = self._pool
+        for slot in pool.slots.differing():
+            entry = pool.find(slot)
+            if entry is None:
+                _log.error("slot %d had another commit word than the store's", slot)
+                pool.slots.write_again(slot)
+                self.mended_words += 1
+            else:
+                self.settle(
+                    [entry], [BadCommitWord(f"slot {slot} has another commit word")], Finder.SCRUB
+                )
+
+
+def check_record(arena: Arena, entry: Entry) -> None:
+    """Raise ArenaFormatError unless the record in the arena says what the index says."""
+    token_row = arena.token_row(entry.slot)
+    chunk = SlotRecord.decode(arena.record(entry.slot), token_row, arena.layout).chunk
+    if chunk is None:
+        raise ArenaFormatError("the record is not sealed")
+    recorded = (
+        chunk.generation,
+        chunk.key,
+        chunk.parent_key,
+        chunk.salt_tag,
+        chunk.fingerprint,
+        chunk.checksum,
+        chunk.chunk_index,
+        list(decode_token_row(token_row, chunk.token_count)),
+    )
+    indexed = (
+        entry.generation,
+        entry.key,
+        entry.parent_key or NO_PARENT,
+        entry.salt_tag,
+        entry.fingerprint,
+        entry.checksum,
+        entry.chunk_index,
+        unpack(entry.packed),
+    )
+    if recorded != indexed:
+        raise ArenaFormatError("the record and the index disagree")

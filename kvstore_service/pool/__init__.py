@@ -1,0 +1,1 @@
+"""The chunk pool: slots, leases, the prefix index, and sealing."""

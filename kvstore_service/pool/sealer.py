@@ -1,0 +1,63 @@
+"""How written slots become chunks, whoever wrote them: read back, compared, published.
+
+The same for a worker that maps the arena and for a stream from another host. Knows no
+request: who may write, and what a retry is told, is the servers' business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from kvstore_service.pool.chunk_pool import WrittenChunk
+from kvstore_service.pool.store import KvStore, SealOutcome
+from kvstore_service.upkeep import Upkeep
+from splitpoint.arena.format import ArenaFormatError
+
+# So much payload is read back on the event loop: some 0.1 ms, which is less than a
+# thread takes to get the interpreter and to give it back.
+READ_AT_ONCE_BYTES = 256 << 10
+
+
+class Sealer:
+    """Of one store.
+
+    Args:
+        threads: read payloads back, those of a call with more than `read_at_once_bytes`.
+    """
+
+    def __init__(
+        self,
+        store: KvStore,
+        upkeep: Upkeep,
+        threads: ThreadPoolExecutor,
+        read_at_once_bytes: int = READ_AT_ONCE_BYTES,
+    ) -> None:
+        self._store = store
+        self._upkeep = upkeep
+        self._threads = threads
+        self._read_at_once_bytes = read_at_once_bytes
+
+    async def seal(
+        self,
+        session_id: bytes,
+        salt: bytes,
+        chunks: Sequence[WrittenChunk],
+        *,
+        lease_id: int,
+        keep_leased: bool,
+    ) -> SealOutcome:
+        """Seal each chunk whose payload has its checksum. Raises what `KvStore.seal` raises."""
+        with self._store.sealing(chunks):
+            await self._upkeep.verify(lambda: self._store.adopted.in_seal(salt, chunks))
+            damages = await self._read_back(chunks)
+            return self._store.seal(
+                session_id, salt, chunks, damages, lease_id=lease_id, keep_leased=keep_leased
+            )
+
+    async def _read_back(self, chunks: Sequence[WrittenChunk]) -> Sequence[ArenaFormatError | None]:
+        if len(chunks) * self._store.arena.layout.chunk_bytes <= self._read_at_once_bytes:
+            return self._store.verify(chunks)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._store.verify, chunks)

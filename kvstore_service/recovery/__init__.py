@@ -1,0 +1,1 @@
+"""Adoption of an arena after a restart."""

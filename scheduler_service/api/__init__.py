@@ -1,0 +1,1 @@
+"""Requests as clients send them, and answers as they receive them."""

@@ -1,0 +1,125 @@
+"""What operators ask of a scheduler: its workers, its queue, what it has done. Changes nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+
+from scheduler_service.cluster.registry import ReadyWorker, WorkerConnection
+from scheduler_service.placement.conductor import Conductor
+from splitpoint.costs.kappa import kappa_crit
+from splitpoint.transport.convert import profile_to_proto, redis_to_proto
+from splitpoint.v1 import scheduler_pb2 as pb
+from splitpoint.v1 import scheduler_pb2_grpc
+
+if TYPE_CHECKING:
+    from splitpoint.discovery.redis_link import RedisLink
+
+ADMIN_SERVICE = "splitpoint.v1.AdminService"
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class AdminServicer(scheduler_pb2_grpc.AdminServiceServicer):
+    """Reads the conductor's books. `link`: None without Redis."""
+
+    def __init__(
+        self,
+        conductor: Conductor,
+        clock: Callable[[], float] = time.monotonic,
+        link: RedisLink | None = None,
+    ) -> None:
+        self._conductor = conductor
+        self._clock = clock
+        self._link = link
+
+    async def ListWorkers(
+        self, request: pb.ListWorkersRequest, context: Context
+    ) -> pb.ListWorkersResponse:
+        connections = self._conductor.registry.connections
+        return pb.ListWorkersResponse(workers=[self._worker(worker) for worker in connections])
+
+    async def GetQueue(self, request: pb.GetQueueRequest, context: Context) -> pb.GetQueueResponse:
+        admission = self._conductor.admission
+        response = pb.GetQueueResponse(capacity=admission.queue_capacity)
+        now = self._clock()
+        for position, ticket in enumerate(admission.queue()):
+            waiting = self._conductor.waiting_request(ticket)
+            response.requests.add(
+                request_id=waiting.input.request_id,
+                tenant=waiting.input.tenant,
+                position=position,
+                footprint_bytes=admission.footprint_bytes(ticket),
+                waited_duration=_duration(now - waiting.times.arrived),
+                reason=admission.reason_to_wait(ticket),
+            )
+        return response
+
+    async def GetSchedulerStatus(
+        self, request: pb.GetSchedulerStatusRequest, context: Context
+    ) -> pb.GetSchedulerStatusResponse:
+        accounts, admission = self._conductor.accounts, self._conductor.admission
+        return pb.GetSchedulerStatusResponse(
+            uptime_seconds=self._clock() - accounts.started,
+            running_count=admission.running_count,
+            waiting_count=len(admission.queue()),
+            completed_count=accounts.completed_count,
+            failed_count=accounts.failed_count,
+            rejected_count=accounts.rejected_count,
+            failover_count=accounts.failover_count,
+            prompt_token_count=accounts.prompt_tokens,
+            cached_token_count=accounts.cached_tokens,
+            generated_token_count=accounts.generated_tokens,
+            ttft_count=accounts.ttft_count,
+            ttft_seconds_sum=accounts.ttft_seconds,
+            itl_count=accounts.itl_count,
+            itl_seconds_sum=accounts.itl_seconds,
+            redis=redis_to_proto(self._link),
+        )
+
+    def _worker(self, worker: WorkerConnection) -> pb.WorkerStatus:
+        is_draining = worker.ready is not None and worker.is_draining
+        losses = self._conductor.registry.losses.of(worker.worker_id)
+        entry = pb.WorkerStatus(
+            worker_id=worker.worker_id,
+            address=worker.address,
+            ready=worker.takes_requests,
+            draining=is_draining,
+            message="draining" if is_draining else worker.message,
+            telemetry=worker.telemetry,
+            loss_count=losses.count,
+            last_lost_seconds_ago=losses.seconds_ago,
+        )
+        known = worker.ready or worker.former
+        if known is not None:
+            entry.MergeFrom(_facts_of(known))
+        ledger = self._conductor.admission.ledger(worker.worker_id)
+        if ledger is not None:
+            entry.cache_charged_bytes = ledger.charged_bytes
+            entry.running_count = ledger.running_count
+        return entry
+
+
+def _facts_of(worker: ReadyWorker) -> pb.WorkerStatus:
+    """What a worker said of itself last, and what follows from it."""
+    info, facts = worker.info, worker.facts
+    return pb.WorkerStatus(
+        device=info.device,
+        schedule=info.schedule,
+        emulated_link_bytes_per_second=info.emulated_link_bytes_per_second,
+        weights=info.weights,
+        cache_capacity_bytes=facts.cache_capacity_bytes,
+        kvstore_address=facts.kvstore_address,
+        profile=profile_to_proto(facts.profile),
+        kappa_crit=kappa_crit(facts.shape, facts.profile, facts.encoding),
+    )
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(max(0, int(seconds * 1e9)))
+    return duration

@@ -1,0 +1,65 @@
+"""What is told of a request that ended, in the log and in its span: counts, seconds and names.
+
+No text, no token ids, no tenant: whoever may read logs need not be trusted with those.
+"""
+
+from __future__ import annotations
+
+from scheduler_service.placement.requests import Request
+from splitpoint.errors import SplitpointError
+from splitpoint.observe.logs import LogFacts
+from splitpoint.planning.planner import Plan
+from splitpoint.v1 import scheduler_pb2, types_pb2
+
+
+def of_completed(request: Request, message: scheduler_pb2.GenerateComplete) -> LogFacts:
+    """Of one that has its answer."""
+    plan, usage = message.plan, message.usage
+    return {
+        "outcome": _name(types_pb2.FinishReason.Name(message.finish_reason), "FINISH_REASON_"),
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "queue_seconds": round(message.queue_seconds, 6),
+        "restore_seconds": round(message.restore_seconds, 6),
+        "ttft_seconds": round(message.ttft_seconds, 6),
+        "total_seconds": round(message.total_seconds, 6),
+        "worker": message.worker_id,
+        "method": _name(types_pb2.RestoreMethod.Name(plan.method), "RESTORE_METHOD_"),
+        "residency": _name(types_pb2.Residency.Name(plan.residency), "RESIDENCY_"),
+        "split_tokens": plan.split_tokens,
+        "losses": request.losses,
+    }
+
+
+def of_failed(request: Request, error: SplitpointError, worker_id: str | None) -> LogFacts:
+    """Of one that ended with an error. `worker_id`: where it ran then; None: nowhere."""
+    times = request.times
+    ttft = None if times.first_token is None else round(times.first_token - times.arrived, 6)
+    ended = times.arrived if request.ended_at is None else request.ended_at
+    return {
+        "outcome": error.reason,
+        "prompt_tokens": len(request.input.prompt),
+        "completion_tokens": len(request.transcript),
+        "ttft_seconds": ttft,
+        "total_seconds": round(ended - times.arrived, 6),
+        "worker": worker_id,
+        "losses": request.losses,
+    }
+
+
+def of_plan(plan: Plan) -> LogFacts:
+    """What an attempt begins with."""
+    return {
+        "method": plan.method.value,
+        "residency": plan.residency.value,
+        "split_tokens": plan.split_tokens,
+        "cached_tokens": plan.cached_tokens,
+        "new_tokens": plan.new_tokens,
+        "footprint_bytes": plan.footprint_bytes,
+        "predicted_ttft_seconds": plan.predicted_ttft_seconds,
+    }
+
+
+def _name(constant: str, prefix: str) -> str:
+    return constant.removeprefix(prefix).lower()

@@ -1,0 +1,104 @@
+"""Checks and tokenizes requests beside the event loop, long texts only a few at a time.
+
+A text of 4 MB is some seconds of one core. Without a bound, such texts would take the cores
+and the memory from everything else, and one tenant's from all others. Knows no request: only
+how long its text is, and whose it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from scheduler_service.api.limits import Limits
+from splitpoint.errors import ResourceExhausted
+
+# Work on a request of at most so many bytes is done at once, on the loop.
+_SHORT_BYTES = 4 * 1024
+# A text of more bytes waits for its turn.
+_LONG_TEXT_BYTES = 16 * 1024
+
+_Result = TypeVar("_Result")
+
+
+class TextJobs:
+    """Belongs to one event loop.
+
+    All but one of the places may be one tenant's, and half of the queue, so that another always
+    finds room.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._running: Counter[str] = Counter()
+        self._waiting: Counter[str] = Counter()
+        self._place_freed = asyncio.Event()
+        self._threads = ThreadPoolExecutor(limits.text_jobs, thread_name_prefix="long text")
+
+    async def run(
+        self, job: Callable[[], _Result], *, tenant: str, request_bytes: int, text_bytes: int
+    ) -> _Result:
+        """The job's result: at once, in a thread, or in a thread when it is the text's turn.
+
+        Raises what the job raises, and ResourceExhausted if too many texts wait already or
+        the wait was too long.
+        """
+        if text_bytes > _LONG_TEXT_BYTES:
+            await self._take_turn(tenant)
+            return await self._in_turn(job, tenant)
+        if request_bytes > _SHORT_BYTES:
+            return await asyncio.to_thread(job)
+        return job()
+
+    async def close(self) -> None:
+        """Wait for what runs."""
+        await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
+
+    async def _take_turn(self, tenant: str) -> None:
+        if not self._has_place(tenant) and not self._may_wait(tenant):
+            raise self._busy()
+        self._waiting[tenant] += 1
+        try:
+            async with asyncio.timeout(self._limits.text_wait_seconds):
+                while not self._has_place(tenant):
+                    await self._place_freed.wait()
+                self._running[tenant] += 1
+        except TimeoutError:
+            raise self._busy() from None
+        finally:
+            self._waiting -= Counter([tenant])
+
+    def _may_wait(self, tenant: str) -> bool:
+        queue = self._limits.text_queue
+        return self._waiting.total() < queue and self._waiting[tenant] < max(1, queue // 2)
+
+    def _has_place(self, tenant: str) -> bool:
+        places = self._limits.text_jobs
+        return self._running.total() < places and self._running[tenant] < max(1, places - 1)
+
+    async def _in_turn(self, job: Callable[[], _Result], tenant: str) -> _Result:
+        """A caller that goes away does not end its job, so the job gives the place back."""
+        loop = asyncio.get_running_loop()
+
+        def give_back(_: Future[_Result]) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._give_back, tenant)
+
+        running = self._threads.submit(job)
+        running.add_done_callback(give_back)
+        return await asyncio.wrap_future(running)
+
+    def _give_back(self, tenant: str) -> None:
+        self._running -= Counter([tenant])
+        self._place_freed.set()
+        self._place_freed = asyncio.Event()
+
+    def _busy(self) -> ResourceExhausted:
+        return ResourceExhausted(
+            "other long texts are being tokenized",
+            reason="TOKENIZER_BUSY",
+            retry_after_seconds=self._limits.retry_seconds,
+        )

@@ -1,0 +1,1 @@
+"""The workers and stores that the scheduler knows, and what they report."""

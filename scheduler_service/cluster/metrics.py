@@ -1,0 +1,105 @@
+"""A scheduler's metrics: distributions as they happen, everything else read from its books."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from scheduler_service.cluster.accounts import Accounts, Sample
+from scheduler_service.cluster.registry import Registry
+from scheduler_service.placement.admission import Admission
+from scheduler_service.placement.conductor import Conductor
+from splitpoint.costs.kappa import kappa_crit
+from splitpoint.observe import metrics
+from splitpoint.observe.meters import Meters, Reading
+
+if TYPE_CHECKING:
+    from splitpoint.discovery.redis_link import RedisLink
+
+_HISTOGRAMS = {
+    Sample.TTFT: metrics.TTFT_SECONDS,
+    Sample.ITL: metrics.ITL_SECONDS,
+    Sample.QUEUE: metrics.QUEUE_SECONDS,
+    Sample.PREFILL: metrics.PREFILL_SECONDS,
+    Sample.DECODE: metrics.DECODE_SECONDS,
+    Sample.TPOT: metrics.TPOT_SECONDS,
+    Sample.REQUEST: metrics.REQUEST_SECONDS,
+    Sample.KAPPA: metrics.KAPPA_RATIO,
+    Sample.PROMPT_TOKENS: metrics.REQUEST_PROMPT_TOKENS,
+    Sample.GENERATED_TOKENS: metrics.REQUEST_GENERATED_TOKENS,
+}
+
+
+class Distributions:
+    """The listener of `Accounts`: each sample goes into its histogram."""
+
+    def __init__(self, meters: Meters) -> None:
+        self._histograms = {
+            sample: meters.histogram(metric) for sample, metric in _HISTOGRAMS.items()
+        }
+
+    def observe(self, sample: Sample, value: float) -> None:
+        self._histograms[sample].observe(value)
+
+
+def readings(conductor: Conductor, model_name: str, link: RedisLink | None) -> Iterator[Reading]:
+    """All there is to read at a scrape. `link`: None without Redis."""
+    yield Reading(metrics.MODEL_INFO, 1, (model_name,))
+    yield from _counts(conductor.accounts)
+    yield from _queue(conductor.admission)
+    yield from _ledgers(conductor.admission)
+    yield from _workers(conductor.registry)
+    if link is not None:
+        yield Reading(metrics.REDIS_UP, not link.is_away)
+
+
+def _counts(accounts: Accounts) -> Iterator[Reading]:
+    for outcome, count in accounts.finished_counts.items():
+        yield Reading(metrics.REQUESTS_FINISHED, count, (outcome.value,))
+    for reason, count in accounts.rejected_counts.items():
+        yield Reading(metrics.REQUESTS_REJECTED, count, (reason,))
+    for (residency, method), count in accounts.plan_counts.items():
+        yield Reading(metrics.PLANS, count, (residency.value, method.value))
+    yield Reading(metrics.PROMPT_TOKENS, accounts.prompt_tokens)
+    yield Reading(metrics.CACHED_TOKENS, accounts.cached_tokens)
+    yield Reading(metrics.GENERATED_TOKENS, accounts.generated_tokens)
+    yield Reading(metrics.FAILOVERS, accounts.failover_count)
+    yield Reading(metrics.DROPPED_RESULTS, accounts.late_count, ("late",))
+    yield Reading(metrics.DROPPED_RESULTS, accounts.duplicate_count, ("duplicate",))
+
+
+def _queue(admission: Admission) -> Iterator[Reading]:
+    yield Reading(metrics.REQUESTS_RUNNING, admission.running_count)
+    yield Reading(metrics.REQUESTS_WAITING, len(admission.queue()))
+    yield Reading(metrics.QUEUE_CAPACITY, admission.queue_capacity)
+
+
+def _ledgers(admission: Admission) -> Iterator[Reading]:
+    stores: dict[str, int] = {}
+    for ledger in admission.ledgers():
+        facts = ledger.facts
+        yield Reading(metrics.LEDGER_BYTES, ledger.charged_bytes, (facts.worker_id, "charged"))
+        capacity = facts.cache_capacity_bytes
+        yield Reading(metrics.LEDGER_BYTES, capacity, (facts.worker_id, "capacity"))
+        if facts.store_slot_count is not None:
+            stores[facts.kvstore_address] = facts.store_slot_count
+    for address, slot_count in stores.items():
+        yield Reading(metrics.LEDGER_SLOTS, admission.promised_slots(address), (address, "charged"))
+        yield Reading(metrics.LEDGER_SLOTS, slot_count, (address, "capacity"))
+
+
+def _workers(registry: Registry) -> Iterator[Reading]:
+    """A lost one stays, at 0; one that never answered is known by its address only."""
+    losses = dict(registry.losses.counts())
+    for worker in registry.connections:
+        yield Reading(metrics.WORKER_KNOWN, 1, (worker.worker_id or worker.address,))
+        if not worker.worker_id:
+            continue
+        losses.setdefault(worker.worker_id, 0)
+        yield Reading(metrics.WORKER_READY, worker.takes_requests, (worker.worker_id,))
+        if worker.ready is not None:
+            facts = worker.ready.facts
+            limit = kappa_crit(facts.shape, facts.profile, facts.encoding)
+            yield Reading(metrics.KAPPA_CRIT, limit, (worker.worker_id,))
+    for worker_id, count in losses.items():
+        yield Reading(metrics.WORKER_LOSSES, count, (worker_id,))

@@ -1,0 +1,29 @@
+"""Whether an arriving request has a worker to hope for at all."""
+
+from __future__ import annotations
+
+from scheduler_service.api.validation import GenerateInput
+from scheduler_service.cluster.registry import Registry
+from scheduler_service.placement.planning import check_split
+from splitpoint.errors import NotFound, Unavailable
+
+
+def check_workers(request: GenerateInput, registry: Registry, retry_seconds: float) -> None:
+    """Raises NotFound (unknown worker), Unavailable (none is ready), InvalidArgument (a
+    split that no store can give)."""
+    ready = registry.ready()
+    if request.worker_id:
+        if registry.find(request.worker_id) is None and registry.all_names_known:
+            names = ", ".join(sorted(worker.worker_id for worker in ready)) or "none is ready"
+            raise NotFound(
+                f"no worker is called {request.worker_id!r} (workers: {names})",
+                reason="WORKER_NOT_FOUND",
+            )
+        ready = [worker for worker in ready if worker.worker_id == request.worker_id]
+    if not ready:
+        raise Unavailable(
+            "the worker is not ready" if request.worker_id else "no worker is ready",
+            reason="NO_WORKER",
+            retry_after_seconds=retry_seconds,
+        )
+    check_split(request.split_tokens, [c.ready.facts for c in ready if c.ready is not None])

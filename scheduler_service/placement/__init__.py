@@ -1,0 +1,1 @@
+"""Which worker runs a request: footprint, admission, routing, and retries."""

@@ -1,0 +1,1 @@
+"""Where cached prefixes are: the schedulers' catalog of chunks."""

@@ -1,0 +1,130 @@
+"""The catalog with Redis: looks a prefix up in what the stores wrote there.
+
+One pipelined round trip for all stores: every key of the prefix is asked for at
+once (HMGET). Searching for the end by halves would send fewer keys, but each
+half waits for the answer before it, and round trips, not the 32 bytes of a key,
+are what this costs: 128,000 tokens are 2,000 keys, 64 KB.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any
+
+from redis.asyncio import Redis
+
+from scheduler_service.cluster.directory import Directory
+from scheduler_service.prefixes.catalog import LayoutName, PrefixQuery
+from scheduler_service.prefixes.peek import StorePeeker
+from splitpoint.discovery.entries import StoreEntry, chunks_key
+from splitpoint.discovery.redis_link import RedisLink
+from splitpoint.errors import Unavailable
+from splitpoint.keys import chunk_keys
+
+_log = logging.getLogger(__name__)
+
+# Bounds of one lookup: chunks of the prefix, and stores.
+_MOST_KEYS = 4096
+_MOST_STORES = 64
+# Stores that are asked directly while Redis is away.
+_MOST_FALLBACK_STORES = 16
+# Hashing a longer prompt would hold up the event loop.
+_SMALL_PROMPT_TOKENS = 8192
+
+
+class RedisCatalog:
+    """Stores by the directory's last reading, prefixes by what Redis holds now.
+
+    While Redis is away the stores that were known last are asked themselves.
+    """
+
+    def __init__(self, link: RedisLink, directory: Directory, peeker: StorePeeker) -> None:
+        self._link = link
+        self._directory = directory
+        self._peeker = peeker
+        self._is_falling_back = False
+
+    async def cached_tokens(self, query: PrefixQuery) -> dict[str, int]:
+        """Tokens in full chunks, by advertised address."""
+        layouts = {layout.layout_hash: layout for layout in query.layouts}
+        stores = [s for s in self._directory.stores if s.layout_hash in layouts][:_MOST_STORES]
+        if not stores:
+            return {}
+        try:
+            # Not even the keys are worth computing while nobody can be asked for them.
+            found = await self._lookup(stores, layouts, query) if not self._link.is_away else None
+        except Unavailable:
+            found = None
+        if found is not None:
+            self._is_falling_back = False
+            return found
+        if not self._is_falling_back:
+            self._is_falling_back = True
+            _log.warning("without Redis: the %d stores known last are asked directly", len(stores))
+        known = frozenset(store.address for store in stores[:_MOST_FALLBACK_STORES])
+        return await self._peeker.cached_tokens(
+            PrefixQuery(query.tenant_salt, query.token_ids, query.layouts, known - query.stores)
+        )
+
+    async def _lookup(
+        self, stores: Sequence[StoreEntry], layouts: dict[bytes, LayoutName], query: PrefixQuery
+    ) -> dict[str, int]:
+        """Raises Unavailable."""
+        wanted = {store.layout_hash for store in stores}
+        if len(query.token_ids) > _SMALL_PROMPT_TOKENS:
+            keys = await asyncio.to_thread(_keys_by_layout, layouts, wanted, query)
+        else:
+            keys = _keys_by_layout(layouts, wanted, query)
+        asked = [store for store in stores if keys[store.layout_hash]]
+        if not asked:
+            return {}
+        answers = await self._link.run(_read(asked, keys))
+        found: dict[str, int] = {}
+        for store, answer in zip(asked, answers, strict=True):
+            chunk_tokens = layouts[store.layout_hash].chunk_tokens
+            tokens = leading_count(answer) * chunk_tokens
+            # Two lives of one store may be listed for a moment.
+            found[store.address] = max(tokens, found.get(store.address, 0))
+        return found
+
+
+def leading_count(answer: Any) -> int:
+    """How many generations the answer starts with; anything else ends it."""
+    if not isinstance(answer, list):
+        return 0
+    count = 0
+    for value in answer:
+        if not isinstance(value, bytes) or not value.isdigit() or len(value) > 20:
+            break
+        if int(value) == 0:
+            break
+        count += 1
+    return count
+
+
+def _keys_by_layout(
+    layouts: dict[bytes, LayoutName], wanted: set[bytes], query: PrefixQuery
+) -> dict[bytes, list[bytes]]:
+    return {
+        name: list(
+            islice(
+                chunk_keys(name, query.tenant_salt, query.token_ids, layouts[name].chunk_tokens),
+                _MOST_KEYS,
+            )
+        )
+        for name in wanted
+    }
+
+
+def _read(stores: Sequence[StoreEntry], keys: dict[bytes, list[bytes]]) -> Callable[[Redis], Any]:
+    async def read(redis: Redis) -> Any:
+        async with redis.pipeline(transaction=False) as pipe:
+            for store in stores:
+                pipe.hmget(chunks_key(store.instance_id, store.epoch), keys[store.layout_hash])
+            # A key of another type is one store's miss, not everybody's.
+            return await pipe.execute(raise_on_error=False)
+
+    return read

@@ -1,0 +1,1 @@
+"""The arena: the shared-memory file of chunks, its format and its rules of ownership."""

@@ -1,0 +1,153 @@
+"""The files around an arena: its folder, its lock, its room in memory, what was set aside.
+
+Knows paths and limits; what an arena file holds is `splitpoint.arena.mapping`'s business.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+import uuid
+from pathlib import Path
+
+from splitpoint.arena.format import ArenaFormatError
+from splitpoint.arena.mapping import open_arena
+from splitpoint.config import format_size, memory_facts
+from splitpoint.errors import FailedPrecondition, NotFound, ResourceExhausted
+
+_log = logging.getLogger(__name__)
+
+# Superblocks, records and tokens of an arena of some 100,000 slots.
+_KEPT_OF_DAMAGED_BYTES = 64 << 20
+
+
+class FolderNotPrivate(FailedPrecondition):
+    """The arena's folder belongs to, or is open to, somebody else."""
+
+
+class NotOurArena(FailedPrecondition):
+    """Something that is no arena lies at the arena's path; it is left alone."""
+
+
+def boot_id() -> bytes:
+    """16 bytes that change when the machine starts anew."""
+    return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
+
+
+def lock_path_of(path: Path) -> Path:
+    return path.with_name(path.name + ".lock")
+
+
+def unfinished_path(path: Path) -> Path:
+    return path.with_name(path.name + ".new")
+
+
+def damaged_path(path: Path) -> Path:
+    return path.with_name(path.name + ".damaged")
+
+
+def set_aside(fd: int, path: Path) -> None:
+    """Keep the front of a damaged arena for whoever wants to know why, and give up the rest.
+
+    The file itself is unlinked, never shortened: workers that still map it would
+    be killed by their next access. At most one such copy: a crash loop cannot fill
+    the memory with them.
+    """
+    front = os.pread(fd, _KEPT_OF_DAMAGED_BYTES, 0)
+    damaged = damaged_path(path)
+    damaged.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with os.fdopen(os.open(damaged, flags, 0o600), "wb") as copy:
+            copy.write(front)
+    except OSError as error:  # a full file system must not keep the store from starting
+        _log.warning("%s is not kept: %s", path, error.strerror)
+        damaged.unlink(missing_ok=True)
+    os.unlink(path)
+
+
+def remove_unfinished(path: Path) -> None:
+    """What a store left that was killed while it made its arena."""
+    try:
+        os.close(open_arena(path))
+    except NotFound:
+        return
+    except ArenaFormatError as error:
+        raise NotOurArena(f"{error.message}; it was left alone", path=path) from error
+    os.unlink(path)
+
+
+def private_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        pass
+    except FileNotFoundError as error:
+        raise NotFound(f"{folder.parent} does not exist") from error
+    except OSError as error:
+        raise FolderNotPrivate(f"{folder} cannot be made: {error.strerror}") from error
+    found = folder.lstat()
+    if (
+        not stat.S_ISDIR(found.st_mode)
+        or found.st_uid != os.geteuid()
+        or stat.S_IMODE(found.st_mode) & 0o077
+    ):
+        raise FolderNotPrivate(
+            f"{folder} must be a folder of this user alone (mode 700), not a link",
+            folder=folder,
+        )
+
+
+def is_at(fd: int, path: Path) -> bool:
+    """Whether the open file is still the one at `path`."""
+    ours = os.fstat(fd)
+    try:
+        there = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)
+
+
+def _limits(folder: Path) -> tuple[int, int, int | None, str]:
+    """(free on the file system, MemAvailable, left in the cgroup, all three in words)."""
+    file_system = os.statvfs(folder)
+    free = file_system.f_bavail * file_system.f_frsize
+    facts = memory_facts()
+    cgroup = facts.cgroup_available_bytes
+    text = (
+        f"{format_size(free)} free on the file system of {folder}, "
+        f"{format_size(facts.available_bytes)} MemAvailable, "
+        + ("no cgroup memory limit" if cgroup is None else f"{format_size(cgroup)} in the cgroup")
+    )
+    return free, facts.available_bytes, cgroup, text
+
+
+def check_room(folder: Path, size_bytes: int) -> None:
+    # Memory is checked before allocating: beyond it comes the OOM killer, not ENOSPC.
+    free, available, cgroup, text = _limits(folder)
+    room = min(free, available) if cgroup is None else min(free, available, cgroup)
+    if size_bytes > room:
+        raise ResourceExhausted(
+            f"an arena of {format_size(size_bytes)} does not fit: {text}",
+            reason="ARENA_DOES_NOT_FIT",
+            size_bytes=size_bytes,
+            file_system_bytes=free,
+            memory_available_bytes=available,
+            cgroup_bytes="unlimited" if cgroup is None else cgroup,
+        )
+
+
+def allocate(fd: int, path: Path, size_bytes: int) -> None:
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT):
+            raise
+        _, _, _, text = _limits(path.parent)
+        raise ResourceExhausted(
+            f"an arena of {format_size(size_bytes)} cannot be allocated ({error.strerror}): {text}",
+            reason="ARENA_DOES_NOT_FIT",
+            size_bytes=size_bytes,
+        ) from error

@@ -1,0 +1,84 @@
+"""Arena files that something else removed, replaced or shortened while a store served them.
+
+A mapping outlives its file's name, but nothing can attach to it any more. A mapping of a file
+that was shortened ends its process by SIGBUS when it is touched. Either way the store starts
+again on a fresh arena, and says what became of the one before.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from splitpoint.arena.files import is_at, lock_path_of, private_folder
+from splitpoint.arena.mapping import Arena
+from splitpoint.config import format_size
+from splitpoint.errors import DataLoss
+
+
+class Loss(enum.StrEnum):
+    """What became of an arena that could not be served any longer."""
+
+    REMOVED = "removed"  # or another file took its place
+    TRUNCATED = "truncated"
+    DAMAGED = "damaged"  # found at a start only
+
+
+class ArenaLost(DataLoss):
+    """The arena that this process serves is lost.
+
+    Attributes:
+        loss: what became of it.
+    """
+
+    def __init__(self, message: str, loss: Loss) -> None:
+        super().__init__(f"{message}; a fresh arena is needed", reason="ARENA_LOST")
+        self.loss = loss
+
+
+def check_there(arena: Arena, lock_fd: int) -> None:
+    """Raise ArenaLost unless arena and lock are whole and at their paths. Touches no mapping."""
+    size = os.fstat(arena.fd).st_size
+    if size != arena.size_bytes:
+        raise ArenaLost(
+            f"the arena {arena.path} was truncated from outside: it has {format_size(size)} of "
+            f"{format_size(arena.size_bytes)}",
+            Loss.TRUNCATED,
+        )
+    for fd, path in ((arena.fd, arena.path), (lock_fd, lock_path_of(arena.path))):
+        if not is_at(fd, path):
+            raise ArenaLost(f"{path} was removed from outside while in use", Loss.REMOVED)
+
+
+def note_loss(path: Path, loss: Loss) -> None:
+    """Leave a note for the next store at `path`, which finds no arena to tell it."""
+    private_folder(path.parent)
+    note = _note_path(path)
+    note.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(note, flags, 0o600), "w") as file:
+        file.write(loss.value)
+
+
+def take_note(path: Path) -> Loss | None:
+    """The note that an earlier store left, which is removed. None if there is none.
+
+    What is there instead, as a link or a folder, is no note.
+    """
+    note = _note_path(path)
+    told = ""
+    with suppress(OSError):
+        file = os.open(note, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            told = os.read(file, 32).decode(errors="replace")
+        finally:
+            os.close(file)
+    with suppress(OSError):
+        note.unlink()
+    return Loss(told) if told in tuple(Loss) else None
+
+
+def _note_path(path: Path) -> Path:
+    return path.with_name(path.name + ".lost")

@@ -1,0 +1,331 @@
+"""The arena as a worker or the store maps it: planes, commit words, checksums.
+
+Attaching validates the file against docs/arena-format.md. Knows no gRPC and no
+torch, and never decides which slot may be used: it only tells whether a slot
+still is what a handle says.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from splitpoint.arena import presence
+from splitpoint.arena.format import (
+    RECORD_BYTES,
+    RECORDS_OFFSET,
+    SUPERBLOCK_BYTES,
+    ArenaFormatError,
+    BadSlotCount,
+    LayoutHashMismatch,
+    SizeMismatch,
+    Superblock,
+    choose_superblock,
+)
+from splitpoint.arena.records import PayloadMismatch, RowsNotZero, SlotState, commit_word
+from splitpoint.errors import NotFound
+from splitpoint.shapes import ArenaLayout
+
+Bytes = npt.NDArray[np.uint8]
+
+_WORDS_PER_RECORD = RECORD_BYTES // 8
+_FIRST_WORD = RECORDS_OFFSET // 8
+# xxhash lets go of the GIL from this size on (its own constant).
+_LARGE_ROW_BYTES = 100_000
+_BLOCK_BYTES = 512 << 10
+
+
+class NotARegularFile(ArenaFormatError):
+    """A link, device or folder lies where the arena should be."""
+
+
+class ForeignOwner(ArenaFormatError):
+    """The file belongs to another user."""
+
+
+class OpenToOthers(ArenaFormatError):
+    """Group or others have permissions on the file."""
+
+
+class InstanceMismatch(ArenaFormatError):
+    """The file is another arena than the one expected."""
+
+
+class EpochMismatch(ArenaFormatError):
+    """The arena was adopted anew since the caller was told about it."""
+
+
+class Arena:
+    """One mapped arena. Slots are in [0, slot_count).
+
+    The metadata (superblocks, records, tokens) is mapped read-only unless
+    `write_metadata` is set, which only the store does; the payload is writable
+    unless `read_only` is set.
+
+    Attributes:
+        path, layout, slot_count, size_bytes: of the file.
+        geometry: where everything lies in it.
+        superblock: as it was when this arena was mapped.
+        fd: the open file, which carries the presence locks; closed by `close`, or
+            when this object is collected.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        fd: int,
+        superblock: Superblock,
+        *,
+        write_metadata: bool = False,
+        read_only: bool = False,
+    ) -> None:
+        """Maps an open, validated file and takes `fd` over. `attach` is for workers."""
+        self.path = path
+        self.fd = fd
+        self._close_fd = weakref.finalize(self, os.close, fd)
+        self.superblock = superblock
+        self.geometry = superblock.geometry
+        self.layout = self.geometry.layout
+        self.slot_count = self.geometry.slot_count
+        self.size_bytes = self.geometry.size_bytes
+        payload_offset = self.geometry.payload_offset
+        metadata = mmap.mmap(
+            fd,
+            payload_offset,
+            prot=mmap.PROT_READ | (mmap.PROT_WRITE if write_metadata else 0),
+        )
+        self.metadata = memoryview(metadata)
+        self._words = self.metadata.cast("Q")
+        payload = mmap.mmap(
+            fd,
+            self.size_bytes - payload_offset,
+            prot=mmap.PROT_READ | (0 if read_only else mmap.PROT_WRITE),
+            offset=payload_offset,
+        )
+        self.payload: Bytes = np.frombuffer(payload, dtype=np.uint8)
+        # Many rows, each too small for a hash to let go of the GIL.
+        self._is_finely_cut = (
+            self.layout.chunk_bytes > _BLOCK_BYTES
+            and max(plane.slot_bytes for plane in self.geometry.planes) < _LARGE_ROW_BYTES
+        )
+        self._scratch = threading.local()
+        self._planes: dict[tuple[int, str], Bytes] = {}
+        for plane in self.geometry.planes:
+            start = plane.offset - payload_offset
+            rows = self.payload[start : start + self.slot_count * plane.slot_bytes]
+            self._planes[plane.layer, plane.tensor] = rows.reshape(
+                self.slot_count, plane.slot_bytes
+            )
+
+    @classmethod
+    def attach(
+        cls,
+        path: Path,
+        *,
+        layout: ArenaLayout,
+        slot_count: int,
+        instance_id: bytes,
+        epoch: int,
+        session_id: bytes = b"",
+    ) -> Arena:
+        """Maps the arena that the store's Attach told about, for that session.
+
+        The session's presence is held from here until `close`: the store lets
+        nobody use the arena who does not hold it. Without a session the arena
+        is only looked at.
+
+        Raises NotFound when the file is gone, and the ArenaFormatError of the
+        first invariant that does not hold.
+        """
+        fd = open_arena(path)
+        try:
+            superblock = read_superblock(fd)
+            if superblock.layout.layout_hash != layout.layout_hash:
+                raise LayoutHashMismatch(f"{path} was made for another layout")
+            if superblock.slot_count != slot_count:
+                raise BadSlotCount(f"{path} has {superblock.slot_count} slots, not {slot_count}")
+            if superblock.instance_id != instance_id:
+                raise InstanceMismatch(f"{path} is another arena than the store named")
+            if superblock.epoch != epoch:
+                raise EpochMismatch(f"{path} is in epoch {superblock.epoch}, not {epoch}")
+            if session_id:
+                presence.hold(fd, session_id)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(path, fd, superblock)
+
+    @classmethod
+    def attach_read_only(cls, path: Path) -> Arena:
+        """Maps the arena at `path`, whatever its layout, for looking: no write is possible.
+
+        Raises what `attach` raises.
+        """
+        fd = open_arena(path, read_only=True)
+        try:
+            superblock = read_superblock(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(path, fd, superblock, read_only=True)
+
+    def plane(self, layer: int, tensor: str) -> Bytes:
+        """Writable view `[slot_count, slot_bytes]` of one tensor ("K", "V" or "X") of a layer."""
+        return self._planes[layer, tensor]
+
+    # -- commit words ---------------------------------------------------------------
+
+    def is_current(self, slots: Sequence[int], generations: Sequence[int]) -> bool:
+        """Whether every slot is sealed under its generation.
+
+        Ask before reading and again after the last byte was read; what was read
+        between two different answers must never be used. In a file that was
+        shortened nothing is current: the rest of its last page reads as zeros.
+        """
+        if os.fstat(self.fd).st_size != self.size_bytes:
+            return False
+        words, slot_count = self._words, self.slot_count
+        return all(
+            0 <= slot < slot_count
+            and words[_FIRST_WORD + slot * _WORDS_PER_RECORD]
+            == commit_word(generation, SlotState.SEALED)
+            for slot, generation in zip(slots, generations, strict=True)
+        )
+
+    def commit_word(self, slot: int) -> int:
+        """The slot's commit word as it is now: one aligned 8-byte load."""
+        return self._words[_FIRST_WORD + self._checked(slot) * _WORDS_PER_RECORD]
+
+    def record(self, slot: int) -> bytes:
+        """A copy of the slot's record, for `SlotRecord.decode`."""
+        start = RECORDS_OFFSET + self._checked(slot) * RECORD_BYTES
+        return bytes(self.metadata[start : start + RECORD_BYTES])
+
+    def token_row(self, slot: int) -> bytes:
+        """A copy of the slot's row of the token plane."""
+        size = self.geometry.token_row_bytes
+        start = self.geometry.tokens_offset + self._checked(slot) * size
+        return bytes(self.metadata[start : start + size])
+
+    # -- payload ----------------------------------------------------------------------
+
+    def checksum(self, slot: int) -> int:
+        """XXH3-64 of the slot over all planes in file order.
+
+        Safe to call from any thread, and lets the others run.
+        """
+        self._checked(slot)
+        digest = xxhash.xxh3_64()
+        if self._is_finely_cut:
+            for block in self._blocks(slot):
+                digest.update(block.data)
+        else:
+            for plane in self._planes.values():
+                digest.update(plane[slot])
+        return digest.intdigest()
+
+    def _blocks(self, slot: int) -> Iterator[Bytes]:
+        """The payload in blocks that a hash lets go of the GIL for.
+
+        A thread that hashes one small row after another keeps the GIL from the others
+        for the interpreter's whole switch interval, 5 ms, each time they want it.
+        """
+        block: Bytes | None = getattr(self._scratch, "block", None)
+        if block is None:
+            block = self._scratch.block = np.empty(_BLOCK_BYTES, dtype=np.uint8)
+        filled = 0
+        for plane in self._planes.values():
+            row = plane[slot]
+            if filled + len(row) > _BLOCK_BYTES:
+                yield block[:filled]
+                filled = 0
+            block[filled : filled + len(row)] = row
+            filled += len(row)
+        yield block[:filled]
+
+    def check_payload(self, slot: int, token_count: int, checksum: int) -> None:
+        """Read the slot back. Raises PayloadMismatch, or RowsNotZero when a row at or
+        past `token_count` is not zero in some plane. Safe in any thread, too."""
+        if self.checksum(slot) != checksum:
+            raise PayloadMismatch(f"the payload of slot {slot} differs from its checksum")
+        chunk_tokens = self.layout.chunk_tokens
+        if token_count == chunk_tokens:
+            return
+        for (layer, tensor), plane in self._planes.items():
+            heads = 1 if tensor == "X" else self.layout.kv_head_count
+            if plane[slot].reshape(heads, chunk_tokens, -1)[:, token_count:].any():
+                raise RowsNotZero(
+                    f"slot {slot} has rows past its {token_count} tokens in {tensor}{layer}"
+                )
+
+    def zero(self, slot: int) -> None:
+        """Wipe the slot in all planes. Safe in any thread; numpy lets go of the GIL."""
+        self._checked(slot)
+        for plane in self._planes.values():
+            plane[slot] = 0
+
+    def close(self) -> None:
+        """Drop this object's views. The mapping goes with the last view anybody holds."""
+        self._planes.clear()
+        self._words.release()
+        self.metadata.release()
+        self.payload = np.empty(0, dtype=np.uint8)
+        self._close_fd()
+
+    def _checked(self, slot: int) -> int:
+        if not 0 <= slot < self.slot_count:
+            raise IndexError(f"slot {slot} of an arena of {self.slot_count}")
+        return slot
+
+
+# -- opening -------------------------------------------------------------------------
+
+
+def open_arena(path: Path, *, read_only: bool = False) -> int:
+    """A descriptor of the regular file at `path`, ours and closed to others.
+
+    Raises NotFound, NotARegularFile, ForeignOwner or OpenToOthers.
+    """
+    try:
+        # Non-blocking, so that a pipe planted in its place cannot hang us.
+        access = os.O_RDONLY if read_only else os.O_RDWR
+        fd = os.open(path, access | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise NotFound(f"there is no arena at {path}") from None
+    except PermissionError as error:
+        raise ForeignOwner(f"{path} may not be opened: {error.strerror}") from error
+    except OSError as error:  # ELOOP: a symbolic link; EISDIR, ENXIO: no file
+        raise NotARegularFile(f"{path} cannot be an arena: {error.strerror}") from error
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise NotARegularFile(f"{path} is not a regular file")
+        if found.st_uid != os.geteuid():
+            raise ForeignOwner(f"{path} belongs to user {found.st_uid}")
+        if found.st_mode & 0o077:
+            raise OpenToOthers(f"{path} has mode {found.st_mode & 0o777:o}, not 600")
+    except ArenaFormatError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def read_superblock(fd: int) -> Superblock:
+    """The superblock in force. Raises the ArenaFormatError of what is wrong."""
+    superblock = choose_superblock(
+        os.pread(fd, SUPERBLOCK_BYTES, 0),
+        os.pread(fd, SUPERBLOCK_BYTES, SUPERBLOCK_BYTES),
+    )
+    size = os.fstat(fd).st_size
+    if size != superblock.geometry.size_bytes:
+        raise SizeMismatch(f"the file has {size} bytes, not {superblock.geometry.size_bytes}")
+    return superblock

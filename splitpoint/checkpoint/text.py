@@ -1,0 +1,300 @@
+"""Text to token ids and back, piece by piece, with stop strings.
+
+The tokenizers library does the work; this adds what a stream needs: text comes
+out only once it is certain, and a stop string is found wherever token borders
+lie. Knows no model and no request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+
+from splitpoint.checkpoint.files import MOST_TOKENIZER_BYTES, is_there, read_object
+from splitpoint.checkpoint.token_bytes import longest_token_bytes
+from splitpoint.errors import InvalidArgument
+
+REPLACEMENT = "\ufffd"  # what decoders make of bytes that are not (yet) UTF-8
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+# UTF-8 characters are at most 4 bytes, tokens at least 1 byte: a token that is
+# followed by this many others can no longer be part of an incomplete character.
+_SETTLED_AFTER_TOKENS = 4
+_LONGEST_UNCERTAIN = 64
+
+
+class TooManyTokens(ValueError):
+    """A text has more tokens than were asked for: `count`, or at least `count`."""
+
+    def __init__(self, count: int, *, is_exact: bool) -> None:
+        super().__init__(f"{'' if is_exact else 'at least '}{count:,} tokens")
+        self.count = count
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer. Safe to share between threads; it has no mutable state."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        # A checkpoint may carry the truncation and padding of its training.
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._special_ids = frozenset(
+            index for index, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        self._longest_token = longest_token_bytes(backend)
+        self._anchor = self._find_anchor()
+        self._anchor_text = self._decode_plain(self._anchor)
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer | None:
+        """From `tokenizer.json`, else `vocab.json` and `merges.txt` (byte-level BPE, as OPT's).
+
+        None when the folder has neither. Special tokens follow
+        `tokenizer_config.json` as in transformers: an explicit `add_bos_token`
+        or `add_eos_token` replaces the file's own template. Raises
+        InvalidArgument when a file cannot be read.
+        """
+        single, vocabulary, merges = (
+            folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt")
+        )
+        try:
+            if is_there(single, MOST_TOKENIZER_BYTES):
+                backend = tokenizers.Tokenizer.from_file(str(single))
+            elif all(is_there(path, MOST_TOKENIZER_BYTES) for path in (vocabulary, merges)):
+                model = models.BPE.from_file(str(vocabulary), str(merges))
+                backend = tokenizers.Tokenizer(model)
+                backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+                backend.decoder = decoders.ByteLevel()
+            else:
+                return None
+            _apply_config(backend, _settings(folder / "tokenizer_config.json"))
+        except InvalidArgument:
+            raise
+        except Exception as error:  # the library raises bare Exception for bad files
+            raise InvalidArgument(
+                f"the tokenizer in {folder} cannot be read: {error}", field="model"
+            ) from error
+        return cls(backend)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Ids that have a spelling, added tokens included."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, most: int | None = None) -> list[int]:
+        """Token ids with the special tokens that the model expects around a prompt.
+
+        Other threads run meanwhile. Raises TooManyTokens beyond `most`, before their ids are
+        made: a list of millions would hold the interpreter.
+        """
+        least = self.fewest_tokens(text)
+        if most is not None and least > most:
+            raise TooManyTokens(least, is_exact=False)
+        # Unlike `encode` these let go of the interpreter, for one text too.
+        [encoding] = self._backend.encode_batch_fast([text])
+        if most is not None and len(encoding) > most:
+            raise TooManyTokens(len(encoding), is_exact=True)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """Tokens that the text has at least, by its bytes alone; see `token_bytes`."""
+        if self._longest_token is None:
+            return 0
+        size = len(text) if text.isascii() else len(text.encode())
+        return -(-size // self._longest_token)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a whole sequence, special tokens left out; as TextStream would say it."""
+        stream = TextStream(self, ())
+        return stream.push(token_ids) + stream.finish()
+
+    def spelling(self, token_ids: Iterable[int]) -> list[str]:
+        """Each token as the vocabulary spells it; empty for ids without a spelling."""
+        return [self._backend.id_to_token(index) or "" for index in token_ids]
+
+    def is_silent(self, token_id: int) -> bool:
+        """Whether the token has no text of its own: special, or without a spelling."""
+        return token_id in self._special_ids or self._backend.id_to_token(token_id) is None
+
+    def decode_segment(self, token_ids: list[int], *, first: bool) -> str:
+        """Text of tokens from inside a sequence, or from its `first` token on.
+
+        Decoders may treat the start of a text differently (SentencePiece drops
+        one space there), so inner segments are decoded behind a known token.
+        """
+        if first:
+            return self._decode_plain(token_ids)
+        return self._decode_plain([*self._anchor, *token_ids])[len(self._anchor_text) :]
+
+    def _decode_plain(self, token_ids: list[int]) -> str:
+        text: str = self._backend.decode(token_ids, skip_special_tokens=True)
+        return text
+
+    def _find_anchor(self) -> list[int]:
+        """A token whose text neither changes nor is changed by what follows."""
+        likely = self._backend.encode("a", add_special_tokens=False).ids[-1:]
+        for index in (*likely, *range(self._backend.get_vocab_size())):
+            text = self._decode_plain([index])
+            if text.isalnum() and not self.is_silent(index):
+                return [index]
+        return []
+
+
+class TextStream:
+    """The text of one growing sequence of tokens, up to a stop string.
+
+    What `push` returned is certain: it never ends inside a character, and no
+    stop string begins in it. All pushes and `finish` together are the decoded
+    sequence, or its part before the match.
+
+    Where several stop strings are possible the one that ends first counts, and
+    of those the longest. That does not depend on how the text was cut into
+    tokens, nor on how tokens were grouped into pushes.
+
+    SentencePiece vocabularies spell rare characters as runs of byte tokens. The
+    library turns every byte of a run into U+FFFD if the run as a whole is not
+    UTF-8; here valid characters go out as soon as they are complete, and stay.
+
+    Args:
+        tokenizer: of the model that makes the tokens.
+        stops: strings that end the text; not empty themselves.
+        min_tokens: a match that completes before this many tokens is text like
+            any other.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], *, min_tokens: int = 0) -> None:
+        if not all(stops):
+            raise InvalidArgument("a stop string must not be empty", field="sampling.stop")
+        self._tokenizer = tokenizer
+        self._stops = tuple(stops)
+        self._min_tokens = min_tokens
+        self._token_count = 0
+        self._segment: list[int] = []  # tokens whose text is not certain
+        self._first = True  # no text has come out yet
+        self._held = ""  # certain text that may begin a stop string
+        self.matched_stop: str | None = None
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Adds tokens; returns the text that is now certain, "" after a match."""
+        pieces = []
+        for token_id in token_ids:
+            if self.matched_stop is not None:
+                break
+            self._token_count += 1
+            if not self._tokenizer.is_silent(token_id):
+                self._segment.append(token_id)
+                pieces.append(self._scan(self._settled()))
+        return "".join(pieces)
+
+    def finish(self) -> str:
+        """No token will follow: returns what was held back. A match may still occur."""
+        if self.matched_stop is not None:
+            return ""
+        rest = self._tokenizer.decode_segment(self._segment, first=self._first)
+        self._segment = []
+        text = self._scan(rest)
+        if self.matched_stop is None:
+            text += self._held
+            self._held = ""
+        return text
+
+    def _settled(self) -> str:
+        """Text of the segment's leading tokens that no further token can change."""
+        text = self._tokenizer.decode_segment(self._segment, first=self._first)
+        if text and not text.endswith(REPLACEMENT):
+            self._drop(len(self._segment))
+            return text
+        if len(self._segment) < _LONGEST_UNCERTAIN:
+            return ""
+        # A long run of invalid bytes (or of real U+FFFD): cut it where both
+        # halves decode to the whole, far enough from the end to be settled.
+        for cut in range(len(self._segment) - _SETTLED_AFTER_TOKENS, 0, -1):
+            head = self._tokenizer.decode_segment(self._segment[:cut], first=self._first)
+            tail = self._tokenizer.decode_segment(self._segment[cut:], first=False)
+            if head and head + tail == text:
+                self._drop(cut)
+                return head
+        return ""
+
+    def _drop(self, count: int) -> None:
+        del self._segment[:count]
+        self._first = False
+
+    def _scan(self, text: str) -> str:
+        """Passes on what cannot be part of a stop string; sets matched_stop."""
+        if not text or not self._stops:
+            return text
+        text = self._held + text
+        if self._token_count >= self._min_tokens:
+            match = self._first_match(text)
+            if match is not None:
+                begin, self.matched_stop = match
+                self._held = ""
+                return text[:begin]
+        held = max(_overlap(text, stop) for stop in self._stops)
+        certain = len(text) - held
+        self._held = text[certain:]
+        return text[:certain]
+
+    def _first_match(self, text: str) -> tuple[int, str] | None:
+        """(begin, stop) of the match that ends first; of those the longest."""
+        found = [
+            (begin + len(stop), begin, stop)
+            for stop in self._stops
+            if (begin := text.find(stop)) >= 0
+        ]
+        if not found:
+            return None
+        _, begin, stop = min(found)
+        return begin, stop
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop` without completing it."""
+    for size in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    return read_object(path) if is_there(path) else {}
+
+
+def _apply_config(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+    """Named special tokens and the prompt's template, as transformers reads them."""
+    names = {key: _content(config.get(key)) for key in _NAMED_TOKENS}
+    backend.add_special_tokens(
+        [
+            AddedToken(content, special=True, normalized=False)
+            for content in names.values()
+            # Only what the model has an embedding for.
+            if content and backend.token_to_id(content) is not None
+        ]
+    )
+    explicit = "add_bos_token" in config or "add_eos_token" in config
+    if not explicit and backend.post_processor is not None:
+        return
+    before, after = (
+        names[f"{end}_token"] if config.get(f"add_{end}_token") else "" for end in ("bos", "eos")
+    )
+    template = " ".join([*([before] if before else []), "$A", *([after] if after else [])])
+    ids = {name: backend.token_to_id(name) for name in (before, after) if name}
+    unknown = [name for name, index in ids.items() if index is None]
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} should surround prompts but is not in the vocabulary")
+    backend.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=list(ids.items())
+    )
+
+
+def _content(token: Any) -> str:
+    """A token in the config is its text, or an object that holds it."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else ""

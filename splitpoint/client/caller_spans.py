@@ -1,0 +1,51 @@
+"""A span around each generation of a program that uses OpenTelemetry itself; else nothing.
+
+The client never loads OpenTelemetry: it only asks whether somebody else has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+from typing import Any
+
+import grpc
+
+from splitpoint.observe.tracing import TRACEPARENT, traceparent_of
+
+
+def generate(method: Any, request: Any, timeout: float | None) -> Any:
+    """Call `method`; the call carries the context of a span that ends when the call does."""
+    api: Any = sys.modules.get("opentelemetry.trace")
+    if api is None:
+        return method(request, timeout=timeout)
+    span = api.get_tracer("splitpoint").start_span(
+        "splitpoint generate",
+        kind=api.SpanKind.CLIENT,
+        attributes={"splitpoint.request_id": request.request_id},
+    )
+    context = span.get_span_context()
+    if not context.is_valid:
+        return method(request, timeout=timeout)
+    call = method(request, timeout=timeout, metadata=((TRACEPARENT, traceparent_of(context)),))
+    call.add_done_callback(lambda done: _end(api, span, done))
+    return call
+
+
+def _end(api: Any, span: Any, call: Any) -> None:
+    code = call.code()
+    if not inspect.isawaitable(code):
+        _end_as(api, span, code)
+        return
+    # An asyncio call knows how it ended, but only tells whoever awaits it.
+    asking = asyncio.ensure_future(code)
+    asking.add_done_callback(
+        lambda told: _end_as(api, span, None if told.cancelled() else told.result())
+    )
+
+
+def _end_as(api: Any, span: Any, code: grpc.StatusCode | None) -> None:
+    if code is not None and code is not grpc.StatusCode.OK:
+        span.set_status(api.Status(api.StatusCode.ERROR, code.name))
+    span.end()

@@ -1,0 +1,153 @@
+"""What clients send: messages from the arguments of their methods, and how large one may be.
+
+Knows no channel and no call; the blocking and the asyncio client share it.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping
+from typing import Any, TypedDict
+
+from google.protobuf.message import Message
+
+from splitpoint.client import request_values
+from splitpoint.config import format_size
+from splitpoint.errors import ResourceExhausted
+from splitpoint.planning.planner import Objective, Residency, RestoreMethod
+from splitpoint.transport import convert
+from splitpoint.transport.rpc import MESSAGE_LIMIT_BYTES
+from splitpoint.v1 import scheduler_pb2 as pb
+from splitpoint.v1 import types_pb2
+
+# Text, or token ids.
+Prompt = str | Iterable[int]
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Keyword arguments of `generate`; what is absent or None keeps the server's default.
+
+    Ranges and meanings are those of SamplingParams and GenerateRequest in
+    the proto files.
+    """
+
+    max_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    seed: int | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    repetition_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    # One, or several.
+    stop: str | Iterable[str] | None
+    stop_token_ids: int | Iterable[int] | None
+    min_tokens: int | None
+    ignore_eos: bool | None
+    logprobs: int | None
+    # Served model; needed only when there are several.
+    model: str | None
+    # Drawn when absent. The same id with the same body attaches to one generation.
+    request_id: str | None
+    # Narrows prefix sharing to requests with the same salt.
+    cache_salt: bytes | None
+    # Run on this worker.
+    worker: str | None
+    # Rebuild this many cached tokens from activations instead of the plan's.
+    split: int | None
+    # Load everything, or recompute the front from token ids, instead of the plan's.
+    restore: RestoreMethod | None
+    residency: Residency | None
+    # Seconds until DeadlineExceeded; absent: none.
+    timeout: float | None
+
+
+_SAMPLING_FIELDS = frozenset(field.name for field in types_pb2.SamplingParams.DESCRIPTOR.fields)
+# What arguments of `generate` are called on the wire, where that differs.
+_REQUEST_FIELDS = {"worker": "worker_id", "split": "split_tokens"}
+
+
+def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
+    """The message for a prompt (text or token ids) and options.
+
+    Raises TypeError for a value of the wrong type, InvalidArgument for one that its field
+    cannot hold; both name the argument. Whether the values make sense is the scheduler's
+    to say.
+    """
+    given = _known("generate", options, GenerateOptions)
+    given.pop("timeout", None)
+    sampling = {name: given.pop(name) for name in _SAMPLING_FIELDS & given.keys()}
+    if "residency" in given:
+        given["residency"] = _residency(given["residency"])
+    if "restore" in given:
+        restore = request_values.choice("restore", given.pop("restore"), RestoreMethod)
+        given["restore_method"] = convert.method_to_proto(restore)
+    request = request_values.filled(pb.GenerateRequest, given, _REQUEST_FIELDS)
+    request.request_id = request.request_id or uuid.uuid4().hex
+    request.sampling.CopyFrom(request_values.filled(types_pb2.SamplingParams, sampling))
+    if isinstance(prompt, str):
+        request.text = request_values.text("prompt", prompt)
+    else:
+        request.token_ids.SetInParent()  # no ids are not the same as no prompt
+        request.token_ids.ids.extend(request_values.token_ids("prompt", prompt))
+    return request
+
+
+def _known(method: str, options: Mapping[str, Any], kind: Any) -> dict[str, Any]:
+    """Those that are not None. Raises TypeError for what `kind` does not list."""
+    unknown = sorted(options.keys() - kind.__optional_keys__)
+    if unknown:
+        raise TypeError(f"{method}() got unexpected keyword arguments: {', '.join(unknown)}")
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _residency(value: Any) -> types_pb2.Residency:
+    return convert.residency_to_proto(request_values.choice("residency", value, Residency))
+
+
+class ExplainOptions(TypedDict, total=False):
+    """Keyword arguments of `explain_plan`; the fields of ExplainPlanRequest."""
+
+    max_tokens: int | None
+    # Served model; needed only when there are several.
+    model: str | None
+    residency: Residency | None
+    objective: Objective | None
+    # What another host's store holds, for whether fetching it pays.
+    remote_cached_tokens: int | None
+    remote_store_address: str | None
+
+
+def explain_request(
+    cached_tokens: int, new_tokens: int, options: ExplainOptions
+) -> pb.ExplainPlanRequest:
+    given = _known("explain_plan", options, ExplainOptions)
+    if "residency" in given:
+        given["residency"] = _residency(given["residency"])
+    if "objective" in given:
+        objective = request_values.choice("objective", given["objective"], Objective)
+        given["objective"] = convert.objective_to_proto(objective)
+    counts = {"cached_tokens": cached_tokens, "new_tokens": new_tokens}
+    return request_values.filled(pb.ExplainPlanRequest, {**given, **counts})
+
+
+def tokenize_request(text: str, model: str) -> pb.TokenizeRequest:
+    return request_values.filled(pb.TokenizeRequest, {"text": text, "model": model})
+
+
+def model_request(name: str) -> pb.GetModelRequest:
+    return request_values.filled(pb.GetModelRequest, {"name": name}, {"name": "model"})
+
+
+def check_size(request: Message) -> None:
+    """Raises ResourceExhausted for what gRPC would refuse with less to say."""
+    size = request.ByteSize()
+    if size > MESSAGE_LIMIT_BYTES:
+        raise ResourceExhausted(
+            f"the request has {format_size(size)}, and at most "
+            f"{format_size(MESSAGE_LIMIT_BYTES)} can be sent: shorten the prompt",
+            reason="MESSAGE_TOO_LARGE",
+            limit_bytes=MESSAGE_LIMIT_BYTES,
+        )

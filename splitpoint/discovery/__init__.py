@@ -1,0 +1,1 @@
+"""Service discovery through Redis, and the circuit breaker for its outages."""

@@ -1,0 +1,176 @@
+"""What stores and workers write about themselves into Redis, and the names of the keys. Pure.
+
+Everything read back is checked as if a stranger had written it: what is not
+exactly an entry is None, a miss.
+
+    sp:stores                            set of the hex instance ids of stores
+    sp:store:<instance>                  StoreEntry, expires
+    sp:store:<instance>:<epoch>:chunks   hash: chunk key -> generation; expires
+    sp:workers                           set of the hex instance ids of workers
+    sp:worker:<instance>                 WorkerEntry, expires
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from splitpoint.config import check_address
+from splitpoint.costs.profile import Profile
+from splitpoint.errors import InvalidArgument
+
+HEARTBEAT_SECONDS = 1.0
+# An entry outlives two lost heartbeats.
+LIFETIME_MILLISECONDS = 3000
+# Owners take the dead out of the index now and then.
+BEATS_BETWEEN_PRUNES = 30
+STORES = "sp:stores"
+WORKERS = "sp:workers"
+# Field of the chunks hash that names its last write. No chunk key is as short.
+REVISION_FIELD = b"revision"
+
+_FORMAT = 1
+_LONGEST_ENTRY_BYTES = 64 * 1024
+_INSTANCE_BYTES = 16
+_HASH_BYTES = 16
+
+
+def entry_key(index: str, instance_id: bytes) -> str:
+    """Key of one entry; `index` is STORES or WORKERS."""
+    return f"{index.removesuffix('s')}:{instance_id.hex()}"
+
+
+def chunks_key(instance_id: bytes, epoch: int) -> str:
+    return f"{entry_key(STORES, instance_id)}:{epoch}:chunks"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreEntry:
+    """A store that lives. `instance_id` and `epoch` name the life its catalog belongs to."""
+
+    instance_id: bytes
+    epoch: int
+    # Where workers on other hosts reach it.
+    address: str
+    layout_hash: bytes
+    slot_count: int
+    # Full chunks in the catalog, and the name of the last write to it: for people.
+    chunk_count: int = 0
+    revision: str = ""
+
+    def __post_init__(self) -> None:
+        _check_bytes("instance_id", self.instance_id, _INSTANCE_BYTES)
+        _check_bytes("layout_hash", self.layout_hash, _HASH_BYTES)
+        _check_count("epoch", self.epoch, 1 << 62)
+        _check_count("slot_count", self.slot_count, 1 << 31)
+        _check_count("chunk_count", self.chunk_count, 1 << 31)
+        _check_text("revision", self.revision, 64)
+        check_address(_check_text("address", self.address, 256))
+
+    def to_json(self) -> str:
+        return _to_json(self)
+
+    @classmethod
+    def from_json(cls, text: bytes) -> StoreEntry | None:
+        """None for anything but an entry of this format."""
+        entry: StoreEntry | None = _from_json(cls, text, ("instance_id", "layout_hash"))
+        return entry
+
+
+@dataclass(frozen=True, slots=True)
+class ModelName:
+    """What must agree for a worker to be of use to a scheduler."""
+
+    layer_count: int
+    hidden_size: int
+    vocabulary_size: int
+    context_length: int
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            _check_count(name, getattr(self, name), 1 << 31)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEntry:
+    """A worker that lives, as a scheduler finds it. The gRPC stream is the truth."""
+
+    instance_id: bytes
+    worker_id: str
+    # Where schedulers reach it.
+    address: str
+    model: ModelName
+    layout_hash: bytes
+    model_fingerprint: bytes = b""
+    # Its own store: the address it uses itself, and the store's instance. Empty: none.
+    store_address: str = ""
+    store_instance_id: bytes = b""
+    profile: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_bytes("instance_id", self.instance_id, _INSTANCE_BYTES)
+        _check_bytes("layout_hash", self.layout_hash, _HASH_BYTES)
+        if len(self.model_fingerprint) > 64:
+            raise InvalidArgument("model_fingerprint has more than 64 bytes")
+        if self.store_instance_id:
+            _check_bytes("store_instance_id", self.store_instance_id, _INSTANCE_BYTES)
+        if not _check_text("worker_id", self.worker_id, 64):
+            raise InvalidArgument("worker_id is empty")
+        check_address(_check_text("address", self.address, 256))
+        if _check_text("store_address", self.store_address, 256):
+            check_address(self.store_address)
+        if not isinstance(self.profile, dict):
+            raise InvalidArgument("profile is no object")
+        if self.profile:
+            Profile.from_json(json.dumps(self.profile))
+
+    def to_json(self) -> str:
+        return _to_json(self)
+
+    @classmethod
+    def from_json(cls, text: bytes) -> WorkerEntry | None:
+        """None for anything but an entry of this format."""
+        hexadecimal = ("instance_id", "layout_hash", "model_fingerprint", "store_instance_id")
+        entry: WorkerEntry | None = _from_json(cls, text, hexadecimal, model=ModelName)
+        return entry
+
+
+def _to_json(entry: StoreEntry | WorkerEntry) -> str:
+    fields = {
+        name: value.hex() if isinstance(value, bytes) else value
+        for name, value in asdict(entry).items()
+    }
+    return json.dumps({"format": _FORMAT, **fields})
+
+
+def _from_json(cls: Any, text: bytes, hexadecimal: tuple[str, ...], **nested: Any) -> Any:
+    if len(text) > _LONGEST_ENTRY_BYTES:
+        return None
+    try:
+        fields = json.loads(text)
+        if not isinstance(fields, dict) or fields.pop("format", None) != _FORMAT:
+            return None
+        for name in hexadecimal:
+            fields[name] = bytes.fromhex(fields[name])
+        for name, kind in nested.items():
+            fields[name] = kind(**fields[name])
+        return cls(**fields)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, InvalidArgument):
+        return None
+
+
+def _check_bytes(name: str, value: Any, size: int) -> None:
+    if not isinstance(value, bytes) or len(value) != size:
+        raise InvalidArgument(f"{name} has not {size} bytes", field=name)
+
+
+def _check_count(name: str, value: Any, limit: int) -> None:
+    if type(value) is not int or not 0 <= value < limit:
+        raise InvalidArgument(f"{name} is no count", field=name)
+
+
+def _check_text(name: str, value: Any, limit: int) -> str:
+    if not isinstance(value, str) or len(value) > limit or not value.isprintable():
+        raise InvalidArgument(f"{name} is no line of at most {limit} characters", field=name)
+    return value

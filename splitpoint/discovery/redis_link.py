@@ -1,0 +1,158 @@
+"""The one way to talk to Redis: bounded in time, behind a breaker, never the only copy.
+
+Knows no key. Whatever goes wrong is one error, `Unavailable` with the reason
+REDIS_AWAY, and the caller goes on without: all that lies in Redis is a hint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import ssl
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from redis.asyncio import ConnectionPool, Redis, SSLConnection, UnixDomainSocketConnection
+from redis.asyncio.connection import Connection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from splitpoint.discovery.breaker import Breaker, State
+from splitpoint.discovery.redis_options import RedisOptions
+from splitpoint.errors import Unavailable
+
+_log = logging.getLogger(__name__)
+
+OPERATION_SECONDS = 0.25
+# Heartbeats and a burst of requests; more wait for a connection within their own limit.
+_MOST_CONNECTIONS = 16
+
+T = TypeVar("T")
+
+
+class RedisLink:
+    """Connections to one Redis. Make it inside the event loop, `close` it at the end."""
+
+    def __init__(
+        self,
+        options: RedisOptions,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        breaker: Breaker | None = None,
+    ) -> None:
+        self.name = options.name
+        self.breaker = breaker or Breaker()
+        self._clock = clock
+        self._redis = _client(options)
+        self._places = asyncio.Semaphore(_MOST_CONNECTIONS)
+        self._is_failing = False
+
+    @property
+    def is_away(self) -> bool:
+        """Whether nobody but heartbeats is let through at the moment."""
+        return self.breaker.state is not State.CLOSED
+
+    async def run(
+        self, operation: Callable[[Redis], Awaitable[T]], *, is_heartbeat: bool = False
+    ) -> T:
+        """What the operation returns. Raises Unavailable after OPERATION_SECONDS at the latest.
+
+        Args:
+            operation: one round trip: a command, or a pipeline's `execute`.
+            is_heartbeat: of a background task: it goes through an open breaker too.
+        """
+        if not self.breaker.may_try(self._clock(), is_heartbeat=is_heartbeat):
+            raise self._away("it failed lately")
+        started = False
+        task = asyncio.current_task()
+        try:
+            async with asyncio.timeout(OPERATION_SECONDS), self._places:
+                started = True
+                result = await operation(self._redis)
+        except TimeoutError:
+            if not started:  # our own crowd, not Redis
+                self.breaker.gave_up(self._clock())
+                raise self._away("too many operations at a time") from None
+            raise self._failed(f"no answer within {OPERATION_SECONDS:g} s") from None
+        except (RedisError, OSError) as error:
+            raise self._failed(_words(error)) from error
+        except BaseException:
+            self.breaker.gave_up(self._clock())
+            raise
+        finally:
+            # A cancellation that meets the client's own time limits can get lost in
+            # them; whoever cancelled us would wait for ever.
+            if task is not None and task.cancelling():
+                raise asyncio.CancelledError
+        self.breaker.succeeded()
+        if self._is_failing:
+            self._is_failing = False
+            _log.info("Redis at %s answers again", self.name)
+        return result
+
+    async def close(self) -> None:
+        """Lets go of every connection; waits for none that hangs."""
+        try:
+            async with asyncio.timeout(OPERATION_SECONDS):
+                await self._redis.aclose()
+        except (TimeoutError, RedisError, OSError) as error:
+            _log.info("closing the connections to Redis: %s", _words(error))
+
+    def _failed(self, why: str) -> Unavailable:
+        self.breaker.failed(self._clock())
+        if not self._is_failing:  # once per outage, not per request
+            self._is_failing = True
+            _log.warning("Redis at %s is away, going on without it: %s", self.name, why)
+        return self._away(why)
+
+    def _away(self, why: str) -> Unavailable:
+        return Unavailable(f"Redis at {self.name} is away: {why}", reason="REDIS_AWAY")
+
+
+def _client(options: RedisOptions) -> Redis:
+    arguments: dict[str, Any] = {
+        "username": options.user,
+        "password": options.password,
+        # `run` bounds the whole operation. Limits of the client's own that end at the
+        # same moment would leave a stray cancellation behind in the caller's task.
+        "socket_timeout": None,
+        # One try: whoever fails goes on without, and the next heartbeat tries again.
+        "retry": Retry(NoBackoff(), 0),
+        "protocol": 2,
+        "max_connections": 2 * _MOST_CONNECTIONS,
+    }
+    if options.socket_path:
+        arguments |= {"connection_class": UnixDomainSocketConnection, "path": options.socket_path}
+        return Redis.from_pool(ConnectionPool(**arguments))
+    arguments |= {
+        "connection_class": Connection,
+        "host": options.host,
+        "port": options.port,
+        "db": options.database,
+        "socket_connect_timeout": None,
+    }
+    if options.tls:
+        arguments |= {
+            "connection_class": SSLConnection,
+            "ssl_cert_reqs": "required",
+            "ssl_check_hostname": True,
+            "ssl_ca_certs": options.ca_file,
+            "ssl_min_version": ssl.TLSVersion.TLSv1_2,
+        }
+    return Redis.from_pool(ConnectionPool(**arguments))
+
+
+def _words(error: BaseException) -> str:
+    """The kind of failure. Error texts of a server may quote what was sent, so only their first
+    word (NOPERM, WRONGPASS, OOM) is repeated."""
+    if isinstance(error.__cause__, RedisError):  # why it could not connect: the password
+        error = error.__cause__
+    if isinstance(error, RedisError):
+        first = str(error).partition(" ")[0]
+        return f"{type(error).__name__} {first}" if first.isupper() else type(error).__name__
+    if isinstance(error, OSError) and error.errno is not None:
+        return os.strerror(error.errno)
+    return type(error).__name__

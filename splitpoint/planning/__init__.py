@@ -1,0 +1,1 @@
+"""The planner: split points, schedules and weight placement, as pure functions."""

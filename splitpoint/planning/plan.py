@@ -1,0 +1,169 @@
+"""A request as the planner sees it, and the plan it answers with: data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from splitpoint.errors import InvalidArgument
+from splitpoint.planning.schedule import Schedule
+from splitpoint.shapes import Encoding
+
+
+class Residency(Enum):
+    """Where the cache lives while a request decodes."""
+
+    RESIDENT = "resident"
+    STREAMED = "streamed"
+
+
+class RestoreMethod(Enum):
+    """How a cached prefix gets back onto the device."""
+
+    NONE = "none"
+    LOAD = "load"
+    SPLIT = "split"
+    RECOMPUTE = "recompute"
+    TOKENS = "tokens"
+
+    @classmethod
+    def of(cls, split_tokens: int, cached_tokens: int) -> RestoreMethod:
+        """The method of a split, TOKENS apart."""
+        if cached_tokens == 0:
+            return cls.NONE
+        if split_tokens == 0:
+            return cls.LOAD
+        return cls.RECOMPUTE if split_tokens >= cached_tokens else cls.SPLIT
+
+
+class Objective(Enum):
+    """What a plan is to be best at; see planner.py."""
+
+    LATENCY = "latency"
+    THROUGHPUT = "throughput"
+
+
+# What a client may ask for by name; a split is asked for by its tokens.
+FORCED_METHODS = (RestoreMethod.LOAD, RestoreMethod.TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanInput:
+    """One request, as the planner sees it. Token counts; footprint in bytes."""
+
+    cached_tokens: int
+    new_tokens: int
+    has_activations: bool
+    schedule: Schedule = Schedule.SERIAL
+    residency: Residency = Residency.RESIDENT
+    footprint_bytes: int = 0
+    forced_split_tokens: int | None = None
+    # Said after the split's reason: why this residency.
+    residency_reason: str = ""
+    objective: Objective = Objective.LATENCY
+    # One of FORCED_METHODS. None: the planner chooses.
+    forced_method: RestoreMethod | None = None
+    # What is stored at once: a split is a multiple of it, or everything.
+    chunk_tokens: int = 1
+    # Tokens of X that fit the staging memory, of which a tile takes at most half; 0: no bound.
+    staging_tokens: int = 0
+    # Most tokens of a prefill in one piece; 0: no bound.
+    prefill_tokens: int = 0
+    # How the store keeps K, V and X: what crosses the link.
+    encoding: Encoding = Encoding.NATIVE
+    # Streamed: device memory for a part of the prefix that need not be pulled.
+    spare_bytes: int = 0
+    # Whether X may be what stays there (schedule ROW), not only K and V.
+    keeps_activations: bool = False
+    # Of a decode step, its cache traffic left out. None: the profile's.
+    step_compute_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.cached_tokens < 0:
+            raise InvalidArgument("cached_tokens must be at least 0", field="cached_tokens")
+        if self.new_tokens < 1:
+            raise InvalidArgument("new_tokens must be at least 1", field="new_tokens")
+        if self.chunk_tokens < 1:
+            raise InvalidArgument("chunk_tokens must be at least 1", field="chunk_tokens")
+        if self.spare_bytes < 0:
+            raise InvalidArgument("spare_bytes must be at least 0", field="spare_bytes")
+        if self.forced_split_tokens is not None:
+            check_forced_split(self.forced_split_tokens, has_activations=self.has_activations)
+        if self.forced_method is not None:
+            check_forced_method(self.forced_method, self.forced_split_tokens, self.residency)
+
+
+def check_forced_split(split_tokens: int, *, has_activations: bool) -> None:
+    """Raises InvalidArgument for a split that no store could serve."""
+    if split_tokens < 0:
+        raise InvalidArgument("split_tokens must be at least 0", field="split_tokens")
+    if split_tokens > 0 and not has_activations:
+        raise InvalidArgument(
+            "the store holds no activations, so nothing can be rebuilt from them: "
+            "only split 0 is possible (start with --activations always)",
+            field="split_tokens",
+            reason="NO_ACTIVATIONS",
+        )
+
+
+def check_forced_method(
+    method: RestoreMethod, split_tokens: int | None, residency: Residency | None
+) -> None:
+    """Raises InvalidArgument for a method that cannot be asked for, or not so."""
+    if method not in FORCED_METHODS:
+        names = " or ".join(kind.value for kind in FORCED_METHODS)
+        raise InvalidArgument(
+            f"restore_method can be {names}, not {method.value} (split_tokens says how much is "
+            "rebuilt from activations)",
+            field="restore_method",
+        )
+    if split_tokens is not None:
+        raise InvalidArgument(
+            "give restore_method or split_tokens, not both", field="restore_method"
+        )
+    if method is RestoreMethod.TOKENS and residency is Residency.STREAMED:
+        raise InvalidArgument(
+            "a streamed prefix is pulled in every step, so recomputing it from token ids "
+            "can only be asked for with resident residency",
+            field="restore_method",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The planner's immutable answer; the fields of types.proto's Plan."""
+
+    residency: Residency
+    method: RestoreMethod
+    split_tokens: int
+    reason: str
+    cached_tokens: int
+    new_tokens: int
+    footprint_bytes: int
+    predicted_restore_seconds: float
+    predicted_load_seconds: float
+    predicted_ttft_seconds: float
+    # l(s) = clamp(slope * s + intercept, 0, cap), for a growing sequence.
+    split_slope: float = 0.0
+    split_intercept: float = 0.0
+    split_cap: int = 0
+    # Of the cached tokens, those that come from another host's store first, and
+    # the predicted seconds for that (part of predicted_ttft_seconds).
+    fetched_tokens: int = 0
+    predicted_fetch_seconds: float = 0.0
+    schedule: Schedule = Schedule.SERIAL
+    # With method TOKENS: [0, recomputed_tokens) is expected to be prefilled.
+    recomputed_tokens: int = 0
+    # Streamed: K,V of [0, resident_tokens) stay on the device, [resident_tokens,
+    # split_tokens) is rebuilt in each step. Schedule ROW: X stays there.
+    resident_tokens: int = 0
+    # Tokens of X in one tile on the link; 0: the worker chooses.
+    tile_tokens: int = 0
+    # Streamed: predicted seconds of a decode step at this length.
+    predicted_step_seconds: float = 0.0
+    objective: Objective = Objective.LATENCY
+
+    @property
+    def kappa_ratio(self) -> float:
+        """K / T, cached over new tokens."""
+        return self.cached_tokens / self.new_tokens

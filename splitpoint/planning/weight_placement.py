@@ -1,0 +1,197 @@
+"""Which weights of a model lie on the device and which on the host: pure arithmetic.
+
+Streaming weights costs link time in every step, so everything stays on the device if
+it fits. If not, what is on the host is spread evenly among the layers, so that the
+link brings one while others compute. Knows no device, no tensors, no clock.
+
+What else is in the budget decides how much stays. With W bytes of weights, F bytes
+free for weights and cache, and c of them given to the cache, some W - F + c bytes cross
+the link in each step. Latency is that; throughput is the batch it serves, which grows
+with c, divided by that. Of all placements the one with the greatest throughput over
+latency is taken, c / streamed^2. So the cache gets about as much as the weights exceed
+the memory (c = W - F), but never less than it must have, and what is beyond full
+batches of the longest sequences does not count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from splitpoint.config import format_size
+from splitpoint.planning.weight_schedule import WeightPiece
+from splitpoint.shapes import ModelShape
+
+# Layers that are on their way or being read: one each.
+WEIGHT_SLOTS = 2
+# The head comes in pieces of at most this, and of an eighth of it: two are held at once.
+HEAD_PIECE_BYTES = 32 << 20
+HEAD_PIECES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSizes:
+    """Bytes of a model's weights as a worker holds them. All layers are alike.
+
+    Attributes:
+        pieces: matrices of one layer, by piece.
+        fixed: norms, biases, small projections: always on the device.
+        table: rows by token id, and by position where they are learned.
+        head: the output matrix.
+        head_piece, head_pieces: each of the pieces it can come in, and how many.
+        head_is_table: tied, and held once.
+    """
+
+    layer_count: int
+    pieces: Mapping[WeightPiece, int]
+    fixed: int
+    table: int
+    head: int
+    head_piece: int
+    head_pieces: int
+    head_is_table: bool
+
+    @classmethod
+    def of(cls, shape: ModelShape) -> WeightSizes:
+        """A shape's matrices without padding, biases and norms: for planning."""
+        head = shape.embedding_bytes
+        count = head_piece_count(head)
+        return cls(
+            layer_count=shape.layer_count,
+            pieces={
+                WeightPiece.KEY_VALUE: shape.kv_weight_bytes,
+                WeightPiece.QUERY: shape.query_weight_bytes,
+                WeightPiece.OUTPUT: shape.query_weight_bytes,
+                WeightPiece.MLP: shape.mlp_weight_bytes,
+            },
+            fixed=0,
+            table=shape.embedding_bytes,
+            head=head,
+            head_piece=-(-head // count),
+            head_pieces=count,
+            head_is_table=shape.tied_embeddings,
+        )
+
+    @property
+    def layer(self) -> int:
+        return sum(self.pieces.values())
+
+    @property
+    def total(self) -> int:
+        """All on the device."""
+        head = 0 if self.head_is_table else self.head
+        return self.fixed + self.table + head + self.layer_count * self.layer
+
+
+@dataclass(frozen=True, slots=True)
+class OnHost:
+    """Which weights are on the host.
+
+    Attributes:
+        layers: whose matrices come over the link in each step; ascending.
+        table: embedding rows are gathered there.
+        head: comes in pieces, as layers do.
+    """
+
+    layers: tuple[int, ...] = ()
+    table: bool = False
+    head: bool = False
+
+
+NOTHING_ON_HOST = OnHost()
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlacement:
+    """What is where, and what that means.
+
+    Attributes:
+        device_bytes: what the weights occupy there, slots included.
+        streamed_bytes: over the link in a step that computes logits.
+        reason: for people.
+    """
+
+    on_host: OnHost
+    device_bytes: int
+    streamed_bytes: int
+    reason: str
+
+
+def place_weights(
+    sizes: WeightSizes, *, free_bytes: int, least_cache_bytes: int, most_cache_bytes: int
+) -> WeightPlacement:
+    """Of `free_bytes` for weights and cache; the cache's bounds are what it must have
+    and what it could use.
+
+    What does not fit even with everything on the host is placed so that it needs least:
+    the caller compares `device_bytes`, and has the numbers.
+    """
+    if sizes.total + least_cache_bytes <= free_bytes:
+        return _placement(sizes, NOTHING_ON_HOST)
+    # The table goes first: a step reads only rows of it.
+    candidates = [
+        _placement(
+            sizes,
+            OnHost(spread(count, sizes.layer_count), head or not sizes.head_is_table, head),
+        )
+        for head in (False, True)
+        # As many layers as there are slots might as well stay.
+        for count in (0, *range(WEIGHT_SLOTS + 1, sizes.layer_count + 1))
+    ]
+    fitting = [one for one in candidates if one.device_bytes + least_cache_bytes <= free_bytes]
+    if not fitting:
+        return min(candidates, key=lambda one: one.device_bytes)
+
+    def merit(one: WeightPlacement) -> tuple[float, int]:
+        cache = min(free_bytes - one.device_bytes, most_cache_bytes)
+        streamed = one.streamed_bytes
+        return (cache / streamed**2 if streamed else math.inf, -one.device_bytes)
+
+    return max(fitting, key=merit)
+
+
+def spread(count: int, layer_count: int) -> tuple[int, ...]:
+    """`count` of the layers, as evenly as can be, the last one among them.
+
+    The first layers rather stay on the device: while they compute, the link brings
+    the first from the host.
+    """
+    return tuple(
+        layer
+        for layer in range(layer_count)
+        if (layer + 1) * count // layer_count > layer * count // layer_count
+    )
+
+
+def head_piece_count(head_bytes: int) -> int:
+    """In how many pieces a head comes over the link."""
+    return max(HEAD_PIECES, -(-head_bytes // HEAD_PIECE_BYTES))
+
+
+def _placement(sizes: WeightSizes, on_host: OnHost) -> WeightPlacement:
+    count = len(on_host.layers)
+    layers = (sizes.layer_count - count + min(WEIGHT_SLOTS, count)) * sizes.layer
+    head = WEIGHT_SLOTS * sizes.head_piece
+    if not on_host.head:
+        head = 0 if sizes.head_is_table else sizes.head
+    table = 0 if on_host.table else sizes.table
+    streamed = count * sizes.layer
+    streamed += sizes.head_pieces * sizes.head_piece if on_host.head else 0
+    return WeightPlacement(
+        on_host=on_host,
+        device_bytes=sizes.fixed + table + head + layers,
+        streamed_bytes=streamed,
+        reason=_reason(sizes, on_host, streamed),
+    )
+
+
+def _reason(sizes: WeightSizes, on_host: OnHost, streamed: int) -> str:
+    total = format_size(sizes.total)
+    if on_host == NOTHING_ON_HOST:
+        return f"all {total} of weights are on the device"
+    parts = [f"{len(on_host.layers)} of {sizes.layer_count} layers"] if on_host.layers else []
+    parts += ["the head"] * on_host.head + ["the embedding table"] * on_host.table
+    listed = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+    moved = f", {format_size(streamed)} over the link in each step" if streamed else ""
+    return f"{total} of weights do not fit beside a cache: {listed} on the host{moved}"

@@ -1,0 +1,92 @@
+"""Seconds of a decode step whose weights cross the link, by its simulated lanes.
+
+For planning without a worker: bytes from the shape, rates from a profile. The same
+tasks in the order that a worker keeps and in the coarse one, so that what pieces are
+worth can be seen. Knows no requests but what a step pulls of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from splitpoint.costs.profile import Profile
+from splitpoint.planning.plan import Plan, Residency
+from splitpoint.planning.split_costs import SplitCosts, tiles_of
+from splitpoint.planning.weight_placement import WeightPlacement, WeightSizes
+from splitpoint.planning.weight_schedule import (
+    PassCosts,
+    PassKind,
+    PassWork,
+    WeightOrder,
+    WeightPiece,
+    simulate_pass,
+)
+from splitpoint.shapes import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class WeightStep:
+    """Seconds of one step: as a worker does it, with whole layers in turn, and of the link."""
+
+    fine: float
+    coarse: float
+    link: float
+
+
+def with_weights(profile: Profile, sizes: WeightSizes, placement: WeightPlacement) -> Profile:
+    """The profile of a worker that keeps these weights on the host."""
+    layers = len(placement.on_host.layers)
+    return replace(
+        profile,
+        host_weight_bytes=placement.streamed_bytes,
+        host_kv_weight_bytes=layers * sizes.pieces[WeightPiece.KEY_VALUE],
+    )
+
+
+def weight_step(
+    shape: ModelShape,
+    profile: Profile,
+    sizes: WeightSizes,
+    placement: WeightPlacement,
+    plan: Plan,
+    step_compute_seconds: float,
+) -> WeightStep:
+    """Of a step that computes `step_compute_seconds` beside what the plan has it pull.
+
+    Computing is divided among a layer's products by their weights. The head follows the
+    layers, and takes what the link needs for it.
+    """
+    costs = SplitCosts.of(shape, profile)
+    is_streamed = plan.residency is Residency.STREAMED
+    pulled = plan.cached_tokens - plan.resident_tokens if is_streamed else 0
+    rebuilt = max(0, plan.split_tokens - plan.resident_tokens) if is_streamed else 0
+    tiles = max(1, tiles_of(rebuilt, plan.tile_tokens))
+    work = PassWork(
+        shape.layer_count,
+        frozenset(placement.on_host.layers),
+        rebuilds=rebuilt > 0,
+        loads=pulled > rebuilt,
+        tiles=tiles,
+    )
+    compute = step_compute_seconds / shape.layer_count / sizes.layer
+    piece = sizes.pieces
+    seconds = PassCosts(
+        {
+            each: costs.copy_overhead + size / profile.link_bytes_per_second
+            for each, size in piece.items()
+        },
+        {
+            PassKind.SEND: costs.copy_overhead + costs.activation * rebuilt / tiles,
+            PassKind.LOAD: costs.copy_overhead + costs.load * (pulled - rebuilt) / tiles,
+            PassKind.REBUILD: costs.rebuild_overhead + costs.rebuild * rebuilt / tiles,
+            PassKind.PROJECT: compute * (piece[WeightPiece.KEY_VALUE] + piece[WeightPiece.QUERY]),
+            PassKind.OUTPUT: compute * piece[WeightPiece.OUTPUT],
+            PassKind.MLP: compute * piece[WeightPiece.MLP],
+        },
+    )
+    head = sizes.head / profile.link_bytes_per_second if placement.on_host.head else 0.0
+    fine = simulate_pass(work, seconds, WeightOrder.FINE)
+    coarse = simulate_pass(work, seconds, WeightOrder.COARSE)
+    return WeightStep(
+        fine.seconds + head, coarse.seconds + head, fine.busy.get("link in", 0.0) + head
+    )

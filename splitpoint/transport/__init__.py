@@ -1,0 +1,1 @@
+"""gRPC: channels, servers, error conversion, TLS and access tokens."""

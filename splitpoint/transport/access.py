@@ -1,0 +1,326 @@
+"""Who may call what: bearer tokens, their roles and tenants.
+
+A tokens file names callers and holds only digests of their tokens:
+
+    [[token]]
+    name = "alice"
+    role = "client"                 # client, worker or admin
+    tenant = "research"             # clients only; default ""
+    sha256 = "<hex of SHA-256 of the token>"
+
+The file is looked at again when it changed, at most once a second, so a token
+is revoked by deleting its entry. While the file cannot be trusted (unreadable,
+malformed, open to others) nobody is let in. Knows no gRPC: the guard of
+`splitpoint.transport.rpc` asks `Access.admit` before a handler exists.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import re
+import time
+import tomllib
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from splitpoint.errors import (
+    InvalidArgument,
+    PermissionDenied,
+    SplitpointError,
+    Unauthenticated,
+    Unavailable,
+)
+from splitpoint.transport.tls import read_private
+
+_log = logging.getLogger(__name__)
+
+METADATA_KEY = "authorization"
+_RECHECK_SECONDS = 1.0
+_LOG_SECONDS = 1.0
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+
+
+class Role(StrEnum):
+    """What a token is for."""
+
+    CLIENT = "client"
+    WORKER = "worker"  # services among themselves
+    ADMIN = "admin"
+
+
+# -- what each role may do --------------------------------------------------------------
+
+_CLIENTS = frozenset({Role.CLIENT, Role.ADMIN})
+_SERVICES = frozenset({Role.WORKER})
+_OBSERVERS = frozenset({Role.WORKER, Role.ADMIN})
+_ADMINS = frozenset({Role.ADMIN})
+_ANY_TOKEN = frozenset(Role)
+
+# What is not listed here is refused to everybody.
+ROLES: dict[str, frozenset[Role]] = {
+    "/splitpoint.v1.InferenceService/Generate": _CLIENTS,
+    "/splitpoint.v1.InferenceService/Tokenize": _CLIENTS,
+    "/splitpoint.v1.InferenceService/GetModel": _CLIENTS,
+    "/splitpoint.v1.InferenceService/ListModels": _CLIENTS,
+    "/splitpoint.v1.InferenceService/ExplainPlan": _CLIENTS,
+    "/splitpoint.v1.AdminService/ListWorkers": _ADMINS,
+    "/splitpoint.v1.AdminService/GetQueue": _ADMINS,
+    "/splitpoint.v1.AdminService/GetSchedulerStatus": _ADMINS,
+    "/splitpoint.v1.WorkerService/GetInfo": _OBSERVERS,
+    "/splitpoint.v1.WorkerService/Profile": _OBSERVERS,
+    "/splitpoint.v1.WorkerService/Run": _SERVICES,
+    "/splitpoint.v1.WorkerService/Drain": _OBSERVERS,
+    "/splitpoint.v1.KvStoreService/Attach": _SERVICES,
+    "/splitpoint.v1.KvStoreService/KeepAlive": _SERVICES,
+    "/splitpoint.v1.KvStoreService/Match": _SERVICES,
+    "/splitpoint.v1.KvStoreService/Reserve": _SERVICES,
+    "/splitpoint.v1.KvStoreService/Seal": _SERVICES,
+    "/splitpoint.v1.KvStoreService/Release": _SERVICES,
+    "/splitpoint.v1.KvStoreService/ReadChunks": _SERVICES,
+    "/splitpoint.v1.KvStoreService/WriteChunks": _SERVICES,
+    "/splitpoint.v1.KvStoreService/ReportChunks": _SERVICES,
+    "/splitpoint.v1.KvStoreService/Evict": _ADMINS,
+    "/splitpoint.v1.KvStoreService/GetStats": _OBSERVERS,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _ADMINS,
+    # A watch lasts: strangers could take up all the calls a server has room for.
+    "/grpc.health.v1.Health/Watch": _ANY_TOKEN,
+}
+# Probes of orchestrators carry no tokens, and learn no more than "serving".
+OPEN_METHODS = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/List"})
+
+
+# -- who calls -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who makes the present call. Without tokens everybody is one nameless tenant."""
+
+    name: str = ""
+    role: Role | None = None
+    tenant: str = ""
+
+
+_ANYBODY = Caller()
+_current: ContextVar[Caller] = ContextVar("caller", default=_ANYBODY)
+
+
+def current_caller() -> Caller:
+    """Of the call that the running handler answers."""
+    return _current.get()
+
+
+def set_caller(caller: Caller) -> None:
+    """For the rest of the running task: gRPC runs each call in a task of its own."""
+    _current.set(caller)
+
+
+# -- the tokens file --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEntry:
+    """One token's meaning. `digest` is the SHA-256 of the token, 32 bytes."""
+
+    caller: Caller
+    digest: bytes
+
+
+def digest_of(token: str) -> bytes:
+    # Tokens are 32 random bytes: a fast hash is as good as a slow one.
+    return hashlib.sha256(token.encode()).digest()
+
+
+def parse_tokens(text: str, source: str | Path) -> tuple[TokenEntry, ...]:
+    """The entries of a tokens file. Raises InvalidArgument."""
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidArgument(f"{source} is not TOML: {error}", field="tokens") from error
+    rows = document.pop("token", [])
+    if document or not isinstance(rows, list):
+        raise InvalidArgument(f"{source} holds more than [[token]] entries", field="tokens")
+    entries = tuple(_entry(row, source) for row in rows)
+    for what, values in (
+        ("name", [entry.caller.name for entry in entries]),
+        ("sha256", [entry.digest for entry in entries]),
+    ):
+        if len(set(values)) != len(values):
+            raise InvalidArgument(f"{source} has a {what} twice", field="tokens")
+    return entries
+
+
+def _entry(row: Any, source: str | Path) -> TokenEntry:
+    # The offending value is not shown: it might be a token in the wrong place.
+    if not isinstance(row, dict) or not all(isinstance(value, str) for value in row.values()):
+        raise InvalidArgument(f"{source}: an entry is not a table of texts", field="tokens")
+    unknown = sorted(row.keys() - {"name", "role", "tenant", "sha256"})
+    name, tenant, digest = row.get("name", ""), row.get("tenant", ""), row.get("sha256", "")
+    if unknown:
+        raise InvalidArgument(f"{source}: unknown keys {', '.join(unknown)}", field="tokens")
+    check_name(name, field="name")
+    if row.get("role") not in list(Role):
+        raise InvalidArgument(
+            f"{source}: the role of {name} is not one of {', '.join(Role)}", field="tokens"
+        )
+    role = Role(row["role"])
+    if tenant:
+        check_name(tenant, field="tenant")
+        if role is not Role.CLIENT:
+            raise InvalidArgument(f"{source}: only clients have tenants ({name})", field="tokens")
+    if not re.fullmatch(r"[0-9a-fA-F]{64}", digest):
+        raise InvalidArgument(f"{source}: the sha256 of {name} is not 64 hex digits")
+    return TokenEntry(Caller(name, role, tenant), bytes.fromhex(digest))
+
+
+def check_name(text: str, *, field: str) -> str:
+    """A caller's or tenant's name. Raises InvalidArgument."""
+    if not _NAME.fullmatch(text):
+        raise InvalidArgument(
+            f"a {field} has 1 to 64 letters, digits and . _ @ -, the first a letter or digit",
+            field=field,
+        )
+    return text
+
+
+def entry_text(entry: TokenEntry) -> str:
+    """The entry as it is written into the file."""
+    caller = entry.caller
+    tenant = f'tenant = "{caller.tenant}"\n' if caller.tenant else ""
+    return (
+        f'[[token]]\nname = "{caller.name}"\nrole = "{caller.role}"\n{tenant}'
+        f'sha256 = "{entry.digest.hex()}"\n'
+    )
+
+
+def read_tokens(path: str | Path) -> tuple[TokenEntry, ...]:
+    """Raises InvalidArgument, or PermissionDenied for a file that others can read."""
+    return parse_tokens(read_private(path, "the tokens file").decode("utf-8", "replace"), path)
+
+
+def find_caller(entries: Iterable[TokenEntry], token: str) -> Caller | None:
+    """Whose token it is. Takes the same time whichever entry matches, or none."""
+    digest = digest_of(token)
+    found: Caller | None = None
+    for entry in entries:
+        if hmac.compare_digest(entry.digest, digest):
+            found = entry.caller
+    return found
+
+
+# -- the check -------------------------------------------------------------------------------
+
+
+class Access:
+    """The tokens file in force. Made once per server; asked before every call."""
+
+    def __init__(self, path: str | Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises what `read_tokens` raises: a service does not start on a bad file."""
+        self._path = Path(path)
+        self._clock = clock
+        # Before reading: a change in between is then seen as one.
+        self._version = self._version_now()
+        self._entries: tuple[TokenEntry, ...] | None = read_tokens(path)
+        self._checked_at = clock()
+        self._refused = 0
+        self._quiet_until = 0.0
+
+    def admit(self, method: str, metadata: Sequence[tuple[str, str | bytes]] | None) -> Caller:
+        """Who calls `method` ("/package.Service/Method").
+
+        Raises Unauthenticated (no token, several, an unknown one),
+        PermissionDenied (not with this role; a method nobody listed),
+        Unavailable (the tokens file is unusable now).
+        """
+        if method in OPEN_METHODS:
+            return _ANYBODY
+        try:
+            return self._admit(method, metadata)
+        except SplitpointError as error:
+            self._note(method, error)
+            raise
+
+    def _admit(self, method: str, metadata: Sequence[tuple[str, str | bytes]] | None) -> Caller:
+        token = _bearer(metadata or ())
+        entries = self._current_entries()
+        if entries is None:
+            raise Unavailable("this service cannot read its tokens now", reason="TOKENS_UNREADABLE")
+        caller = find_caller(entries, token)
+        if caller is None:
+            raise Unauthenticated("the token is not known here", reason="TOKEN_UNKNOWN")
+        allowed = ROLES.get(method, frozenset())
+        if caller.role not in allowed:
+            needed = (
+                f"a token of the role {' or '.join(sorted(allowed))}" if allowed else "no token"
+            )
+            raise PermissionDenied(
+                f"{method.rpartition('/')[2]} is allowed with {needed}; this one has the role "
+                f"{caller.role}",
+                reason="ROLE_NOT_ALLOWED",
+            )
+        return caller
+
+    def _current_entries(self) -> tuple[TokenEntry, ...] | None:
+        """None while the file is unusable: then a revoked token must not linger, either."""
+        now = self._clock()
+        if now - self._checked_at < _RECHECK_SECONDS:
+            return self._entries
+        self._checked_at = now
+        version = self._version_now()
+        if version == self._version:
+            return self._entries
+        self._version = version
+        try:
+            self._entries = read_tokens(self._path)
+        except SplitpointError as error:
+            self._entries = None
+            _log.error("nobody is let in until this is repaired: %s", error.message)
+        else:
+            _log.info("read %s again: %d tokens", self._path, len(self._entries))
+        return self._entries
+
+    def _version_now(self) -> tuple[int, ...]:
+        """Changes with every edit: a rename, a write, another mode or owner."""
+        try:
+            found = os.stat(self._path)
+        except OSError:
+            return ()
+        return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+    def _note(self, method: str, error: SplitpointError) -> None:
+        """One line a second at most: a stranger must not fill the disk."""
+        self._refused += 1
+        now = self._clock()
+        if now >= self._quiet_until:
+            _log.warning(
+                "refused %d calls, the last to %s: %s", self._refused, method, error.reason
+            )
+            self._quiet_until = now + _LOG_SECONDS
+            self._refused = 0
+
+
+def _bearer(metadata: Sequence[tuple[str, str | bytes]]) -> str:
+    values = [value for key, value in metadata if key == METADATA_KEY]
+    if not values:
+        raise Unauthenticated(
+            "this service wants a token (authorization: Bearer ...)", reason="TOKEN_MISSING"
+        )
+    value = values[0]
+    if len(values) > 1 or not isinstance(value, str):
+        raise Unauthenticated("exactly one token is wanted", reason="TOKEN_MALFORMED")
+    scheme, _, token = value.partition(" ")
+    if scheme.lower() != "bearer" or not token.strip():
+        raise Unauthenticated("the token is not a bearer token", reason="TOKEN_MALFORMED")
+    return token.strip()
+
+
+def access_of(tokens_path: str | Path | None) -> Access | None:
+    """What `--tokens` says; None: everybody may call everything."""
+    return None if tokens_path is None else Access(tokens_path)

@@ -1,0 +1,1 @@
+"""`splitpoint arena`: list, check and remove arenas."""

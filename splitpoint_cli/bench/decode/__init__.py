@@ -1,0 +1,1 @@
+"""`splitpoint bench decode`: decoding beside transformers."""

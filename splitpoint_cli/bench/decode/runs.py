@@ -1,0 +1,183 @@
+"""The contenders of `bench decode`: our engine, and transformers' generate.
+
+All run the same weights, written once as a random checkpoint by transformers.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteria
+from transformers.utils import logging as transformers_logging
+
+from splitpoint.planning.planner import Residency
+from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout, DataType, ModelShape
+from splitpoint_cli.bench.decode.report import OURS, Run, Workload
+from splitpoint_cli.bench.greedy import generate_greedy
+from splitpoint_cli.bench.progress import Progress
+from worker_service.device.cache import TORCH_TYPES, DeviceCache
+from worker_service.device.memory import divide
+from worker_service.engine.engine import Engine
+from worker_service.engine.messages import Admit
+from worker_service.engine.sampling import Sampling
+from worker_service.engine.sequence import Admission
+from worker_service.model.config import plain_config
+from worker_service.model.decoder import Decoder
+from worker_service.startup import choose_device
+
+CHUNK_TOKENS = 64
+PREFILL_CHUNK_TOKENS = 512
+CACHES = ("dynamic", "static")
+ATTENTIONS = ("sdpa", "eager")
+WARM_UP_TOKENS = 8
+
+
+class Contender(Protocol):
+    """Something that answers prompts."""
+
+    def run(self, prompts: torch.Tensor, new_tokens: int) -> Run: ...
+
+
+class OurWorker:
+    """The worker's engine with the settings it has by default, without gRPC or a store."""
+
+    def __init__(self, folder: Path, workload: Workload) -> None:
+        dtype = TORCH_TYPES[DataType(workload.dtype)]
+        device = choose_device(workload.device)
+        model = Decoder.load(folder, device, dtype)
+        layout = ArenaLayout.of(model.shape, chunk_tokens=CHUNK_TOKENS, has_activations=False)
+        pages = workload.batch * (-(-(workload.prompt + workload.new) // CHUNK_TOKENS) + 1)
+
+        def plan(budget: int) -> Any:
+            return divide(
+                model.shape,
+                layout,
+                budget_bytes=budget,
+                weight_bytes=model.weight_bytes,
+                max_batch_size=workload.batch,
+                prefill_chunk_tokens=PREFILL_CHUNK_TOKENS,
+            )
+
+        # Any large budget tells what is fixed; then exactly the pages needed.
+        roomy = plan(1 << 50)
+        wanted = max(pages, roomy.streamed_page_count)
+        fixed = roomy.weight_bytes + roomy.workspace_bytes
+        self._engine = Engine(
+            model,
+            DeviceCache(layout, plan(fixed + wanted * roomy.page_bytes), device),
+            max_batch_size=workload.batch,
+            prefill_chunk_tokens=PREFILL_CHUNK_TOKENS,
+        )
+
+    def run(self, prompts: torch.Tensor, new_tokens: int) -> Run:
+        engine = self._engine
+        sampling = Sampling(max_tokens=new_tokens, ignore_eos=True)
+        tokens: dict[str, list[int]] = {}
+        first_seconds, before = 0.0, 0
+        started = time.perf_counter()
+        for index, prompt in enumerate(prompts.tolist()):
+            admission = Admission(
+                request_id=str(index),
+                attempt=0,
+                prompt=tuple(prompt),
+                delivered=(),
+                sampling=sampling,
+                residency=Residency.RESIDENT,
+                split_tokens=0,
+                salt=b"",
+            )
+            engine.post(Admit(admission, None))
+        while True:
+            output = engine.step()
+            for event in output.tokens:
+                tokens.setdefault(event.key[0], []).append(event.choice.token_id)
+            for finish in output.finishes:
+                if finish.error is not None:
+                    raise finish.error
+            if not before and len(tokens) == len(prompts):
+                first_seconds = time.perf_counter() - started
+                before = sum(len(each) for each in tokens.values())
+            if engine.is_idle:
+                break
+        seconds = time.perf_counter() - started
+        ordered = tuple(tuple(tokens[str(index)]) for index in range(len(prompts)))
+        return Run(seconds, first_seconds, before, ordered)
+
+
+class FirstToken(StoppingCriteria):
+    """Notes when the first token of all sequences was there; never stops anything."""
+
+    def __init__(self) -> None:
+        self.at: float | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        if self.at is None:
+            self.at = time.perf_counter()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+class Transformers:
+    """`generate` with one of its caches and one of its attention implementations."""
+
+    def __init__(self, model: Any, cache: str, attention: str) -> None:
+        self._model = model
+        self._attention = attention
+        self._cache = {} if cache == "dynamic" else {"cache_implementation": cache}
+
+    def run(self, prompts: torch.Tensor, new_tokens: int) -> Run:
+        self._model.set_attn_implementation(self._attention)
+        prompts = prompts.to(self._model.device)
+        watch = FirstToken()
+        started = time.perf_counter()
+        output = generate_greedy(self._model, prompts, new_tokens, watch, **self._cache)
+        seconds = time.perf_counter() - started
+        answers = output[:, prompts.shape[1] :].tolist()
+        return Run(
+            seconds=seconds,
+            first_token_seconds=(watch.at or started) - started,
+            tokens_before=len(answers),
+            tokens=tuple(tuple(answer) for answer in answers),
+        )
+
+
+def run_all(workload: Workload, progress: Progress) -> dict[str, list[Run]]:
+    """All runs, by contender."""
+    torch.set_num_threads(workload.threads)
+    shape = replace(BUILT_IN_SHAPES[workload.shape], data_type=DataType(workload.dtype))
+    generator = torch.Generator().manual_seed(workload.seed)
+    prompts = torch.randint(
+        shape.vocabulary_size, (workload.batch, workload.prompt), generator=generator
+    )
+    with tempfile.TemporaryDirectory(prefix="splitpoint-bench-") as folder:
+        progress.say("writing a random checkpoint")
+        model = _write_checkpoint(Path(folder), shape, workload.seed)
+        model.to(choose_device(workload.device))
+        ours = OurWorker(Path(folder), workload)
+    contenders: dict[str, Contender] = {OURS: ours}
+    for cache in CACHES:
+        for attention in ATTENTIONS:
+            contenders[f"transformers {cache} {attention}"] = Transformers(model, cache, attention)
+    for contender in progress.track("warming up", [*contenders.values()]):
+        contender.run(prompts, min(workload.new, WARM_UP_TOKENS))
+    runs: dict[str, list[Run]] = {name: [] for name in contenders}
+    for name in progress.rounds("timed runs", contenders, workload.repeats):
+        runs[name].append(contenders[name].run(prompts, workload.new))
+    return runs
+
+
+def _write_checkpoint(folder: Path, shape: ModelShape, seed: int) -> Any:
+    """Write random weights of this shape; returns transformers' model of them."""
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    fields = plain_config(shape)
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        config, dtype=TORCH_TYPES[shape.data_type]
+    )
+    model.eval().save_pretrained(folder)
+    return model

@@ -1,0 +1,1 @@
+"""`splitpoint bench offload`: decoding with the cache on the host."""

@@ -1,0 +1,94 @@
+"""The peer of `bench offload` on a GPU: transformers' generate with its offloaded cache.
+
+It is built with random weights on the device, and hands the same tensors to our decoder,
+so that nothing is written to disk and both compute with the same numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteria
+from transformers.utils import logging as transformers_logging
+
+from splitpoint.shapes import ModelShape
+from splitpoint_cli.bench.greedy import generate_greedy
+from splitpoint_cli.bench.offload.report import DecodeRun, Step
+from worker_service.device.cache import TORCH_TYPES
+from worker_service.model.config import plain_config
+
+ATTENTIONS = ("sdpa", "eager")
+
+
+class TokenTimes(StoppingCriteria):
+    """Notes when each token of all sequences was there; never stops anything."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        # generate looks at a value on the device next, which waits all the same.
+        if input_ids.device.type == "cuda":
+            torch.cuda.synchronize(input_ids.device)
+        self.times.append(time.perf_counter())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+class Peer:
+    """`generate` with one kind of cache; a TensorSource of its own weights.
+
+    Attributes:
+        cache: which of transformers' caches.
+        attention: the attention implementation that is used; `choose` tries both.
+    """
+
+    def __init__(
+        self, shape: ModelShape, seed: int, device: torch.device, cache: str = "offloaded"
+    ) -> None:
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        fields = plain_config(shape)
+        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        torch.manual_seed(seed)
+        with torch.device(device):
+            self._model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, dtype=TORCH_TYPES[shape.data_type]
+            )
+        self._model.eval()
+        self._tensors = self._model.state_dict()
+        self.cache = cache
+        self.attention = ATTENTIONS[0]
+
+    def get(self, name: str) -> torch.Tensor:
+        """A weight by its checkpoint name: the very tensor that the peer computes with."""
+        tensor: torch.Tensor = self._tensors[name]
+        return tensor
+
+    def read_into(self, name: str, target: torch.Tensor) -> None:
+        target.copy_(self.get(name))
+
+    def choose(self, prompts: tuple[tuple[int, ...], ...], new_tokens: int) -> None:
+        """Keep the faster attention implementation; this warms both up, too."""
+        seconds = {}
+        for attention in ATTENTIONS:
+            self.attention = attention
+            self.decode(prompts, 2)
+            run = self.decode(prompts, new_tokens)
+            seconds[attention] = sum(step.seconds for step in run.steps)
+        self.attention = min(seconds, key=seconds.__getitem__)
+
+    def decode(self, prompts: tuple[tuple[int, ...], ...], new_tokens: int) -> DecodeRun:
+        """Prefill and decode; only what comes after everybody's first token is timed."""
+        self._model.set_attn_implementation(self.attention)
+        ids = torch.tensor(prompts, device=self._model.device)
+        watch = TokenTimes()
+        output = generate_greedy(
+            self._model, ids, new_tokens, watch, cache_implementation=self.cache
+        )
+        times = watch.times
+        return DecodeRun(
+            steps=tuple(Step(later - earlier) for earlier, later in itertools.pairwise(times)),
+            tokens=tuple(tuple(row) for row in output[:, ids.shape[1] :].tolist()),
+        )

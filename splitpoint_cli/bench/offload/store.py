@@ -1,0 +1,202 @@
+"""A real store in this process, for a benchmark of the engine: what a worker's client does.
+
+Chunks are reserved, copied, verified and sealed on one thread beside the engine, as
+write-back does, and the engine hears of it by the same commands. What is left out is
+gRPC and the other processes.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from kvstore_service.pool.chunk_pool import WrittenChunk
+from kvstore_service.pool.prefix_index import Entry
+from kvstore_service.pool.store import KvStore
+from kvstore_service.sessions import ProcessIdentity
+from splitpoint.arena.owner import open_or_create_arena
+from splitpoint.config import remove_tree
+from splitpoint.keys import chunk_key
+from splitpoint.shapes import ArenaLayout
+from splitpoint_cli.bench.arena import bench_arena_path
+from worker_service.device.cache import DeviceCache
+from worker_service.device.pinning import CudaRegistrar, pieces_of
+from worker_service.engine.messages import Command, StepOutput
+from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
+from worker_service.store.client import Connection, Match, process_start_ticks
+from worker_service.store.write_back import (
+    BATCH_CHUNKS,
+    ChunksStored,
+    Flushed,
+    SequenceKey,
+    WriteJob,
+    copy_chunks,
+)
+
+# Nothing keeps the session alive here, and nobody else is there to wait for it.
+LEASE_SECONDS = 86_400.0
+SALT = b""
+
+
+@dataclass(slots=True)
+class _Chain:
+    """What a sequence has in the store: the last full chunk, and its leases."""
+
+    parent_key: bytes
+    lease_ids: list[int]
+
+
+class LocalStore:
+    """One arena with one user. Methods belong to the thread that runs the engine.
+
+    Attributes:
+        connection: what a match belongs to; its tensors are the mapped arena.
+        pinning: how the arena is locked for the device, for people.
+    """
+
+    def __init__(
+        self, layout: ArenaLayout, slot_count: int, cache: DeviceCache, device: torch.device
+    ) -> None:
+        self.layout = layout
+        self._cache = cache
+        self._path = bench_arena_path()
+        self._opened = open_or_create_arena(self._path, layout, slot_count)
+        arena = self._opened.arena
+        self._store = KvStore(
+            arena,
+            clock=time.monotonic,
+            lease_seconds=LEASE_SECONDS,
+            # The only client is this process, which is there as long as the store is.
+            is_present=lambda _: True,
+        )
+        identity = ProcessIdentity(os.getpid(), process_start_ticks())
+        session = self._store.attach("bench", identity).session_id
+        self._session = session
+        tensors = ArenaTensors(arena)
+        self.connection = Connection(session, self._store.epoch, LEASE_SECONDS, tensors)
+        self._chains: dict[SequenceKey, _Chain] = {}
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="write-back")
+        self._pending = 0
+        self._done: queue.SimpleQueue[Command | Exception] = queue.SimpleQueue()
+        self._locked: list[int] = []
+        self._registrar = CudaRegistrar(device) if device.type == "cuda" else None
+        self.pinning = self._lock()
+
+    def match(self, key: SequenceKey, token_ids: Sequence[int]) -> Match:
+        """The longest stored prefix, leased until the sequence is flushed."""
+        found = self._store.match(self._session, SALT, token_ids)
+        chunks = tuple(_stored(entry) for entry in found.entries)
+        # The last token is computed whatever is stored; see Engine.
+        full = min(found.cached_tokens, len(token_ids) - 1) // self.layout.chunk_tokens
+        parent = chunks[full - 1].key if full else b""
+        self._chains[key] = _Chain(parent, [found.lease_id])
+        return Match(self.connection, found.cached_tokens, chunks, found.lease_id)
+
+    def handle(self, output: StepOutput) -> None:
+        """Begin what a step asks of the store; whatever it answers comes from `answers`."""
+        if output.lookups:
+            raise RuntimeError("a chunk was lost, though nobody else uses this store")
+        for key, jobs in output.writes:
+            for first in range(0, len(jobs), BATCH_CHUNKS):
+                self._begin(self._write, key, jobs[first : first + BATCH_CHUNKS])
+        for key in output.flushes:
+            self._begin(self._flush, key)
+
+    def answers(self, *, wait: bool) -> Iterable[Command]:
+        """What is done, for the engine; with `wait`, once anything is. Raises what failed."""
+        if wait and not self._pending:
+            raise RuntimeError("the engine waits for a store that has nothing to do")
+        while self._pending and (wait or not self._done.empty()):
+            self._pending -= 1
+            wait = False
+            answer = self._done.get()
+            if isinstance(answer, Exception):
+                raise answer
+            yield answer
+
+    def close(self) -> None:
+        """Give everything back; nothing may read the arena any more."""
+        self._writer.shutdown()
+        if self._registrar is not None:
+            for address in self._locked:
+                self._registrar.unregister(address)
+        self._store.close()
+        self._opened.owner.remove()
+        remove_tree(self._path.parent)
+
+    # -- on the writer's thread --------------------------------------------------------
+
+    def _begin(self, function: Callable[..., Command], *arguments: object) -> None:
+        self._pending += 1
+
+        def run() -> None:
+            try:
+                self._done.put(function(*arguments))
+            except Exception as error:
+                self._done.put(error)
+
+        self._writer.submit(run)
+
+    def _write(self, key: SequenceKey, jobs: Sequence[WriteJob]) -> Command:
+        return ChunksStored(key, jobs[0].chunk_index, self._seal(self._chains[key], jobs))
+
+    def _seal(self, chain: _Chain, jobs: Sequence[WriteJob]) -> tuple[StoredChunk, ...]:
+        tensors = self.connection.tensors
+        runs = self._store.reserve(self._session, len(jobs), SALT)
+        granted = [
+            (run.first + index, generation)
+            for run in runs
+            for index, generation in enumerate(run.generations)
+        ]
+        slots = [slot for slot, _ in granted]
+        checksums = copy_chunks(self._cache, tensors, jobs, slots)
+        written, parent = [], chain.parent_key
+        for job, (slot, generation), checksum in zip(jobs, granted, checksums, strict=True):
+            written.append(WrittenChunk(slot, generation, parent, job.token_ids, checksum))
+            parent = chunk_key(self.layout.layout_hash, SALT, parent, job.token_ids)
+        outcome = self._store.seal(
+            self._session,
+            SALT,
+            written,
+            self._store.verify(written),
+            lease_id=chain.lease_ids[-1],
+            keep_leased=True,
+        )
+        if outcome.lease_id not in chain.lease_ids:
+            chain.lease_ids.append(outcome.lease_id)
+        if len(jobs[-1].token_ids) == self.layout.chunk_tokens:
+            chain.parent_key = outcome.chunks[-1].entry.key
+        return tuple(_stored(each.entry) for each in outcome.chunks)
+
+    def _flush(self, key: SequenceKey) -> Command:
+        chain = self._chains.pop(key)
+        self._store.release(self._session, [lease for lease in chain.lease_ids if lease], [])
+        return Flushed(key)
+
+    # -- page-locking ------------------------------------------------------------------
+
+    def _lock(self) -> str:
+        """All planes, at once: a benchmark does not begin before."""
+        if self._registrar is None:
+            return "not pinned: no GPU"
+        arena = self._opened.arena
+        geometry = arena.geometry
+        faults = []
+        for piece in pieces_of(geometry.planes, arena.slot_count, geometry.payload_offset):
+            address = arena.payload.ctypes.data + piece.offset
+            self._registrar.register(address, piece.size_bytes)
+            self._locked.append(address)
+            fault = self._registrar.fault_of(address, piece.size_bytes)
+            if fault is not None:
+                faults.append(fault)
+        return ", but ".join(["pinned", *faults])
+
+
+def _stored(entry: Entry) -> StoredChunk:
+    return StoredChunk(entry.slot, entry.generation, entry.token_count, entry.key, entry.checksum)

@@ -1,0 +1,1 @@
+"""`splitpoint bench restore`: a cached prefix restored by every method."""

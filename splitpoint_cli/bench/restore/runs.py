@@ -1,0 +1,460 @@
+"""What `splitpoint bench restore` runs: one prefix, brought back in every way there is.
+
+All ways take turns in one process, with the same weights, arena and pages. Whatever
+comes back is compared with what was stored before a time counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from splitpoint.costs.profile import Profile
+from splitpoint.costs.tracker import CostTracker, Observation
+from splitpoint.planning.schedule import Lane, Schedule
+from splitpoint.planning.split_costs import Manner, SplitCosts, best_manner, best_split
+from splitpoint.planning.token_recompute import Met, TokenRecompute
+from splitpoint.shapes import chunks_of
+from splitpoint_cli.bench.progress import Progress
+from splitpoint_cli.bench.restore.report import (
+    ACTIVATIONS,
+    BOTH_ENDS,
+    COLUMN,
+    LOAD,
+    PIPELINED,
+    SERIAL,
+    TOKENS,
+    RestoreResults,
+    Result,
+    SweepPoint,
+    Timing,
+)
+from splitpoint_cli.bench.restore.setup import Stored, stored_prefixes
+from splitpoint_cli.bench.restore.workload import (
+    CHUNK_TOKENS,
+    PREFILL_CHUNK_TOKENS,
+    TOLERANCES,
+    RestoreWorkload,
+)
+from worker_service.device.cache import TORCH_TYPES
+from worker_service.device.memory import STAGING_PAGES
+from worker_service.device.profiler import measure
+from worker_service.lanes.lanes import EmulatedLink, Lanes, lanes_of
+from worker_service.lanes.timeline import Span, Trace
+from worker_service.model.config import DecoderConfig
+from worker_service.model.decoder import Decoder
+from worker_service.pipeline.both_ends import restore_from_both_ends
+from worker_service.pipeline.gather import gatherer_of
+from worker_service.pipeline.restore import restore
+from worker_service.pipeline.staging import Staging
+from worker_service.pipeline.transfer import Mover
+from worker_service.startup import choose_device, describe_device
+
+# Without a sweep the best split is looked for about where it was predicted.
+NEARBY = (0.8, 0.9, 1.0, 1.1, 1.2)
+SEARCH_RUNS = 3
+
+
+@dataclass(slots=True)
+class Contender:
+    """One way to restore all sequences; `run` returns what ran when."""
+
+    name: str
+    run: Callable[[], list[Span]]
+    split: int | None = None
+    tile: int | None = None
+    predicted_seconds: float | None = None
+    timings: list[Timing] = field(default_factory=list)
+    largest_difference: float = 0.0
+
+    def result(self) -> Result:
+        return Result(
+            self.name,
+            tuple(self.timings),
+            self.largest_difference,
+            self.split,
+            self.tile,
+            self.predicted_seconds,
+        )
+
+
+class Restorer:
+    """The ways to restore what is stored, on two sets of lanes."""
+
+    def __init__(self, stored: Stored, workload: RestoreWorkload) -> None:
+        self.stored = stored
+        self.workload = workload
+        self.lanes = _lanes(stored.device, workload, overlapped=True)
+        self.serial_lanes = _lanes(stored.device, workload, overlapped=False)
+        gatherer = gatherer_of(stored.device)
+
+        def mover(pages: int) -> Mover:
+            staging = Staging(stored.tensors.layout, pages, stored.device)
+            return Mover(stored.model, stored.tensors, staging, gatherer)
+
+        # A worker's staging memory; and as KVPR wants it, room for X of everything.
+        self._mover = mover(STAGING_PAGES)
+        self._whole_mover = mover(max(STAGING_PAGES, chunks_of(workload.prompt, CHUNK_TOKENS)))
+
+    def close(self) -> None:
+        self.lanes.close()
+        self.serial_lanes.close()
+
+    @torch.inference_mode()
+    def split(
+        self, split: int, schedule: Schedule, tile_tokens: int, *, serial: bool = False
+    ) -> list[Span]:
+        """By activations and loads. Sequential splits send X in one piece."""
+        mover = self._whole_mover if schedule is Schedule.COLUMN else self._mover
+        spans: list[Span] = []
+        for sequence in self.stored.sequences:
+            spans += restore(
+                mover,
+                self.serial_lanes if serial else self.lanes,
+                sequence.prefix(split),
+                self.stored.pages.keys,
+                self.stored.pages.values,
+                schedule=schedule,
+                tile_tokens=tile_tokens,
+            )
+        return spans
+
+    def both_ends(self, expected_tokens: int) -> list[Span]:
+        """By token ids and loads."""
+        return self._from_both_ends(self.lanes, expected_tokens)
+
+    def prefill(self) -> list[Span]:
+        """By token ids alone: nothing of the arena is read."""
+        return self._from_both_ends(self.serial_lanes, self.workload.prompt)
+
+    @torch.inference_mode()
+    def _from_both_ends(self, lanes: Lanes, expected_tokens: int) -> list[Span]:
+        spans: list[Span] = []
+        for sequence in self.stored.sequences:
+            spans += restore_from_both_ends(
+                self._mover,
+                lanes,
+                sequence.prefix(0),
+                self.stored.pages.keys,
+                self.stored.pages.values,
+                block_tokens=PREFILL_CHUNK_TOKENS,
+                expected_tokens=expected_tokens,
+            ).spans
+        return spans
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What the planner would do, from the measured profile."""
+
+    costs: SplitCosts
+    column: Manner
+    pipelined: Manner
+    column_split: int
+    pipelined_split: int
+    meeting: Met
+
+    @classmethod
+    def of(cls, workload: RestoreWorkload, profile: Profile) -> Planned:
+        shape, cached = workload.model_shape, workload.prompt
+        costs = SplitCosts.of(shape, profile)
+        column = Manner(Schedule.COLUMN)
+        staging = STAGING_PAGES * CHUNK_TOKENS
+        pipelined = best_manner(
+            costs, cached, Schedule.PIPELINED, chunk_tokens=CHUNK_TOKENS, staging_tokens=staging
+        )
+        if workload.tile:
+            tile = min(workload.tile, staging // 2)
+            pipelined = Manner(Schedule.PIPELINED, tile, staging // tile)
+        tokens = TokenRecompute(
+            shape,
+            profile,
+            costs,
+            cached,
+            CHUNK_TOKENS,
+            PREFILL_CHUNK_TOKENS,
+        )
+
+        def best(manner: Manner) -> int:
+            return best_split(costs, cached, manner, quantum=CHUNK_TOKENS)
+
+        return cls(
+            costs,
+            column,
+            pipelined,
+            best(column),
+            best(pipelined),
+            tokens.met(),
+        )
+
+
+def run_all(
+    workload: RestoreWorkload, progress: Progress, trace: Trace | None = None
+) -> RestoreResults:
+    """Everything, in turns. Raises Internal when something comes back wrong.
+
+    `trace` gets one run of the pipelined split, or, where there is none, of loading.
+    """
+    device = choose_device(workload.device)
+    if device.type == "cpu":
+        torch.set_num_threads(workload.threads)
+    progress.say(f"{workload.model_shape.name}: random weights")
+    model = Decoder.random(
+        DecoderConfig.of_shape(workload.model_shape),
+        workload.seed,
+        device,
+        TORCH_TYPES[workload.data_type],
+    )
+    progress.say(f"computing and storing {workload.batch} x {workload.prompt} tokens")
+    with stored_prefixes(workload, model, device) as stored:
+        if workload.balance:
+            progress.say("measuring how long recomputing everything takes")
+            workload = _balanced(workload, stored)
+        restorer = Restorer(stored, workload)
+        try:
+            return _measure(workload, restorer, progress, trace)
+        finally:
+            restorer.close()
+
+
+def _balanced(workload: RestoreWorkload, stored: Stored) -> RestoreWorkload:
+    """With a link that loads everything in the time that recomputing everything takes."""
+    workload = replace(workload, balance=False)
+    restorer = Restorer(stored, workload)
+    seconds = []
+    try:
+        for _ in range(1 + SEARCH_RUNS):
+            started = time.perf_counter()
+            restorer.prefill()
+            seconds.append(time.perf_counter() - started)
+    finally:
+        restorer.close()
+    layout = stored.tensors.layout
+    chunks = sum(len(sequence.chunks) for sequence in stored.sequences)
+    size = 2 * layout.layer_count * chunks * layout.kv_slot_bytes
+    # The first run warmed up.
+    return replace(workload, link_rate=round(size / statistics.median(seconds[1:])))
+
+
+def _measure(
+    workload: RestoreWorkload, restorer: Restorer, progress: Progress, trace: Trace | None
+) -> RestoreResults:
+    progress.say("measuring link and device alone")
+    stored, cached = restorer.stored, workload.prompt
+    description = describe_device(stored.device)
+    at_start = measure(stored.model, stored.device, description, lanes=restorer.lanes)
+    profile = _refitted(at_start, workload, restorer)
+    planned = Planned.of(workload, profile)
+    tile = planned.pipelined.tile_tokens
+    batch, costs = workload.batch, planned.costs
+
+    def predicted(split: int, manner: Manner) -> float:
+        return batch * costs.seconds(split, cached, manner)
+
+    contenders = [
+        Contender(
+            LOAD,
+            lambda: restorer.split(0, Schedule.PIPELINED, tile),
+            split=0,
+            predicted_seconds=predicted(0, planned.pipelined),
+        ),
+        Contender(TOKENS, restorer.prefill),
+        Contender(
+            BOTH_ENDS,
+            lambda: restorer.both_ends(planned.meeting.recomputed),
+            predicted_seconds=batch * planned.meeting.seconds,
+        ),
+    ]
+    sweep: list[SweepPoint] = []
+    skipped: list[str] = []
+    if stored.tensors.inputs:
+        sweep = _sweep(workload, restorer, planned, predicted, progress)
+        contenders += _split_contenders(workload, restorer, planned, predicted, sweep)
+    else:
+        rho = stored.model.shape.rho
+        skipped.append(f"splits: rho is {rho:g}, so activations are not stored and cannot pay")
+    run_rounds(contenders, restorer.stored, workload.repeats, progress, trace)
+    return RestoreResults(
+        profile=profile,
+        profile_at_start=at_start,
+        memory=stored.memory,
+        results=tuple(each.result() for each in contenders),
+        sweep=tuple(sweep),
+        skipped=tuple(skipped),
+        tolerance=TOLERANCES[workload.data_type],
+        link_rate=workload.link_rate,
+    )
+
+
+def _refitted(profile: Profile, workload: RestoreWorkload, restorer: Restorer) -> Profile:
+    """As a worker refits it by its own restores: what they compute reads and writes memory
+    that no cache holds, unlike what is measured alone."""
+    planned = Planned.of(workload, profile)
+    tile, split = planned.pipelined.tile_tokens, planned.column_split
+    ways: list[Callable[[], list[Span]]] = [
+        lambda: restorer.split(0, Schedule.PIPELINED, tile),
+        restorer.prefill,
+    ]
+    if restorer.stored.tensors.inputs:
+        ways += [
+            lambda: restorer.split(workload.prompt, Schedule.PIPELINED, tile),
+            lambda: restorer.split(split, Schedule.COLUMN, _whole(split)),
+        ]
+    tracker = CostTracker(profile)
+    for way in ways:
+        way()  # warms up
+        spans = way()
+        tracker.link.observe(_observed(spans, "send X", "load K,V"))
+        tracker.rebuild.observe(_observed(spans, "rebuild"))
+        tracker.prefill.observe(_observed(spans, "prefill"))
+    return tracker.fits
+
+
+def _observed(spans: Iterable[Span], *names: str) -> list[Observation]:
+    return [
+        Observation(span.amount, span.seconds)
+        for span in spans
+        if span.name in names and span.amount
+    ]
+
+
+def _split_contenders(
+    workload: RestoreWorkload,
+    restorer: Restorer,
+    planned: Planned,
+    predicted: Callable[[int, Manner], float],
+    sweep: Sequence[SweepPoint],
+) -> list[Contender]:
+    """Each schedule at the split that was best in the sweep."""
+    cached, tile = workload.prompt, planned.pipelined.tile_tokens
+    column, pipelined = (_best(sweep, kind) for kind in (Schedule.COLUMN, Schedule.PIPELINED))
+    return [
+        Contender(
+            ACTIVATIONS,
+            lambda: restorer.split(cached, Schedule.PIPELINED, tile),
+            cached,
+            tile,
+            predicted(cached, planned.pipelined),
+        ),
+        Contender(
+            COLUMN,
+            lambda: restorer.split(column, Schedule.COLUMN, _whole(column)),
+            column,
+            _whole(column),
+            predicted(column, planned.column),
+        ),
+        Contender(
+            SERIAL,
+            lambda: restorer.split(pipelined, Schedule.SERIAL, tile, serial=True),
+            pipelined,
+            tile,
+            predicted(pipelined, Manner(Schedule.SERIAL, tile)),
+        ),
+        Contender(
+            PIPELINED,
+            lambda: restorer.split(pipelined, Schedule.PIPELINED, tile),
+            pipelined,
+            tile,
+            predicted(pipelined, planned.pipelined),
+        ),
+    ]
+
+
+def _sweep(
+    workload: RestoreWorkload,
+    restorer: Restorer,
+    planned: Planned,
+    predicted: Callable[[int, Manner], float],
+    progress: Progress,
+) -> list[SweepPoint]:
+    """Time over the split for both schedules, or, if none was asked for, near its best."""
+    tile = planned.pipelined.tile_tokens
+    points: list[tuple[Manner, Contender]] = []
+    for manner, best in (
+        (planned.column, planned.column_split),
+        (planned.pipelined, planned.pipelined_split),
+    ):
+        for split in _splits(workload, best):
+            size = tile if manner is planned.pipelined else _whole(split)
+
+            def run(split: int = split, manner: Manner = manner, size: int = size) -> list[Span]:
+                return restorer.split(split, manner.schedule, size)
+
+            name = f"{manner.schedule.value}, split {split:,}"
+            points.append((manner, Contender(name, run, split, size)))
+    rounds = workload.repeats if workload.sweep_points else SEARCH_RUNS
+    progress.say(f"sweep: {len(points)} splits and schedules")
+    run_rounds([each for _, each in points], restorer.stored, rounds, progress)
+    return [
+        SweepPoint(
+            manner.schedule.value,
+            each.split or 0,
+            statistics.median(timing.seconds for timing in each.timings),
+            predicted(each.split or 0, manner),
+        )
+        for manner, each in points
+    ]
+
+
+def _splits(workload: RestoreWorkload, best: int) -> list[int]:
+    """Splits to measure: whole chunks, or all."""
+    cached = workload.prompt
+    wanted: Iterable[float] = (best * factor for factor in NEARBY)
+    if workload.sweep_points:
+        steps = workload.sweep_points
+        wanted = [*(cached * step / steps for step in range(steps + 1)), best]
+    rounded = {min(round(split / CHUNK_TOKENS) * CHUNK_TOKENS, cached) for split in wanted}
+    return sorted({cached if cached - split < CHUNK_TOKENS else split for split in rounded})
+
+
+def _best(sweep: Sequence[SweepPoint], schedule: Schedule) -> int:
+    points = [point for point in sweep if point.schedule == schedule.value]
+    return min(points, key=lambda point: point.seconds).split
+
+
+def _whole(split: int) -> int:
+    """One tile for all of it."""
+    return max(1, chunks_of(split, CHUNK_TOKENS)) * CHUNK_TOKENS
+
+
+def run_rounds(
+    contenders: Sequence[Contender],
+    stored: Stored,
+    rounds: int,
+    progress: Progress,
+    trace: Trace | None = None,
+) -> None:
+    """A run of each to warm up, then the timed rounds, each in the other order."""
+    for contender in progress.track("warming up", contenders):
+        contender.run()
+    for contender in progress.rounds("timed runs", contenders, rounds):
+        stored.pages.poison()
+        started = time.perf_counter()
+        spans = contender.run()
+        seconds = time.perf_counter() - started
+        contender.timings.append(_timing(seconds, spans))
+        if trace is not None and contender is contenders[-1] and len(contender.timings) == 1:
+            trace.extend(spans)
+        # Outside of the time: every run counts only if it is right.
+        difference = stored.check(contender.name)
+        contender.largest_difference = max(contender.largest_difference, difference)
+
+
+def _timing(seconds: float, spans: Sequence[Span]) -> Timing:
+    link = [span for span in spans if span.lane is Lane.LINK_IN]
+    compute = [span for span in spans if span.lane is Lane.COMPUTE]
+    return Timing(
+        seconds,
+        link_busy=sum(span.seconds for span in link),
+        compute_busy=sum(span.seconds for span in compute),
+        link_bytes=int(sum(span.amount for span in link)),
+    )
+
+
+def _lanes(device: torch.device, workload: RestoreWorkload, *, overlapped: bool) -> Lanes:
+    link = None if workload.link_rate is None else EmulatedLink(workload.link_rate)
+    return lanes_of(device, overlapped=overlapped, link=link)

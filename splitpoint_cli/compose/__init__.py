@@ -1,0 +1,1 @@
+"""`splitpoint compose`: the settings of a containerised stack."""

@@ -1,0 +1,1 @@
+"""`splitpoint doctor`: checks of a host before a start."""

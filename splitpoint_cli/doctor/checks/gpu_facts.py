@@ -1,0 +1,138 @@
+"""What the driver, the kernel and torch say of this host's GPUs, as data.
+
+Reads only; judging is `checks.gpu`'s business. The driver is asked through NVML, torch in
+a process of its own: loading it takes seconds, so only where a GPU is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from splitpoint_cli.doctor.finding import Places, read_text
+
+_NVIDIA = "0x10de"
+_DISPLAY = "0x03"
+_TORCH_SECONDS = 60.0
+_ASK_TORCH = (
+    "import json, torch; print(json.dumps({'version': torch.__version__, "
+    "'cuda': torch.version.cuda, 'count': torch.cuda.device_count()}))"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """PCIe: generation and lanes, now and at most. 0: not told."""
+
+    generation: int
+    most_generation: int
+    lanes: int
+    most_lanes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU as its driver tells. None: it does not, as of memory that it shares with the CPU."""
+
+    index: int
+    name: str
+    memory_bytes: int | None
+    link: Link | None
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """`error`: why it does not answer; "" when it does, and then there is the rest."""
+
+    version: str = ""
+    cuda_version: str = ""
+    gpus: tuple[Gpu, ...] = ()
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchBuild:
+    """`cuda`: version it was built for, None: for none. `error`: why it cannot be asked."""
+
+    version: str = ""
+    cuda: str | None = None
+    device_count: int = 0
+    error: str = ""
+
+
+def pci_gpu_count(places: Places) -> int:
+    """NVIDIA display devices on the bus, whether or not a driver has them."""
+    count = 0
+    for device in (places.sys / "bus/pci/devices").glob("*"):
+        vendor, kind = read_text(device / "vendor"), read_text(device / "class")
+        count += vendor == _NVIDIA and (kind or "").startswith(_DISPLAY)
+    return count
+
+
+def _binding() -> Any:
+    return importlib.import_module("pynvml")
+
+
+def read_driver(load: Callable[[], Any] = _binding) -> Driver:
+    """Asks NVML, through the binding that `load` gives. Never raises for what the driver lacks."""
+    try:
+        nvml = load()
+    except ImportError:
+        return Driver(error="the package nvidia-ml-py is not installed")
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return Driver(error=str(error))
+    try:
+        cuda = int(nvml.nvmlSystemGetCudaDriverVersion())
+        return Driver(
+            version=str(nvml.nvmlSystemGetDriverVersion()),
+            cuda_version=f"{cuda // 1000}.{cuda % 1000 // 10}",
+            gpus=tuple(_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())),
+        )
+    except nvml.NVMLError as error:
+        return Driver(error=str(error))
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _gpu(nvml: Any, index: int) -> Gpu:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    try:
+        link = Link(
+            generation=int(nvml.nvmlDeviceGetCurrPcieLinkGeneration(handle)),
+            most_generation=int(nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)),
+            lanes=int(nvml.nvmlDeviceGetCurrPcieLinkWidth(handle)),
+            most_lanes=int(nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)),
+        )
+    except nvml.NVMLError:  # virtual GPUs tell nothing of it
+        link = None
+    try:
+        memory_bytes = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+    except nvml.NVMLError:
+        memory_bytes = None
+    return Gpu(index, str(nvml.nvmlDeviceGetName(handle)), memory_bytes, link)
+
+
+def ask_torch(python: str = sys.executable) -> TorchBuild:
+    """Imports it in another process. Never raises."""
+    try:
+        done = subprocess.run(
+            [python, "-c", _ASK_TORCH],
+            capture_output=True,
+            text=True,
+            timeout=_TORCH_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return TorchBuild(error=f"importing it takes more than {_TORCH_SECONDS:g} s")
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        return TorchBuild(error=lines[-1] if lines else f"exit code {done.returncode}")
+    told = json.loads(done.stdout)
+    return TorchBuild(told["version"], told["cuda"], told["count"])

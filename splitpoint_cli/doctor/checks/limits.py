@@ -1,0 +1,51 @@
+"""Limits of this user's processes: locked memory and open files."""
+
+from __future__ import annotations
+
+import resource
+
+from splitpoint.config import format_size
+from splitpoint_cli.doctor.finding import Finding, Verdict
+
+# Connections, mapped checkpoint files, the arena: far below, and a limit under it is odd.
+_OPEN_FILES = 1024
+
+
+def check_locked_memory(limit: int, pinned_bytes: int, *, has_gpu: bool) -> Finding:
+    """RLIMIT_MEMLOCK against what a worker would page-lock of the arena.
+
+    Args:
+        limit: the soft limit in bytes, or resource.RLIM_INFINITY.
+        has_gpu: without one nothing is page-locked.
+    """
+    name = "locked memory"
+    if limit == resource.RLIM_INFINITY:
+        return Finding(name, Verdict.OK, "unlimited")
+    text = f"limit {format_size(limit)}"
+    if limit >= pinned_bytes:
+        return Finding(name, Verdict.OK, text)
+    if not has_gpu:
+        return Finding(name, Verdict.OK, f"{text}; without a GPU nothing is locked")
+    return Finding(
+        name,
+        Verdict.WARNING,
+        f"{text}, but {format_size(pinned_bytes)} of the arena are to be page-locked: if the "
+        "driver is refused, copies are slower and do not overlap",
+        "Raise it: ulimit -l unlimited (a systemd unit: LimitMEMLOCK=infinity; a container: "
+        "docker run --ulimit memlock=-1), or lock less: --pin-limit SIZE",
+    )
+
+
+def check_open_files(soft: int, hard: int) -> Finding:
+    name = "open files"
+    if hard == resource.RLIM_INFINITY:
+        return Finding(name, Verdict.OK, "unlimited")
+    if hard >= _OPEN_FILES:
+        raised = "" if soft == hard else f", which services raise to {hard:,}"
+        return Finding(name, Verdict.OK, f"limit {soft:,}{raised}")
+    return Finding(
+        name,
+        Verdict.WARNING,
+        f"limit {hard:,}: each client, worker and checkpoint file takes one",
+        f"Raise it: ulimit -Hn {_OPEN_FILES}, as root or by /etc/security/limits.conf",
+    )

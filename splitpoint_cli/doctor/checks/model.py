@@ -1,0 +1,160 @@
+"""The checkpoint: there, of a known family, readable, with a tokenizer, and not too large."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from splitpoint import config
+from splitpoint.checkpoint.resolve import model_name, resolve_model, weight_files
+from splitpoint.checkpoint.tensors import read_header
+from splitpoint.config import format_size
+from splitpoint.errors import InvalidArgument, NotFound, SplitpointError
+from splitpoint.shapes import FAMILIES, ModelShape
+from splitpoint_cli.doctor.finding import Finding, Verdict, one_line
+from splitpoint_cli.stack.plan import model_shape
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """What --model means. None: it is not there, or of no known family."""
+
+    finding: Finding
+    folder: Path | None = None
+    shape: ModelShape | None = None
+
+
+def find_model(text: str | None, dtype: str) -> FoundModel:
+    """Folder and shape of what --model and --dtype name, as far as they are there."""
+    name = "model"
+    try:
+        folder = resolve_model(text, download=False)
+    except NotFound:
+        return FoundModel(_to_be_downloaded(str(text)))
+    except SplitpointError as error:
+        return FoundModel(Finding(name, Verdict.PROBLEM, error.message, _advice(error, text)))
+    try:
+        shape = model_shape(folder, dtype)
+    except SplitpointError as error:
+        found = f"{model_name(folder)}: {error.message}"
+        return FoundModel(Finding(name, Verdict.PROBLEM, found, _advice(error, text)), folder)
+    found = (
+        f"{shape.name}: {shape.family}, {shape.layer_count} layers, {shape.data_type.value}, "
+        f"{format_size(shape.weight_bytes)} of weights, context {shape.context_length:,}"
+    )
+    return FoundModel(Finding(name, Verdict.OK, found), folder, shape)
+
+
+def _to_be_downloaded(text: str) -> Finding:
+    # The hub's own folder, wherever its variables put it; it may not be there yet.
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache/huggingface")
+    while not home.exists():
+        home = home.parent
+    free = format_size(shutil.disk_usage(home).free)
+    return Finding(
+        "model",
+        Verdict.NOTE,
+        f"{text} is not on this host: `splitpoint up` downloads it; {free} are free for it",
+        f"Download it beforehand: hf download {text.partition('@')[0]}",
+    )
+
+
+def _advice(error: SplitpointError, text: str | None) -> str:
+    field = error.field if isinstance(error, InvalidArgument) else ""
+    if field == "model_type":
+        return f"Choose a model of one of these families: {', '.join(FAMILIES)}"
+    if field == "dtype":
+        return "Choose one that the CPU or GPU has, or --dtype auto"
+    if text is not None and not Path(text).expanduser().exists():
+        return "Name a folder that exists, or a model of the Hugging Face hub (owner/name)"
+    return "Copy or download the checkpoint again (hf download OWNER/NAME --local-dir DIR)"
+
+
+def check_weights(folder: Path) -> Finding:
+    """Every safetensors file is there and as long as its header says."""
+    name = "weights"
+    try:
+        files = [read_header(path) for path in weight_files(folder)]
+    except InvalidArgument as error:
+        pickled = (
+            ""
+            if "no safetensors" not in error.message
+            else ("Convert it: transformers' from_pretrained(DIR).save_pretrained(NEW), or ")
+        )
+        again = "copy or download these files again (hf download OWNER/NAME --local-dir DIR)"
+        return Finding(
+            name,
+            Verdict.PROBLEM,
+            error.message,
+            pickled + (again if pickled else again[0].upper() + again[1:]),
+        )
+    tensors, size = sum(f.tensor_count for f in files), sum(f.file_bytes for f in files)
+    many = f"{len(files)} files" if len(files) > 1 else "1 file"
+    return Finding(name, Verdict.OK, f"{many}, {tensors:,} tensors, {format_size(size)}")
+
+
+def check_tokenizer(folder: Path, vocabulary_size: int) -> Finding:
+    """That text can be served; token ids always can."""
+    from splitpoint.checkpoint.text import Tokenizer  # loads the tokenizers library
+
+    name = "tokenizer"
+    try:
+        tokenizer = Tokenizer.load(folder)
+    except InvalidArgument as error:
+        return Finding(
+            name,
+            Verdict.PROBLEM,
+            one_line(error.message),
+            "Copy or download the checkpoint's tokenizer files again",
+        )
+    if tokenizer is None:
+        return Finding(
+            name,
+            Verdict.WARNING,
+            "there is none: requests can only bring token ids, and get ids back",
+            "Copy tokenizer.json of the model into its folder",
+        )
+    if tokenizer.vocabulary_size > vocabulary_size:
+        return Finding(
+            name,
+            Verdict.WARNING,
+            f"it has {tokenizer.vocabulary_size:,} tokens, the model knows {vocabulary_size:,}: "
+            "is it another model's?",
+            "Copy tokenizer.json of this model into its folder",
+        )
+    return Finding(name, Verdict.OK, f"{tokenizer.vocabulary_size:,} tokens")
+
+
+def check_device_memory(
+    shape: ModelShape, wish: str | None, gpu_bytes: tuple[int, ...]
+) -> Iterator[Finding]:
+    """Weights against the memory of the smallest GPU, or what --device-memory leaves of it."""
+    name = "device memory"
+    most = min(gpu_bytes, default=None)
+    budget = most if wish is None else config.parse_size(wish, field="device_memory")
+    if budget is None:
+        return
+    if most is not None and budget > most:
+        yield Finding(
+            name,
+            Verdict.PROBLEM,
+            f"{format_size(budget)} are asked for, a GPU has {format_size(most)}",
+            f"Ask for less: --device-memory {most * 9 // 10 >> 20}MiB, or leave it out",
+        )
+    elif shape.weight_bytes > budget:
+        yield Finding(
+            name,
+            Verdict.WARNING,
+            f"{format_size(shape.weight_bytes)} of weights, {format_size(budget)} for them and "
+            "the cache: some layers come over the link in every step (docs/weights.md)",
+            "See what a step costs: splitpoint plan --model DIR --device-memory SIZE",
+        )
+    else:
+        yield Finding(
+            name,
+            Verdict.OK,
+            f"{format_size(budget)}, {format_size(budget - shape.weight_bytes)} beside the weights",
+        )

@@ -1,0 +1,161 @@
+"""`splitpoint doctor`: what would keep `splitpoint up` from starting, or make it slow, said before.
+
+Takes the options of `up` that matter and starts nothing. The checks are in
+`splitpoint_cli.checks`; here are the options and the report.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from splitpoint import config
+from splitpoint_cli.output import out, picture, save_picture
+from splitpoint_cli.report import AsJson, OutputFile, hand_over
+from splitpoint_cli.stack.up import Device, Dtype, HugePages
+
+if TYPE_CHECKING:
+    from splitpoint_cli.doctor.finding import Finding
+
+# Verdict: its sign, the same where a terminal knows no more than ASCII, its colour.
+_SIGNS = {
+    "ok": ("✓", "ok", "green"),
+    "note": ("·", "note", "cyan"),
+    "warning": ("!", "!", "yellow"),
+    "problem": ("✗", "X", "bold red"),
+}
+_NAME_WIDTH = 18
+_PICTURE_COLUMNS = 100
+
+
+def doctor(
+    model: Annotated[str | None, typer.Option(help="As of `up`.", metavar="DIR|NAME")] = None,
+    workers: Annotated[int | None, typer.Option(help="As of `up`.", min=1)] = None,
+    device: Annotated[Device, typer.Option(help="As of `up`.")] = Device.AUTO,
+    dtype: Annotated[Dtype, typer.Option(help="As of `up`.")] = Dtype.AUTO,
+    device_memory: Annotated[str | None, typer.Option(help="As of `up`.", metavar="SIZE")] = None,
+    host_memory: Annotated[
+        str | None, typer.Option(help="Size of the arena, as of `up`.", metavar="SIZE")
+    ] = None,
+    huge_pages: Annotated[HugePages, typer.Option(help="As of `up`.")] = HugePages.AUTO,
+    numa_node: Annotated[str, typer.Option(help="As of `up`.", metavar="auto|none|N")] = "auto",
+    pin_limit: Annotated[str | None, typer.Option(help="As of `up`.", metavar="SIZE")] = None,
+    listen: Annotated[
+        str, typer.Option(help="As of `up`.", metavar="ADDRESS")
+    ] = config.DEFAULT_ADDRESS,
+    instance: Annotated[str | None, typer.Option(help="As of `up`.")] = None,
+    metrics: Annotated[
+        str | None,
+        typer.Option(help="As of `up`, or as of a service: HOST:PORT.", metavar="PORT|HOST:PORT"),
+    ] = None,
+    redis: Annotated[str | None, typer.Option(help="As of `up`.", metavar="URL")] = None,
+    redis_password_file: Annotated[
+        str | None, typer.Option(help="As of `up`.", metavar="PATH")
+    ] = None,
+    redis_ca: Annotated[str | None, typer.Option(help="As of `up`.", metavar="PATH")] = None,
+    tls_cert: Annotated[str | None, typer.Option(help="As of `up`.", metavar="PATH")] = None,
+    tls_key: Annotated[str | None, typer.Option(help="As of `up`.", metavar="PATH")] = None,
+    tls_ca: Annotated[str | None, typer.Option(help="As of `up`.", metavar="PATH")] = None,
+    tokens: Annotated[str | None, typer.Option(help="As of `up`.", metavar="FILE")] = None,
+    as_json: AsJson = False,
+    output: OutputFile = None,
+    svg: Annotated[str | None, typer.Option(hidden=True, metavar="FILE")] = None,
+) -> None:
+    """Check this host for a stack with these options, and say what to do about each finding.
+
+    Starts nothing and changes nothing. Give it the options that `splitpoint up` is to get.
+    Exit codes: 0 no problem, notes and warnings included; 1 a problem: the stack would not
+    start, or something that was asked for would not work.
+    """
+    from splitpoint_cli.doctor.checklist import Wishes, examine
+
+    # What the shared code warns of is a finding here, and would be said twice.
+    logging.getLogger().addHandler(logging.NullHandler())
+    findings = tuple(
+        examine(
+            Wishes(
+                model=model,
+                workers=workers,
+                device=device.value,
+                dtype=dtype.value,
+                device_memory=device_memory,
+                host_memory=host_memory,
+                huge_pages=huge_pages.value,
+                numa_node=numa_node,
+                pin_limit=pin_limit,
+                listen=listen,
+                instance=instance,
+                metrics=metrics,
+                redis=redis,
+                redis_password_file=redis_password_file,
+                redis_ca=redis_ca,
+                tls_cert=tls_cert,
+                tls_key=tls_key,
+                tls_ca=tls_ca,
+                tokens=tokens,
+            )
+        )
+    )
+    if svg is not None:
+        console = picture(_PICTURE_COLUMNS)
+        print_findings(console, findings)
+        save_picture(console, svg, "splitpoint doctor")
+    else:
+        hand_over(
+            findings_json(findings),
+            lambda: print_findings(out, findings),
+            as_json=as_json,
+            output=output,
+        )
+    if has_problem(findings):
+        raise typer.Exit(1)
+
+
+def has_problem(findings: Sequence[Finding]) -> bool:
+    return any(finding.verdict == "problem" for finding in findings)
+
+
+def findings_json(findings: Sequence[Finding]) -> dict[str, object]:
+    """The object that `--json` prints."""
+    return {
+        "ok": not has_problem(findings),
+        "findings": [dataclasses.asdict(finding) for finding in findings],
+    }
+
+
+def print_findings(console: Console, findings: Sequence[Finding]) -> None:
+    """A line for each finding, its advice below it, and a summary."""
+    is_plain = console.encoding.lower() not in ("utf-8", "utf8")
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, min_width=_NAME_WIDTH, style="bold")
+    table.add_column(overflow="fold")
+    for finding in findings:
+        fancy, ascii_sign, style = _SIGNS[finding.verdict]
+        # Not parsed as markup: paths may hold brackets.
+        told = Text(finding.found)
+        if finding.advice:
+            told.append(f"\n{'->' if is_plain else '→'} {finding.advice}", style=style)
+        table.add_row(Text(ascii_sign if is_plain else fancy, style=style), finding.name, told)
+    # Wrapped at the terminal's width, unlike the lines of other commands.
+    console.print(table, soft_wrap=False)
+    console.print(Text(summary(findings), style="bold"))
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """How many checks, and what came of them."""
+    counts = Counter(finding.verdict.value for finding in findings)
+    parts = [
+        f"{counts[verdict]} {verdict}{'s' if counts[verdict] > 1 else ''}"
+        for verdict in ("problem", "warning", "note")
+        if counts[verdict]
+    ]
+    return f"{len(findings)} checks: {', '.join(parts) or 'all is well'}"

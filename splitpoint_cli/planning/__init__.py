@@ -1,0 +1,1 @@
+"""Commands that plan before a start: plan and size."""

@@ -1,0 +1,95 @@
+"""What `splitpoint plan --device-memory` adds: which weights stay, and what a step takes then."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from splitpoint.costs.profile import Profile
+from splitpoint.planning.plan import Plan, PlanInput
+from splitpoint.planning.weight_placement import WeightPlacement, WeightSizes
+from splitpoint.planning.weight_step import WeightStep, weight_step, with_weights
+from splitpoint.shapes import ArenaLayout, ModelShape
+from splitpoint_cli.output import seconds_text
+from worker_service.device.memory import divide, place
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedWeights:
+    """Where a worker with so much device memory puts a model's weights.
+
+    Attributes:
+        profile: with the bytes that its steps bring.
+    """
+
+    sizes: WeightSizes
+    placement: WeightPlacement
+    profile: Profile
+
+
+def plan_weights(
+    shape: ModelShape,
+    profile: Profile,
+    *,
+    budget_bytes: int,
+    chunk_tokens: int,
+    has_activations: bool,
+    max_batch: int,
+    prefill_chunk: int,
+) -> PlannedWeights:
+    """As a worker does at its start. Raises ResourceExhausted where it would."""
+    sizes = WeightSizes.of(shape)
+    layout = ArenaLayout.of(shape, chunk_tokens=chunk_tokens, has_activations=has_activations)
+    placement = place(
+        shape,
+        layout,
+        sizes,
+        budget_bytes=budget_bytes,
+        max_batch_size=max_batch,
+        prefill_chunk_tokens=prefill_chunk,
+    )
+    divide(
+        shape,
+        layout,
+        budget_bytes=budget_bytes,
+        weight_bytes=placement.device_bytes,
+        max_batch_size=max_batch,
+        prefill_chunk_tokens=prefill_chunk,
+    )
+    return PlannedWeights(sizes, placement, with_weights(profile, sizes, placement))
+
+
+def step_of(
+    shape: ModelShape, planned: PlannedWeights, request: PlanInput, answer: Plan
+) -> WeightStep:
+    """One decode step of the planned request by itself."""
+    given = request.step_compute_seconds
+    compute = planned.profile.step_compute_seconds if given is None else given
+    return weight_step(shape, planned.profile, planned.sizes, planned.placement, answer, compute)
+
+
+def report(planned: PlannedWeights, step: WeightStep) -> dict[str, object]:
+    """For `--json`: bytes and seconds."""
+    return {
+        "host_layers": list(planned.placement.on_host.layers),
+        "table_on_host": planned.placement.on_host.table,
+        "head_on_host": planned.placement.on_host.head,
+        "device_weight_bytes": planned.placement.device_bytes,
+        "streamed_weight_bytes": planned.placement.streamed_bytes,
+        "weights_reason": planned.placement.reason,
+        "weight_step": dataclasses.asdict(step),
+    }
+
+
+def rows(planned: PlannedWeights, step: WeightStep) -> list[tuple[str, str]]:
+    """For the table."""
+    listed = [("weights", planned.placement.reason)]
+    if planned.placement.streamed_bytes:
+        listed.append(
+            (
+                "a step with them",
+                f"{seconds_text(step.fine)}, of which the link {seconds_text(step.link)}; with "
+                f"whole layers ahead of their cache {seconds_text(step.coarse)}",
+            )
+        )
+    return listed

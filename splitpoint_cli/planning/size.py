@@ -1,0 +1,202 @@
+"""`splitpoint size`: how much host memory, how many requests at once, which split.
+
+The arithmetic is sizing.py's; what `--examples` prints, size_page.py's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from splitpoint.config import format_size, parse_size
+from splitpoint.costs.profile import BUILT_IN_PROFILES, load_profile
+from splitpoint.errors import InvalidArgument
+from splitpoint.shapes import Encoding, ModelShape
+from splitpoint.words import counted
+from splitpoint_cli.output import EXIT_HELP, seconds_text
+from splitpoint_cli.planning.plan import find_shape
+from splitpoint_cli.planning.size_page import DEVICE_MEMORY, page, restore_words
+from splitpoint_cli.planning.sizing import Load, Node, Sizing, host_memory_of, size_up
+from splitpoint_cli.report import AsJson, OutputFile, hand_over, print_table
+from splitpoint_cli.stack.up import Dtype, KvEncoding
+from splitpoint_cli.top.bars import amount
+
+# Copies to a GPU below this reach a fraction of the link; neighbouring chunks go as one.
+LEAST_PIECE = 64 << 10
+
+
+def size(
+    model: Annotated[
+        str, typer.Option(help="A checkpoint folder or a built-in shape.", metavar="DIR|SHAPE")
+    ] = "llama-3.1-8b",
+    profile: Annotated[
+        str,
+        typer.Option(
+            help=f"A JSON file with measured costs, or one of {', '.join(BUILT_IN_PROFILES)}.",
+            metavar="NAME|FILE",
+        ),
+    ] = "h100-pcie5",
+    device_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the worker: weights, cache and workspace. With a built-in profile 72GiB, "
+            "unless it is given; with measured costs it must be.",
+            metavar="SIZE",
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Of one request: prompt and answer.", min=2)] = 32768,
+    new: Annotated[int, typer.Option(help="Of its prompt, what no store holds.", min=1)] = 512,
+    max_tokens: Annotated[int, typer.Option(help="Of its answer.", min=1)] = 256,
+    prefixes: Annotated[
+        int, typer.Option(help="Cached prefixes to keep beside what runs.", min=0)
+    ] = 100,
+    streamed: Annotated[
+        int | None,
+        typer.Option(help="Streamed requests at once; absent: none unless they must be.", min=0),
+    ] = None,
+    kv_encoding: Annotated[KvEncoding, typer.Option(help="How the store keeps the cache.")] = (
+        KvEncoding.NATIVE
+    ),
+    step_ms: Annotated[
+        float | None,
+        typer.Option(
+            help="What a decode step takes beside its cache traffic; absent: the profile's.",
+            metavar="MS",
+            min=0,
+        ),
+    ] = None,
+    max_batch: Annotated[int, typer.Option(help="As the worker's.", min=1)] = 32,
+    prefill_chunk: Annotated[int, typer.Option(help="As the worker's.", min=1)] = 512,
+    chunk_tokens: Annotated[int, typer.Option(help="As the store's.", min=1, max=4096)] = 64,
+    dtype: Annotated[Dtype, typer.Option(help="Element type; auto: the model's.")] = Dtype.AUTO,
+    as_json: AsJson = False,
+    output: OutputFile = None,
+    examples: Annotated[
+        bool, typer.Option("--examples", help="Print docs/sizing.md instead; takes no options.")
+    ] = False,
+) -> None:
+    """How much host memory, how many requests at once, which split. Needs no GPU."""
+    if examples:
+        print(page(), end="")
+        return
+    shape = find_shape(model, dtype.value)
+    node = Node(
+        load_profile(profile),
+        _device_memory(device_memory, profile),
+        max_batch=max_batch,
+        prefill_chunk=prefill_chunk,
+        chunk_tokens=chunk_tokens,
+        encoding=Encoding(kv_encoding.value),
+        step_compute_seconds=None if step_ms is None else step_ms / 1e3,
+    )
+    load = Load(tokens, new, max_tokens)
+    found = size_up(shape, node, load)
+    count = _streamed_wanted(found, streamed)
+    host = host_memory_of(found, streamed_count=count, prefix_count=prefixes)
+    report = {
+        "model": shape.name,
+        "profile": node.profile.description,
+        **dataclasses.asdict(found),
+        "restore": {
+            **dataclasses.asdict(found.restore),
+            "method": found.restore.method.value,
+            "residency": found.restore.residency.value,
+            "schedule": found.restore.schedule.value,
+            "objective": found.restore.objective.value,
+        },
+        "host_memory_bytes": host,
+        "streamed_wanted": count,
+        "prefix_count": prefixes,
+    }
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="dim")
+    table.add_column()
+    for name, text in _rows(shape, node, load, found):
+        table.add_row(name, text)
+    table.add_row(
+        "--host-memory",
+        f"{format_size(host)}: {counted(prefixes, 'cached prefix', 'cached prefixes')} and "
+        f"{counted(count, 'streamed request')}, and a tenth more",
+    )
+    hand_over(report, lambda: print_table(table), as_json=as_json, output=output)
+
+
+size.__doc__ = f"{size.__doc__}\n\n{EXIT_HELP}"
+
+
+def _device_memory(text: str | None, profile: str) -> int:
+    """Raises InvalidArgument where nobody can know it."""
+    if text is not None:
+        return parse_size(text, field="device_memory")
+    if profile.lower() in BUILT_IN_PROFILES:
+        return DEVICE_MEMORY
+    raise InvalidArgument(
+        f"how much memory does a worker of {profile} have? Give --device-memory "
+        "(`splitpoint status` shows what its cache has of it)",
+        field="device_memory",
+    )
+
+
+def _streamed_wanted(found: Sizing, wanted: int | None) -> int:
+    """Raises InvalidArgument for more than can run at once."""
+    if wanted is None:
+        return 0 if found.resident_count else found.streamed_count
+    if wanted > found.streamed_count:
+        raise InvalidArgument(
+            f"{counted(wanted, 'streamed request does', 'streamed requests do')} not run at once "
+            f"here: {found.streamed_count} do "
+            "(--max-batch, --device-memory)",
+            field="streamed",
+        )
+    return wanted
+
+
+def _rows(shape: ModelShape, node: Node, load: Load, found: Sizing) -> Iterator[tuple[str, str]]:
+    memory = found.memory
+    yield "model", f"{shape.name}, {shape.data_type.value}, {counted(shape.layer_count, 'layer')}"
+    yield "costs", node.profile.description or "from a file"
+    yield (
+        "device",
+        f"{format_size(memory.budget_bytes)}: weights {format_size(memory.weight_bytes)}, "
+        f"workspace {format_size(memory.workspace_bytes)}, cache "
+        f"{format_size(memory.cache_capacity_bytes)} "
+        f"({counted(found.cached_tokens_in_memory, 'token')})",
+    )
+    if found.placement.streamed_bytes:
+        yield "weights", found.placement.reason
+    yield (
+        "a request",
+        f"{counted(load.token_count, 'token')}: {load.cached_tokens:,} cached, "
+        f"{load.new_tokens:,} new, {load.generated_tokens:,} generated; "
+        f"{format_size(found.resident_request_bytes)} of cache",
+    )
+    yield "resident at once", f"{found.resident_count:,}"
+    yield "restoring one", restore_words(found.restore)
+    yield "first token after", seconds_text(found.restore.predicted_ttft_seconds)
+    yield (
+        "streamed at once",
+        f"{found.streamed_count:,}, {format_size(found.streamed_request_bytes)} of device cache "
+        f"each, and {format_size(found.host_request_bytes)} of the arena",
+    )
+    yield (
+        "a streamed step",
+        f"{seconds_text(found.lone_step_seconds)} for one alone, "
+        f"{seconds_text(found.step_seconds)} for {found.streamed_count} together "
+        f"({amount(found.streamed_count / found.step_seconds)} tokens/s)",
+    )
+    piece = node.chunk_tokens * shape.kv_bytes_per_token_layer // 2
+    yield (
+        "a chunk",
+        f"{counted(node.chunk_tokens, 'token')}; K of one layer is {format_size(piece)}, and "
+        f"copies want {format_size(LEAST_PIECE)} at least (--chunk-tokens)",
+    )
+    kept = "K, V and X" if found.has_activations else "K and V"
+    yield (
+        "host memory",
+        f"{format_size(found.host_token_bytes)} a token ({kept}, {node.encoding.value}), "
+        f"{format_size(found.prefix_bytes)} a cached prefix",
+    )

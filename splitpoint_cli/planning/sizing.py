@@ -1,0 +1,219 @@
+"""How much fits on one device and its host, and how fast it then is: pure arithmetic.
+
+Everything is asked of the code that serves: the worker's division of its memory, the
+arena's layout, the planner. Nothing here measures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from splitpoint.costs.profile import Profile
+from splitpoint.errors import InvalidArgument
+from splitpoint.planning.batch_plan import plan_batch
+from splitpoint.planning.plan import Plan, PlanInput
+from splitpoint.planning.planner import plan_request
+from splitpoint.planning.schedule import Schedule
+from splitpoint.planning.weight_placement import WeightPlacement, WeightSizes
+from splitpoint.planning.weight_step import with_weights
+from splitpoint.shapes import ArenaLayout, Encoding, ModelShape, chunks_of
+from splitpoint.words import counted
+from worker_service.device.memory import MemoryPlan, divide, place, staging_pages_on_gpu
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What requests are like. Tokens of each: all it ever has, and of these the new ones.
+
+    Attributes:
+        token_count: prompt and generated tokens together; at least 2.
+        new_tokens: of the prompt, what no store holds; the rest is a cached prefix.
+        generated_tokens: of token_count.
+    """
+
+    token_count: int
+    new_tokens: int
+    generated_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.generated_tokens < 1 or self.new_tokens < 1:
+            raise InvalidArgument("at least 1 token is new and 1 generated", field="new")
+        if self.cached_tokens < 0:
+            raise InvalidArgument(
+                f"{self.new_tokens:,} new and {counted(self.generated_tokens, 'generated token')} "
+                f"are more than the {self.token_count:,} of a request",
+                field="tokens",
+            )
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.token_count - self.new_tokens - self.generated_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One device, what it costs to reach it, and how its worker is started."""
+
+    profile: Profile
+    device_memory_bytes: int
+    max_batch: int = 32
+    prefill_chunk: int = 512
+    chunk_tokens: int = 64
+    encoding: Encoding = Encoding.NATIVE
+    # Seconds of a decode step beside its cache traffic; None: the profile's.
+    step_compute_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """The answers. Bytes and seconds; `*_count` are requests at once.
+
+    Attributes:
+        cached_tokens_in_memory: tokens of cache that all of the device's cache holds.
+        resident_count: with the whole cache on the device.
+        streamed_count: with the cache on the host, as far as the device's pages and the
+            batch go; each of them holds `host_request_bytes` of the arena.
+        prefix_bytes: of the arena, one cached prefix.
+        restore: bringing such a prefix back.
+        step_seconds: one decode step of `streamed_count` requests, all of full length.
+        lone_step_seconds: of one such request by itself.
+    """
+
+    memory: MemoryPlan
+    placement: WeightPlacement
+    has_activations: bool
+    cached_tokens_in_memory: int
+    resident_request_bytes: int
+    resident_count: int
+    streamed_request_bytes: int
+    streamed_count: int
+    host_token_bytes: int
+    host_request_bytes: int
+    prefix_bytes: int
+    restore: Plan
+    step_seconds: float
+    lone_step_seconds: float
+
+
+def size_up(shape: ModelShape, node: Node, load: Load) -> Sizing:
+    """Raises InvalidArgument for requests beyond the context, ResourceExhausted for a
+    device that is too small for anything."""
+    if load.token_count > shape.context_length:
+        raise InvalidArgument(
+            f"{counted(load.token_count, 'token is', 'tokens are')} over {shape.name}'s context of "
+            f"{shape.context_length:,}",
+            field="tokens",
+        )
+    has_activations = shape.activations_can_pay
+    layout = ArenaLayout.of(
+        shape,
+        chunk_tokens=node.chunk_tokens,
+        has_activations=has_activations,
+        encoding=node.encoding,
+    )
+    memory, placement = _divided(shape, layout, node)
+    profile = with_weights(node.profile, WeightSizes.of(shape), placement)
+    pages = chunks_of(load.token_count, node.chunk_tokens)
+    resident_bytes = pages * memory.page_bytes
+    streamed_bytes = min(pages, memory.streamed_page_count) * memory.page_bytes
+    streamed_count = min(node.max_batch, memory.cache_capacity_bytes // streamed_bytes)
+    ask = _Ask(shape, profile, node, memory, has_activations)
+    return Sizing(
+        memory=memory,
+        placement=placement,
+        has_activations=has_activations,
+        cached_tokens_in_memory=memory.page_count * node.chunk_tokens,
+        resident_request_bytes=resident_bytes,
+        resident_count=min(node.max_batch, memory.cache_capacity_bytes // resident_bytes),
+        streamed_request_bytes=streamed_bytes,
+        streamed_count=streamed_count,
+        host_token_bytes=-(-layout.chunk_bytes // node.chunk_tokens),
+        host_request_bytes=pages * layout.chunk_bytes,
+        prefix_bytes=chunks_of(load.cached_tokens, node.chunk_tokens) * layout.chunk_bytes,
+        restore=ask.restore(load, resident_bytes),
+        step_seconds=ask.step(streamed_count, load.token_count),
+        lone_step_seconds=ask.step(1, load.token_count),
+    )
+
+
+def _divided(
+    shape: ModelShape, layout: ArenaLayout, node: Node
+) -> tuple[MemoryPlan, WeightPlacement]:
+    """As a worker on a GPU does at its start."""
+    staging = staging_pages_on_gpu(shape, layout, node.device_memory_bytes)
+    placement = place(
+        shape,
+        layout,
+        WeightSizes.of(shape),
+        budget_bytes=node.device_memory_bytes,
+        max_batch_size=node.max_batch,
+        prefill_chunk_tokens=node.prefill_chunk,
+        staging_pages=staging,
+    )
+    memory = divide(
+        shape,
+        layout,
+        budget_bytes=node.device_memory_bytes,
+        weight_bytes=placement.device_bytes,
+        max_batch_size=node.max_batch,
+        prefill_chunk_tokens=node.prefill_chunk,
+        staging_pages=staging,
+    )
+    return memory, placement
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """Questions to the planner about one worker."""
+
+    shape: ModelShape
+    profile: Profile
+    node: Node
+    memory: MemoryPlan
+    has_activations: bool
+
+    @property
+    def _staging_tokens(self) -> int:
+        return self.memory.staging_pages * self.node.chunk_tokens
+
+    def restore(self, load: Load, footprint_bytes: int) -> Plan:
+        return plan_request(
+            self.shape,
+            self.profile,
+            PlanInput(
+                cached_tokens=load.cached_tokens,
+                new_tokens=load.new_tokens,
+                has_activations=self.has_activations,
+                schedule=Schedule.PIPELINED,
+                encoding=self.node.encoding,
+                chunk_tokens=self.node.chunk_tokens,
+                staging_tokens=self._staging_tokens,
+                prefill_tokens=self.node.prefill_chunk,
+                footprint_bytes=footprint_bytes,
+            ),
+        )
+
+    def step(self, count: int, token_count: int) -> float:
+        """Seconds of a decode step of so many streamed requests."""
+        return plan_batch(
+            self.shape,
+            self.profile,
+            [token_count] * count,
+            has_activations=self.has_activations,
+            schedule=Schedule.PIPELINED,
+            chunk_tokens=self.node.chunk_tokens,
+            staging_tokens=self._staging_tokens,
+            encoding=self.node.encoding,
+            step_compute_seconds=self.node.step_compute_seconds,
+        ).step_seconds
+
+
+# Writers hold slots before they seal them, and an arena that is full to the last slot
+# evicts with each request.
+HEADROOM = 0.1
+
+
+def host_memory_of(sizing: Sizing, *, streamed_count: int, prefix_count: int) -> int:
+    """Bytes of arena for so many streamed requests and cached prefixes, with headroom."""
+    needed = streamed_count * sizing.host_request_bytes + prefix_count * sizing.prefix_bytes
+    return int(needed * (1 + HEADROOM))

@@ -1,0 +1,89 @@
+"""Everything that can be asked of a running stack from outside: its scheduler and its stores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import grpc
+
+from splitpoint.client import Client
+from splitpoint.client.answers import Model, Queue, Worker
+from splitpoint.errors import InvalidArgument
+from splitpoint.observe.telemetry import SchedulerStatus
+from splitpoint.transport import rpc
+from splitpoint.transport.tls import PLAIN, Identity
+from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc
+from splitpoint_cli.output import code_name
+from splitpoint_cli.stack.given_up import GivenUpWorker, read_given_up
+
+_STORE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """One KV store's own account; `message` says why there is none."""
+
+    address: str
+    stats: kvstore_pb2.GetStatsResponse | None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Everything the scheduler knows, and what the stores say."""
+
+    address: str
+    # Requests can succeed: at least one worker is ready.
+    serving: bool
+    models: tuple[Model, ...]
+    workers: tuple[Worker, ...]
+    queue: Queue
+    stores: tuple[Store, ...]
+    scheduler: SchedulerStatus
+    # Workers that their `splitpoint up` has given up, by address; known on its host only.
+    given_up: Mapping[str, GivenUpWorker] = field(default_factory=dict)
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the scheduler serves with all the workers it knows."""
+        return self.serving and self.ready_count == len(self.workers) > 0
+
+    @property
+    def ready_count(self) -> int:
+        """Workers that take requests."""
+        return sum(worker.ready for worker in self.workers)
+
+
+def read_status(client: Client) -> Status:
+    """Ask scheduler and stores. Raises Unavailable when there is no scheduler."""
+    workers = client.list_workers()
+    addresses = sorted({worker.kvstore_address for worker in workers if worker.kvstore_address})
+    serving = client.health()
+    return Status(
+        address=client.address,
+        serving=serving,
+        models=client.list_models() if serving else (),
+        workers=workers,
+        queue=client.get_queue(),
+        stores=tuple(read_store(address, client.identity) for address in addresses),
+        scheduler=client.scheduler_status(),
+        given_up=read_given_up(worker.address for worker in workers if not worker.ready),
+    )
+
+
+def read_store(address: str, identity: Identity = PLAIN) -> Store:
+    """GetStats of one store; a store that cannot be asked is no error here."""
+    try:
+        opened = rpc.open_sync_channel(address, identity)
+    except InvalidArgument as error:  # the token would travel in the clear
+        return Store(address, None, error.message)
+    with opened as channel:
+        stub = kvstore_pb2_grpc.KvStoreServiceStub(channel)
+        try:
+            return Store(
+                address, stub.GetStats(kvstore_pb2.GetStatsRequest(), timeout=_STORE_SECONDS)
+            )
+        except grpc.RpcError as error:
+            reason = rpc.error_of(error)
+            return Store(address, None, f"{code_name(reason)}: {reason.message}")

@@ -1,0 +1,244 @@
+"""`splitpoint status`: does the stack serve, is it complete, and what is it doing?"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from splitpoint.client import Client
+from splitpoint.config import DEFAULT_ADDRESS, format_size
+from splitpoint.errors import DeadlineExceeded, Unavailable
+from splitpoint.transport import convert
+from splitpoint.transport.tls import client_identity
+from splitpoint.v1 import kvstore_pb2
+from splitpoint.words import counted
+from splitpoint_cli.identity import CaFile, TokenFile
+from splitpoint_cli.output import out, plain_reason
+from splitpoint_cli.report import AsJson, OutputFile, hand_over, print_table
+from splitpoint_cli.request.findings import Finding, Severity, findings_of
+from splitpoint_cli.request.generate import Address
+from splitpoint_cli.request.observed import Status, Store, read_status
+
+_POLL_SECONDS = 0.2
+# Beside the codes of `splitpoint_cli.output`, none of which says this.
+GIVEN_UP_EXIT = 6
+
+
+def status(
+    address: Address = DEFAULT_ADDRESS,
+    wait: Annotated[
+        float,
+        typer.Option(
+            help="Wait until all workers are ready, this long at most.", metavar="SECONDS"
+        ),
+    ] = 0.0,
+    ca: CaFile = None,
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+    output: OutputFile = None,
+) -> None:
+    """Show what is wrong, then workers, stores and queue.
+
+    A stack serves while one worker is ready, and is complete when all of them are.
+
+    Exit codes: 0 it serves, whatever else is found; 1 it does not serve; 3 no scheduler answers;
+    4 it serves, and --wait ended before it was complete; 6 it serves, and `up` gave a worker up.
+    """
+    with Client(address, identity=client_identity(ca=ca, token_file=token_file)) as client:
+        found = _wait_complete(client, wait)
+    hand_over(status_json(found), lambda: _print_tables(found), as_json=as_json, output=output)
+    code = status_exit_code(found, has_waited=wait > 0)
+    if code:
+        raise typer.Exit(code)
+
+
+def status_exit_code(found: Status, *, has_waited: bool) -> int:
+    """As docs/operations.md has them. `has_waited`: a complete stack was asked for."""
+    if not found.serving:
+        return 1
+    if found.given_up:
+        return GIVEN_UP_EXIT
+    return DeadlineExceeded.exit_code if has_waited and not found.is_complete else 0
+
+
+def _wait_complete(client: Client, seconds: float) -> Status:
+    """The first complete status, or the last one before the time was over."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            found = read_status(client)
+        except (Unavailable, DeadlineExceeded):
+            if time.monotonic() >= deadline:
+                raise
+        else:
+            if found.is_complete or time.monotonic() >= deadline:
+                return found
+        time.sleep(_POLL_SECONDS)
+
+
+def status_json(found: Status) -> dict[str, object]:
+    """The object that `--json` prints; each worker's `profile` fits `plan --profile`."""
+    return {
+        "serves": found.serving,
+        "complete": found.is_complete,
+        "address": found.address,
+        "findings": [dataclasses.asdict(finding) for finding in findings_of(found)],
+        "scheduler": dataclasses.asdict(found.scheduler),
+        "models": [
+            {
+                "name": model.name,
+                "context_length": model.context_length,
+                "ready_worker_count": model.ready_worker_count,
+                "has_tokenizer": model.has_tokenizer,
+                "has_activations": model.has_activations,
+                "kv_encoding": model.kv_encoding.value,
+                "chunk_tokens": model.chunk_tokens,
+            }
+            for model in found.models
+        ],
+        "workers": [
+            {**dataclasses.asdict(worker), "schedule": worker.schedule.value}
+            for worker in found.workers
+        ],
+        "queue": dataclasses.asdict(found.queue),
+        "stores": [_store_json(store) for store in found.stores],
+    }
+
+
+_STORE_FIELDS = (
+    "slot_count",
+    "free_slot_count",
+    "writing_slot_count",
+    "sealed_slot_count",
+    "quarantined_slot_count",
+    "session_count",
+    "lease_count",
+    "leased_slot_count",
+    "match_count",
+    "match_hit_count",
+    "query_token_count",
+    "hit_token_count",
+    "sealed_chunk_count",
+    "duplicate_chunk_count",
+    "evicted_chunk_count",
+    "eviction_policy",
+    "unadmitted_chunk_count",
+    "watermark_evicted_chunk_count",
+    "evicted_age_seconds_sum",
+    "memory_description",
+    "checksum_failure_count",
+    "refused_reservation_count",
+    "former_arena_loss",
+    "arena_path",
+    "arena_size_bytes",
+)
+
+
+def _store_json(store: Store) -> dict[str, object]:
+    if store.stats is None:
+        return {"address": store.address, "message": store.message}
+    return {
+        "address": store.address,
+        "data_type": convert.data_type_from_proto(store.stats.layout.data_type).value,
+        "chunk_tokens": store.stats.layout.chunk_tokens,
+        "has_activations": store.stats.layout.has_activations,
+        "kv_encoding": convert.encoding_from_proto(store.stats.layout.encoding).value,
+        **{name: getattr(store.stats, name) for name in _STORE_FIELDS},
+        "evicted_by_use_count": list(store.stats.evicted_by_use_count),
+        "integrity_violations": list(store.stats.integrity_violations),
+    }
+
+
+def _print_tables(found: Status) -> None:
+    out.print(f"scheduler {found.address}: {_state(found)}")
+    for finding in findings_of(found):
+        _print_finding(finding)
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("worker", "state", "device", "schedule", "cache", "running", "note"):
+        table.add_column(column)
+    for worker in found.workers:
+        table.add_row(
+            worker.id,
+            "draining" if worker.draining else "ready" if worker.ready else "not ready",
+            worker.device,
+            worker.schedule.value if worker.device else "",
+            f"{format_size(worker.cache_charged_bytes)} of "
+            f"{format_size(worker.cache_capacity_bytes)}",
+            str(worker.running_count),
+            plain_reason(worker.message),
+        )
+    print_table(table)
+    for worker in found.workers:
+        if worker.weights:
+            out.print(f"worker {escape(worker.id)}: {escape(worker.weights)}")
+    for store in found.stores:
+        out.print(_store_line(store))
+        if store.stats is not None:
+            out.print(_memory_line(store.stats))
+    waiting = len(found.queue.requests)
+    out.print(f"queue: {waiting} waiting, room for {found.queue.capacity}")
+    for request in found.queue.requests:
+        out.print(
+            f"  {request.position} {request.request_id} for {request.waited_seconds:.1f} s, "
+            f"{format_size(request.footprint_bytes)}: {request.reason}"
+        )
+
+
+def _state(found: Status) -> str:
+    if not found.serving:
+        return "not ready, no worker takes requests"
+    names = ", ".join(model.name for model in found.models)
+    if found.is_complete:
+        return f"ready, serves {names}"
+    return f"serves {names} with {found.ready_count} of {counted(len(found.workers), 'worker')}"
+
+
+COLOURS = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
+
+
+def _print_finding(finding: Finding) -> None:
+    colour = COLOURS[finding.severity]
+    why = f" ({finding.why})" if finding.why else ""
+    out.print(f"[{colour}]{finding.severity.value}[/{colour}]: {escape(finding.what + why)}")
+    out.print(f"  do: {escape(finding.do)}")
+
+
+def _store_line(store: Store) -> str:
+    stats = store.stats
+    if stats is None:
+        return f"store {store.address}: {plain_reason(store.message)}"
+    hits = f"{stats.hit_token_count:,} of {counted(stats.query_token_count, 'token')} found"
+    return (
+        f"store {store.address}: {stats.sealed_slot_count:,} of "
+        f"{counted(stats.slot_count, 'slot')} sealed, "
+        f"{stats.leased_slot_count:,} leased, {hits}, arena {format_size(stats.arena_size_bytes)}"
+        f"{_lossy_note(stats)}"
+    )
+
+
+def _lossy_note(stats: kvstore_pb2.GetStatsResponse) -> str:
+    """What reuse costs in exactness; nothing for a store that keeps what was computed."""
+    encoding = convert.encoding_from_proto(stats.layout.encoding)
+    return f" in {encoding.value}: what is reused is approximate" if encoding.is_lossy else ""
+
+
+def _memory_line(stats: kvstore_pb2.GetStatsResponse) -> str:
+    """How the store uses its room: what went, after how much use, and what was kept out."""
+    parts = [f"  eviction {stats.eviction_policy or 'unknown'}"]
+    if stats.evicted_chunk_count:
+        unused = stats.evicted_by_use_count[0] if stats.evicted_by_use_count else 0
+        age = stats.evicted_age_seconds_sum / stats.evicted_chunk_count
+        parts.append(
+            f"{counted(stats.evicted_chunk_count, 'chunk')} evicted, {unused:,} of them never used "
+            f"again, after {age:,.0f} s on average"
+        )
+    if stats.unadmitted_chunk_count:
+        parts.append(f"{stats.unadmitted_chunk_count:,} kept out")
+    if stats.memory_description:
+        parts.append(stats.memory_description)
+    return ", ".join(parts)

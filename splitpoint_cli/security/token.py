@@ -1,0 +1,132 @@
+"""`splitpoint token`: makes a bearer token and enters its digest into a tokens file."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, TextIO
+
+import typer
+
+from splitpoint.errors import AlreadyExists, InvalidArgument
+from splitpoint.transport.access import (
+    Caller,
+    Role,
+    TokenEntry,
+    check_name,
+    digest_of,
+    entry_text,
+    parse_tokens,
+)
+from splitpoint.transport.tls import read_private
+from splitpoint_cli.files import replace_file
+
+TOKEN_BYTES = 32
+
+
+def add_token(path: Path, caller: Caller) -> str:
+    """A new token for the caller, its entry appended to the file (made when missing).
+
+    The file is replaced in one step: a service never sees half of it. Raises
+    AlreadyExists (the name is taken), InvalidArgument, PermissionDenied (the
+    file is open to others).
+    """
+    token = secrets.token_urlsafe(TOKEN_BYTES)
+    with _alone(path.parent):
+        before = _text_of(path)
+        entries = parse_tokens(before, path)
+        if caller.name in {entry.caller.name for entry in entries}:
+            raise AlreadyExists(
+                f"{path} has a token of {caller.name}; delete that entry to revoke it"
+            )
+        if before:
+            before = before.rstrip("\n") + "\n\n"
+        text = before + entry_text(TokenEntry(caller, digest_of(token)))
+        replace_file(path, text.encode(), 0o600)
+    return token
+
+
+def _text_of(path: Path) -> str:
+    if not path.exists():
+        return ""
+    return read_private(path, "the tokens file").decode("utf-8", "replace")
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Two commands at once must not lose each other's entry."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise InvalidArgument(f"{folder}: {error.strerror}", field="file") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def token(
+    file: Annotated[Path, typer.Option(help="Made with mode 0600 when missing.", metavar="PATH")],
+    name: Annotated[str, typer.Option(help="Who gets it; for logs and for revoking.")],
+    role: Annotated[
+        Role,
+        typer.Option(
+            help="client: generates; worker: services among themselves; admin: sees everything."
+        ),
+    ] = Role.CLIENT,
+    tenant: Annotated[
+        str, typer.Option(help="Clients of one tenant share cached prefixes, others never.")
+    ] = "",
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the token into this new file of mode 0600, for --token-file and "
+            "SPLITPOINT_TOKEN_FILE; absent: print it.",
+            metavar="FILE",
+        ),
+    ] = None,
+) -> None:
+    """Make a token, print it once or write it to a file, and enter its digest into the tokens file.
+
+    Running services know it within a second. Deleting its entry revokes it.
+    """
+    check_name(name, field="name")
+    if tenant:
+        check_name(tenant, field="tenant")
+        if role is not Role.CLIENT:
+            raise InvalidArgument("only clients have tenants", field="tenant")
+    caller = Caller(name, role, tenant)
+    if out is not None:
+        with _new_private_file(out) as secret:
+            secret.write(f"{add_token(file, caller)}\n")
+        return
+    print(add_token(file, caller))
+    if sys.stdout.isatty():
+        print("It is shown this once; --out FILE keeps it in a file of mode 0600.", file=sys.stderr)
+
+
+@contextmanager
+def _new_private_file(path: Path) -> Iterator[TextIO]:
+    """A file that only this user can read; gone again if the block fails.
+
+    Raises AlreadyExists, or InvalidArgument where no file can be made.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        raise AlreadyExists(f"--out: {path} exists already, and is left as it is") from None
+    except OSError as error:
+        raise InvalidArgument(f"--out: {path}: {error.strerror}", field="out") from error
+    try:
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            os.fchmod(descriptor, 0o600)  # whatever the umask
+            yield file
+    except BaseException:
+        path.unlink()
+        raise

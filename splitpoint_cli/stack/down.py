@@ -1,0 +1,86 @@
+"""`splitpoint down`: stop the stack that `up` runs in another terminal."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from splitpoint import config
+from splitpoint.errors import DeadlineExceeded, InvalidArgument, NotFound
+from splitpoint_cli.output import err
+from splitpoint_cli.stack.instance import clear_leftovers, running_process
+from splitpoint_cli.stack.metrics_ports import bind_error
+from splitpoint_cli.stack.plan import instance_of
+
+_STOP_SECONDS = 90.0
+
+
+def down(
+    listen: Annotated[
+        str,
+        typer.Option(
+            "--listen",
+            "--address",
+            help="The --listen address of the stack.",
+            envvar="SPLITPOINT_ADDRESS",
+        ),
+    ] = config.DEFAULT_ADDRESS,
+    instance: Annotated[str | None, typer.Option(help="Its --instance, where it has one.")] = None,
+) -> None:
+    """Stop a running stack as Ctrl-C in its terminal would, and wait until it is gone.
+
+    It signals the process of `up`, so it needs no token, and works on the same host for the
+    same user only.
+    """
+    name = config.check_instance(instance or instance_of(config.check_address(listen)))
+    if instance is None and not _is_here(listen):
+        raise InvalidArgument(
+            f"{listen} is not an address of this host: run `splitpoint down` there, as the user "
+            "who runs the stack (a token of whatever role does not stop it)",
+            field="listen",
+        )
+    runtime = config.runtime_directory(name)
+    process_id = running_process(runtime)
+    if process_id is None:
+        _clear(name, runtime)
+        return
+    descriptor = os.pidfd_open(process_id)
+    try:
+        err.print(f"stopping {name} (process {process_id}) ...")
+        signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+        ended, _, _ = select.select([descriptor], [], [], _STOP_SECONDS)
+    finally:
+        os.close(descriptor)
+    if not ended:
+        raise DeadlineExceeded(f"process {process_id} still runs after {_STOP_SECONDS:g} s")
+
+
+def _is_here(address: str) -> bool:
+    """Whether a stack of this host may listen there."""
+    if config.is_local_address(address):
+        return True
+    try:
+        error = bind_error(address.rpartition(":")[0].strip("[]"), 0)
+    except OSError:  # no such host
+        return False
+    return error is None
+
+
+def _clear(instance: str, runtime: Path) -> None:
+    """What is left of a stack that nobody runs any more. Raises NotFound when nothing is."""
+    was_there = clear_leftovers(runtime, instance)
+    arena = config.arena_path(instance)
+    kept = ""
+    if arena.exists():
+        kept = (
+            f"; its arena is kept at {arena} for the next `splitpoint up` "
+            f"(`splitpoint arena rm {instance}` removes it)"
+        )
+    if not was_there:
+        raise NotFound(f"no stack named {instance} is running{kept}")
+    err.print(f"{instance} was killed: removed what it left in {runtime}{kept}")

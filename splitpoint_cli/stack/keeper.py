@@ -1,0 +1,196 @@
+"""Brings dead services back, as the restart policy says; decides when the stack cannot go on.
+
+A stack can do without a worker while another one is left. Store and scheduler are needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+
+from splitpoint_cli.output import duration_text
+from splitpoint_cli.stack.child import (
+    Service,
+    ServiceCommand,
+    ServiceExited,
+    ServiceNotReady,
+    ServiceNotStarted,
+)
+from splitpoint_cli.stack.given_up import GivenUpWorker
+from splitpoint_cli.stack.restart_policy import GiveUp, RestartLimits, RestartPolicy
+from splitpoint_cli.stack.supervisor import Supervisor
+
+
+class Keeper:
+    """Watches a supervisor's services once all of them have started.
+
+    A successor gets the arguments of the one that died, and the very address it
+    served at. Cancelling `run` ends pauses and starts under way.
+
+    Args:
+        limits: of each service's restarts; None: the first death is the end.
+        workers: names of the services of which one is enough, with their addresses.
+        say: called with a service's name and what happens to it.
+        show_tail: called with the death of a worker that is given up, before that is said.
+    """
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        limits: RestartLimits | None,
+        say: Callable[[str, str], None],
+        *,
+        workers: Mapping[str, str],
+        show_tail: Callable[[ServiceExited], None],
+    ) -> None:
+        self._supervisor = supervisor
+        self._limits = limits
+        self._say = say
+        self._workers = workers
+        self._show_tail = show_tail
+        self._policies: dict[str, RestartPolicy] = {}
+        self._starts: set[asyncio.Task[None]] = set()
+        self._failures: asyncio.Queue[BaseException] = asyncio.Queue()
+        # Workers that were given up: how the last life ended, when the next one begins.
+        self._given_up: dict[str, tuple[str, float]] = {}
+        # Ends of these are no deaths: they are being replaced.
+        self._renewed: set[Service] = set()
+        # Called when `given_up` has another answer.
+        self.on_given_up: Callable[[], None] = lambda: None
+
+    async def run(self) -> ServiceExited:
+        """Return the last death of a service that the stack cannot do without."""
+        exit_ = asyncio.create_task(self._supervisor.next_exit())
+        failure = asyncio.create_task(self._failures.get())
+        try:
+            while True:
+                await asyncio.wait((exit_, failure), return_when=asyncio.FIRST_COMPLETED)
+                if failure.done():
+                    if isinstance(error := failure.result(), ServiceExited):
+                        return error
+                    raise error  # a bug: no way to go on is known
+                end = self._decide(exit_.result())
+                if end is not None:
+                    return end
+                exit_ = asyncio.create_task(self._supervisor.next_exit())
+        finally:
+            tasks = (exit_, failure, *self._starts)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def given_up(self) -> list[GivenUpWorker]:
+        """Workers that the stack does without at this moment."""
+        now = asyncio.get_running_loop().time()
+        return [
+            GivenUpWorker(self._workers[name], why, max(0.0, at - now))
+            for name, (why, at) in self._given_up.items()
+        ]
+
+    async def renew(self, names: Iterable[str]) -> None:
+        """Stop these services and start them again, one after the other; no deaths of theirs.
+
+        One that is given up meanwhile is left to `run`, which tries it again later.
+        Raises ServiceExited when one that the stack cannot do without cannot be started.
+        """
+        for name in names:
+            service = self._supervisor.running(name)
+            if service is None:
+                continue  # it died, and is brought back anyway
+            self._renewed.add(service)
+            await self._supervisor.stop_one(service)
+            await self._bring_back(_same_again(service), 0.0)
+
+    def _decide(self, service: Service) -> ServiceExited | None:
+        """What follows from the end of a service; its death if that is the end of the stack."""
+        if service in self._renewed:
+            self._renewed.discard(service)
+            return None
+        policy = self._policies.setdefault(service.name, RestartPolicy(self._limits))
+        now = asyncio.get_running_loop().time()
+        decision = policy.died(now, served_seconds=service.served_seconds)
+        if isinstance(decision, GiveUp):
+            death = service.death(and_then=decision.reason)
+            if not self._can_do_without(service.name, death, decision):
+                return death
+            seconds = decision.retry_seconds
+        else:
+            seconds = decision.seconds
+            count = "" if decision.recent_deaths == 1 else f" (death {decision.recent_deaths})"
+            self._say(
+                service.name, f"{service.death().message}{count}; starts again in {seconds:g} s"
+            )
+        self._bring_back_later(_same_again(service), seconds)
+        return None
+
+    def _can_do_without(self, name: str, death: ServiceExited, decision: GiveUp) -> bool:
+        """Whether other workers are left; then this one is noted as given up, and that is said."""
+        others = self._workers.keys() - self._given_up.keys() - {name}
+        if name not in self._workers or not others or not decision.retry_seconds:
+            return False
+        at = asyncio.get_running_loop().time() + decision.retry_seconds
+        self._given_up[name] = (death.message, at)
+        self._show_tail(death)
+        pause = duration_text(decision.retry_seconds)
+        self._say(name, f"{death.message}; the stack serves without it, tries it again in {pause}")
+        self.on_given_up()
+        return True
+
+    async def _start(self, command: ServiceCommand) -> Service | None:
+        """A process for the command; while the system has none to give, that is a death, too.
+
+        None if it was given up for now.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                return await self._supervisor.start(command)
+            except ServiceNotStarted as error:
+                policy = self._policies.setdefault(command.name, RestartPolicy(self._limits))
+                decision = policy.died(loop.time(), served_seconds=0.0)
+                if isinstance(decision, GiveUp):
+                    why = f"cannot be started: {error.why}"
+                    death = ServiceExited(command.name, 1, (), and_then=why)
+                    if not self._can_do_without(command.name, death, decision):
+                        raise death from error
+                    self._bring_back_later(command, decision.retry_seconds)
+                    return None
+                self._say(
+                    command.name,
+                    f"cannot be started ({error.why}); again in {decision.seconds:g} s",
+                )
+                await asyncio.sleep(decision.seconds)
+
+    def _bring_back_later(self, command: ServiceCommand, seconds: float) -> None:
+        start = asyncio.create_task(self._bring_back(command, seconds))
+        self._starts.add(start)
+        start.add_done_callback(self._start_ended)
+
+    def _start_ended(self, start: asyncio.Task[None]) -> None:
+        self._starts.discard(start)
+        if not start.cancelled() and (error := start.exception()) is not None:
+            self._failures.put_nowait(error)
+
+    async def _bring_back(self, command: ServiceCommand, pause: float) -> None:
+        await asyncio.sleep(pause)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        service = await self._start(command)
+        if service is None:
+            return
+        try:
+            await service.ready()
+        except ServiceExited:
+            return  # its end is told by the supervisor, and decided about like any other
+        except ServiceNotReady as error:
+            self._say(service.name, f"{error.message}: killed")
+            service.kill()
+        else:
+            self._say(service.name, f"ready again after {loop.time() - began:.1f} s")
+            if self._given_up.pop(service.name, None) is not None:
+                self.on_given_up()
+
+
+def _same_again(service: Service) -> ServiceCommand:
+    """The command of its successor: port 0 must not become another port."""
+    return service.command.listening_on(service.address) if service.address else service.command

@@ -1,0 +1,71 @@
+"""What `splitpoint up` makes sure of before it starts a process: options, ports, memory, weights.
+
+The findings are those of `splitpoint doctor`; here problems become errors. A service that
+meets one later (a port was taken meanwhile) says so by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from splitpoint import config
+from splitpoint.errors import InvalidArgument, ResourceExhausted, SplitpointError, Unavailable
+from splitpoint_cli.stack.metrics_ports import check_free
+from splitpoint_cli.stack.plan import Stack
+
+if TYPE_CHECKING:
+    from splitpoint_cli.doctor.finding import Finding
+
+# The checks are loaded when they run: what they look at comes with extras of the installation.
+
+Say = Callable[[str, str], None]
+
+
+def check_options(stack: Stack) -> None:
+    """What the store would refuse about its arguments. Raises InvalidArgument."""
+    # Loads the store's modules, which no other command needs.
+    from kvstore_service.__main__ import check_arguments, parse_arguments
+
+    _, _, *arguments = stack.store.arguments  # -m kvstore_service
+    check_arguments(parse_arguments(arguments))
+
+
+def check_machine(stack: Stack, say: Say) -> None:
+    """Whether this machine and the checkpoint are fit for the stack; warnings go to `say`.
+
+    Raises Unavailable (a port is taken), ResourceExhausted (memory), InvalidArgument (weights
+    or tokenizer).
+    """
+    from splitpoint_cli.doctor.checks import model, ports
+
+    check_free(stack.metrics)
+    has_tls = stack.identity.serves_tls
+    listen = ports.check_listen(stack.listen, has_tls=has_tls, has_tokens=stack.has_tokens)
+    _judge(listen, Unavailable, say)
+    for finding in _memory(stack):
+        _judge(finding, ResourceExhausted, say)
+    _judge(model.check_weights(stack.model), InvalidArgument, say)
+    tokenizer = model.check_tokenizer(stack.model, stack.shape.vocabulary_size)
+    if tokenizer.verdict == "problem":  # a model without one is served by token ids
+        _judge(tokenizer, InvalidArgument, say)
+
+
+def _memory(stack: Stack) -> Iterator[Finding]:
+    from splitpoint_cli.doctor.checks import memory
+
+    there = stack.arena.stat().st_size if stack.arena.exists() else 0
+    yield memory.check_shared_memory(
+        config.SHARED_MEMORY, stack.host_memory_bytes, is_chosen=False, there_bytes=there
+    )
+    weights = stack.shape.weight_bytes * stack.devices.count("cpu")
+    needed = max(0, stack.host_memory_bytes - there)
+    yield memory.check_memory(config.memory_facts(), needed, weights)
+
+
+def _judge(finding: Finding, kind: type[SplitpointError], say: Say) -> None:
+    advice = f" ({finding.advice})" if finding.advice else ""
+    if finding.verdict == "problem":
+        raise kind(f"{finding.found}{advice}", reason="NOT_FIT")
+    if finding.verdict == "warning":
+        say(finding.name, f"{finding.found}{advice}")

@@ -1,0 +1,219 @@
+"""Runs a planned stack: started in order, kept alive, stopped, and every trace taken away."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from splitpoint import config
+from splitpoint.client import AsyncClient
+from splitpoint.errors import Cancelled
+from splitpoint.transport.tls import trusting_own_server
+from splitpoint_cli.stack.child import Service, ServiceExited, ServiceNotReady, ServiceNotStarted
+from splitpoint_cli.stack.given_up import write_given_up
+from splitpoint_cli.stack.instance import Held, exclusive, predecessors_gone
+from splitpoint_cli.stack.keeper import Keeper
+from splitpoint_cli.stack.output import end_of, output_of, print_summary
+from splitpoint_cli.stack.plan import Stack
+from splitpoint_cli.stack.preflight import check_machine
+from splitpoint_cli.stack.restart_policy import RestartLimits
+from splitpoint_cli.stack.supervisor import Supervisor
+
+_SERVE_SECONDS = 60.0
+# Between two looks at whether the runtime folder is there.
+_LOOK_SECONDS = 1.0
+
+
+class StackRunner:
+    """Starts a planned stack, and takes every trace of it away again."""
+
+    def __init__(self, stack: Stack, *, verbose: bool = False, quiet: bool = False) -> None:
+        self._stack = stack
+        self.output = output_of(stack.log_format, verbose=verbose, quiet=quiet)
+        self.address = stack.listen
+        # An arena that an earlier run kept is ours once our own store has served it.
+        self._arena_is_ours = False
+        self._held: Held | None = None
+
+    @asynccontextmanager
+    async def running(self, stop: asyncio.Event) -> AsyncIterator[Supervisor]:
+        """The supervised stack, from the moment it serves.
+
+        Raises Cancelled when `stop` is set before that, FailedPrecondition when the
+        instance is not free, what `check_machine` raises, ServiceNotStarted,
+        ServiceExited or ServiceNotReady when a service fails to start: a wrong argument must
+        not be tried for ever. Once the block is left, `stop` being set (again) means: do not
+        wait for anything.
+        """
+        runtime, instance = self._stack.runtime, self._stack.instance
+        with exclusive(runtime, instance) as held:
+            # Before anything is ours to clean up.
+            await predecessors_gone(
+                held.services, runtime, instance, stop=stop, say=self.output.progress
+            )
+            write_given_up(runtime, ())  # those of a killed `up`
+            self._held = held
+            self._arena_is_ours = not self._stack.arena.exists()
+            try:
+                check_machine(self._stack, self.output.event)
+                async with Supervisor(
+                    sys.executable, self.output.line, [held.services]
+                ) as supervisor:
+                    try:
+                        await self._start_unless(supervisor, stop)
+                        yield supervisor
+                    finally:
+                        stop.clear()
+                        impatient = asyncio.create_task(_hurry_when(stop, supervisor))
+                        await supervisor.stop()
+                        impatient.cancel()
+            finally:
+                self.output.close()
+                self._clean_up()
+
+    async def keep(
+        self, supervisor: Supervisor, stop: asyncio.Event, limits: RestartLimits | None
+    ) -> None:
+        """Start dead services again until `stop` is set.
+
+        Raises ServiceExited when one is given up that the stack cannot do without.
+        Nothing starts any more once this has returned.
+        """
+        stack = self._stack
+        names = [worker.name for worker in stack.workers]
+        keeper = Keeper(
+            supervisor,
+            limits,
+            self.output.event,
+            workers=dict(zip(names, stack.worker_addresses, strict=True)),
+            show_tail=self.output.show_tail,
+        )
+        keeper.on_given_up = lambda: self._note_given_up(keeper)
+        keeping = asyncio.create_task(keeper.run())
+        tasks: list[asyncio.Task[Any]] = [keeping, asyncio.create_task(stop.wait())]
+        if limits is not None:
+            tasks.append(asyncio.create_task(self._watch_folder(supervisor, keeper)))
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            deaths = [task.result() for task in done]  # raises what ended one of them
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for death in deaths:
+            if isinstance(death, ServiceExited):
+                raise death
+
+    def _note_given_up(self, keeper: Keeper) -> None:
+        """For `status`, which can do without: the stack goes on if there is no place for it."""
+        try:
+            write_given_up(self._stack.runtime, keeper.given_up())
+        except OSError as error:
+            self.output.event("up", f"workers that were given up are not noted: {error}")
+
+    async def _watch_folder(self, supervisor: Supervisor, keeper: Keeper) -> None:
+        """Heal the runtime folder when something else removed it, or sockets in it.
+
+        A service without its socket serves the connections that it has, but no new ones:
+        it starts again. Raises ServiceExited.
+        """
+        if self._held is None:
+            raise RuntimeError("the stack is not running")
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            if not self._held.is_there():
+                if not self._held.take_again():
+                    continue  # an `up` of the same name has it; it cannot have the arena
+                text = f"{self._stack.runtime} was removed from outside: made anew"
+                self.output.event("up", text)
+                keeper.on_given_up()
+            names = supervisor.unreachable()
+            if names:
+                text = "sockets were removed from outside; start again, one after the other: "
+                self.output.event("up", text + ", ".join(names))
+                await keeper.renew(names)
+
+    async def _start_unless(self, supervisor: Supervisor, stop: asyncio.Event) -> None:
+        starting = asyncio.create_task(self._start(supervisor))
+        death = asyncio.create_task(supervisor.next_exit())
+        stopped = asyncio.create_task(stop.wait())
+        tasks = (starting, death, stopped)
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            has_died, has_started = death.done(), starting.done()
+        finally:
+            # Whatever ended the wait, nothing goes on starting processes.
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if has_died:
+            raise death.result().death()
+        if not has_started:
+            raise Cancelled("stopped while starting")
+        starting.result()  # its error, if there is one
+
+    async def _start(self, supervisor: Supervisor) -> None:
+        stack = self._stack
+        began = time.monotonic()
+        store = await supervisor.start(stack.store)
+        await self._await_ready(store, f"allocating {config.format_size(stack.host_memory_bytes)}")
+        self._arena_is_ours = True
+        workers = [await supervisor.start(command) for command in stack.workers]
+        await asyncio.gather(
+            *(
+                self._await_ready(worker, f"loading {stack.name} on {device}")
+                for worker, device in zip(workers, stack.devices, strict=True)
+            )
+        )
+        scheduler = await supervisor.start(stack.scheduler)
+        self.address = await self._await_ready(scheduler, "connecting")
+        at, identity = config.reachable_address(self.address), trusting_own_server(stack.identity)
+        async with AsyncClient(at, identity=identity) as client:
+            await client.wait_ready(_SERVE_SECONDS)
+        self.output.progress(f"all ready after {time.monotonic() - began:.1f} s")
+
+    async def _await_ready(self, service: Service, doing: str) -> str:
+        began = time.monotonic()
+        self.output.progress(f"{doing} ...", service.name)
+        address = await service.ready()
+        self.output.progress(f"ready after {time.monotonic() - began:.1f} s", service.name)
+        return address
+
+    def _clean_up(self) -> None:
+        """Sockets and shared memory, whatever state the services left them in."""
+        config.remove_tree(self._stack.runtime)
+        if self._arena_is_ours and not self._stack.keep_arena:
+            config.remove_tree(self._stack.arena.parent)
+
+
+async def _hurry_when(stop: asyncio.Event, supervisor: Supervisor) -> None:
+    await stop.wait()
+    supervisor.hurry()
+
+
+async def run_stack(stack: Stack, *, verbose: bool, limits: RestartLimits | None) -> int:
+    """Run a stack until a signal, or until a service is given up; returns the exit code.
+
+    `limits` None: the first death of a service ends everything.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, stop.set)
+    runner = StackRunner(stack, verbose=verbose)
+    try:
+        async with runner.running(stop) as supervisor:
+            print_summary(stack, runner.address)
+            await runner.keep(supervisor, stop, limits)
+            runner.output.progress("stopping (once more to stop at once) ...")
+    except Cancelled:
+        return 130
+    except (ServiceExited, ServiceNotReady, ServiceNotStarted) as error:
+        runner.output.failure(error)
+        return end_of(error)
+    return 0

@@ -1,0 +1,1 @@
+"""`splitpoint trace`: what a worker's lanes did, as a trace file."""

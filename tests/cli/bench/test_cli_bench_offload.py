@@ -1,0 +1,285 @@
+"""`splitpoint bench offload`: what is counted and reported, and small runs of the real thing."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from tiny_models import write_tiny
+
+from splitpoint.costs.profile import Profile
+from splitpoint.errors import InvalidArgument
+from splitpoint.planning.plan import Residency
+from splitpoint.shapes import DataType, ModelShape, read_config
+from splitpoint_cli.bench.offload.command import offload
+from splitpoint_cli.bench.offload.costs import BatchCosts
+from splitpoint_cli.bench.offload.engine import OffloadHost
+from splitpoint_cli.bench.offload.peer import Peer
+from splitpoint_cli.bench.offload.report import (
+    FULL_LOAD,
+    PIPELINED,
+    RESIDENT,
+    SEQUENTIAL,
+    Bound,
+    Contender,
+    DecodeRun,
+    Formula,
+    LinkChange,
+    OffloadResults,
+    OffloadWorkload,
+    Step,
+    report_of,
+    steps_to_recover,
+    table_of,
+)
+from splitpoint_cli.bench.offload.runs import peer_of, run_all
+from splitpoint_cli.bench.progress import Progress
+
+SHAPE = ModelShape("By hand", "opt", 4, 8, 2, 2, 4, 16, 128, 512, DataType.FLOAT32, False, True)
+PROFILE = Profile(1e6, 0.0, 1e6, 0.0, 1e6, step_compute_seconds=0.5)
+BOUND = Bound(40, 0.8, 0.7, "by hand")
+WORKLOAD = OffloadWorkload("By hand", "float32", 2, 100, 4, None, 2, "cpu", 1, 0)
+
+
+def run(seconds: Sequence[float], tokens: str, predicted: float | None = None) -> DecodeRun:
+    steps = tuple(Step(each, predicted, link_bytes=1000, link_seconds=0.1) for each in seconds)
+    return DecodeRun(steps, tuple(tuple(map(int, each)) for each in tokens.split()))
+
+
+def costs(**changes: Any) -> BatchCosts:
+    """X is 32 bytes a token and layer, K and V 64; a rebuild takes 4 h d_kv = 256 FLOP."""
+    values = {"batch": 2, "cached": 1024, "has_activations": True, "compute_seconds": 0.5}
+    return BatchCosts(SHAPE, PROFILE, chunk_tokens=64, staging_tokens=1024, **values | changes)
+
+
+def test_a_step_is_bound_by_its_link_or_its_device() -> None:
+    """Layer 0 sends no X."""
+    link, compute = costs().bound(384)
+    assert link == pytest.approx(2 * (3 * 384 * 32 + 4 * 640 * 64) / 1e6)
+    assert compute == pytest.approx(0.5 + 2 * 4 * 384 * 256 / 1e6)
+    assert costs().bound(0)[1] == 0.5
+    for split in (0, 64, 384, 1024):
+        assert costs().step_seconds(split) >= max(costs().bound(split)) * (1 - 1e-9)
+
+
+def test_the_batch_is_planned_as_one() -> None:
+    """Every choice is best among its own kind, by brute force over whole chunks."""
+    batch = costs(compute_seconds=0.01)
+    everything = range(0, 1025, 64)
+    planned = batch.planned()
+    assert planned.reason
+    assert 0 < planned.split_tokens < 1024
+    assert planned.step_seconds == batch.step_seconds(planned.split_tokens)
+    assert planned.step_seconds <= 1.02 * min(batch.step_seconds(split) for split in everything)
+    # Alone, a rebuilt token costs 3 x 32 + 4 x 256 against 4 x 64 of a loaded one.
+    assert batch.sequential().split_tokens == 0
+    assert batch.column().step_seconds >= planned.step_seconds
+    grouped = costs(has_activations=False)
+    splits = [each().split_tokens for each in (grouped.planned, grouped.sequential, grouped.column)]
+    assert splits == [0, 0, 0]
+
+
+def test_a_batch_may_be_longer_than_any_sequence() -> None:
+    """Its split is not cut off where the context of one of them ends."""
+    batch = costs(batch=64, cached=448, compute_seconds=0.01)
+    assert batch.batch * batch.cached > SHAPE.context_length
+    planned = batch.planned()
+    best = min(batch.step_seconds(split) for split in range(0, 449, 64))
+    assert planned.step_seconds <= 1.02 * best < batch.step_seconds(0)
+    line = planned.line
+    assert line is not None
+    assert line.at(batch.cached, 64) == planned.split_tokens
+
+
+def change(*predicted: float | None) -> LinkChange:
+    """Steps of a second, after three that do not count."""
+    before = [Step(1.0, 9.0)] * 3
+    return LinkChange(0.5, 3, (*before, *(Step(1.0, each) for each in predicted)))
+
+
+def test_recovered_is_a_prediction_that_stays_right() -> None:
+    assert steps_to_recover(change(1.0, 1.1, 1.0)) == 0
+    assert steps_to_recover(change(2.0, 1.3, 1.1, 0.9, 1.0)) == 2
+    # By luck at first, then wrong again for most of what follows.
+    assert steps_to_recover(change(1.0, 2.0, 2.0, 2.0, 1.1, 1.1)) == 4
+    assert steps_to_recover(change(2.0, 2.0)) is None
+    assert steps_to_recover(change(1.0, None)) is None
+
+
+def some_report() -> dict[str, Any]:
+    contenders = {
+        FULL_LOAD: Contender(0, (run([2.0, 4.0, 2.0], "1234 5678"),) * 2),
+        SEQUENTIAL: Contender(50, (run([3.0] * 2, "123 567"),)),
+        PIPELINED: Contender(
+            40, (run([1.0, 2.0, 1.0], "1239 5678", 1.1), run([9.0] * 3, "1 5", 1.1))
+        ),
+        RESIDENT: Contender(None, (run([0.5] * 3, "1234 5678"),)),
+        "transformers offloaded sdpa": Contender(None, (run([8.0] * 3, "1234 5678"),)),
+    }
+    results = OffloadResults(
+        PROFILE,
+        "why",
+        BOUND,
+        Formula(30, 4.0),
+        contenders,
+        peers=("transformers offloaded sdpa",),
+        skipped=("x",),
+    )
+    return report_of(WORKLOAD, results)
+
+
+def test_the_report_compares_medians() -> None:
+    report = some_report()
+    ours = report["contenders"][PIPELINED]
+    assert ours["decode_seconds"] == (4 + 27) / 2
+    assert ours["step_seconds"] == (2 + 9) / 2
+    assert ours["agreeing_token_share"] == 7 / 8
+    assert report["ratios"]["pipelined_over_full_load"] == round(15.5 / 8, 3)
+    assert report["ratios"]["sequential_over_pipelined"] == round(6 / 10.5, 3)
+    assert report["ratios"]["pipelined_over_fastest_peer"] == round(15.5 / 24, 3)
+    assert report["ratios"]["pipelined_step_over_bound"] == round(5.5 / 0.8, 3)
+    assert report["ratios"]["column_by_formula_over_pipelined"] == round(4 / 5.5, 3)
+    assert report["bound"]["seconds"] == 0.8
+    # 6,000 bytes at a megabyte a second, in 16 seconds.
+    assert report["link"]["efficiency"] == round(0.006 / 16, 4)
+    assert report["link"]["bytes_per_step"] == 1000
+    # 0.1, 0.45, 0.1 of one run, 7.9 / 9 thrice of the other.
+    assert report["prediction"] == {
+        "median_error": round((0.45 + 7.9 / 9) / 2, 4),
+        "predicted_steps": 6,
+        "missing": "",
+    }
+    assert json.loads(json.dumps(report)) == report
+    assert table_of(report).row_count == 7
+
+
+def test_without_predictions_it_says_why() -> None:
+    silent = Contender(0, (run([1.0], "12"),))
+    names = (FULL_LOAD, SEQUENTIAL, PIPELINED)
+    results = OffloadResults(
+        PROFILE,
+        "why",
+        BOUND,
+        Formula(0, 1.0),
+        dict.fromkeys(names, silent),
+        unpredicted="nobody does",
+    )
+    report = report_of(WORKLOAD, results)
+    assert report["prediction"]["median_error"] is None
+    assert report["prediction"]["missing"] == "nobody does"
+    assert "nobody does" in str(table_of(report).caption)
+
+
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("dtype", {"dtype": "int4"}),
+        ("link_rate", {"link_rate": "fast"}),
+        ("change_link_rate", {"change_link_rate": 0.0}),
+        ("png", {"png_file": Path("x.png")}),
+        ("trace", {"trace_file": Path("/no/such/folder.json")}),
+        ("prompt", {"prompt": 2048, "new": 2}),
+    ],
+)
+def test_bad_input_is_named(field: str, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        offload(**{"threads": 1, **options})
+    assert caught.value.field == field
+
+
+def tiny(case: str, folder: Path, **changes: Any) -> tuple[ModelShape, OffloadWorkload]:
+    write_tiny(case, folder)
+    shape = ModelShape.from_config(read_config(folder), name="tiny", data_type=DataType.FLOAT32)
+    workload = OffloadWorkload("tiny", "float32", 3, 150, 50, None, 1, "cpu", 1, 0)
+    return shape, replace(workload, **changes)
+
+
+def test_every_way_to_decode_gives_transformers_tokens(tmp_path: Path) -> None:
+    """The prompt ends inside a chunk, and that chunk is filled and sealed on the way."""
+    shape, workload = tiny("opt", tmp_path)
+    peer = Peer(shape, 3, torch.device("cpu"), cache="dynamic")
+    with closing(OffloadHost(shape, workload, peer)) as host:
+        host.prefill()
+        peer.choose(host.prompts, 2)
+        wanted = peer.decode(host.prompts, workload.new)
+        assert len({token for each in wanted.tokens for token in each}) > 1
+        assert len(wanted.steps) == workload.new - 1
+        runs = [host.decode(workload.new, residency=Residency.RESIDENT)]
+        for split in (0, 64, 100, 150):
+            for overlapped in (True, False):
+                runs.append(host.decode(workload.new, split_tokens=split, overlapped=overlapped))
+    for each in runs:
+        assert each.tokens == wanted.tokens
+        assert len(each.steps) == workload.new - 1
+        assert all(step.seconds > 0 for step in each.steps)
+
+
+def test_a_grouped_model_has_one_split(tmp_path: Path) -> None:
+    shape, workload = tiny("qwen2", tmp_path, new=5)
+    with closing(OffloadHost(shape, workload)) as host:
+        assert not host.has_activations
+        host.prefill()
+        resident = host.decode(5, residency=Residency.RESIDENT)
+        assert host.decode(5).tokens == resident.tokens
+
+
+def test_the_peer_runs_in_the_same_rounds(tmp_path: Path) -> None:
+    """With another of its caches, since the offloaded one needs a GPU."""
+    shape, workload = tiny("opt", tmp_path, new=6, batch=2)
+    said = Console(file=io.StringIO())
+    progress = Progress(said)
+    peer = Peer(shape, 3, torch.device("cpu"), cache="dynamic")
+    results = run_all(shape, workload, progress, peer)
+    name = f"transformers dynamic {peer.attention}"
+    assert results.peers == (name,)
+    report = report_of(workload, results)
+    assert report["contenders"][name]["steps"] == 5
+    assert {each["agreeing_token_share"] for each in report["contenders"].values()} == {1.0}
+    assert report["ratios"]["pipelined_over_fastest_peer"] > 0
+    assert report["prediction"]["predicted_steps"] == 5
+    assert report["link"]["bytes_per_step"] > 0
+    assert report["skipped"] == []
+    assert isinstance(said.file, io.StringIO)
+    assert "timed runs: 5 in all" in said.file.getvalue()
+    assert peer_of(shape, workload, progress) is None
+
+
+def test_a_small_run_ends_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_tiny("opt", tmp_path / "model")
+    files = {name: tmp_path / f"{name}.out" for name in ("output", "trace_file")}
+    offload(
+        shape=str(folder),
+        batch=2,
+        prompt=130,
+        new=8,
+        link_rate="40MB",
+        threads=1,
+        repeats=1,
+        sweep=True,
+        change_link_rate=0.5,
+        png_file=tmp_path / "sweep.png",
+        as_json=True,
+        **files,  # type: ignore[arg-type]
+    )
+    last = capsys.readouterr().out
+    assert files["output"].read_text() == last
+    report: dict[str, Any] = json.loads(last)
+    assert set(report["contenders"]) == {FULL_LOAD, SEQUENTIAL, PIPELINED, RESIDENT}
+    assert {each["agreeing_token_share"] for each in report["contenders"].values()} == {1.0}
+    assert report["profile"]["link_bytes_per_second"] < 41e6
+    splits = [point["split_tokens"] for point in report["sweep_points"]]
+    assert splits == sorted({*splits, 0, 64, 128, 130})
+    assert report["contenders"][PIPELINED]["split_tokens"] in splits
+    assert report["link_change"]["changed_at_step"] == 4
+    assert len(report["link_change"]["step_seconds"]) == 7
+    assert "needs a GPU" in report["skipped"][0]
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads(files["trace_file"].read_text())["traceEvents"]

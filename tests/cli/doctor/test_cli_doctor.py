@@ -1,0 +1,343 @@
+"""`splitpoint doctor` as a user runs it: real files, ports, servers and limits."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from local_stack import StackShape, start_store, stop_process
+from own_names import instance_name
+from redis_server import RedisServer
+from typer.testing import CliRunner
+from up_process import free_ports
+
+from splitpoint import config
+from splitpoint.checkpoint.resolve import resolve_model
+from splitpoint_cli.main import app
+from splitpoint_cli.security.authority import make_certificates
+from splitpoint_cli.stack.child import child_environment
+
+COMMAND = [sys.executable, "-m", "splitpoint_cli", "doctor"]
+SMALL = ("--host-memory", "64MiB")
+# GPUs that there may be are hidden: these tests are of a host without.
+HERE = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def doctor(
+    *arguments: str,
+    environment: dict[str, str] | None = None,
+    before: Callable[[], None] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    settings = {"NO_COLOR": "1", "PYTHONUTF8": "1", **HERE}
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=child_environment({**settings, **(environment or {})}),
+        preexec_fn=before,
+        check=False,
+    )
+
+
+Findings = dict[str, dict[str, str]]
+
+
+def examine(
+    *arguments: str,
+    environment: dict[str, str] | None = None,
+    before: Callable[[], None] | None = None,
+) -> tuple[int, Findings]:
+    """Exit code and the findings by name, of a process of its own."""
+    done = doctor(*arguments, "--json", environment=environment, before=before)
+    assert done.stderr == ""
+    return done.returncode, findings_in(done.stdout, done.returncode)
+
+
+def examine_here(*arguments: str) -> tuple[int, Findings]:
+    """As `examine`, in this process: a start takes longer than most checks."""
+    done = CliRunner().invoke(app, ["doctor", *arguments, "--json"], env=HERE)
+    return done.exit_code, findings_in(done.stdout, done.exit_code)
+
+
+def findings_in(told: str, code: int) -> Findings:
+    """By name; of several the last one."""
+    report = json.loads(told)
+    assert report["ok"] == (code == 0)
+    return {finding["name"]: finding for finding in report["findings"]}
+
+
+def problem(name: str, *arguments: str) -> dict[str, str]:
+    """The one problem there is, of this name."""
+    code, findings = examine_here(*arguments, *free_listen(arguments), *SMALL)
+    problems = [found["name"] for found in findings.values() if found["verdict"] == "problem"]
+    assert (code, problems) == (1, [name]), findings
+    assert findings[name]["advice"]
+    return findings[name]
+
+
+def unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def free_listen(arguments: tuple[str, ...] = ()) -> tuple[str, ...]:
+    return () if "--listen" in arguments else ("--listen", f"127.0.0.1:{unused_port()}")
+
+
+@contextmanager
+def listener() -> Iterator[int]:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(1)
+        yield int(server.getsockname()[1])
+
+
+def test_a_clean_bill() -> None:
+    done = doctor(*free_listen(), *SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "✗" not in done.stdout
+    for name in ("kernel", "Python", "model", "shared memory", "listen", "locked memory"):
+        assert f"✓ {name}" in done.stdout
+    assert " checks: " in done.stdout.splitlines()[-1]
+
+
+def test_a_terminal_that_knows_no_more_than_ascii() -> None:
+    done = doctor(
+        *SMALL,
+        *free_listen(),
+        environment={"PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii", "LC_ALL": "C"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii()
+
+
+def test_an_arena_too_small_for_a_chunk() -> None:
+    code, findings = examine(*free_listen(), "--host-memory", "5")
+    assert code == 1
+    assert findings["arena"]["verdict"] == "problem"
+    assert "5 B of host memory hold no chunk" in findings["arena"]["found"]
+    assert "--host-memory 1GiB" in findings["arena"]["advice"]
+
+
+def test_an_arena_that_does_not_fit() -> None:
+    code, findings = examine(*free_listen(), "--host-memory", "900TiB")
+    assert code == 1
+    found = findings["shared memory"]
+    assert found["verdict"] == "problem"
+    assert "900 TiB does not fit" in found["found"]
+    assert "mount -o remount,size=" in found["advice"]
+    assert "docker run --shm-size=" in found["advice"]
+    assert findings["memory"]["verdict"] == "problem"
+
+
+def test_a_low_limit_of_locked_memory_matters_on_a_gpu_only() -> None:
+    def lower() -> None:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+
+    _, findings = examine(*free_listen(), *SMALL, "--device", "cpu", before=lower)
+    assert findings["locked memory"]["verdict"] == "ok"
+    # As on a host with a GPU whose driver does not answer.
+    code, findings = examine(
+        *free_listen(), *SMALL, environment={"CUDA_VISIBLE_DEVICES": "0"}, before=lower
+    )
+    assert findings["locked memory"]["verdict"] == "warning"
+    assert "ulimit -l unlimited" in findings["locked memory"]["advice"]
+    assert "64 KiB" in findings["locked memory"]["found"]
+    if not Path("/dev/nvidiactl").exists():
+        assert code == 1
+        assert findings["driver"]["verdict"] == "warning"
+        assert findings["torch"]["verdict"] == "problem"  # built for the CPU, or finds no device
+
+
+def test_a_busy_port() -> None:
+    with listener() as port:
+        found = problem("listen", "--listen", f"127.0.0.1:{port}")
+        assert f"something listens at 127.0.0.1:{port}" in found["found"]
+        assert "splitpoint down" in found["advice"]
+        free = found["advice"].rpartition(":")[2]
+        assert examine_here("--listen", f"127.0.0.1:{free}", *SMALL)[0] == 0
+        found = problem("metrics", "--metrics", f"127.0.0.1:{port}")
+        assert "--metrics 127.0.0.1:" in found["advice"]
+
+
+def test_metrics_of_a_stack_take_ports_in_a_row() -> None:
+    """As `up --metrics`: the scheduler's, the store's, a worker's; the last one is taken."""
+    port = free_ports(3)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", port + 2))
+        server.listen(1)
+        found = problem("metrics", "--metrics", str(port))
+        assert f"127.0.0.1:{port + 2} cannot be used: Address already in use" in found["found"]
+        advice, _, free = found["advice"].rpartition(" ")
+        assert advice == "3 ports in a row are needed: --metrics"
+        code, findings = examine_here(*free_listen(), *SMALL, "--metrics", free)
+        assert (code, findings["metrics"]["verdict"]) == (0, "ok")
+
+
+def test_an_open_port_needs_tls_and_tokens() -> None:
+    found = problem("listen", "--listen", f"0.0.0.0:{unused_port()}")
+    assert "--tls-cert" in found["found"]
+    assert "docs/security.md" in found["advice"]
+
+
+def test_a_redis_that_is_absent() -> None:
+    found = problem("Redis", "--redis", f"redis://127.0.0.1:{unused_port()}")
+    assert "is away: no connection" in found["found"]
+    assert "redis-cli" in found["advice"]
+
+
+def test_an_authority_of_redis_that_is_no_file(tmp_path: Path) -> None:
+    url = f"rediss://127.0.0.1:{unused_port()}"
+    found = problem("Redis", "--redis", url, "--redis-ca", str(tmp_path / "none.pem"))
+    assert "none.pem cannot be read" in found["found"]
+
+
+def test_redis_with_and_without_its_password(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path)
+    server.start()
+    try:
+        with server.client() as client:
+            client.config_set("requirepass", "right")
+        url = f"unix://{server.socket}"
+        found = problem("Redis", "--redis", url)
+        assert "--redis-password-file" in found["advice"]
+        password = tmp_path / "password"
+        password.write_text("wrong\n")
+        password.chmod(0o600)
+        options = ("--redis", url, "--redis-password-file", str(password))
+        found = problem("Redis", *options)
+        assert "wrong" not in json.dumps(found).replace("password is wrong", "")
+        password.write_text("right\n")
+        code, findings = examine_here(*options, *free_listen(), *SMALL)
+        assert code == 0
+        assert "may be written to, version" in findings["Redis"]["found"]
+        assert "right" not in json.dumps(findings)
+        password.chmod(0o644)
+        assert "chmod 600" in problem("Redis", *options)["advice"]
+    finally:
+        server.stop()
+
+
+# -- the model -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A copy of the bundled model, to be broken."""
+    return Path(shutil.copytree(resolve_model(None), tmp_path / "copy"))
+
+
+def test_weights_that_are_cut_off(checkpoint: Path) -> None:
+    weights = checkpoint / "model.safetensors"
+    with weights.open("r+b") as file:
+        file.truncate(weights.stat().st_size // 2)
+    found = problem("weights", "--model", str(checkpoint))
+    assert "cut off" in found["found"]
+    with weights.open("r+b") as file:
+        file.truncate(100)
+    assert "within its header" in problem("weights", "--model", str(checkpoint))["found"]
+    weights.write_bytes(b"<html>not found</html>")
+    assert "no safetensors file" in problem("weights", "--model", str(checkpoint))["found"]
+    weights.unlink()
+    assert "no safetensors file" in problem("weights", "--model", str(checkpoint))["found"]
+
+
+def test_a_model_without_tokenizer_serves_ids_only(checkpoint: Path) -> None:
+    (checkpoint / "tokenizer.json").unlink()
+    code, findings = examine_here("--model", str(checkpoint), *free_listen(), *SMALL)
+    assert code == 0
+    assert findings["tokenizer"]["verdict"] == "warning"
+    (checkpoint / "tokenizer.json").write_text("{")
+    problem("tokenizer", "--model", str(checkpoint))
+
+
+def test_a_config_that_is_no_json_or_of_another_family(checkpoint: Path) -> None:
+    path = checkpoint / "config.json"
+    told = json.loads(path.read_text())
+    path.write_text(json.dumps({**told, "model_type": "mamba"}))
+    found = problem("model", "--model", str(checkpoint))
+    assert "'mamba' is not supported" in found["found"]
+    assert "llama" in found["advice"]
+    path.write_text("{")
+    assert "cannot be read" in problem("model", "--model", str(checkpoint))["found"]
+    problem("model", "--model", str(checkpoint / "nowhere"))
+
+
+# -- TLS and tokens ---------------------------------------------------------------------------
+
+
+def tls(folder: Path) -> tuple[str, ...]:
+    return ("--tls-cert", str(folder / "server.pem"), "--tls-key", str(folder / "server-key.pem"))
+
+
+def test_certificates(tmp_path: Path) -> None:
+    make_certificates(tmp_path, ["gateway.example"])
+    code, findings = examine_here(*tls(tmp_path), *free_listen(), *SMALL)
+    assert code == 0
+    assert findings["certificate names"]["verdict"] == "ok"
+    (tmp_path / "server-key.pem").chmod(0o644)
+    found = problem("TLS files", *tls(tmp_path))
+    assert found["advice"] == f"Close it to others: chmod 600 {tmp_path}/server-key.pem"
+    (tmp_path / "server-key.pem").chmod(0o600)
+    shutil.copy(tmp_path / "client.pem", tmp_path / "server.pem")
+    assert "are not a certificate" in problem("TLS files", *tls(tmp_path))["found"]
+
+
+def test_a_certificate_that_expired(tmp_path: Path) -> None:
+    make_certificates(tmp_path, days=3, now=datetime.now(UTC) - timedelta(days=10))
+    assert "expired on" in problem("certificate ends", *tls(tmp_path))["found"]
+    make_certificates(tmp_path, days=3, force=True)
+    code, findings = examine_here(*tls(tmp_path), *free_listen(), *SMALL)
+    assert (code, findings["certificate ends"]["verdict"]) == (0, "warning")
+
+
+def test_a_tokens_file(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.toml"
+    assert "splitpoint token --file" in problem("tokens", "--tokens", str(tokens))["advice"]
+    make = [sys.executable, "-m", "splitpoint_cli", "token", "--file", str(tokens)]
+    subprocess.run([*make, "--name", "a"], check=True, capture_output=True, timeout=60)
+    _, findings = examine_here("--tokens", str(tokens), *free_listen(), *SMALL)
+    assert findings["tokens"]["verdict"] == "note"
+    tokens.chmod(0o640)
+    assert problem("tokens", "--tokens", str(tokens))["advice"] == f"Close it: chmod 600 {tokens}"
+
+
+# -- arenas ---------------------------------------------------------------------------------
+
+
+def remove_arena(instance: str) -> None:
+    command = [sys.executable, "-m", "splitpoint_cli", "arena", "rm", instance]
+    subprocess.run(command, timeout=60, check=True, capture_output=True)
+
+
+async def test_the_arena_of_a_store_that_runs_and_then_is_killed(socket_address: str) -> None:
+    name = instance_name("doctor")
+    arena = config.arena_path(name)
+    process = await start_store(resolve_model(None), socket_address, arena, StackShape())
+    try:
+        code, findings = examine(*free_listen(), *SMALL, "--instance", name)
+        assert code == 1
+        assert f"splitpoint down --instance {name}" in findings["instance"]["advice"]
+        os.kill(process.pid, signal.SIGKILL)
+        await process.wait()
+        done = doctor(*free_listen(), *SMALL)
+        assert f"splitpoint arena rm {name}" in " ".join(done.stdout.split())
+        assert arena.exists()
+        remove_arena(name)
+        assert name not in doctor(*free_listen(), *SMALL).stdout
+    finally:
+        await stop_process(process)
+        shutil.rmtree(arena.parent, ignore_errors=True)

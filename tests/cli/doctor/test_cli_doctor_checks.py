@@ -1,0 +1,394 @@
+"""The doctor's checks on machines that are not this one."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import pynvml
+import pytest
+from own_names import instance_name
+
+from splitpoint.config import MemoryFacts, remove_tree, runtime_directory
+from splitpoint.errors import InvalidArgument
+from splitpoint_cli.doctor.checks import (
+    gpu,
+    kernel,
+    limits,
+    memory,
+    power,
+    processors,
+    redis,
+    security,
+)
+from splitpoint_cli.doctor.checks.arenas import check_arenas, find_arenas
+from splitpoint_cli.doctor.checks.gpu_facts import (
+    Driver,
+    Gpu,
+    Link,
+    TorchBuild,
+    ask_torch,
+    pci_gpu_count,
+    read_driver,
+)
+from splitpoint_cli.doctor.checks.software import check_packages, check_python, own_requirements
+from splitpoint_cli.doctor.finding import Check, Finding, Places, Verdict, run_check
+from splitpoint_cli.stack.instance import exclusive
+
+GIB = 1 << 30
+
+
+def write(root: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_an_error_of_a_check_is_a_finding() -> None:
+    def broken() -> Finding:
+        raise RuntimeError("no such\nthing")
+
+    def refused() -> Finding:
+        raise InvalidArgument("not a size")
+
+    (found,) = run_check(Check("this", broken))
+    assert (found.name, found.verdict) == ("this", Verdict.WARNING)
+    assert "RuntimeError: no such thing" in found.found
+    (found,) = run_check(Check("that", refused))
+    assert (found.verdict, found.found) == (Verdict.PROBLEM, "not a size")
+
+
+@pytest.mark.parametrize(
+    ("release", "machine", "verdict"),
+    [
+        ("6.1.0-18-amd64", "x86_64", "ok"),
+        ("5.10.0", "x86_64", "note"),
+        ("3.10.0-1160.el7", "x86_64", "problem"),
+        ("6.8.0", "aarch64", "warning"),
+    ],
+)
+def test_kernels(release: str, machine: str, verdict: str) -> None:
+    assert kernel.check_kernel("Linux", release, machine).verdict == verdict
+    assert kernel.check_kernel("Darwin", "23.1.0", "arm64").verdict == "problem"
+
+
+def test_locks_where_nothing_can_be_made(tmp_path: Path) -> None:
+    assert kernel.check_locks(tmp_path).verdict == "ok"
+    assert list(tmp_path.iterdir()) == []
+    (found,) = run_check(Check("file locks", lambda: kernel.check_locks(tmp_path / "none")))
+    assert found.verdict == "warning"
+
+
+def test_versions() -> None:
+    assert check_python((3, 11, 0)).verdict == "ok"
+    assert check_python((3, 10, 9)).verdict == "problem"
+    needed = ["torch>=2.11", "grpcio>=1.70,<2", "redis[hiredis]>=5.2", "pytest>=8; extra == 'dev'"]
+    good = {"torch": "2.13.0+cpu", "grpcio": "1.76.0", "redis": "5.2"}
+    assert check_packages(needed, good.get).verdict == "ok"
+    found = check_packages(needed, {**good, "grpcio": "2.0.1"}.get)
+    assert found.verdict == "problem"
+    assert "grpcio is 2.0.1" in found.found
+    found = check_packages(needed, {"torch": "2.9.1", "grpcio": "1.70"}.get)
+    assert "torch is 2.9.1" in found.found
+    assert "redis is not installed" in found.found
+    assert found.advice.endswith("pip install 'torch>=2.11' 'redis[hiredis]>=5.2'")
+
+
+def test_a_stack_needs_what_its_services_extras_bring() -> None:
+    names = {re.split(r"[\[<>=]", requirement)[0] for requirement in own_requirements()}
+    assert names >= {"grpcio", "torch", "redis", "tokenizers", "numpy"}
+    # Neither what is optional or for development, nor this project's own extras.
+    assert not names & {"matplotlib", "opentelemetry-sdk", "pytest", "splitpoint"}
+    assert all(";" not in requirement for requirement in own_requirements())
+
+
+def test_shared_memory_that_is_too_small(tmp_path: Path) -> None:
+    found = memory.check_shared_memory(tmp_path, 1 << 60, is_chosen=False)
+    assert found.verdict == "problem"
+    assert f"mount -o remount,size={found.advice.split('size=')[1].split()[0]}" in found.advice
+    # What lies there makes room when it is replaced.
+    fits = memory.check_shared_memory(tmp_path, 1 << 60, is_chosen=False, there_bytes=1 << 60)
+    assert fits.verdict == "ok"
+    assert memory.check_shared_memory(tmp_path, 32 << 20, is_chosen=True).verdict == "warning"
+    assert memory.check_shared_memory(tmp_path, 32 << 20, is_chosen=False).verdict == "ok"
+    gone = memory.check_shared_memory(tmp_path / "shm", GIB, is_chosen=True)
+    assert "mount -t tmpfs -o size=1024m" in gone.advice
+
+
+def test_memory_by_the_cgroup_and_by_the_machine() -> None:
+    facts = MemoryFacts(64 * GIB, 50 * GIB, 8 * GIB, 6 * GIB)
+    assert memory.check_memory(facts, 4 * GIB, GIB).verdict == "ok"
+    tight = memory.check_memory(facts, 4 * GIB, 3 * GIB)
+    assert tight.verdict == "warning"
+    assert "docker run --memory" in tight.advice
+    full = memory.check_memory(facts, 7 * GIB, 0)
+    assert full.verdict == "problem"
+    assert "--host-memory 5529MiB" in full.advice
+    bare = MemoryFacts(64 * GIB, 50 * GIB, None, None)
+    assert "docker" not in memory.check_memory(bare, 51 * GIB, 0).advice
+
+
+MOUNTS = "25 1 0:22 / {path} rw - tmpfs tmpfs rw,size=1g{options}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "wish", "verdict"),
+    [
+        (",huge=advise", "auto", "ok"),
+        ("", "auto", "note"),
+        ("", "always", "problem"),
+        ("", "never", "ok"),
+    ],
+)
+def test_huge_pages(tmp_path: Path, options: str, wish: str, verdict: str) -> None:
+    shm = tmp_path / "shm"
+    shm.mkdir()
+    write(tmp_path, proc__self__mountinfo=MOUNTS.format(path=shm.resolve(), options=options))
+    write(tmp_path, sys__kernel__mm__transparent_hugepage__shmem_enabled="always [never] deny")
+    places = Places(proc=tmp_path / "proc", sys=tmp_path / "sys", shm=shm)
+    assert memory.check_huge_pages(wish, places).verdict == verdict
+
+
+def test_limits() -> None:
+    infinite = resource.RLIM_INFINITY
+    assert limits.check_locked_memory(infinite, GIB, has_gpu=True).verdict == "ok"
+    assert limits.check_locked_memory(8 << 20, GIB, has_gpu=True).verdict == "warning"
+    assert limits.check_locked_memory(8 << 20, 0, has_gpu=True).verdict == "ok"
+    assert limits.check_locked_memory(8 << 20, GIB, has_gpu=False).verdict == "ok"
+    assert limits.check_open_files(1024, 1024).verdict == "ok"
+    assert limits.check_open_files(infinite, infinite).verdict == "ok"
+    raised = limits.check_open_files(256, 4096)
+    assert (raised.verdict, raised.found) == ("ok", "limit 256, which services raise to 4,096")
+    low = limits.check_open_files(256, 256)
+    assert low.verdict == "warning"
+    assert "as root" in low.advice
+
+
+def machine(tmp_path: Path, nodes: str, gpus: dict[str, int], smt: str = "0") -> Places:
+    """A sys folder with these NUMA nodes, and GPUs on nodes."""
+    sys = tmp_path / "sys"
+    write(sys, devices__system__node__has_memory=nodes, devices__system__cpu__online="0-63")
+    write(sys, devices__system__cpu__smt__active=smt)
+    for address, node in gpus.items():
+        device = sys / "bus/pci/devices" / address
+        write(device, vendor="0x10de\n", numa_node=f"{node}\n")
+        (device / "class").write_text("0x030200\n")
+    return Places(sys=sys)
+
+
+def test_cores(tmp_path: Path) -> None:
+    places = machine(tmp_path, "0", {})
+    assert processors.check_cores(16, 2, places).found == (
+        "16 to use of 64; 8 threads for each CPU worker"
+    )
+    own = processors.check_cores(16, 2, places, flags=["amx_bf16"])
+    assert own.found.endswith(
+        "8 threads for each CPU worker, each with a core of its own: "
+        "they spin as long as OpenMP does by default"
+    )
+    assert processors.check_cores(2, 4, places).verdict == "warning"
+    assert processors.check_cores(1, 0, places).verdict == "warning"
+    note = processors.check_cores(64, 1, machine(tmp_path, "0", {}, smt="1"))
+    assert (note.verdict, "--threads 32" in note.advice) == ("note", True)
+
+
+def test_numa_nodes_and_where_the_gpus_are(tmp_path: Path) -> None:
+    one = machine(tmp_path / "one", "0", {"0": 0})
+    assert processors.check_numa("auto", one).verdict == "ok"
+    assert processors.check_numa("1", one).verdict == "problem"
+    two = machine(tmp_path / "two", "0-1", {"0": 1, "1": 1})
+    assert "the arena on 1, beside the GPUs" in processors.check_numa("auto", two).found
+    assert processors.check_numa("0", two).verdict == "warning"
+    both = machine(tmp_path / "both", "0-1", {"0": 0, "1": 1})
+    assert processors.check_numa("auto", both).verdict == "note"
+    assert pci_gpu_count(both) == 2
+    silent = Places(sys=tmp_path / "none")
+    assert processors.check_numa("auto", silent).verdict == "problem"
+    assert processors.check_numa("none", silent).verdict == "ok"
+
+
+def test_energy_of_the_cpu(tmp_path: Path) -> None:
+    assert power.check_rapl(Places(sys=tmp_path)).verdict == "note"
+    zone = tmp_path / "class/powercap/intel-rapl:0"
+    write(zone, name="package-0\n", max_energy_range_uj="262143328850\n")
+    closed = power.check_rapl(Places(sys=tmp_path))
+    assert (closed.verdict, "chmod a+r" in closed.advice) == ("note", True)
+    write(zone, energy_uj="1\n")
+    assert power.check_rapl(Places(sys=tmp_path)).verdict == "ok"
+
+
+def test_an_arena_whose_store_is_started_again_is_not_left_behind(tmp_path: Path) -> None:
+    name = instance_name("between")
+    arena = tmp_path / f"splitpoint-{os.getuid()}-{name}" / "arena"
+    arena.parent.mkdir()
+    arena.write_bytes(bytes(8192))
+    runtime = runtime_directory(name)
+    try:
+        with exclusive(runtime, name):  # as `up` holds it for as long as it lives
+            (found,) = find_arenas(tmp_path, os.getuid())
+            assert found.is_used
+        (found,) = find_arenas(tmp_path, os.getuid())
+        assert (found.instance, found.is_used, found.is_kept) == (name, False, False)
+        (told,) = check_arenas([found], "another")
+        assert (told.verdict, f"arena rm {name}" in told.advice) == ("warning", True)
+        (arena.parent / "key").touch()
+        (told,) = check_arenas(find_arenas(tmp_path, os.getuid()), "another")
+        assert told.verdict == "note"
+    finally:
+        remove_tree(runtime)
+    arena.write_bytes(b"")
+    assert find_arenas(tmp_path, os.getuid()) == []
+
+
+# -- GPUs -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device", "on_bus", "visible", "verdict"),
+    [
+        ("auto", 0, 0, "ok"),
+        ("auto", 8, 8, "ok"),
+        ("auto", 8, 0, "warning"),
+        ("cuda", 8, 0, "problem"),
+        ("cuda", 0, 0, "problem"),
+        ("cpu", 8, 8, "ok"),
+    ],
+)
+def test_gpus_that_may_be_used(device: str, on_bus: int, visible: int, verdict: str) -> None:
+    assert gpu.check_presence(device, on_bus, visible).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("link", "verdict"),
+    [
+        (Link(5, 5, 16, 16), "ok"),
+        (Link(1, 5, 16, 16), "note"),
+        (Link(5, 5, 8, 16), "warning"),
+        (None, "note"),
+    ],
+)
+def test_links(link: Link | None, verdict: str) -> None:
+    driver = Driver("580.1", "13.0", (Gpu(0, "H100", 80 * GIB, link),))
+    first, second = gpu.check_driver(driver)
+    assert (first.verdict, second.verdict) == ("ok", verdict)
+    if link is not None:
+        assert ("(up to 63 GB/s)" in second.found) == (link.lanes == 16)
+
+
+class NvmlDouble:
+    """What the doctor asks of `pynvml`; `errors` by function, raised instead of an answer."""
+
+    NVMLError = pynvml.NVMLError
+
+    def __init__(self, **errors: int) -> None:
+        self.errors = errors
+        self.is_open = False
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        answers: dict[str, object] = {
+            "nvmlInit": None,
+            "nvmlShutdown": None,
+            "nvmlSystemGetDriverVersion": "580.95.05",
+            "nvmlSystemGetCudaDriverVersion": 13000,
+            "nvmlDeviceGetCount": 2,
+            "nvmlDeviceGetHandleByIndex": "handle",
+            "nvmlDeviceGetName": "NVIDIA H200",
+            "nvmlDeviceGetMemoryInfo": pynvml.c_nvmlMemory_t(total=141 * GIB),
+            "nvmlDeviceGetCurrPcieLinkGeneration": 1,
+            "nvmlDeviceGetMaxPcieLinkGeneration": 5,
+            "nvmlDeviceGetCurrPcieLinkWidth": 16,
+            "nvmlDeviceGetMaxPcieLinkWidth": 16,
+        }
+        assert name in answers, name
+        assert hasattr(pynvml, name), name
+
+        def call(*arguments: object) -> object:
+            if name in self.errors:
+                raise pynvml.NVMLError(self.errors[name])
+            self.is_open = name != "nvmlShutdown"
+            return answers[name]
+
+        return call
+
+
+def test_what_the_driver_tells() -> None:
+    nvml = NvmlDouble()
+    driver = read_driver(lambda: nvml)
+    assert (driver.version, driver.cuda_version, driver.error) == ("580.95.05", "13.0", "")
+    assert driver.gpus[1] == Gpu(1, "NVIDIA H200", 141 * GIB, Link(1, 5, 16, 16))
+    assert not nvml.is_open
+
+
+def test_what_the_driver_does_not_tell() -> None:
+    untold = pynvml.NVML_ERROR_NOT_SUPPORTED
+    driver = read_driver(
+        lambda: NvmlDouble(nvmlDeviceGetCurrPcieLinkWidth=untold, nvmlDeviceGetMemoryInfo=untold)
+    )
+    assert driver.gpus[0] == Gpu(0, "NVIDIA H200", None, None)
+    assert gpu.check_link(driver.gpus[0]).found == "NVIDIA H200; it does not tell its PCIe link"
+    missing = read_driver(lambda: NvmlDouble(nvmlInit=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND))
+    assert "Not Found" in missing.error
+
+    def uninstalled() -> object:
+        raise ImportError("pynvml")
+
+    assert "nvidia-ml-py is not installed" in read_driver(uninstalled).error
+
+
+def test_a_driver_that_does_not_answer() -> None:
+    (found,) = gpu.check_driver(Driver(error="NVML Shared Library Not Found"))
+    assert found.verdict == "warning"
+
+
+@pytest.mark.parametrize(
+    ("build", "verdict", "words"),
+    [
+        (TorchBuild("2.13.0+cpu", None, 0), "problem", "built for the CPU only"),
+        (TorchBuild("2.13.0", "13.0", 0), "problem", "takes 12.4 and older"),
+        (TorchBuild("2.13.0", "12.4", 8), "ok", "finds 8"),
+        (TorchBuild(error="ImportError: libcudart"), "problem", "libcudart"),
+    ],
+)
+def test_builds_of_torch(build: TorchBuild, verdict: str, words: str) -> None:
+    found = gpu.check_torch(build, Driver("550.1", "12.4"))
+    assert found.verdict == verdict
+    assert words in found.found
+
+
+def test_torch_is_asked_in_a_process_of_its_own(tmp_path: Path) -> None:
+    assert ask_torch().version
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho 'ImportError: no torch' >&2\nexit 1\n")
+    broken.chmod(0o700)
+    assert ask_torch(str(broken)).error == "ImportError: no torch"
+
+
+# -- the rest -----------------------------------------------------------------------------------
+
+
+def test_a_redis_that_is_slow_or_old() -> None:
+    assert redis.judge("r", redis.Answers("7.2.4", 0.0004)).verdict == "ok"
+    assert redis.judge("r", redis.Answers("", 0.0004)).verdict == "ok"
+    assert redis.judge("r", redis.Answers("5.0.7", 0.0004)).verdict == "warning"
+    assert redis.judge("r", redis.Answers("7.2.4", 0.09)).verdict == "warning"
+
+
+@pytest.mark.parametrize(
+    ("names", "host", "verdict"),
+    [
+        (["localhost", "127.0.0.1"], "127.0.0.1", "ok"),
+        (["::1"], "0:0:0:0:0:0:0:1", "ok"),
+        (["*.lan"], "host.lan", "ok"),
+        (["*.lan"], "a.host.lan", "warning"),
+        (["localhost"], "0.0.0.0", "ok"),
+        (["localhost"], "10.0.0.2", "warning"),
+        ([], "10.0.0.2", "problem"),
+    ],
+)
+def test_names_of_a_certificate(names: list[str], host: str, verdict: str) -> None:
+    assert security.judge_hosts(names, host).verdict == verdict

@@ -1,0 +1,134 @@
+"""What fits where: against sums by hand, against the worker's own division, and the page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from splitpoint.costs.profile import BUILT_IN_PROFILES, Profile
+from splitpoint.errors import InvalidArgument, ResourceExhausted
+from splitpoint.planning.plan import RestoreMethod
+from splitpoint.shapes import BUILT_IN_SHAPES, Encoding
+from splitpoint_cli.main import app
+from splitpoint_cli.planning.size_page import page
+from splitpoint_cli.planning.sizing import Load, Node, host_memory_of, size_up
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "sizing.md"
+H100 = BUILT_IN_PROFILES["h100-pcie5"]
+GIB = 1 << 30
+
+
+def node(memory: int = 72 * GIB, profile: Profile = H100, **more: object) -> Node:
+    return Node(profile, memory, step_compute_seconds=6e-3, **more)  # type: ignore[arg-type]
+
+
+def test_the_committed_page_is_what_the_command_prints() -> None:
+    assert CliRunner().invoke(app, ["size", "--examples"]).stdout == page() == PAGE.read_text()
+
+
+def test_a_long_request_of_a_grouped_query_model() -> None:
+    found = size_up(BUILT_IN_SHAPES["llama-3.1-8b"], node(), Load(32768, 512, 256))
+    # 32 layers x (K and V) x 8 heads x 128 x 2 bytes.
+    token = 32 * 2 * 8 * 128 * 2
+    assert found.host_token_bytes == token
+    assert found.resident_request_bytes == found.host_request_bytes == 32768 * token
+    assert found.prefix_bytes == 32000 * token
+    assert found.resident_count == found.memory.cache_capacity_bytes // (32768 * token)
+    assert not found.has_activations
+    assert found.restore.method is RestoreMethod.LOAD
+    assert found.restore.predicted_restore_seconds == pytest.approx(
+        32000 * token / H100.link_bytes_per_second, rel=0.01
+    )
+    # The link carries all caches in each step, and hides what a step computes.
+    whole = found.streamed_count * 32768 * token
+    assert found.step_seconds == pytest.approx(whole / H100.link_bytes_per_second, rel=0.02)
+
+
+def test_a_model_that_keeps_activations() -> None:
+    found = size_up(BUILT_IN_SHAPES["opt-6.7b"], node(), Load(2048, 512, 128))
+    # K, V and X are as wide as each other.
+    assert found.host_token_bytes == 32 * 3 * 4096 * 2
+    assert found.resident_request_bytes == 2048 * 32 * 2 * 4096 * 2
+    assert found.restore.split_tokens > 0
+    assert found.restore.predicted_restore_seconds < 0.6 * found.restore.predicted_load_seconds
+
+
+def test_weights_that_do_not_fit_are_counted_in_each_step() -> None:
+    shape = BUILT_IN_SHAPES["llama-3-8b"]
+    small = size_up(shape, node(12 * GIB), Load(2048, 512, 128))
+    assert small.placement.streamed_bytes > 0
+    link = small.placement.streamed_bytes / H100.link_bytes_per_second
+    assert small.lone_step_seconds > link
+    with pytest.raises(ResourceExhausted, match="too small"):
+        size_up(shape, node(1 * GIB), Load(2048, 512, 128))
+
+
+def test_encodings_shrink_the_host_and_not_the_device() -> None:
+    shape = BUILT_IN_SHAPES["llama-3-8b"]
+    native, int4 = (
+        size_up(shape, node(encoding=encoding), Load(4096, 64, 64))
+        for encoding in (Encoding.NATIVE, Encoding.INT4)
+    )
+    assert int4.host_request_bytes == pytest.approx(0.281 * native.host_request_bytes, rel=0.01)
+    assert int4.resident_request_bytes == native.resident_request_bytes
+
+
+def test_host_memory_adds_up() -> None:
+    found = size_up(BUILT_IN_SHAPES["opt-6.7b"], node(), Load(2048, 512, 128))
+    assert host_memory_of(found, streamed_count=0, prefix_count=0) == 0
+    both = host_memory_of(found, streamed_count=2, prefix_count=3)
+    assert both == int(1.1 * (2 * found.host_request_bytes + 3 * found.prefix_bytes))
+
+
+@pytest.mark.parametrize(
+    ("load", "words"),
+    [
+        ((100, 90, 20), "more than the 100 of a request"),
+        ((100, 0, 20), "at least 1 token is new"),
+        ((4096, 512, 128), "over OPT-6.7B's context of 2,048"),
+    ],
+)
+def test_loads_that_cannot_be(load: tuple[int, int, int], words: str) -> None:
+    with pytest.raises(InvalidArgument, match=words):
+        size_up(BUILT_IN_SHAPES["opt-6.7b"], node(), Load(*load))
+
+
+def test_the_command_prints_rows_and_json() -> None:
+    runner = CliRunner()
+    arguments = ["size", "--model", "opt-6.7b", "--tokens", "2048", "--max-tokens", "128"]
+    shown = runner.invoke(app, [*arguments, "--streamed", "4"])
+    assert shown.exit_code == 0
+    for words in ("resident at once", "restoring one", "split", "--host-memory", "4 streamed"):
+        assert words in shown.stdout
+    told = json.loads(runner.invoke(app, [*arguments, "--streamed", "4", "--json"]).stdout)
+    assert told["streamed_wanted"] == 4
+    assert told["restore"]["method"] == "recompute"
+    assert told["host_memory_bytes"] == int(
+        1.1 * (4 * told["host_request_bytes"] + 100 * told["prefix_bytes"])
+    )
+    refused = runner.invoke(app, [*arguments, "--streamed", "400"])
+    assert isinstance(refused.exception, InvalidArgument)
+
+
+def test_measured_costs_want_the_devices_memory(tmp_path: Path) -> None:
+    """That of an H100 would be wrong for whoever measured."""
+    profile = tmp_path / "profile.json"
+    profile.write_text(H100.to_json())
+    runner = CliRunner()
+    refused = runner.invoke(app, ["size", "--profile", str(profile)])
+    assert isinstance(refused.exception, InvalidArgument)
+    assert "--device-memory" in refused.exception.message
+    given = runner.invoke(app, ["size", "--profile", str(profile), "--device-memory", "72GiB"])
+    assert given.stdout.splitlines()[2:] == runner.invoke(app, ["size"]).stdout.splitlines()[2:]
+
+
+def test_a_request_too_large_for_the_device_is_streamed() -> None:
+    shown = CliRunner().invoke(
+        app, ["size", "--tokens", "100000", "--device-memory", "24GiB", "--json"]
+    )
+    told = json.loads(shown.stdout)
+    assert told["resident_count"] == 0
+    assert told["streamed_wanted"] == told["streamed_count"] > 0

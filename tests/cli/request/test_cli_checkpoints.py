@@ -1,0 +1,124 @@
+"""Checkpoint folders: resolving, names, fingerprints, end-of-sequence ids. No network."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from splitpoint.checkpoint.resolve import (
+    eos_token_ids,
+    model_fingerprint,
+    model_name,
+    resolve_model,
+    weight_files,
+)
+from splitpoint.errors import InvalidArgument, NotFound, SplitpointError, Unavailable
+
+
+@pytest.fixture
+def copy(bundled_model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(bundled_model, tmp_path / "copy"))
+
+
+def edit(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_the_bundled_model_is_the_default(bundled_model: Path) -> None:
+    assert resolve_model(None) == bundled_model
+    assert resolve_model(str(bundled_model)) == bundled_model
+    assert model_name(bundled_model) == "stdlib-llama"
+    assert eos_token_ids(bundled_model) == (1,)
+    assert [path.name for path in weight_files(bundled_model)] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("/no/such/folder", InvalidArgument),
+        ("./nothing", InvalidArgument),
+        ("a/b/c", InvalidArgument),
+        ("", InvalidArgument),
+        ("bad..name", InvalidArgument),
+        # Without a slash it is meant as a folder; below one that is there, too.
+        ("nosuchdir", InvalidArgument),
+        ("nosuchdir@main", InvalidArgument),
+        ("tests/nosuchdir", InvalidArgument),
+        # The suite runs offline: an unknown name can only be "not cached".
+        ("nobody/nothing-of-that-name", Unavailable),
+        ("nobody/nothing@refs/pr/1", Unavailable),
+    ],
+)
+def test_names_that_lead_nowhere(text: str, kind: type[SplitpointError]) -> None:
+    with pytest.raises(kind) as caught:
+        resolve_model(text)
+    if "nosuchdir" in text:
+        assert "no such folder" in str(caught.value)
+
+
+def test_without_download_only_the_cache_is_asked() -> None:
+    with pytest.raises(NotFound, match="downloaded before"):
+        resolve_model("nobody/nothing-of-that-name", download=False)
+
+
+def test_a_folder_without_config_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"config\.json"):
+        resolve_model(str(tmp_path))
+
+
+def test_fingerprints(bundled_model: Path, copy: Path) -> None:
+    original = model_fingerprint(bundled_model)
+    assert len(original) == 32
+    assert model_fingerprint(copy) == original, "the folder's name is not part of it"
+    weights = copy / "model.safetensors"
+    raw = bytearray(weights.read_bytes())
+    raw[-1] ^= 1
+    weights.write_bytes(raw)
+    changed = model_fingerprint(copy)
+    assert changed != original
+    edit(copy / "config.json", rope_theta=20000.0)
+    assert model_fingerprint(copy) not in (changed, original)
+
+
+def test_a_truncated_or_foreign_weight_file(copy: Path) -> None:
+    (copy / "model.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(InvalidArgument, match="no safetensors file"):
+        model_fingerprint(copy)
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(InvalidArgument, match="no safetensors file"):
+        weight_files(copy)
+
+
+def test_sharded_weights(copy: Path) -> None:
+    index = copy / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "b.safetensors", "c": "a.safetensors"}}))
+    with pytest.raises(InvalidArgument, match=r"lacks a\.safetensors, b\.safetensors"):
+        weight_files(copy)
+    for name in ("a", "b"):
+        (copy / f"{name}.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    assert [path.name for path in weight_files(copy)] == ["a.safetensors", "b.safetensors"]
+    assert len(model_fingerprint(copy)) == 32
+    index.write_text(json.dumps({"weight_map": {"a": "../elsewhere.safetensors"}}))
+    with pytest.raises(InvalidArgument, match="no file of its folder"):
+        weight_files(copy)
+
+
+def test_names_of_cached_downloads(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--owner--the-name" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    assert model_name(snapshot) == "owner/the-name"
+
+
+def test_eos_token_ids(copy: Path) -> None:
+    edit(copy / "generation_config.json", eos_token_id=[5, 6, 5])
+    assert eos_token_ids(copy) == (5, 6)
+    (copy / "generation_config.json").unlink()
+    assert eos_token_ids(copy) == (1,)
+    edit(copy / "config.json", eos_token_id=None)
+    assert eos_token_ids(copy) == ()
+    edit(copy / "config.json", eos_token_id="</s>")
+    with pytest.raises(InvalidArgument):
+        eos_token_ids(copy)

@@ -1,0 +1,213 @@
+"""What clients take as arguments of `generate`: one value or several, and never the wrong type."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_scheduler import Script, fake_scheduler
+
+from splitpoint import errors
+from splitpoint.client import AsyncClient, Client
+from splitpoint.client.requests import generate_request
+from splitpoint.planning.planner import Residency, RestoreMethod
+from splitpoint.v1 import scheduler_pb2, types_pb2
+
+
+@pytest.fixture
+def script(socket_address: str) -> Iterator[Script]:
+    with fake_scheduler(socket_address) as script:
+        yield script
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_one_value_or_several(script: Script, asynchronous: bool) -> None:
+    async def generate(prompt: Any, **options: Any) -> scheduler_pb2.GenerateRequest:
+        if asynchronous:
+            async with AsyncClient(script.address) as client:
+                await client.generate(prompt, **options).complete()
+        else:
+            with Client(script.address) as client:
+                client.generate(prompt, **options).complete()
+        return script.requests[-1]
+
+    request = await generate("abc", stop="os", stop_token_ids=7)
+    assert (list(request.sampling.stop), list(request.sampling.stop_token_ids)) == (["os"], [7])
+    request = await generate((i for i in range(97, 100)), stop=("a", "b"), stop_token_ids={5})
+    assert list(request.token_ids.ids) == [97, 98, 99]
+    assert list(request.sampling.stop) == ["a", "b"]
+    assert list(request.sampling.stop_token_ids) == [5]
+    request = await generate(
+        np.array([97, 98], dtype=np.int32),
+        max_tokens=np.int64(3),
+        temperature=np.float32(0.5),
+        logit_bias=MappingProxyType({np.int16(4): -1}),
+        stop=iter(["x"]),
+    )
+    assert list(request.token_ids.ids) == [97, 98]
+    assert (request.sampling.max_tokens, request.sampling.temperature) == (3, 0.5)
+    assert dict(request.sampling.logit_bias) == {4: -1.0}
+    assert list(request.sampling.stop) == ["x"]
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+async def test_a_wrong_type_names_its_argument_and_nothing_is_sent(
+    script: Script, kind: type[Client] | type[AsyncClient]
+) -> None:
+    client = kind(script.address)
+    for prompt, options, said in WRONG:
+        with pytest.raises(TypeError) as caught:
+            client.generate(prompt, **options)
+        assert str(caught.value) == said
+    closing = client.close()
+    if closing is not None:
+        await closing
+    assert script.requests == []
+
+
+WRONG: list[tuple[Any, Any, str]] = [
+    (b"abc", {}, "prompt must be text or a sequence of token ids, not a bytes"),
+    ({1: 2}, {}, "prompt must be text or a sequence of token ids, not a dict"),
+    ({1, 2}, {}, "prompt must be text or a sequence of token ids, not a set"),
+    (None, {}, "prompt must be text or a sequence of token ids, not a NoneType"),
+    (5, {}, "prompt must be text or a sequence of token ids, not an int"),
+    ([1, "2"], {}, "prompt[1] must be an int, not a str"),
+    ([1, True], {}, "prompt[1] must be an int, not a bool"),
+    ([1.0], {}, "prompt[0] must be an int, not a float"),
+    ("a", {"stop": 5}, "stop[0] must be a str, not an int"),
+    ("a", {"stop": b"os"}, "stop[0] must be a str, not a bytes"),
+    ("a", {"stop": ["x", None]}, "stop[1] must be a str, not a NoneType"),
+    ("a", {"stop": {"x": 1}}, "stop must be one value or a sequence of them, not a dict"),
+    ("a", {"stop_token_ids": "12"}, "stop_token_ids[0] must be an int, not a str"),
+    ("a", {"stop_token_ids": b"12"}, "stop_token_ids[0] must be an int, not a bytes"),
+    ("a", {"stop_token_ids": [True]}, "stop_token_ids[0] must be an int, not a bool"),
+    ("a", {"logit_bias": [(1, 2)]}, "logit_bias must be a mapping, not a list"),
+    ("a", {"logit_bias": {"1": 2}}, "a key of logit_bias must be an int, not a str"),
+    ("a", {"logit_bias": OrderedDict({1: "2"})}, "logit_bias[1] must be a number, not a str"),
+    ("a", {"logit_bias": {1: True}}, "logit_bias[1] must be a number, not a bool"),
+    ("a", {"max_tokens": True}, "max_tokens must be an int, not a bool"),
+    ("a", {"max_tokens": 5.0}, "max_tokens must be an int, not a float"),
+    ("a", {"max_tokens": "5"}, "max_tokens must be an int, not a str"),
+    ("a", {"seed": np.bool_(True)}, "seed must be an int, not a bool"),
+    ("a", {"temperature": "0.5"}, "temperature must be a number, not a str"),
+    ("a", {"temperature": True}, "temperature must be a number, not a bool"),
+    ("a", {"ignore_eos": 1}, "ignore_eos must be a bool, not an int"),
+    ("a", {"logprobs": True}, "logprobs must be an int, not a bool"),
+    ("a", {"cache_salt": "s"}, "cache_salt must be a bytes, not a str"),
+    ("a", {"worker": 1}, "worker must be a str, not an int"),
+    ("a", {"request_id": 1}, "request_id must be a str, not an int"),
+    ("a", {"split": "auto"}, "split must be an int, not a str"),
+    ("a", {"residency": 1}, "residency must be a Residency or its value, not an int"),
+    ("a", {"restore": 1}, "restore must be a RestoreMethod or its value, not an int"),
+    ("a", {"timeout": "5"}, "timeout must be a number, not a str"),
+]
+
+
+def test_every_sampling_field_refuses_a_foreign_object() -> None:
+    for field in types_pb2.SamplingParams.DESCRIPTOR.fields:
+        with pytest.raises(TypeError, match=rf"^{field.name}\b.* must be .*, not an object$"):
+            generate_request("a", {field.name: object()})  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "field"),
+    [
+        ([1, 1 << 40], {}, "prompt[1]"),
+        ("\ud800", {}, "prompt"),
+        ("a", {"stop": ["x", "\ud800"]}, "stop[1]"),
+        ("a", {"max_tokens": 1 << 40}, "max_tokens"),
+        ("a", {"seed": 1 << 63}, "seed"),
+        ("a", {"temperature": 10**400}, "temperature"),
+        ("a", {"residency": "elsewhere"}, "residency"),
+        ("a", {"restore": "magic"}, "restore"),
+        ("a", {"timeout": float("nan")}, "timeout"),
+        ("a", {"timeout": 0}, "timeout"),
+    ],
+)
+def test_a_value_that_no_field_holds_names_its_argument(
+    script: Script, prompt: Any, options: Any, field: str
+) -> None:
+    with Client(script.address) as client:
+        with pytest.raises(errors.InvalidArgument) as caught:
+            client.generate(prompt, **options)
+        assert caught.value.field == field
+        assert caught.value.message.startswith(field)
+    assert script.requests == []
+
+
+def test_what_enumerations_and_numbers_may_be() -> None:
+    request = generate_request(
+        "a",
+        {
+            "residency": "streamed",  # type: ignore[typeddict-item]
+            "restore": RestoreMethod.LOAD,
+            "temperature": Fraction(1, 2),  # type: ignore[typeddict-item]
+            "stop": None,
+            "seed": None,
+        },
+    )
+    assert request.residency == types_pb2.RESIDENCY_STREAMED
+    assert request.restore_method == types_pb2.RESTORE_METHOD_LOAD
+    assert request.sampling.temperature == 0.5
+    assert not request.sampling.HasField("seed")
+    same = generate_request("a", {"residency": Residency.STREAMED})
+    assert same.residency == request.residency
+
+
+async def test_other_calls_check_their_arguments_too(script: Script) -> None:
+    wrong: Any = 5
+    with Client(script.address) as client:
+        with pytest.raises(TypeError, match="text must be a str, not an int"):
+            client.tokenize(wrong)
+        with pytest.raises(TypeError, match="name must be a str, not an int"):
+            client.get_model(wrong)
+        with pytest.raises(TypeError, match="cached_tokens must be an int, not a str"):
+            client.explain_plan("1", 2)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"unexpected keyword arguments: max_token$"):
+            client.explain_plan(1, 2, max_token=3)  # type: ignore[call-arg]
+        with pytest.raises(errors.InvalidArgument, match="objective 'x' is not one of latency"):
+            client.explain_plan(1, 2, objective="x")  # type: ignore[arg-type]
+    async with AsyncClient(script.address) as other:
+        with pytest.raises(TypeError, match="text must be a str, not an int"):
+            await other.tokenize(wrong)
+    assert script.explained == []
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+async def test_what_is_too_large_is_refused_before_it_is_sent(
+    script: Script, kind: type[Client] | type[AsyncClient]
+) -> None:
+    client = kind(script.address)
+    for prompt in ("x" * (32 << 20), [1 << 20] * (2 << 20)):
+        with pytest.raises(errors.ResourceExhausted, match="at most 4 MiB can be sent") as caught:
+            client.generate(prompt)
+        assert caught.value.metadata["limit_bytes"] == str(4 << 20)
+    closing = client.close()
+    if closing is not None:
+        await closing
+    assert script.requests == []
+
+
+async def test_other_requests_that_are_too_large_are_refused_as_well(script: Script) -> None:
+    text = "x" * (32 << 20)
+    said = "at most 4 MiB can be sent"
+    with Client(script.address) as client, pytest.raises(errors.ResourceExhausted, match=said):
+        client.tokenize(text)
+    async with AsyncClient(script.address) as other:
+        with pytest.raises(errors.ResourceExhausted, match=said):
+            await other.tokenize(text)
+
+
+async def test_a_deadline_that_has_passed_says_what_did_not_happen(script: Script) -> None:
+    script.endless = True
+    said = r"the generation did not end within 0\.1 s"
+    with Client(script.address) as client, pytest.raises(errors.DeadlineExceeded, match=said):
+        client.generate("abc", timeout=0.1).complete()
+    async with AsyncClient(script.address) as other:
+        with pytest.raises(errors.DeadlineExceeded, match=said):
+            await other.generate("abc", timeout=0.1).complete()

@@ -1,0 +1,523 @@
+"""Services that die under a running `splitpoint up`: back after a pause, or given up."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from own_names import instance_name
+from test_cli_supervisor import pids, wait_gone
+from test_cli_up import SECONDS, assert_nothing_left, stack
+from up_process import wait_until_up
+
+from splitpoint.config import arena_path, make_private, remove_tree, runtime_directory
+from splitpoint.errors import Cancelled, FailedPrecondition
+from splitpoint_cli.stack.child import (
+    ServiceCommand,
+    ServiceExited,
+    ServiceNotStarted,
+    child_environment,
+)
+from splitpoint_cli.stack.given_up import read_given_up
+from splitpoint_cli.stack.instance import exclusive, predecessors_gone, running_process
+from splitpoint_cli.stack.keeper import Keeper
+from splitpoint_cli.stack.restart_policy import GiveUp, RestartAfter, RestartLimits, RestartPolicy
+
+
+def lives(log: Path, name: str) -> list[int]:
+    """Process ids of every life of a service, first one first."""
+    lines = [line.split() for line in log.read_text().splitlines()]
+    return [int(line[2]) for line in lines if line[:2] == ["start", name]]
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> str:
+    """What was printed on stderr up to the line with `text`."""
+    assert process.stderr is not None
+    seen = ""
+    for line in process.stderr:
+        seen += line
+        if text in line:
+            return seen
+    raise AssertionError(f"{text!r} was never printed:\n{seen}")
+
+
+# -- the policy, with a clock that is a list of numbers ---------------------------------
+
+
+def delays(policy: RestartPolicy, times: list[float], served: float = 0.0) -> list[float]:
+    decisions = [policy.died(at, served_seconds=served) for at in times]
+    assert all(isinstance(decision, RestartAfter) for decision in decisions)
+    return [decision.seconds for decision in decisions if isinstance(decision, RestartAfter)]
+
+
+def test_pauses_double_up_to_the_longest() -> None:
+    # A death every 40 s never makes 5 within 120 s.
+    times = [40.0 * i for i in range(9)]
+    assert delays(RestartPolicy(RestartLimits()), times) == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+
+
+def test_a_good_minute_starts_over() -> None:
+    policy = RestartPolicy(RestartLimits())
+    assert delays(policy, [0, 40, 80], served=30) == [0.5, 1, 2]
+    assert delays(policy, [150], served=59.9) == [4]
+    assert delays(policy, [220], served=60) == [0.5]
+    assert delays(policy, [260], served=1) == [1]
+
+
+def test_the_fifth_death_within_two_minutes_is_the_last() -> None:
+    policy = RestartPolicy(RestartLimits())
+    delays(policy, [0, 30, 60, 90])
+    decision = policy.died(119.9, served_seconds=0)
+    assert decision == GiveUp("given up after 5 deaths within 120 s", retry_seconds=300)
+
+
+def test_one_that_was_given_up_is_tried_again_more_and_more_rarely() -> None:
+    policy = RestartPolicy(RestartLimits())
+    delays(policy, [0, 1, 2, 3])
+    retries, at = [], 4.0
+    decision = policy.died(at, served_seconds=0)
+    for _ in range(4):
+        assert isinstance(decision, GiveUp)
+        retries.append(decision.retry_seconds)
+        at += decision.retry_seconds
+        decision = policy.died(at, served_seconds=59)
+    assert retries == [300, 600, 1200, 1800]
+    assert decision == GiveUp("given up again", retry_seconds=1800)
+    # A good minute, and it is one like the others.
+    assert policy.died(at + 70, served_seconds=60) == RestartAfter(0.5, recent_deaths=1)
+
+
+def test_a_death_two_minutes_ago_does_not_count() -> None:
+    policy = RestartPolicy(RestartLimits())
+    delays(policy, [0, 30, 60, 90])
+    decision = policy.died(120, served_seconds=0)
+    assert decision == RestartAfter(8, recent_deaths=4)
+
+
+def test_no_limits_means_no_restart() -> None:
+    assert RestartPolicy(None).died(0, served_seconds=1e9) == GiveUp("")
+
+
+def test_a_restarted_service_keeps_the_port_it_had() -> None:
+    command = ServiceCommand("scheduler", ("-m", "x", "--listen", "127.0.0.1:0", "--worker", "y"))
+    again = command.listening_on("127.0.0.1:4711")
+    assert again.arguments == ("-m", "x", "--listen", "127.0.0.1:4711", "--worker", "y")
+    assert ServiceCommand("fake", ("x",)).listening_on("unix:/y").arguments == ("x",)
+
+
+# -- real children ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["store", "worker-1", "scheduler"])
+def test_a_killed_service_comes_back(tmp_path: Path, name: str) -> None:
+    log, instance = tmp_path / "log", instance_name(f"back-{name}")
+    with stack(log, instance, pause="0.05") as process:
+        wait_until_up(process)
+        os.kill(lives(log, name)[0], signal.SIGKILL)
+        printed = read_until(process, "ready again")
+        assert f"{name.replace('-', ' ')} ended by SIGKILL; starts again in 0.05 s" in printed
+        first, second = lives(log, name)
+        assert first != second
+        assert Path(f"/proc/{second}").exists()
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=SECONDS)
+    assert process.returncode == 0
+    # The successor stands where the first one stood in the order of stopping.
+    stops = [line.split()[1] for line in log.read_text().splitlines() if line.startswith("stop")]
+    assert len(stops) == 4
+    assert (stops[0], stops[-1]) == ("scheduler", "store")
+    assert_nothing_left(log, instance)
+
+
+def test_a_worker_that_cannot_come_back_is_given_up_and_the_last_one_ends_the_stack(
+    tmp_path: Path,
+) -> None:
+    log, instance = tmp_path / "log", instance_name("give-up")
+    runtime = runtime_directory(instance)
+    with stack(log, instance, worker="crash-again", pause="0.02") as process:
+        wait_until_up(process)
+        os.kill(lives(log, "worker-0")[0], signal.SIGKILL)
+        printed = read_until(process, "given up")
+        assert "worker 0 ended with status 7 (death 4); starts again in 0.16 s" in printed
+        assert (
+            "worker 0 ended with status 7, given up after 5 deaths within 120 s; "
+            "the stack serves without it, tries it again in 5 min"
+        ) in printed
+        # Shown when written, and not once more at the end; what was not shown, is now.
+        assert printed.count("no luck today") == 4
+        assert printed.count("fake: starting") == 1
+        [address] = [f"unix:{path}" for path in told(runtime)]
+        [given_up] = read_given_up([address]).values()
+        assert "given up after 5 deaths" in given_up.why
+        assert 200 < given_up.retry_seconds <= 300
+        os.kill(lives(log, "worker-1")[0], signal.SIGKILL)
+        _, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1
+    assert [len(lives(log, name)) for name in ("worker-0", "worker-1")] == [5, 5]
+    assert "worker 1 ended with status 7, given up after 5 deaths within 120 s\n" in errors
+    assert_nothing_left(log, instance)
+
+
+def test_a_stack_that_cannot_note_a_given_up_worker_goes_on(tmp_path: Path) -> None:
+    log, instance = tmp_path / "log", instance_name("no-note")
+    with stack(log, instance, worker="crash-again", pause="0.02") as process:
+        wait_until_up(process)
+        (runtime_directory(instance) / "given-up.new").mkdir()
+        os.kill(lives(log, "worker-0")[0], signal.SIGKILL)
+        read_until(process, "workers that were given up are not noted")
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=SECONDS)
+    assert process.returncode == 0
+    assert_nothing_left(log, instance)
+
+
+def told(runtime: Path) -> list[str]:
+    """Socket files of the workers that `up` says to have given up, once it says so."""
+    deadline = time.monotonic() + SECONDS
+    while not (path := runtime / "given-up.json").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return [worker["address"].removeprefix("unix:") for worker in json.loads(path.read_text())]
+
+
+def test_a_worker_that_was_given_up_comes_back_later(tmp_path: Path) -> None:
+    log, instance = tmp_path / "log", instance_name("later")
+    with stack(log, instance, worker="crash-6-again", pause="0.02", retry="0.05") as process:
+        wait_until_up(process)
+        os.kill(lives(log, "worker-0")[0], signal.SIGKILL)
+        printed = read_until(process, "ready again")
+        assert printed.count("the stack serves without it") == 3
+        assert "given up again; the stack serves without it, tries it again in" in printed
+        assert len(lives(log, "worker-0")) == 8
+        eventually(lambda: not (runtime_directory(instance) / "given-up.json").exists())
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=SECONDS)
+    assert process.returncode == 0
+    assert_nothing_left(log, instance)
+
+
+def test_a_store_that_cannot_come_back_ends_the_stack(tmp_path: Path) -> None:
+    log, instance = tmp_path / "log", instance_name("no-store")
+    with stack(log, instance, store="crash-again", pause="0.02") as process:
+        wait_until_up(process)
+        os.kill(lives(log, "store")[0], signal.SIGKILL)
+        _, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1
+    assert "store ended with status 7, given up after 5 deaths within 120 s\n" in errors
+    assert_nothing_left(log, instance)
+
+
+def test_a_removed_runtime_folder_is_made_anew(tmp_path: Path) -> None:
+    log, instance = tmp_path / "log", instance_name("folder")
+    runtime = runtime_directory(instance)
+    with stack(log, instance, pause="0.02") as process:
+        wait_until_up(process)
+        before = sockets(instance)
+        remove_tree(runtime)
+        printed = "".join(read_until(process, "ready again") for _ in range(4))
+        assert printed.count(f"{runtime} was removed from outside: made anew") == 1
+        assert "death" not in printed
+        assert all(len(lives(log, name)) == 2 for name in ("store", "worker-0", "worker-1"))
+        assert sockets(instance) == before | {"public.sock"}
+        # Locked again: `down` finds it, and no other stack takes its name.
+        assert running_process(runtime) == process.pid
+        with stack(tmp_path / "second", instance) as second:
+            _, errors = second.communicate(timeout=SECONDS)
+        assert "is already running" in errors
+        # One socket alone.
+        (runtime / "worker-1.sock").unlink()
+        assert "start again, one after the other: worker 1\n" in read_until(process, "ready again")
+        assert [len(lives(log, name)) for name in ("worker-0", "worker-1")] == [2, 3]
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=SECONDS)
+    assert process.returncode == 0
+    assert_nothing_left(log, instance)
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_no_restart_ends_with_the_first_death(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with stack(log, instance_name("never"), pause="never") as process:
+        wait_until_up(process)
+        os.kill(lives(log, "store")[0], signal.SIGKILL)
+        _, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1
+    assert errors.endswith("splitpoint: UNAVAILABLE: store ended by SIGKILL\n")
+    assert len(lives(log, "store")) == 1
+    assert_nothing_left(log, instance_name("never"))
+
+
+def test_ctrl_c_during_a_pause(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with stack(log, instance_name("pause"), pause="3600") as process:
+        wait_until_up(process)
+        os.kill(lives(log, "store")[0], signal.SIGKILL)
+        read_until(process, "starts again in 3600 s")
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=SECONDS)
+    assert process.returncode == 0
+    assert len(lives(log, "store")) == 1
+    assert_nothing_left(log, instance_name("pause"))
+
+
+def test_ctrl_c_during_a_restart(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with stack(log, instance_name("restart"), worker="never-ready-again", pause="0.02") as process:
+        wait_until_up(process)
+        os.kill(lives(log, "worker-0")[0], signal.SIGKILL)
+        deadline = time.monotonic() + SECONDS
+        while len(lives(log, "worker-0")) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=SECONDS)
+    assert process.returncode == 0
+    assert len(lives(log, "worker-0")) == 2
+    assert_nothing_left(log, instance_name("restart"))
+
+
+def test_down_clears_what_a_killed_up_left(tmp_path: Path) -> None:
+    log, instance = tmp_path / "log", instance_name("down")
+
+    def down() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "splitpoint_cli", "down", "--instance", instance],
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            env=child_environment({}),
+            check=False,
+        )
+
+    with stack(log, instance) as process:
+        wait_until_up(process)
+        process.kill()
+        process.communicate(timeout=SECONDS)
+    deadline = time.monotonic() + SECONDS
+    while (done := down()).returncode == 1 and time.monotonic() < deadline:
+        assert "still stop" in done.stderr
+    try:
+        assert done.returncode == 0, done.stderr
+        assert f"splitpoint arena rm {instance}" in done.stderr
+    finally:
+        remove_tree(arena_path(instance).parent)
+    again = down()
+    assert again.returncode == 2
+    assert f"NOT_FOUND: no stack named {instance} is running" in again.stderr
+    assert not (runtime_directory(instance_name("other")).parent / instance).exists()
+    runtime_directory(instance_name("other")).rmdir()
+
+
+class FailingSupervisor:
+    """Cannot start anything, as a system without a process to spare."""
+
+    def __init__(self, dead: object) -> None:
+        self.dead: asyncio.Queue[object] = asyncio.Queue()
+        self.dead.put_nowait(dead)
+
+    async def next_exit(self) -> object:
+        return await self.dead.get()
+
+    async def start(self, command: ServiceCommand) -> object:
+        raise ServiceNotStarted(command.name, "Resource temporarily unavailable")
+
+
+class DeadService:
+    name = "store"
+    address = ""
+    served_seconds = 0.0
+    command = ServiceCommand("store", ())
+
+    def death(self, and_then: str = "") -> ServiceExited:
+        return ServiceExited("store", -9, (), and_then=and_then)
+
+
+async def test_a_fork_that_fails_is_one_more_death() -> None:
+    said: list[str] = []
+    limits = RestartLimits(first_delay_seconds=0.01)
+    keeper = Keeper(
+        FailingSupervisor(DeadService()),  # type: ignore[arg-type]
+        limits,
+        lambda _, text: said.append(text),
+        workers={},
+        show_tail=lambda _: None,
+    )
+    async with asyncio.timeout(30):
+        death = await keeper.run()
+    assert "cannot be started" in death.message
+    assert sum("cannot be started" in text for text in said) >= 2
+
+
+class WorkerDouble:
+    """A worker that serves; `Keeper` asks no more of it."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.address = name, f"unix:/{name}"
+        self.command = ServiceCommand(name, ())
+
+    async def ready(self) -> str:
+        return self.address
+
+
+class ForkLimits:
+    """A supervisor on a system that cannot fork `failures` times."""
+
+    def __init__(self, failures: float) -> None:
+        self.failures = failures
+        self.stopped: list[str] = []
+
+    async def next_exit(self) -> object:
+        return await asyncio.Event().wait()
+
+    def running(self, name: str) -> WorkerDouble:
+        return WorkerDouble(name)
+
+    async def stop_one(self, service: WorkerDouble) -> None:
+        self.stopped.append(service.name)
+
+    async def start(self, command: ServiceCommand) -> WorkerDouble:
+        self.failures -= 1
+        if self.failures >= 0:
+            raise ServiceNotStarted(command.name, "Resource temporarily unavailable")
+        return WorkerDouble(command.name)
+
+
+@pytest.mark.parametrize(("failures", "retry"), [(math.inf, 3600.0), (5, 0.01)])
+async def test_a_renewal_does_not_wait_for_a_worker_that_is_given_up(
+    failures: float, retry: float
+) -> None:
+    said: list[str] = []
+    supervisor = ForkLimits(failures)
+    keeper = Keeper(
+        supervisor,  # type: ignore[arg-type]
+        RestartLimits(first_delay_seconds=0.001, first_retry_seconds=retry),
+        lambda name, text: said.append(f"{name}: {text}"),
+        workers={"worker-0": "unix:/worker-0", "worker-1": "unix:/worker-1"},
+        show_tail=lambda _: None,
+    )
+    running = asyncio.create_task(keeper.run())
+    try:
+        async with asyncio.timeout(30):
+            await keeper.renew(["worker-0"])
+            assert supervisor.stopped == ["worker-0"]
+            [given_up] = keeper.given_up()
+            assert given_up.address == "unix:/worker-0"
+            while retry < 1 and keeper.given_up():
+                await asyncio.sleep(0.005)
+        assert not running.done()
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert any(text.startswith("worker-0: ready again") for text in said) is (retry < 1)
+
+
+# -- what a killed `up` leaves ----------------------------------------------------------
+
+
+def sockets(instance: str) -> set[str]:
+    return {path.name for path in runtime_directory(instance).glob("*.sock")}
+
+
+def test_the_next_up_waits_for_services_of_a_killed_one(tmp_path: Path) -> None:
+    old, new, instance = tmp_path / "old", tmp_path / "new", instance_name("next")
+    with stack(old, instance, worker="drain") as first:
+        wait_until_up(first)
+        first.kill()
+        with stack(new, instance) as second:
+            read_until(second, "its services still stop")
+            assert not new.exists(), "nothing is started beside them"
+            old.with_suffix(".drained").touch()
+            wait_until_up(second)
+            assert not wait_gone(pids(old), 0)
+            wanted = {"store.sock", "worker-0.sock", "worker-1.sock", "scheduler.sock"}
+            assert sockets(instance) >= wanted
+            second.send_signal(signal.SIGINT)
+            second.communicate(timeout=SECONDS)
+        assert second.returncode == 0
+    assert_nothing_left(new, instance)
+
+
+def test_ctrl_c_while_waiting_leaves_them_alone(tmp_path: Path) -> None:
+    log, instance = tmp_path / "log", instance_name("wait")
+    with stack(log, instance, worker="drain") as first:
+        wait_until_up(first)
+        first.kill()
+        with stack(tmp_path / "new", instance) as second:
+            read_until(second, "its services still stop")
+            second.send_signal(signal.SIGINT)
+            second.communicate(timeout=SECONDS)
+        assert second.returncode == 130
+        assert sockets(instance) >= {"worker-0.sock", "worker-1.sock"}
+        assert arena_path(instance).exists()
+        log.with_suffix(".drained").touch()
+    with stack(tmp_path / "last", instance) as third:
+        wait_until_up(third)
+        third.send_signal(signal.SIGINT)
+        third.communicate(timeout=SECONDS)
+    assert_nothing_left(tmp_path / "last", instance)
+
+
+async def test_services_that_never_end_are_named(tmp_path: Path) -> None:
+    def said(text: str) -> None:
+        words.append(text)
+
+    words: list[str] = []
+    runtime = tmp_path / "run"
+    with exclusive(runtime, "it") as held:
+        await predecessors_gone(held.services, runtime, "it", stop=asyncio.Event(), say=said)
+        child = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", "input()"), stdin=subprocess.PIPE, pass_fds=(held.services,)
+        )
+    (runtime / "store.sock").touch()
+    try:
+        assert not words
+        with exclusive(runtime, "it") as held:
+            stop = asyncio.Event()
+            with pytest.raises(FailedPrecondition, match=rf"killed.*processes {child.pid}\)"):
+                await predecessors_gone(
+                    held.services, runtime, "it", stop=stop, say=said, seconds=0.0
+                )
+            stop.set()
+            with pytest.raises(Cancelled):
+                await predecessors_gone(held.services, runtime, "it", stop=stop, say=said)
+            assert (runtime / "store.sock").exists()
+            await asyncio.wait_for(child.communicate(b"\n"), SECONDS)
+            await predecessors_gone(held.services, runtime, "it", stop=stop, say=said)
+            assert not (runtime / "store.sock").exists()
+        assert len(words) == 2
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+
+
+def test_down_between_taking_the_lock_and_writing_the_id(tmp_path: Path) -> None:
+    runtime = tmp_path / "run"
+    make_private(runtime)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    with (runtime / "lock").open("w+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert running_process(runtime, seconds=0.1) is None
+        # What a killed `up` had written is nobody's id.
+        lock.write(f"{gone.pid:10}")
+        lock.flush()
+        assert running_process(runtime, seconds=0.1) is None
+    with exclusive(runtime, "it"):
+        assert running_process(runtime) == os.getpid()
+    assert running_process(runtime) is None

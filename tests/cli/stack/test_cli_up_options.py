@@ -1,0 +1,175 @@
+"""What `up` passes on: every option arrives in the words of the service that it is for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from own_names import instance_name
+from typer.testing import CliRunner
+
+from kvstore_service.__main__ import layout_of
+from kvstore_service.__main__ import parse_arguments as parse_store
+from kvstore_service.eviction.policies import POLICIES
+from kvstore_service.eviction.second_use import ADMISSIONS
+from scheduler_service.__main__ import parse_arguments as parse_scheduler
+from splitpoint.config import remove_tree, runtime_directory
+from splitpoint.errors import InvalidArgument, PermissionDenied, SplitpointError
+from splitpoint.host.huge_pages import WISHES
+from splitpoint.planning.planner import Objective
+from splitpoint.shapes import Encoding
+from splitpoint_cli.main import app
+from splitpoint_cli.stack import up
+from splitpoint_cli.stack.plan import Stack, StackOptions, plan_stack
+from worker_service.__main__ import parse_arguments as parse_worker
+
+INSTANCE = instance_name("options")
+
+
+@pytest.fixture(autouse=True)
+def runtime() -> Iterator[Path]:
+    folder = runtime_directory(INSTANCE)
+    yield folder
+    remove_tree(folder)
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Stack:
+    """What `splitpoint up` with these arguments would run."""
+    stacks: list[Stack] = []
+
+    async def run_stack(stack: Stack, **_: object) -> int:
+        stacks.append(stack)
+        return 0
+
+    monkeypatch.setattr(up, "run_stack", run_stack)
+    base = ("--device", "cpu", "--workers", "2", "--instance", INSTANCE)
+    done = CliRunner().invoke(app, ["up", *base, *arguments])
+    assert done.exit_code == 0, done.output
+    [stack] = stacks
+    return stack
+
+
+def test_the_store_gets_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = planned(
+        monkeypatch,
+        *("--eviction", "counter", "--evict-above", "0.9", "--evict-to", "0.7"),
+        *("--admission", "second-use", "--lease-seconds", "5"),
+        *("--huge-pages", "never", "--numa-node", "none", "--pin-limit", "1GiB"),
+        *("--kv-encoding", "int4"),
+        *("--scrub-seconds", "60", "--scrub-rate", "1GB", "--verify-rate", "0.5"),
+    )
+    store = parse_store(list(stack.store.arguments[2:]))
+    assert (store.eviction, store.evict_above, store.evict_to) == ("counter", 0.9, 0.7)
+    assert (store.admission, store.lease_seconds) == ("second-use", 5.0)
+    assert (store.huge_pages, store.numa_node) == ("never", "none")
+    assert store.kv_encoding == "int4"
+    assert layout_of(store).encoding is Encoding.INT4
+    for command in stack.workers:
+        worker = parse_worker(list(command.arguments[2:]))
+        assert (worker.pin_limit, worker.verify_rate) == ("1GiB", 0.5)
+    assert (store.scrub_seconds, store.scrub_rate) == (60.0, "1GB")
+
+
+def test_the_scheduler_gets_its_objective(monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments, expected in (((), "latency"), (("--objective", "throughput"), "throughput")):
+        stack = planned(monkeypatch, *arguments)
+        scheduler = parse_scheduler(list(stack.scheduler.arguments[2:]))
+        assert scheduler.objective == expected
+    assert {choice.value for choice in up.ObjectiveChoice} == {kind.value for kind in Objective}
+
+
+def test_the_workers_get_what_is_said_of_their_lanes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stack = planned(
+        monkeypatch,
+        *("--serial", "--link-rate", "184MB/s", "--trace", str(tmp_path / "out.json")),
+    )
+    for number, command in enumerate(stack.workers):
+        worker = parse_worker(list(command.arguments[2:]))
+        assert worker.serial
+        assert worker.link_rate == "184MB/s"
+        assert worker.trace == tmp_path / f"out-{number}.json"
+
+
+def test_what_is_not_given_is_left_to_the_services(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = planned(monkeypatch)
+    arguments = list(stack.store.arguments[2:])
+    kept = {"--listen", "--model", "--dtype", "--activations", "--chunk-tokens", "--host-memory"}
+    flags = {word for word in arguments if word.startswith("--")}
+    assert flags == kept | {"--arena", "--replace-arena"}
+    worker = parse_worker(list(stack.workers[0].arguments[2:]))
+    assert worker.pin_limit is worker.link_rate is worker.trace is None
+    assert not worker.serial
+
+
+def test_choices_are_those_of_the_store() -> None:
+    assert set(up.Eviction) == set(POLICIES)
+    assert list(up.KvEncoding) == [encoding.value for encoding in Encoding]
+    assert set(up.Admission) == set(ADMISSIONS)
+    assert set(up.HugePages) == set(WISHES)
+
+
+def test_redis_is_for_every_service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    password = tmp_path / "password"
+    password.touch(0o600)
+    password.write_text("secret\n")
+    stack = planned(
+        monkeypatch,
+        *("--redis", "rediss://ann@h", "--redis-password-file", str(password)),
+        *("--redis-ca", "ca.pem"),
+    )
+    parsed = [
+        parse_store(list(stack.store.arguments[2:])),
+        *(parse_worker(list(worker.arguments[2:])) for worker in stack.workers),
+        parse_scheduler(list(stack.scheduler.arguments[2:])),
+    ]
+    for service in parsed:
+        assert service.redis == "rediss://ann@h"
+        assert service.redis_password_file == str(password)
+        assert service.redis_ca == "ca.pem"
+
+
+def test_every_service_has_its_port_for_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = planned(monkeypatch, "--metrics", "9400")
+    commands = [stack.scheduler, stack.store, *stack.workers]
+    parsers: list[Callable[[list[str]], argparse.Namespace]]
+    parsers = [parse_scheduler, parse_store, parse_worker, parse_worker]
+    for i, (command, parse) in enumerate(zip(commands, parsers, strict=True)):
+        parsed = parse(list(command.arguments[2:]))
+        assert parsed.metrics == stack.metrics[i] == f"127.0.0.1:{9400 + i}"
+        assert not parsed.metrics_open
+    assert planned(monkeypatch).metrics == ()
+
+
+def test_sockets_of_two_starts_have_different_names() -> None:
+    first, second = (plan_stack(StackOptions(device="cpu", instance=INSTANCE)) for _ in range(2))
+    assert first.store_address != second.store_address
+    assert not set(first.worker_addresses) & set(second.worker_addresses)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (StackOptions(pin_limit="lots"), InvalidArgument),
+        (StackOptions(device="cpu", link_rate="0"), InvalidArgument),
+        (StackOptions(device="cpu", link_rate="much"), InvalidArgument),
+        (StackOptions(device="cpu", link_rate="20"), InvalidArgument),
+        (StackOptions(device="cpu", trace="/no/such/folder/out.json"), InvalidArgument),
+        (StackOptions(device="cpu", trace="/tmp"), InvalidArgument),
+        (StackOptions(device="cpu", workers=2, metrics=65533), InvalidArgument),
+        (StackOptions(device="cpu", metrics=0), InvalidArgument),
+        # The default --listen is within.
+        (StackOptions(device="cpu", workers=2, metrics=50047), InvalidArgument),
+        (StackOptions(redis="http://h"), InvalidArgument),
+        (StackOptions(redis_ca="ca.pem"), InvalidArgument),
+        (StackOptions(redis="redis://h", redis_password_file="/etc/hostname"), PermissionDenied),
+    ],
+)
+def test_nonsense_is_refused_before_anything_starts(
+    options: StackOptions, error: type[SplitpointError]
+) -> None:
+    with pytest.raises(error):
+        plan_stack(options)

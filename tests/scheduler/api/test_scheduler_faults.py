@@ -1,0 +1,492 @@
+"""A real scheduler over worker doubles: what goes wrong, and stays where it went wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from functools import partial
+from typing import Any
+
+import grpc
+import pytest
+from scheduler_doubles import (
+    CHUNK_TOKENS,
+    SHAPE,
+    FakeClock,
+    Stack,
+    Steps,
+    WorkerDouble,
+    answer,
+    ids_request,
+    stack,
+)
+
+from scheduler_service.api.limits import Limits
+from scheduler_service.cluster.registry import WorkerConnection
+from scheduler_service.server import ServedModel
+from splitpoint.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Internal,
+    ResourceExhausted,
+    SplitpointError,
+    Unavailable,
+)
+from splitpoint.transport import rpc
+from splitpoint.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2
+
+PROMPT = [5, 6, 7]
+
+
+async def first_token(call: Any) -> Any:
+    return await call.read()
+
+
+async def read_to_the_end(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+def all_is_released(running: Stack) -> bool:
+    ledger = running.conductor.admission.ledger("0")
+    return ledger is not None and ledger.charged_bytes == 0 and not running.conductor._placements
+
+
+async def test_a_disconnect_cancels_within_one_step() -> None:
+    worker = WorkerDouble()
+    worker.pace = steps = Steps()
+    async with stack(worker) as running:
+        call = running.inference.Generate(ids_request(PROMPT, 100, request_id="gone"))
+        steps.allow(1)
+        await first_token(call)
+        made = worker.steps
+        call.cancel()
+        # The cancel reaches the worker although it takes no step at all.
+        await running.until(lambda: worker.cancels)
+        assert worker.steps == made
+        assert worker.cancels[0][0] == "gone"
+        steps.allow(1)
+        await running.until(lambda: all_is_released(running))
+        # A request that was left is forgotten: trying again runs it again.
+        steps.allow(200)
+        again = await running.generate(ids_request(PROMPT, 8, request_id="gone"))
+        assert again.token_ids == answer(PROMPT, 8)
+
+
+async def test_leaving_the_queue_frees_the_place() -> None:
+    worker = WorkerDouble(capacity_pages=1)
+    worker.pace = steps = Steps()
+    async with stack(worker) as running:
+        running_one = asyncio.create_task(running.generate(ids_request([2], 4)))
+        await running.until(lambda: worker.admits)
+        waiting = running.inference.Generate(ids_request([3], 4))
+        reading = asyncio.create_task(waiting.read())
+        await running.until(lambda: running.conductor.admission.queue())
+        last = asyncio.create_task(running.generate(ids_request([4], 4)))
+        await running.until(lambda: len(running.conductor.admission.queue()) == 2)
+        waiting.cancel()
+        await running.until(lambda: len(running.conductor.admission.queue()) == 1)
+        steps.allow(100)
+        assert (await running_one).token_ids == answer([2], 4)
+        assert (await last).token_ids == answer([4], 4)
+        assert len(worker.admits) == 2
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+
+
+async def test_a_lost_worker_is_replaced_without_a_gap() -> None:
+    workers = [WorkerDouble("0"), WorkerDouble("1")]
+    paces = [Steps(), Steps()]
+    for worker, pace in zip(workers, paces, strict=True):
+        worker.pace = pace
+    async with stack(*workers) as running:
+        task = asyncio.create_task(running.generate(ids_request(PROMPT, 40)))
+        await running.until(lambda: workers[0].admits or workers[1].admits)
+        first = 0 if workers[0].admits else 1
+        paces[first].allow(7)
+        request = running.conductor.requests.running()[0]
+        await running.until(lambda: len(request.transcript) == 7)
+        paces[1 - first].allow(100)
+        await workers[first].kill()
+        result = await task
+        assert result.token_ids == answer(PROMPT, 40)
+        resumed = workers[1 - first].admits[0]
+        assert list(resumed.delivered_token_ids) == answer(PROMPT, 7)
+        assert resumed.attempt > workers[first].admits[0].attempt
+        assert resumed.sampling.seed == result.done.seed
+        assert result.done.worker_id == str(1 - first)
+
+
+async def test_many_requests_survive_a_kill_and_a_return() -> None:
+    worker = WorkerDouble(capacity_pages=16)
+    async with stack(worker) as running:
+        rng = random.Random(3)
+        prompts = [[rng.randrange(2, 4000)] for _ in range(24)]
+        tasks = [
+            asyncio.create_task(running.generate(ids_request(prompt, 60))) for prompt in prompts
+        ]
+        await running.until(lambda: worker.steps > 20)
+        address = worker.address
+        await worker.kill()
+        await running.until(lambda: not running.scheduler.registry.ready())
+        listed = await running.admin.ListWorkers(scheduler_pb2.ListWorkersRequest())
+        assert listed.workers[0].message
+        await worker.start(address)
+        for prompt, task in zip(prompts, tasks, strict=True):
+            assert (await task).token_ids == answer(prompt, 60)
+        await running.until(lambda: all_is_released(running))
+
+
+def is_decided(connection: WorkerConnection) -> bool:
+    return connection.message != "connecting"
+
+
+def admitted(worker: WorkerDouble, count: int) -> bool:
+    return len(worker.admits) == count
+
+
+async def test_a_request_that_loses_two_workers_is_not_tried_again() -> None:
+    worker = WorkerDouble()
+    worker.pace = Steps()
+    async with stack(worker) as running:
+        task = asyncio.create_task(running.error(ids_request(PROMPT, 40)))
+        for attempt in range(2):
+            await running.until(partial(admitted, worker, attempt + 1))
+            address = worker.address
+            await worker.kill()
+            if attempt == 0:
+                await worker.start(address)
+        error = await task
+        assert isinstance(error, Internal)
+        assert error.reason == "REQUEST_QUARANTINED"
+
+
+async def test_without_any_worker_it_waits_ten_seconds() -> None:
+    clock = FakeClock()
+    worker = WorkerDouble()
+    worker.pace = Steps()
+    async with stack(worker, clock=clock) as running:
+        task = asyncio.create_task(running.error(ids_request(PROMPT, 40)))
+        await running.until(lambda: worker.admits)
+        await worker.kill()
+        await running.until(lambda: running.conductor.admission.queue())
+        request = running.conductor.requests.running()[0]
+        await running.until(lambda: request.times.unplaceable is not None)
+        clock.now += 9.9
+        running.conductor.tick()
+        assert not request.has_ended
+        clock.now += 0.2
+        error = await task
+        assert isinstance(error, Unavailable)
+        assert error.reason == "NO_WORKER"
+
+
+async def test_an_end_that_was_lost_is_found_in_the_tokens() -> None:
+    """All tokens came, the finish did not, the worker died: nothing is generated again."""
+    worker = WorkerDouble()
+    worker.pace = steps = Steps()
+
+    def without_finishes(response: worker_pb2.RunResponse) -> list[worker_pb2.RunResponse]:
+        del response.finishes[:]
+        return [response]
+
+    worker.mangle = without_finishes
+    async with stack(worker) as running:
+        steps.allow(10)
+        task = asyncio.create_task(running.generate(ids_request(PROMPT, 5)))
+        await running.until(lambda: running.conductor.requests.running())
+        request = running.conductor.requests.running()[0]
+        await running.until(lambda: len(request.transcript) == 5)
+        await worker.kill()
+        assert (await task).token_ids == answer(PROMPT, 5)
+        assert len(worker.admits) == 1
+
+
+async def test_late_repeated_and_partly_repeated_messages_are_dropped() -> None:
+    worker = WorkerDouble()
+    sent: list[worker_pb2.RunResponse] = []
+
+    def noisy(response: worker_pb2.RunResponse) -> list[worker_pb2.RunResponse]:
+        sent.append(response)
+        messages = [response]
+        if len(sent) > 2:
+            messages.append(sent[-2])  # an old step again
+            joined = worker_pb2.RunResponse()
+            joined.CopyFrom(sent[-2])
+            for result, newer in zip(joined.tokens, response.tokens, strict=False):
+                result.token_ids.extend(newer.token_ids)  # two steps in one
+            del joined.finishes[:]
+            messages.append(joined)
+            stale = worker_pb2.RunResponse()
+            stale.tokens.add(request_id="r", attempt=10**6, first_index=0, token_ids=[3])
+            messages.append(stale)
+        return messages
+
+    worker.mangle = noisy
+    async with stack(worker) as running:
+        result = await running.generate(ids_request(PROMPT, 30, request_id="r"))
+        assert result.token_ids == answer(PROMPT, 30)
+        assert running.conductor.accounts.duplicate_count > 0
+        assert running.conductor.accounts.late_count > 0
+
+
+async def test_a_gap_is_not_delivered(caplog: pytest.LogCaptureFixture) -> None:
+    worker = WorkerDouble()
+
+    def gap(response: worker_pb2.RunResponse) -> list[worker_pb2.RunResponse]:
+        for result in response.tokens:
+            if result.first_index == 3 and len(worker.admits) == 1:
+                result.first_index = 4
+        return [response]
+
+    worker.mangle = gap
+    async with stack(worker) as running:
+        result = await running.generate(ids_request(PROMPT, 10))
+        assert result.token_ids == answer(PROMPT, 10)
+        assert len(worker.admits) == 2
+        assert "skipped tokens" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("refusal", "kind", "attempts"),
+    [
+        (ResourceExhausted("this worker has 3 pages"), ResourceExhausted, 1),
+        (Unavailable("the KV store went away"), Unavailable, 2),
+        (Internal("the model produced NaN"), Internal, 1),
+    ],
+)
+async def test_refusals_reach_the_client(
+    refusal: SplitpointError, kind: type[SplitpointError], attempts: int
+) -> None:
+    worker = WorkerDouble()
+    worker.refusal = refusal
+    async with stack(worker) as running:
+        error = await running.error(ids_request(PROMPT, 10))
+        assert isinstance(error, kind)
+        assert error.message == refusal.message
+        assert len(worker.admits) == attempts
+        await running.until(lambda: all_is_released(running))
+        worker.refusal = None
+        assert (await running.generate(ids_request(PROMPT, 10))).done
+
+
+async def test_a_token_that_breaks_its_request_breaks_no_other() -> None:
+    worker = WorkerDouble()
+    worker.token_of = lambda prompt, index: -1 if prompt[0] == 9 else answer(prompt, 8)[index]
+    async with stack(worker) as running:
+        bad, good = await asyncio.gather(
+            running.error(ids_request([9], 8)), running.generate(ids_request([5], 8))
+        )
+        assert isinstance(bad, Internal)
+        assert "incident" in bad.message
+        assert good.token_ids == answer([5], 8)
+        await running.until(lambda: all_is_released(running))
+
+
+async def test_a_passed_deadline_ends_the_request() -> None:
+    worker = WorkerDouble()
+    worker.pace = steps = Steps()
+    async with stack(worker) as running:
+        steps.allow(1)
+        error = await running.error(ids_request(PROMPT, 40), timeout=0.3)
+        assert isinstance(error, DeadlineExceeded)
+        await running.until(lambda: worker.cancels)
+        steps.allow(1)
+        await running.until(lambda: all_is_released(running))
+        assert isinstance(
+            await running.error(ids_request(PROMPT, 40), timeout=-1), DeadlineExceeded
+        )
+
+
+LONG = ServedModel(
+    type(SHAPE)(
+        **{
+            **{name: getattr(SHAPE, name) for name in SHAPE.__dataclass_fields__},
+            "context_length": 1_000_000,
+        }
+    ),
+    None,
+)
+
+
+def long_worker() -> WorkerDouble:
+    return WorkerDouble(capacity_pages=10**5, shape=LONG.shape)
+
+
+async def read_to_the_error(call: Any) -> SplitpointError:
+    try:
+        while await call.read():
+            pass
+    except grpc.RpcError as error:
+        return rpc.error_of(error)
+    raise RuntimeError("the call did not fail")
+
+
+def small_window_stub(running: Stack) -> tuple[grpc.aio.Channel, Any]:
+    """A client whose transport takes little ahead of its reader."""
+    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
+    channel = grpc.aio.insecure_channel(running.address, options=options)
+    return channel, scheduler_pb2_grpc.InferenceServiceStub(channel)
+
+
+async def test_a_slow_reader_pauses_its_request_and_no_other() -> None:
+    worker = long_worker()
+    count = 3_000
+    async with stack(worker, model=LONG, limits=Limits(lag_tokens=64)) as running:
+        request = ids_request(PROMPT, count, request_id="slow")
+        request.sampling.logprobs = 20  # large messages fill the transport sooner
+        channel, stub = small_window_stub(running)
+        slow = stub.Generate(request)
+        tokens = list((await slow.read()).chunk.token_ids)
+        await running.until(lambda: "slow" in worker.pauses)
+        live = running.conductor.requests.running()[0]
+        await running.until(lambda: live.is_paused)
+        produced = len(live.transcript)
+        other = await running.generate(ids_request([8], 500))
+        assert len(other.token_ids) == 500
+        # What was under way when the worker heard of it still came, no more.
+        assert len(live.transcript) - produced < 500
+        while (response := await slow.read()).HasField("chunk"):
+            tokens += response.chunk.token_ids
+        assert len(tokens) == count
+        assert tokens[:50] == answer(PROMPT, 50)
+        assert "slow" in worker.resumes
+        await channel.close()
+
+
+async def test_a_reader_that_takes_nothing_is_cut_off() -> None:
+    worker = long_worker()
+    limits = Limits(lag_tokens=64, stall_seconds=0.3)
+    async with stack(worker, model=LONG, limits=limits) as running:
+        request = ids_request(PROMPT, 5_000, request_id="stuck")
+        request.sampling.logprobs = 20
+        channel, stub = small_window_stub(running)
+        stuck = stub.Generate(request)
+        await stuck.read()
+        await running.until(lambda: worker.cancels)
+        await running.until(lambda: all_is_released(running))
+        # What was sent before can still be read; then comes the status.
+        error = await read_to_the_error(stuck)
+        assert isinstance(error, Cancelled)
+        assert error.reason == "SLOW_READER"
+        await channel.close()
+        assert len((await running.generate(ids_request([8], 50))).token_ids) == 50
+
+
+async def test_too_many_calls_are_turned_away() -> None:
+    worker = WorkerDouble()
+    worker.pace = steps = Steps()
+    async with stack(worker, limits=Limits(concurrent_calls=3)) as running:
+        tasks = [asyncio.create_task(running.generate(ids_request([n], 4))) for n in (2, 3, 4)]
+        await running.until(lambda: len(worker.admits) == 3)
+        error = await running.error(ids_request([5], 4))
+        assert isinstance(error, ResourceExhausted)
+        assert error.reason == "TOO_MANY_CALLS"
+        steps.allow(100)
+        await asyncio.gather(*tasks)
+        assert await running.generate(ids_request([5], 4))
+
+
+async def test_completed_requests_are_forgotten_after_a_minute() -> None:
+    clock = FakeClock()
+    worker = WorkerDouble()
+    async with stack(worker, clock=clock) as running:
+        request = ids_request(PROMPT, 4, request_id="once")
+        first = await running.generate(request)
+        clock.now += 59
+        assert (await running.generate(request)).done == first.done
+        clock.now += 2
+        assert (await running.generate(request)).token_ids == first.token_ids
+        assert len(worker.admits) == 2
+
+
+async def test_a_drained_worker_gets_nothing_new() -> None:
+    workers = [WorkerDouble("0"), WorkerDouble("1")]
+    async with stack(*workers) as running:
+        await workers[0].drain()
+        await running.until(lambda: len(running.scheduler.registry.ready()) == 1)
+        for _ in range(4):
+            assert (await running.generate(ids_request(PROMPT, 4))).done.worker_id == "1"
+
+
+async def test_a_stop_lets_running_requests_end() -> None:
+    worker = WorkerDouble()
+    worker.pace = steps = Steps()
+    async with stack(worker) as running:
+        task = asyncio.create_task(running.generate(ids_request(PROMPT, 20)))
+        await running.until(lambda: worker.admits)
+        stopping = asyncio.create_task(running.scheduler.stop(20))
+        await running.until(lambda: running.conductor.is_draining)
+        steps.allow(100)
+        assert (await task).token_ids == answer(PROMPT, 20)
+        await stopping
+        async with rpc.open_channel(running.address) as channel:
+            send: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
+            send = channel.unary_unary("/splitpoint.v1.AdminService/ListWorkers")
+            with pytest.raises(grpc.RpcError) as caught:
+                await send(b"")
+        assert isinstance(rpc.error_of(caught.value), Unavailable)
+
+
+async def test_foreign_and_doubled_workers_are_not_used(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    foreign = WorkerDouble("9", shape=LONG.shape)
+    twin = WorkerDouble("0")
+    addresses = [await foreign.start(), await twin.start()]
+    async with stack(WorkerDouble("0")) as running:
+        for address in addresses:
+            connection = WorkerConnection(address, SHAPE, running.scheduler._peeker)
+            task = asyncio.create_task(connection.run(running.scheduler.registry))
+            await running.until(partial(is_decided, connection))
+            assert connection.ready is None
+            assert "another model" in connection.message or "already" in connection.message
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+    for double in (foreign, twin):
+        await double.kill()
+
+
+async def test_nothing_private_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    canary = "canary sentence of a prompt"
+    with caplog.at_level(logging.DEBUG):
+        worker = WorkerDouble()
+        async with stack(worker) as running:
+            request = scheduler_pb2.GenerateRequest(
+                text=canary, cache_salt=b"canary salt", request_id="watched"
+            )
+            result = await running.generate(request)
+            await running.error(scheduler_pb2.GenerateRequest(text=canary, cache_salt=b"c" * 200))
+            worker.refusal = Internal("no")
+            await running.error(request_with_other_id(request))
+    assert "watched" in caplog.text or result.text
+    for secret in (canary, "canary salt", result.text[:40]):
+        assert secret not in caplog.text
+
+
+def request_with_other_id(request: scheduler_pb2.GenerateRequest) -> Any:
+    other = scheduler_pb2.GenerateRequest()
+    other.CopyFrom(request)
+    other.request_id = "watched too"
+    other.sampling.max_tokens = CHUNK_TOKENS
+    return other
+
+
+async def test_what_outlives_the_grace_period_is_told_so() -> None:
+    worker = WorkerDouble()
+    worker.pace = steps = Steps()
+    async with stack(worker) as running:
+        call = running.inference.Generate(ids_request(PROMPT, 100))
+        steps.allow(1)
+        await first_token(call)
+        stopping = asyncio.create_task(running.scheduler.stop(0.3))
+        await running.until(lambda: running.conductor.is_draining)
+        # It is draining, not dead.
+        workers = await running.admin.ListWorkers(scheduler_pb2.ListWorkersRequest())
+        assert [worker.running_count for worker in workers.workers] == [1]
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await read_to_the_end(call)
+        assert rpc.error_of(ended.value).reason == "STOPPED"
+        await stopping
+        assert worker.cancels

@@ -1,0 +1,278 @@
+"""Every bad input of the contract: its code and its field, pure and over the wire."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.message import Message
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from scheduler_doubles import MODEL, SHAPE, TOKENIZER, answer, ids_request, stack
+
+from scheduler_service.api.limits import Limits
+from scheduler_service.api.validation import Encode, GenerateInput, ModelFacts, validate_generate
+from splitpoint.checkpoint.text import TooManyTokens
+from splitpoint.errors import FailedPrecondition, InvalidArgument, NotFound, SplitpointError
+from splitpoint.planning.planner import Residency, RestoreMethod
+from splitpoint.transport import rpc
+from splitpoint.v1 import scheduler_pb2, types_pb2
+
+FACTS = ModelFacts("tiny", vocabulary_size=100, context_length=50)
+
+
+def encode_bytes(text: str, most: int) -> list[int]:
+    ids = [byte % 100 for byte in text.encode()]
+    if len(ids) > most:
+        raise TooManyTokens(len(ids), is_exact=True)
+    return ids
+
+
+def check(
+    request: scheduler_pb2.GenerateRequest,
+    encode: Encode | None = encode_bytes,
+) -> GenerateInput:
+    return validate_generate(
+        request, FACTS, encode, draw_seed=lambda: 7, draw_request_id=lambda: "drawn"
+    )
+
+
+def request_with(change: Callable[[scheduler_pb2.GenerateRequest], Any]) -> Any:
+    request = ids_request([1, 2, 3])
+    change(request)
+    return request
+
+
+def sampling(**fields: Any) -> Callable[[scheduler_pb2.GenerateRequest], None]:
+    return lambda request: request.sampling.MergeFrom(types_pb2.SamplingParams(**fields))
+
+
+def fields(**values: Any) -> Callable[[scheduler_pb2.GenerateRequest], None]:
+    return lambda request: request.MergeFrom(scheduler_pb2.GenerateRequest(**values))
+
+
+def clear(*names: str) -> Callable[[scheduler_pb2.GenerateRequest], None]:
+    def change(request: scheduler_pb2.GenerateRequest) -> None:
+        for name in names:
+            request.ClearField(name)
+
+    return change
+
+
+BAD: list[tuple[str, Callable[[scheduler_pb2.GenerateRequest], Any]]] = [
+    ("prompt", clear("token_ids")),
+    ("text", fields(text="")),
+    ("token_ids.ids", lambda request: request.token_ids.ClearField("ids")),
+    ("token_ids.ids[3]", lambda request: request.token_ids.ids.append(100)),
+    ("token_ids.ids[3]", lambda request: request.token_ids.ids.append(-1)),
+    ("token_ids.ids", lambda request: request.token_ids.ids.extend([1] * 47)),
+    ("text", fields(text="x" * 50)),
+    ("sampling.max_tokens", sampling(max_tokens=48)),
+    ("sampling.max_tokens", sampling(max_tokens=2**31 - 1)),
+    ("sampling.max_tokens", sampling(max_tokens=0)),
+    ("sampling.max_tokens", sampling(max_tokens=-1)),
+    ("sampling.temperature", sampling(temperature=math.nan)),
+    ("sampling.temperature", sampling(temperature=math.inf)),
+    ("sampling.temperature", sampling(temperature=-0.1)),
+    ("sampling.top_p", sampling(top_p=0.0)),
+    ("sampling.top_p", sampling(top_p=1.01)),
+    ("sampling.top_p", sampling(top_p=math.nan)),
+    ("sampling.top_k", sampling(top_k=-1)),
+    ("sampling.min_p", sampling(min_p=1.5)),
+    ("sampling.min_p", sampling(min_p=math.nan)),
+    ("sampling.presence_penalty", sampling(presence_penalty=2.5)),
+    ("sampling.frequency_penalty", sampling(frequency_penalty=-math.inf)),
+    ("sampling.repetition_penalty", sampling(repetition_penalty=0.0)),
+    ("sampling.repetition_penalty", sampling(repetition_penalty=math.inf)),
+    ("sampling.logit_bias[100]", sampling(logit_bias={100: 1.0})),
+    ("sampling.logit_bias[-1]", sampling(logit_bias={-1: 1.0})),
+    ("sampling.logit_bias[5]", sampling(logit_bias={5: 100.5})),
+    ("sampling.logit_bias[5]", sampling(logit_bias={5: math.nan})),
+    ("sampling.logit_bias", sampling(logit_bias=dict.fromkeys(range(1025), 0.0))),
+    ("sampling.stop", sampling(stop=["x"] * 17)),
+    ("sampling.stop[1]", sampling(stop=["x", "y" * 257])),
+    ("sampling.stop[0]", sampling(stop=["ü" * 129])),
+    ("sampling.stop[0]", sampling(stop=[""])),
+    ("sampling.stop_token_ids", sampling(stop_token_ids=[1] * 65)),
+    ("sampling.stop_token_ids[1]", sampling(stop_token_ids=[1, 100])),
+    ("sampling.min_tokens", sampling(min_tokens=-1)),
+    ("sampling.logprobs", sampling(logprobs=21)),
+    ("sampling.logprobs", sampling(logprobs=-1)),
+    ("cache_salt", fields(cache_salt=b"s" * 129)),
+    ("request_id", fields(request_id="r" * 65)),
+    ("request_id", fields(request_id="a\nb")),
+    ("split_tokens", fields(split_tokens=-1)),
+    ("residency", fields(residency=9)),
+    ("restore_method", fields(restore_method=99)),
+    ("restore_method", fields(restore_method=types_pb2.RESTORE_METHOD_SPLIT)),
+    ("restore_method", fields(restore_method=types_pb2.RESTORE_METHOD_LOAD, split_tokens=0)),
+    ("restore_method", fields(restore_method=types_pb2.RESTORE_METHOD_TOKENS, residency=2)),
+]
+
+
+@pytest.mark.parametrize(("field", "change"), BAD, ids=[f"{n}-{f}" for n, (f, _) in enumerate(BAD)])
+def test_bad_inputs_name_their_field(field: str, change: Any) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        check(request_with(change))
+    assert caught.value.field == field
+
+
+async def test_bad_inputs_over_the_wire() -> None:
+    """The same table through a real server (whose vocabulary and context are larger)."""
+    context, vocabulary = SHAPE.context_length, SHAPE.vocabulary_size
+    async with stack(limits=Limits(retry_seconds=0.01)) as running:
+        replaced = {
+            "sampling.logit_bias[100]": sampling(logit_bias={vocabulary: 1.0}),
+            "token_ids.ids[3]": lambda request: request.token_ids.ids.append(vocabulary),
+            "token_ids.ids": lambda request: request.token_ids.ids.extend([1] * context),
+            "text": fields(text="word " * context),
+            "sampling.stop_token_ids[1]": sampling(stop_token_ids=[1, vocabulary]),
+            "sampling.max_tokens": sampling(max_tokens=context - 2),
+        }
+        for field, change in BAD:
+            asked = request_with(replaced.get(field, change))
+            error = await running.error(asked)
+            assert isinstance(error, InvalidArgument), field
+            expected = field.replace("[100]", f"[{vocabulary}]")
+            assert error.field == expected
+        for request in (
+            ids_request([1], model="other"),
+            ids_request([1], worker_id="other"),
+        ):
+            assert isinstance(await running.error(request), NotFound)
+        refused: tuple[tuple[str, Message, type[SplitpointError]], ...] = (
+            ("Tokenize", scheduler_pb2.TokenizeRequest(), InvalidArgument),
+            ("Tokenize", scheduler_pb2.TokenizeRequest(model="m", text="x"), NotFound),
+            ("GetModel", scheduler_pb2.GetModelRequest(model="m"), NotFound),
+            ("ExplainPlan", scheduler_pb2.ExplainPlanRequest(), InvalidArgument),
+            (
+                "ExplainPlan",
+                scheduler_pb2.ExplainPlanRequest(cached_tokens=-1, new_tokens=1),
+                InvalidArgument,
+            ),
+            (
+                "ExplainPlan",
+                scheduler_pb2.ExplainPlanRequest(cached_tokens=context, new_tokens=1),
+                InvalidArgument,
+            ),
+            (
+                "ExplainPlan",
+                scheduler_pb2.ExplainPlanRequest(new_tokens=1, residency=7),  # type: ignore[arg-type]
+                InvalidArgument,
+            ),
+            (
+                "ExplainPlan",
+                scheduler_pb2.ExplainPlanRequest(new_tokens=1, objective=7),  # type: ignore[arg-type]
+                InvalidArgument,
+            ),
+            (
+                "ExplainPlan",
+                scheduler_pb2.ExplainPlanRequest(new_tokens=1, remote_cached_tokens=2),
+                InvalidArgument,
+            ),
+        )
+        for method, message, kind in refused:
+            with pytest.raises(grpc.RpcError) as caught:
+                await getattr(running.inference, method)(message)
+            assert isinstance(rpc.error_of(caught.value), kind), method
+        # Nothing of it reached the worker, and it still works.
+        assert running.workers[0].admits == []
+        assert (await running.generate(ids_request([5], 2))).token_ids == answer([5], 2)
+
+
+def test_what_was_left_open_is_filled_in() -> None:
+    checked = check(ids_request([1, 2, 3]))
+    assert (checked.max_tokens, checked.seed, checked.request_id) == (47, 7, "drawn")
+    assert checked.sampling.max_tokens == 47
+    assert checked.sampling.seed == 7
+    assert checked.residency is None
+    assert checked.split_tokens is None
+    assert checked.token_count == 50
+    given_all = request_with(
+        lambda request: (
+            sampling(max_tokens=4, seed=-3, stop=["a"], stop_token_ids=[1], ignore_eos=True)(
+                request
+            ),
+            fields(residency=2, split_tokens=0, cache_salt=b"s", worker_id="w")(request),
+        )
+    )
+    checked = check(given_all)
+    assert (checked.max_tokens, checked.seed, checked.split_tokens) == (4, -3, 0)
+    assert checked.residency is Residency.STREAMED
+    assert checked.stop == ("a",)
+    assert checked.stop_token_ids == {1}
+    assert checked.ignore_eos
+    assert check(fields_request(text="hello")).prompt == tuple(ord(c) % 100 for c in "hello")
+
+
+def test_token_ids_are_recomputed_into_device_memory_only() -> None:
+    asked = check(ids_request([1], restore_method=types_pb2.RESTORE_METHOD_TOKENS))
+    assert asked.restore_method is RestoreMethod.TOKENS
+    assert asked.residency is Residency.RESIDENT
+    loaded = check(ids_request([1], restore_method=types_pb2.RESTORE_METHOD_LOAD))
+    assert (loaded.restore_method, loaded.residency) == (RestoreMethod.LOAD, None)
+
+
+def fields_request(**values: Any) -> scheduler_pb2.GenerateRequest:
+    return scheduler_pb2.GenerateRequest(**values)
+
+
+def test_the_digest_is_of_the_body_only() -> None:
+    one, two = check(ids_request([1], request_id="a")), check(ids_request([1], request_id="b"))
+    assert one.body_digest == two.body_digest
+    assert check(ids_request([2])).body_digest != one.body_digest
+    assert check(ids_request([1], cache_salt=b"x")).body_digest != one.body_digest
+
+
+def test_text_needs_a_tokenizer_and_its_tokens_a_row() -> None:
+    for request in (fields_request(text="x"), request_with(sampling(stop=["x"]))):
+        with pytest.raises(FailedPrecondition):
+            check(request, None)
+    with pytest.raises(InvalidArgument, match="lacks"):
+        check(fields_request(text="x"), lambda text, most: [100])
+    with pytest.raises(InvalidArgument, match="empty"):
+        check(fields_request(text="x"), lambda text, most: [])
+
+
+@given(
+    values=st.fixed_dictionaries(
+        {},
+        optional={
+            "temperature": st.floats(),
+            "top_k": st.integers(-(2**31), 2**31 - 1),
+            "top_p": st.floats(),
+            "min_p": st.floats(),
+            "presence_penalty": st.floats(),
+            "frequency_penalty": st.floats(),
+            "repetition_penalty": st.floats(),
+            "max_tokens": st.integers(-(2**31), 2**31 - 1),
+            "min_tokens": st.integers(-(2**31), 2**31 - 1),
+            "logprobs": st.integers(-(2**31), 2**31 - 1),
+            "seed": st.integers(-(2**63), 2**63 - 1),
+        },
+    ),
+    prompt=st.lists(st.integers(-2, 101), max_size=60),
+)
+@settings(max_examples=300)
+def test_whatever_passes_is_sound(values: dict[str, Any], prompt: list[int]) -> None:
+    request = ids_request(prompt)
+    request.sampling.MergeFrom(types_pb2.SamplingParams(**values))
+    try:
+        checked = check(request)
+    except InvalidArgument as error:
+        event(error.field.partition("[")[0])
+        return
+    assert 1 <= len(checked.prompt) < checked.token_count <= FACTS.context_length
+    assert all(0 <= token < FACTS.vocabulary_size for token in checked.prompt)
+    params = checked.sampling
+    for name in ("temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty"):
+        assert math.isfinite(getattr(params, name))
+    assert params.temperature >= 0
+    assert not params.HasField("top_p") or 0 < params.top_p <= 1
+
+
+def test_the_bundled_model_has_a_tokenizer() -> None:
+    assert MODEL.tokenizer is TOKENIZER is not None

@@ -1,0 +1,405 @@
+"""What a scheduler counts: its status and its metrics, after traffic of known outcome."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+from pathlib import Path
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from scheduler_doubles import (
+    CHUNK_TOKENS,
+    PAGE_BYTES,
+    FakeClock,
+    Stack,
+    Steps,
+    StoreDouble,
+    WorkerDouble,
+    ids_request,
+    stack,
+)
+
+from scheduler_service import server
+from scheduler_service.api import validation
+from scheduler_service.api.limits import Limits
+from scheduler_service.cluster import reachable
+from scheduler_service.cluster.accounts import OTHER, REJECTIONS, Accounts, Sample
+from scheduler_service.cluster.losses import LossBook
+from scheduler_service.placement import conductor, planning, requests
+from scheduler_service.placement.requests import Times
+from splitpoint.errors import InvalidArgument, ResourceExhausted, Unavailable
+from splitpoint.observe import metrics
+from splitpoint.v1 import scheduler_pb2, types_pb2
+
+PROMPT = [5, 6, 7]
+
+
+def value(running: Stack, metric: metrics.Metric, *labels: str, part: str = "") -> float | None:
+    """Of one series of a scrape; None: there is none. `part`: _count or _sum of a histogram."""
+    named = dict(zip(metric.labels, labels, strict=True))
+    return running.scheduler.meters.registry.get_sample_value(metric.name + part, named)
+
+
+async def status_of(running: Stack) -> scheduler_pb2.GetSchedulerStatusResponse:
+    answer: scheduler_pb2.GetSchedulerStatusResponse
+    answer = await running.admin.GetSchedulerStatus(scheduler_pb2.GetSchedulerStatusRequest())
+    return answer
+
+
+async def workers_of(running: Stack) -> list[scheduler_pb2.WorkerStatus]:
+    return list((await running.admin.ListWorkers(scheduler_pb2.ListWorkersRequest())).workers)
+
+
+# -- a request's times and tokens -----------------------------------------------------------
+
+
+async def test_tokens_and_times_of_completed_requests() -> None:
+    clock = FakeClock()
+    store = StoreDouble(cached_tokens=16)
+    worker = WorkerDouble(kvstore_address=await store.start())
+    worker.pace = steps = Steps()
+    prompt = list(range(10, 30))
+    load = types_pb2.RESTORE_METHOD_LOAD
+    async with stack(worker, clock=clock) as running:
+        for count in (5, 3):  # a token each half second
+            request = ids_request(prompt, count, restore_method=load)
+            task = asyncio.create_task(running.generate(request))
+            await running.until(lambda: worker.running)
+            for _ in range(count):
+                clock.now += 0.5
+                due = running.conductor.accounts.generated_tokens + 1
+                steps.allow(1)
+
+                def is_delivered(due: int = due) -> bool:
+                    return bool(running.conductor.accounts.generated_tokens == due)
+
+                await running.until(is_delivered)
+            await task
+        clock.now += 10
+        status = await status_of(running)
+        assert (status.completed_count, status.failed_count, status.rejected_count) == (2, 0, 0)
+        assert (status.prompt_token_count, status.cached_token_count) == (40, 32)
+        assert status.generated_token_count == 8
+        assert (status.ttft_count, status.ttft_seconds_sum) == (2, 1.0)
+        assert (status.itl_count, status.itl_seconds_sum) == (4 + 2, 3.0)
+        assert status.uptime_seconds == 10 + 8 * 0.5
+        assert not status.HasField("redis")
+        assert value(running, metrics.TTFT_SECONDS, part="_count") == 2
+        assert value(running, metrics.ITL_SECONDS, part="_sum") == 3.0
+        assert value(running, metrics.REQUEST_SECONDS, part="_sum") == 2.5 + 1.5
+        assert value(running, metrics.QUEUE_SECONDS, part="_sum") == 0
+        assert value(running, metrics.PREFILL_SECONDS, part="_sum") == 0.5 + 0.5
+        assert value(running, metrics.DECODE_SECONDS, part="_sum") == 2.0 + 1.0
+        # Of each request its mean, and not of each gap.
+        assert value(running, metrics.TPOT_SECONDS, part="_count") == 2
+        assert value(running, metrics.TPOT_SECONDS, part="_sum") == 0.5 + 0.5
+        assert value(running, metrics.REQUEST_PROMPT_TOKENS, part="_sum") == 40
+        assert value(running, metrics.REQUEST_GENERATED_TOKENS, part="_sum") == 8
+        assert value(running, metrics.MODEL_INFO, "stdlib-llama") == 1
+        assert value(running, metrics.GENERATED_TOKENS) == 8
+        assert value(running, metrics.REQUESTS_FINISHED, "length") == 2
+        # 16 of 20 prompt tokens are cached.
+        assert value(running, metrics.KAPPA_RATIO, part="_sum") == 2 * 16 / 4
+        assert value(running, metrics.PLANS, "resident", "load") == 2
+        assert value(running, metrics.PLANS, "streamed", "none") == 0
+    await store.stop()
+
+
+def test_tokens_that_come_together_are_one_gap_and_a_slow_reader_is_none() -> None:
+    seen: list[tuple[Sample, float]] = []
+    accounts = Accounts(0.0, lambda sample, seconds: seen.append((sample, seconds)))
+    times = Times(arrived=1.0)
+    for now, count in ((3.0, 1), (4.0, 4)):
+        accounts.tokens_came(times, count, now)
+        times.tokens_came(now)
+    assert seen == [(Sample.TTFT, 2.0), (Sample.ITL, 1.0)]
+    times.last_token = None  # its reader fell behind, and it was paused
+    accounts.tokens_came(times, 1, 60.0)
+    times.tokens_came(60.0)
+    accounts.tokens_came(times, 1, 60.5)
+    assert seen[2:] == [(Sample.ITL, 0.5)]
+    assert (accounts.generated_tokens, accounts.itl_count, accounts.itl_seconds) == (7, 2, 1.5)
+
+
+def test_the_phases_of_a_request_add_up_and_one_token_has_no_tpot() -> None:
+    seen: dict[Sample, float] = {}
+    accounts = Accounts(0.0, seen.__setitem__)
+    message = scheduler_pb2.GenerateComplete(
+        queue_seconds=3.0,
+        ttft_seconds=5.0,
+        total_seconds=9.0,
+        usage=scheduler_pb2.Usage(prompt_tokens=70, completion_tokens=1),
+    )
+    accounts.completed(message)
+    assert seen == {
+        Sample.REQUEST: 9.0,
+        Sample.PREFILL: 2.0,
+        Sample.DECODE: 4.0,
+        Sample.PROMPT_TOKENS: 70,
+        Sample.GENERATED_TOKENS: 1,
+    }
+    message.usage.completion_tokens = 5
+    accounts.completed(message)
+    assert seen[Sample.TPOT] == 1.0
+
+
+def test_requests_of_two_hours_have_a_bucket() -> None:
+    assert metrics.REQUEST_SECONDS.buckets[-1] == 7680
+    assert metrics.DECODE_SECONDS.buckets[-1] == 7680
+
+
+# -- those that were turned away, and those that failed ---------------------------------------
+
+
+async def test_rejections_by_reason() -> None:
+    limits = Limits(queue_capacity=1, tenant_requests=3, concurrent_calls=3)
+    worker = WorkerDouble(capacity_pages=2)
+    worker.pace = steps = Steps()
+    async with stack(worker, limits=limits) as running:
+        held = ids_request(PROMPT, 2 * CHUNK_TOKENS - 4)
+        tasks = [asyncio.create_task(running.generate(held))]
+        await running.until(lambda: worker.admits)
+        tasks.append(asyncio.create_task(running.generate(held)))
+        await running.until(lambda: running.conductor.admission.queue())
+        assert value(running, metrics.REQUESTS_RUNNING) == 1
+        assert value(running, metrics.REQUESTS_WAITING) == 1
+        assert value(running, metrics.QUEUE_CAPACITY) == 1
+        assert value(running, metrics.LEDGER_BYTES, "0", "charged") == 2 * PAGE_BYTES
+        assert value(running, metrics.LEDGER_BYTES, "0", "capacity") == 2 * PAGE_BYTES
+        turned_away = {
+            "QUEUE_FULL": held,
+            "NEVER_FITS": ids_request(PROMPT, 9 * CHUNK_TOKENS),
+            "INVALID_ARGUMENT": ids_request([], 1),
+            "CONTEXT_EXCEEDED": ids_request(PROMPT, 10**6),
+            "WORKER_NOT_FOUND": ids_request(PROMPT, 1, worker_id="canary"),
+            "MODEL_NOT_FOUND": ids_request(PROMPT, 1, model="canary"),
+        }
+        for reason, request in turned_away.items():
+            assert (await running.error(request)).reason == reason
+            assert value(running, metrics.REQUESTS_REJECTED, reason) == 1
+        status = await status_of(running)
+        assert (status.running_count, status.waiting_count) == (1, 1)
+        assert status.rejected_count == len(turned_away)
+        assert (status.completed_count, status.failed_count) == (0, 0)
+        steps.allow(100)
+        await asyncio.gather(*tasks)
+        assert (await status_of(running)).completed_count == 2
+        scraped = generate_latest(running.scheduler.meters.registry).decode()
+        assert "canary" not in scraped
+
+
+async def test_calls_and_quotas_beyond_their_limits_are_rejections() -> None:
+    worker = WorkerDouble()
+    worker.pace = steps = Steps()
+    limits = Limits(tenant_requests=1, concurrent_calls=2)
+    async with stack(worker, limits=limits) as running:
+        held = [asyncio.create_task(running.generate(ids_request(PROMPT, 4, request_id="r")))]
+        await running.until(lambda: worker.admits)
+        assert (await running.error(ids_request(PROMPT, 4))).reason == "TENANT_QUOTA"
+        # The same request again is no second one.
+        held.append(asyncio.create_task(running.generate(ids_request(PROMPT, 4, request_id="r"))))
+        request = running.conductor.requests.running()[0]
+        await running.until(lambda: len(request._readers) == 2)
+        assert (await running.error(ids_request(PROMPT, 4))).reason == "TOO_MANY_CALLS"
+        steps.allow(100)
+        await asyncio.gather(*held)
+        assert value(running, metrics.REQUESTS_REJECTED, "TENANT_QUOTA") == 1
+        assert value(running, metrics.REQUESTS_REJECTED, "TOO_MANY_CALLS") == 1
+        status = await status_of(running)
+        assert (status.completed_count, status.rejected_count) == (1, 2)
+        assert status.generated_token_count == 4
+
+
+async def test_failures_and_readers_that_left() -> None:
+    worker = WorkerDouble()
+    async with stack(worker) as running:
+        worker.refusal = ResourceExhausted("its memory disagrees")
+        await running.error(ids_request(PROMPT, 4))
+        worker.refusal = None
+        worker.pace = steps = Steps()
+        call = running.inference.Generate(ids_request(PROMPT, 40))
+        steps.allow(1)
+        await call.read()
+        call.cancel()
+        await running.until(lambda: not running.conductor.requests.running())
+        assert value(running, metrics.REQUESTS_FINISHED, "error") == 1
+        assert value(running, metrics.REQUESTS_FINISHED, "abandoned") == 1
+        assert (await status_of(running)).failed_count == 2
+        steps.allow(100)
+
+
+def test_no_text_from_outside_becomes_a_label() -> None:
+    accounts = Accounts(0.0, lambda sample, value: None)
+    accounts.rejected(Unavailable("no", reason="SENT_BY_SOMEBODY"))
+    accounts.rejected(KeyError("a bug"))
+    assert accounts.rejected_counts[OTHER] == accounts.rejected_counts["INTERNAL"] == 1
+    assert set(accounts.rejected_counts) == {*REJECTIONS, OTHER}
+
+
+# Ends of requests that were accepted, and errors of calls that are not Generate.
+NO_REJECTIONS = {
+    *("ABANDONED", "MESSAGE_TOO_LARGE", "REQUEST_QUARANTINED", "SLOW_READER", "STOPPED"),
+    "WORKER_DRAINED",
+}
+
+
+def test_every_reason_to_turn_a_request_away_has_its_own_count() -> None:
+    """Of the modules that a Generate call goes through before it is accepted."""
+    reasons = set()
+    for module in (conductor, planning, reachable, requests, server, validation):
+        for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text())):
+            if isinstance(node, ast.keyword) and node.arg == "reason":
+                reasons |= {n.value for n in ast.walk(node.value) if isinstance(n, ast.Constant)}
+    names = {name for name in reasons if isinstance(name, str) and name.isupper()}
+    assert {"TENANT_QUOTA", "WORKER_NOT_FOUND", "CONTEXT_EXCEEDED"} <= names
+    assert names - NO_REJECTIONS <= set(REJECTIONS)
+    assert InvalidArgument("").reason in REJECTIONS
+
+
+# -- workers --------------------------------------------------------------------------------
+
+
+async def test_a_lost_worker_stays_visible_and_its_requests_fail_over() -> None:
+    clock = FakeClock()
+    first, second = WorkerDouble("0"), WorkerDouble("1")
+    first.pace = second.pace = steps = Steps()
+    async with stack(first, second, clock=clock) as running:
+        first.report(types_pb2.Telemetry(uptime_seconds=3, generated_token_count=1))
+        steps.allow(1)
+        await running.until(lambda: running.scheduler.registry.connections[0].telemetry)
+        task = asyncio.create_task(running.generate(ids_request(PROMPT, 9, worker_id="")))
+        await running.until(lambda: first.admits or second.admits)
+        at, other = (first, second) if first.admits else (second, first)
+        assert value(running, metrics.WORKER_READY, at.worker_id) == 1
+        assert value(running, metrics.WORKER_LOSSES, at.worker_id) == 0
+        steps.allow(3)
+        await at.kill()
+        await running.until(lambda: other.admits)
+        steps.allow(100)
+        await task
+        clock.now += 7.5
+        assert value(running, metrics.WORKER_READY, at.worker_id) == 0
+        assert value(running, metrics.WORKER_LOSSES, at.worker_id) == 1
+        assert value(running, metrics.WORKER_LOSSES, other.worker_id) == 0
+        assert value(running, metrics.KAPPA_CRIT, at.worker_id) is None
+        assert value(running, metrics.FAILOVERS) == 1
+        assert (await status_of(running)).failover_count == 1
+        workers = {worker.worker_id: worker for worker in await workers_of(running)}
+        lost, left = workers[at.worker_id], workers[other.worker_id]
+        assert (lost.ready, lost.loss_count, lost.last_lost_seconds_ago) == (False, 1, 7.5)
+        assert not lost.HasField("telemetry")
+        assert (left.loss_count, left.HasField("last_lost_seconds_ago")) == (0, False)
+        assert left.kappa_crit == pytest.approx(value(running, metrics.KAPPA_CRIT, left.worker_id))
+
+
+def test_names_that_are_long_gone_are_forgotten() -> None:
+    clock = FakeClock()
+    book = LossBook(clock)
+    for name in ("a-1", "a-2", "static"):
+        book.note(name, known={"static"})
+    clock.now += 3000
+    book.note("a-2", known={"static"})
+    clock.now += 1000
+    assert (book.of("a-1").count, book.of("a-1").seconds_ago) == (1, 4000)
+    book.note("b", known={"static"})
+    assert dict(book.counts()) == {"a-2": 2, "static": 1, "b": 1}
+    assert (book.of("a-1").count, book.of("a-1").seconds_ago) == (0, None)
+
+
+async def test_a_worker_that_never_answered_is_known_by_its_address(tmp_path: Path) -> None:
+    """Else one of two would look like all of one."""
+    nowhere = f"unix:{tmp_path}/w"
+    async with stack(WorkerDouble("0"), absent=[nowhere]) as running:
+        assert value(running, metrics.WORKER_KNOWN, "0") == 1
+        assert value(running, metrics.WORKER_READY, "0") == 1
+        assert value(running, metrics.WORKER_KNOWN, nowhere) == 1
+        assert value(running, metrics.WORKER_READY, nowhere) is None
+
+
+async def test_a_drain_is_no_loss() -> None:
+    worker = WorkerDouble()
+    async with stack(worker) as running:
+        await worker.drain()
+        await running.until(lambda: not running.scheduler.registry.ready())
+        assert value(running, metrics.WORKER_READY, "0") == 0
+        assert [(w.ready, w.draining) for w in await workers_of(running)] == [(False, True)]
+        await worker.kill()
+        connection = running.scheduler.registry.connections[0]
+        await running.until(lambda: connection.ready is None)
+        assert value(running, metrics.WORKER_LOSSES, "0") == 0
+        [gone] = await workers_of(running)
+        assert (gone.ready, gone.draining, gone.loss_count) == (False, False, 0)
+
+
+async def test_a_scheduler_that_stops_loses_nobody() -> None:
+    """Its metrics are read until the end: an alert must not take its stop for a worker's."""
+    async with stack(WorkerDouble()) as running:
+        assert value(running, metrics.WORKER_READY, "0") == 1
+    assert value(running, metrics.WORKER_READY, "0") == 0
+    assert value(running, metrics.WORKER_LOSSES, "0") == 0
+
+
+async def test_telemetry_comes_beside_the_tokens_and_alone() -> None:
+    worker = WorkerDouble()
+    async with stack(worker) as running:
+        [before] = await workers_of(running)
+        assert not before.HasField("telemetry")
+        worker.report(types_pb2.Telemetry(uptime_seconds=1.5, split_tokens=0))
+        connection = running.scheduler.registry.connections[0]
+        await running.until(lambda: connection.telemetry is not None)
+        [alone] = await workers_of(running)
+        assert (alone.telemetry.uptime_seconds, alone.telemetry.HasField("split_tokens")) == (
+            1.5,
+            True,
+        )
+        worker.report(types_pb2.Telemetry(uptime_seconds=2.5))
+        await running.generate(ids_request(PROMPT, 3))
+        [beside] = await workers_of(running)
+        assert beside.telemetry.uptime_seconds == 2.5
+        assert (await status_of(running)).itl_count == 2
+        dropped = [
+            value(running, metrics.DROPPED_RESULTS, cause) for cause in ("late", "duplicate")
+        ]
+        assert dropped == [0, 0]
+
+
+async def test_slots_promised_to_streamed_requests() -> None:
+    store = StoreDouble(slot_count=8)
+    address = await store.start()
+    worker = WorkerDouble(capacity_pages=4, kvstore_address=address)
+    worker.pace = steps = Steps()
+    async with stack(worker) as running:
+        assert value(running, metrics.LEDGER_SLOTS, address, "charged") == 0
+        streamed = ids_request([5], 6 * CHUNK_TOKENS - 1, residency=types_pb2.RESIDENCY_STREAMED)
+        task = asyncio.create_task(running.generate(streamed))
+        await running.until(lambda: worker.admits)
+        assert value(running, metrics.LEDGER_SLOTS, address, "charged") == 6
+        assert value(running, metrics.LEDGER_SLOTS, address, "capacity") == 8
+        assert value(running, metrics.PLANS, "streamed", "none") == 1
+        steps.allow(1000)
+        await task
+        await running.until(lambda: not running.conductor._placements)
+        assert value(running, metrics.LEDGER_SLOTS, address, "charged") == 0
+    await store.stop()
+
+
+async def test_every_metric_of_the_scheduler_has_values() -> None:
+    store = StoreDouble()
+    worker = WorkerDouble(kvstore_address=await store.start())
+    async with stack(worker) as running:
+        await running.generate(ids_request(PROMPT, 3))
+        text = generate_latest(running.scheduler.meters.registry).decode()
+        families = {
+            sample.name.removesuffix("_bucket")
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+        listed = {
+            metric.name
+            for metric in metrics.metrics_of(metrics.Service.SCHEDULER)
+            if metric.needs is None
+        }
+        assert listed - families == set()
+    await store.stop()

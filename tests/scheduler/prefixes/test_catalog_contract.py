@@ -1,0 +1,83 @@
+"""What every catalog promises, asked of both: the one on Redis and the one that asks the stores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from catalog_helpers import SIZE, Store, catalog_of, query, serving_store, until_equal
+from redis_server import RedisServer
+
+from scheduler_service.prefixes.catalog import LayoutName, PrefixCatalog, PrefixQuery
+
+KINDS = pytest.mark.parametrize("kind", ["peek", "redis"])
+PROMPT = list(range(100, 100 + 6 * SIZE))
+
+
+async def settles(catalog: PrefixCatalog, question: PrefixQuery, wanted: dict[Store, int]) -> None:
+    """The answer comes to this; a store without tokens may be missing from it."""
+
+    async def ask() -> dict[str, int]:
+        found = await catalog.cached_tokens(question)
+        return {address: tokens for address, tokens in found.items() if tokens}
+
+    await until_equal(ask, {s.address: n for s, n in wanted.items() if n})
+
+
+@KINDS
+async def test_the_longest_run_of_chunks_counts(
+    kind: str, tmp_path: Path, redis_server: RedisServer
+) -> None:
+    async with (
+        serving_store(tmp_path) as store,
+        catalog_of(kind, [store], redis_server) as catalog,
+    ):
+        await settles(catalog, query(PROMPT, store), {})
+        store.seal(PROMPT[: 3 * SIZE])
+        await settles(catalog, query(PROMPT, store), {store: 3 * SIZE})
+        await settles(catalog, query(PROMPT[: 2 * SIZE], store), {store: 2 * SIZE})
+        store.seal(PROMPT)
+        await settles(catalog, query(PROMPT, store), {store: 6 * SIZE})
+        # Another beginning, another tenant: nothing.
+        await settles(catalog, query([5, *PROMPT], store), {})
+        await settles(catalog, query(PROMPT, store, salt=b"t"), {})
+        store.seal(PROMPT[:SIZE], salt=b"t")
+        await settles(catalog, query(PROMPT, store, salt=b"t"), {store: SIZE})
+
+
+@KINDS
+async def test_what_is_evicted_goes(kind: str, tmp_path: Path, redis_server: RedisServer) -> None:
+    async with (
+        serving_store(tmp_path, slots=8) as store,
+        catalog_of(kind, [store], redis_server) as catalog,
+    ):
+        store.seal(PROMPT)
+        await settles(catalog, query(PROMPT, store), {store: 6 * SIZE})
+        other = [7 + token for token in PROMPT[: 4 * SIZE]]
+        store.seal(other)  # takes two free slots and the two last chunks of the other
+        await settles(catalog, query(PROMPT, store), {store: 4 * SIZE})
+        await settles(catalog, query(other, store), {store: 4 * SIZE})
+
+
+@KINDS
+async def test_each_store_has_its_own_count(
+    kind: str, tmp_path: Path, redis_server: RedisServer
+) -> None:
+    async with (
+        serving_store(tmp_path, "a") as first,
+        serving_store(tmp_path, "b") as second,
+    ):
+        first.seal(PROMPT[: 2 * SIZE])
+        second.seal(PROMPT[: 5 * SIZE])
+        async with catalog_of(kind, [first, second], redis_server) as catalog:
+            question = query(PROMPT, first, second)
+            await settles(catalog, question, {first: 2 * SIZE, second: 5 * SIZE})
+
+
+async def test_other_layouts_are_not_asked_for(tmp_path: Path, redis_server: RedisServer) -> None:
+    async with serving_store(tmp_path) as store:
+        store.seal(PROMPT)
+        async with catalog_of("redis", [store], redis_server) as catalog:
+            other = frozenset({LayoutName(b"x" * 16, SIZE)})
+            question = PrefixQuery(b"s", PROMPT, other, frozenset())
+            assert await catalog.cached_tokens(question) == {}

@@ -1,0 +1,357 @@
+"""Token streams equal whole decodes, and stop strings do not see token borders."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import (
+    AddedToken,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+from splitpoint.checkpoint.text import TextStream, Tokenizer, TooManyTokens
+from splitpoint.errors import InvalidArgument
+
+ROOT = Path(__file__).parents[3]
+CORPUS = [
+    "def read(path):\n    with open(path) as file:\n        return file.read()\n",
+    "the quick brown fox jumps over the lazy dog, again and again and again",
+    "naïve café, Straße, größer; 你好，世界; привет мир; 😀😃",
+] * 20
+BYTES = [f"<0x{value:02X}>" for value in range(256)]
+
+
+def byte_level() -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    backend.add_tokens(["<tool call>", "日本"])  # not special: they are text
+    return backend
+
+
+def sentencepiece(*, metaspace: bool) -> tokenizers.Tokenizer:
+    """Llama 2's form: ▁ for spaces, byte tokens for what the vocabulary lacks."""
+    words = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<unk>", "<s>", "</s>", *BYTES], show_progress=False
+    )
+    trained = tokenizers.Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    trained.train_from_iterator(CORPUS[:2], words)
+    state = json.loads(trained.to_str())
+    state["model"].update(byte_fallback=True, fuse_unk=True, unk_token="<unk>")
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < 3]
+    backend = tokenizers.Tokenizer.from_str(json.dumps(state))
+    if metaspace:
+        backend.decoder = decoders.Sequence(
+            [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")]
+        )
+    else:
+        backend.pre_tokenizer = None
+        backend.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
+        backend.decoder = decoders.Sequence(
+            [
+                decoders.Replace("▁", " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                decoders.Strip(" ", 1, 0),
+            ]
+        )
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    return backend
+
+
+BACKENDS = {
+    "byte-level": byte_level(),
+    "llama-2": sentencepiece(metaspace=False),
+    "metaspace": sentencepiece(metaspace=True),
+    "bundled": tokenizers.Tokenizer.from_file(str(ROOT / "models/stdlib-llama/tokenizer.json")),
+}
+TOKENIZERS = {name: Tokenizer(backend) for name, backend in BACKENDS.items()}
+LLAMA_LIKE = ("llama-2", "metaspace")
+names = st.sampled_from(sorted(BACKENDS))
+texts = st.text(max_size=40) | st.text("ab \n—é你😀", max_size=30)
+
+
+def stream(tokenizer: Tokenizer, ids: list[int], stops: tuple[str, ...] = ()) -> str:
+    text = TextStream(tokenizer, stops)
+    return "".join([text.push([index]) for index in ids] + [text.finish()])
+
+
+def byte_runs_are_text(backend: tokenizers.Tokenizer, ids: list[int]) -> bool:
+    """Whether every run of byte tokens is UTF-8 (where the library's decode is sound)."""
+    run = b""
+    for index in [*ids, -1]:
+        spelling = backend.id_to_token(index) if index >= 0 else None
+        if spelling in BYTES:
+            run += bytes([BYTES.index(spelling)])
+            continue
+        if spelling in ("<s>", "</s>", "<unk>"):
+            continue  # skipped before decoding, so it does not end the run
+        try:
+            run.decode()
+        except UnicodeDecodeError:
+            return False
+        run = b""
+    return True
+
+
+@given(name=names, text=texts | st.text("ab \n", min_size=500, max_size=900))
+@settings(max_examples=400, deadline=None)
+def test_bytes_tell_the_fewest_tokens(name: str, text: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    fewest, ids = tokenizer.fewest_tokens(text), tokenizer.encode(text)
+    assert fewest <= len(ids)
+    assert fewest > 0 or not text
+    assert tokenizer.encode(text, len(ids)) == ids
+    if ids:
+        with pytest.raises(TooManyTokens) as caught:
+            tokenizer.encode(text, len(ids) - 1)
+        assert fewest <= caught.value.count <= len(ids)
+
+
+def unbounded(change: Callable[[tokenizers.Tokenizer], object]) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
+    change(backend)
+    return backend
+
+
+@pytest.mark.parametrize(
+    ("backend", "text"),
+    [
+        (
+            unbounded(lambda backend: backend.add_tokens([AddedToken("!", rstrip=True)])),
+            "!" + " " * 999,
+        ),
+        (unbounded(lambda b: setattr(b, "normalizer", normalizers.Strip())), " " * 999),
+        (unbounded(lambda b: setattr(b, "normalizer", normalizers.Replace("ab", "c"))), "ab" * 400),
+        (unbounded(lambda b: setattr(b, "pre_tokenizer", pre_tokenizers.Whitespace())), " " * 999),
+        (
+            tokenizers.Tokenizer(
+                models.BPE({"a": 0, "<unk>": 1}, [], unk_token="<unk>", fuse_unk=True)
+            ),
+            "b" * 999,
+        ),
+        (tokenizers.Tokenizer(models.BPE({"a": 0}, [])), "b" * 999),
+        (tokenizers.Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, "<unk>")), "b" * 999),
+    ],
+)
+def test_tokenizers_that_drop_or_join_have_no_such_bound(
+    backend: tokenizers.Tokenizer, text: str
+) -> None:
+    tokenizer = Tokenizer(backend)
+    assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text)) < 500
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized() -> None:
+    tokenizer, ended, turns = TOKENIZERS["bundled"], threading.Event(), 0
+    text = "def read(path): return path\n" * 20_000
+
+    def encode() -> None:
+        tokenizer.encode(text)
+        ended.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    while not ended.is_set():
+        time.sleep(0.001)
+        turns += 1
+    thread.join()
+    assert turns > 10
+
+
+@given(name=names, data=st.data())
+@settings(max_examples=600, deadline=None)
+def test_random_tokens_stream_to_the_whole_decode(name: str, data: st.DataObject) -> None:
+    backend, tokenizer = BACKENDS[name], TOKENIZERS[name]
+    # Half of the ids come from the bytes and special tokens at the front.
+    ids = data.draw(
+        st.lists(st.integers(0, 262) | st.integers(0, backend.get_vocab_size() + 20), max_size=30)
+    )
+    expected = backend.decode(ids, skip_special_tokens=True)
+    if name not in LLAMA_LIKE or byte_runs_are_text(backend, ids):
+        assert stream(tokenizer, ids) == expected
+    else:
+        # Characters that were complete stay; the library would undo them.
+        assert stream(tokenizer, ids).count("\ufffd") <= expected.count("\ufffd")
+    assert tokenizer.decode(ids) == stream(tokenizer, ids)
+
+
+@given(name=names, text=texts)
+@settings(max_examples=300, deadline=None)
+def test_texts_come_back(name: str, text: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    ids = tokenizer.encode(text)
+    assert stream(tokenizer, ids) == BACKENDS[name].decode(ids, skip_special_tokens=True)
+
+
+@given(name=names, text=texts)
+@settings(max_examples=200, deadline=None)
+def test_no_push_ends_inside_a_character(name: str, text: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    whole, seen = TextStream(tokenizer, ()), ""
+    decoded = tokenizer.decode(tokenizer.encode(text))
+    for index in tokenizer.encode(text):
+        seen += whole.push([index])
+        assert decoded.startswith(seen)
+
+
+@given(
+    text=st.text("abc", max_size=24),
+    stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
+    data=st.data(),
+)
+@settings(max_examples=500, deadline=None)
+def test_matches_do_not_depend_on_token_borders(
+    text: str, stops: list[str], data: st.DataObject
+) -> None:
+    """Against brute force: the first end of any stop string, the longest one there."""
+    backend = BACKENDS["bundled"]
+    pieces = []
+    rest = text
+    while rest:
+        size = data.draw(st.integers(1, min(3, len(rest))))
+        pieces.append(rest[:size])
+        rest = rest[size:]
+    ids = [
+        index for piece in pieces for index in backend.encode(piece, add_special_tokens=False).ids
+    ]
+
+    expected, matched = text, None
+    for end in range(1, len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            matched = max(ending, key=len)
+            expected = text[: end - len(matched)]
+            break
+
+    result = TextStream(TOKENIZERS["bundled"], stops)
+    seen = "".join(result.push([index]) for index in ids)
+    early = result.matched_stop
+    assert seen + result.finish() == expected
+    assert early == result.matched_stop == matched
+    grouped = TextStream(TOKENIZERS["bundled"], stops)
+    assert grouped.push(ids) + grouped.finish() == expected
+
+
+def test_matched_text_is_never_said() -> None:
+    tokenizer = TOKENIZERS["bundled"]
+    ids = tokenizer.encode("return value\n\ndef")
+    text = TextStream(tokenizer, ["\n\ndef", "never"])
+    said = [text.push([index]) for index in ids]
+    assert "".join(said) == "return value"
+    assert text.matched_stop == "\n\ndef"
+    assert text.push(ids) == text.finish() == ""
+
+
+def test_a_prefix_of_a_stop_string_comes_out_at_the_end() -> None:
+    tokenizer = TOKENIZERS["bundled"]
+    text = TextStream(tokenizer, ["x = 12345"])
+    said = text.push(tokenizer.encode("x = 123"))
+    assert said == ""
+    assert text.finish() == "x = 123"
+    assert text.matched_stop is None
+
+
+def test_min_tokens_let_early_matches_pass() -> None:
+    tokenizer = TOKENIZERS["bundled"]
+    ids = tokenizer.encode("a\nb\nc\nd")
+    newlines = [n for n, index in enumerate(ids, 1) if "\n" in tokenizer.decode([index])]
+    assert len(newlines) == 3
+    for count, expected in ((newlines[0], "a"), (newlines[0] + 1, "a\nb"), (99, "a\nb\nc\nd")):
+        text = TextStream(tokenizer, ["\n"], min_tokens=count)
+        assert text.push(ids) + text.finish() == expected
+
+
+@pytest.mark.parametrize("name", sorted(BACKENDS))
+def test_endless_invalid_bytes_come_out_in_time(name: str) -> None:
+    backend, tokenizer = BACKENDS[name], TOKENIZERS[name]
+    broken = next(
+        index
+        for index in range(backend.get_vocab_size())
+        if backend.decode([index]) == "\ufffd" and not tokenizer.is_silent(index)
+    )
+    ids = [broken] * 300
+    text = TextStream(tokenizer, ())
+    said = text.push(ids)
+    assert len(said) >= 200
+    assert said + text.finish() == backend.decode(ids)
+
+
+def test_opt_folders_and_the_config_agree_with_transformers(tmp_path: Path) -> None:
+    from transformers import GPT2Tokenizer
+
+    byte_level().model.save(str(tmp_path))
+    config = {"bos_token": {"content": "</s>"}, "add_bos_token": True, "unk_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours = Tokenizer.load(tmp_path)
+    merges: Any = [  # pairs, which its annotation does not know
+        tuple(line.split(" "))
+        for line in (tmp_path / "merges.txt").read_text().splitlines()
+        if not line.startswith("#")
+    ]
+    theirs = GPT2Tokenizer(
+        vocab=json.loads((tmp_path / "vocab.json").read_text()),
+        merges=merges,
+        bos_token="</s>",
+        unk_token="</s>",
+        eos_token="</s>",
+        add_bos_token=True,
+    )
+    assert ours is not None
+    for text in (*CORPUS[:3], "", " ", "</s>again"):
+        assert ours.encode(text) == theirs(text)["input_ids"]
+    assert ours.encode("dog")[0] == 1
+    assert ours.decode([1, *ours.encode("dog")]) == "dog"
+
+
+def test_an_explicit_flag_replaces_the_template(tmp_path: Path) -> None:
+    sentencepiece(metaspace=False).save(str(tmp_path / "tokenizer.json"))
+    ours = Tokenizer.load(tmp_path)
+    assert ours is not None
+    assert ours.encode("dog")[0] == 1
+    config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": False}
+    config["add_eos_token"] = True
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours = Tokenizer.load(tmp_path)
+    assert ours is not None
+    assert ours.encode("dog")[0] != 1
+    assert ours.encode("dog")[-1] == 2
+
+
+def test_missing_and_broken_tokenizers(tmp_path: Path) -> None:
+    assert Tokenizer.load(tmp_path) is None
+    (tmp_path / "tokenizer.json").write_text("{]")
+    with pytest.raises(InvalidArgument, match="cannot be read"):
+        Tokenizer.load(tmp_path)
+    with pytest.raises(InvalidArgument, match="empty"):
+        TextStream(TOKENIZERS["bundled"], [""])
+
+
+def test_spellings() -> None:
+    tokenizer = TOKENIZERS["bundled"]
+    assert tokenizer.spelling([0, 10**6]) == ["<s>", ""]

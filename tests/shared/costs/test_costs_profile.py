@@ -1,0 +1,36 @@
+"""Profiles from files: alone, or inside what `splitpoint status --json` prints."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from splitpoint.costs.profile import BUILT_IN_PROFILES, load_profile
+from splitpoint.errors import InvalidArgument
+
+MEASURED = BUILT_IN_PROFILES["a100-pcie4"]
+
+
+def test_a_profile_by_name_from_a_file_and_from_a_status(tmp_path: Path) -> None:
+    assert load_profile("A100-PCIe4") == MEASURED
+    alone = tmp_path / "profile.json"
+    alone.write_text(MEASURED.to_json())
+    assert load_profile(str(alone)) == MEASURED
+    status = tmp_path / "status.json"
+    workers = [{"worker_id": "0", "profile": None}, {"profile": asdict(MEASURED)}]
+    status.write_text(json.dumps({"complete": True, "workers": workers}))
+    assert load_profile(str(status)) == MEASURED
+
+
+@pytest.mark.parametrize("text", ['{"workers": []}', '{"workers": 3}', "[1]", "nonsense"])
+def test_files_without_a_profile(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "file"
+    path.write_text(text)
+    with pytest.raises(InvalidArgument, match="not a profile") as caught:
+        load_profile(str(path))
+    assert caught.value.message.startswith(f"{path}: ")
+    with pytest.raises(InvalidArgument, match="neither a file nor one of"):
+        load_profile(str(tmp_path / "absent"))

@@ -1,0 +1,157 @@
+"""Two ends that meet: each chunk once, and neither waits long, whatever their speeds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from splitpoint.errors import InvalidArgument
+from splitpoint.planning.meeting import Meeting, Stride
+
+
+@dataclass
+class End:
+    """One side on paper: takes `seconds` for each chunk, one piece after the other."""
+
+    take: Callable[[], range | None]
+    seconds: float
+    ahead: int
+    taken: list[range] = field(default_factory=list)
+    ends: list[float] = field(default_factory=lambda: [0.0])
+    is_done: bool = False
+
+    @property
+    def asks_at(self) -> float:
+        """When all but the `ahead` last pieces are done."""
+        return self.ends[-1 - self.ahead] if len(self.ends) > self.ahead else 0.0
+
+    def ask(self) -> None:
+        chunks = self.take()
+        if chunks is None:
+            self.is_done = True
+            return
+        self.taken.append(chunks)
+        self.ends.append(max(self.asks_at, self.ends[-1]) + len(chunks) * self.seconds)
+
+
+def meet(
+    count: int,
+    front_seconds: float,
+    back_seconds: float,
+    *,
+    share: float | None = None,
+    front: Stride | None = None,
+    back: Stride | None = None,
+    ahead: int = 0,
+) -> tuple[float, int]:
+    """(seconds until both are done, chunks computed); each chunk was taken once, in order."""
+    if share is None:
+        share = back_seconds / (front_seconds + back_seconds)
+    meeting = Meeting(
+        count,
+        front=front or Stride(1, 8),
+        back=back or Stride(1, 16),
+        expected_share=share,
+        ahead=ahead,
+    )
+    ends = (
+        End(meeting.take_front, front_seconds, ahead),
+        End(meeting.take_back, back_seconds, ahead),
+    )
+    while waiting := [end for end in ends if not end.is_done]:
+        min(waiting, key=lambda end: end.asks_at).ask()
+    computed, loaded = (end.taken for end in ends)
+    in_order = [chunk for piece in (*computed, *reversed(loaded)) for chunk in piece]
+    assert in_order == list(range(count))
+    return max(end.ends[-1] for end in ends), sum(len(piece) for piece in computed)
+
+
+def best(count: int, front_seconds: float, back_seconds: float) -> float:
+    """The best meeting point of all, known beforehand."""
+    return min(
+        max(chunks * front_seconds, (count - chunks) * back_seconds) for chunks in range(count + 1)
+    )
+
+
+@pytest.mark.parametrize("ratio", [1 / 300, 0.1, 0.5, 0.9, 1.0, 1.3, 4.0, 30.0, 300.0])
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 31, 128])
+def test_with_a_right_expectation_neither_waits_for_more_than_one_chunk(
+    count: int, ratio: float
+) -> None:
+    seconds, _ = meet(count, 1.0, ratio)
+    assert seconds <= best(count, 1.0, ratio) + max(1.0, ratio)
+    # Where both have much to do, one chunk is little.
+    if count == 128 and 0.1 <= ratio <= 4:
+        assert seconds <= 1.03 * best(count, 1.0, ratio)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("ratio", [0.1, 0.5, 1.0, 2.0, 10.0])
+def test_a_wrong_expectation_costs_little(share: float, ratio: float) -> None:
+    """How far both have come soon counts for more than what was expected."""
+    seconds, _ = meet(31, 1.0, ratio, share=share)
+    assert seconds <= best(31, 1.0, ratio) + 2 * max(1.0, ratio)
+
+
+def test_work_that_is_given_ahead_costs_a_piece_more() -> None:
+    for ratio in (0.1, 0.5, 1.0, 2.0, 10.0):
+        seconds, _ = meet(31, 1.0, ratio, ahead=1)
+        assert seconds <= best(31, 1.0, ratio) + 2 * max(1.0, ratio)
+
+
+def test_who_could_only_be_late_begins_nothing() -> None:
+    assert meet(31, 1.0, 1e-3)[1] == 0
+    assert meet(31, 1e-3, 1.0)[1] == 31
+    # The last chunk is left to the faster side, even if the slower one is free first.
+    assert meet(4, 1.0, 10.0) == (4.0, 4)
+
+
+def test_random_histories_hand_out_each_chunk_once() -> None:
+    rng = random.Random(5)
+    for _ in range(400):
+        least, back_least = rng.randrange(1, 5), rng.randrange(1, 4)
+        meet(
+            rng.randrange(1, 80),
+            rng.uniform(0.01, 3),
+            rng.uniform(0.01, 3),
+            share=rng.random(),
+            front=Stride(least, least + rng.randrange(20)),
+            back=Stride(back_least, back_least + rng.randrange(20)),
+            ahead=rng.randrange(3),
+        )
+
+
+def test_the_serial_twin_meets_where_it_was_expected() -> None:
+    meeting = Meeting(20, front=Stride(2, 6), back=Stride(1, 5), expected_share=0.4)
+    loaded = list(iter(meeting.take_expected_back, None))
+    computed = list(iter(meeting.take_front, None))
+    assert loaded == [range(15, 20), range(10, 15), range(8, 10)]
+    assert computed == [range(6), range(6, 8)]
+    for share, chunks in ((0.0, 0), (1.0, 20)):
+        meeting = Meeting(20, front=Stride(2, 6), back=Stride(1, 5), expected_share=share)
+        while meeting.take_expected_back() is not None:
+            pass
+        while meeting.take_front() is not None:
+            pass
+        assert meeting.front == meeting.back == chunks
+
+
+def test_nothing_is_handed_out_once_it_is_closed() -> None:
+    meeting = Meeting(9, front=Stride(1, 4), back=Stride(1, 4))
+    assert meeting.take_front() == range(1)
+    assert meeting.take_back() == range(8, 9)
+    meeting.close()
+    assert meeting.take_front() is meeting.take_back() is meeting.take_expected_back() is None
+    assert (meeting.front, meeting.back) == (1, 8)
+
+
+def test_impossible_sizes_and_shares_are_refused() -> None:
+    for least, most in ((0, 3), (4, 3)):
+        with pytest.raises(ValueError, match="at least one chunk"):
+            Stride(least, most)
+    for share in (-0.1, 1.1, float("nan")):
+        with pytest.raises(InvalidArgument, match="share"):
+            Meeting(3, front=Stride(1, 1), back=Stride(1, 1), expected_share=share)

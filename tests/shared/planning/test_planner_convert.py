@@ -1,0 +1,81 @@
+"""Plans and profiles over the wire: every field survives, every name has a number."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+
+from splitpoint.costs.profile import BUILT_IN_PROFILES
+from splitpoint.errors import InvalidArgument
+from splitpoint.planning.planner import Objective, Plan, Residency, RestoreMethod
+from splitpoint.planning.schedule import Schedule
+from splitpoint.transport import convert
+from splitpoint.v1 import types_pb2
+
+PLAN = Plan(
+    residency=Residency.STREAMED,
+    method=RestoreMethod.TOKENS,
+    split_tokens=64,
+    reason="because",
+    cached_tokens=2000,
+    new_tokens=48,
+    footprint_bytes=1 << 33,
+    predicted_restore_seconds=0.25,
+    predicted_load_seconds=0.5,
+    predicted_ttft_seconds=0.75,
+    split_slope=0.5,
+    split_intercept=-3.0,
+    split_cap=1024,
+    fetched_tokens=128,
+    predicted_fetch_seconds=0.125,
+    schedule=Schedule.PIPELINED,
+    recomputed_tokens=896,
+    resident_tokens=32,
+    tile_tokens=256,
+    predicted_step_seconds=0.0625,
+    objective=Objective.THROUGHPUT,
+)
+
+
+def test_every_field_of_a_plan_survives_the_wire() -> None:
+    unlike_default = [field.name for field in fields(Plan) if not getattr(PLAN, field.name)]
+    assert unlike_default == []
+    assert convert.plan_from_proto(convert.plan_to_proto(PLAN)) == PLAN
+
+
+def test_every_field_of_a_profile_survives_the_wire() -> None:
+    profile = replace(
+        BUILT_IN_PROFILES["h100-pcie5"],
+        remote_bytes_per_second={"a:1": 2e9},
+        prefill_overhead_seconds=3e-5,
+        step_compute_seconds=0.004,
+        host_weight_bytes=7 << 30,
+        host_kv_weight_bytes=1 << 30,
+        restore_overhead_seconds=2e-4,
+        operation_overhead_seconds=3e-5,
+    )
+    assert all(getattr(profile, field.name) for field in fields(profile))
+    assert convert.profile_from_proto(convert.profile_to_proto(profile)) == profile
+
+
+def test_every_name_goes_there_and_back() -> None:
+    for method in RestoreMethod:
+        assert convert.method_from_proto(convert.method_to_proto(method)) is method
+    for schedule in Schedule:
+        assert convert.schedule_from_proto(convert.schedule_to_proto(schedule)) is schedule
+    for objective in Objective:
+        assert convert.objective_from_proto(convert.objective_to_proto(objective)) is objective
+
+
+def test_a_plan_of_before_the_choice_is_serial_and_for_latency() -> None:
+    message = convert.plan_to_proto(PLAN)
+    message.ClearField("schedule")
+    message.ClearField("objective")
+    plan = convert.plan_from_proto(message)
+    assert (plan.schedule, plan.objective) == (Schedule.SERIAL, Objective.LATENCY)
+    for unknown in (convert.schedule_from_proto, convert.objective_from_proto):
+        with pytest.raises(InvalidArgument, match="unknown"):
+            unknown(99)
+    with pytest.raises(InvalidArgument, match="unknown"):
+        convert.method_from_proto(types_pb2.RESTORE_METHOD_UNSPECIFIED)

@@ -1,0 +1,93 @@
+"""Connections that say nothing: they do not take what others need, and they end."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from scheduler_doubles import MODEL_FOLDER, ROOT, WorkerDouble
+
+from splitpoint.transport import rpc
+from splitpoint.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"  # and no settings after it
+
+
+@asynccontextmanager
+async def scheduler(worker: str, soft: int, hard: int) -> AsyncIterator[tuple[int, str]]:
+    """A real process with these limits of open files: its id, its address."""
+    started = await asyncio.create_subprocess_exec(
+        *("prlimit", f"--nofile={soft}:{hard}"),
+        *(sys.executable, "-m", "scheduler_service", "--listen", "127.0.0.1:0"),
+        *("--worker", worker, "--model", str(MODEL_FOLDER)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        cwd=ROOT,
+    )
+    try:
+        assert started.stdout is not None
+        line = await asyncio.wait_for(started.stdout.readline(), 30)
+        yield started.pid, line.decode().split()[1]
+    finally:
+        started.terminate()
+        await started.communicate()
+
+
+def descriptors(process: int) -> int:
+    return len(list(Path(f"/proc/{process}/fd").iterdir()))
+
+
+@contextmanager
+def silent(address: str, count: int) -> Iterator[list[socket.socket]]:
+    host, _, port = address.rpartition(":")
+    with ExitStack() as opened:
+        made = []
+        for index in range(count):
+            made.append(opened.enter_context(socket.create_connection((host, int(port)), 10)))
+            if index % 2:
+                made[-1].sendall(HELLO)
+        yield made
+
+
+async def tokenize(channel: grpc.aio.Channel) -> None:
+    stub = scheduler_pb2_grpc.InferenceServiceStub(channel)
+    await stub.Tokenize(scheduler_pb2.TokenizeRequest(text="x"), wait_for_ready=True, timeout=60)
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[str]:
+    double = WorkerDouble()
+    yield await double.start()
+    await double.kill()
+
+
+async def test_silent_connections_neither_stop_a_service_nor_stay(worker: str) -> None:
+    async with (
+        scheduler(worker, 256, 256) as (process, address),
+        rpc.open_channel(address) as before,
+    ):
+        await tokenize(before)
+        usual = descriptors(process)
+        with silent(address, 400):
+            await tokenize(before)
+            # At most half of its descriptors are theirs.
+            assert descriptors(process) < 200
+            async with rpc.open_channel(address) as late:
+                await tokenize(late)
+            # All still open here, and gone there.
+            async with asyncio.timeout(60):
+                while descriptors(process) > usual + 2:
+                    await asyncio.sleep(0.1)
+        await tokenize(before)
+
+
+async def test_a_service_takes_all_the_descriptors_it_may_have(worker: str) -> None:
+    async with scheduler(worker, 128, 512) as (process, _):
+        assert resource.prlimit(process, resource.RLIMIT_NOFILE) == (512, 512)

@@ -1,0 +1,213 @@
+"""Pinning in pieces: order, rollback, limits, a new arena; with a driver double, and on a GPU."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from splitpoint.arena.mapping import Arena
+from splitpoint.arena.owner import open_or_create_arena
+from splitpoint.shapes import ArenaLayout, DataType
+from worker_service.device.pinning import (
+    CudaRegistrar,
+    Piece,
+    Pinning,
+    PinningFailed,
+    copy_fault,
+    pieces_of,
+)
+
+LAYOUT = ArenaLayout(
+    chunk_tokens=16,
+    layer_count=3,
+    kv_head_count=2,
+    head_dim=16,
+    hidden_size=32,
+    data_type=DataType.FLOAT32,
+    has_activations=True,
+    model_fingerprint=b"pinning",
+)
+
+
+class Driver:
+    """Registers whatever does not overlap, until `room` bytes are locked."""
+
+    def __init__(self, room: int | None = None) -> None:
+        self.room = room
+        self.locked: dict[int, int] = {}
+        self.most_locked = 0
+        self.fault: str | None = None
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+
+    def register(self, address: int, size_bytes: int) -> None:
+        assert self.may_go_on.wait(30)
+        assert address % 4096 == size_bytes % 4096 == 0
+        for other, size in self.locked.items():
+            assert address + size_bytes <= other or other + size <= address
+        if self.room is not None and sum(self.locked.values()) + size_bytes > self.room:
+            raise PinningFailed("CUDA error 2")
+        self.locked[address] = size_bytes
+        self.most_locked = max(self.most_locked, sum(self.locked.values()))
+
+    def unregister(self, address: int) -> None:
+        del self.locked[address]
+
+    def fault_of(self, address: int, size_bytes: int) -> str | None:
+        assert self.locked[address] == size_bytes
+        return self.fault
+
+
+@pytest.fixture
+def arena(shm_folder: Path) -> Iterator[Arena]:
+    opened = open_or_create_arena(shm_folder / "store" / "arena", LAYOUT, 8)
+    yield opened.arena
+    opened.arena.close()
+    opened.owner.remove()
+
+
+def payload_bytes(arena: Arena) -> int:
+    return sum(plane.slot_bytes * arena.slot_count for plane in arena.geometry.planes)
+
+
+def test_pieces_end_where_planes_end(arena: Arena) -> None:
+    planes, start = arena.geometry.planes, arena.geometry.payload_offset
+    borders = {plane.offset - start for plane in planes}
+    for piece_bytes in (1, 40_000, 100_000, 1 << 40):
+        pieces = pieces_of(planes, 8, start, piece_bytes=piece_bytes)
+        assert {piece.offset for piece in pieces} <= borders
+        assert sum(piece.size_bytes for piece in pieces) == payload_bytes(arena)
+        largest = max(plane.slot_bytes * 8 for plane in planes)
+        assert all(piece.size_bytes <= max(piece_bytes, largest) for piece in pieces)
+    assert pieces_of(planes, 8, start) == [Piece(0, payload_bytes(arena))]
+    assert pieces_of(planes, 8, start, limit_bytes=0) == []
+    first = planes[0].slot_bytes * 8
+    assert pieces_of(planes, 8, start, limit_bytes=first + 1) == [Piece(0, first)]
+
+
+async def test_everything_is_locked_and_unlocked_again(arena: Arena) -> None:
+    driver = Driver()
+    pinning = Pinning(driver, piece_bytes=1)
+    pinning.attach(arena)
+    await pinning.idle()
+    assert len(driver.locked) == len(arena.geometry.planes)
+    assert pinning.pinned_bytes == sum(driver.locked.values()) == payload_bytes(arena)
+    assert pinning.description.startswith("pinned ")
+    await pinning.close()
+    assert (driver.locked, pinning.pinned_bytes) == ({}, 0)
+
+
+async def test_the_log_says_how_far_it_is(arena: Arena, caplog: pytest.LogCaptureFixture) -> None:
+    pinning = Pinning(Driver(), piece_bytes=1, progress_seconds=1e-9)
+    with caplog.at_level(logging.INFO, "worker_service.device.pinning"):
+        pinning.attach(arena)
+        await pinning.idle()
+    planes = len(arena.geometry.planes)
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.startswith("pinning: ") for line in lines] == [True] * (planes - 1) + [False]
+    assert lines[-1].startswith("pinned ")
+    await pinning.close()
+
+
+async def test_a_refusal_rolls_everything_back_and_says_why(arena: Arena) -> None:
+    driver = Driver(room=payload_bytes(arena) // 2)
+    pinning = Pinning(driver, piece_bytes=1)
+    pinning.attach(arena)
+    await pinning.idle()
+    assert driver.most_locked > 0
+    assert (driver.locked, pinning.pinned_bytes) == ({}, 0)
+    assert "CUDA error 2" in pinning.description
+    assert "RLIMIT_MEMLOCK" in pinning.description
+    await pinning.close()
+
+
+async def test_a_new_arena_replaces_the_old_one_midway(arena: Arena, shm_folder: Path) -> None:
+    """The old mapping is unlocked before the new one is locked, however far it was."""
+    other = open_or_create_arena(shm_folder / "other" / "arena", LAYOUT, 4)
+    driver = Driver()
+    driver.may_go_on.clear()
+    pinning = Pinning(driver, piece_bytes=1)
+    pinning.attach(arena)
+    pinning.attach(other.arena)
+    arena.close()  # what is being locked stays mapped all the same
+    driver.may_go_on.set()
+    await pinning.idle()
+    assert pinning.pinned_bytes == sum(driver.locked.values()) == payload_bytes(other.arena)
+    assert min(driver.locked) == other.arena.payload.ctypes.data
+    await pinning.close()
+    assert driver.locked == {}
+    other.arena.close()
+    other.owner.remove()
+
+
+async def test_a_limit_locks_whole_planes_below_it(arena: Arena) -> None:
+    driver = Driver()
+    pinning = Pinning(driver, limit_bytes=payload_bytes(arena) // 2)
+    pinning.attach(arena)
+    await pinning.idle()
+    assert 0 < pinning.pinned_bytes <= payload_bytes(arena) // 2
+    assert "--pin-limit" in pinning.description
+    await pinning.close()
+
+
+async def test_locked_memory_that_does_not_help_is_told(arena: Arena) -> None:
+    driver = Driver()
+    driver.fault = "copies from it are not asynchronous"
+    pinning = Pinning(driver, piece_bytes=1)
+    pinning.attach(arena)
+    await pinning.idle()
+    assert pinning.pinned_bytes == payload_bytes(arena)
+    assert pinning.description.startswith("pinned ")
+    assert pinning.description.endswith(", but copies from it are not asynchronous")
+    await pinning.close()
+
+
+def test_one_copy_that_returns_early_proves_them_asynchronous() -> None:
+    waited = (0.9e-3, 1e-3)
+    assert copy_fault([(1e-5, 1e-3), waited]) is None
+    assert copy_fault([waited, waited, (1e-5, 1e-3)]) is None
+    assert copy_fault([waited, (2e-3, 3e-3)]) == (
+        "copies from it are not asynchronous: a call takes 900 µs, the copy 1000 µs"
+    )
+
+
+def test_a_low_memlock_limit_is_named_with_its_remedy() -> None:
+    """In a process of its own: a limit that was lowered cannot be raised again."""
+    script = (
+        "import resource\n"
+        "resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))\n"
+        "from worker_service.device.pinning import PinningFailed, refusal\n"
+        "print(refusal(PinningFailed('CUDA error 2'), 1 << 30, 2 << 30))\n"
+    )
+    root = Path(__file__).resolve().parents[3]
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "locking 1 GiB of 2 GiB failed (CUDA error 2)" in done.stdout
+    assert "RLIMIT_MEMLOCK is 0 B; raise it with `ulimit -l unlimited`" in done.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+async def test_the_cuda_driver_locks_and_unlocks(arena: Arena) -> None:
+    pinning = Pinning(CudaRegistrar(torch.device("cuda:0")), piece_bytes=1)
+    tensor = torch.from_numpy(arena.plane(1, "K"))
+    pinning.attach(arena)
+    await pinning.idle()
+    is_limited = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] != resource.RLIM_INFINITY
+    if is_limited and not pinning.pinned_bytes:
+        pytest.skip(pinning.description)
+    assert pinning.pinned_bytes == payload_bytes(arena), pinning.description
+    assert "but" not in pinning.description
+    assert tensor.is_pinned()
+    await pinning.close()
+    assert not tensor.is_pinned()

@@ -1,0 +1,65 @@
+"""The profiler measures the link that restores use, and every cost of the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import write_tiny
+
+from worker_service.device.profiler import COPY_BYTES, ENOUGH_SIZES, measure, measure_link
+from worker_service.lanes.lanes import EmulatedLink, Work, lanes_of
+from worker_service.model.decoder import Decoder
+
+CPU = torch.device("cpu")
+
+
+class CountingLink(EmulatedLink):
+    """Remembers what crossed it."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        super().__init__(bytes_per_second)
+        self.copied: list[int] = []
+
+    def transfer(self, work: Work, resource: str, ready: float) -> tuple[float, float]:
+        self.copied.append(work.size_bytes)
+        return super().transfer(work, resource, ready)
+
+
+@pytest.mark.parametrize("overlapped", [True, False])
+def test_the_emulated_link_is_the_one_measured(overlapped: bool) -> None:
+    """A transfer never ends before the link allows, so no fit is faster than the link."""
+    link = CountingLink(200e6)
+    lanes = lanes_of(CPU, overlapped=overlapped, link=link)
+    try:
+        assert measure_link(CPU, lanes).rate < 204e6
+        link.bytes_per_second = 800e6
+        assert measure_link(CPU, lanes).rate < 816e6
+    finally:
+        lanes.close()
+    assert set(link.copied) >= set(COPY_BYTES[:ENOUGH_SIZES])
+
+
+def test_a_slow_link_is_spared_its_largest_copy() -> None:
+    link = CountingLink(60e6)
+    lanes = lanes_of(CPU, link=link)
+    try:
+        measure_link(CPU, lanes)
+    finally:
+        lanes.close()
+    assert sorted(set(link.copied)) == list(COPY_BYTES[:ENOUGH_SIZES])
+
+
+@pytest.mark.parametrize("case", ["opt", "qwen3"])
+def test_every_cost_is_measured(case: str, tmp_path: Path) -> None:
+    model = Decoder.load(write_tiny(case, tmp_path), CPU, torch.float32)
+    profile = measure(model, CPU, "a test")
+    assert profile.description == "a test"
+    assert profile.step_compute_seconds > 0
+    assert profile.prefill_overhead_seconds >= 0
+    assert profile.rebuild_overhead_seconds >= 0
+    # A step reads every weight, a layer's rebuild only its two projections.
+    shape = model.shape
+    one = shape.rebuild_flops_per_token_layer / profile.rebuild_flops_per_second
+    assert profile.step_compute_seconds > one

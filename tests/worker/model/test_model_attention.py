@@ -1,0 +1,264 @@
+"""Paged attention equals naive fp32 attention, however pages lie and however it is cut."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from splitpoint.host.processor import AMX_BF16
+from worker_service.model.attention import (
+    DecodePlan,
+    PrefillPlan,
+    decode,
+    decode_partial,
+    prefill,
+    prefill_partial,
+    prefills_in_blocks,
+    tile_rows,
+)
+
+CPU = torch.device("cpu")
+CHUNK, HEAD = 8, 16
+SCALE = HEAD**-0.5
+LENGTHS = (1, 8, 9, 37)
+
+
+def naive(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    window: int | None,
+    cap: float | None = None,
+) -> torch.Tensor:
+    """One query `[n_q, d]` at the last of `[rows, n_kv, d]` keys, head by head."""
+    start = 0 if window is None else max(0, len(keys) - window)
+    group = query.shape[0] // keys.shape[1]
+    heads = []
+    for head in range(query.shape[0]):
+        seen = keys[start:, head // group].float()
+        scores = seen @ query[head].float() * SCALE
+        if cap is not None:
+            scores = cap * torch.tanh(scores / cap)
+        weights = torch.softmax(scores, dim=0)
+        heads.append(weights @ values[start:, head // group].float())
+    return torch.cat(heads)
+
+
+class Pool:
+    """Sequences of given lengths in pages of a pool; everything else is poison."""
+
+    def __init__(self, lengths: tuple[int, ...], kv_heads: int, order: list[int]) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.keys = torch.full((max(order) + 1, kv_heads, CHUNK, HEAD), 1e4)
+        self.values = self.keys.clone()
+        self.page_lists: list[list[int]] = []
+        self.sequences: list[tuple[torch.Tensor, torch.Tensor]] = []
+        free = list(order)
+        for length in lengths:
+            keys = torch.randn((length, kv_heads, HEAD), generator=generator)
+            values = torch.randn((length, kv_heads, HEAD), generator=generator)
+            pages = [free.pop(0) for _ in range(math.ceil(length / CHUNK))]
+            for row in range(length):
+                self.keys[pages[row // CHUNK], :, row % CHUNK] = keys[row]
+                self.values[pages[row // CHUNK], :, row % CHUNK] = values[row]
+            self.page_lists.append(pages)
+            self.sequences.append((keys, values))
+
+
+# Low enough to change most scores.
+CAPS = (None, 0.7)
+ORDERS = {
+    "in order": list(range(20)),
+    "holes": [page + page // 2 for page in range(20)],
+    "scattered": [(page * 7 % 20) * 5 for page in range(20)],
+}
+
+
+@pytest.mark.parametrize("cap", CAPS)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)])
+@pytest.mark.parametrize("window", [None, 5, 16])
+def test_decode(order: str, heads: tuple[int, int], window: int | None, cap: float | None) -> None:
+    pool = Pool(LENGTHS, heads[1], ORDERS[order])
+    queries = torch.randn(
+        (len(LENGTHS), heads[0], HEAD), generator=torch.Generator().manual_seed(6)
+    )
+    plan = DecodePlan.of_sequences(
+        pool.page_lists, LENGTHS, chunk_tokens=CHUNK, windows={None, window}, device=CPU
+    )
+    got = decode(queries, pool.keys, pool.values, plan, window=window, scale=SCALE, cap=cap)
+    for row, (keys, values) in enumerate(pool.sequences):
+        wanted = naive(queries[row], keys, values, window, cap)
+        torch.testing.assert_close(got[row], wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_ranges_are_read_in_place_and_far_pages_gathered() -> None:
+    def selection(order: str) -> slice | torch.Tensor:
+        pool = Pool(LENGTHS, 1, ORDERS[order])
+        plan = DecodePlan.of_sequences(
+            pool.page_lists, LENGTHS, chunk_tokens=CHUNK, windows=[None], device=CPU
+        )
+        return plan.views[None].pages
+
+    assert selection("in order") == slice(0, 9)
+    assert selection("holes") == slice(0, 13)
+    assert isinstance(selection("scattered"), torch.Tensor)
+
+
+def test_a_foreign_page_of_nan_inside_the_range_changes_nothing() -> None:
+    """Another request's broken cache must stay that request's failure."""
+    pool = Pool((9, 9), 2, ORDERS["holes"])
+    pool.keys[2], pool.values[2] = math.nan, math.nan  # a hole of the order
+    queries = torch.ones((2, 2, HEAD))
+    plan = DecodePlan.of_sequences(
+        pool.page_lists, [9, 9], chunk_tokens=CHUNK, windows=[None], device=CPU
+    )
+    assert plan.views[None].pages == slice(0, 5)
+    got = decode(queries, pool.keys, pool.values, plan, window=None, scale=SCALE)
+    for row, (keys, values) in enumerate(pool.sequences):
+        torch.testing.assert_close(got[row], naive(queries[row], keys, values, None))
+
+
+@pytest.mark.parametrize("cap", CAPS)
+@pytest.mark.parametrize("window", [None, 3, 20])
+@pytest.mark.parametrize("cut", [1, 2, 4])
+def test_decode_tile_by_tile(cut: int, window: int | None, cap: float | None) -> None:
+    """The front staged in tiles, the tail on the device, merged (streamed residency)."""
+    length = 37
+    pool = Pool((length,), 2, list(range(5)))
+    pages = pool.page_lists[0]
+    queries = torch.randn((1, 6, HEAD), generator=torch.Generator().manual_seed(7))
+
+    def part(first: int, last: int) -> DecodePlan:
+        return DecodePlan.of_pages(
+            pages[first:last],
+            owners=[0] * (last - first),
+            first_positions=[CHUNK * page for page in range(first, last)],
+            query_positions=[length - 1],
+            chunk_tokens=CHUNK,
+            windows=[window],
+            device=CPU,
+        )
+
+    bounds = [*range(0, 5, cut), 5]
+    whole = None
+    for first, last in itertools.pairwise(bounds):
+        partial = decode_partial(
+            queries, pool.keys, pool.values, part(first, last), window=window, scale=SCALE, cap=cap
+        )
+        whole = partial if whole is None else whole.merge(partial)
+    assert whole is not None
+    wanted = naive(queries[0], *pool.sequences[0], window, cap)
+    torch.testing.assert_close(whole.attended(torch.float32)[0], wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_rows_past_a_partial_chunk_are_hidden() -> None:
+    pool = Pool((6,), 2, [0])
+    queries = torch.ones((1, 2, HEAD))
+    plan = DecodePlan.of_pages(
+        [0],
+        owners=[0],
+        first_positions=[0],
+        query_positions=[100],
+        row_counts=[6],
+        chunk_tokens=CHUNK,
+        windows=[None],
+        device=CPU,
+    )
+    got = decode(queries, pool.keys, pool.values, plan, window=None, scale=SCALE)
+    torch.testing.assert_close(got[0], naive(queries[0], *pool.sequences[0], None))
+
+
+@pytest.mark.parametrize("cap", CAPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("order", ["in order", "scattered"])
+@pytest.mark.parametrize(("prefix", "new"), [(0, 1), (0, 90), (5, 1), (16, 70), (37, 9)])
+@pytest.mark.parametrize("window", [None, 4, 40])
+@pytest.mark.parametrize("flags", [(), (AMX_BF16,)])
+def test_prefill(
+    dtype: torch.dtype,
+    order: str,
+    prefix: int,
+    new: int,
+    window: int | None,
+    cap: float | None,
+    flags: tuple[str, ...],
+) -> None:
+    """With the kernels of either kind of processor."""
+    pool = Pool((prefix + new,), 2, ORDERS[order])
+    keys, values = (each.to(dtype) for each in pool.sequences[0])
+    queries = torch.randn(
+        (new, 6, HEAD), generator=torch.Generator().manual_seed(8), dtype=torch.float32
+    ).to(dtype)
+    plan = PrefillPlan.of_prefix(
+        pool.page_lists[0], prefix, new, chunk_tokens=CHUNK, windows=[window], device=CPU
+    )
+    got = prefill(
+        queries,
+        keys[prefix:],
+        values[prefix:],
+        pool.keys.to(dtype),
+        pool.values.to(dtype),
+        plan,
+        window=window,
+        scale=SCALE,
+        cap=cap,
+        flags=flags,
+    )
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    for row in range(new):
+        end = prefix + row + 1
+        wanted = naive(queries[row], keys[:end], values[:end], window, cap)
+        torch.testing.assert_close(got[row].float(), wanted, atol=tolerance, rtol=tolerance)
+
+
+def test_products_or_sdpa_by_processor_type_and_cap() -> None:
+    amx, other, gpu = (AMX_BF16,), ("avx512f",), torch.device("cuda")
+    assert prefills_in_blocks(CPU, torch.bfloat16, None, other)
+    assert not prefills_in_blocks(CPU, torch.bfloat16, None, amx)
+    assert prefills_in_blocks(CPU, torch.float16, None, amx), "AMX here multiplies bfloat16 only"
+    assert not prefills_in_blocks(CPU, torch.float32, None, other)
+    assert not prefills_in_blocks(gpu, torch.bfloat16, None, other)
+    for device, dtype in ((CPU, torch.bfloat16), (CPU, torch.float32), (gpu, torch.bfloat16)):
+        assert prefills_in_blocks(device, dtype, 50.0, amx), "SDPA cannot cap scores"
+
+
+@pytest.mark.parametrize("cap", CAPS)
+@pytest.mark.parametrize("window", [None, 4, 30])
+def test_prefill_tile_by_tile(window: int | None, cap: float | None) -> None:
+    """A streamed prefix in tiles and the tokens' own part, merged in any order."""
+    prefix, new = 32, 11
+    pool = Pool((prefix + new,), 2, list(range(6)))
+    keys, values = pool.sequences[0]
+    queries = torch.randn((new, 4, HEAD), generator=torch.Generator().manual_seed(9))
+
+    def part(k: torch.Tensor, v: torch.Tensor, position: int):  # type: ignore[no-untyped-def]
+        return prefill_partial(
+            queries,
+            k,
+            v,
+            query_position=prefix,
+            key_position=position,
+            window=window,
+            scale=SCALE,
+            cap=cap,
+        )
+
+    whole = part(keys[prefix:].transpose(0, 1), values[prefix:].transpose(0, 1), prefix)
+    for first, count in ((2, 2), (0, 2)):
+        tile = slice(first, first + count)
+        whole = whole.merge(
+            part(
+                tile_rows(pool.keys[tile], count * CHUNK),
+                tile_rows(pool.values[tile], count * CHUNK),
+                first * CHUNK,
+            )
+        )
+    got = whole.attended(torch.float32)
+    for row in range(new):
+        end = prefix + row + 1
+        wanted = naive(queries[row], keys[:end], values[:end], window, cap)
+        torch.testing.assert_close(got[row], wanted, atol=1e-5, rtol=1e-5)

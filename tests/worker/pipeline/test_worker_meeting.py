@@ -1,0 +1,516 @@
+"""Restores from both ends: whoever is faster, every row is what was stored."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from local_stack import StackShape, serving_worker, start_store, stop_process
+from stored_prefix import CPU, StoredPrefix, stored_prefix, tiny_prefix, token_ids
+from stream_double import StreamDouble
+from tiny_models import FAMILY_CASES, build_tiny, clear_prompt, write_tiny
+
+from splitpoint.errors import ChunkLost
+from splitpoint.planning.meeting import LEAST_BLOCK_TOKENS
+from splitpoint.planning.schedule import Lane
+from splitpoint.planning.weight_placement import OnHost
+from splitpoint.shapes import chunks_of
+from splitpoint.transport.rpc import open_channel
+from splitpoint.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+from worker_service.lanes.lanes import (
+    Event,
+    Lanes,
+    SerialLanes,
+    Source,
+    StreamLanes,
+    ThreadLanes,
+    Work,
+)
+from worker_service.lanes.timeline import Span
+from worker_service.model.decoder import Decoder
+from worker_service.pipeline.both_ends import Met, restore_from_both_ends
+from worker_service.pipeline.restore import Prefix
+from worker_service.pipeline.staging import Staging
+from worker_service.pipeline.transfer import Mover
+
+CHUNK = 16
+TOKENS = 470  # the last chunk is partial
+PAGES = 32
+BLOCK = 128
+# Grouped and plain heads, windows in all layers, in some, and norms after the sums.
+CASES = (*FAMILY_CASES, "qwen2-windows", "opt-post-norm")
+
+
+@pytest.fixture(scope="module", params=CASES)
+def stored(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StoredPrefix]:
+    yield from tiny_prefix(request.param, tmp_path_factory, TOKENS)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredPrefix]:
+    """A grouped-query model's prefix, for what does not depend on the family."""
+    yield from tiny_prefix("llama-3", tmp_path_factory, TOKENS)
+
+
+class PacedLanes(ThreadLanes):
+    """Lanes on a clock of the test's own, where a token takes what the test says.
+
+    A lane goes on only when the other one has come as far on that clock: who asks
+    for the next piece when is certain, however busy the machine is.
+
+    Attributes:
+        seconds: when the last piece ended.
+    """
+
+    def __init__(self, *, compute: float, link: float, layers: int) -> None:
+        super().__init__(CPU)
+        self.seconds = 0.0
+        # A piece on the link is one layer of its tokens.
+        self._token_seconds = {Lane.COMPUTE: compute, Lane.LINK_IN: link / layers}
+        self._busy_until = {Lane.COMPUTE: 0.0, Lane.LINK_IN: 0.0}
+        self._changed = threading.Condition()
+
+    def run(self, lane: Lane, work: Work, after: Sequence[Event] = ()) -> Event:
+        self._begin(lane, [work])
+        event = super().run(lane, work, after)
+        self._end(lane)
+        return event
+
+    def draw(self, lane: Lane, source: Source) -> Event:
+        def paced() -> Sequence[Work]:
+            self._end(lane)
+            works = source()
+            if works:
+                self._begin(lane, works)
+            else:
+                self._leave(lane)
+            return works
+
+        return super().draw(lane, paced)
+
+    def finish(self) -> list[Span]:
+        self._leave(Lane.COMPUTE)
+        return super().finish()
+
+    def _begin(self, lane: Lane, works: Sequence[Work]) -> None:
+        with self._changed:
+            tokens = sum(work.tokens for work in works)
+            self._busy_until[lane] += tokens * self._token_seconds[lane]
+            self.seconds = max(self.seconds, self._busy_until[lane])
+            self._changed.notify_all()
+
+    def _end(self, lane: Lane) -> None:
+        """Until the clock says that the lane's piece has ended; compute is first in a tie."""
+        with self._changed:
+            assert self._changed.wait_for(
+                lambda: lane is min(self._busy_until, key=lambda each: self._busy_until[each]),
+                timeout=30,
+            )
+
+    def _leave(self, lane: Lane) -> None:
+        with self._changed:
+            self._busy_until[lane] = float("inf")
+            self._changed.notify_all()
+
+
+@torch.inference_mode()
+def restore_and_compare(
+    stored: StoredPrefix,
+    lanes: Lanes,
+    *,
+    expected: int,
+    cached: int = TOKENS,
+    pages: list[int] | None = None,
+    block: int = BLOCK,
+) -> Met:
+    chunks = stored.chunks[: chunks_of(cached, CHUNK)]
+    pages = pages or [(5 * index) % PAGES for index in range(len(chunks))]
+    keys, values = stored.empty_cache(PAGES)
+    mover = stored.mover()
+    met = restore_from_both_ends(
+        mover,
+        lanes,
+        Prefix(chunks, 0, pages, stored.token_ids, cached, 0),
+        keys,
+        values,
+        block_tokens=block,
+        expected_tokens=expected,
+    )
+    spare = [page for page in range(PAGES) if page not in pages]
+    met_at = met.recomputed_tokens
+    for layer in range(stored.layout.layer_count):
+        for planes, wanted in (
+            (keys[layer], stored.computed.keys[layer]),
+            (values[layer], stored.computed.values[layer]),
+        ):
+            found = stored.rows(planes, pages, cached)
+            torch.testing.assert_close(found, wanted[:cached], rtol=1e-4, atol=1e-4)
+            assert torch.equal(found[met_at:], wanted[met_at:cached]), "not what was stored"
+            assert (planes[spare] == 1e4).all(), "a page of somebody else was written"
+    check_spans(stored, met, cached)
+    return met
+
+
+def check_spans(stored: StoredPrefix, met: Met, cached: int) -> None:
+    """Each token was computed or loaded, none both, and the bytes are those of whole chunks."""
+    computed = [span for span in met.spans if span.lane is Lane.COMPUTE]
+    loaded = [span for span in met.spans if span.lane is Lane.LINK_IN]
+    layers = stored.layout.layer_count
+    assert sum(span.tokens for span in computed) == met.recomputed_tokens
+    assert sum(span.tokens for span in loaded) == layers * (cached - met.recomputed_tokens)
+    assert met.recomputed_tokens in (cached, met.recomputed_tokens // CHUNK * CHUNK)
+    chunks = chunks_of(cached, CHUNK) - chunks_of(met.recomputed_tokens, CHUNK)
+    assert sum(s.amount for s in loaded) == 2 * chunks * layers * stored.layout.kv_slot_bytes
+
+
+# -- every relation of speeds ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("compute", [1e-4, 0.3, 1.0, 3.0, 1e4])
+def test_they_meet_where_both_are_done_at_once(stored: StoredPrefix, compute: float) -> None:
+    """A token takes 1 on the link; expected is what is right, nothing is known of blocks."""
+    lanes = PacedLanes(compute=compute, link=1.0, layers=stored.layout.layer_count)
+    met = restore_and_compare(stored, lanes, expected=round(TOKENS / (1 + compute)))
+    lanes.close()
+    best = TOKENS * compute / (1 + compute)
+    assert lanes.seconds <= best + max(LEAST_BLOCK_TOKENS * compute, CHUNK)
+    if compute == 1e-4:
+        assert met.recomputed_tokens == TOKENS
+    if compute == 1e4:
+        assert met.recomputed_tokens == 0
+
+
+@pytest.mark.parametrize("compute", [0.2, 1.0, 5.0])
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+def test_what_was_expected_need_not_be_right(
+    one: StoredPrefix, compute: float, share: float
+) -> None:
+    lanes = PacedLanes(compute=compute, link=1.0, layers=one.layout.layer_count)
+    restore_and_compare(one, lanes, expected=round(share * TOKENS))
+    lanes.close()
+    best = TOKENS * compute / (1 + compute)
+    assert lanes.seconds <= best + 2 * max(LEAST_BLOCK_TOKENS * compute, CHUNK)
+
+
+def test_blocks_and_pieces_shrink_towards_the_meeting_point(one: StoredPrefix) -> None:
+    lanes = PacedLanes(compute=1.0, link=1.0, layers=one.layout.layer_count)
+    met = restore_and_compare(one, lanes, expected=TOKENS // 2, block=256)
+    lanes.close()
+    for lane, least in ((Lane.COMPUTE, LEAST_BLOCK_TOKENS), (Lane.LINK_IN, CHUNK)):
+        sizes = [s.tokens for s in met.spans if s.lane is lane and s.layer in (0, None)]
+        largest = sizes.index(max(sizes))
+        assert sizes[largest:] == sorted(sizes[largest:], reverse=True)
+        assert sizes[-1] <= least
+
+
+@pytest.mark.parametrize("cached", [1, CHUNK - 1, CHUNK, CHUNK + 1, 63, 64, 65, 100, 464])
+def test_short_prefixes_and_partial_tails(one: StoredPrefix, cached: int) -> None:
+    for compute, link in ((1.0, 1.0), (1.0, 50.0), (50.0, 1.0)):
+        for expected in (0, cached // 2, cached):
+            lanes = PacedLanes(compute=compute, link=link, layers=one.layout.layer_count)
+            restore_and_compare(one, lanes, expected=expected, cached=cached)
+            lanes.close()
+
+
+def test_blocks_need_not_be_whole_chunks(one: StoredPrefix) -> None:
+    """A worker's prefill budget may be any number."""
+    for block in (1, 7, CHUNK + 3, 100, 10 * TOKENS):
+        met = restore_and_compare(one, SerialLanes(CPU), expected=TOKENS, cached=100, block=block)
+        assert met.recomputed_tokens == 100
+
+
+def test_nothing_stored_is_nothing_to_do(one: StoredPrefix) -> None:
+    keys, values = one.empty_cache(1)
+    mover, lanes = one.mover(), SerialLanes(CPU)
+    prefix = Prefix((), 0, [], [5], 0, 0)
+    met = restore_from_both_ends(
+        mover, lanes, prefix, keys, values, block_tokens=64, expected_tokens=0
+    )
+    assert met == Met(0, [])
+
+
+# -- the serial twin, delays, losses, errors ---------------------------------------------
+
+
+@pytest.mark.parametrize("expected", [0, 100, TOKENS // 2, TOKENS])
+def test_the_serial_twin_meets_where_it_was_expected(stored: StoredPrefix, expected: int) -> None:
+    lanes = SerialLanes(CPU)
+    met = restore_and_compare(stored, lanes, expected=expected)
+    assert abs(met.recomputed_tokens - expected) <= CHUNK / 2
+    assert all(a.end <= b.start for a, b in itertools.pairwise(met.spans))
+
+
+def test_a_hundred_runs_with_delayed_lanes_find_no_race(one: StoredPrefix) -> None:
+    seed = random.randrange(1 << 30)
+    print("seed", seed)
+    rng = random.Random(seed)
+    lanes = ThreadLanes(CPU)
+    delays = dict.fromkeys(Lane, 0.0)
+    lanes.before = lambda lane: time.sleep(rng.choice([0.0, delays[lane]]))
+    shares = set()
+    for _ in range(100):
+        delays = {lane: rng.choice([0.0, 2e-4, 1e-3]) for lane in Lane}
+        cached = rng.randrange(1, TOKENS + 1)
+        met = restore_and_compare(
+            one,
+            lanes,
+            expected=rng.randrange(cached + 1),
+            cached=cached,
+            pages=rng.sample(range(PAGES), chunks_of(cached, CHUNK)),
+            block=rng.choice([16, 64, 100, 256]),
+        )
+        shares.add(round(4 * met.recomputed_tokens / cached))
+    lanes.close()
+    assert len(shares) > 2, "they always met at the same place"
+
+
+def begin_with(lanes: Lanes, first: Lane, action: Callable[[], None]) -> None:
+    """No other lane begins before `first` has its first piece, where `action` runs once."""
+    begun = threading.Event()
+
+    def before(lane: Lane) -> None:
+        if lane is not first:
+            assert begun.wait(30)
+        elif not begun.is_set():
+            begun.set()
+            action()
+
+    lanes.before = before
+
+
+@pytest.mark.parametrize("lanes", [ThreadLanes(CPU), SerialLanes(CPU)], ids=["threads", "serial"])
+def test_the_front_s_weights_may_share_the_link_with_the_chunks(
+    one: StoredPrefix, lanes: Lanes, tmp_path: Path
+) -> None:
+    on_host = OnHost(tuple(range(one.layout.layer_count)))
+    model = Decoder.load(write_tiny("llama-3", tmp_path), CPU, torch.float32, on_host)
+    model.use_lanes(lanes)
+    for expected in (0, TOKENS // 2, TOKENS):
+        restore_and_compare(replace(one, model=model), lanes, expected=expected)
+    lanes.close()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_who_gives_work_ahead_of_a_stream_misses_nothing(one: StoredPrefix, seed: int) -> None:
+    """The host's side of CUDA lanes: pieces are under way when the next are claimed."""
+    lanes = StreamLanes(torch.device("cuda"), StreamDouble(random.Random(seed)))
+    restore_and_compare(one, lanes, expected=seed * TOKENS // 9, block=(32, 128, 256)[seed % 3])
+    lanes.close()
+
+
+@pytest.mark.parametrize("lanes", [ThreadLanes(CPU), SerialLanes(CPU)], ids=["threads", "serial"])
+def test_a_chunk_lost_on_the_way_is_never_taken_for_a_prefix(
+    lanes: Lanes, one: StoredPrefix, tmp_path: Path
+) -> None:
+    with stored_prefix(one.model, tmp_path, token_ids(200)) as stored:
+        begin_with(lanes, Lane.LINK_IN, lambda: stored.lose(len(stored.chunks) - 1))
+        with pytest.raises(ChunkLost):
+            restore_and_compare(stored, lanes, expected=100, cached=200)
+    # The lanes go on with somebody else's work.
+    lanes.before = None
+    restore_and_compare(one, lanes, expected=100)
+    lanes.close()
+
+
+def test_a_lost_chunk_that_nobody_read_does_not_matter(one: StoredPrefix, tmp_path: Path) -> None:
+    with stored_prefix(one.model, tmp_path, token_ids(90)) as stored:
+        stored.lose(5)
+        met = restore_and_compare(stored, SerialLanes(CPU), expected=90, cached=90)
+        assert met.recomputed_tokens == 90
+
+
+@pytest.mark.parametrize("failing", [Lane.LINK_IN, Lane.COMPUTE])
+def test_an_error_ends_both_lanes_and_leaves_no_copy_behind(
+    one: StoredPrefix, failing: Lane
+) -> None:
+    def fail() -> None:
+        raise OSError("the bus is gone")
+
+    lanes = ThreadLanes(CPU)
+    begin_with(lanes, failing, fail)
+    with pytest.raises(OSError, match="the bus is gone"):
+        restore_and_compare(one, lanes, expected=TOKENS // 2)
+    lanes.before = None
+    assert lanes.finish() == []
+    restore_and_compare(one, lanes, expected=TOKENS // 2)
+    lanes.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@torch.inference_mode()
+def test_both_ends_meet_on_a_gpu(one: StoredPrefix, tmp_path: Path) -> None:
+    device = torch.device("cuda:0")
+    model = Decoder.load(write_tiny("llama-3", tmp_path), device, torch.float32)
+    lanes, pages = StreamLanes(device), list(range(len(one.chunks)))
+    for expected in (0, TOKENS // 2, TOKENS):
+        keys, values = ([plane.to(device) for plane in side] for side in one.empty_cache(PAGES))
+        met = restore_from_both_ends(
+            Mover(model, one.tensors, Staging(one.layout, 16, device)),
+            lanes,
+            Prefix(one.chunks, 0, pages, one.token_ids, TOKENS, 0),
+            keys,
+            values,
+            block_tokens=BLOCK,
+            expected_tokens=expected,
+        )
+        for layer, (found, wanted) in enumerate(zip(keys, one.computed.keys, strict=True)):
+            rows = one.rows(found, pages, TOKENS).cpu()
+            torch.testing.assert_close(rows, wanted, rtol=1e-3, atol=1e-3, msg=f"layer {layer}")
+        check_spans(one, met, TOKENS)
+    lanes.close()
+
+
+# -- drawn work -------------------------------------------------------------------------
+
+
+def numbered(done: list[str], count: int) -> Source:
+    works = [Work(f"piece {n}", lambda n=n: done.append(f"piece {n}")) for n in range(count)]  # type: ignore[misc]
+    answers = [works[:2], works[2:]]
+    return lambda: answers.pop(0) if answers else []
+
+
+@pytest.mark.parametrize("lanes", [ThreadLanes(CPU), SerialLanes(CPU)], ids=["threads", "serial"])
+def test_drawn_work_keeps_its_place_in_the_lane(lanes: Lanes) -> None:
+    done: list[str] = []
+    lanes.run(Lane.LINK_IN, Work("first", lambda: done.append("first")))
+    drawn = lanes.draw(Lane.LINK_IN, numbered(done, 3))
+    last = lanes.run(Lane.LINK_IN, Work("last", lambda: done.append("last")))
+    lanes.run(Lane.COMPUTE, Work("product", lambda: done.append("product")), [drawn, last])
+    assert drawn.is_done
+    assert done == ["first", "piece 0", "piece 1", "piece 2", "last", "product"]
+    names = sorted(span.name for span in lanes.finish())
+    assert names == sorted(done)
+    with pytest.raises(ValueError, match="caller"):
+        lanes.draw(Lane.COMPUTE, numbered(done, 1))
+    lanes.close()
+
+
+def test_the_next_piece_is_asked_for_when_the_one_before_is_done() -> None:
+    lanes = ThreadLanes(CPU)
+    events: list[str] = []
+    copy = Work("copy", lambda: events.append("done"))
+    answers = [[copy], [copy, copy], [copy], []]
+
+    def source() -> list[Work]:
+        events.append("asked")
+        return answers.pop(0)
+
+    lanes.draw(Lane.LINK_IN, source).wait()
+    assert events == [*["asked", "done"] * 2, "done", *["asked", "done"], "asked"]
+    lanes.close()
+
+
+def test_an_error_of_who_is_asked_is_the_lane_s_error() -> None:
+    lanes = ThreadLanes(CPU)
+
+    def source() -> list[Work]:
+        raise OSError("no more")
+
+    event = lanes.draw(Lane.LINK_IN, source)
+    with pytest.raises(OSError, match="no more"):
+        event.wait()
+    with pytest.raises(OSError, match="no more"):
+        lanes.finish()
+    lanes.close()
+
+
+# -- a worker and its store ----------------------------------------------------------------
+
+
+def admit(
+    name: str, prompt: list[int], new_tokens: int, expected: int | None = None
+) -> worker_pb2.RunRequest:
+    """By method TOKENS if a meeting point is expected, else by loading."""
+    tokens, load = types_pb2.RESTORE_METHOD_TOKENS, types_pb2.RESTORE_METHOD_LOAD
+    plan = types_pb2.Plan(
+        residency=types_pb2.RESIDENCY_RESIDENT,
+        method=load if expected is None else tokens,
+        recomputed_tokens=expected or 0,
+    )
+    sampling = types_pb2.SamplingParams(max_tokens=new_tokens, ignore_eos=True)
+    return worker_pb2.RunRequest(
+        admit=worker_pb2.AdmitCommand(
+            request_id=name, prompt_token_ids=prompt, sampling=sampling, plan=plan
+        )
+    )
+
+
+RunStream = grpc.aio.StreamStreamCall[worker_pb2.RunRequest, worker_pb2.RunResponse]
+
+
+async def answer(
+    stream: RunStream, request: worker_pb2.RunRequest
+) -> tuple[list[int], worker_pb2.RestoreReport]:
+    await stream.write(request)
+    tokens: list[int] = []
+    reports: list[worker_pb2.RestoreReport] = []
+    async for response in stream:
+        for result in response.tokens:
+            tokens += result.token_ids
+        reports += response.restores
+        if response.finishes:
+            assert not response.finishes[0].error_code, response.finishes[0].error_message
+            break
+    return tokens, reports[0]
+
+
+@pytest.mark.parametrize("case", ["opt", "qwen2-windows"])  # plain heads; grouped, with windows
+async def test_a_worker_restores_from_both_ends_and_goes_on_with_the_same_tokens(
+    case: str, tmp_path: Path, shm_folder: Path
+) -> None:
+    """A real store: one request seals the prefix, others bring it back and go on."""
+    model, folder = build_tiny(case), write_tiny(case, tmp_path / "m")
+    prefix, answered = clear_prompt(model, 150, 8)
+    stored = [*prefix, *answered]
+    # The last token's K and V were never needed.
+    cached = len(stored) - 1
+    assert cached % CHUNK, "a partial tail, whose activations are needed, too"
+    addresses = f"unix:{tmp_path}/kv", f"unix:{tmp_path}/w"
+    shape = StackShape(workers=1)
+    async with AsyncExitStack() as cleanup:
+        store = await start_store(folder, addresses[0], shm_folder / "store" / "arena", shape)
+        cleanup.push_async_callback(stop_process, store)
+        worker, _ = await cleanup.enter_async_context(
+            serving_worker(folder, "0", addresses[1], addresses[0], shape)
+        )
+        channel = await cleanup.enter_async_context(open_channel(addresses[1]))
+        stream = worker_pb2_grpc.WorkerServiceStub(channel).Run()
+        cleanup.callback(stream.cancel)
+        tokens, report = await answer(stream, admit("first", prefix, 8))
+        assert (tokens, report.method) == (answered, types_pb2.RESTORE_METHOD_NONE)
+        for expected in (0, cached // 2, cached):
+            # Something new each time, or the answer before would be found, too.
+            prompt, wanted = clear_prompt(model, 9, 24, before=[*stored, 5 + expected % 97])
+            tokens, report = await answer(stream, admit(f"at {expected}", prompt, 24, expected))
+            assert tokens == wanted
+            assert report.method == types_pb2.RESTORE_METHOD_TOKENS
+            assert report.split_tokens == 0
+            assert report.cached_tokens in (cached, cached + 1)
+            if expected == 0:
+                assert report.recomputed_tokens == report.compute_busy_seconds == 0
+                assert report.link_busy_seconds > 0
+            elif expected == cached:
+                assert report.recomputed_tokens == report.cached_tokens
+                assert report.compute_busy_seconds > 0
+            else:
+                assert 0 <= report.recomputed_tokens <= report.cached_tokens
+        # What was restored so continues the chain: the longer sequence is found again.
+        longer = [*prompt, *wanted]
+        prompt, wanted = clear_prompt(model, 2, 8, before=longer)
+        tokens, report = await answer(stream, admit("again", prompt, 8, len(longer) // 2))
+        assert tokens == wanted
+        assert report.cached_tokens == len(longer) - 1
+        assert worker.engine.cache.pages.used_count == 0
+        assert worker.engine.cache.input_pages.used_count == 0

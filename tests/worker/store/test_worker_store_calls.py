@@ -1,0 +1,411 @@
+"""A worker and its store when calls are not answered, sessions end, or the worker stops."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvstore_service.pool import contents, prefix_index
+from kvstore_service.pool.store import KvStore
+from kvstore_service.server import KvStoreServicer
+from splitpoint.arena.owner import open_or_create_arena
+from splitpoint.arena.records import SlotState
+from splitpoint.errors import DeadlineExceeded, FailedPrecondition
+from splitpoint.shapes import ArenaLayout, DataType
+from splitpoint.transport.rpc import create_server, listen
+from splitpoint.v1 import kvstore_pb2_grpc
+from worker_service.engine.messages import Call
+from worker_service.lanes.lanes import SerialLanes
+from worker_service.runtime import Runtime
+from worker_service.store.arena_tensors import ArenaTensors
+from worker_service.store.client import StoreClient, WrittenChunk
+from worker_service.store.remote import RemoteStoreClient
+from worker_service.store.write_back import (
+    Flushed,
+    WriteBack,
+    WriteEnded,
+    WriteFailed,
+    WriteJob,
+    WriteResult,
+)
+
+LAYOUT = ArenaLayout(
+    chunk_tokens=4,
+    layer_count=2,
+    kv_head_count=2,
+    head_dim=4,
+    hidden_size=8,
+    data_type=DataType.FLOAT32,
+    has_activations=True,
+    model_fingerprint=b"test model",
+)
+SLOTS = 8
+SALT = b"salt"
+FIRST = (1, 2, 3, 4)
+
+
+class Servicer(KvStoreServicer):
+    """Carries every call out; the answers of `held` methods wait until `let_go`."""
+
+    def __init__(self, store: KvStore) -> None:
+        super().__init__(store)
+        self.held: set[str] = set()
+        self.carried_out: dict[str, int] = {}
+        self.let_go = asyncio.Event()
+
+    async def _answered(self, name: str, answer: Awaitable[Any]) -> Any:
+        result = await answer
+        self.carried_out[name] = self.carried_out.get(name, 0) + 1
+        if name in self.held:
+            await self.let_go.wait()
+        return result
+
+    async def Match(self, request: Any, context: Any) -> Any:
+        return await self._answered("match", super().Match(request, context))
+
+    async def Reserve(self, request: Any, context: Any) -> Any:
+        return await self._answered("reserve", super().Reserve(request, context))
+
+    async def Seal(self, request: Any, context: Any) -> Any:
+        return await self._answered("seal", super().Seal(request, context))
+
+    async def WriteChunks(self, requests: Any, context: Any) -> Any:
+        return await self._answered("seal", super().WriteChunks(requests, context))
+
+    async def Release(self, request: Any, context: Any) -> Any:
+        return await self._answered("release", super().Release(request, context))
+
+    async def reached(self, name: str, count: int = 1) -> None:
+        await until(lambda: self.carried_out.get(name, 0) >= count)
+
+
+@dataclass
+class Setup:
+    address: str
+    servicer: Servicer
+
+    def held(self) -> tuple[int, int]:
+        """(leases, slots that are being written)"""
+        pool = self.servicer.store.pool
+        return len(pool.leases), pool.slots.count(SlotState.WRITING)
+
+    async def nothing_held(self) -> None:
+        await until(lambda: self.held() == (0, 0))
+
+    @asynccontextmanager
+    async def client(self, *, remote: bool = False) -> AsyncIterator[StoreClient]:
+        client: StoreClient
+        if remote:
+            client = RemoteStoreClient(self.address, "worker", mirror_bytes=8 << 20)
+        else:
+            client = StoreClient(self.address, "worker")
+        await client.start(LAYOUT)
+        yield client
+        await client.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def setup(shm_folder: Path, socket_address: str) -> AsyncIterator[Setup]:
+    opened = open_or_create_arena(shm_folder / "store" / "arena", LAYOUT, SLOTS)
+    store = KvStore(
+        opened.arena, clock=lambda: 1000.0, lease_seconds=0.6, is_present=lambda _: True
+    )
+    servicer = Servicer(store)
+    server = create_server()
+    kvstore_pb2_grpc.add_KvStoreServiceServicer_to_server(servicer, server)
+    listen(server, socket_address)
+    await server.start()
+    yield Setup(socket_address, servicer)
+    servicer.let_go.set()
+    servicer.stop()
+    await server.stop(1)
+    await servicer.close()
+    store.close()
+    opened.owner.remove()
+
+
+async def written(
+    client: StoreClient, tokens: tuple[int, ...] = FIRST, salt: bytes = SALT, seed: int = 1
+) -> list[WrittenChunk]:
+    connection = client.connection
+    assert connection is not None
+    [(slot, generation)] = await client.reserve(connection, salt, 1)
+    arena = connection.tensors.arena
+    for layer in range(LAYOUT.layer_count):
+        for tensor in LAYOUT.tensors:
+            plane = arena.plane(layer, tensor)
+            plane[slot] = np.full_like(plane[slot], seed)
+    return [WrittenChunk(slot, generation, b"", tokens, arena.checksum(slot))]
+
+
+async def store_one(client: StoreClient, **options: Any) -> None:
+    assert client.connection is not None
+    chunks = await written(client, **options)
+    salt = options.get("salt", SALT)
+    sealed = await client.seal(client.connection, salt, chunks, 0)
+    await client.release(client.connection, lease_ids=[sealed.lease_id])
+
+
+# -- not answered ---------------------------------------------------------------------
+
+
+async def test_a_session_whose_grants_are_not_known_is_given_up(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker_service.store.client.CALL_SECONDS", 0.2)
+    async with setup.client() as client:
+        before = client.connection
+        assert before is not None
+        setup.servicer.held = {"reserve"}
+        with pytest.raises(DeadlineExceeded):
+            await client.reserve(before, SALT, 3)
+        assert setup.held() == (0, 3)
+        setup.servicer.held = set()
+        await until(lambda: client.connection not in (None, before))
+        assert setup.held() == (0, 0)
+        assert setup.servicer.store.pool.slots.count(SlotState.QUARANTINED) == 0
+        await store_one(client)
+
+
+# -- attached again -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["quiesce", "reattached"])
+async def test_whatever_goes_wrong_it_attaches_again(setup: Setup, where: str) -> None:
+    broken = [where]
+
+    def break_once(name: str) -> None:
+        if name in broken:
+            broken.remove(name)
+            raise ValueError("a bug")
+
+    async def quiesce() -> None:
+        break_once("quiesce")
+
+    async with setup.client() as client:
+        before = client.connection
+        assert before is not None
+        client.quiesce = quiesce
+        client.reattached = lambda: break_once("reattached")
+        setup.servicer.store.end(before.session_id)
+        await until(lambda: client.connection not in (None, before))
+        await until(lambda: not broken)
+        await store_one(client)
+        # And once more, by the same keeper.
+        again = client.connection
+        assert again is not None
+        setup.servicer.store.end(again.session_id)
+        await until(lambda: client.connection not in (None, again))
+
+
+# -- stopping -------------------------------------------------------------------------
+
+
+async def test_chains_are_closed_at_once_and_not_for_ever(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker_service.store.write_back.CLOSE_SECONDS", 1.0)
+    async with setup.client() as client:
+        await store_one(client)
+        posted: list[Any] = []
+        cache: Any = SimpleNamespace(layout=LAYOUT)
+        write_back = WriteBack(client, cache, posted.append, SerialLanes(torch.device("cpu")))
+        for number in range(3):
+            match = await client.match(SALT, [*FIRST, 5])
+            write_back.open((f"r{number}", 0), SALT, match, 4, must_store=False)
+        setup.servicer.carried_out.clear()
+        setup.servicer.held = {"release"}  # as of a store that is frozen
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(15):
+                await write_back.close()
+        # All were asked for, none of them after another one.
+        assert setup.servicer.carried_out["release"] == 3
+        await until(lambda: len(posted) == 3)
+        assert {flushed.key for flushed in posted if isinstance(flushed, Flushed)} == {
+            ("r0", 0),
+            ("r1", 0),
+            ("r2", 0),
+        }
+
+
+# -- what becomes of chunks -------------------------------------------------------------
+
+
+async def test_write_back_counts_how_its_chunks_end(setup: Setup) -> None:
+    async with setup.client() as client:
+        posted: list[Any] = []
+        cache: Any = SimpleNamespace(layout=LAYOUT)
+        write_back = WriteBack(client, cache, posted.append, SerialLanes(torch.device("cpu")))
+        totals = write_back.totals
+
+        def fill(_: Any, tensors: ArenaTensors, jobs: Any, slots: Any) -> list[int]:
+            for plane in (*tensors.keys, *tensors.values, *tensors.inputs):
+                plane[list(slots)] = 1.0
+            return [tensors.arena.checksum(slot) for slot in slots]
+
+        def jobs(*indices: int) -> list[WriteJob]:
+            return [WriteJob(index, 0, 0, (index, 1, 2, 3)) for index in indices]
+
+        async def open_chain(name: str) -> None:
+            match = await client.match(SALT + name.encode(), list(FIRST))
+            wanted = replace(match, storable_tokens=8)
+            write_back.open((name, 0), SALT + name.encode(), wanted, 0, must_store=False)
+
+        write_back.copy = fill
+        await open_chain("a")
+        write_back.submit(("a", 0), jobs(0, 1, 2))
+        await until(lambda: any(isinstance(each, WriteEnded) for each in posted))
+        # What was on its way to a chain that has ended meanwhile is wanted no more.
+        write_back.submit(("a", 0), jobs(3, 4))
+        assert totals.chunks == {
+            WriteResult.STORED: 2,
+            WriteResult.FAILED: 0,
+            WriteResult.UNWANTED: 3,
+        }
+        assert totals.bytes == 2 * LAYOUT.chunk_bytes
+        assert totals.seconds > 0
+
+        def broken(*_: Any) -> list[int]:
+            raise OSError("the bus is gone")
+
+        write_back.copy = broken
+        await open_chain("b")
+        write_back.submit(("b", 0), jobs(0))
+        await until(lambda: any(isinstance(each, WriteFailed) for each in posted))
+        write_back.submit(("b", 0), jobs(1))
+        assert totals.chunks[WriteResult.FAILED] == 2
+        assert totals.chunks[WriteResult.STORED] == 2
+        assert totals.bytes == 2 * LAYOUT.chunk_bytes
+        await write_back.close()
+        await setup.nothing_held()
+
+
+# -- the engine's thread --------------------------------------------------------------
+
+
+class Posted:
+    """An engine that takes its commands when the test says so."""
+
+    def __init__(self) -> None:
+        self.commands: list[Call] = []
+
+    def post(self, command: Call) -> None:
+        self.commands.append(command)
+
+
+async def test_between_two_steps_or_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker_service.runtime.STEP_SECONDS", 0.05)
+    engine: Any = Posted()
+    runtime = Runtime(engine, None)
+    ran: list[str] = []
+    with pytest.raises(TimeoutError):
+        await asyncio.to_thread(runtime._between_steps, lambda: ran.append("late"))
+    engine.commands.pop().function()  # the step ended after all
+    assert ran == []
+
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        begun.set()
+        assert go_on.wait(30)
+        ran.append("whole")
+
+    waiting = asyncio.create_task(asyncio.to_thread(runtime._between_steps, slow))
+    await until(lambda: bool(engine.commands))
+    running = asyncio.create_task(asyncio.to_thread(engine.commands.pop().function))
+    assert await asyncio.to_thread(begun.wait, 30)
+    # Its time is over, but it has begun: who waits for it waits on.
+    assert not (await asyncio.wait({waiting}, timeout=0.3))[0]
+    go_on.set()
+    await waiting
+    assert ran == ["whole"]
+    await running
+
+
+async def test_an_error_between_steps_is_its_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: Any = Posted()
+    runtime = Runtime(engine, None)
+
+    def broken() -> None:
+        raise ValueError("a bug")
+
+    waiting = asyncio.create_task(asyncio.to_thread(runtime._between_steps, broken))
+    await until(lambda: bool(engine.commands))
+    engine.commands.pop().function()  # raises nothing on the engine's thread
+    with pytest.raises(ValueError, match="a bug"):
+        await waiting
+
+
+# -- the mirror -----------------------------------------------------------------------
+
+
+async def test_slots_given_back_while_they_are_sent_are_not_published(setup: Setup) -> None:
+    async with setup.client(remote=True) as client:
+        assert isinstance(client, RemoteStoreClient)
+        assert client.connection is not None
+        assert client.mirror is not None
+        mirror = client.mirror
+        [chunk] = await written(client)
+        place = (chunk.slot, chunk.generation)
+        setup.servicer.held = {"seal"}
+        sealing = asyncio.create_task(client.seal(client.connection, SALT, [chunk], 0))
+        await setup.servicer.reached("seal")
+        assert setup.held() == (1, 0)
+        # As a fetch does that is cancelled; then they are somebody else's.
+        await client.release(client.connection, slots=[place])
+        others = mirror.grant(mirror.free_count)
+        assert chunk.slot in dict(others)
+        setup.servicer.let_go.set()
+        with pytest.raises(FailedPrecondition):
+            await sealing
+        await setup.nothing_held()
+        assert mirror.free_count == 0
+        mirror.give_back(others)
+        assert mirror.free_count == mirror.slot_count
+
+
+async def test_the_mirror_names_the_bytes_that_it_has(setup: Setup) -> None:
+    """The store keeps the first of two payloads of one sequence; each is called what it is."""
+    async with setup.client(remote=True) as client, setup.client() as writer:
+        assert client.connection is not None
+        await store_one(writer, seed=1)
+        await store_one(client, seed=2)
+        match = await client.match(SALT, [*FIRST, 5])
+        [chunk] = match.chunks
+        assert np.all(client.connection.tensors.arena.plane(1, "K")[chunk.slot] == 1)
+        await client.release(client.connection, lease_ids=[match.lease_id])
+
+
+async def test_equal_hashes_bring_no_bytes_of_another_tenant(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (prefix_index, contents):
+        monkeypatch.setattr(module, "packed_chunk_key", lambda *_: b"k" * 32)
+    async with setup.client(remote=True) as reader, setup.client() as writer:
+        assert reader.connection is not None
+        for salt, seed in ((b"A", 1), (b"B", 2)):
+            await store_one(writer, salt=salt, seed=seed)
+            match = await reader.match(salt, [*FIRST, 5])
+            assert match.cached_tokens == 4
+            [chunk] = match.chunks
+            plane = reader.connection.tensors.arena.plane(1, "K")
+            assert np.all(plane[chunk.slot] == seed)
+            await reader.release(reader.connection, lease_ids=[match.lease_id])
+            assert setup.servicer.store.pool.evict_all() == 1

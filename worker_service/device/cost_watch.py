@@ -1,0 +1,134 @@
+"""Watches what restores and streamed steps took, and says beforehand what the next will.
+
+Between spans and `splitpoint.costs.tracker`: which piece of work is a measurement of
+which cost. Belongs to the engine's thread. Knows no requests; who hears of a new
+profile is the caller's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from splitpoint.costs.profile import Profile
+from splitpoint.costs.tracker import CostTracker, MeanTracker, Observation
+from splitpoint.planning.schedule import Lane, Schedule
+from splitpoint.planning.split_costs import Manner, SplitCosts
+from splitpoint.shapes import ArenaLayout, ModelShape
+from worker_service.lanes.timeline import REBUILDING, Span, StepTimes
+
+# In a restore that takes longer, what its operations took is less than what the rates
+# of link and device are wrong by.
+_TELLING_SECONDS = 0.02
+_LEAST_SECONDS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class StepTraffic:
+    """What a step will move and rebuild: bytes of each copy, FLOP of each product."""
+
+    copies: tuple[float, ...]
+    rebuilds: tuple[float, ...]
+
+
+class CostWatch:
+    """One worker's costs, as they are now."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._tracker = CostTracker(profile)
+        # What a step takes beyond the longer of link and device: laying it out, the
+        # first tile's way, sampling.
+        self._beyond = MeanTracker()
+
+    @property
+    def profile(self) -> Profile:
+        """The latest one worth telling."""
+        return self._tracker.profile
+
+    def restored(self, spans: Iterable[Span]) -> None:
+        """A restore ran."""
+        self._observe(list(spans))
+
+    def took(self, seconds: float, spans: Iterable[Span], schedule: Schedule) -> None:
+        """How long a restore with these spans, each handed to its lane, took in all.
+
+        What it took beside its copies and products is told by short restores only.
+        """
+        if seconds > _TELLING_SECONDS:
+            return
+        listed = list(spans)
+        link = sum(span.seconds for span in listed if span.lane is not Lane.COMPUTE)
+        device = sum(span.seconds for span in listed if span.lane is Lane.COMPUTE)
+        busy = link + device if schedule is Schedule.SERIAL else max(link, device)
+        beside = max(seconds - busy, _LEAST_SECONDS)
+        self._tracker.restore.observe([Observation(len(listed), beside)])
+
+    def stepped(self, times: StepTimes, spans: Iterable[Span], *, only_decodes: bool) -> None:
+        """A streamed step ran. Prefills in it say nothing of what a decode step computes."""
+        listed = list(spans)
+        self._observe(listed)
+        if only_decodes:
+            rebuilding = sum(span.seconds for span in listed if span.name in REBUILDING)
+            self._tracker.step_compute.observe(times.compute_busy - rebuilding)
+            self._beyond.observe(max(0.0, times.seconds - max(times.link_busy, times.compute_busy)))
+
+    def settle(self) -> Profile | None:
+        """The profile, if it moved enough to be told; None: nothing new."""
+        return self._tracker.profile if self._tracker.settle() else None
+
+    # -- predictions -------------------------------------------------------------------
+
+    def step_seconds(self, traffic: StepTraffic) -> float | None:
+        """Of a decode step with this traffic; None before any step was seen."""
+        own, beyond = self._tracker.step_compute.seconds, self._beyond.seconds
+        if own is None or beyond is None:
+            return None
+        link = self.fits.weight_seconds
+        link += sum(self._tracker.link.seconds(size) for size in traffic.copies)
+        device = own + sum(self._tracker.rebuild.seconds(work) for work in traffic.rebuilds)
+        return max(link, device) + beyond
+
+    def restore_seconds(
+        self,
+        shape: ModelShape,
+        layout: ArenaLayout,
+        *,
+        split: int,
+        cached: int,
+        schedule: Schedule,
+        tile_tokens: int,
+        slots: int,
+        extra_operations: int = 0,
+    ) -> float:
+        """Of a restore of `cached` tokens, `split` of them rebuilt; see `Manner`."""
+        costs = SplitCosts.of(shape, self.fits, layout.encoding)
+        manner = Manner(schedule, tile_tokens, slots, extra_operations=extra_operations)
+        return costs.seconds(split, cached, manner)
+
+    @property
+    def fits(self) -> Profile:
+        """The present fits, whether or not they were told."""
+        return self._tracker.fits
+
+    # -- measurements --------------------------------------------------------------------
+
+    def computed(self, spans: Iterable[Span]) -> None:
+        """Products of a restore whose copies say nothing of the link."""
+        spans = list(spans)
+        self._tracker.rebuild.observe(_of(spans, Lane.COMPUTE, "rebuild"))
+        # Of a prefill that waited for its weights nobody knows what it computed.
+        if not self.profile.host_weight_bytes:
+            self._tracker.prefill.observe(_of(spans, Lane.COMPUTE, "prefill"))
+
+    def _observe(self, spans: list[Span]) -> None:
+        self._tracker.link.observe(_of(spans, Lane.LINK_IN))
+        self.computed(spans)
+
+
+def _of(spans: Iterable[Span], lane: Lane, name: str | None = None) -> list[Observation]:
+    """Each piece with an amount. A copy of many planes at once counts as one."""
+    return [
+        Observation(span.amount, span.seconds)
+        for span in spans
+        if span.lane is lane and span.amount and (name is None or span.name == name)
+    ]

@@ -1,0 +1,198 @@
+"""Measures a worker's own costs: the link, the rebuild, a prefill, a decode step.
+
+The link is measured as restores use it: through the lanes, so that an emulated link,
+or a GPU's copy stream, is what the profile tells of. Runs on the engine's thread
+between steps, since it uses the same device. Knows nothing of plans.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+
+import torch
+
+from splitpoint.costs.profile import Line, Profile, fit_line
+from splitpoint.planning.schedule import Lane
+from splitpoint.planning.weight_schedule import WeightPiece
+from worker_service.device.cache import TORCH_TYPES
+from worker_service.lanes.lanes import Lanes, Work, lanes_of
+from worker_service.model.decoder import Decoder, DecoderLayer, Rotary
+from worker_service.pipeline.stage import copy
+from worker_service.pipeline.transfer import put_rows
+
+COPY_BYTES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
+# A slow link need not show its largest size: the line has enough points without.
+ENOUGH_SIZES = 4
+SLOW_COPY_SECONDS = 0.05
+REBUILD_TOKENS = (64, 256, 512, 1024)
+PREFILL_TOKENS = (32, 128, 256)
+REPEATS = 5
+# Of one measurement: a step of a large model on a CPU takes seconds.
+MOST_SECONDS = 1.0
+# What rebuilt rows are put into: pages of this many tokens.
+PAGE_TOKENS = 64
+
+
+@torch.inference_mode()
+def measure(
+    model: Decoder, device: torch.device, description: str, *, lanes: Lanes | None = None
+) -> Profile:
+    """A fresh profile; takes one or two seconds on a CPU.
+
+    `lanes` must be idle; what moves on their link lane is measured. None: the
+    device's own link, without an emulated rate.
+    """
+    link = measure_link(device, lanes)
+    rebuild = _measure_rebuild(model, device)
+    prefill = _measure_prefill(model, device)
+    return Profile(
+        link_bytes_per_second=link.rate,
+        link_overhead_seconds=link.overhead,
+        rebuild_flops_per_second=rebuild.rate,
+        rebuild_overhead_seconds=rebuild.overhead,
+        prefill_flops_per_second=prefill.rate,
+        prefill_overhead_seconds=prefill.overhead,
+        step_compute_seconds=_measure_step(model, device),
+        description=description,
+        host_weight_bytes=model.host_weight_bytes(),
+        host_kv_weight_bytes=model.host_weight_bytes(WeightPiece.KEY_VALUE),
+    )
+
+
+def measure_link(device: torch.device, lanes: Lanes | None = None) -> Line:
+    """Copies towards the device on the link lane; from pinned memory on a GPU."""
+    if lanes is None:
+        own = lanes_of(device)
+        try:
+            return measure_link(device, own)
+        finally:
+            own.close()
+    lanes.finish()  # weights may still have been on their way
+    largest = COPY_BYTES[-1]
+    source = torch.zeros(4 * largest, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target = torch.zeros(largest, dtype=torch.uint8, device=device)
+    sizes: list[int] = []
+    seconds: list[float] = []
+    for size in COPY_BYTES:
+        if len(sizes) >= ENOUGH_SIZES and seconds[-1] > SLOW_COPY_SECONDS:
+            break
+        for repeat in range(REPEATS + 1):
+            # Another part of the source each time: a restore reads cold memory.
+            first = repeat * size % (3 * largest)
+            piece = source[first : first + size]
+            call = partial(copy, target[:size], piece)
+            lanes.run(Lane.LINK_IN, Work("measure", call, size, size))
+        # The first one of each size warms up.
+        timed = lanes.finish()[1:]
+        sizes.append(size)
+        seconds.append(statistics.median(span.seconds for span in timed))
+    return fit_line(sizes, seconds)
+
+
+def _measure_rebuild(model: Decoder, device: torch.device) -> Line:
+    """The GEMM `[l, h] x [h, 2 d_kv]` with norm and rotation, and its way into pages."""
+    shape, dtype = model.shape, TORCH_TYPES[model.shape.data_type]
+    counts = _counts(model, REBUILD_TOKENS)
+    pages = range(-(-counts[-1] // PAGE_TOKENS))
+    plane = torch.zeros(
+        (len(pages), shape.kv_head_count, PAGE_TOKENS, shape.head_dim), dtype=dtype, device=device
+    )
+    seconds = []
+    for count in counts:
+        inputs = torch.randn(count, shape.hidden_size, device=device).to(dtype)
+        rotary = model.rotary(torch.arange(count, device=device))
+
+        with _first_layer(model) as layer:
+
+            def run(
+                inputs: torch.Tensor = inputs,
+                rotary: Rotary | None = rotary,
+                layer: DecoderLayer = layer,
+            ) -> None:
+                for rows in layer.project_kv(inputs, rotary):
+                    put_rows(plane, pages, rows)
+
+            seconds.append(_median_seconds(run, device))
+    return _line([count * shape.rebuild_flops_per_token_layer for count in counts], seconds)
+
+
+def _measure_prefill(model: Decoder, device: torch.device) -> Line:
+    """A piece of a prefill, from one layer's linear work; attention is left out."""
+    shape = model.shape
+    counts = _counts(model, PREFILL_TOKENS)
+    seconds = [_layer_seconds(model, count, device) * shape.layer_count for count in counts]
+    return _line([shape.prefill_flops(count) for count in counts], seconds)
+
+
+def _layer_seconds(model: Decoder, count: int, device: torch.device) -> float:
+    """So many tokens through the linear work of one layer, whose weights are there."""
+    shape = model.shape
+    hidden = torch.randn(count, shape.hidden_size, device=device)
+    hidden = hidden.to(TORCH_TYPES[shape.data_type])
+    rotary = model.rotary(torch.arange(count, device=device))
+    with _first_layer(model) as layer:
+
+        def run() -> None:
+            queries, _, _ = layer.project(layer.attention_input(hidden), rotary)
+            layer.finish(hidden, queries.flatten(1))
+
+        return _median_seconds(run, device)
+
+
+@contextmanager
+def _first_layer(model: Decoder) -> Iterator[DecoderLayer]:
+    """Its weights come over first, if they are on the host."""
+    with closing(model.visit()) as layers:
+        yield next(layers)
+
+
+def _measure_step(model: Decoder, device: torch.device) -> float:
+    """One token through all layers and the head: every weight once, no cache.
+
+    With weights on the host the layers' work alone, without what the link takes.
+    """
+    if not model.is_resident:
+        return _layer_seconds(model, 1, device) * model.shape.layer_count
+    token_ids = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def run() -> None:
+        hidden, rotary = model.embed(token_ids, token_ids), model.rotary(token_ids)
+        for layer in model.layers:
+            queries, _, _ = layer.project(layer.attention_input(hidden), rotary)
+            hidden = layer.finish(hidden, queries.flatten(1))
+        model.logits(hidden)
+
+    return _median_seconds(run, device)
+
+
+def _counts(model: Decoder, wanted: tuple[int, ...]) -> list[int]:
+    """Those that fit the context; it alone when none does."""
+    context = model.shape.context_length
+    return [count for count in wanted if count <= context] or [context]
+
+
+def _line(amounts: list[int], seconds: list[float]) -> Line:
+    if len(amounts) < 2:
+        return Line(0.0, amounts[0] / seconds[0])
+    return fit_line(amounts, seconds)
+
+
+def _median_seconds(run: Callable[[], object], device: torch.device) -> float:
+    run()
+    samples: list[float] = []
+    while len(samples) < REPEATS and sum(samples) < MOST_SECONDS:
+        _synchronize(device)
+        started = time.perf_counter()
+        run()
+        _synchronize(device)
+        samples.append(time.perf_counter() - started)
+    return statistics.median(samples)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

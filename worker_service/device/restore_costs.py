@@ -1,0 +1,124 @@
+"""What restores take beside their copies and products, measured on some before the first real one.
+
+Laying pieces of work out, handing them to lanes and waiting for them is most of what a
+short restore takes. So a worker restores a few chunks of zeros of its own, by each method
+and into its free pages, and learns from these as it does from all others. Only at the
+start: nothing else may be in the pages. Knows no requests.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from splitpoint.costs.profile import Profile
+from splitpoint.shapes import ArenaLayout
+from worker_service.device.cost_watch import CostWatch
+from worker_service.engine.engine import Engine
+from worker_service.engine.restorer import TILE_PAGES
+from worker_service.lanes.timeline import Span
+from worker_service.pipeline.both_ends import restore_from_both_ends
+from worker_service.pipeline.restore import Prefix, restore
+from worker_service.pipeline.transfer import Mover
+from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
+from worker_service.store.codec import ChunkCodec
+
+# Chunks of the restores that are measured, in turn, so that their operations differ.
+CHUNKS = (1, 2, 4, 8)
+ROUNDS = 3
+# A large model on a CPU stops here: its restores take longer than what is measured.
+MOST_SECONDS = 1.0
+
+
+class _Zeros(ArenaTensors):
+    """Chunks of zeros in the arena's layout; all layers have the same memory."""
+
+    def __init__(self, layout: ArenaLayout, chunk_count: int) -> None:
+        self.layout = layout
+        self.codec = codec = ChunkCodec(layout)
+
+        def planes(tensor: str) -> list[torch.Tensor]:
+            shape = (chunk_count, *codec.stored_shape(tensor))
+            return [torch.zeros(shape, dtype=codec.stored_type)] * layout.layer_count
+
+        self.keys = planes("K")
+        self.values = planes("V")
+        self.inputs = planes("X") if layout.has_activations else []
+
+    def check_current(self, chunks: Sequence[StoredChunk]) -> None:
+        return
+
+
+@torch.inference_mode()
+def measure_overheads(engine: Engine, profile: Profile) -> Profile:
+    """The profile with what restores take beside, and with its products as restores do them."""
+    chunk, free = engine.chunk_tokens, engine.cache.pages.free_count
+    most = min(CHUNKS[-1], free, engine.model.shape.context_length // chunk)
+    if most < 1 or engine.cache.pages.used_count:
+        return profile
+    watch = CostWatch(profile)
+    tensors = _Zeros(engine.cache.layout, most)
+    mover = Mover(engine.model, tensors, engine.staging)
+    try:
+        _restore_all(engine, mover, most, watch)
+    finally:
+        engine.lanes.take_tally()  # no request's traffic
+    return watch.fits
+
+
+def _restore_all(engine: Engine, mover: Mover, most: int, watch: CostWatch) -> None:
+    deadline = time.perf_counter() + MOST_SECONDS
+    for number in range(ROUNDS):
+        for count in (count for count in CHUNKS if count <= most):
+            for bring, is_handed in _ways(engine, mover, count):
+                started = time.perf_counter()
+                spans = bring()
+                seconds = time.perf_counter() - started
+                if number:  # the first round compiles kernels
+                    watch.computed(spans)
+                    if is_handed:
+                        watch.took(seconds, spans, engine.lanes.schedule)
+                if time.perf_counter() > deadline:
+                    return
+
+
+def _ways(
+    engine: Engine, mover: Mover, count: int
+) -> Iterator[tuple[Callable[[], list[Span]], bool]]:
+    """The ways to restore so many chunks, and whether each copy is handed to its lane."""
+    cache, lanes, chunk = engine.cache, engine.lanes, engine.chunk_tokens
+    tokens = count * chunk
+    chunks = [StoredChunk(slot, 0, chunk, b"", 0) for slot in range(count)]
+
+    def prefix(split: int) -> Prefix:
+        return Prefix(chunks, 0, list(range(count)), [0] * tokens, tokens, split)
+
+    def split_at(split: int) -> Callable[[], list[Span]]:
+        return lambda: restore(
+            mover,
+            lanes,
+            prefix(split),
+            cache.keys,
+            cache.values,
+            tile_tokens=TILE_PAGES * chunk,
+        )
+
+    yield split_at(0), True
+    if cache.layout.has_activations:
+        yield split_at(tokens), True
+
+    def from_both_ends() -> list[Span]:
+        met = restore_from_both_ends(
+            mover,
+            lanes,
+            prefix(0),
+            cache.keys,
+            cache.values,
+            block_tokens=engine.prefill_chunk_tokens,
+            expected_tokens=tokens,
+        )
+        return met.spans
+
+    yield from_both_ends, False

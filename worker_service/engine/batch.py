@@ -1,0 +1,271 @@
+"""One step's rows: what each token is, where its K and V go, what it attends to.
+
+Rows are flat: first one for each decoding sequence, then the prompt tokens of
+each prefill segment. Built once per step, used by every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+import torch
+
+from worker_service.device.cache import DeviceCache
+from worker_service.engine.sequence import Segment, Sequence
+from worker_service.engine.streamed import StreamedBuilder, StreamedPrefill, StreamedStep
+from worker_service.model.attention import decode_partial, prefill
+from worker_service.model.attention_plan import DecodePlan, PrefillPlan
+from worker_service.model.layer import DecoderLayer
+from worker_service.pipeline.prefetch import Feed, compute
+
+
+@dataclass(frozen=True, slots=True)
+class InputRows:
+    """Rows whose X is kept, and the X page and row each goes to."""
+
+    index: torch.Tensor
+    pages: torch.Tensor
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentPrefill:
+    first_row: int
+    count: int
+    plan: PrefillPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Everything a step needs beside the weights.
+
+    Attributes:
+        sequences, counts: who computes how many tokens; decodes first.
+        token_ids, positions, pages, rows: int64 `[N]` per token.
+        logit_rows: int64, the last row of each sequence that will have computed
+            all it has, in order: those a token follows for.
+    """
+
+    sequences: list[Sequence]
+    counts: list[int]
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    pages: torch.Tensor
+    rows: torch.Tensor
+    logit_rows: torch.Tensor
+    inputs: InputRows | None
+    decode_plan: DecodePlan | None
+    streamed: StreamedStep | None
+    prefills: list[ResidentPrefill | StreamedPrefill]
+
+    def write(
+        self,
+        cache: DeviceCache,
+        layer: int,
+        inputs: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        """Put this step's K and V, and X where it is kept, into the cache."""
+        cache.write(layer, self.pages, self.rows, keys, values)
+        if self.inputs is not None:
+            kept = inputs.index_select(0, self.inputs.index)
+            cache.write_inputs(layer, self.inputs.pages, self.inputs.rows, kept)
+
+    def attend(
+        self,
+        cache: DeviceCache,
+        index: int,
+        layer: DecoderLayer,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        feed: Feed | None,
+    ) -> torch.Tensor:
+        """Attention of all rows over the cache: `[N, n_q * d]`.
+
+        `feed` brings what is in the store; None when nothing of the step is.
+        """
+        parts = []
+        if self.decode_plan is not None:
+            parts.append(self._attend_decodes(cache, index, layer, queries, feed))
+        for segment in self.prefills:
+            span = slice(segment.first_row, segment.first_row + segment.count)
+            if isinstance(segment, ResidentPrefill):
+                call = partial(
+                    prefill,
+                    queries[span],
+                    keys[span],
+                    values[span],
+                    cache.keys[index],
+                    cache.values[index],
+                    segment.plan,
+                    window=layer.window,
+                    scale=layer.scale,
+                    cap=layer.cap,
+                )
+                attended = compute(feed, "attend", index, call)
+            elif feed is not None:
+                attended = segment.attend(cache, feed, index, layer, queries[span])
+            else:
+                raise RuntimeError("a streamed prefill needs a feed")
+            parts.append(attended)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _attend_decodes(
+        self,
+        cache: DeviceCache,
+        index: int,
+        layer: DecoderLayer,
+        queries: torch.Tensor,
+        feed: Feed | None,
+    ) -> torch.Tensor:
+        if self.decode_plan is None:
+            raise RuntimeError("no decoding sequence in this batch")
+        queries = queries[: self.decode_plan.query_count]
+        call = partial(
+            decode_partial,
+            queries,
+            cache.keys[index],
+            cache.values[index],
+            self.decode_plan,
+            window=layer.window,
+            scale=layer.scale,
+            cap=layer.cap,
+        )
+        whole = compute(feed, "attend", index, call)
+        if self.streamed is not None and feed is not None:
+            whole = self.streamed.attend_decodes(feed, index, layer, queries, whole)
+        return whole.attended(queries.dtype)
+
+
+def build_batch(
+    decodes: Rows[Sequence],
+    segments: Rows[Segment],
+    cache: DeviceCache,
+    windows: Rows[int | None],
+    *,
+    tile_pages: int,
+) -> Batch:
+    """Lay out one step. Every sequence has pages for the tokens it computes.
+
+    `windows` are the layers', in order; `tile_pages` of what streams, if memory has room.
+    """
+    return _Builder(cache, windows, tile_pages).build(decodes, segments)
+
+
+class _Builder:
+    def __init__(self, cache: DeviceCache, windows: Rows[int | None], tile_pages: int) -> None:
+        self._cache = cache
+        self._chunk = cache.layout.chunk_tokens
+        self._windows = set(windows)
+        self._device = cache.device
+        self._streamed = StreamedBuilder(cache, windows, tile_pages)
+
+    def build(self, decodes: Rows[Sequence], segments: Rows[Segment]) -> Batch:
+        pieces = [Segment(sequence, sequence.computed, 1) for sequence in decodes]
+        pieces += segments
+        token_ids: list[int] = []
+        positions: list[int] = []
+        pages: list[int] = []
+        logit_rows: list[int] = []
+        prefills = self._prefills(segments, len(decodes))
+        for piece in pieces:
+            span = range(piece.start, piece.start + piece.count)
+            token_ids += piece.sequence.tokens[span.start : span.stop]
+            positions += span
+            pages += [piece.sequence.page(position // self._chunk) for position in span]
+            if span.stop == len(piece.sequence.tokens):
+                logit_rows.append(len(positions) - 1)
+        return Batch(
+            sequences=[piece.sequence for piece in pieces],
+            counts=[piece.count for piece in pieces],
+            token_ids=self._tensor(token_ids),
+            positions=self._tensor(positions),
+            pages=self._tensor(pages),
+            rows=self._tensor([position % self._chunk for position in positions]),
+            logit_rows=self._tensor(logit_rows),
+            inputs=self._input_rows(pieces),
+            decode_plan=self._decode_plan(decodes) if decodes else None,
+            streamed=self._streamed.step(
+                decodes,
+                [
+                    (segment.sequence, prefill)
+                    for segment, prefill in zip(segments, prefills, strict=True)
+                    if isinstance(prefill, StreamedPrefill)
+                ],
+            ),
+            prefills=prefills,
+        )
+
+    def _input_rows(self, pieces: Rows[Segment]) -> InputRows | None:
+        index: list[int] = []
+        pages: list[int] = []
+        rows: list[int] = []
+        first_row = 0
+        for piece in pieces:
+            if piece.sequence.input_pages:
+                for offset in range(piece.count):
+                    position = piece.start + offset
+                    index.append(first_row + offset)
+                    pages.append(piece.sequence.input_pages[position // self._chunk])
+                    rows.append(position % self._chunk)
+            first_row += piece.count
+        if not index:
+            return None
+        return InputRows(self._tensor(index), self._tensor(pages), self._tensor(rows))
+
+    def _decode_plan(self, decodes: Rows[Sequence]) -> DecodePlan:
+        """All device pages of all decoding sequences, in one plan."""
+        if not any(sequence.is_streamed for sequence in decodes):
+            return DecodePlan.of_sequences(
+                [cast(list[int], sequence.pages) for sequence in decodes],
+                [sequence.computed + 1 for sequence in decodes],
+                chunk_tokens=self._chunk,
+                windows=self._windows,
+                device=self._device,
+            )
+        pages: list[int] = []
+        owners: list[int] = []
+        first_positions: list[int] = []
+        for owner, sequence in enumerate(decodes):
+            for index in sequence.device_chunks:
+                pages.append(sequence.page(index))
+                owners.append(owner)
+                first_positions.append(index * self._chunk)
+        return DecodePlan.of_pages(
+            pages,
+            owners=owners,
+            first_positions=first_positions,
+            query_positions=[sequence.computed for sequence in decodes],
+            chunk_tokens=self._chunk,
+            windows=self._windows,
+            device=self._device,
+        )
+
+    def _prefills(
+        self, segments: Rows[Segment], first_row: int
+    ) -> list[ResidentPrefill | StreamedPrefill]:
+        prefills: list[ResidentPrefill | StreamedPrefill] = []
+        for segment in segments:
+            sequence = segment.sequence
+            if sequence.stored_range:
+                prefills.append(self._streamed.prefill(segment, first_row))
+            else:
+                plan = PrefillPlan.of_prefix(
+                    [page for page in sequence.pages if page is not None],
+                    segment.start,
+                    segment.count,
+                    chunk_tokens=self._chunk,
+                    windows=self._windows,
+                    device=self._device,
+                )
+                prefills.append(ResidentPrefill(first_row, segment.count, plan))
+            first_row += segment.count
+        return prefills
+
+    def _tensor(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)

@@ -1,0 +1,176 @@
+"""Which device pages a sequence has: claim, take, give back.
+
+Resident sequences keep every page until they end; streamed ones keep the front that
+was granted to them and give any other page up as soon as its chunk is sealed. X pages
+are held from a chunk's first token until it is sealed. Pure bookkeeping over
+`DeviceCache`'s allocators.
+"""
+
+from __future__ import annotations
+
+from splitpoint.planning.planner import Residency
+from splitpoint.planning.schedule import Schedule
+from splitpoint.shapes import chunks_of
+from worker_service.device.cache import DeviceCache
+from worker_service.engine.sequence import Admission, Sequence
+from worker_service.store.write_back import ChunksStored, WriteJob
+
+
+class Pager:
+    """The one place where sequences and page allocators meet."""
+
+    def __init__(self, cache: DeviceCache) -> None:
+        self._cache = cache
+        self._chunk_tokens = cache.layout.chunk_tokens
+        self._keeps_inputs = bool(cache.inputs)
+        layout = cache.layout
+        fits = layout.hidden_size == layout.kv_head_count * layout.head_dim
+        self._holds_rows = self._keeps_inputs and fits
+
+    def claim_of(self, admission: Admission) -> int:
+        """Pages a request may hold at once if it runs to max_tokens."""
+        pages = chunks_of(admission.final_tokens, self._chunk_tokens)
+        if admission.residency is Residency.STREAMED:
+            kept = self.kept_chunks(admission) + _halves(self.kept_inputs(admission))
+            return min(pages, self._cache.plan.streamed_page_count + kept)
+        return pages
+
+    def kept_chunks(self, admission: Admission) -> int:
+        """Leading chunks of a streamed request whose K,V stay on the device."""
+        return 0 if self._keeps_rows(admission) else self._kept(admission)
+
+    def kept_inputs(self, admission: Admission) -> int:
+        """Leading chunks of a streamed request whose X stays on the device."""
+        return self._kept(admission) if self._keeps_rows(admission) else 0
+
+    def _kept(self, admission: Admission) -> int:
+        if admission.residency is not Residency.STREAMED:
+            return 0
+        return admission.resident_tokens // self._chunk_tokens
+
+    def _keeps_rows(self, admission: Admission) -> bool:
+        return admission.schedule is Schedule.ROW and self._holds_rows
+
+    def take_for_prefix(self, sequence: Sequence, stored: range, chunk_count: int) -> None:
+        """Pages for the first `chunk_count` chunks but those of `stored`, which stay in
+        the store."""
+        sequence.pages = [
+            None if index in stored else self._cache.pages.take() for index in range(chunk_count)
+        ]
+
+    @property
+    def may_take_input_page(self) -> bool:
+        """Whether an X page is free, or none is ever needed."""
+        return not self._keeps_inputs or self._cache.input_pages.free_count > 0
+
+    def take_input_page(self, sequence: Sequence, chunk_index: int) -> int:
+        page = self._cache.input_pages.take()
+        sequence.input_pages[chunk_index] = page
+        return page
+
+    def grow(self, sequence: Sequence, count: int) -> int:
+        """Take pages for the next `count` tokens; returns for how many there are pages.
+
+        A resident sequence always gets its K and V pages, which it claimed. A
+        streamed one, or any whose X is kept, may have to wait for write-back.
+        """
+        chunk = self._chunk_tokens
+        first = sequence.computed // chunk
+        for index in range(first, chunks_of(sequence.computed + count, chunk)):
+            if index == len(sequence.pages):
+                if sequence.device_page_count >= sequence.claimed_pages:
+                    return max(0, index * chunk - sequence.computed)
+                sequence.pages.append(self._cache.pages.take())
+            keeps_input = sequence.writes_back and self._keeps_inputs
+            if keeps_input and index not in sequence.input_pages:
+                if not self._cache.input_pages.free_count:
+                    return max(0, index * chunk - sequence.computed)
+                self.take_input_page(sequence, index)
+        return count
+
+    def full_chunks(self, sequence: Sequence, *, tail: bool) -> list[WriteJob]:
+        """Chunks complete since the last call; with `tail`, the partial last one too."""
+        chunk = self._chunk_tokens
+        end = chunks_of(sequence.computed, chunk) if tail else sequence.computed // chunk
+        jobs = []
+        for index in range(sequence.written_chunks, end):
+            last = min((index + 1) * chunk, sequence.computed)
+            jobs.append(
+                WriteJob(
+                    chunk_index=index,
+                    page=sequence.page(index),
+                    input_page=sequence.input_pages.get(index),
+                    token_ids=tuple(sequence.tokens[index * chunk : last]),
+                )
+            )
+        sequence.written_chunks = max(sequence.written_chunks, end)
+        return jobs
+
+    def chunks_stored(self, sequence: Sequence, command: ChunksStored) -> None:
+        """Sealed chunks need their X page no more, and streamed ones no page at all."""
+        for index, chunk in enumerate(command.chunks, command.first_chunk):
+            input_page = sequence.input_pages.pop(index, None)
+            is_full = chunk.token_count == self._chunk_tokens
+            if is_full:
+                sequence.stored.append(chunk)
+                page = sequence.pages[index]
+                is_kept = not sequence.is_streamed or index < sequence.kept_chunks
+                if not is_kept and page is not None:
+                    self._cache.pages.give(page)
+                    sequence.pages[index] = None
+            if input_page is None:
+                continue
+            if is_full and index < sequence.kept_inputs:
+                self.take_row_pages(sequence, index + 1)
+                self._cache.keep_inputs(input_page, sequence.row_pages[index // 2], index % 2)
+            self._cache.input_pages.give(input_page)
+
+    def take_row_pages(self, sequence: Sequence, chunk_count: int) -> None:
+        """Pages that hold X of the first `chunk_count` chunks, two in each."""
+        while len(sequence.row_pages) < _halves(chunk_count):
+            sequence.row_pages.append(self._cache.pages.take())
+
+    def clear_unwritten(self, sequence: Sequence) -> None:
+        """Zero the pages of a sequence that were not handed to write-back.
+
+        Masked rows count with weight 0, and 0 * NaN is NaN: a page that goes
+        back with a NaN in it would spoil its next owner. Pages that write-back
+        may be copying at this moment held finite rows when they were handed over,
+        and must keep them. It never reads those of X that stays here, which may
+        have come from the store.
+        """
+        cache, first = self._cache, sequence.written_chunks
+        pages = [page for page in sequence.pages[first:] if page is not None]
+        pages += sequence.row_pages
+        for planes in (cache.keys, cache.values):
+            for plane in planes:
+                plane[pages] = 0
+        inputs = [page for index, page in sequence.input_pages.items() if index >= first]
+        for plane in cache.inputs:
+            plane[inputs] = 0
+
+    def give_input_pages(self, sequence: Sequence) -> None:
+        for page in sequence.input_pages.values():
+            self._cache.input_pages.give(page)
+        sequence.input_pages = {}
+
+    def give_pages(self, sequence: Sequence) -> None:
+        """All pages, the claim kept: the sequence starts over."""
+        for page in sequence.pages:
+            if page is not None:
+                self._cache.pages.give(page)
+        for page in sequence.row_pages:
+            self._cache.pages.give(page)
+        sequence.pages, sequence.row_pages = [], []
+        self.give_input_pages(sequence)
+
+    def free(self, sequence: Sequence) -> None:
+        """All pages and the claim: the sequence is over."""
+        self.give_pages(sequence)
+        self._cache.unclaim(sequence.claimed_pages)
+        sequence.claimed_pages = 0
+
+
+def _halves(chunk_count: int) -> int:
+    """Pages for X of so many chunks."""
+    return chunks_of(chunk_count, 2)

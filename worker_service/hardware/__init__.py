@@ -1,0 +1,1 @@
+"""Readings of GPU, link and power counters for metrics and traces."""

@@ -1,0 +1,106 @@
+"""Energy of the host's CPU packages, as Linux shows it: RAPL under /sys/class/powercap.
+
+AMD's counters are in the same tree, under Intel's name. Since 2020 the kernel lets only
+root read them, unless an administrator allows more (docs/operations.md).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from splitpoint.observe.meters import Reading
+from splitpoint.observe.metrics import CPU_ENERGY_JOULES
+from worker_service.hardware.counters import CounterTotal
+
+log = logging.getLogger(__name__)
+
+POWERCAP = Path("/sys/class/powercap")
+PERIOD_SECONDS = 1.0
+# Not its parts (intel-rapl:0:1), and not the same once more (intel-rapl-mmio:0).
+_ZONE = re.compile(r"intel-rapl:\d+")
+# Above any package's. A counter wraps after some 260 kJ: minutes at full power.
+_MOST_MICROWATTS = 1e10
+_SLACK_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Zone:
+    """One package. `range_microjoules`: the largest value before its counter wraps to 0."""
+
+    name: str
+    counter: Path
+    range_microjoules: int
+
+    def read(self) -> int:
+        """Microjoules. Raises OSError, ValueError."""
+        return int(self.counter.read_text())
+
+
+def packages(folder: Path = POWERCAP) -> list[Zone]:
+    """Those that this process may read; why it may not read others is in the log, once."""
+    zones, hidden = [], []
+    for entry in sorted(folder.glob("intel-rapl:*")):
+        if _ZONE.fullmatch(entry.name) is None:
+            continue
+        try:
+            name = (entry / "name").read_text().strip()
+            if not name.startswith("package"):  # psys is the whole board, packages included
+                continue
+            largest = int((entry / "max_energy_range_uj").read_text())
+            zone = Zone(name, entry / "energy_uj", largest)
+            zone.read()
+            zones.append(zone)
+        except OSError as error:
+            hidden.append(f"{entry.name}: {error.strerror}")
+        except ValueError as error:
+            hidden.append(f"{entry.name}: {error}")
+    if hidden:
+        log.info(
+            "no energy of the CPU (%s): see RAPL in docs/operations.md for who may read it",
+            "; ".join(hidden),
+        )
+    return zones
+
+
+class RaplWatch:
+    """Totals of zones since the first look. `step` is called by one thread.
+
+    Attributes:
+        joules: by zone; replaced as a whole, read by whomever.
+    """
+
+    def __init__(self, zones: list[Zone], clock: Callable[[], float]) -> None:
+        self.joules: Mapping[str, float] = {}
+        self._clock = clock
+        self._totals = {zone: CounterTotal() for zone in zones}
+
+    def step(self) -> float:
+        """Look at every zone; returns after how many seconds to call again."""
+        for zone, total in list(self._totals.items()):
+            try:
+                value = zone.read()
+            except (OSError, ValueError) as error:
+                log.info("the energy of %s is no longer told: %s", zone.name, error)
+                del self._totals[zone]
+                continue
+            total.see(
+                value,
+                zone.range_microjoules + 1,
+                self._clock(),
+                _MOST_MICROWATTS,
+                _SLACK_SECONDS * _MOST_MICROWATTS,
+            )
+        told = {zone.name: total.total / 1e6 for zone, total in self._totals.items()}
+        # What a zone gave before it fell silent stays counted: sums never shrink.
+        self.joules = {**self.joules, **told}
+        return PERIOD_SECONDS
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def readings(self) -> Iterator[Reading]:
+        return (Reading(CPU_ENERGY_JOULES, joules, (name,)) for name, joules in self.joules.items())

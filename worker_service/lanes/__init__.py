@@ -1,0 +1,1 @@
+"""Lanes: ordered queues of copies and computation, as threads or as CUDA streams."""

@@ -1,0 +1,248 @@
+"""What ran on which lane, when: spans, and Chrome's trace format for them.
+
+Spans are kept for whoever refits a profile and, while a trace is wanted, for a
+file. Knows nothing of what the spans' work was.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from splitpoint.errors import InvalidArgument, NotFound
+from splitpoint.planning.schedule import Lane
+
+_Kind = TypeVar("_Kind")
+
+# Some minutes of a busy worker; a trace that runs longer keeps its end.
+TRACE_SPANS = 200_000
+# Work of the compute lane that makes K and V from X.
+REBUILDING = ("rebuild", "embed")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One piece of work. Seconds on the clock of `time.perf_counter`.
+
+    `amount`: bytes of a copy, FLOP of a product; 0: not counted.
+    """
+
+    lane: Lane
+    name: str
+    start: float
+    end: float
+    layer: int | None = None
+    tokens: int = 0
+    amount: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """What one step of the engine took. Link and tokens are 0 when nothing streamed, be it
+    cache or weights.
+
+    Attributes:
+        seconds: laying the step out, running the model, and sampling.
+        link_busy, compute_busy: seconds that these had work; waiting is in neither.
+        link_bytes: what came over the link, weights included.
+        rebuilt_tokens, loaded_tokens: of the store's, summed over layers.
+        predicted_seconds: said beforehand; None: nothing was.
+    """
+
+    seconds: float
+    link_busy: float = 0.0
+    compute_busy: float = 0.0
+    link_bytes: int = 0
+    rebuilt_tokens: int = 0
+    loaded_tokens: int = 0
+    predicted_seconds: float | None = None
+
+    @classmethod
+    def of(
+        cls, seconds: float, spans: Iterable[Span], predicted_seconds: float | None = None
+    ) -> StepTimes:
+        """From the step's spans, as pieces of work name them (mover.py, feed.py)."""
+        link_busy = compute_busy = link_bytes = 0.0
+        rebuilt = loaded = 0
+        # One pass: a step has hundreds of spans, and nothing runs meanwhile.
+        for span in spans:
+            if span.lane is Lane.COMPUTE:
+                compute_busy += span.end - span.start
+                if span.name == "rebuild":
+                    rebuilt += span.tokens
+            elif span.lane is not Lane.LINK_OUT:
+                link_busy += span.end - span.start
+                link_bytes += span.amount
+                if span.name == "load K,V":
+                    loaded += span.tokens
+        return cls(
+            seconds=seconds,
+            link_busy=link_busy,
+            compute_busy=compute_busy,
+            link_bytes=int(link_bytes),
+            rebuilt_tokens=rebuilt,
+            loaded_tokens=loaded,
+            predicted_seconds=predicted_seconds,
+        )
+
+
+class Trace:
+    """The latest spans of a process, for a file.
+
+    Attributes:
+        facts: what whoever looks at the file should know, such as the device.
+    """
+
+    def __init__(self, facts: Mapping[str, str] | None = None, limit: int = TRACE_SPANS) -> None:
+        self.facts = dict(facts or {})
+        self._spans: deque[Span] = deque(maxlen=limit)
+
+    def extend(self, spans: Iterable[Span]) -> None:
+        self._spans.extend(spans)
+
+    @property
+    def spans(self) -> list[Span]:
+        return list(self._spans)
+
+    def write(self, path: Path) -> None:
+        """As Chrome trace JSON: open it in chrome://tracing or ui.perfetto.dev."""
+        path.write_text(chrome_trace(self._spans, self.facts))
+
+
+def chrome_trace(spans: Iterable[Span], facts: Mapping[str, str] | None = None) -> str:
+    """The trace event format: one row per lane, times in microseconds from the first span."""
+    listed = sorted(spans, key=lambda span: span.start)
+    origin = listed[0].start if listed else 0.0
+    rows = {lane: number for number, lane in enumerate(Lane)}
+    events: list[dict[str, object]] = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": lane.value}}
+        for lane, row in rows.items()
+    ]
+    for span in listed:
+        details: dict[str, object] = {"tokens": span.tokens, "amount": span.amount}
+        if span.layer is not None:
+            details["layer"] = span.layer
+        events.append(
+            {
+                "ph": "X",
+                "name": span.name,
+                "pid": 0,
+                "tid": rows[span.lane],
+                "ts": (span.start - origin) * 1e6,
+                "dur": span.seconds * 1e6,
+                "args": details,
+            }
+        )
+    return json.dumps(
+        {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(facts or {})}
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedTrace:
+    """What a trace file says: spans by start, seconds from the first one's, and facts."""
+
+    spans: tuple[Span, ...]
+    facts: Mapping[str, str]
+
+
+def read_trace(path: Path) -> RecordedTrace:
+    """A file that `Trace.write` made. Raises NotFound, or InvalidArgument for anything else."""
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise NotFound(f"there is no file {path}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{path} cannot be read as a trace: {error}", field="file") from error
+    try:
+        return _recorded(content)
+    except ValueError as error:
+        raise InvalidArgument(
+            f"{path} is not a trace that a worker wrote: {error}", field="file"
+        ) from error
+
+
+def _recorded(content: object) -> RecordedTrace:
+    """Raises ValueError that says what is wrong."""
+    events = content.get("traceEvents") if isinstance(content, dict) else None
+    facts = content.get("otherData", {}) if isinstance(content, dict) else None
+    if not isinstance(events, list):
+        raise ValueError("it has no list of traceEvents")
+    if not isinstance(facts, dict):
+        raise ValueError("its otherData is not an object")
+    lanes: dict[int, Lane] = {}
+    spans: list[Span] = []
+    for number, event in enumerate(events):
+        try:
+            kind = _field(event, "ph", str)
+            if kind == "M" and _field(event, "name", str) == "thread_name":
+                lanes[_field(event, "tid", int)] = _lane(_field(event, "args", dict))
+            elif kind == "X":
+                spans.append(_span_of(event, lanes))
+        except ValueError as error:
+            raise ValueError(f"in event {number} {error}") from error
+    return RecordedTrace(
+        tuple(sorted(spans, key=lambda span: span.start)),
+        {str(name): str(fact) for name, fact in facts.items()},
+    )
+
+
+def _span_of(event: Mapping[str, Any], lanes: Mapping[int, Lane]) -> Span:
+    """Raises ValueError."""
+    row, details = _field(event, "tid", int), _field(event, "args", dict)
+    if row not in lanes:
+        raise ValueError(f"the row {row} was never named")
+    start, seconds = _amount(event, "ts") / 1e6, _amount(event, "dur") / 1e6
+    has_layer = details.get("layer") is not None
+    return Span(
+        lanes[row],
+        _field(event, "name", str),
+        start,
+        start + seconds,
+        _field(details, "layer", int) if has_layer else None,
+        _field(details, "tokens", int),
+        _amount(details, "amount"),
+    )
+
+
+def _lane(details: Mapping[str, Any]) -> Lane:
+    name = _field(details, "name", str)
+    names = [lane.value for lane in Lane]
+    if name not in names:
+        raise ValueError(f"the row is called {name!r}, not one of {', '.join(names)}")
+    return Lane(name)
+
+
+_KIND_NAMES = {str: "a text", int: "a whole number", dict: "an object"}
+
+
+def _field(holder: object, name: str, kind: type[_Kind]) -> _Kind:
+    """Raises ValueError for one that is missing or of another kind."""
+    if not isinstance(holder, dict):
+        raise ValueError("there is no object")
+    if name not in holder:
+        raise ValueError(f"{name!r} is missing")
+    value = holder[name]
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ValueError(f"{name!r} is not {_KIND_NAMES[kind]}")
+    return value
+
+
+def _amount(holder: Mapping[str, Any], name: str) -> float:
+    """Raises ValueError for anything but a finite number of at least 0."""
+    if name not in holder:
+        raise ValueError(f"{name!r} is missing")
+    value = holder[name]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= sys.float_info.max:
+        raise ValueError(f"{name!r} is not a number of at least 0")
+    return float(value)

@@ -1,0 +1,77 @@
+"""Rows through decoder layers, whoever they belong to and wherever their cache is.
+
+The one loop over layers that a step of the engine and a prefill during a restore
+share. Where K and V go, and what is attended to, is the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Protocol, TypeVar
+
+import torch
+
+from splitpoint.planning.weight_schedule import WeightPiece
+from worker_service.model.layer import DecoderLayer
+from worker_service.model.rope import Rotary
+
+Result = TypeVar("Result")
+
+
+class Attend(Protocol):
+    """Keeps a layer's new K and V (and X, if wanted), and attends over the cache.
+
+    Takes the layer's index, itself, X `[N, h]`, q `[N, n_q, d]`, k and v
+    `[N, n_kv, d]`; returns `[N, n_q * d]`.
+    """
+
+    def __call__(
+        self,
+        index: int,
+        layer: DecoderLayer,
+        inputs: torch.Tensor,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        /,
+    ) -> torch.Tensor: ...
+
+
+class CarryOut(Protocol):
+    """Calls a named part of a layer, by its index, and returns what it returns."""
+
+    def __call__(self, name: str, index: int, call: Callable[[], Result], /) -> Result: ...
+
+
+def at_once(_name: str, _index: int, call: Callable[[], Result], /) -> Result:
+    """The plain way; steps that overlap with lanes keep account of each part."""
+    return call()
+
+
+def through_layers(
+    layers: Iterable[DecoderLayer],
+    hidden: torch.Tensor,
+    rotary: Rotary | None,
+    attend: Attend,
+    carry_out: CarryOut = at_once,
+) -> torch.Tensor:
+    """The hidden `[N, h]` after these layers, from the one before them."""
+    for index, layer in enumerate(layers):
+        layer.await_weights(WeightPiece.KEY_VALUE, WeightPiece.QUERY)
+        project = partial(_project, layer, hidden, rotary)
+        inputs, queries, keys, values = carry_out("project", index, project)
+        attended = attend(index, layer, inputs, queries, keys, values)
+        layer.await_weights(WeightPiece.OUTPUT)
+        hidden = carry_out("output", index, partial(layer.add_attention, hidden, attended))
+        layer.await_weights(WeightPiece.MLP)
+        hidden = carry_out("finish", index, partial(layer.add_mlp, hidden))
+    return hidden
+
+
+def _project(
+    layer: DecoderLayer, hidden: torch.Tensor, rotary: Rotary | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """X, queries, keys and values."""
+    inputs = layer.attention_input(hidden)
+    return inputs, *layer.project(inputs, rotary)

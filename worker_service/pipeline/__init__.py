@@ -1,0 +1,1 @@
+"""The overlap pipeline: copies of cached chunks beside the recomputation of others."""

@@ -1,0 +1,210 @@
+"""Single pieces of a transfer: X or K,V over the link, K,V rebuilt from X.
+
+A `Mover` makes `Work` for lanes; it decides neither on the order nor on what is
+rebuilt. Whoever gives its work to lanes says what must be done before what, and
+checks afterwards that the chunks that were read are still current.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from worker_service.lanes.lanes import Work
+from worker_service.model.decoder import Decoder
+from worker_service.pipeline.gather import Gatherer
+from worker_service.pipeline.stage import Stage, runs
+from worker_service.pipeline.staging import Staging
+from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Chunks and the device pages they belong to: what one copy or product is about.
+
+    `rows` counts the rows meant, from the first chunk's first one on; whole chunks but
+    perhaps the last.
+    """
+
+    chunks: tuple[StoredChunk, ...]
+    pages: tuple[int, ...]
+    rows: int
+    # int64 `[rows]`, for RoPE; only what is rebuilt needs them. Angles are made anew for
+    # each layer: those of a long prefix would be more memory than the tile itself.
+    positions: torch.Tensor | None = None
+
+
+class Mover:
+    """Makes the pieces of work of one mapped arena on one device.
+
+    Attributes:
+        slot_pages: pages of X that one staging slot holds; see `divide`.
+        slot_count: staging slots.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        tensors: ArenaTensors,
+        staging: Staging,
+        gatherer: Gatherer | None = None,
+    ) -> None:
+        self.model = model
+        self.tensors = tensors
+        self.chunk_tokens = tensors.layout.chunk_tokens
+        self.device = staging.device
+        self.slot_pages = staging.page_count
+        self.slot_count = 1
+        self._stage = Stage(tensors, staging.device, staging.page_count, gatherer)
+        self._staging = staging
+        self._embedded: torch.Tensor | None = None
+
+    def divide(self, tile_tokens: int) -> None:
+        """Cut the staging memory into slots of one tile each; nothing may be in it.
+
+        A tile larger than half of the memory is shrunk, so that there are two slots,
+        unless it is as large as the whole: then there is one.
+        """
+        pages = max(1, tile_tokens // self.chunk_tokens)
+        room = self._staging.page_count
+        if pages < room:
+            pages = min(pages, max(1, room // 2))
+        self.slot_pages = min(pages, room)
+        self.slot_count = room // self.slot_pages
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens of X that one staging slot holds."""
+        return self.slot_pages * self.chunk_tokens
+
+    # -- over the link --------------------------------------------------------------
+
+    def load(self, layer: int, part: Part, keys: torch.Tensor, values: torch.Tensor) -> Work:
+        """K and V of whole chunks into `part.pages` of `[pages, n_kv, C, d]`."""
+        slots = [chunk.slot for chunk in part.chunks]
+        size = 2 * len(slots) * self.tensors.layout.kv_slot_bytes
+
+        def call() -> None:
+            self._stage.bring(layer, {"K": keys, "V": values}, slots, part.pages)
+
+        return Work("load K,V", call, size, size, layer, part.rows)
+
+    def send(self, layer: int, part: Part, slot: int) -> Work:
+        """X of the part's chunks into a staging slot."""
+        slots = [chunk.slot for chunk in part.chunks]
+        staging = self._slot(slot)
+        size = len(slots) * self.tensors.layout.x_slot_bytes
+
+        def call() -> None:
+            self._stage.bring(layer, {"X": staging}, slots, range(len(slots)))
+
+        return Work("send X", call, size, size, layer, part.rows)
+
+    def send_inputs(
+        self, chunks: Sequence[StoredChunk], inputs: Sequence[torch.Tensor], pages: Sequence[int]
+    ) -> list[Work]:
+        """X of some chunks, layer by layer, into pages of `[pages, C, h]`."""
+        slots = [chunk.slot for chunk in chunks]
+        size = len(slots) * self.tensors.layout.x_slot_bytes
+        tokens = sum(chunk.token_count for chunk in chunks)
+
+        def copy(layer: int, target: torch.Tensor) -> Work:
+            return Work(
+                "send X",
+                lambda: self._stage.bring(layer, {"X": target}, slots, pages),
+                size,
+                size,
+                tokens=tokens,
+            )
+
+        return [copy(layer, target) for layer, target in enumerate(inputs)]
+
+    # -- on the device ----------------------------------------------------------------
+
+    def embed(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, slot: int | None = None
+    ) -> Work:
+        """Layer 0's X of int64 `[rows]` token ids: norm(embed(ids)).
+
+        Into a staging slot; None: for the `rebuild` that comes next on the compute lane.
+        """
+        staging = None if slot is None else self._slot(slot)
+
+        def call() -> None:
+            hidden = self.model.embed(token_ids, positions)
+            inputs = self.model.layers[0].attention_input(hidden)
+            if staging is None:
+                self._embedded = inputs
+            else:
+                staging.flatten(0, 1)[: len(token_ids)].copy_(inputs)
+
+        return Work("embed", call, layer=0, tokens=len(token_ids))
+
+    def take(
+        self, layer: int, part: Part, slot: int, take: Callable[[int, torch.Tensor], None]
+    ) -> Work:
+        """X that is on the device already into a staging slot, by `take(layer, slot's pages)`."""
+        staging = self._slot(slot)
+        return Work("take X", lambda: take(layer, staging), layer=layer, tokens=part.rows)
+
+    def rebuild(
+        self, layer: int, part: Part, slot: int | None, keys: torch.Tensor, values: torch.Tensor
+    ) -> Work:
+        """K,V of the part's rows from X (KVPR Eq. 7), into its pages.
+
+        `K = RoPE(norm(X W_K + b_K))`, `V = X W_V + b_V`. X is a staging slot's; None:
+        what was embedded last.
+        """
+        staging = None if slot is None else self._slot(slot)
+        work = part.rows * self.model.shape.rebuild_flops_per_token_layer
+
+        def call() -> None:
+            inputs = self._taken() if staging is None else staging.flatten(0, 1)[: part.rows]
+            rotary = None if part.positions is None else self.model.rotary(part.positions)
+            built = self.model.layers[layer].project_kv(inputs, rotary)
+            for rows, plane in zip(built, (keys, values), strict=True):
+                put_rows(plane, part.pages, rows)
+
+        return Work("rebuild", call, 0, work, layer, part.rows)
+
+    def _taken(self) -> torch.Tensor:
+        """X that was embedded for whoever is next."""
+        inputs, self._embedded = self._embedded, None
+        if inputs is None:
+            raise RuntimeError("nothing was embedded for this rebuild")
+        return inputs
+
+    def part(self, chunks: Sequence[StoredChunk], pages: Sequence[int], rows: int) -> Part:
+        """A part that is loaded."""
+        return Part(tuple(chunks), tuple(pages), rows)
+
+    def rebuilt_part(
+        self,
+        chunks: Sequence[StoredChunk],
+        pages: Sequence[int],
+        positions: torch.Tensor,
+    ) -> Part:
+        """A part that is rebuilt; `positions`: int64 `[rows]` of its rows."""
+        return Part(tuple(chunks), tuple(pages), len(positions), positions)
+
+    def _slot(self, slot: int) -> torch.Tensor:
+        inputs = self._staging.inputs
+        if inputs is None:
+            raise RuntimeError("a split above zero was planned for an arena without activations")
+        return inputs[slot * self.slot_pages : (slot + 1) * self.slot_pages]
+
+
+def put_rows(plane: torch.Tensor, pages: Sequence[int], rows: torch.Tensor) -> None:
+    """Rows `[N, n_kv, d]` into pages of `[pages, n_kv, C, d]`, front first, the last in part."""
+    chunk = plane.shape[2]
+    whole = len(rows) // chunk
+    for start, length in runs(pages[:whole], pages[:whole]):
+        page, first = pages[start], start * chunk
+        block = rows[first : first + length * chunk]
+        target = plane[page : page + length]
+        target.copy_(block.view(length, chunk, *rows.shape[1:]).transpose(1, 2))
+    rest = len(rows) - whole * chunk
+    if rest:
+        plane[pages[whole], :, :rest].copy_(rows[whole * chunk :].transpose(0, 1))

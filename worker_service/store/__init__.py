@@ -1,0 +1,1 @@
+"""The worker's side of the KV store: sessions, write-back, fetches from other hosts, codecs."""

@@ -1,0 +1,85 @@
+"""The arena's planes as torch tensors over the mapped bytes; copies nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from splitpoint.arena.mapping import Arena
+from splitpoint.errors import ChunkLost
+from worker_service.store.codec import ChunkCodec
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """A sealed chunk as a reader names it."""
+
+    slot: int
+    generation: int
+    token_count: int
+    key: bytes
+    # XXH3-64 of the payload, as the store gave it.
+    checksum: int
+
+
+class SuspectChunks(ChunkLost):
+    """Chunks whose commit word is not what their handle says.
+
+    Attributes:
+        chunks: which.
+    """
+
+    def __init__(self, message: str, chunks: Sequence[StoredChunk]) -> None:
+        super().__init__(message, reason="CHUNK_LOST")
+        self.chunks = tuple(chunks)
+
+
+class DamagedChunks(SuspectChunks):
+    """Chunks whose payload differs from its checksum."""
+
+
+class ArenaTensors:
+    """Views of one attached arena.
+
+    Attributes:
+        codec: what the planes' elements mean; encoded ones are raw bytes here.
+        keys, values: per layer `[slots, n_kv, chunk_tokens, d]`, or row bytes for d.
+        inputs: per layer `[slots, chunk_tokens, h]`, or row bytes for h; empty
+            without activations.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self.layout = layout = arena.layout
+        self.codec = codec = ChunkCodec(layout)
+
+        def views(tensor: str) -> list[torch.Tensor]:
+            slot = codec.stored_shape(tensor)
+            return [
+                torch.from_numpy(arena.plane(layer, tensor)).view(codec.stored_type).view(-1, *slot)
+                for layer in range(layout.layer_count)
+            ]
+
+        self.keys = views("K")
+        self.values = views("V")
+        self.inputs = views("X") if layout.has_activations else []
+
+    def plane(self, layer: int, tensor: str) -> torch.Tensor:
+        """All slots of "K", "V" or "X" in one layer."""
+        return {"K": self.keys, "V": self.values, "X": self.inputs}[tensor][layer]
+
+    def check_current(self, chunks: Sequence[StoredChunk]) -> None:
+        """Raise SuspectChunks unless every chunk is still sealed under its generation.
+
+        Readers call it after the last byte was copied. Generations only grow: a chunk
+        that is current then was current all the time.
+        """
+        slots = [chunk.slot for chunk in chunks]
+        if self.arena.is_current(slots, [chunk.generation for chunk in chunks]):
+            return
+        changed = [
+            chunk for chunk in chunks if not self.arena.is_current([chunk.slot], [chunk.generation])
+        ]
+        raise SuspectChunks("cached chunks changed while they were being read", changed)

@@ -1,0 +1,151 @@
+"""Compares what a worker reads from an arena with the checksums that the store gave.
+
+A chunk is always compared at this worker's first read of it, later in a share of the
+reads. Threads of their own hash beside the copies; the engine asks for the outcome before
+it uses what was read. Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from worker_service.store.arena_tensors import ArenaTensors, DamagedChunks, StoredChunk
+
+# A later read in a hundred costs a hundredth of a restore's bandwidth.
+DEFAULT_VERIFY_RATE = 0.01
+# As many as keep pace with a link to a GPU; a fast core hashes some 10 GB/s.
+_MOST_THREADS = 4
+
+
+class Check:
+    """One comparison under way. `wait` before what was read is used."""
+
+    def __init__(
+        self, verifier: Verifier, tensors: ArenaTensors, chunks: Sequence[StoredChunk]
+    ) -> None:
+        self._verifier = verifier
+        self._tensors = tensors
+        self._chunks = chunks
+        # Drawn from by all threads: appending and popping are atomic.
+        self._left = deque(chunks)
+        self._parts: list[Future[list[StoredChunk]]] = []
+
+    def start(self, threads: ThreadPoolExecutor, count: int) -> None:
+        for _ in range(min(count, len(self._chunks))):
+            self._parts.append(threads.submit(self._compare))
+
+    def _compare(self) -> list[StoredChunk]:
+        """Chunks that differ, of those that this thread got."""
+        found: list[StoredChunk] = []
+        while True:
+            try:
+                chunk = self._left.popleft()
+            except IndexError:
+                return found
+            if self._tensors.arena.checksum(chunk.slot) != chunk.checksum:
+                found.append(chunk)
+
+    def wait(self) -> None:
+        """Raises DamagedChunks if a chunk has other bytes than its checksum says.
+
+        SuspectChunks only, if its slot was used again meanwhile: nothing is damaged then.
+        """
+        differ = {chunk for part in self._parts for chunk in part.result()}
+        arena = self._tensors.arena
+        # Asked after the hash: generations only grow.
+        replaced = {
+            chunk for chunk in differ if not arena.is_current([chunk.slot], [chunk.generation])
+        }
+        compared = [chunk for chunk in self._chunks if chunk not in replaced]
+        found = [chunk for chunk in compared if chunk in differ]
+        self._verifier.settle(self._tensors, compared, found)
+        if found:
+            raise differing(found)
+        if replaced:
+            self._tensors.check_current([c for c in self._chunks if c in replaced])
+
+
+def differing(chunks: Sequence[StoredChunk]) -> DamagedChunks:
+    """The error that says so."""
+    slots = ", ".join(str(chunk.slot) for chunk in chunks[:8])
+    return DamagedChunks(
+        f"{len(chunks)} cached chunks differ from their checksums: slots {slots}", chunks
+    )
+
+
+class Verifier:
+    """The comparisons of one worker. All but the hashing belongs to the engine's thread.
+
+    Attributes:
+        intact_count, damaged_count: chunks compared since start, by the outcome.
+    """
+
+    def __init__(self, rate: float = DEFAULT_VERIFY_RATE, *, threads: int | None = None) -> None:
+        """`rate`: share of reads, after the first of a chunk, to compare, in [0, 1]."""
+        self.rate = rate
+        self.intact_count = 0
+        self.damaged_count = 0
+        cores = len(os.sched_getaffinity(0))
+        self._thread_count = threads or max(1, min(_MOST_THREADS, cores // 4))
+        self._threads = ThreadPoolExecutor(self._thread_count, thread_name_prefix="verify")
+        self._random = random.Random()
+        # Per slot of each arena: the generation that was compared.
+        self._compared: weakref.WeakKeyDictionary[
+            ArenaTensors, np.ndarray[tuple[int], np.dtype[np.int64]]
+        ] = weakref.WeakKeyDictionary()
+
+    def begin(
+        self,
+        tensors: ArenaTensors,
+        chunks: Iterable[StoredChunk],
+        always: Iterable[StoredChunk] = (),
+    ) -> Check | None:
+        """Compare chunks that are about to be read; None: none of them is due.
+
+        Those of `always` are due with every read: what is read of them is sealed anew,
+        under a checksum of its own.
+        """
+        compared = self._compared_in(tensors)
+        due = [
+            chunk
+            for chunk in chunks
+            if compared[chunk.slot] != chunk.generation or self._random.random() < self.rate
+        ]
+        due += [chunk for chunk in always if chunk not in due]
+        if not due:
+            return None
+        check = Check(self, tensors, due)
+        check.start(self._threads, self._thread_count)
+        return check
+
+    def settle(
+        self,
+        tensors: ArenaTensors,
+        chunks: Sequence[StoredChunk],
+        damaged: Sequence[StoredChunk],
+    ) -> None:
+        """What a check found."""
+        compared = self._compared_in(tensors)
+        for chunk in chunks:
+            compared[chunk.slot] = chunk.generation
+        for chunk in damaged:
+            compared[chunk.slot] = 0
+        self.intact_count += len(chunks) - len(damaged)
+        self.damaged_count += len(damaged)
+
+    def close(self) -> None:
+        """End the threads; nothing may be under way."""
+        self._threads.shutdown(cancel_futures=True)
+
+    def _compared_in(self, tensors: ArenaTensors) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        found = self._compared.get(tensors)
+        if found is None:
+            found = self._compared[tensors] = np.zeros(tensors.arena.slot_count, dtype=np.int64)
+        return found

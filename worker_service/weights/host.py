@@ -1,0 +1,116 @@
+"""Weights that lie on the host, in the bytes that a device's slot takes.
+
+A unit is what comes into one slot: a layer's matrices, or some rows of the head. Its
+memory is one mapping, its matrices one after the other in the order of the pieces, so
+copies are as large as the matrices are. Weights are read straight into it; there is
+never a second copy of the model. Knows nothing of what is in which slot, or of lanes.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from splitpoint.planning.weight_schedule import WeightPiece
+from worker_service.model.linear import Matrix, held_bytes, packs
+from worker_service.weights.loading import TensorSource
+from worker_service.weights.matrices import MatrixShape
+
+Parts = Mapping[WeightPiece, Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class HostUnit:
+    """One unit's bytes on the host.
+
+    Attributes:
+        parts: of each piece's matrices uint8 `[size]`, in order.
+        memory: the mapping that they lie in, perhaps with those of other units.
+    """
+
+    parts: Parts
+    memory: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Device memory for one unit: its matrices by role, and their bytes as a unit has them."""
+
+    matrices: Mapping[str, Matrix]
+    parts: Parts
+
+    @classmethod
+    def empty(cls, shapes: Sequence[MatrixShape], device: torch.device, dtype: torch.dtype) -> Slot:
+        matrices = {
+            shape.role: Matrix(
+                torch.zeros((shape.out_features, shape.in_features), dtype=dtype, device=device)
+            )
+            for shape in shapes
+        }
+        return cls(matrices, _by_piece(shapes, [each.raw() for each in matrices.values()]))
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(matrix.size_bytes for matrix in self.matrices.values())
+
+
+def read_unit(
+    source: TensorSource, shapes: Sequence[MatrixShape], device: torch.device, dtype: torch.dtype
+) -> HostUnit:
+    """From a checkpoint into new host memory, in the layout that `device` wants."""
+    sizes = [held_bytes(each.out_features, each.in_features, device, dtype) for each in shapes]
+    memory = host_memory(sum(sizes))
+    parts = torch.split(memory, sizes)
+    for shape, part in zip(shapes, parts, strict=True):
+        size = (shape.out_features, shape.in_features)
+        if packs(device, dtype):
+            plain = torch.empty(size, dtype=dtype)
+            shape.read(source, plain)
+            part.copy_(Matrix(plain).raw())
+        else:
+            shape.read(source, part.view(dtype).view(size))
+    return HostUnit(_by_piece(shapes, parts), memory)
+
+
+def read_tensor(
+    source: TensorSource, name: str, size: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """A table of that size, from a checkpoint into new host memory."""
+    target = host_memory(prod(size) * dtype.itemsize).view(dtype).view(*size)
+    source.read_into(name, target)
+    return target
+
+
+def units_of_rows(
+    weight: torch.Tensor, pieces: Iterable[range], device: torch.device
+) -> list[HostUnit]:
+    """Units of some rows each of the head, `[out, in]` on the host: views of it, unless the
+    device wants another layout."""
+    units = []
+    whole = weight.view(-1).view(torch.uint8)
+    for rows in pieces:
+        part = weight[rows.start : rows.stop]
+        if packs(device, weight.dtype):
+            matrix = Matrix(part)
+            memory = host_memory(matrix.size_bytes)
+            memory.copy_(matrix.raw())
+            units.append(HostUnit({WeightPiece.HEAD: [memory]}, memory))
+        else:
+            units.append(HostUnit({WeightPiece.HEAD: [part.view(-1).view(torch.uint8)]}, whole))
+    return units
+
+
+def host_memory(size_bytes: int) -> torch.Tensor:
+    """uint8 `[size_bytes]` on memory pages of its own, as a GPU driver locks them."""
+    return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
+
+
+def _by_piece(shapes: Sequence[MatrixShape], parts: Sequence[torch.Tensor]) -> Parts:
+    grouped: dict[WeightPiece, list[torch.Tensor]] = {}
+    for shape, part in zip(shapes, parts, strict=True):
+        grouped.setdefault(shape.piece, []).append(part)
+    return grouped

@@ -1,0 +1,362 @@
+"""Tensors of a checkpoint by role: names and shapes by family, read from safetensors.
+
+Tensors are read one by one, straight to their type and device, in the order the
+decoder asks for them; nothing ever holds a second copy of the whole model. Only
+safetensors are read: pickled weights can run code and are refused. It knows
+nothing of layouts on the device or of what the decoder computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from splitpoint.checkpoint.files import is_there
+from splitpoint.checkpoint.resolve import indexed_files
+from splitpoint.errors import InvalidArgument
+from splitpoint.progress import Counter, Ticker
+from worker_service.model.config import DecoderConfig, Norm
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_HEAD = "lm_head.weight"
+# Buffers that older checkpoints carry and nobody needs.
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
+# What sees images, in a checkpoint whose text decoder is served.
+_IMAGE_PREFIXES = ("vision_tower.", "multi_modal_projector.")
+_LISTED = 5  # names shown in an error
+# By safetensors' names of them.
+_FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Where a family keeps each role. Layer names follow `layers.<i>.`.
+
+    A matrix `m` is stored as `m.weight` and, where the config says so, `m.bias`.
+    """
+
+    root: str
+    embedding: str
+    positions: str
+    project_in: str
+    project_out: str
+    final_norm: str
+    query: str
+    key: str
+    value: str
+    output: str
+    query_norm: str
+    key_norm: str
+    attention_norm: str
+    mlp_norm: str
+    gate: str
+    up: str
+    down: str
+    post_attention_norm: str = ""
+    post_mlp_norm: str = ""
+
+
+_OPT = Names(
+    root="model.decoder.",
+    embedding="embed_tokens",
+    positions="embed_positions",
+    project_in="project_in",
+    project_out="project_out",
+    final_norm="final_layer_norm",
+    query="self_attn.q_proj",
+    key="self_attn.k_proj",
+    value="self_attn.v_proj",
+    output="self_attn.out_proj",
+    query_norm="",
+    key_norm="",
+    attention_norm="self_attn_layer_norm",
+    mlp_norm="final_layer_norm",
+    gate="",
+    up="fc1",
+    down="fc2",
+)
+_LLAMA = Names(
+    root="model.",
+    embedding="embed_tokens",
+    positions="",
+    project_in="",
+    project_out="",
+    final_norm="norm",
+    query="self_attn.q_proj",
+    key="self_attn.k_proj",
+    value="self_attn.v_proj",
+    output="self_attn.o_proj",
+    query_norm="self_attn.q_norm",
+    key_norm="self_attn.k_norm",
+    attention_norm="input_layernorm",
+    mlp_norm="post_attention_layernorm",
+    gate="mlp.gate_proj",
+    up="mlp.up_proj",
+    down="mlp.down_proj",
+)
+_GEMMA = replace(
+    _LLAMA,
+    post_attention_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    post_mlp_norm="post_feedforward_layernorm",
+)
+NAMES: dict[str, Names] = {
+    "opt": _OPT,
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+}
+
+
+def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a checkpoint of this config holds."""
+    shape, names = config.shape, NAMES[config.shape.family]
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    expected: dict[str, tuple[int, ...]] = {}
+
+    def matrix(name: str, out_features: int, in_features: int, bias: bool) -> None:
+        expected[f"{name}.weight"] = (out_features, in_features)
+        if bias:
+            expected[f"{name}.bias"] = (out_features,)
+
+    def norm(name: str, size: int, kind: Norm) -> None:
+        expected[f"{name}.weight"] = (size,)
+        if kind is Norm.LAYER:
+            expected[f"{name}.bias"] = (size,)
+
+    root = names.root
+    matrix(root + names.embedding, shape.vocabulary_size, config.embedding_size, False)
+    if config.position_offset is not None:
+        rows = shape.context_length + config.position_offset
+        matrix(root + names.positions, rows, hidden, False)
+    if config.embedding_size != hidden:
+        matrix(root + names.project_in, hidden, config.embedding_size, False)
+        matrix(root + names.project_out, config.embedding_size, hidden, False)
+    for index in range(shape.layer_count):
+        layer = f"{root}layers.{index}."
+        matrix(layer + names.query, shape.query_width, hidden, config.qkv_bias)
+        matrix(layer + names.key, shape.kv_width, hidden, config.qkv_bias)
+        matrix(layer + names.value, shape.kv_width, hidden, config.qkv_bias)
+        matrix(layer + names.output, hidden, shape.query_width, config.output_bias)
+        if config.query_key_norm:
+            norm(layer + names.query_norm, shape.head_dim, config.norm)
+            norm(layer + names.key_norm, shape.head_dim, config.norm)
+        norm(layer + names.attention_norm, hidden, config.norm)
+        norm(layer + names.mlp_norm, hidden, config.norm)
+        if config.post_norms:
+            norm(layer + names.post_attention_norm, hidden, config.norm)
+            norm(layer + names.post_mlp_norm, hidden, config.norm)
+        if shape.gated_mlp:
+            matrix(layer + names.gate, inner, hidden, config.mlp_bias)
+        matrix(layer + names.up, inner, hidden, config.mlp_bias)
+        matrix(layer + names.down, hidden, inner, config.mlp_bias)
+    if config.final_norm:
+        norm(root + names.final_norm, hidden, config.norm)
+    if not shape.tied_embeddings:
+        matrix(_HEAD.removesuffix(".weight"), shape.vocabulary_size, config.embedding_size, False)
+    return expected
+
+
+class TensorSource(Protocol):
+    """Gives tensors by their checkpoint names, on the decoder's type and device."""
+
+    def get(self, name: str) -> torch.Tensor: ...
+
+    def read_into(self, name: str, target: torch.Tensor) -> None:
+        """Fill `target`, of the tensor's shape, on any device."""
+
+
+class RandomTensors:
+    """Weights drawn from a seed, for measurements and tests: no file is needed.
+
+    Matrices and biases are N(0, 0.02^2), norms scale by 1. Every tensor is a
+    function of (seed, its place in `expected_tensors`).
+    """
+
+    def __init__(
+        self, config: DecoderConfig, seed: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._shapes = expected_tensors(config)
+        self._places = {name: place for place, name in enumerate(self._shapes)}
+        self._norm = config.norm
+        self._seed = seed
+        self._device = device
+        self._dtype = dtype
+
+    def get(self, name: str) -> torch.Tensor:
+        shape = self._shapes[name]
+        if name.endswith("norm.weight"):
+            if self._norm is Norm.RMS_PLUS_ONE:
+                return torch.zeros(shape, dtype=self._dtype, device=self._device)
+            return torch.ones(shape, dtype=self._dtype, device=self._device)
+        generator = torch.Generator(self._device)
+        generator.manual_seed(self._seed * 1_000_003 + self._places[name])
+        drawn = torch.empty(shape, dtype=torch.float32, device=self._device)
+        return drawn.normal_(0.0, 0.02, generator=generator).to(self._dtype)
+
+    def read_into(self, name: str, target: torch.Tensor) -> None:
+        target.copy_(self.get(name))
+
+
+class Checkpoint:
+    """A folder of safetensors files, checked against a config when it is opened.
+
+    A context manager: the files are mapped while it is open. Tensors returned
+    by `get` are copies and stay valid. `tickers` hear how many bytes were read. Raises
+    InvalidArgument naming the tensors that are missing, unknown or of another shape.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: DecoderConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        tickers: Sequence[Ticker] = (),
+    ) -> None:
+        self._folder = folder
+        self._device = device
+        self._dtype = dtype
+        self._config = config
+        self._files = ExitStack()
+        self._holders: dict[str, tuple[str, Any]] = {}
+        try:
+            self._open_files()
+            total = self._check(expected_tensors(config))
+        except BaseException:
+            self._files.close()
+            raise
+        self._read = Counter("loading", total, tickers)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+        self._holders.clear()
+
+    def get(self, name: str) -> torch.Tensor:
+        """A copy of the tensor on the checkpoint's target type and device."""
+        stored_name, file = self._holders[name]
+        stored: torch.Tensor = file.get_tensor(stored_name)
+        # Never a view of the mapped file: it may be replaced while we serve.
+        tensor = stored.to(device=self._device, dtype=self._dtype, copy=True)
+        self._read.add(stored.nbytes)
+        return tensor
+
+    def read_into(self, name: str, target: torch.Tensor) -> None:
+        """Straight from the file, through no other copy."""
+        stored_name, file = self._holders[name]
+        stored: torch.Tensor = file.get_tensor(stored_name)
+        target.copy_(stored)
+        self._read.add(stored.nbytes)
+
+    def _open_files(self) -> None:
+        root = NAMES[self._config.shape.family].root
+        for path in weight_files(self._folder):
+            try:
+                file = self._files.enter_context(safe_open(path, framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise _bad(f"{path} cannot be read: {error}") from error
+            for name in file.keys():  # noqa: SIM118 (not a mapping)
+                if name.removeprefix("model.").startswith(_IMAGE_PREFIXES):
+                    continue
+                full = _full_name(name, root)
+                if full in self._holders:
+                    raise _bad(f"{name} is in more than one file of {self._folder}")
+                self._holders[full] = (name, file)
+
+    def _check(self, expected: Mapping[str, tuple[int, ...]]) -> int:
+        """Bytes of the expected tensors as they are stored."""
+        total = 0
+        missing = [name for name in expected if name not in self._holders]
+        unknown = [
+            name
+            for name in self._holders
+            if name not in expected and not name.endswith(_IGNORED_SUFFIXES) and name != _HEAD
+        ]
+        if missing:
+            raise _bad(f"{self._folder} lacks {_listed(missing)}")
+        if unknown:
+            raise _bad(f"{self._folder} holds tensors this model has not: {_listed(unknown)}")
+        for name, shape in expected.items():
+            stored_name, file = self._holders[name]
+            stored = file.get_slice(stored_name)
+            if tuple(stored.get_shape()) != shape:
+                raise _bad(
+                    f"{stored_name} has shape {list(stored.get_shape())}, "
+                    f"the config asks for {list(shape)}"
+                )
+            if stored.get_dtype() not in _FLOAT_BYTES:
+                raise _bad(f"{stored_name} is stored as {stored.get_dtype()}, not as floats")
+            total += prod(shape) * _FLOAT_BYTES[stored.get_dtype()]
+        if _HEAD in self._holders and _HEAD not in expected:
+            self._check_tied_head()
+        return total
+
+    def _check_tied_head(self) -> None:
+        """Some checkpoints store a tied head again: it must then be the embeddings."""
+        names = NAMES[self._config.shape.family]
+        head_name, head_file = self._holders[_HEAD]
+        name, file = self._holders[f"{names.root}{names.embedding}.weight"]
+        if not torch.equal(head_file.get_tensor(head_name), file.get_tensor(name)):
+            raise _bad("tie_word_embeddings is true, but lm_head.weight is not the embeddings")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint folder, sharded or not, in order.
+
+    Raises InvalidArgument when there are none, or a shard is missing.
+    """
+    index = folder / _INDEX
+    if is_there(index):
+        shards = indexed_files(index)
+        for shard in shards:
+            if not is_there(folder / shard):
+                raise _bad(f"{folder} lacks the shard {shard}")
+        return [folder / shard for shard in shards]
+    single = folder / _SINGLE
+    if is_there(single):
+        return [single]
+    pickled = sorted(
+        path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)
+    )
+    if pickled:
+        raise _bad(
+            f"{folder} holds only pickled weights ({_listed(pickled)}), which can run code and "
+            "are never loaded: convert them to safetensors (in transformers: "
+            "from_pretrained(...).save_pretrained(folder))"
+        )
+    raise _bad(f"{folder} holds no model.safetensors")
+
+
+def _full_name(name: str, root: str) -> str:
+    """Checkpoints saved from the bare model lack the leading `model.`; one that also sees
+    images has its text decoder below `language_model`."""
+    name = name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
+    if name == _HEAD or name.startswith(root):
+        return name
+    bare = root.removeprefix("model.")
+    if name.startswith(bare) and (bare or name.startswith(("layers.", "embed_tokens.", "norm."))):
+        return f"model.{name}"
+    return name
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:_LISTED])
+    return shown if len(names) <= _LISTED else f"{shown} and {len(names) - _LISTED} more"
+
+
+def _bad(message: str) -> InvalidArgument:
+    return InvalidArgument(message, field="model", reason="BAD_CHECKPOINT")

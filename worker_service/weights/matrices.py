@@ -1,0 +1,117 @@
+"""Which matrices a model consists of: names, shapes, and the piece each belongs to.
+
+Matrices over the same input whose products are needed together are stacked into one
+(W_K on W_V). Order is that in which a step needs them. Knows no tensors' values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from splitpoint.planning.weight_placement import WeightSizes, head_piece_count
+from splitpoint.planning.weight_schedule import LAYER_PIECES, WeightPiece
+from worker_service.model.config import DecoderConfig, Norm
+from worker_service.model.linear import held_bytes, packs
+from worker_service.weights.loading import NAMES, TensorSource, expected_tensors
+
+HEAD_NAME = "lm_head"
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixShape:
+    """One matrix `[out_features, in_features]` that a linear layer multiplies with.
+
+    Attributes:
+        role: the field of DecoderLayer it belongs to.
+        sources: of whose rows it consists: (name without `.weight`, rows).
+    """
+
+    role: str
+    piece: WeightPiece
+    sources: tuple[tuple[str, int], ...]
+    in_features: int
+
+    @property
+    def out_features(self) -> int:
+        return sum(rows for _, rows in self.sources)
+
+    def read(self, source: TensorSource, target: torch.Tensor) -> None:
+        """From a checkpoint into `[out_features, in_features]`, on any device."""
+        first = 0
+        for name, rows in self.sources:
+            source.read_into(f"{name}.weight", target[first : first + rows])
+            first += rows
+
+
+def layer_matrices(config: DecoderConfig, layer: int) -> tuple[MatrixShape, ...]:
+    """Of one layer, in the order of `LAYER_PIECES`."""
+    shape, names = config.shape, NAMES[config.shape.family]
+    prefix = f"{names.root}layers.{layer}."
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+
+    def matrix(role: str, piece: WeightPiece, width: int, *sources: tuple[str, int]) -> MatrixShape:
+        listed = tuple((prefix + name, rows) for name, rows in sources)
+        return MatrixShape(role, piece, listed, width)
+
+    kv = ((names.key, shape.kv_width), (names.value, shape.kv_width))
+    matrices = [
+        matrix("key_value", WeightPiece.KEY_VALUE, hidden, *kv),
+        matrix("query", WeightPiece.QUERY, hidden, (names.query, shape.query_width)),
+        matrix("output", WeightPiece.OUTPUT, shape.query_width, (names.output, hidden)),
+    ]
+    if shape.gated_mlp:
+        matrices.append(matrix("gate", WeightPiece.MLP, hidden, (names.gate, inner)))
+    matrices.append(matrix("up", WeightPiece.MLP, hidden, (names.up, inner)))
+    matrices.append(matrix("down", WeightPiece.MLP, inner, (names.down, hidden)))
+    return tuple(matrices)
+
+
+def head_rows(config: DecoderConfig) -> tuple[range, ...]:
+    """Rows of the head's pieces: equally many each, so that one slot takes any of them.
+
+    The last one begins before the one before ends, if need be; a row that is computed
+    twice is the same twice.
+    """
+    vocabulary = config.shape.vocabulary_size
+    size = vocabulary * config.embedding_size * config.shape.data_type.size
+    rows = -(-vocabulary // min(vocabulary, head_piece_count(size)))
+    starts = [min(start, vocabulary - rows) for start in range(0, vocabulary, rows)]
+    return tuple(range(start, start + rows) for start in starts)
+
+
+def weight_sizes(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> WeightSizes:
+    """Bytes of every part as it is held on this device in this type."""
+    shape, names = config.shape, NAMES[config.shape.family]
+
+    def held(rows: int, width: int) -> int:
+        return held_bytes(rows, width, device, dtype)
+
+    pieces = dict.fromkeys(LAYER_PIECES, 0)
+    for matrix in layer_matrices(config, 0):
+        pieces[matrix.piece] += held(matrix.out_features, matrix.in_features)
+    tables = (names.embedding, *([names.positions] if config.position_offset is not None else []))
+    table = fixed = 0
+    for name, dimensions in expected_tensors(config).items():
+        size = prod(dimensions) * dtype.itemsize
+        if name in [f"{names.root}{each}.weight" for each in tables]:
+            table += size
+        elif len(dimensions) == 1:
+            # Gemma has no biases, and its norms are held in fp32.
+            in_fp32 = config.norm is Norm.RMS_PLUS_ONE
+            fixed += prod(dimensions) * torch.float32.itemsize if in_fp32 else size
+        elif ".layers." not in name and name != f"{HEAD_NAME}.weight":
+            fixed += held(*dimensions)
+    pieces_of_head = head_rows(config)
+    return WeightSizes(
+        layer_count=shape.layer_count,
+        pieces=pieces,
+        fixed=fixed,
+        table=table,
+        head=held(shape.vocabulary_size, config.embedding_size),
+        head_piece=held(len(pieces_of_head[0]), config.embedding_size),
+        head_pieces=len(pieces_of_head),
+        head_is_table=shape.tied_embeddings and not packs(device, dtype),
+    )
