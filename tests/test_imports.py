@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -177,3 +178,81 @@ def test_types_are_checked_in_every_folder_of_tests() -> None:
     checked = {name.partition("/")[2] for name in settings["mypy_path"]}
     files = (path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py"))
     assert {path.parent.as_posix() for path in files} <= checked
+
+
+# The folders of each package from the bottom to the top: a folder imports itself and those before
+# it. A package's own modules are at the bottom if they are named here, else at the top.
+LAYERS: dict[str, tuple[str, ...]] = {}
+MOST_MODULES = 15
+
+
+def layer_of(module: str, package: str) -> int:
+    """Position of a module's folder in LAYERS; after the last one for modules at the top."""
+    names = module.removeprefix(f"{package}.")
+    layers = LAYERS[package]
+    matching = [n for n, name in enumerate(layers) if f"{names}.".startswith(f"{name}.")]
+    return matching[0] if matching else len(layers)
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_folders_import_those_below_them(package: str) -> None:
+    wrong = []
+    for name, tree in sources(package):
+        module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for target in imported_modules(tree):
+            ours = target.startswith(f"{package}.") and not target.startswith(f"{package}.v1")
+            if ours and layer_of(target, package) > layer_of(module, package):
+                wrong.append(f"{module} imports {target}")
+    assert wrong == []
+
+
+def imported_modules(tree: ast.Module) -> Iterator[str]:
+    """Modules that a file imports, those that `from` names as members of a folder included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            for alias in node.names:
+                member = ROOT.joinpath(*node.module.split("."), f"{alias.name}.py")
+                yield f"{node.module}.{alias.name}" if member.exists() else node.module
+
+
+def test_no_folder_holds_more_modules_than_a_reader_can_survey() -> None:
+    folders = Counter(str(Path(name).parent) for name, _ in sources(*ALLOWED))
+    assert {name: count for name, count in folders.items() if count > MOST_MODULES} == {}
+
+
+def test_folders_say_in_one_sentence_what_lives_there() -> None:
+    """`splitpoint.client` alone also gives names on: it is the import path of the Python API."""
+    wrong = []
+    for name, tree in sources(*ALLOWED):
+        if name.count("/") > 1 and name.endswith("/__init__.py"):
+            if len(tree.body) != 1 and not name.startswith("splitpoint/client/"):
+                wrong.append(name)
+            assert ast.get_docstring(tree)
+    assert wrong == []
+
+
+MOST_LINES = 80
+# Functions that are longer, to be cut; none may be added.
+LONG: set[str] = {
+    "splitpoint_cli/stack/up.py:up",
+    "splitpoint_cli/request/generate.py:generate",
+    "splitpoint_cli/stack/plan.py:plan_stack",
+    "splitpoint_cli/planning/plan.py:plan",
+    "splitpoint_cli/planning/size.py:size",
+    "splitpoint_cli/doctor/command.py:doctor",
+    "splitpoint_cli/bench/offload/command.py:offload",
+    "splitpoint_cli/bench/restore/command.py:restore",
+}
+
+
+def test_functions_can_be_read_in_one_piece() -> None:
+    long = {
+        f"{name}:{node.name}"
+        for name, tree in sources(*ALLOWED)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or 0) - node.lineno + 1 > MOST_LINES
+    }
+    assert long == LONG
