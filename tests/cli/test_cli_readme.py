@@ -26,6 +26,7 @@ from splitpoint_cli.main import app
 from splitpoint_cli.stack.child import child_environment
 
 ROOT = Path(__file__).resolve().parents[2]
+README, USAGE = ROOT / "README.md", ROOT / "docs" / "usage.md"
 PAGES = [
     ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "models/README.md")
 ] + sorted((ROOT / "docs").glob("*.md"))
@@ -70,8 +71,9 @@ def anchors_of(page: Path) -> set[str]:
     }
 
 
-def test_the_readme_shows_commands() -> None:
-    assert len(commands_in(ROOT / "README.md")) > 16
+def test_the_guides_show_commands() -> None:
+    assert len(commands_in(README)) > 6
+    assert len(commands_in(USAGE)) > 16
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -126,8 +128,9 @@ def here(tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def runnable() -> list[str]:
-    """Commands of the README that need no other host and no container."""
-    lines = [line.partition(" < ")[0].strip() for line in commands_in(ROOT / "README.md")]
+    """Commands of README and guide that need no other host and no container."""
+    commands = [*commands_in(README), *commands_in(USAGE)]
+    lines = [line.partition(" < ")[0].strip() for line in commands]
     return [
         line
         for line in lines
@@ -135,7 +138,7 @@ def runnable() -> list[str]:
     ]
 
 
-def test_commands_of_the_readme_run(here: Path, script: Script) -> None:
+def test_commands_of_the_guides_run(here: Path, script: Script) -> None:
     lines = runnable()
     assert {shlex.split(line)[1] for line in lines} == RUNNING
     for line in lines:
@@ -154,27 +157,31 @@ def test_commands_of_the_readme_run(here: Path, script: Script) -> None:
     assert (here / "certificates" / "ca.pem").exists()
 
 
-def test_the_readmes_python_runs(script: Script) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
-    assert len(blocks) == 2
-    processes = [
-        subprocess.Popen(
+def test_the_python_of_the_guides_runs(script: Script) -> None:
+    expected_lines = {README: 2, USAGE: 3}
+    blocks = {
+        page: re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)
+        for page in expected_lines
+    }
+    assert [len(found) for found in blocks.values()] == [1, 1]
+    processes = {
+        page: subprocess.Popen(
             [sys.executable, "-W", "error", "-c", block.replace("127.0.0.1:50050", script.address)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             env={**child_environment({}), "SPLITPOINT_ADDRESS": script.address},
         )
-        for block in blocks
-    ]
-    for process in processes:
+        for page, [block] in blocks.items()
+    }
+    for page, process in processes.items():
         printed, errors = process.communicate(timeout=60)
         assert (process.returncode, errors) == (0, "")
-        assert len(printed.splitlines()) == 3
+        assert len(printed.splitlines()) == expected_lines[page]
 
 
-def test_the_readmes_extras_are_those_that_can_be_installed() -> None:
+def test_the_documented_extras_are_those_that_can_be_installed() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    table = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", (ROOT / "README.md").read_text(), re.M)
+    table = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", USAGE.read_text(), re.M)
     named = {name for row in table for name in re.findall(r"`(\w+)`", row)}
     assert named == set(project["optional-dependencies"]) - {"dev", "service"}

@@ -201,8 +201,10 @@ def test_a_measured_profile_fits_plan(address: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_readmes_python_examples_run(address: str) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def test_the_guides_python_examples_run(address: str) -> None:
+    pages = [ROOT / "README.md", ROOT / "docs" / "usage.md"]
+    text = "".join(page.read_text() for page in pages)
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(blocks) == 2
     for block in blocks:
         code = block.replace('"127.0.0.1:50050"', repr(address))
