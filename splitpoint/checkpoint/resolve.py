@@ -92,7 +92,7 @@ def resolve_model(text: str | None, *, download: bool = True) -> Path:
 
 
 def _bundled_folder() -> Path:
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     for folder in (package / "bundled" / BUNDLED_MODEL, package.parent / "models" / BUNDLED_MODEL):
         if (folder / "config.json").is_file():
             return folder

@@ -64,7 +64,7 @@ def own_requirements() -> list[str]:
     try:
         found = metadata.requires("splitpoint") or []
     except metadata.PackageNotFoundError:
-        text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
+        text = (Path(__file__).resolve().parents[3] / "pyproject.toml").read_text()
         project = tomllib.loads(text)["project"]
         found = list(project["dependencies"])
         for extra, requirements in project["optional-dependencies"].items():
