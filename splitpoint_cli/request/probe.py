@@ -73,7 +73,7 @@ def identity_for(ca: Path | None, server_cert: Path | None) -> Identity:
         # never wanted here, and not sent.
         return replace(client_identity(ca=ca), token="")
     authorities = read_identity(authorities=server_cert).authorities
-    from splitpoint import certificates  # slow to load, and only needed here
+    from splitpoint.transport import certificates  # slow to load, and only needed here
 
     return Identity(authorities=authorities, server_name=certificates.host_of(authorities))
 

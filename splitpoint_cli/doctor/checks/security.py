@@ -38,7 +38,7 @@ def check_tls(
     if not identity.serves_tls:
         return
     yield Finding(name, Verdict.OK, f"{certificate} and its key, closed to others")
-    from splitpoint import certificates  # what parses them is slow to load
+    from splitpoint.transport import certificates  # what parses them is slow to load
 
     yield judge_end(certificates.expires_at(identity.certificate), now)
     if not listen.startswith("unix:"):

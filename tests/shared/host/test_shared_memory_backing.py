@@ -109,7 +109,8 @@ def test_other_file_systems(tmp_path: Path) -> None:
 def test_a_promise_that_is_not_kept_is_told() -> None:
     """The probe says yes, the pages that come are small: what smaps says counts."""
     lie = "Backing({wish!r}, folder, probe=lambda _: huge_pages.Probe(True, 'so it says'))"
-    script = "from splitpoint import huge_pages" + MAKE.replace("Backing({wish!r}, folder)", lie)
+    make = MAKE.replace("Backing({wish!r}, folder)", lie)
+    script = f"from splitpoint.host import huge_pages{make}"
     told = in_own_tmpfs("size=16m,huge=never", script.format(wish="auto"))
     assert "pages (no huge pages: so it says)" in told.stdout, told.stderr
     assert in_own_tmpfs("size=16m,huge=never", script.format(wish="always")).returncode == 1
