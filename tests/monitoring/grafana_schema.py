@@ -1,7 +1,7 @@
-"""Holds a dashboard against Grafana's own schema, as `grafana-foundation-sdk` has it.
+"""Compare a dashboard with Grafana's own schema, as `grafana-foundation-sdk` has it.
 
-The SDK's models are generated from Grafana's sources, but reading JSON into them checks
-nothing: unknown keys vanish, and any value is taken for any type. Here both are found.
+The SDK's models are generated from Grafana's sources, but reading JSON into them checks nothing:
+they drop unknown keys and accept any type. This module finds both.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ UNITS = {value for name, value in vars(units).items() if name[0].isupper()}
 
 
 def is_unit(unit: str) -> bool:
-    """A known id, or a unit of one's own that is scaled by thousands: `si:tok/s`."""
+    """Return True for a known id, and for a custom unit scaled by thousands: `si:tok/s`."""
     return unit in UNITS or (unit.startswith("si:") and len(unit) > len("si:"))
 
 
 def problems(text: str) -> list[str]:
-    """Of one dashboard's JSON: keys that Grafana does not know, and values of another type."""
+    """Return the keys of a dashboard that Grafana does not know, and values of another type."""
     written = json.loads(text)
     model = Dashboard.from_json(written)
     read = json.loads(json.dumps(model, cls=JSONEncoder))
@@ -47,7 +47,7 @@ def problems(text: str) -> list[str]:
 
 
 def _lost(written: Any, read: Any, path: str) -> Iterator[str]:
-    """What did not come back."""
+    """Yield what the SDK dropped or changed."""
     if isinstance(written, dict) and isinstance(read, dict):
         for key, value in written.items():
             place = f"{path}/{key}"
@@ -81,7 +81,7 @@ def _mistyped(value: Any, hint: Any, path: str) -> Iterator[str]:
 
 
 def _choice(kind: type, hint: Any) -> Any:
-    """The member of a union that is such a container."""
+    """Return the member of a union that is such a container."""
     members = typing.get_args(hint) if _is_union(hint) else (hint,)
     return next((member for member in members if typing.get_origin(member) is kind), kind)
 

@@ -1,18 +1,20 @@
-"""Reads a query as Prometheus does: which labels its answer has, and whether all are real.
+"""Find the metrics of a query and the labels of its answer, as Prometheus would.
 
-The catalogue (splitpoint/observe/metrics.py) says what a metric carries itself, the scrape
-configuration what its target adds. Anything else is a mistake in the query, which
-Prometheus would answer with silence.
+The catalogue (splitpoint/observe/metrics.py) has each metric's own labels, the scrape configuration
+those of its target. Any other name is a mistake, which Prometheus answers with no data.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import promql_parser as promql
 
-from splitpoint.observe.metrics import Kind, Service
-from tools.monitoring.needs import metric_of
+from splitpoint.observe.metrics import Kind, Metric, Needs, Service, all_metrics
+
+_NAME = re.compile(r"\b(?:[a-z]+:[a-z_]+:[a-z0-9_]+|splitpoint_[a-z0-9_]+)")
+_METRICS = {metric.name: metric for metric in all_metrics()}
 
 # What a target adds to everything that it is asked for (deploy/prometheus/prometheus.yml).
 TARGET_LABELS = {
@@ -30,11 +32,36 @@ _SETS = ("and", "or", "unless")
 
 
 class BadQuery(Exception):
-    """Names a metric or label that does not exist."""
+    """The query names a metric or label that does not exist."""
+
+
+def metrics_in(expr: str, rules: Mapping[str, str]) -> frozenset[Metric]:
+    """Return the metrics of a query, through recording rules. Raises KeyError if unknown."""
+    found: set[Metric] = set()
+    for name in _NAME.findall(expr):
+        found |= metrics_in(rules[name], rules) if ":" in name else {metric_of(name)}
+    return frozenset(found)
+
+
+def metric_of(name: str) -> Metric:
+    """Return the metric of a series; a histogram's parts have their own names. Raises KeyError."""
+    for suffix in ("_bucket", "_sum", "_count"):
+        base = _METRICS.get(name.removesuffix(suffix))
+        if base is not None and name.endswith(suffix) and base.kind is Kind.HISTOGRAM:
+            return base
+    metric = _METRICS[name]
+    if metric.kind is Kind.HISTOGRAM:
+        raise KeyError(f"{name} is a histogram: ask for its _bucket, _sum or _count")
+    return metric
+
+
+def needs_of(expr: str, rules: Mapping[str, str]) -> frozenset[Needs]:
+    """Return what must be present for the query to have an answer."""
+    return frozenset(m.needs for m in metrics_in(expr, rules) if m.needs is not None)
 
 
 def labels_of_query(query: str, rules: Mapping[str, str]) -> frozenset[str]:
-    """Labels of the answer. Raises BadQuery; `rules`: recorded expressions by name."""
+    """Return the answer's labels. Raises BadQuery. `rules`: recorded expressions by name."""
     return _labels(promql.parse(query), rules)
 
 
@@ -60,7 +87,7 @@ def _labels(expr: promql.Expr, rules: Mapping[str, str]) -> frozenset[str]:
         case promql.NumberLiteral() | promql.StringLiteral():
             return frozenset()
         case _:
-            raise BadQuery(f"what is {expr!r}?")
+            raise BadQuery(f"an unknown kind of expression: {expr!r}")
 
 
 def _selected(selector: promql.VectorSelector, rules: Mapping[str, str]) -> frozenset[str]:
@@ -87,7 +114,6 @@ def _carried(name: str, rules: Mapping[str, str]) -> frozenset[str]:
     own = frozenset(metric.labels)
     if metric.kind is Kind.HISTOGRAM and name.endswith("_bucket"):
         own |= {"le"}
-    # What every service has carries only the labels that all targets add, and those of some.
     return own.union(*(TARGET_LABELS[service] for service in metric.services))
 
 

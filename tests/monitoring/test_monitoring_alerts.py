@@ -9,7 +9,7 @@ import pytest
 import yaml
 from query_labels import labels_of_query
 
-from tools.monitoring.needs import ROOT, recording_rules
+from tools.monitoring.dashboards import ROOT, recording_rules
 
 PROMETHEUS = ROOT / "deploy" / "prometheus"
 ALERTS: list[dict[str, Any]] = [
@@ -58,8 +58,8 @@ def test_it_is_tested_both_ways(alert: dict[str, Any]) -> None:
     ]
     fired = [each["exp_labels"] for test in tests for each in test.get("exp_alerts", ())]
     severity = alert["labels"]["severity"]
-    assert any(labels["severity"] == severity for labels in fired), "nowhere does it fire"
-    assert any(not test.get("exp_alerts") for test in tests), "nowhere is it silent"
+    assert any(labels["severity"] == severity for labels in fired), "no test in which it fires"
+    assert any(not test.get("exp_alerts") for test in tests), "no test in which it is silent"
 
 
 def test_the_table_has_no_other_alerts() -> None:
@@ -69,7 +69,7 @@ def test_the_table_has_no_other_alerts() -> None:
 
 
 def test_one_lost_worker_is_not_critical() -> None:
-    """What asks for single workers pages only if the store's data or requests are at stake."""
+    """Alerts on single workers are critical only if the store's data or requests are at stake."""
     critical = {
         alert["alert"]
         for alert in ALERTS

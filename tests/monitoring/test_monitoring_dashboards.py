@@ -1,40 +1,54 @@
-"""Committed dashboards are what the generator writes, and Grafana can place every panel."""
+"""Committed dashboards: formatted, laid out, described, and true to what the metrics need."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections import Counter
-from typing import Any
 
 import pytest
 import yaml
-from query_labels import labels_of_query
+from query_labels import labels_of_query, needs_of
 
 from scheduler_service.cluster.accounts import Outcome
 from splitpoint.observe.metrics import Needs
-from tools.monitoring.dashboards import DASHBOARDS, FOLDER, files
-from tools.monitoring.grafana_json import DATASOURCE_UID, description_of, marked_title
-from tools.monitoring.needs import ROOT, needs_of, panel_needs, recording_rules
-from tools.monitoring.overview import OVERVIEW
-from tools.monitoring.panels import Dashboard, Form, Panel, Query, Unit
+from tools.monitoring.dashboards import (
+    ROOT,
+    Dashboard,
+    Panel,
+    dashboards,
+    files,
+    formatted,
+    recording_rules,
+)
 
+DASHBOARDS = dashboards()
 RULES = recording_rules()
 EVERY = pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.name)
+# In the title of a panel that shows nothing without it.
+MARKS = {
+    Needs.REDIS: "Redis",
+    Needs.STORE: "store",
+    Needs.GPU: "GPU",
+    Needs.RAPL: "RAPL",
+    Needs.EMULATED_LINK: "GPU or emulated link",
+}
 
 
-def test_files_are_what_the_generator_writes() -> None:
-    written = dict(files())
-    assert set(FOLDER.iterdir()) == set(written)
-    for path, text in written.items():
-        assert path.read_text() == text, f"{path.name}: run python -m tools.monitoring.dashboards"
+def test_files_are_formatted() -> None:
+    for path in files():
+        text = path.read_text()
+        assert formatted(text) == text, f"{path.name}: run python -m tools.monitoring.dashboards"
+
+
+def test_what_a_save_in_grafana_changes_is_not_kept() -> None:
+    saved = '{"uid": "a", "id": 7, "version": 12}'
+    assert formatted(saved) == '{\n  "uid": "a",\n  "version": 1\n}\n'
 
 
 @EVERY
 def test_panels_have_ids_of_their_own_and_do_not_overlap(dashboard: Dashboard) -> None:
-    loaded = json.loads((FOLDER / f"{dashboard.name}.json").read_text())
-    panels = loaded["panels"]
+    panels = dashboard.json["panels"]
     ids = [panel["id"] for panel in panels]
     assert len(set(ids)) == len(ids)
     taken: set[tuple[int, int]] = set()
@@ -52,7 +66,7 @@ def test_panels_have_ids_of_their_own_and_do_not_overlap(dashboard: Dashboard) -
 
 
 def test_dashboards_and_panels_are_told_apart() -> None:
-    assert len({dashboard.name for dashboard in DASHBOARDS}) == len(DASHBOARDS) == 5
+    assert len(DASHBOARDS) == 5
     for dashboard in DASHBOARDS:
         titles = Counter(panel.title for panel in dashboard.panels())
         assert max(titles.values()) == 1, titles.most_common(1)
@@ -61,7 +75,7 @@ def test_dashboards_and_panels_are_told_apart() -> None:
 @EVERY
 def test_every_panel_says_what_it_is(dashboard: Dashboard) -> None:
     for panel in dashboard.panels():
-        assert panel.help.endswith((".", "?")), panel.title
+        assert panel.json["description"].endswith((".", "?")), panel.title
         assert all(query.legend for query in panel.queries), panel.title
 
 
@@ -88,8 +102,8 @@ def test_legends_tell_series_apart(dashboard: Dashboard) -> None:
 
 
 def test_workers_are_green_only_when_all_are_ready() -> None:
-    panel = loaded_panel("overview", "Workers ready, of those known")
-    steps = panel["fieldConfig"]["defaults"]["thresholds"]["steps"]
+    panel = panel_of("overview", "Workers ready, of those known")
+    steps = panel.defaults["thresholds"]["steps"]
 
     def colour(share: float) -> str:
         *_, last = (s["color"] for s in steps if s["value"] is None or s["value"] <= share)
@@ -99,39 +113,41 @@ def test_workers_are_green_only_when_all_are_ready() -> None:
 
 
 def test_outcomes_have_colours_that_say_whether_they_are_good() -> None:
-    panel = loaded_panel("overview", "Requests by how they ended")
-    colours = {
-        override["matcher"]["options"]: override["properties"][0]["value"]["fixedColor"]
-        for override in panel["fieldConfig"]["overrides"]
-    }
+    panel = panel_of("overview", "Requests by how they ended")
+    colours = {name: each["color"]["fixedColor"] for name, each in panel.overrides.items()}
     assert set(colours) == {*(outcome.value for outcome in Outcome), "B"}
-    (rejected,) = (target for target in panel["targets"] if target["refId"] == "B")
-    assert rejected["legendFormat"] == "rejected"
+    (rejected,) = (query for query in panel.queries if query.ref_id == "B")
+    assert rejected.legend == "rejected"
     good = {name for name, colour in colours.items() if "green" in colour}
     assert good == {"stop", "length"}
     assert {name for name, colour in colours.items() if "red" in colour} == {"error", "B"}
 
 
+def bounds_of(panel: Panel) -> list[float]:
+    """Return the values at which the colour changes."""
+    steps = panel.defaults["thresholds"]["steps"]
+    return [step["value"] for step in steps if step["value"] is not None]
+
+
 @EVERY
-def test_bounds_are_drawn(dashboard: Dashboard) -> None:
+def test_bounds_are_drawn_in_order(dashboard: Dashboard) -> None:
     for panel in dashboard.panels():
-        if panel.form in (Form.LINES, Form.STACK):
-            has_bounds = panel.warn is not None or panel.alarm is not None
-            title = marked_title(panel, RULES)
-            custom = loaded_panel(dashboard.name, title)["fieldConfig"]["defaults"]["custom"]
-            assert (custom["thresholdsStyle"]["mode"] == "dashed") == has_bounds, title
-    assert any(panel.alarm for panel in dashboard.panels())
+        bounds = bounds_of(panel)
+        assert bounds == sorted(bounds), panel.title
+        if panel.json["type"] == "timeseries":
+            style = panel.defaults["custom"]["thresholdsStyle"]["mode"]
+            assert (style == "dashed") == bool(bounds), panel.title
+    assert any(bounds_of(panel) for panel in dashboard.panels())
 
 
 def test_what_alerts_watch_has_its_bound_in_the_overview() -> None:
     """A line where the alert fires."""
-    panels = {panel.title: panel for panel in OVERVIEW.panels()}
-    assert panels["Time to first token"].alarm == 10
-    assert panels["Queue"].alarm == 0.8
+    assert bounds_of(panel_of("overview", "Time to first token"))[-1] == 10
+    assert bounds_of(panel_of("overview", "Queue"))[-1] == 0.8
 
 
 def test_the_overview_lists_alerts() -> None:
-    panel = loaded_panel("overview", "Alerts")
+    panel = panel_of("overview", "Alerts").json
     assert panel["type"] == "table"
     (target,) = panel["targets"]
     assert "ALERTS{" in target["expr"]
@@ -139,53 +155,38 @@ def test_the_overview_lists_alerts() -> None:
     assert target["format"] == "table"
 
 
-def loaded_panel(dashboard: str, title: str) -> dict[str, Any]:
-    panels: list[dict[str, Any]] = json.loads((FOLDER / f"{dashboard}.json").read_text())["panels"]
-    (panel,) = (each for each in panels if each["title"] == title)
+def panel_of(name: str, title: str) -> Panel:
+    (dashboard,) = (each for each in DASHBOARDS if each.name == name)
+    (panel,) = (each for each in dashboard.panels() if each.title == title)
     return panel
 
 
 def test_the_datasource_is_the_provisioned_one() -> None:
     folder = ROOT / "deploy" / "grafana" / "provisioning" / "datasources"
     (source,) = yaml.safe_load((folder / "splitpoint.yml").read_text())["datasources"]
-    assert source["uid"] == DATASOURCE_UID
-    for path, _ in files():
-        variable = json.loads(path.read_text())["templating"]["list"][0]
-        assert variable["current"]["value"] == DATASOURCE_UID
+    for dashboard in DASHBOARDS:
+        variable = dashboard.json["templating"]["list"][0]
+        assert variable["current"]["value"] == source["uid"]
 
 
-def test_panels_that_need_something_say_so() -> None:
-    panels = [panel for dashboard in DASHBOARDS for panel in dashboard.panels()]
-    for panel in panels:
-        is_marked = marked_title(panel, RULES) != panel.title
-        assert is_marked == bool(panel_needs(panel, RULES)), panel.title
-    titles = {marked_title(panel, RULES) for panel in panels}
-    assert {
-        "PCIe utilisation [GPU]",
-        "Joules per token, CPU [RAPL]",
-        "Time to first token",
-    } < titles
-    assert "Redis answers [Redis]" in titles
-    assert "Bytes over the link's ceiling [GPU or emulated link]" in titles
+def panel_needs(panel: Panel) -> frozenset[Needs]:
+    """Return what must be present for the panel to show anything at all."""
+    return frozenset.intersection(*(needs_of(query.expr, RULES) for query in panel.queries))
 
 
-def test_a_part_of_a_panel_that_needs_more_is_named() -> None:
-    (panel,) = (
-        panel
-        for dashboard in DASHBOARDS
-        for panel in dashboard.panels()
-        if panel.title == "What copies reach"
-    )
-    assert panel_needs(panel, RULES) == frozenset()
-    assert needs_of(panel.queries[1].expr, RULES) == {Needs.EMULATED_LINK}
-    assert "`ceiling {{worker}}`: needs a GPU or an emulated link." in description_of(panel, RULES)
-
-
-def test_bounds_that_contradict_each_other_are_refused() -> None:
-    query = (Query("up", "{{job}}"),)
-    with pytest.raises(ValueError, match="wrong side"):
-        Panel("p", Unit.SHARE, "h.", query, Form.NUMBER, warn=0.9, alarm=0.5)
-    with pytest.raises(ValueError, match="both bounds"):
-        Panel("p", Unit.SHARE, "h.", query, Form.NUMBER, warn=0.9, low_is_bad=True)
-    with pytest.raises(ValueError, match="asks something"):
-        Panel("p", Unit.SHARE, "h.", ())
+@EVERY
+def test_panels_that_need_something_say_so(dashboard: Dashboard) -> None:
+    for panel in dashboard.panels():
+        common = panel_needs(panel)
+        if Needs.GPU in common:  # an emulated link would not be enough
+            common -= {Needs.EMULATED_LINK}
+        mark = re.search(r" \[(.*)\]$", panel.title)
+        assert (mark[1] if mark else "") == ", ".join(MARKS[n] for n in Needs if n in common)
+        description = panel.json["description"]
+        if common:
+            needed = " and ".join(sorted(common))
+            assert panel.defaults["noValue"] == f"needs {needed}", panel.title
+            assert f"No data without {needed}." in description, panel.title
+        for query in panel.queries:
+            if further := needs_of(query.expr, RULES) - panel_needs(panel):
+                assert f"`{query.legend}`: needs {' and '.join(sorted(further))}." in description

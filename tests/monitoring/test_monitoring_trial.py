@@ -1,4 +1,4 @@
-"""What the trial on a real stack is made of, without Prometheus: its own parts cannot lie."""
+"""Parts of the trial on a real stack, without Prometheus."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 
 from splitpoint.errors import DeadlineExceeded, Unavailable
-from tools.monitoring.dashboards import DASHBOARDS
-from tools.monitoring.needs import recording_rules
-from tools.monitoring.panels import Query
+from tools.monitoring.dashboards import Query, dashboards, recording_rules
 from tools.monitoring.trial.answers import answers
 from tools.monitoring.trial.pictures import DRAWN, legend, picture_of
 from tools.monitoring.trial.processes import free_ports, running, worker_process
@@ -48,7 +46,7 @@ def test_a_query_without_an_answer_is_seen() -> None:
         return [] if query == silent else [Series({}, [(0.0, 1.0), (1.0, 2.0)])]
 
     found = list(answers(ask))
-    queries = sum(len(panel.queries) for board in DASHBOARDS for panel in board.panels())
+    queries = sum(len(panel.queries) for board in dashboards() for panel in board.panels())
     assert len(found) == queries + len(recording_rules())
     (nothing,) = (answer for answer in found if answer.sample is None)
     assert (nothing.place, nothing.panel) == ("store", "Starts on this arena")
@@ -69,14 +67,14 @@ def test_a_trouble_fires_once_and_pages_only_when_requests_fail() -> None:
 
 
 def test_legends_are_filled_in() -> None:
-    query = Query("up", "worker {{worker}} {{direction}}")
+    query = Query("A", "up", "worker {{worker}} {{direction}}")
     assert legend(query, {"worker": "0", "direction": "in"}) == "worker 0 in"
     assert legend(query, {"worker": "0"}) == "worker 0"
 
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_pictures_hold_the_panels_and_their_series(name: str) -> None:
-    (board,) = (board for board in DASHBOARDS if board.name == name)
+    (board,) = (board for board in dashboards() if board.name == name)
     asked: list[str] = []
 
     def ask(query: str) -> Sequence[Series]:

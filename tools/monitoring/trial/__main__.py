@@ -25,8 +25,7 @@ from rich.table import Table
 
 from splitpoint.errors import SplitpointError, Unavailable
 from splitpoint_cli.plots import new_figure, save
-from tools.monitoring.dashboards import DASHBOARDS
-from tools.monitoring.needs import ROOT
+from tools.monitoring.dashboards import ROOT, dashboards
 from tools.monitoring.trial.answers import Answer, Ask, answers
 from tools.monitoring.trial.load import Load
 from tools.monitoring.trial.pictures import DRAWN, WINDOW, picture_of
@@ -145,7 +144,7 @@ def _draw(folder: Path, ask: Ask, start: float) -> None:
         f"worker 1 is killed once. Drawn from the dashboards' queries (rates over {WINDOW}, "
         "recorded ones over 1m); no screenshot of Grafana."
     )
-    for dashboard in DASHBOARDS:
+    for dashboard in dashboards():
         if dashboard.name in DRAWN:
             path = folder / f"monitoring-{dashboard.name}.png"
             save(picture_of(dashboard, ask, start, subtitle), path)

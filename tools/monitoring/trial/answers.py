@@ -1,13 +1,11 @@
-"""What every panel and every recording rule answers, and which of them say nothing."""
+"""Ask every panel's queries and every recorded series."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tools.monitoring.dashboards import DASHBOARDS
-from tools.monitoring.grafana_json import marked_title
-from tools.monitoring.needs import recording_rules
+from tools.monitoring.dashboards import dashboards, recording_rules
 from tools.monitoring.trial.prometheus import Series
 
 Ask = Callable[[str], Sequence[Series]]
@@ -15,7 +13,7 @@ Ask = Callable[[str], Sequence[Series]]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """To one query. `sample`: the latest value of the first series; None: nothing came."""
+    """The answer to one query. `sample`: latest value of the first series; None if empty."""
 
     place: str
     panel: str
@@ -25,14 +23,12 @@ class Answer:
 
 
 def answers(ask: Ask) -> Iterator[Answer]:
-    """One for each query of each panel, then one for each recorded series."""
-    rules = recording_rules()
-    for dashboard in DASHBOARDS:
+    """Yield one for each query of each panel, then one for each recorded series."""
+    for dashboard in dashboards():
         for panel in dashboard.panels():
             for query in panel.queries:
-                title = marked_title(panel, rules)
-                yield _answer(dashboard.name, title, query.legend, ask(query.plain()))
-    for name in rules:
+                yield _answer(dashboard.name, panel.title, query.legend, ask(query.plain()))
+    for name in recording_rules():
         yield _answer("recording rules", name, "", ask(name))
 
 

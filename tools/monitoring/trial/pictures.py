@@ -1,4 +1,4 @@
-"""Panels of a dashboard drawn from the answers to their queries: what Grafana would show."""
+"""Draw a dashboard's main panels from the answers to their queries."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from splitpoint_cli.plots import new_figure
-from tools.monitoring.panels import Dashboard, Form, Panel, Query, Unit
+from tools.monitoring.dashboards import Dashboard, Panel, Query
 from tools.monitoring.trial.prometheus import Series
 
 if TYPE_CHECKING:
@@ -38,17 +38,17 @@ DRAWN = {
 # Of rates in a picture: Grafana takes some scrapes, too, when the range is short.
 WINDOW = "15s"
 _SCALES = {
-    Unit.BYTES_PER_SECOND: (1e6, "MB/s"),
-    Unit.SHARE: (0.01, "%"),
-    Unit.SECONDS: (1.0, "s"),
-    Unit.NUMBER: (1.0, ""),
-    Unit.PER_SECOND: (1.0, "per second"),
-    Unit.TOKENS_PER_SECOND: (1.0, "tokens/s"),
+    "Bps": (1e6, "MB/s"),
+    "percentunit": (0.01, "%"),
+    "s": (1.0, "s"),
+    "short": (1.0, ""),
+    "cps": (1.0, "per second"),
+    "si:tok/s": (1.0, "tokens/s"),
 }
 
 
 def picture_of(dashboard: Dashboard, ask: Ask, start: float, subtitle: str) -> Figure:
-    """Two rows of panels; time counts from `start`.
+    """Draw two rows of panels; time counts from `start`.
 
     Raises FailedPrecondition without matplotlib.
     """
@@ -57,19 +57,22 @@ def picture_of(dashboard: Dashboard, ask: Ask, start: float, subtitle: str) -> F
     names = DRAWN[dashboard.name]
     for axes, name in zip(figure.subplots(2, 3).flat, names, strict=True):
         _draw(axes, panels[name], ask, start)
-    figure.suptitle(f"Splitpoint / {dashboard.title}", fontsize=13)
+    figure.suptitle(f"{dashboard.json['title']}", fontsize=13)
     figure.supxlabel(subtitle, fontsize=9)
     return figure
 
 
 def _draw(axes: Axes, panel: Panel, ask: Ask, start: float) -> None:
-    scale, unit = _SCALES[panel.unit]
+    scale, unit = _SCALES[panel.defaults["unit"]]
+    is_stack = panel.defaults["custom"]["stacking"]["mode"] == "normal"
+    overrides = panel.overrides
     stacked: list[tuple[str, Series, str]] = []
     for query in panel.queries:
         for series in ask(query.plain(WINDOW)):
             name = legend(query, series.labels)
-            if panel.form is Form.STACK:
-                colour = query.colour or panel.colours.get(name, "")
+            properties = overrides.get(query.ref_id) or overrides.get(name) or {}
+            if is_stack:
+                colour = properties.get("color", {}).get("fixedColor", "")
                 stacked.append((name, series, colour.replace("dark-", "dark")))
             else:
                 axes.plot(
@@ -77,14 +80,15 @@ def _draw(axes: Axes, panel: Panel, ask: Ask, start: float) -> None:
                     [value / scale for _, value in series.points],
                     label=name,
                     linewidth=1.3,
-                    linestyle="--" if query.is_limit else "-",
+                    linestyle="--" if "custom.lineStyle" in properties else "-",
                 )
     if stacked:
         _stack(axes, stacked, start, scale)
-    for bound, colour in ((panel.warn, "orange"), (panel.alarm, "red")):
+    for step in panel.defaults["thresholds"]["steps"]:
+        bound = step["value"]
         # Far above all values it would only flatten them.
         if bound is not None and bound / scale < 2 * axes.get_ylim()[1]:
-            axes.axhline(bound / scale, color=colour, linewidth=0.8, linestyle=":")
+            axes.axhline(bound / scale, color=step["color"], linewidth=0.8, linestyle=":")
     axes.set_title(panel.title, fontsize=11, loc="left")
     axes.set_ylabel(unit, fontsize=9)
     # Room for the legend above the lines.
@@ -98,7 +102,7 @@ def _draw(axes: Axes, panel: Panel, ask: Ask, start: float) -> None:
 def _stack(
     axes: Axes, stacked: Sequence[tuple[str, Series, str]], start: float, scale: float
 ) -> None:
-    """Series that are 0 throughout only fill the legend, and are left out."""
+    """Stack the series; those that are 0 throughout would only fill the legend."""
     shown = [each for each in stacked if any(value for _, value in each[1].points)]
     times = sorted({at for _, series, _ in shown for at, _ in series.points})
     rows = []
@@ -116,5 +120,5 @@ def _stack(
 
 
 def legend(query: Query, labels: Mapping[str, str]) -> str:
-    """As Grafana fills it in."""
+    """Return the legend with its labels filled in."""
     return re.sub(r"\{\{(\w+)\}\}", lambda match: labels.get(match[1], ""), query.legend).strip()

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from splitpoint.errors import DeadlineExceeded
-from tools.monitoring.needs import ROOT
+from tools.monitoring.dashboards import ROOT
 from tools.monitoring.trial.processes import running
 
 CONFIGURATION = ROOT / "deploy" / "prometheus" / "prometheus.yml"
