@@ -22,17 +22,17 @@ from dataclasses import dataclass, replace
 
 from splitpoint.costs.profile import Profile
 from splitpoint.planning.plan import Objective, PlanInput, Residency, RestoreMethod
-from splitpoint.planning.resident_share import Pull, best_pull, pull_of
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.split_costs import (
-    Manner,
+    PipelineOptions,
+    Scenario,
     SplitCosts,
-    Use,
-    best_manner,
+    best_pipeline_options,
     best_split,
     tiles_of,
 )
 from splitpoint.planning.split_line import SplitLine
+from splitpoint.planning.stream_plan import StreamPlan, best_stream_plan, stream_plan_at
 from splitpoint.planning.token_recompute import TokenRecompute
 from splitpoint.shapes import ModelShape
 
@@ -81,19 +81,19 @@ class Choices:
 class Chooser:
     """Everything that a choice depends on.
 
-    `manner`: how a restore runs, with its tiles; it says nothing of the objective.
+    `options`: how a restore runs, with its tiles; it says nothing of the objective.
     """
 
     shape: ModelShape
     profile: Profile
     costs: SplitCosts
     request: PlanInput
-    manner: Manner
+    options: PipelineOptions
 
     @classmethod
     def of(cls, shape: ModelShape, profile: Profile, request: PlanInput) -> Chooser:
         costs = SplitCosts.of(shape, profile, request.encoding)
-        manner = best_manner(
+        options = best_pipeline_options(
             costs,
             _length(request),
             request.schedule,
@@ -103,8 +103,8 @@ class Chooser:
         has_tail = request.has_activations and request.cached_tokens % request.chunk_tokens
         if has_tail and request.residency is Residency.RESIDENT:
             # X of the partial chunk comes, too: the chunk will be sealed anew.
-            manner = replace(manner, extra_operations=shape.layer_count)
-        return cls(shape, profile, costs, request, manner)
+            options = replace(options, extra_operations=shape.layer_count)
+        return cls(shape, profile, costs, request, options)
 
     def choose(self) -> Choices:
         """The best way for this request, or the one that was asked for."""
@@ -141,7 +141,7 @@ class Chooser:
         return self.profile.prefill_seconds(flops, pieces)
 
     @property
-    def beside_seconds(self) -> float:
+    def compute_seconds(self) -> float:
         """What the device has to do for this request beside: in each step, or in all."""
         if self.request.residency is Residency.STREAMED:
             given = self.request.step_compute_seconds
@@ -159,31 +159,38 @@ class Chooser:
         return self.request.schedule is Schedule.PIPELINED and self.request.cached_tokens > 0
 
     @property
-    def _compared(self) -> Manner:
+    def _compared(self) -> PipelineOptions:
         """What the objective compares."""
         if self._is_shared:
-            return replace(self.manner, use=Use.SHARED, beside=self.beside_seconds)
+            return replace(
+                self.options, scenario=Scenario.SHARED_RESTORE, compute_seconds=self.compute_seconds
+            )
         if self.request.residency is Residency.STREAMED:
-            return self._step_of(self.manner)
-        return self.manner
+            return self._step_of(self.options)
+        return self.options
 
-    def _step_of(self, manner: Manner) -> Manner:
-        """A decode step that pulls the prefix in this manner."""
+    def _step_of(self, options: PipelineOptions) -> PipelineOptions:
+        """A decode step that pulls the prefix in this options."""
         staging = self.request.staging_tokens
         ahead = min(1.0, staging / self.length) if staging else 1.0
-        return replace(manner, use=Use.STEP, beside=self.beside_seconds, ahead=ahead)
+        return replace(
+            options,
+            scenario=Scenario.DECODE_STEP,
+            compute_seconds=self.compute_seconds,
+            ahead=ahead,
+        )
 
     # -- resident ----------------------------------------------------------------
 
     def split_at(self, split: int) -> Choice:
         """Rebuild [0, split) from activations, load the rest."""
-        request, costs, manner = self.request, self.costs, self.manner
-        cached, tile = request.cached_tokens, manner.tile_tokens
+        request, costs, options = self.request, self.costs, self.options
+        cached, tile = request.cached_tokens, options.tile_tokens
         is_sent = request.schedule is not Schedule.ROW
         return Choice(
             RestoreMethod.of(split, cached),
             request.schedule,
-            costs.seconds(split, cached, manner),
+            costs.seconds(split, cached, options),
             costs.link_seconds(split, cached, tile, sends=is_sent),
             costs.rebuild_seconds(split, tile),
             costs.seconds(split, cached, self._compared),
@@ -196,24 +203,24 @@ class Chooser:
     def by_tokens(self) -> Choice:
         """Prefill the front while the back is loaded."""
         request = self.request
-        met = TokenRecompute(
+        estimate = TokenRecompute(
             self.shape,
             self.profile,
             self.costs,
             request.cached_tokens,
             request.chunk_tokens,
             request.prefill_tokens,
-            self.manner.extra_operations,
-        ).met(overlapped=request.schedule is Schedule.PIPELINED)
-        busier = max(met.link_seconds, met.compute_seconds + self.beside_seconds)
+            self.options.extra_operations,
+        ).estimate(overlapped=request.schedule is Schedule.PIPELINED)
+        busier = max(estimate.link_seconds, estimate.compute_seconds + self.compute_seconds)
         return Choice(
             RestoreMethod.TOKENS,
             request.schedule,
-            met.seconds,
-            met.link_seconds,
-            met.compute_seconds,
-            busier if self._is_shared else met.seconds,
-            recomputed=met.recomputed,
+            estimate.seconds,
+            estimate.link_seconds,
+            estimate.compute_seconds,
+            busier if self._is_shared else estimate.seconds,
+            recomputed=estimate.recomputed,
         )
 
     def _best_split(self) -> int:
@@ -225,14 +232,14 @@ class Chooser:
     # -- streamed ----------------------------------------------------------------
 
     def _choose_streamed(self) -> Choices:
-        request, length, manner = self.request, self.length, self._compared
+        request, length, options = self.request, self.length, self._compared
 
-        def pull(*, has_activations: bool) -> Pull:
-            return best_pull(
+        def pull(*, has_activations: bool) -> StreamPlan:
+            return best_stream_plan(
                 self.shape,
                 self.costs,
                 length,
-                manner,
+                options,
                 chunk_tokens=request.chunk_tokens,
                 spare_bytes=request.spare_bytes,
                 has_activations=has_activations,
@@ -246,12 +253,12 @@ class Chooser:
             return Choices(_least(load, split), load, split, None)
         wanted = min(request.forced_split_tokens or 0, length)
         wanted = wanted if wanted > plain.resident else 0
-        forced = pull_of(self.costs, length, manner, plain.resident, wanted)
+        forced = stream_plan_at(self.costs, length, options, plain.resident, wanted)
         return Choices(self._pulled(forced), load, split, None)
 
-    def _pulled(self, pull: Pull) -> Choice:
+    def _pulled(self, pull: StreamPlan) -> Choice:
         """A pull as a choice: the step decides, a pass over what is cached is its restore."""
-        costs, cached, tile = self.costs, self.request.cached_tokens, self.manner.tile_tokens
+        costs, cached, tile = self.costs, self.request.cached_tokens, self.options.tile_tokens
         is_row = pull.schedule is Schedule.ROW
         held = 0 if is_row else pull.resident
         rebuilt, pulled = max(pull.split - held, 0), self.length - held
@@ -259,7 +266,7 @@ class Chooser:
         now = line.at(cached, self._quantum)
         if now <= held:
             now = 0
-        once = replace(self.manner, schedule=pull.schedule)
+        once = replace(self.options, schedule=pull.schedule)
         held_now = min(held, cached)
         return Choice(
             RestoreMethod.of(now, cached),
@@ -296,7 +303,7 @@ class Chooser:
         cap = self.shape.context_length if request.residency is Residency.STREAMED else length
         if split == length or schedule is Schedule.SERIAL:
             return SplitLine(1.0, float(split - length), cap)
-        slope = self.costs.slope(schedule, self.manner.tile_tokens)
+        slope = self.costs.slope(schedule, self.options.tile_tokens)
         return SplitLine(slope, split - slope * length, cap)
 
 

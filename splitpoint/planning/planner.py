@@ -41,7 +41,7 @@ def plan_request(shape: ModelShape, profile: Profile, request: PlanInput) -> Pla
     chooser = Chooser.of(shape, profile, request)
     choices = chooser.choose()
     best, cached = choices.best, request.cached_tokens
-    load_seconds = chooser.costs.seconds(0, cached, chooser.manner)
+    load_seconds = chooser.costs.seconds(0, cached, chooser.options)
     reason = reason_of(chooser, choices, load_seconds)
     if request.residency_reason:
         reason = f"{reason}; {request.residency_reason}"

@@ -144,7 +144,7 @@ def _limit(chooser: Chooser, best: Choice) -> str:
     """What keeps it from being faster."""
     link, device = best.link_seconds, best.compute_seconds
     if chooser.request.residency is Residency.STREAMED:
-        device += chooser.beside_seconds
+        device += chooser.compute_seconds
         link = _step_link_seconds(chooser, best)
     words = f"link {_time(link)}, device {_time(device)}"
     if min(link, device) >= _BALANCED * max(link, device):
@@ -217,10 +217,10 @@ def _why_no_split(chooser: Chooser, choices: Choices) -> str:
             f"since loading a token takes {_us(costs.load)} a layer and rebuilding it "
             f"{_us(send + costs.rebuild)}"
         )
-    if chooser.beside_seconds >= choices.load.link_seconds:
+    if chooser.compute_seconds >= choices.load.link_seconds:
         return (
             f"since compute is the limit: the link takes {_time(choices.load.link_seconds)}, the "
-            f"device has {_time(chooser.beside_seconds)} to do without rebuilding"
+            f"device has {_time(chooser.compute_seconds)} to do without rebuilding"
         )
     if costs.rebuild > 8 * costs.load:
         return (

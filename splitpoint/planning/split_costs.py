@@ -28,7 +28,7 @@ are rebuilt; where layer 0's loads are not enough for that time, the link idles.
 without tokens costs nothing, its overhead included. K and V of a layer count as one
 copy.
 
-A restore by itself (ALONE) takes, whatever its schedule, o seconds more for each copy,
+A restore by itself (RESTORE) takes, whatever its schedule, o seconds more for each copy,
 product and embedding, which have to be laid out and handed over, and F once. How many
 there are depends on the tiles and on which parts have tokens, so o counts for where the
 best split lies.
@@ -61,37 +61,37 @@ from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import Encoding, ModelShape
 
 
-class Use(Enum):
+class Scenario(Enum):
     """What the seconds are for."""
 
     # One restore by itself.
-    ALONE = "alone"
+    RESTORE = "restore"
     # A decode step that pulls the prefix: each layer computes once it is there.
-    STEP = "step"
+    DECODE_STEP = "decode step"
     # One of many that keep the device and the link busy: what counts is how long
     # it occupies whichever of the two it occupies longer.
-    SHARED = "shared"
+    SHARED_RESTORE = "shared restore"
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class PipelineOptions:
     """How a prefix comes back: what the seconds depend on beside the split.
 
     Attributes:
         tile_tokens: of X on the link at once; 0: all of it.
         slots: tiles that fit the staging memory; 0: all do.
-        beside: seconds of other work that the same device does for this request: in
-            each step (STEP), or in all (SHARED).
-        ahead: STEP: the part of a layer that fits the staging memory, so that it can
+        compute_seconds: seconds of other work that the same device does for this request: in
+            each step (DECODE_STEP), or in all (SHARED_RESTORE).
+        ahead: DECODE_STEP: the part of a layer that fits the staging memory, so that it can
             come while the layer before computes.
-        extra_operations: ALONE: copies that any split needs, such as X of a partial chunk.
+        extra_operations: RESTORE: copies that any split needs, such as X of a partial chunk.
     """
 
     schedule: Schedule
     tile_tokens: int = 0
     slots: int = 0
-    use: Use = Use.ALONE
-    beside: float = 0.0
+    scenario: Scenario = Scenario.RESTORE
+    compute_seconds: float = 0.0
     ahead: float = 1.0
     extra_operations: int = 0
 
@@ -174,9 +174,9 @@ class SplitCosts:
         """Of a restore with so many, beside what they themselves take."""
         return self.fixed + self.operation * operations if operations else 0.0
 
-    def seconds(self, split: int, cached: int, manner: Manner) -> float:
+    def seconds(self, split: int, cached: int, options: PipelineOptions) -> float:
         """t(l) over all layers."""
-        return max(self.terms(split, tiles_of(split, manner.tile_tokens), cached, manner))
+        return max(self.terms(split, tiles_of(split, options.tile_tokens), cached, options))
 
     def slope(self, schedule: Schedule, tile_tokens: int = 0) -> float:
         """By how much the split grows with the prefix, where rebuilding and the link take
@@ -192,29 +192,31 @@ class SplitCosts:
             return 1.0
         return min(1.0, layers * self.load / (grows + shrinks))
 
-    def terms(self, split: int, pieces: int, cached: int, manner: Manner) -> tuple[float, ...]:
+    def terms(
+        self, split: int, pieces: int, cached: int, options: PipelineOptions
+    ) -> tuple[float, ...]:
         """What t(l) is the maximum of: for given pieces lines in `split` between 0 and cached."""
-        layers, copy, beside = self.layer_count, self.copy_overhead, manner.beside
+        layers, copy, compute = self.layer_count, self.copy_overhead, options.compute_seconds
         rest = cached - split
-        is_step = manner.use is Use.STEP
+        is_step = options.scenario is Scenario.DECODE_STEP
         weights = self.weights if is_step else self.kv_weights if split else 0.0
         send = weights + self.sending_layers * (pieces * copy + self.activation * split)
         rebuild = layers * (pieces * self.rebuild_overhead + self.rebuild * split)
         load = layers * (max(1, pieces) * copy + self.load * rest) if rest else 0.0
-        is_row = manner.schedule is Schedule.ROW
+        is_row = options.schedule is Schedule.ROW
         if is_row:
             send = weights
-        if manner.use is Use.ALONE and cached:
+        if options.scenario is Scenario.RESTORE and cached:
             operations = self.operations(pieces, rest, sends=not is_row)
-            beside += self.overhead_seconds(operations + manner.extra_operations)
-        if manner.schedule is Schedule.SERIAL:
-            return (send + rebuild + load + beside,)
-        if manner.schedule is Schedule.COLUMN or (is_row and manner.use is Use.ALONE):
-            return (send + load + beside, send + rebuild + beside)
-        if manner.use is Use.SHARED:
-            return (send + load, rebuild + beside)
+            compute += self.overhead_seconds(operations + options.extra_operations)
+        if options.schedule is Schedule.SERIAL:
+            return (send + rebuild + load + compute,)
+        if options.schedule is Schedule.COLUMN or (is_row and options.scenario is Scenario.RESTORE):
+            return (send + load + compute, send + rebuild + compute)
+        if options.scenario is Scenario.SHARED_RESTORE:
+            return (send + load, rebuild + compute)
         link, fill, late, head = send + load, 0.0, 0.0, 0.0
-        tile = manner.tile_tokens or cached
+        tile = options.tile_tokens or cached
         # X that is there needs no slot, and nobody waits for it.
         if split and not is_row:
             last_rebuild = self.rebuild_overhead + self.rebuild * (split - (pieces - 1) * tile)
@@ -223,7 +225,7 @@ class SplitCosts:
             if not self.embeds:
                 head = copy + self.activation * first_tile
             elif is_step or self.kv_weights:
-                waits = max(0, pieces - manner.slots + 1) if manner.slots else 0
+                waits = max(0, pieces - options.slots + 1) if options.slots else 0
                 late = waits * (self.rebuild_overhead + self.rebuild * tile) - load / layers
             elif self.sending_layers:
                 # The first X, behind a load, against the one tile of layer 0.
@@ -231,9 +233,9 @@ class SplitCosts:
                 head = arrives - self.rebuild_overhead - self.rebuild * first_tile
             # The first layer's weights come before anything is rebuilt with them.
             head += self.kv_weights / layers
-        after = beside / layers if is_step else beside
+        after = compute / layers if is_step else compute
         terms = tuple(link + after + more for more in (0.0, fill, late, late + fill))
-        busy = rebuild + beside
+        busy = rebuild + compute
         if not is_step:
             return (*terms, busy, busy + head)
         others = (layers - 1) / layers
@@ -241,10 +243,10 @@ class SplitCosts:
             *terms,
             busy + head,
             # The first layer computes once its keys and values are there.
-            load / layers + others * rebuild + beside,
+            load / layers + others * rebuild + compute,
             # What does not fit the staging memory comes when the layer before is done;
             # weights have memory of their own.
-            beside + (1 - others * manner.ahead) * (link - weights),
+            compute + (1 - others * options.ahead) * (link - weights),
         )
 
 
@@ -256,7 +258,12 @@ def tiles_of(tokens: int, tile_tokens: int) -> int:
 
 
 def best_split(
-    costs: SplitCosts, cached: int, manner: Manner, *, quantum: int = 1, cap: int | None = None
+    costs: SplitCosts,
+    cached: int,
+    options: PipelineOptions,
+    *,
+    quantum: int = 1,
+    cap: int | None = None,
 ) -> int:
     """The l with the least `seconds`; the smallest such l.
 
@@ -277,9 +284,9 @@ def best_split(
     # The largest multiple of the quantum that leaves something to load.
     last = (min(limit, cached - 1) // quantum) * quantum
     if last > 0:
-        search = _Search(costs, cached, manner, manner.tile_tokens or cached, quantum, last)
+        search = _Search(costs, cached, options, options.tile_tokens or cached, quantum, last)
         candidates.update(search.candidates())
-    return min(candidates, key=lambda split: (costs.seconds(split, cached, manner), split))
+    return min(candidates, key=lambda split: (costs.seconds(split, cached, options), split))
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +295,7 @@ class _Search:
 
     costs: SplitCosts
     cached: int
-    manner: Manner
+    options: PipelineOptions
     tile: int
     quantum: int
     last: int
@@ -343,17 +350,17 @@ class _Search:
                     yield min(max(below + self.quantum, first), end)
 
     def _terms(self, split: int, pieces: int) -> tuple[float, ...]:
-        return self.costs.terms(split, pieces, self.cached, self.manner)
+        return self.costs.terms(split, pieces, self.cached, self.options)
 
 
-def best_manner(
+def best_pipeline_options(
     costs: SplitCosts,
     cached: int,
     schedule: Schedule,
     *,
     chunk_tokens: int = 1,
     staging_tokens: int = 0,
-) -> Manner:
+) -> PipelineOptions:
     """The schedule with the tile size that serves its best split.
 
     Many small tiles cost overheads, few large ones fill: the last one is rebuilt
@@ -370,21 +377,23 @@ def best_manner(
     if staging_tokens:
         most = min(most, max(staging_tokens // (2 * chunk_tokens), 1))
 
-    def manner(chunks: int) -> Manner:
+    def options(chunks: int) -> PipelineOptions:
         tile = min(max(chunks, 1), most) * chunk_tokens
-        return Manner(schedule, tile, max(2, staging_tokens // tile) if staging_tokens else 0)
+        return PipelineOptions(
+            schedule, tile, max(2, staging_tokens // tile) if staging_tokens else 0
+        )
 
     if schedule is not Schedule.PIPELINED or not costs.can_pay:
-        return manner(most)
+        return options(most)
 
-    def seconds(manner: Manner) -> float:
+    def seconds(options: PipelineOptions) -> float:
         return costs.seconds(
-            best_split(costs, cached, manner, quantum=chunk_tokens), cached, manner
+            best_split(costs, cached, options, quantum=chunk_tokens), cached, options
         )
 
     wanted = _tile_tokens(costs, cached) / chunk_tokens
-    sizes = (manner(chunks) for chunks in (math.floor(wanted), math.ceil(wanted), most))
-    return min(sizes, key=lambda manner: (seconds(manner), manner.tile_tokens))
+    sizes = (options(chunks) for chunks in (math.floor(wanted), math.ceil(wanted), most))
+    return min(sizes, key=lambda options: (seconds(options), options.tile_tokens))
 
 
 def _tile_tokens(costs: SplitCosts, cached: int) -> float:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from splitpoint.costs.profile import Profile
-from splitpoint.planning.meeting import Meeting, strides
+from splitpoint.planning.bidirectional import BidirectionalQueue, piece_sizes
 from splitpoint.planning.split_costs import SplitCosts
 from splitpoint.shapes import ModelShape, chunks_of
 
@@ -27,7 +27,7 @@ DRAWN_COPY = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
+class RecomputeEstimate:
     """How it goes: [0, recomputed) is computed, the rest loaded. `seconds` until both are
     done, and how long link and device are busy."""
 
@@ -41,7 +41,7 @@ class Met:
 class TokenRecompute:
     """Costs of one prefix of `cached` tokens. `prefill_tokens`: most of one block; 0: all.
 
-    `extra_operations`: copies beside, as of `Manner`.
+    `extra_operations`: copies beside, as of `PipelineOptions`.
     """
 
     shape: ModelShape
@@ -74,19 +74,19 @@ class TokenRecompute:
         beside = (low * self.chunk_tokens, min(high * self.chunk_tokens, self.cached))
         return min(beside, key=lambda tokens: (self._in_one_piece(tokens), tokens))
 
-    def met(self, *, overlapped: bool = True) -> Met:
+    def estimate(self, *, overlapped: bool = True) -> RecomputeEstimate:
         """Where they meet and when; in turn, back first, where nothing overlaps."""
-        front, back = strides(self.chunk_tokens, self.prefill_tokens or self.cached)
+        front, back = piece_sizes(self.chunk_tokens, self.prefill_tokens or self.cached)
         count = chunks_of(self.cached, self.chunk_tokens)
         share = chunks_of(self.expected_point(), self.chunk_tokens) / count
-        meeting = Meeting(count, front=front, back=back, expected_share=share)
+        meeting = BidirectionalQueue(count, front=front, back=back, expected_share=share)
         recomputed, computing, loading = 0, 0.0, 0.0
         operations: float = self.extra_operations
         front_ends = back_ends = False
         while not (front_ends and back_ends):
             is_back = not back_ends and (not overlapped or front_ends or loading <= computing)
             if is_back:
-                piece = meeting.take_back() if overlapped else meeting.take_expected_back()
+                piece = meeting.pop_back() if overlapped else meeting.pop_back_in_turn()
                 if piece is None:
                     back_ends = True
                     continue
@@ -94,7 +94,7 @@ class TokenRecompute:
                 loading += self.load_seconds(last - piece.start * self.chunk_tokens)
                 operations += DRAWN_COPY * self.costs.layer_count
             else:
-                piece = meeting.take_front()
+                piece = meeting.pop_front()
                 if piece is None:
                     front_ends = True
                     continue
@@ -106,7 +106,7 @@ class TokenRecompute:
                 recomputed = last
         seconds = max(computing, loading) if overlapped else computing + loading
         seconds += self.costs.overhead_seconds(operations)
-        return Met(recomputed, seconds, loading, computing)
+        return RecomputeEstimate(recomputed, seconds, loading, computing)
 
     def _in_one_piece(self, tokens: int) -> float:
         prefill = self.block_seconds(0, tokens) if tokens else 0.0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from splitpoint.costs.profile import Profile
 from splitpoint.costs.tracker import CostTracker, MeanTracker, Observation
 from splitpoint.planning.schedule import Lane, Schedule
-from splitpoint.planning.split_costs import Manner, SplitCosts
+from splitpoint.planning.split_costs import PipelineOptions, SplitCosts
 from splitpoint.shapes import ArenaLayout, ModelShape
 from worker_service.lanes.timeline import REBUILDING, Span, StepTimes
 
@@ -100,10 +100,10 @@ class CostWatch:
         slots: int,
         extra_operations: int = 0,
     ) -> float:
-        """Of a restore of `cached` tokens, `split` of them rebuilt; see `Manner`."""
+        """Of a restore of `cached` tokens, `split` of them rebuilt; see `PipelineOptions`."""
         costs = SplitCosts.of(shape, self.fits, layout.encoding)
-        manner = Manner(schedule, tile_tokens, slots, extra_operations=extra_operations)
-        return costs.seconds(split, cached, manner)
+        options = PipelineOptions(schedule, tile_tokens, slots, extra_operations=extra_operations)
+        return costs.seconds(split, cached, options)
 
     @property
     def fits(self) -> Profile:

@@ -3,7 +3,7 @@
 The front is computed from token ids by the real prefill, all layers of a block at a
 time, while the link brings the chunks from the last one on, until they meet. Works
 for every architecture, since no activations are needed. Who takes which chunks comes
-from `splitpoint.planning.meeting`; requests and the store's calls are not known here.
+from `splitpoint.planning.bidirectional`; requests and the store's calls are not known here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import islice
 
 import torch
 
-from splitpoint.planning.meeting import Meeting, strides
+from splitpoint.planning.bidirectional import BidirectionalQueue, piece_sizes
 from splitpoint.planning.schedule import Lane
 from splitpoint.shapes import chunks_of
 from worker_service.lanes.lanes import Event, Lanes, Work
@@ -96,10 +96,10 @@ class _Ends:
     ) -> None:
         chunk, cached = mover.chunk_tokens, prefix.cached_tokens
         count = chunks_of(cached, chunk)
-        front, back = strides(chunk, block_tokens)
+        front, back = piece_sizes(chunk, block_tokens)
         self._lock = threading.Lock()
         self._overlapping = lanes.overlapping
-        self._meeting = Meeting(
+        self._meeting = BidirectionalQueue(
             count,
             front=front,
             back=back,
@@ -109,13 +109,13 @@ class _Ends:
 
     def next_front(self) -> range | None:
         with self._lock:
-            return self._meeting.take_front()
+            return self._meeting.pop_front()
 
     def next_back(self) -> range | None:
         with self._lock:
             if self._overlapping:
-                return self._meeting.take_back()
-            return self._meeting.take_expected_back()
+                return self._meeting.pop_back()
+            return self._meeting.pop_back_in_turn()
 
     def close(self) -> None:
         with self._lock:

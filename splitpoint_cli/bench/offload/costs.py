@@ -11,7 +11,13 @@ from dataclasses import dataclass, replace
 from splitpoint.costs.profile import Profile
 from splitpoint.planning.batch_plan import plan_batch
 from splitpoint.planning.schedule import Schedule
-from splitpoint.planning.split_costs import Manner, SplitCosts, Use, best_manner, best_split
+from splitpoint.planning.split_costs import (
+    PipelineOptions,
+    Scenario,
+    SplitCosts,
+    best_pipeline_options,
+    best_split,
+)
 from splitpoint.planning.split_line import SplitLine
 from splitpoint.shapes import ModelShape
 
@@ -61,12 +67,12 @@ class BatchCosts:
 
     def sequential(self) -> BatchSplit:
         """The best split when nothing overlaps."""
-        return self._best(self._costs, self._step(Manner(Schedule.SERIAL)))
+        return self._best(self._costs, self._step(PipelineOptions(Schedule.SERIAL)))
 
     def column(self) -> BatchSplit:
         """KVPR's order at its best: all of X first, then rebuilding beside loading (Eq. 10)."""
         costs = replace(self._costs, embeds=False)
-        return self._best(costs, self._step(Manner(Schedule.COLUMN)))
+        return self._best(costs, self._step(PipelineOptions(Schedule.COLUMN)))
 
     def step_seconds(self, split: int) -> float:
         """Of a pipelined step with every sequence split at `split`."""
@@ -89,26 +95,26 @@ class BatchCosts:
     def _costs(self) -> SplitCosts:
         return SplitCosts.of(self.shape, self.profile)
 
-    def _step(self, manner: Manner) -> Manner:
-        return replace(manner, use=Use.STEP, beside=self.compute_seconds)
+    def _step(self, options: PipelineOptions) -> PipelineOptions:
+        return replace(options, scenario=Scenario.DECODE_STEP, compute_seconds=self.compute_seconds)
 
     @property
-    def _pipelined(self) -> Manner:
-        manner = best_manner(
+    def _pipelined(self) -> PipelineOptions:
+        options = best_pipeline_options(
             self._costs,
             self._total,
             Schedule.PIPELINED,
             chunk_tokens=self.chunk_tokens,
             staging_tokens=self.staging_tokens,
         )
-        return self._step(manner)
+        return self._step(options)
 
-    def _best(self, costs: SplitCosts, manner: Manner) -> BatchSplit:
+    def _best(self, costs: SplitCosts, options: PipelineOptions) -> BatchSplit:
         quantum = self.batch * self.chunk_tokens
-        total = best_split(costs, self._total, manner, quantum=quantum)
+        total = best_split(costs, self._total, options, quantum=quantum)
         if not self.has_activations:
             total = 0
-        return BatchSplit(self._of_each(total), costs.seconds(total, self._total, manner))
+        return BatchSplit(self._of_each(total), costs.seconds(total, self._total, options))
 
     def _all(self, split: int) -> int:
         return self.batch * split

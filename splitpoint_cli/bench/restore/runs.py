@@ -16,8 +16,13 @@ import torch
 from splitpoint.costs.profile import Profile
 from splitpoint.costs.tracker import CostTracker, Observation
 from splitpoint.planning.schedule import Lane, Schedule
-from splitpoint.planning.split_costs import Manner, SplitCosts, best_manner, best_split
-from splitpoint.planning.token_recompute import Met, TokenRecompute
+from splitpoint.planning.split_costs import (
+    PipelineOptions,
+    SplitCosts,
+    best_pipeline_options,
+    best_split,
+)
+from splitpoint.planning.token_recompute import RecomputeEstimate, TokenRecompute
 from splitpoint.shapes import chunks_of
 from splitpoint_cli.bench.progress import Progress
 from splitpoint_cli.bench.restore.report import (
@@ -152,24 +157,24 @@ class Planned:
     """What the planner would do, from the measured profile."""
 
     costs: SplitCosts
-    column: Manner
-    pipelined: Manner
+    column: PipelineOptions
+    pipelined: PipelineOptions
     column_split: int
     pipelined_split: int
-    meeting: Met
+    meeting: RecomputeEstimate
 
     @classmethod
     def of(cls, workload: RestoreWorkload, profile: Profile) -> Planned:
         shape, cached = workload.model_shape, workload.prompt
         costs = SplitCosts.of(shape, profile)
-        column = Manner(Schedule.COLUMN)
+        column = PipelineOptions(Schedule.COLUMN)
         staging = STAGING_PAGES * CHUNK_TOKENS
-        pipelined = best_manner(
+        pipelined = best_pipeline_options(
             costs, cached, Schedule.PIPELINED, chunk_tokens=CHUNK_TOKENS, staging_tokens=staging
         )
         if workload.tile:
             tile = min(workload.tile, staging // 2)
-            pipelined = Manner(Schedule.PIPELINED, tile, staging // tile)
+            pipelined = PipelineOptions(Schedule.PIPELINED, tile, staging // tile)
         tokens = TokenRecompute(
             shape,
             profile,
@@ -179,8 +184,8 @@ class Planned:
             PREFILL_CHUNK_TOKENS,
         )
 
-        def best(manner: Manner) -> int:
-            return best_split(costs, cached, manner, quantum=CHUNK_TOKENS)
+        def best(options: PipelineOptions) -> int:
+            return best_split(costs, cached, options, quantum=CHUNK_TOKENS)
 
         return cls(
             costs,
@@ -188,7 +193,7 @@ class Planned:
             pipelined,
             best(column),
             best(pipelined),
-            tokens.met(),
+            tokens.estimate(),
         )
 
 
@@ -252,8 +257,8 @@ def _measure(
     tile = planned.pipelined.tile_tokens
     batch, costs = workload.batch, planned.costs
 
-    def predicted(split: int, manner: Manner) -> float:
-        return batch * costs.seconds(split, cached, manner)
+    def predicted(split: int, options: PipelineOptions) -> float:
+        return batch * costs.seconds(split, cached, options)
 
     contenders = [
         Contender(
@@ -326,7 +331,7 @@ def _split_contenders(
     workload: RestoreWorkload,
     restorer: Restorer,
     planned: Planned,
-    predicted: Callable[[int, Manner], float],
+    predicted: Callable[[int, PipelineOptions], float],
     sweep: Sequence[SweepPoint],
 ) -> list[Contender]:
     """Each schedule at the split that was best in the sweep."""
@@ -352,7 +357,7 @@ def _split_contenders(
             lambda: restorer.split(pipelined, Schedule.SERIAL, tile, serial=True),
             pipelined,
             tile,
-            predicted(pipelined, Manner(Schedule.SERIAL, tile)),
+            predicted(pipelined, PipelineOptions(Schedule.SERIAL, tile)),
         ),
         Contender(
             PIPELINED,
@@ -368,35 +373,37 @@ def _sweep(
     workload: RestoreWorkload,
     restorer: Restorer,
     planned: Planned,
-    predicted: Callable[[int, Manner], float],
+    predicted: Callable[[int, PipelineOptions], float],
     progress: Progress,
 ) -> list[SweepPoint]:
     """Time over the split for both schedules, or, if none was asked for, near its best."""
     tile = planned.pipelined.tile_tokens
-    points: list[tuple[Manner, Contender]] = []
-    for manner, best in (
+    points: list[tuple[PipelineOptions, Contender]] = []
+    for options, best in (
         (planned.column, planned.column_split),
         (planned.pipelined, planned.pipelined_split),
     ):
         for split in _splits(workload, best):
-            size = tile if manner is planned.pipelined else _whole(split)
+            size = tile if options is planned.pipelined else _whole(split)
 
-            def run(split: int = split, manner: Manner = manner, size: int = size) -> list[Span]:
-                return restorer.split(split, manner.schedule, size)
+            def run(
+                split: int = split, options: PipelineOptions = options, size: int = size
+            ) -> list[Span]:
+                return restorer.split(split, options.schedule, size)
 
-            name = f"{manner.schedule.value}, split {split:,}"
-            points.append((manner, Contender(name, run, split, size)))
+            name = f"{options.schedule.value}, split {split:,}"
+            points.append((options, Contender(name, run, split, size)))
     rounds = workload.repeats if workload.sweep_points else SEARCH_RUNS
     progress.say(f"sweep: {len(points)} splits and schedules")
     run_rounds([each for _, each in points], restorer.stored, rounds, progress)
     return [
         SweepPoint(
-            manner.schedule.value,
+            options.schedule.value,
             each.split or 0,
             statistics.median(timing.seconds for timing in each.timings),
-            predicted(each.split or 0, manner),
+            predicted(each.split or 0, options),
         )
-        for manner, each in points
+        for options, each in points
     ]
 
 

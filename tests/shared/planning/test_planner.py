@@ -20,7 +20,7 @@ from splitpoint.planning.planner import (
     plan_request,
 )
 from splitpoint.planning.schedule import Schedule
-from splitpoint.planning.split_costs import Manner, SplitCosts, best_split
+from splitpoint.planning.split_costs import PipelineOptions, SplitCosts, best_split
 from splitpoint.planning.token_recompute import TokenRecompute
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding, ModelShape
 
@@ -50,7 +50,7 @@ def test_serial_schedule_never_splits_inside() -> None:
     rng = random.Random(1)
     for _ in range(300):
         costs = SplitCosts.of(OPT, random_profile(rng))
-        assert best_split(costs, 100, Manner(Schedule.SERIAL)) in (0, 100)
+        assert best_split(costs, 100, PipelineOptions(Schedule.SERIAL)) in (0, 100)
 
 
 @pytest.mark.parametrize("schedule", [Schedule.COLUMN, Schedule.PIPELINED])
@@ -176,17 +176,17 @@ def test_both_ends_on_paper_take_little_more_than_they_must() -> None:
         cached = rng.randint(500, 4000)
         request = replace(PIPELINED, cached_tokens=cached, prefill_tokens=rng.choice([0, 512]))
         recompute = recompute_of(profile, request)
-        met = recompute.met()
-        assert 0 <= met.recomputed <= cached
-        assert met.recomputed % 64 == 0 or met.recomputed == cached
-        assert met.seconds == max(met.link_seconds, met.compute_seconds)
+        estimate = recompute.estimate()
+        assert 0 <= estimate.recomputed <= cached
+        assert estimate.recomputed % 64 == 0 or estimate.recomputed == cached
+        assert estimate.seconds == max(estimate.link_seconds, estimate.compute_seconds)
         # All of it, once: what is not computed was loaded.
-        loaded = met.link_seconds / (LLAMA.layer_count * recompute.costs.load)
-        assert loaded == pytest.approx(cached - met.recomputed, abs=1e-6)
+        loaded = estimate.link_seconds / (LLAMA.layer_count * recompute.costs.load)
+        assert loaded == pytest.approx(cached - estimate.recomputed, abs=1e-6)
         point = recompute.expected_point()
         bound = max(recompute.block_seconds(0, point), recompute.load_seconds(cached - point))
-        over.append(met.seconds / bound)
-        serial = recompute.met(overlapped=False)
+        over.append(estimate.seconds / bound)
+        serial = recompute.estimate(overlapped=False)
         assert serial.recomputed == point
         assert serial.seconds == serial.link_seconds + serial.compute_seconds
     over.sort()
@@ -405,8 +405,10 @@ def busier(plan: Plan, shape: ModelShape, profile: Profile, request: PlanInput) 
     costs = SplitCosts.of(shape, profile)
     prefill = plan.predicted_ttft_seconds - plan.predicted_restore_seconds
     if plan.method is RestoreMethod.TOKENS:
-        met = recompute_of(profile, replace(request, cached_tokens=plan.cached_tokens), shape).met()
-        return max(met.link_seconds, met.compute_seconds + prefill)
+        estimate = recompute_of(
+            profile, replace(request, cached_tokens=plan.cached_tokens), shape
+        ).estimate()
+        return max(estimate.link_seconds, estimate.compute_seconds + prefill)
     link = costs.link_seconds(plan.split_tokens, plan.cached_tokens, plan.tile_tokens)
     return max(link, costs.rebuild_seconds(plan.split_tokens, plan.tile_tokens) + prefill)
 

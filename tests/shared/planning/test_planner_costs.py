@@ -18,7 +18,13 @@ from splitpoint.planning.schedule import (
     restore_tasks,
     simulate,
 )
-from splitpoint.planning.split_costs import Manner, SplitCosts, Use, best_manner, best_split
+from splitpoint.planning.split_costs import (
+    PipelineOptions,
+    Scenario,
+    SplitCosts,
+    best_pipeline_options,
+    best_split,
+)
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding
 
 Seconds = npt.NDArray[np.float64]
@@ -43,24 +49,28 @@ def random_costs(rng: random.Random) -> SplitCosts:
     )
 
 
-def seconds_of_all(costs: SplitCosts, splits: Seconds, cached: int, manner: Manner) -> Seconds:
+def seconds_of_all(
+    costs: SplitCosts, splits: Seconds, cached: int, options: PipelineOptions
+) -> Seconds:
     """The formulas of the module's text once more, for all splits at once."""
-    seconds = _without_overheads(costs, splits, cached, manner)
-    if manner.use is not Use.ALONE or not cached:
+    seconds = _without_overheads(costs, splits, cached, options)
+    if options.scenario is not Scenario.RESTORE or not cached:
         return seconds
     sends = costs.layer_count - 1 if costs.embeds else costs.layer_count
-    pieces = np.ceil(splits / (manner.tile_tokens or cached))
+    pieces = np.ceil(splits / (options.tile_tokens or cached))
     operations = costs.layer_count * (pieces + np.where(splits < cached, np.maximum(pieces, 1), 0))
-    operations += pieces * (sends if manner.schedule is not Schedule.ROW else 0)
+    operations += pieces * (sends if options.schedule is not Schedule.ROW else 0)
     operations += pieces if costs.embeds else 0
-    operations += manner.extra_operations
+    operations += options.extra_operations
     return seconds + costs.fixed + costs.operation * operations
 
 
-def _without_overheads(costs: SplitCosts, splits: Seconds, cached: int, manner: Manner) -> Seconds:
-    layers, beside = costs.layer_count, manner.beside
+def _without_overheads(
+    costs: SplitCosts, splits: Seconds, cached: int, options: PipelineOptions
+) -> Seconds:
+    layers, compute_s = costs.layer_count, options.compute_seconds
     sends = layers - 1 if costs.embeds else layers
-    tile = manner.tile_tokens or max(cached, 1)
+    tile = options.tile_tokens or max(cached, 1)
     pieces = np.ceil(splits / tile)
     rest = cached - splits
     send_one: Seconds = np.where(pieces > 1, costs.copy_overhead + costs.activation * tile, 0.0)
@@ -72,59 +82,61 @@ def _without_overheads(costs: SplitCosts, splits: Seconds, cached: int, manner: 
     send: Seconds = sends * (pieces * costs.copy_overhead + costs.activation * splits)
     rebuild: Seconds = layers * (pieces * costs.rebuild_overhead + costs.rebuild * splits)
     load: Seconds = layers * load_layer
-    if manner.schedule is Schedule.SERIAL:
-        return send + rebuild + load + beside
-    if manner.schedule is Schedule.COLUMN:
-        return send + np.maximum(rebuild, load) + beside
-    if manner.schedule is Schedule.ROW:
-        if manner.use is Use.ALONE:
-            return np.maximum(rebuild, load) + beside
+    if options.schedule is Schedule.SERIAL:
+        return send + rebuild + load + compute_s
+    if options.schedule is Schedule.COLUMN:
+        return send + np.maximum(rebuild, load) + compute_s
+    if options.schedule is Schedule.ROW:
+        if options.scenario is Scenario.RESTORE:
+            return np.maximum(rebuild, load) + compute_s
         # In steps X that lies there is sent for nothing, and never waited for.
         send = 0.0 * send
-    if manner.use is Use.SHARED:
-        return np.maximum(send + load, rebuild + beside)
-    link, busy = send + load, rebuild + beside
+    if options.scenario is Scenario.SHARED_RESTORE:
+        return np.maximum(send + load, rebuild + compute_s)
+    link, busy = send + load, rebuild + compute_s
     # The last tile is rebuilt after its X, beside the last load.
     last = costs.rebuild_overhead + costs.rebuild * (splits - (pieces - 1) * tile)
     fill = np.where(splits > 0, last - load_layer / np.maximum(pieces, 1), 0.0)
-    if manner.schedule is Schedule.ROW:
+    if options.schedule is Schedule.ROW:
         fill = 0.0 * fill
-    elif costs.embeds and manner.use is Use.ALONE:
+    elif costs.embeds and options.scenario is Scenario.RESTORE:
         first = costs.rebuild_overhead + costs.rebuild * np.minimum(splits, tile)
         late = load_layer / np.maximum(pieces, 1) + send_one - first
         busy = busy + np.where((splits > 0) & (sends > 0), np.maximum(late, 0.0), 0.0)
     elif costs.embeds:
-        waits = np.maximum(pieces - manner.slots + 1, 0) if manner.slots else 0 * pieces
+        waits = np.maximum(pieces - options.slots + 1, 0) if options.slots else 0 * pieces
         link = np.where(splits > 0, np.maximum(link, link - load_layer + waits * rebuild_one), link)
     else:
         busy = np.where(splits > 0, busy + send_one, busy)
-    if manner.use is Use.STEP:
-        late = beside + (1 - manner.ahead * (layers - 1) / layers) * (send + load)
+    if options.scenario is Scenario.DECODE_STEP:
+        late = compute_s + (1 - options.ahead * (layers - 1) / layers) * (send + load)
         busy = np.maximum(busy, late)
-        link = link + beside / layers
-        busy = np.maximum(busy, load_layer + rebuild * (layers - 1) / layers + beside)
+        link = link + compute_s / layers
+        busy = np.maximum(busy, load_layer + rebuild * (layers - 1) / layers + compute_s)
     else:
         busy = np.where(splits > 0, busy, 0.0)
     return np.maximum(np.maximum(link, link + fill), busy)
 
 
-@pytest.mark.parametrize("use", list(Use))
+@pytest.mark.parametrize("scenario", list(Scenario))
 @pytest.mark.parametrize("schedule", list(Schedule))
 def test_closed_form_equals_brute_force_on_2000_random_profiles(
-    schedule: Schedule, use: Use
+    schedule: Schedule, scenario: Scenario
 ) -> None:
-    rng = random.Random(f"{schedule.value} {use.value}")
+    rng = random.Random(f"{schedule.value} {scenario.value}")
     interior = 0
     for _ in range(2000):
         costs = random_costs(rng)
         cached = rng.randint(0, 400)
         quantum = rng.choice([1, 1, 4, 16, 64])
-        manner = Manner(
+        options = PipelineOptions(
             schedule,
             tile_tokens=rng.choice([0, quantum, 3 * quantum, quantum * rng.randint(1, 40)]),
             slots=rng.choice([0, 2, 3, 8]),
-            use=use,
-            beside=0.0 if use is Use.ALONE else rng.choice([0.0, 10 ** rng.uniform(-6, 0)]),
+            scenario=scenario,
+            compute_seconds=0.0
+            if scenario is Scenario.RESTORE
+            else rng.choice([0.0, 10 ** rng.uniform(-6, 0)]),
             ahead=rng.choice([1.0, rng.random()]),
             extra_operations=rng.choice([0, costs.layer_count]),
         )
@@ -133,10 +145,10 @@ def test_closed_form_equals_brute_force_on_2000_random_profiles(
         grid = np.arange(0, limit + 1, quantum)
         if limit == cached:
             grid = np.unique(np.append(grid, cached))
-        everything = seconds_of_all(costs, grid.astype(np.float64), cached, manner)
-        split = best_split(costs, cached, manner, quantum=quantum, cap=cap)
+        everything = seconds_of_all(costs, grid.astype(np.float64), cached, options)
+        split = best_split(costs, cached, options, quantum=quantum, cap=cap)
         assert split in grid
-        assert costs.seconds(split, cached, manner) == pytest.approx(everything.min(), rel=1e-9)
+        assert costs.seconds(split, cached, options) == pytest.approx(everything.min(), rel=1e-9)
         interior += 0 < split < cached
     if schedule is not Schedule.SERIAL:
         # Without overlap the cost is a straight line in each tile: its ends win.
@@ -155,7 +167,9 @@ def task_seconds(costs: SplitCosts, task: Task) -> float:
     return overhead + rates[task.kind] * task.tokens
 
 
-def simulated(costs: SplitCosts, split: int, cached: int, manner: Manner, chunk: int) -> float:
+def simulated(
+    costs: SplitCosts, split: int, cached: int, options: PipelineOptions, chunk: int
+) -> float:
     """What the lanes take for the very tasks that a worker is given."""
     work = RestoreWork(
         layer_count=costs.layer_count,
@@ -163,11 +177,11 @@ def simulated(costs: SplitCosts, split: int, cached: int, manner: Manner, chunk:
         split=split,
         cached=cached,
         chunk_tokens=chunk,
-        tile_tokens=manner.tile_tokens,
-        slots=manner.slots,
+        tile_tokens=options.tile_tokens,
+        slots=options.slots,
         embeds=costs.embeds,
     )
-    tasks = restore_tasks(work, manner.schedule)
+    tasks = restore_tasks(work, options.schedule)
     return simulate(tasks, lambda task: task_seconds(costs, task)).seconds
 
 
@@ -195,9 +209,9 @@ def test_the_formula_is_what_the_lanes_take(schedule: Schedule) -> None:
         tiles, tile = rng.randint(0, 6), chunk * rng.randint(1, 8)
         split = tiles * tile
         cached = split + chunk * max(tiles, 1) * rng.randint(0 if tiles else 1, 6)
-        manner = Manner(schedule, tile, slots=rng.choice([2, 3, 8]))
-        expected = simulated(costs, split, cached, manner, chunk)
-        found = costs.seconds(split, cached, manner)
+        options = PipelineOptions(schedule, tile, slots=rng.choice([2, 3, 8]))
+        expected = simulated(costs, split, cached, options, chunk)
+        found = costs.seconds(split, cached, options)
         if schedule is Schedule.PIPELINED and costs.embeds:
             assert expected * 0.96 <= found <= expected * (1 + 1e-9)
         else:
@@ -210,7 +224,7 @@ def test_the_formula_is_what_the_lanes_take(schedule: Schedule) -> None:
 def test_a_step_is_what_a_feed_with_few_slots_takes(slots: int) -> None:
     """A layer's tiles through the staging slots; each layer computes once it has them all."""
     layers, tiles, tile = 6, 8, 16
-    for beside in (0.0, 0.002, 0.02, 0.2):
+    for compute_s in (0.0, 0.002, 0.02, 0.2):
         tasks: list[Task] = []
         readers: list[int] = []
         for layer in range(layers):
@@ -224,17 +238,22 @@ def test_a_step_is_what_a_feed_with_few_slots_takes(slots: int) -> None:
                 readers.append(len(tasks) - 1)
             tasks.append(Task(TaskKind.REBUILD, layer, 0, 1))
 
-        def seconds(task: Task, beside: float = beside) -> float:
+        def seconds(task: Task, compute_s: float = compute_s) -> float:
             if task.kind is TaskKind.LOAD:
                 return 1e-5 * task.tokens
-            return beside / layers if task.kind is TaskKind.REBUILD else 0.0
+            return compute_s / layers if task.kind is TaskKind.REBUILD else 0.0
 
         expected = simulate(tasks, seconds).seconds
         costs = SplitCosts(layers, 1e-5, 1e-5, 1e-6, copy_overhead=0.0, rebuild_overhead=0.0)
-        manner = Manner(
-            Schedule.PIPELINED, tile, slots, Use.STEP, beside, ahead=min(1.0, slots / tiles)
+        options = PipelineOptions(
+            Schedule.PIPELINED,
+            tile,
+            slots,
+            Scenario.DECODE_STEP,
+            compute_s,
+            ahead=min(1.0, slots / tiles),
         )
-        assert costs.seconds(0, tiles * tile, manner) == pytest.approx(expected, rel=0.02)
+        assert costs.seconds(0, tiles * tile, options) == pytest.approx(expected, rel=0.02)
 
 
 def test_uneven_tiles_and_loads_change_little() -> None:
@@ -245,12 +264,12 @@ def test_uneven_tiles_and_loads_change_little() -> None:
     for _ in range(200):
         costs = near_balance(rng, 16)
         cached = chunk * rng.randint(4, 60)
-        manner = best_manner(
+        options = best_pipeline_options(
             costs, cached, Schedule.PIPELINED, chunk_tokens=chunk, staging_tokens=16 * chunk
         )
-        split = best_split(costs, cached, manner, quantum=chunk)
-        expected = simulated(costs, split, cached, manner, chunk)
-        errors.append(abs(costs.seconds(split, cached, manner) / expected - 1))
+        split = best_split(costs, cached, options, quantum=chunk)
+        expected = simulated(costs, split, cached, options, chunk)
+        errors.append(abs(costs.seconds(split, cached, options) / expected - 1))
     errors.sort()
     assert errors[len(errors) * 3 // 4] < 0.01
     assert errors[len(errors) * 19 // 20] < 0.05
@@ -262,7 +281,7 @@ def test_a_column_split_of_one_tile_is_kvprs_equation() -> None:
     split, cached = 40, 100
     rebuild, load = 7e-5 + 1e-6 * split, 5e-5 + 3e-6 * (cached - split)
     expected = 3 * (5e-5 + 2e-6 * split + max(rebuild, load))
-    assert costs.seconds(split, cached, Manner(Schedule.COLUMN)) == pytest.approx(expected)
+    assert costs.seconds(split, cached, PipelineOptions(Schedule.COLUMN)) == pytest.approx(expected)
 
 
 def test_tiles_are_whole_chunks_within_the_staging_memory_and_nearly_the_best() -> None:
@@ -273,7 +292,7 @@ def test_tiles_are_whole_chunks_within_the_staging_memory_and_nearly_the_best() 
         chunk = rng.choice([1, 4, 16])
         cached = chunk * rng.randint(1, 60) + rng.randint(0, chunk - 1)
         staging = chunk * rng.choice([0, rng.randint(4, 40)])
-        chosen = best_manner(
+        chosen = best_pipeline_options(
             costs, cached, Schedule.PIPELINED, chunk_tokens=chunk, staging_tokens=staging
         )
         most = -(-cached // chunk) * chunk
@@ -290,8 +309,8 @@ def test_tiles_are_whole_chunks_within_the_staging_memory_and_nearly_the_best() 
             chunk: int = chunk,
             staging: int = staging,
         ) -> float:
-            manner = Manner(Schedule.PIPELINED, tile, staging // tile)
-            return costs.seconds(best_split(costs, cached, manner, quantum=chunk), cached, manner)
+            options = PipelineOptions(Schedule.PIPELINED, tile, staging // tile)
+            return costs.seconds(best_split(costs, cached, options, quantum=chunk), cached, options)
 
         ratios.append(
             least(chosen.tile_tokens) / min(least(tile) for tile in range(chunk, most + 1, chunk))
@@ -304,9 +323,9 @@ def test_the_line_follows_the_best_split_of_a_growing_prefix() -> None:
     costs = SplitCosts.of(BUILT_IN_SHAPES["opt-6.7b"], BUILT_IN_PROFILES["a100-pcie4"])
     costs = replace(costs, rebuild=2 * costs.rebuild)
     for schedule in (Schedule.COLUMN, Schedule.PIPELINED):
-        manner = Manner(schedule, tile_tokens=256)
+        options = PipelineOptions(schedule, tile_tokens=256)
         slope = costs.slope(schedule, 256)
-        start, end = (best_split(costs, cached, manner) for cached in (4096, 8192))
+        start, end = (best_split(costs, cached, options) for cached in (4096, 8192))
         assert 0 < start < 4096
         assert slope == pytest.approx((end - start) / 4096, abs=0.07)
 

@@ -20,7 +20,7 @@ from splitpoint.planning.schedule import (
     restore_tasks,
     simulate,
 )
-from splitpoint.planning.split_costs import Manner, SplitCosts, Use, best_split
+from splitpoint.planning.split_costs import PipelineOptions, Scenario, SplitCosts, best_split
 from splitpoint.planning.weight_placement import WeightSizes, place_weights
 from splitpoint.planning.weight_schedule import (
     PassCosts,
@@ -56,7 +56,9 @@ def test_a_restore_takes_what_the_lanes_take() -> None:
     for _ in range(200):
         layers, cached = rng.choice((4, 8, 32)), rng.randrange(4, 40) * chunk
         costs = weighted(rng, layers, cached)
-        manner = Manner(Schedule.PIPELINED, chunk * rng.randrange(1, 4), rng.choice((2, 4)))
+        options = PipelineOptions(
+            Schedule.PIPELINED, chunk * rng.randrange(1, 4), rng.choice((2, 4))
+        )
         split = rng.randrange(1, cached // chunk) * chunk
         work = RestoreWork(
             layers,
@@ -64,8 +66,8 @@ def test_a_restore_takes_what_the_lanes_take() -> None:
             split,
             cached,
             chunk,
-            manner.tile_tokens,
-            manner.slots,
+            options.tile_tokens,
+            options.slots,
             embeds=costs.embeds,
             host_layers=frozenset(range(layers)),
         )
@@ -75,8 +77,8 @@ def test_a_restore_takes_what_the_lanes_take() -> None:
                 return costs.kv_weights / costs.layer_count
             return task_seconds(costs, task)
 
-        expected = simulate(restore_tasks(work, manner.schedule), seconds).seconds
-        errors.append(abs(costs.seconds(split, cached, manner) / expected - 1))
+        expected = simulate(restore_tasks(work, options.schedule), seconds).seconds
+        errors.append(abs(costs.seconds(split, cached, options) / expected - 1))
     errors.sort()
     assert errors[len(errors) // 2] < 0.03
     assert errors[len(errors) * 9 // 10] < 0.15
@@ -107,7 +109,11 @@ def test_a_step_takes_what_its_pieces_take_in_the_best_order() -> None:
         work = PassWork(layers, frozenset(range(layers)), loads=True)
         expected = simulate_pass(work, pieces).seconds
         predicted = costs.seconds(
-            0, cached, Manner(Schedule.PIPELINED, use=Use.STEP, beside=beside)
+            0,
+            cached,
+            PipelineOptions(
+                Schedule.PIPELINED, scenario=Scenario.DECODE_STEP, compute_seconds=beside
+            ),
         )
         assert 1 - 1e-9 <= predicted / expected < 1.2
 
@@ -117,16 +123,16 @@ def test_the_best_split_is_the_best_of_all() -> None:
     for _ in range(100):
         cached = rng.randrange(2, 300)
         costs = weighted(rng, rng.choice((2, 12)), cached)
-        for use in (Use.ALONE, Use.STEP):
-            manner = Manner(
+        for scenario in (Scenario.RESTORE, Scenario.DECODE_STEP):
+            options = PipelineOptions(
                 rng.choice([Schedule.SERIAL, Schedule.COLUMN, Schedule.PIPELINED]),
                 rng.choice((0, 16)),
                 2,
-                use,
-                beside=rng.choice((0.0, 100 * costs.load)),
+                scenario,
+                compute_seconds=rng.choice((0.0, 100 * costs.load)),
             )
-            least = min(costs.seconds(split, cached, manner) for split in range(cached + 1))
-            found = costs.seconds(best_split(costs, cached, manner), cached, manner)
+            least = min(costs.seconds(split, cached, options) for split in range(cached + 1))
+            found = costs.seconds(best_split(costs, cached, options), cached, options)
             assert found == pytest.approx(least, rel=1e-9)
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from splitpoint.costs.profile import BUILT_IN_PROFILES, Profile
 from splitpoint.planning.planner import PlanInput, Residency, RestoreMethod, plan_request
-from splitpoint.planning.resident_share import Pull, best_pull
 from splitpoint.planning.schedule import Schedule
-from splitpoint.planning.split_costs import Manner, SplitCosts, Use
+from splitpoint.planning.split_costs import PipelineOptions, Scenario, SplitCosts
+from splitpoint.planning.stream_plan import StreamPlan, best_stream_plan
 from splitpoint.shapes import BUILT_IN_SHAPES, ModelShape
 
 A100 = BUILT_IN_PROFILES["a100-pcie4"]
@@ -38,15 +38,15 @@ def step_of(
     plan = plan_request(shape, profile, request)
     costs, staging = SplitCosts.of(shape, profile), request.staging_tokens
     length = request.cached_tokens + request.new_tokens
-    manner = Manner(
+    options = PipelineOptions(
         request.schedule,
         plan.tile_tokens,
         slots=staging // plan.tile_tokens,
-        use=Use.STEP,
-        beside=profile.step_compute_seconds,
+        scenario=Scenario.DECODE_STEP,
+        compute_seconds=profile.step_compute_seconds,
         ahead=min(1.0, staging / length),
     )
-    return costs.seconds(max(split - resident, 0), length - resident, manner)
+    return costs.seconds(max(split - resident, 0), length - resident, options)
 
 
 def test_the_split_is_the_best_of_a_step_not_of_a_restore() -> None:
@@ -145,7 +145,12 @@ def test_spare_memory_keeps_the_front_on_the_device() -> None:
 
 
 def pulled_seconds(
-    shape: ModelShape, costs: SplitCosts, cached: int, manner: Manner, spare: int, chunk: int
+    shape: ModelShape,
+    costs: SplitCosts,
+    cached: int,
+    options: PipelineOptions,
+    spare: int,
+    chunk: int,
 ) -> float:
     """The least seconds over everything that may stay, K and V or X, and every split."""
     grid = [*range(0, cached, chunk), cached]
@@ -155,12 +160,12 @@ def pulled_seconds(
             rest = cached - kept
             least = min(
                 least,
-                *(costs.seconds(split, rest, manner) for split in [*range(0, rest, chunk), rest]),
+                *(costs.seconds(split, rest, options) for split in [*range(0, rest, chunk), rest]),
             )
         # X lies two chunks in a page, where K and V of one chunk would be.
         pages = -(-kept // (2 * chunk))
         if shape.activations_per_page and pages * shape.page_bytes(chunk) <= spare:
-            row = replace(manner, schedule=Schedule.ROW)
+            row = replace(options, schedule=Schedule.ROW)
             least = min(least, costs.seconds(kept, cached, row))
     return least
 
@@ -174,10 +179,12 @@ def test_what_stays_is_the_best_of_all_three_way_splits() -> None:
         costs = SplitCosts.of(shape, profile)
         chunk, cached = 64, rng.randint(1, 1500)
         step = rng.choice([0.0, 0.001, 0.02])
-        manner = Manner(Schedule.PIPELINED, 256, 4, Use.STEP, step)
+        options = PipelineOptions(Schedule.PIPELINED, 256, 4, Scenario.DECODE_STEP, step)
         spare = int(cached * shape.kv_bytes_per_token * rng.random())
-        pull = best_pull(shape, costs, cached, manner, chunk_tokens=chunk, spare_bytes=spare)
-        least = pulled_seconds(shape, costs, cached, manner, spare, chunk)
+        pull = best_stream_plan(
+            shape, costs, cached, options, chunk_tokens=chunk, spare_bytes=spare
+        )
+        least = pulled_seconds(shape, costs, cached, options, spare, chunk)
         assert pull.seconds == pytest.approx(least, rel=1e-9)
         rows += pull.schedule is Schedule.ROW
     assert rows > 5
@@ -192,13 +199,15 @@ def test_resident_keys_and_values_always_beat_resident_activations_from_rho_1_on
         profile = replace(A100, rebuild_flops_per_second=10 ** rng.uniform(12, 16))
         costs, cached = SplitCosts.of(shape, profile), rng.randint(1, 4000)
         step = rng.choice([0.0, 0.001])
-        manner = Manner(Schedule.PIPELINED, use=Use.STEP, beside=step)
+        options = PipelineOptions(
+            Schedule.PIPELINED, scenario=Scenario.DECODE_STEP, compute_seconds=step
+        )
         spare = int(cached * shape.kv_bytes_per_token * rng.random())
-        pull = best_pull(shape, costs, cached, manner, spare_bytes=spare)
+        pull = best_stream_plan(shape, costs, cached, options, spare_bytes=spare)
         assert pull.schedule is Schedule.PIPELINED
         kept = min(spare // shape.activation_bytes_per_token, cached)
         row = min(
-            costs.seconds(front, cached, replace(manner, schedule=Schedule.ROW))
+            costs.seconds(front, cached, replace(options, schedule=Schedule.ROW))
             for front in range(0, kept + 1, max(1, kept // 20))
         )
         assert pull.seconds <= row * (1 + 1e-9)
@@ -236,6 +245,6 @@ def test_a_forced_split_beside_a_resident_front() -> None:
 
 def test_nothing_spare_nothing_stays() -> None:
     costs = SplitCosts.of(OPT, A100)
-    manner = Manner(Schedule.PIPELINED, use=Use.STEP)
-    pull = best_pull(OPT, costs, 1000, manner, spare_bytes=0, has_activations=False)
-    assert pull == Pull(0, 0, Schedule.PIPELINED, costs.seconds(0, 1000, manner))
+    options = PipelineOptions(Schedule.PIPELINED, scenario=Scenario.DECODE_STEP)
+    pull = best_stream_plan(OPT, costs, 1000, options, spare_bytes=0, has_activations=False)
+    assert pull == StreamPlan(0, 0, Schedule.PIPELINED, costs.seconds(0, 1000, options))

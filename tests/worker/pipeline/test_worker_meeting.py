@@ -20,7 +20,7 @@ from stream_double import StreamDouble
 from tiny_models import FAMILY_CASES, build_tiny, clear_prompt, write_tiny
 
 from splitpoint.errors import ChunkLost
-from splitpoint.planning.meeting import LEAST_BLOCK_TOKENS
+from splitpoint.planning.bidirectional import LEAST_BLOCK_TOKENS
 from splitpoint.planning.schedule import Lane
 from splitpoint.planning.weight_placement import OnHost
 from splitpoint.shapes import chunks_of

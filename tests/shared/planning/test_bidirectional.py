@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from splitpoint.errors import InvalidArgument
-from splitpoint.planning.meeting import Meeting, Stride
+from splitpoint.planning.bidirectional import BidirectionalQueue, PieceSize
 
 
 @dataclass
@@ -43,23 +43,23 @@ def meet(
     back_seconds: float,
     *,
     share: float | None = None,
-    front: Stride | None = None,
-    back: Stride | None = None,
+    front: PieceSize | None = None,
+    back: PieceSize | None = None,
     ahead: int = 0,
 ) -> tuple[float, int]:
     """(seconds until both are done, chunks computed); each chunk was taken once, in order."""
     if share is None:
         share = back_seconds / (front_seconds + back_seconds)
-    meeting = Meeting(
+    meeting = BidirectionalQueue(
         count,
-        front=front or Stride(1, 8),
-        back=back or Stride(1, 16),
+        front=front or PieceSize(1, 8),
+        back=back or PieceSize(1, 16),
         expected_share=share,
         ahead=ahead,
     )
     ends = (
-        End(meeting.take_front, front_seconds, ahead),
-        End(meeting.take_back, back_seconds, ahead),
+        End(meeting.pop_front, front_seconds, ahead),
+        End(meeting.pop_back, back_seconds, ahead),
     )
     while waiting := [end for end in ends if not end.is_done]:
         min(waiting, key=lambda end: end.asks_at).ask()
@@ -118,40 +118,44 @@ def test_random_histories_hand_out_each_chunk_once() -> None:
             rng.uniform(0.01, 3),
             rng.uniform(0.01, 3),
             share=rng.random(),
-            front=Stride(least, least + rng.randrange(20)),
-            back=Stride(back_least, back_least + rng.randrange(20)),
+            front=PieceSize(least, least + rng.randrange(20)),
+            back=PieceSize(back_least, back_least + rng.randrange(20)),
             ahead=rng.randrange(3),
         )
 
 
 def test_the_serial_twin_meets_where_it_was_expected() -> None:
-    meeting = Meeting(20, front=Stride(2, 6), back=Stride(1, 5), expected_share=0.4)
-    loaded = list(iter(meeting.take_expected_back, None))
-    computed = list(iter(meeting.take_front, None))
+    meeting = BidirectionalQueue(
+        20, front=PieceSize(2, 6), back=PieceSize(1, 5), expected_share=0.4
+    )
+    loaded = list(iter(meeting.pop_back_in_turn, None))
+    computed = list(iter(meeting.pop_front, None))
     assert loaded == [range(15, 20), range(10, 15), range(8, 10)]
     assert computed == [range(6), range(6, 8)]
     for share, chunks in ((0.0, 0), (1.0, 20)):
-        meeting = Meeting(20, front=Stride(2, 6), back=Stride(1, 5), expected_share=share)
-        while meeting.take_expected_back() is not None:
+        meeting = BidirectionalQueue(
+            20, front=PieceSize(2, 6), back=PieceSize(1, 5), expected_share=share
+        )
+        while meeting.pop_back_in_turn() is not None:
             pass
-        while meeting.take_front() is not None:
+        while meeting.pop_front() is not None:
             pass
         assert meeting.front == meeting.back == chunks
 
 
 def test_nothing_is_handed_out_once_it_is_closed() -> None:
-    meeting = Meeting(9, front=Stride(1, 4), back=Stride(1, 4))
-    assert meeting.take_front() == range(1)
-    assert meeting.take_back() == range(8, 9)
+    meeting = BidirectionalQueue(9, front=PieceSize(1, 4), back=PieceSize(1, 4))
+    assert meeting.pop_front() == range(1)
+    assert meeting.pop_back() == range(8, 9)
     meeting.close()
-    assert meeting.take_front() is meeting.take_back() is meeting.take_expected_back() is None
+    assert meeting.pop_front() is meeting.pop_back() is meeting.pop_back_in_turn() is None
     assert (meeting.front, meeting.back) == (1, 8)
 
 
 def test_impossible_sizes_and_shares_are_refused() -> None:
     for least, most in ((0, 3), (4, 3)):
         with pytest.raises(ValueError, match="at least one chunk"):
-            Stride(least, most)
+            PieceSize(least, most)
     for share in (-0.1, 1.1, float("nan")):
         with pytest.raises(InvalidArgument, match="share"):
-            Meeting(3, front=Stride(1, 1), back=Stride(1, 1), expected_share=share)
+            BidirectionalQueue(3, front=PieceSize(1, 1), back=PieceSize(1, 1), expected_share=share)

@@ -13,12 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from splitpoint.planning.schedule import Schedule
-from splitpoint.planning.split_costs import Manner, SplitCosts, best_split
+from splitpoint.planning.split_costs import PipelineOptions, SplitCosts, best_split
 from splitpoint.shapes import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
-class Pull:
+class StreamPlan:
     """What a step does: [0, resident) stays, [resident, split) is rebuilt, the rest loaded.
 
     With schedule ROW, X of [0, resident) stays and is rebuilt from; `split` is equal.
@@ -31,48 +31,50 @@ class Pull:
     seconds: float
 
 
-def best_pull(
+def best_stream_plan(
     shape: ModelShape,
     costs: SplitCosts,
     cached: int,
-    manner: Manner,
+    options: PipelineOptions,
     *,
     chunk_tokens: int = 1,
     spare_bytes: int = 0,
     has_activations: bool = True,
     keeps_activations: bool = True,
-) -> Pull:
+) -> StreamPlan:
     """The pull with the least seconds a step; the plainest of equal ones.
 
     Args:
-        manner: of a decode step, `beside` being what it computes beside.
+        options: of a decode step, `compute_seconds` being what it computes beside.
         spare_bytes: device memory for what stays.
         keeps_activations: X may be what stays there.
     """
     resident = _whole_chunks(spare_bytes // shape.kv_bytes_per_token, chunk_tokens, cached)
     split = 0
     if has_activations:
-        split = best_split(costs, cached - resident, manner, quantum=chunk_tokens)
-    best = pull_of(costs, cached, manner, resident, resident + split if split else 0)
-    is_serial = manner.schedule is Schedule.SERIAL
+        split = best_split(costs, cached - resident, options, quantum=chunk_tokens)
+    best = stream_plan_at(costs, cached, options, resident, resident + split if split else 0)
+    is_serial = options.schedule is Schedule.SERIAL
     if is_serial or not (has_activations and keeps_activations and shape.activations_can_pay):
         return best
     # X lies in pages that are made for K and V.
     pages = spare_bytes // shape.page_bytes(chunk_tokens)
     held = pages * shape.activations_per_page * chunk_tokens
     room = _whole_chunks(held, chunk_tokens, cached)
-    row = replace(manner, schedule=Schedule.ROW)
+    row = replace(options, schedule=Schedule.ROW)
     front = best_split(costs, cached, row, quantum=chunk_tokens, cap=room)
     seconds = costs.seconds(front, cached, row)
     if front and seconds < best.seconds:
-        return Pull(front, front, Schedule.ROW, seconds)
+        return StreamPlan(front, front, Schedule.ROW, seconds)
     return best
 
 
-def pull_of(costs: SplitCosts, cached: int, manner: Manner, resident: int, split: int) -> Pull:
+def stream_plan_at(
+    costs: SplitCosts, cached: int, options: PipelineOptions, resident: int, split: int
+) -> StreamPlan:
     """The pull with K,V of [0, resident) on the device and this split."""
-    seconds = costs.seconds(max(split - resident, 0), cached - resident, manner)
-    return Pull(resident, split, manner.schedule, seconds)
+    seconds = costs.seconds(max(split - resident, 0), cached - resident, options)
+    return StreamPlan(resident, split, options.schedule, seconds)
 
 
 def _whole_chunks(tokens: int, chunk_tokens: int, cached: int) -> int:

@@ -31,7 +31,7 @@ MOST_CHUNKS_LOADED = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Stride:
+class PieceSize:
     """Chunks of one piece: the fewest that are worth an operation, and the most."""
 
     least: int
@@ -42,16 +42,16 @@ class Stride:
             raise ValueError("a piece has at least one chunk, and no fewer than its least")
 
 
-def strides(chunk_tokens: int, block_tokens: int) -> tuple[Stride, Stride]:
+def piece_sizes(chunk_tokens: int, block_tokens: int) -> tuple[PieceSize, PieceSize]:
     """What the front computes at once, at most `block_tokens`, and what the back loads."""
     most = max(1, block_tokens // chunk_tokens)
     least = min(chunks_of(LEAST_BLOCK_TOKENS, chunk_tokens), most)
-    return Stride(least, most), Stride(1, MOST_CHUNKS_LOADED)
+    return PieceSize(least, most), PieceSize(1, MOST_CHUNKS_LOADED)
 
 
 @dataclass(slots=True)
 class _Side:
-    stride: Stride
+    stride: PieceSize
     expected: float  # its share of the work
     pieces: list[int] = field(default_factory=list)
     taken: int = 0
@@ -67,7 +67,7 @@ class _Side:
         return self.taken - pending + _EXPECTED_CHUNKS * self.expected
 
 
-class Meeting:
+class BidirectionalQueue:
     """Hands out `[0, chunk_count)` from both ends, each chunk once.
 
     Attributes:
@@ -78,8 +78,8 @@ class Meeting:
         self,
         chunk_count: int,
         *,
-        front: Stride,
-        back: Stride,
+        front: PieceSize,
+        back: PieceSize,
         expected_share: float = 0.5,
         ahead: int = 0,
     ) -> None:
@@ -96,20 +96,20 @@ class Meeting:
         self._computes = _Side(front, share)
         self._loads = _Side(back, 1 - share)
 
-    def take_front(self) -> range | None:
+    def pop_front(self) -> range | None:
         """The chunks to compute next; None: no more, ever."""
         count = self._take(self._computes, self._loads)
         self.front += count
         return range(self.front - count, self.front) if count else None
 
-    def take_back(self) -> range | None:
+    def pop_back(self) -> range | None:
         """The chunks to load next; None: no more, ever."""
         count = self._take(self._loads, self._computes)
         self.back -= count
         return range(self.back, self.back + count) if count else None
 
-    def take_expected_back(self) -> range | None:
-        """`take_back` of a serial twin, where the back is done before the front begins.
+    def pop_back_in_turn(self) -> range | None:
+        """`pop_back` of a serial twin, where the back is done before the front begins.
 
         How far the other side has come says nothing then, so it ends where the two were
         expected to meet, and the front gets all the rest.
