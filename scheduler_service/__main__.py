@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from scheduler_service.api.limits import Limits
+from scheduler_service.limits import Limits
 from scheduler_service.server import ServedModel
 from scheduler_service.service import Scheduler, SchedulerOptions
 from splitpoint.checkpoint.resolve import eos_token_ids, model_name, resolve_model

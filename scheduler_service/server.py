@@ -1,4 +1,4 @@
-"""The gRPC face of the scheduler: messages in, conductor calls, messages out.
+"""The gRPC face of the scheduler: messages in, manager calls, messages out.
 
 Holds no state of its own but the count of open Generate calls.
 """
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from scheduler_service.api.request import Request
 from scheduler_service.api.text_jobs import TextJobs
 from scheduler_service.api.validation import (
     DEFAULT_MAX_TOKENS,
@@ -27,11 +28,10 @@ from scheduler_service.api.validation import (
     prompt_exceeds,
     validate_generate,
 )
-from scheduler_service.placement.conductor import Conductor
 from scheduler_service.placement.fetch_plan import FetchSource
 from scheduler_service.placement.footprint import NeverFits, WorkerFacts
 from scheduler_service.placement.planning import Wishes, explain
-from scheduler_service.placement.requests import Request
+from scheduler_service.requests.manager import RequestManager
 from splitpoint.checkpoint.text import Tokenizer, TooManyTokens
 from splitpoint.errors import (
     Cancelled,
@@ -87,9 +87,9 @@ class ServedModel:
 class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
     """What clients call."""
 
-    def __init__(self, model: ServedModel, conductor: Conductor, text_jobs: TextJobs) -> None:
+    def __init__(self, model: ServedModel, manager: RequestManager, text_jobs: TextJobs) -> None:
         self._model = model
-        self._conductor = conductor
+        self._manager = manager
         self._open_calls = 0
         self._text_jobs = text_jobs
 
@@ -101,9 +101,9 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
                 span = call.enter_context(_traced(context))
                 with span.part("validate"):
                     checked = await self._validated(request)
-                live = self._conductor.start(checked, span)
+                live = self._manager.start(checked, span)
             except Exception as error:
-                self._conductor.accounts.rejected(error)
+                self._manager.accounts.rejected(error)
                 raise
             set_request(live.request_id)
             if live.span is not span:
@@ -143,7 +143,7 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
             )
         wishes, sources = self._explained_wishes(request)
         response = pb.ExplainPlanResponse()
-        for worker in self._conductor.registry.ready():
+        for worker in self._manager.registry.ready():
             if worker.ready is None:
                 continue
             answer = explain(
@@ -164,7 +164,7 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
             raise Unavailable(
                 "no worker is ready",
                 reason="NO_WORKER",
-                retry_after_seconds=self._conductor.limits.retry_seconds,
+                retry_after_seconds=self._manager.limits.retry_seconds,
             )
         return response
 
@@ -172,7 +172,7 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
 
     def _explained_wishes(self, request: pb.ExplainPlanRequest) -> tuple[Wishes, list[FetchSource]]:
         """The objective, and the store to fetch from, of a plan that is only explained."""
-        objective = self._conductor.objective
+        objective = self._manager.objective
         if request.objective:
             objective = objective_from_proto(request.objective)
         remote = request.remote_cached_tokens
@@ -186,7 +186,7 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        limits = self._conductor.limits
+        limits = self._manager.limits
         if self._open_calls >= limits.concurrent_calls:
             raise ResourceExhausted(
                 f"{limits.concurrent_calls} Generate calls are open",
@@ -234,7 +234,7 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
         )
 
     async def _deliver(self, live: Request, context: Context) -> None:
-        stall_seconds = self._conductor.limits.stall_seconds
+        stall_seconds = self._manager.limits.stall_seconds
         with live.attach() as reader:
             async for response in reader:
                 try:
@@ -262,7 +262,7 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
         return response
 
     def _model_message(self) -> pb.Model:
-        ready = [w.ready for w in self._conductor.registry.ready() if w.ready is not None]
+        ready = [w.ready for w in self._manager.registry.ready() if w.ready is not None]
         shape = ready[0].facts.shape if ready else self._model.shape
         message = pb.Model(
             name=self._model.shape.name,

@@ -1,4 +1,4 @@
-"""One scheduler, assembled: connections to the workers, the conductor, the gRPC server, health."""
+"""One scheduler, assembled: connections to the workers, the manager, the gRPC server, health."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from scheduler_service.api.admin import ADMIN_SERVICE, AdminServicer
-from scheduler_service.api.limits import Limits
+from scheduler_service.admin import ADMIN_SERVICE, AdminServicer
 from scheduler_service.api.text_jobs import TextJobs
-from scheduler_service.cluster.accounts import Accounts
-from scheduler_service.cluster.metrics import Distributions, readings
 from scheduler_service.cluster.registry import Registry
-from scheduler_service.placement.conductor import Conductor
+from scheduler_service.limits import Limits
+from scheduler_service.metrics import Distributions, readings
 from scheduler_service.prefixes.catalog import JoinedCatalogs, PrefixCatalog
-from scheduler_service.prefixes.peek import StorePeeker
-from scheduler_service.prefixes.prefixes import Prefixes, find_prefixes
+from scheduler_service.prefixes.lookup import Prefixes, find_prefixes
+from scheduler_service.prefixes.stores import StoreCatalog
+from scheduler_service.requests.accounts import Accounts
+from scheduler_service.requests.manager import RequestManager
 from scheduler_service.server import INFERENCE_SERVICE, InferenceServicer, ServedModel
 from splitpoint.discovery.redis_options import RedisOptions
 from splitpoint.observe.logs import log_failure
@@ -73,7 +73,7 @@ class Scheduler:
     ) -> None:
         self._options = options
         self._readiness_changed = asyncio.Event()
-        self._peeker = StorePeeker(options.limits.peek_seconds, options.identity)
+        self._peeker = StoreCatalog(options.limits.peek_seconds, options.identity)
         self.registry = Registry(
             options.worker_addresses, options.model.shape, self._peeker, options.identity, clock
         )
@@ -83,7 +83,7 @@ class Scheduler:
         if options.redis is not None:
             self._use_redis(options.redis)
         self.meters = Meters(Service.SCHEDULER)
-        self.conductor = Conductor(
+        self.manager = RequestManager(
             self.registry,
             self._find_prefixes,
             options.limits,
@@ -97,7 +97,7 @@ class Scheduler:
             on_readiness=self._readiness_changed.set,
         )
         name = options.model.shape.name
-        self.meters.read(lambda: readings(self.conductor, name, self._link))
+        self.meters.read(lambda: readings(self.manager, name, self._link))
         calls = options.limits.concurrent_calls + _SPARE_CALLS
         self._text_jobs = TextJobs(options.limits)
         # A gateway may bring all its clients over one connection. Beyond the
@@ -110,10 +110,10 @@ class Scheduler:
             on_answer=count_calls(self.meters, [INFERENCE_SERVICE, ADMIN_SERVICE]),
         )
         scheduler_pb2_grpc.add_InferenceServiceServicer_to_server(
-            InferenceServicer(options.model, self.conductor, self._text_jobs), self.server
+            InferenceServicer(options.model, self.manager, self._text_jobs), self.server
         )
         scheduler_pb2_grpc.add_AdminServiceServicer_to_server(
-            AdminServicer(self.conductor, clock, self._link), self.server
+            AdminServicer(self.manager, clock, self._link), self.server
         )
         self.health = rpc.HealthReporter(self.server)
         if options.reflection:
@@ -138,10 +138,10 @@ class Scheduler:
         await self.health.set(ADMIN_SERVICE, True)
         await self.health.set(INFERENCE_SERVICE, False)
         await self.server.start()
-        self.registry.start(self.conductor)
+        self.registry.start(self.manager)
         self._tasks = [
             asyncio.create_task(self._report_health(), name="health"),
-            asyncio.create_task(self.conductor.keep_house(), name="keep house"),
+            asyncio.create_task(self.manager.keep_house(), name="keep house"),
         ]
         if self._directory is not None:
             reading = self._directory.run(self.registry.discovered)
@@ -153,12 +153,12 @@ class Scheduler:
         """No new requests; running ones may end within the grace period."""
         await self.health.shut_down()
         # Still serving: whoever asks meanwhile hears that it is draining.
-        await self.conductor.drain(grace_seconds)
+        await self.manager.drain(grace_seconds)
         await self.server.stop(min(grace_seconds, _LAST_WORDS_SECONDS))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.conductor.close()
+        await self.manager.close()
         await self.registry.close()
         await self._peeker.close()
         await self._text_jobs.close()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from scheduler_service.api.limits import Limits
+from scheduler_service.limits import Limits
 from splitpoint.errors import ResourceExhausted
 
 # Work on a request of at most so many bytes is done at once, on the loop.

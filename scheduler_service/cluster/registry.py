@@ -21,10 +21,10 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from scheduler_service.cluster.losses import LossBook
-from scheduler_service.placement.dispatch import RunStream
+from scheduler_service.cluster.run_stream import RunStream
 from scheduler_service.placement.footprint import WorkerFacts
-from scheduler_service.prefixes.peek import StorePeeker
-from scheduler_service.prefixes.prefixes import PlacedWorker
+from scheduler_service.prefixes.lookup import PlacedWorker
+from scheduler_service.prefixes.stores import StoreCatalog
 from splitpoint.discovery.entries import ModelName, WorkerEntry
 from splitpoint.errors import FailedPrecondition, SplitpointError
 from splitpoint.shapes import ModelShape
@@ -78,7 +78,7 @@ class WorkerConnection:
         self,
         address: str,
         model: ModelShape,
-        peeker: StorePeeker,
+        peeker: StoreCatalog,
         identity: Identity = PLAIN,
         *,
         is_static: bool = True,
@@ -253,7 +253,7 @@ class Registry:
         self,
         addresses: Sequence[str],
         model: ModelShape,
-        peeker: StorePeeker,
+        peeker: StoreCatalog,
         identity: Identity = PLAIN,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -18,7 +18,7 @@ from redis.asyncio import Redis
 
 from scheduler_service.cluster.directory import Directory
 from scheduler_service.prefixes.catalog import LayoutName, PrefixQuery
-from scheduler_service.prefixes.peek import StorePeeker
+from scheduler_service.prefixes.stores import StoreCatalog
 from splitpoint.discovery.entries import StoreEntry, chunks_key
 from splitpoint.discovery.redis_link import RedisLink
 from splitpoint.errors import Unavailable
@@ -41,7 +41,7 @@ class RedisCatalog:
     While Redis is away the stores that were known last are asked themselves.
     """
 
-    def __init__(self, link: RedisLink, directory: Directory, peeker: StorePeeker) -> None:
+    def __init__(self, link: RedisLink, directory: Directory, peeker: StoreCatalog) -> None:
         self._link = link
         self._directory = directory
         self._peeker = peeker

@@ -17,8 +17,8 @@ from kvstore_service.catalog import CatalogPublisher
 from kvstore_service.server import KvStoreServicer
 from scheduler_service.cluster.directory import Directory
 from scheduler_service.prefixes.catalog import LayoutName, PrefixCatalog, PrefixQuery
-from scheduler_service.prefixes.peek import StorePeeker
 from scheduler_service.prefixes.redis import RedisCatalog
+from scheduler_service.prefixes.stores import StoreCatalog
 from splitpoint.discovery.redis_link import RedisLink
 from splitpoint.discovery.redis_options import parse_redis_url
 from splitpoint.transport import rpc
@@ -113,7 +113,7 @@ async def publishing(store: Store, server: RedisServer) -> AsyncIterator[Catalog
 async def reading(server: RedisServer) -> AsyncIterator[tuple[RedisCatalog, Directory]]:
     async with linked(server) as link:
         directory = Directory(link)
-        peeker = StorePeeker(0.5)
+        peeker = StoreCatalog(0.5)
         task = asyncio.create_task(directory.run(lambda workers: None))
         try:
             yield RedisCatalog(link, directory, peeker), directory
@@ -129,7 +129,7 @@ async def catalog_of(
     """Either implementation, ready."""
     async with AsyncExitStack() as stack:
         if kind == "peek":
-            peeker = StorePeeker(5.0)
+            peeker = StoreCatalog(5.0)
             stack.push_async_callback(peeker.close)
             yield peeker
             return

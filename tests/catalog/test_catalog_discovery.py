@@ -23,7 +23,7 @@ from scheduler_doubles import (
     stack,
 )
 
-from scheduler_service.api.limits import Limits
+from scheduler_service.limits import Limits
 from scheduler_service.service import Scheduler, SchedulerOptions
 from splitpoint.discovery.directory import add_announcement
 from splitpoint.discovery.entries import WORKERS, ModelName, WorkerEntry

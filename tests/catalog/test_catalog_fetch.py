@@ -11,7 +11,7 @@ from scheduler_service.placement.admission import Admitted, Ticket
 from scheduler_service.placement.fetch_plan import ROUND_TRIP_SECONDS, Fetch, FetchSource
 from scheduler_service.placement.footprint import Demand, WorkerFacts
 from scheduler_service.placement.planning import as_it_happened, plan_attempt
-from scheduler_service.prefixes.prefixes import PlacedWorker, sort_out
+from scheduler_service.prefixes.lookup import PlacedWorker, sort_out
 from splitpoint.config import is_local_address
 from splitpoint.costs.profile import Profile
 from splitpoint.discovery.entries import StoreEntry

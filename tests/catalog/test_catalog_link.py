@@ -24,8 +24,8 @@ from redis_server import RedisServer
 
 from kvstore_service.catalog import CatalogPublisher
 from scheduler_service.cluster.directory import Directory
-from scheduler_service.prefixes.peek import StorePeeker
 from scheduler_service.prefixes.redis import RedisCatalog
+from scheduler_service.prefixes.stores import StoreCatalog
 from splitpoint.discovery.breaker import State
 from splitpoint.discovery.directory import add_announcement, prune, read_entries
 from splitpoint.discovery.entries import STORES, WORKERS, ModelName, StoreEntry, WorkerEntry
@@ -244,7 +244,7 @@ async def test_the_documented_users_can_do_their_work_and_nothing_else(
         prompt = list(range(3 * SIZE))
         publisher = CatalogPublisher(writer, store.bench.store.pool, store.address)
         directory = Directory(reader)
-        peeker = StorePeeker(1)
+        peeker = StoreCatalog(1)
         catalog = RedisCatalog(reader, directory, peeker)
         tasks = [
             asyncio.create_task(publisher.run()),

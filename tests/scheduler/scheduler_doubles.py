@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 import xxhash
 
-from scheduler_service.api.limits import Limits
+from scheduler_service.limits import Limits
 from scheduler_service.server import ServedModel
 from scheduler_service.service import Scheduler, SchedulerOptions
 from splitpoint.checkpoint.resolve import eos_token_ids
@@ -412,8 +412,8 @@ class Stack:
         self.admin: Any = scheduler_pb2_grpc.AdminServiceStub(self.channel)
 
     @property
-    def conductor(self) -> Any:
-        return self.scheduler.conductor
+    def manager(self) -> Any:
+        return self.scheduler.manager
 
     async def generate(self, request: scheduler_pb2.GenerateRequest, timeout: float = 30) -> Answer:
         """One whole answer; checks that indices count from 0 without gaps."""
@@ -493,7 +493,7 @@ async def stack(
     try:
         await running.all_ready()
         yield running
-        problems = scheduler.conductor.admission.check_integrity()
+        problems = scheduler.manager.admission.check_integrity()
         if problems:
             raise RuntimeError(f"the ledger is wrong: {problems}")
     finally:

@@ -25,7 +25,7 @@ from scheduler_doubles import (
     stack,
 )
 
-from scheduler_service.api.limits import Limits
+from scheduler_service.limits import Limits
 from splitpoint.config import format_size
 from splitpoint.errors import (
     AlreadyExists,
@@ -123,14 +123,14 @@ async def test_fifty_requests_against_a_ledger_for_eight() -> None:
         for prompt, request, result in zip(prompts, requests, results, strict=True):
             assert result.token_ids == answer(prompt, request.sampling.max_tokens)
         assert worker.most_pages <= 8 * pages
-        ledger = running.conductor.admission.ledger("0")
+        ledger = running.manager.admission.ledger("0")
         await running.until(lambda: ledger.charged_bytes == 0 and ledger.running_count == 0)
 
 
 async def test_five_hundred_calls_on_one_connection() -> None:
     async with stack(WorkerDouble(capacity_pages=32)) as running:
         requests = [ids_request([n + 2], 2) for n in range(500)]
-        limits = running.conductor.limits
+        limits = running.manager.limits
         assert limits.queue_capacity < len(requests) <= limits.concurrent_calls
         results = await asyncio.gather(
             *(running.generate(request) for request in requests), return_exceptions=True
@@ -154,8 +154,8 @@ async def test_first_come_first_served() -> None:
         for name, pages in sizes.items():
             request = ids_request([7], pages * CHUNK_TOKENS - 1, request_id=name)
             tasks.append(asyncio.create_task(running.generate(request)))
-            await running.until(lambda: len(running.conductor.requests) == len(tasks))
-        await running.until(lambda: len(running.conductor.admission.queue()) == 4)
+            await running.until(lambda: len(running.manager.requests) == len(tasks))
+        await running.until(lambda: len(running.manager.admission.queue()) == 4)
         queue = await running.admin.GetQueue(scheduler_pb2.GetQueueRequest())
         assert [entry.request_id for entry in queue.requests] == ["b", "c", "d", "e"]
         assert [entry.position for entry in queue.requests] == [0, 1, 2, 3]
@@ -173,7 +173,7 @@ async def test_a_full_queue_asks_to_come_again() -> None:
     worker.pace = steps = Steps()
     async with stack(worker, limits=Limits(queue_capacity=1)) as running:
         tasks = [asyncio.create_task(running.generate(ids_request([n], 4))) for n in (2, 3)]
-        await running.until(lambda: len(running.conductor.admission.queue()) == 1)
+        await running.until(lambda: len(running.manager.admission.queue()) == 1)
         error = await running.error(ids_request([4], 4))
         assert isinstance(error, ResourceExhausted)
         assert error.reason == "QUEUE_FULL"
@@ -395,7 +395,7 @@ async def test_the_same_request_id_attaches_or_is_taken() -> None:
         await running.until(lambda: worker.admits)
         steps.allow(5)
         second = asyncio.create_task(running.generate(request))
-        await running.until(lambda: len(running.conductor.requests.running()[0]._readers) == 2)
+        await running.until(lambda: len(running.manager.requests.running()[0]._readers) == 2)
         other = await running.error(ids_request([5, 6], 11, request_id="same"))
         assert isinstance(other, AlreadyExists)
         steps.allow(50)

@@ -10,7 +10,7 @@ import grpc
 import pytest
 from scheduler_doubles import WorkerDouble, answer, ids_request, stack
 
-from scheduler_service.api.limits import Limits
+from scheduler_service.limits import Limits
 from splitpoint.v1 import scheduler_pb2
 
 CASES = 2000

@@ -13,8 +13,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from scheduler_doubles import MODEL, SHAPE, TOKENIZER, answer, ids_request, stack
 
-from scheduler_service.api.limits import Limits
 from scheduler_service.api.validation import Encode, GenerateInput, ModelFacts, validate_generate
+from scheduler_service.limits import Limits
 from splitpoint.checkpoint.text import TooManyTokens
 from splitpoint.errors import FailedPrecondition, InvalidArgument, NotFound, SplitpointError
 from splitpoint.planning.planner import Residency, RestoreMethod

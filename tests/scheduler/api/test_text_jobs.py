@@ -12,8 +12,8 @@ import grpc
 import pytest
 from scheduler_doubles import SHAPE, TOKENIZER, WorkerDouble, answer, ids_request, stack
 
-from scheduler_service.api.limits import Limits
 from scheduler_service.api.text_jobs import TextJobs
+from scheduler_service.limits import Limits
 from scheduler_service.server import ServedModel
 from splitpoint.errors import InvalidArgument, ResourceExhausted
 from splitpoint.transport import rpc

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from scheduler_doubles import CHUNK_TOKENS, PAGE_BYTES, PROFILE, SHAPE
 
+from scheduler_service.cluster.run_stream import Accepted, Duplicate, Gap, take
 from scheduler_service.placement.admission import (
     Admission,
     Admitted,
@@ -19,7 +20,6 @@ from scheduler_service.placement.admission import (
     Rejected,
     Ticket,
 )
-from scheduler_service.placement.dispatch import Accepted, Duplicate, Gap, take
 from scheduler_service.placement.footprint import (
     Demand,
     Fits,

@@ -5,9 +5,9 @@ Pure: reads a request's books, changes nothing.
 
 from __future__ import annotations
 
+from scheduler_service.api.request import Request
 from scheduler_service.placement.admission import Rejected
 from scheduler_service.placement.planning import as_it_happened
-from scheduler_service.placement.requests import Request
 from splitpoint.errors import ResourceExhausted
 from splitpoint.planning.planner import Plan, RestoreMethod
 from splitpoint.transport.convert import plan_to_proto

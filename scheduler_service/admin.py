@@ -10,7 +10,7 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from scheduler_service.cluster.registry import ReadyWorker, WorkerConnection
-from scheduler_service.placement.conductor import Conductor
+from scheduler_service.requests.manager import RequestManager
 from splitpoint.costs.kappa import kappa_crit
 from splitpoint.transport.convert import profile_to_proto, redis_to_proto
 from splitpoint.v1 import scheduler_pb2 as pb
@@ -25,30 +25,30 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class AdminServicer(scheduler_pb2_grpc.AdminServiceServicer):
-    """Reads the conductor's books. `link`: None without Redis."""
+    """Reads the manager's books. `link`: None without Redis."""
 
     def __init__(
         self,
-        conductor: Conductor,
+        manager: RequestManager,
         clock: Callable[[], float] = time.monotonic,
         link: RedisLink | None = None,
     ) -> None:
-        self._conductor = conductor
+        self._manager = manager
         self._clock = clock
         self._link = link
 
     async def ListWorkers(
         self, request: pb.ListWorkersRequest, context: Context
     ) -> pb.ListWorkersResponse:
-        connections = self._conductor.registry.connections
+        connections = self._manager.registry.connections
         return pb.ListWorkersResponse(workers=[self._worker(worker) for worker in connections])
 
     async def GetQueue(self, request: pb.GetQueueRequest, context: Context) -> pb.GetQueueResponse:
-        admission = self._conductor.admission
+        admission = self._manager.admission
         response = pb.GetQueueResponse(capacity=admission.queue_capacity)
         now = self._clock()
         for position, ticket in enumerate(admission.queue()):
-            waiting = self._conductor.waiting_request(ticket)
+            waiting = self._manager.waiting_request(ticket)
             response.requests.add(
                 request_id=waiting.input.request_id,
                 tenant=waiting.input.tenant,
@@ -62,7 +62,7 @@ class AdminServicer(scheduler_pb2_grpc.AdminServiceServicer):
     async def GetSchedulerStatus(
         self, request: pb.GetSchedulerStatusRequest, context: Context
     ) -> pb.GetSchedulerStatusResponse:
-        accounts, admission = self._conductor.accounts, self._conductor.admission
+        accounts, admission = self._manager.accounts, self._manager.admission
         return pb.GetSchedulerStatusResponse(
             uptime_seconds=self._clock() - accounts.started,
             running_count=admission.running_count,
@@ -83,7 +83,7 @@ class AdminServicer(scheduler_pb2_grpc.AdminServiceServicer):
 
     def _worker(self, worker: WorkerConnection) -> pb.WorkerStatus:
         is_draining = worker.ready is not None and worker.is_draining
-        losses = self._conductor.registry.losses.of(worker.worker_id)
+        losses = self._manager.registry.losses.of(worker.worker_id)
         entry = pb.WorkerStatus(
             worker_id=worker.worker_id,
             address=worker.address,
@@ -97,7 +97,7 @@ class AdminServicer(scheduler_pb2_grpc.AdminServiceServicer):
         known = worker.ready or worker.former
         if known is not None:
             entry.MergeFrom(_facts_of(known))
-        ledger = self._conductor.admission.ledger(worker.worker_id)
+        ledger = self._manager.admission.ledger(worker.worker_id)
         if ledger is not None:
             entry.cache_charged_bytes = ledger.charged_bytes
             entry.running_count = ledger.running_count

@@ -15,22 +15,22 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from scheduler_service.api import request_facts
-from scheduler_service.api.answers import completion, rejection
-from scheduler_service.api.limits import Limits
-from scheduler_service.api.transcript import Transcript
+from scheduler_service.api.output import Transcript
+from scheduler_service.api.request import Request, RequestTable
 from scheduler_service.api.validation import GenerateInput
-from scheduler_service.cluster.accounts import ABANDONED_REASON, Accounts
-from scheduler_service.cluster.reachable import check_workers
 from scheduler_service.cluster.registry import ReadyWorker, Registry, WorkerConnection
+from scheduler_service.cluster.run_stream import Accepted, Duplicate, Gap, take
+from scheduler_service.limits import Limits
 from scheduler_service.placement.admission import Admission, Admitted, Rejected, Ticket
-from scheduler_service.placement.dispatch import Accepted, Duplicate, Gap, take
 from scheduler_service.placement.fetch_plan import Fetch
 from scheduler_service.placement.footprint import Demand
-from scheduler_service.placement.placements import Placement, Placements, admit_command
 from scheduler_service.placement.planning import Wishes, plan_attempt
-from scheduler_service.placement.requests import Request, RequestTable
-from scheduler_service.prefixes.prefixes import Prefixes
+from scheduler_service.prefixes.lookup import Prefixes
+from scheduler_service.requests import log_facts
+from scheduler_service.requests.accounts import ABANDONED_REASON, Accounts
+from scheduler_service.requests.answers import completion, rejection
+from scheduler_service.requests.attempts import Placement, Placements, admit_command
+from scheduler_service.requests.availability import check_workers
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.errors import Internal, SplitpointError, Unavailable, from_code
 from splitpoint.keys import tenant_salt
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.1
 
 
-class Conductor:
+class RequestManager:
     """Owner of all requests and listener to all workers."""
 
     def __init__(
@@ -225,7 +225,7 @@ class Conductor:
         plan = planned.plan if isinstance(planned, Fetch) else planned
         placement.plan = plan
         placement.dispatched = self._clock()
-        request.span.record("plan", began, placement.dispatched, **request_facts.of_plan(plan))
+        request.span.record("plan", began, placement.dispatched, **log_facts.of_plan(plan))
         placement.span = request.span.begin(
             "attempt", placement.dispatched, worker=placement.worker_id, attempt=placement.attempt
         )
@@ -417,7 +417,7 @@ class Conductor:
         )
         request.complete(message, now)
         self.accounts.completed(message)
-        self._ended(request, request_facts.of_completed(request, message))
+        self._ended(request, log_facts.of_completed(request, message))
 
     def _reject(self, request: Request, error: SplitpointError) -> None:
         """It was looked up, and is turned away."""
@@ -433,7 +433,7 @@ class Conductor:
         placement = self._placements.of(request)
         request.fail(error, self._clock())
         worker_id = placement.worker_id if placement is not None else None
-        self._ended(request, request_facts.of_failed(request, error, worker_id), error)
+        self._ended(request, log_facts.of_failed(request, error, worker_id), error)
 
     def _ended(
         self, request: Request, facts: LogFacts, error: SplitpointError | None = None

@@ -22,8 +22,8 @@ from scheduler_doubles import (
     stack,
 )
 
-from scheduler_service.api.limits import Limits
 from scheduler_service.cluster.registry import WorkerConnection
+from scheduler_service.limits import Limits
 from scheduler_service.server import ServedModel
 from splitpoint.errors import (
     Cancelled,
@@ -49,8 +49,8 @@ async def read_to_the_end(call: Any) -> None:
 
 
 def all_is_released(running: Stack) -> bool:
-    ledger = running.conductor.admission.ledger("0")
-    return ledger is not None and ledger.charged_bytes == 0 and not running.conductor._placements
+    ledger = running.manager.admission.ledger("0")
+    return ledger is not None and ledger.charged_bytes == 0 and not running.manager._placements
 
 
 async def test_a_disconnect_cancels_within_one_step() -> None:
@@ -82,11 +82,11 @@ async def test_leaving_the_queue_frees_the_place() -> None:
         await running.until(lambda: worker.admits)
         waiting = running.inference.Generate(ids_request([3], 4))
         reading = asyncio.create_task(waiting.read())
-        await running.until(lambda: running.conductor.admission.queue())
+        await running.until(lambda: running.manager.admission.queue())
         last = asyncio.create_task(running.generate(ids_request([4], 4)))
-        await running.until(lambda: len(running.conductor.admission.queue()) == 2)
+        await running.until(lambda: len(running.manager.admission.queue()) == 2)
         waiting.cancel()
-        await running.until(lambda: len(running.conductor.admission.queue()) == 1)
+        await running.until(lambda: len(running.manager.admission.queue()) == 1)
         steps.allow(100)
         assert (await running_one).token_ids == answer([2], 4)
         assert (await last).token_ids == answer([4], 4)
@@ -105,7 +105,7 @@ async def test_a_lost_worker_is_replaced_without_a_gap() -> None:
         await running.until(lambda: workers[0].admits or workers[1].admits)
         first = 0 if workers[0].admits else 1
         paces[first].allow(7)
-        request = running.conductor.requests.running()[0]
+        request = running.manager.requests.running()[0]
         await running.until(lambda: len(request.transcript) == 7)
         paces[1 - first].allow(100)
         await workers[first].kill()
@@ -170,11 +170,11 @@ async def test_without_any_worker_it_waits_ten_seconds() -> None:
         task = asyncio.create_task(running.error(ids_request(PROMPT, 40)))
         await running.until(lambda: worker.admits)
         await worker.kill()
-        await running.until(lambda: running.conductor.admission.queue())
-        request = running.conductor.requests.running()[0]
+        await running.until(lambda: running.manager.admission.queue())
+        request = running.manager.requests.running()[0]
         await running.until(lambda: request.times.unplaceable is not None)
         clock.now += 9.9
-        running.conductor.tick()
+        running.manager.tick()
         assert not request.has_ended
         clock.now += 0.2
         error = await task
@@ -195,8 +195,8 @@ async def test_an_end_that_was_lost_is_found_in_the_tokens() -> None:
     async with stack(worker) as running:
         steps.allow(10)
         task = asyncio.create_task(running.generate(ids_request(PROMPT, 5)))
-        await running.until(lambda: running.conductor.requests.running())
-        request = running.conductor.requests.running()[0]
+        await running.until(lambda: running.manager.requests.running())
+        request = running.manager.requests.running()[0]
         await running.until(lambda: len(request.transcript) == 5)
         await worker.kill()
         assert (await task).token_ids == answer(PROMPT, 5)
@@ -227,8 +227,8 @@ async def test_late_repeated_and_partly_repeated_messages_are_dropped() -> None:
     async with stack(worker) as running:
         result = await running.generate(ids_request(PROMPT, 30, request_id="r"))
         assert result.token_ids == answer(PROMPT, 30)
-        assert running.conductor.accounts.duplicate_count > 0
-        assert running.conductor.accounts.late_count > 0
+        assert running.manager.accounts.duplicate_count > 0
+        assert running.manager.accounts.late_count > 0
 
 
 async def test_a_gap_is_not_delivered(caplog: pytest.LogCaptureFixture) -> None:
@@ -340,7 +340,7 @@ async def test_a_slow_reader_pauses_its_request_and_no_other() -> None:
         slow = stub.Generate(request)
         tokens = list((await slow.read()).chunk.token_ids)
         await running.until(lambda: "slow" in worker.pauses)
-        live = running.conductor.requests.running()[0]
+        live = running.manager.requests.running()[0]
         await running.until(lambda: live.is_paused)
         produced = len(live.transcript)
         other = await running.generate(ids_request([8], 500))
@@ -417,7 +417,7 @@ async def test_a_stop_lets_running_requests_end() -> None:
         task = asyncio.create_task(running.generate(ids_request(PROMPT, 20)))
         await running.until(lambda: worker.admits)
         stopping = asyncio.create_task(running.scheduler.stop(20))
-        await running.until(lambda: running.conductor.is_draining)
+        await running.until(lambda: running.manager.is_draining)
         steps.allow(100)
         assert (await task).token_ids == answer(PROMPT, 20)
         await stopping
@@ -481,7 +481,7 @@ async def test_what_outlives_the_grace_period_is_told_so() -> None:
         steps.allow(1)
         await first_token(call)
         stopping = asyncio.create_task(running.scheduler.stop(0.3))
-        await running.until(lambda: running.conductor.is_draining)
+        await running.until(lambda: running.manager.is_draining)
         # It is draining, not dead.
         workers = await running.admin.ListWorkers(scheduler_pb2.ListWorkersRequest())
         assert [worker.running_count for worker in workers.workers] == [1]

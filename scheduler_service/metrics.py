@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from scheduler_service.cluster.accounts import Accounts, Sample
 from scheduler_service.cluster.registry import Registry
 from scheduler_service.placement.admission import Admission
-from scheduler_service.placement.conductor import Conductor
+from scheduler_service.requests.accounts import Accounts, Sample
+from scheduler_service.requests.manager import RequestManager
 from splitpoint.costs.kappa import kappa_crit
 from splitpoint.observe import metrics
 from splitpoint.observe.meters import Meters, Reading
@@ -42,13 +42,13 @@ class Distributions:
         self._histograms[sample].observe(value)
 
 
-def readings(conductor: Conductor, model_name: str, link: RedisLink | None) -> Iterator[Reading]:
+def readings(manager: RequestManager, model_name: str, link: RedisLink | None) -> Iterator[Reading]:
     """All there is to read at a scrape. `link`: None without Redis."""
     yield Reading(metrics.MODEL_INFO, 1, (model_name,))
-    yield from _counts(conductor.accounts)
-    yield from _queue(conductor.admission)
-    yield from _ledgers(conductor.admission)
-    yield from _workers(conductor.registry)
+    yield from _counts(manager.accounts)
+    yield from _queue(manager.admission)
+    yield from _ledgers(manager.admission)
+    yield from _workers(manager.registry)
     if link is not None:
         yield Reading(metrics.REDIS_UP, not link.is_away)
 

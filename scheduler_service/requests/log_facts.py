@@ -5,7 +5,7 @@ No text, no token ids, no tenant: whoever may read logs need not be trusted with
 
 from __future__ import annotations
 
-from scheduler_service.placement.requests import Request
+from scheduler_service.api.request import Request
 from splitpoint.errors import SplitpointError
 from splitpoint.observe.logs import LogFacts
 from splitpoint.planning.planner import Plan

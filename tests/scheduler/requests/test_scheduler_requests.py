@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from scheduler_doubles import TOKENIZER, ids_request
 
-from scheduler_service.api.limits import Limits
-from scheduler_service.api.transcript import GROUP_TOKENS, Transcript
+from scheduler_service.api.output import GROUP_TOKENS, Transcript
+from scheduler_service.api.request import Request, RequestTable
 from scheduler_service.api.validation import GenerateInput, ModelFacts, validate_generate
-from scheduler_service.placement.requests import Request, RequestTable
+from scheduler_service.limits import Limits
 from splitpoint.errors import AlreadyExists, Internal, ResourceExhausted
 from splitpoint.v1 import scheduler_pb2, types_pb2
 

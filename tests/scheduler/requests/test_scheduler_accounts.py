@@ -22,13 +22,13 @@ from scheduler_doubles import (
 )
 
 from scheduler_service import server
-from scheduler_service.api import validation
-from scheduler_service.api.limits import Limits
-from scheduler_service.cluster import reachable
-from scheduler_service.cluster.accounts import OTHER, REJECTIONS, Accounts, Sample
+from scheduler_service.api import request, validation
+from scheduler_service.api.request import Times
 from scheduler_service.cluster.losses import LossBook
-from scheduler_service.placement import conductor, planning, requests
-from scheduler_service.placement.requests import Times
+from scheduler_service.limits import Limits
+from scheduler_service.placement import planning
+from scheduler_service.requests import availability, manager
+from scheduler_service.requests.accounts import OTHER, REJECTIONS, Accounts, Sample
 from splitpoint.errors import InvalidArgument, ResourceExhausted, Unavailable
 from splitpoint.observe import metrics
 from splitpoint.v1 import scheduler_pb2, types_pb2
@@ -69,11 +69,11 @@ async def test_tokens_and_times_of_completed_requests() -> None:
             await running.until(lambda: worker.running)
             for _ in range(count):
                 clock.now += 0.5
-                due = running.conductor.accounts.generated_tokens + 1
+                due = running.manager.accounts.generated_tokens + 1
                 steps.allow(1)
 
                 def is_delivered(due: int = due) -> bool:
-                    return bool(running.conductor.accounts.generated_tokens == due)
+                    return bool(running.manager.accounts.generated_tokens == due)
 
                 await running.until(is_delivered)
             await task
@@ -162,7 +162,7 @@ async def test_rejections_by_reason() -> None:
         tasks = [asyncio.create_task(running.generate(held))]
         await running.until(lambda: worker.admits)
         tasks.append(asyncio.create_task(running.generate(held)))
-        await running.until(lambda: running.conductor.admission.queue())
+        await running.until(lambda: running.manager.admission.queue())
         assert value(running, metrics.REQUESTS_RUNNING) == 1
         assert value(running, metrics.REQUESTS_WAITING) == 1
         assert value(running, metrics.QUEUE_CAPACITY) == 1
@@ -200,7 +200,7 @@ async def test_calls_and_quotas_beyond_their_limits_are_rejections() -> None:
         assert (await running.error(ids_request(PROMPT, 4))).reason == "TENANT_QUOTA"
         # The same request again is no second one.
         held.append(asyncio.create_task(running.generate(ids_request(PROMPT, 4, request_id="r"))))
-        request = running.conductor.requests.running()[0]
+        request = running.manager.requests.running()[0]
         await running.until(lambda: len(request._readers) == 2)
         assert (await running.error(ids_request(PROMPT, 4))).reason == "TOO_MANY_CALLS"
         steps.allow(100)
@@ -223,7 +223,7 @@ async def test_failures_and_readers_that_left() -> None:
         steps.allow(1)
         await call.read()
         call.cancel()
-        await running.until(lambda: not running.conductor.requests.running())
+        await running.until(lambda: not running.manager.requests.running())
         assert value(running, metrics.REQUESTS_FINISHED, "error") == 1
         assert value(running, metrics.REQUESTS_FINISHED, "abandoned") == 1
         assert (await status_of(running)).failed_count == 2
@@ -248,7 +248,7 @@ NO_REJECTIONS = {
 def test_every_reason_to_turn_a_request_away_has_its_own_count() -> None:
     """Of the modules that a Generate call goes through before it is accepted."""
     reasons = set()
-    for module in (conductor, planning, reachable, requests, server, validation):
+    for module in (manager, planning, availability, request, server, validation):
         for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text())):
             if isinstance(node, ast.keyword) and node.arg == "reason":
                 reasons |= {n.value for n in ast.walk(node.value) if isinstance(n, ast.Constant)}
@@ -380,7 +380,7 @@ async def test_slots_promised_to_streamed_requests() -> None:
         assert value(running, metrics.PLANS, "streamed", "none") == 1
         steps.allow(1000)
         await task
-        await running.until(lambda: not running.conductor._placements)
+        await running.until(lambda: not running.manager._placements)
         assert value(running, metrics.LEDGER_SLOTS, address, "charged") == 0
     await store.stop()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 
-from scheduler_service.placement.requests import Times
+from scheduler_service.api.request import Times
 from splitpoint.errors import SplitpointError
 from splitpoint.planning.planner import Plan, Residency, RestoreMethod
 from splitpoint.v1 import scheduler_pb2, types_pb2

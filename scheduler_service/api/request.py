@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from scheduler_service.api.limits import Limits
-from scheduler_service.api.transcript import Transcript
+from scheduler_service.api.output import Transcript
 from scheduler_service.api.validation import GenerateInput
+from scheduler_service.limits import Limits
 from splitpoint.errors import AlreadyExists, ResourceExhausted, SplitpointError
 from splitpoint.observe.tracing import NO_SPAN, Span
 from splitpoint.v1 import scheduler_pb2

@@ -28,7 +28,7 @@ class StoreFacts:
     instance_id: bytes
 
 
-class StorePeeker:
+class StoreCatalog:
     """The catalog without Redis: one channel for each store that a worker named.
 
     Close it at the end.

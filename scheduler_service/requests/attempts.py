@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from scheduler_service.api.request import Request
 from scheduler_service.placement.fetch_plan import Fetch
-from scheduler_service.placement.requests import Request
 from splitpoint.observe.tracing import NO_SPAN, Span
 from splitpoint.planning.planner import Plan, RestoreMethod
 from splitpoint.transport.convert import plan_to_proto
