@@ -136,7 +136,7 @@ class Reader:
             budget_bytes=1 << 30,
             weight_bytes=model.weight_bytes,
             max_batch_size=1,
-            prefill_chunk_tokens=WINDOW,
+            max_batched_tokens=WINDOW,
         )
         self.cache = DeviceCache(layout, plan, CPU)
         self.mirror = Mirror(layout, 64 << 20)

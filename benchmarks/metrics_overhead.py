@@ -191,7 +191,7 @@ def _engine(model: Decoder) -> Engine:
     layout = ArenaLayout.of(model.shape, chunk_tokens=CHUNK_TOKENS, has_activations=False)
     longest = min(model.shape.context_length, 2048)
     pages = BATCH * (-(-longest // CHUNK_TOKENS) + 1)
-    limits = {"max_batch_size": BATCH, "prefill_chunk_tokens": 512}
+    limits = {"max_batch_size": BATCH, "max_batched_tokens": 512}
     # Any large budget tells what is fixed; then exactly the pages needed.
     roomy = divide(
         model.shape, layout, budget_bytes=1 << 50, weight_bytes=model.weight_bytes, **limits
@@ -205,7 +205,7 @@ def _engine(model: Decoder) -> Engine:
         model,
         DeviceCache(layout, plan, CPU),
         max_batch_size=limits["max_batch_size"],
-        prefill_chunk_tokens=limits["prefill_chunk_tokens"],
+        max_batched_tokens=limits["max_batched_tokens"],
     )
 
 

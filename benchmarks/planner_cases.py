@@ -31,7 +31,7 @@ from splitpoint_cli.bench.restore.runs import Contender, Restorer, run_rounds
 from splitpoint_cli.bench.restore.setup import Stored, stored_prefixes
 from splitpoint_cli.bench.restore.workload import (
     CHUNK_TOKENS,
-    PREFILL_CHUNK_TOKENS,
+    MAX_BATCHED_TOKENS,
     RestoreWorkload,
 )
 from splitpoint_cli.report import add_report_arguments, hand_over
@@ -131,7 +131,7 @@ def _input(workload: RestoreWorkload, stored: Stored) -> PlanInput:
         schedule=Schedule.PIPELINED,
         chunk_tokens=CHUNK_TOKENS,
         staging_tokens=STAGING_PAGES * CHUNK_TOKENS,
-        prefill_tokens=PREFILL_CHUNK_TOKENS,
+        prefill_tokens=MAX_BATCHED_TOKENS,
     )
 
 

@@ -28,7 +28,7 @@ def make_engine(
     *,
     chunk_tokens: int = 16,
     max_batch_size: int = 16,
-    prefill_chunk_tokens: int = 64,
+    max_batched_tokens: int = 64,
     cache_pages: int | None = None,
     device_memory_bytes: int = 1 << 30,
     eos_token_ids: tuple[int, ...] = (),
@@ -49,7 +49,7 @@ def make_engine(
             budget_bytes=budget,
             weight_bytes=model.weight_bytes,
             max_batch_size=max_batch_size,
-            prefill_chunk_tokens=prefill_chunk_tokens,
+            max_batched_tokens=max_batched_tokens,
             staging_pages=staging_pages,
         )
 
@@ -61,7 +61,7 @@ def make_engine(
         model,
         DeviceCache(layout, plan, device),
         max_batch_size=max_batch_size,
-        prefill_chunk_tokens=prefill_chunk_tokens,
+        max_batched_tokens=max_batched_tokens,
         eos_token_ids=eos_token_ids,
         lanes=lanes,
         verifier=verifier,

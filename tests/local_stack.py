@@ -47,7 +47,7 @@ class StackShape:
     device_memory_bytes: int = 96 << 20
     data_type: DataType = DataType.FLOAT32
     max_batch_size: int = 16
-    prefill_chunk_tokens: int = 64
+    max_batched_tokens: int = 64
     # A machine that is busy with other tests must not end sessions.
     lease_seconds: float = 60.0
     store_arguments: tuple[str, ...] = ()
@@ -226,7 +226,7 @@ async def serving_worker(
                 data_type=shape.data_type,
                 device_memory_bytes=shape.device_memory_bytes,
                 max_batch_size=shape.max_batch_size,
-                prefill_chunk_tokens=shape.prefill_chunk_tokens,
+                max_batched_tokens=shape.max_batched_tokens,
                 verify_rate=shape.verify_rate,
                 kvstore_is_remote=mirror_memory_bytes is not None,
                 mirror_memory_bytes=mirror_memory_bytes,

@@ -77,7 +77,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto", choices=["auto", *(t.value for t in DataType)])
     parser.add_argument("--device-memory", metavar="SIZE", help="weights and cache together")
     parser.add_argument("--max-batch", type=int, default=32, metavar="N")
-    parser.add_argument("--prefill-chunk", type=int, default=512, metavar="N")
+    parser.add_argument(
+        "--max-batched-tokens", "--prefill-chunk", type=int, default=512, metavar="N"
+    )
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads")
     parser.add_argument(
         "--chunk-tokens",
@@ -144,7 +146,7 @@ def options_from(arguments: argparse.Namespace, identity: Identity) -> WorkerOpt
         data_type=None if arguments.dtype == "auto" else DataType(arguments.dtype),
         device_memory_bytes=None if memory is None else parse_size(memory, field="device-memory"),
         max_batch_size=arguments.max_batch,
-        prefill_chunk_tokens=arguments.prefill_chunk,
+        max_batched_tokens=arguments.max_batched_tokens,
         threads=arguments.threads,
         chunk_tokens=arguments.chunk_tokens,
         pin_limit_bytes=None if pin is None else parse_size(pin, field="pin-limit"),

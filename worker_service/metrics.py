@@ -70,7 +70,7 @@ def _of_worker(worker: LoadedWorker) -> Iterable[Reading]:
         ),
     )
     yield Reading(metrics.MODEL_INFO, 1, (engine.model.shape.name,))
-    yield Reading(metrics.WORKER_RUNNING, len(engine.roster.running))
+    yield Reading(metrics.WORKER_RUNNING, len(engine.queues.running))
     verifier = engine.verifier
     for result, count in (
         ("intact", verifier.intact_count if verifier else 0),
@@ -82,7 +82,7 @@ def _of_worker(worker: LoadedWorker) -> Iterable[Reading]:
     yield Reading(metrics.WORKER_CACHE_BYTES, capacity, ("capacity",))
     yield Reading(metrics.WORKER_CACHE_USAGE, used / capacity)
     # A prefill is itself one of the batch.
-    budget = engine.max_batch_size - 1 + engine.prefill_chunk_tokens
+    budget = engine.max_batch_size - 1 + engine.max_batched_tokens
     yield Reading(metrics.WORKER_STEP_TOKEN_BUDGET, budget)
     if worker.store_is_up is not None:
         yield Reading(metrics.WORKER_STORE_UP, worker.store_is_up)

@@ -156,7 +156,7 @@ class Runtime:
     def standstill(self) -> StepOutput:
         """How things are between two outputs, for who listens. Does not wake the engine."""
         return StepOutput(
-            running_count=len(self.engine.roster.running),
+            running_count=len(self.engine.queues.running),
             cache_used_bytes=self.engine.cache.used_bytes,
         )
 

@@ -77,7 +77,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             page_bytes=plan.page_bytes,
             streamed_page_count=plan.streamed_page_count,
             max_batch_size=worker.engine.max_batch_size,
-            prefill_chunk_tokens=worker.engine.prefill_chunk_tokens,
+            max_batched_tokens=worker.engine.max_batched_tokens,
             profile=profile_to_proto(worker.profile),
             draining=self.draining,
             eos_token_ids=worker.engine.eos_token_ids,

@@ -62,7 +62,7 @@ class WorkerOptions:
     data_type: DataType | None = None
     device_memory_bytes: int | None = None
     max_batch_size: int = 32
-    prefill_chunk_tokens: int = 512
+    max_batched_tokens: int = 512
     threads: int | None = None
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     # Most bytes of the arena to page-lock for a GPU; 0: none, None: all.
@@ -92,7 +92,7 @@ class WorkerOptions:
             )
         if self.kvstore_is_remote and self.kvstore_address is None:
             raise InvalidArgument("--kvstore-remote needs --kvstore", field="kvstore")
-        for name in ("max_batch_size", "prefill_chunk_tokens", "chunk_tokens"):
+        for name in ("max_batch_size", "max_batched_tokens", "chunk_tokens"):
             if getattr(self, name) < 1:
                 raise InvalidArgument(f"{name} must be at least 1", field=name)
         if not 0 <= self.verify_rate <= 1:
@@ -266,7 +266,7 @@ def _build_engine(
     limits = {
         "budget_bytes": budget,
         "max_batch_size": options.max_batch_size,
-        "prefill_chunk_tokens": options.prefill_chunk_tokens,
+        "max_batched_tokens": options.max_batched_tokens,
         "staging_pages": staging_pages_on_gpu(shape, layout, budget) if is_gpu else STAGING_PAGES,
     }
     placement = place(shape, layout, sizes, **limits)
@@ -281,7 +281,7 @@ def _build_engine(
         model,
         cache,
         max_batch_size=options.max_batch_size,
-        prefill_chunk_tokens=options.prefill_chunk_tokens,
+        max_batched_tokens=options.max_batched_tokens,
         eos_token_ids=eos_token_ids(options.model_folder),
         tokenizer=tokenizer,
         lanes=lanes,

@@ -210,7 +210,7 @@ class WorkerConnection:
             slot_bytes=layout.chunk_bytes,
             schedule=schedule_from_proto(info.schedule),
             staging_tokens=info.staging_tokens,
-            prefill_chunk_tokens=info.prefill_chunk_tokens,
+            max_batched_tokens=info.max_batched_tokens,
             encoding=layout.encoding,
         )
 

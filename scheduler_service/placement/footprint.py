@@ -42,7 +42,7 @@ class WorkerFacts:
     # pieces it prefills (0: unknown), and how its store keeps what it reads.
     schedule: Schedule = Schedule.SERIAL
     staging_tokens: int = 0
-    prefill_chunk_tokens: int = 0
+    max_batched_tokens: int = 0
     encoding: Encoding = Encoding.NATIVE
 
     @property

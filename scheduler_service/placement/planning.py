@@ -132,7 +132,7 @@ def _plan(
                 objective=wishes.objective,
                 chunk_tokens=worker.chunk_tokens,
                 staging_tokens=worker.staging_tokens,
-                prefill_tokens=worker.prefill_chunk_tokens,
+                prefill_tokens=worker.max_batched_tokens,
                 encoding=worker.encoding,
             ),
         )

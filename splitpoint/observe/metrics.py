@@ -247,7 +247,7 @@ WORKER_INFO = _gauge(
     "Always 1; who this worker is and how it moves the cache.",
     *("worker_id", "device", "schedule", "weights"),
 )
-WORKER_RUNNING = _gauge(_WORKER, "worker_running_requests", "Requests in the engine's roster.")
+WORKER_RUNNING = _gauge(_WORKER, "worker_running_requests", "Requests that the engine runs.")
 WORKER_CACHE_BYTES = _gauge(
     _WORKER, "worker_cache_bytes", "Device memory for the cache: used, capacity.", "kind"
 )

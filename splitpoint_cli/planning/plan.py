@@ -132,8 +132,14 @@ def plan(
     max_batch: Annotated[
         int, typer.Option(help="With --device-memory: as the worker's.", min=1)
     ] = 32,
-    prefill_chunk: Annotated[
-        int, typer.Option(help="With --device-memory: as the worker's.", min=1)
+    max_batched_tokens: Annotated[
+        int,
+        typer.Option(
+            "--max-batched-tokens",
+            "--prefill-chunk",
+            help="With --device-memory: as the worker's.",
+            min=1,
+        ),
     ] = 512,
     dtype: Annotated[Dtype, typer.Option(help="Element type; auto: the model's.")] = Dtype.AUTO,
     as_json: AsJson = False,
@@ -151,7 +157,7 @@ def plan(
             chunk_tokens=chunk_tokens,
             has_activations=activations,
             max_batch=max_batch,
-            prefill_chunk=prefill_chunk,
+            max_batched_tokens=max_batched_tokens,
         )
         costs = weights.profile
     wanted = parse_residency(residency)
@@ -177,7 +183,7 @@ def plan(
         spare_bytes=spare_bytes,
         keeps_activations=keep_activations,
         step_compute_seconds=None if step_ms is None else step_ms / 1e3,
-        prefill_tokens=0 if weights is None else prefill_chunk,
+        prefill_tokens=0 if weights is None else max_batched_tokens,
         footprint_bytes=(cached + new + max_tokens) * shape.kv_bytes_per_token,
     )
     _check_context(shape, cached + new + max_tokens)

@@ -35,7 +35,7 @@ def plan_weights(
     chunk_tokens: int,
     has_activations: bool,
     max_batch: int,
-    prefill_chunk: int,
+    max_batched_tokens: int,
 ) -> PlannedWeights:
     """As a worker does at its start. Raises ResourceExhausted where it would."""
     sizes = WeightSizes.of(shape)
@@ -46,7 +46,7 @@ def plan_weights(
         sizes,
         budget_bytes=budget_bytes,
         max_batch_size=max_batch,
-        prefill_chunk_tokens=prefill_chunk,
+        max_batched_tokens=max_batched_tokens,
     )
     divide(
         shape,
@@ -54,7 +54,7 @@ def plan_weights(
         budget_bytes=budget_bytes,
         weight_bytes=placement.device_bytes,
         max_batch_size=max_batch,
-        prefill_chunk_tokens=prefill_chunk,
+        max_batched_tokens=max_batched_tokens,
     )
     return PlannedWeights(sizes, placement, with_weights(profile, sizes, placement))
 

@@ -57,7 +57,7 @@ class Node:
     profile: Profile
     device_memory_bytes: int
     max_batch: int = 32
-    prefill_chunk: int = 512
+    max_batched_tokens: int = 512
     chunk_tokens: int = 64
     encoding: Encoding = Encoding.NATIVE
     # Seconds of a decode step beside its cache traffic; None: the profile's.
@@ -147,7 +147,7 @@ def _divided(
         WeightSizes.of(shape),
         budget_bytes=node.device_memory_bytes,
         max_batch_size=node.max_batch,
-        prefill_chunk_tokens=node.prefill_chunk,
+        max_batched_tokens=node.max_batched_tokens,
         staging_pages=staging,
     )
     memory = divide(
@@ -156,7 +156,7 @@ def _divided(
         budget_bytes=node.device_memory_bytes,
         weight_bytes=placement.device_bytes,
         max_batch_size=node.max_batch,
-        prefill_chunk_tokens=node.prefill_chunk,
+        max_batched_tokens=node.max_batched_tokens,
         staging_pages=staging,
     )
     return memory, placement
@@ -188,7 +188,7 @@ class _Ask:
                 encoding=self.node.encoding,
                 chunk_tokens=self.node.chunk_tokens,
                 staging_tokens=self._staging_tokens,
-                prefill_tokens=self.node.prefill_chunk,
+                prefill_tokens=self.node.max_batched_tokens,
                 footprint_bytes=footprint_bytes,
             ),
         )

@@ -51,7 +51,7 @@ class StackOptions:
     activations: str = "auto"
     keep_arena: bool = False
     threads: int | None = None
-    prefill_chunk: int | None = None
+    max_batched_tokens: int | None = None
     max_batch: int | None = None
     queue_capacity: int | None = None
     # How long running requests may go on once the stack is asked to stop.
@@ -228,7 +228,7 @@ def plan_stack(options: StackOptions) -> Stack:
                 *("--dtype", shape.data_type.value),
                 *_given("--device-memory", options.device_memory),
                 *_given("--max-batch", options.max_batch),
-                *_given("--prefill-chunk", options.prefill_chunk),
+                *_given("--max-batched-tokens", options.max_batched_tokens),
                 *_given("--pin-limit", options.pin_limit),
                 *_given("--verify-rate", options.verify_rate),
                 *_given("--threads", threads),

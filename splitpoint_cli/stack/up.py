@@ -276,9 +276,11 @@ def up(
             rich_help_panel=_LIMITS,
         ),
     ] = None,
-    prefill_chunk: Annotated[
+    max_batched_tokens: Annotated[
         int | None,
         typer.Option(
+            "--max-batched-tokens",
+            "--prefill-chunk",
             help="Most prompt tokens in one engine step.",
             min=1,
             rich_help_panel=_LIMITS,
@@ -473,7 +475,7 @@ def up(
         kv_encoding=kv_encoding and kv_encoding.value,
         keep_arena=keep_arena,
         threads=threads,
-        prefill_chunk=prefill_chunk,
+        max_batched_tokens=max_batched_tokens,
         max_batch=max_batch,
         queue_capacity=queue_capacity,
         grace_seconds=grace,

@@ -42,7 +42,7 @@ async def test_restores_and_streams_with_weights_on_the_host(
     shape = StackShape(
         chunk_tokens=4,
         max_batch_size=2,
-        prefill_chunk_tokens=8,
+        max_batched_tokens=8,
         device_memory_bytes=quarter(folder),
     )
     async with local_stack(folder, tmp_path, shape) as stack:
@@ -118,7 +118,7 @@ async def test_a_process_with_less_memory_than_weights_answers_and_says_so(tmp_p
         "worker_service",
         *("--listen", address, "--model", str(folder), "--device", "cpu", "--threads", "1"),
         *("--device-memory", str(quarter(folder)), "--chunk-tokens", "2"),
-        *("--max-batch", "4", "--prefill-chunk", "4"),
+        *("--max-batch", "4", "--max-batched-tokens", "4"),
     )
     try:
         async with open_channel(address) as channel:

@@ -36,7 +36,7 @@ TIGHT = StackShape(
     host_memory="4MiB",
     device_memory_bytes=2 << 20,
     max_batch_size=4,
-    prefill_chunk_tokens=32,
+    max_batched_tokens=32,
 )
 
 
@@ -150,7 +150,7 @@ async def test_streamed_requests_wait_for_the_stores_slots(folder: Path, tmp_pat
     prompts, wanted = zip(
         *(clear_prompt(model, 400, 40, seed=seed) for seed in range(5)), strict=True
     )
-    shape = StackShape(host_memory="4MiB", device_memory_bytes=2 << 20, prefill_chunk_tokens=32)
+    shape = StackShape(host_memory="4MiB", device_memory_bytes=2 << 20, max_batched_tokens=32)
     async with local_stack(folder, tmp_path, shape) as stack:
         slots = (await stack.store_stats()).slot_count
         assert 440 / shape.chunk_tokens < slots < 5 * 440 / shape.chunk_tokens
@@ -191,7 +191,7 @@ async def test_a_worker_whose_engine_fails_is_lost_and_its_request_goes_on(
 
     def failing(worker: LoadedWorker) -> Callable[[Lane], None]:
         def before(lane: Lane) -> None:
-            running = worker.engine.roster.running
+            running = worker.engine.queues.running
             if not failed and any(sequence.generated_count >= 5 for sequence in running):
                 failed.append(worker)
                 raise RuntimeError("the device is broken")
@@ -261,7 +261,7 @@ async def test_a_tail_waits_for_an_input_page(
     folder: Path, tmp_path: Path, cases: list[Case]
 ) -> None:
     """Write-back lags until no X page is free; a prefix that ends inside a chunk then waits."""
-    shape = StackShape(workers=1, max_batch_size=4, prefill_chunk_tokens=32)
+    shape = StackShape(workers=1, max_batch_size=4, max_batched_tokens=32)
     async with local_stack(folder, tmp_path, shape) as stack:
         case = cases[1]
         await stack.client.generate(case.prompt, max_tokens=2, ignore_eos=True).complete()

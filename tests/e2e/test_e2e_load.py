@@ -77,7 +77,7 @@ async def test_50_requests_against_a_budget_for_8(folder: Path, tmp_path: Path) 
 async def test_what_can_never_fit_is_refused_at_once_with_its_numbers(
     folder: Path, tmp_path: Path
 ) -> None:
-    shape = StackShape(workers=1, device_memory_bytes=2 << 20, prefill_chunk_tokens=32)
+    shape = StackShape(workers=1, device_memory_bytes=2 << 20, max_batched_tokens=32)
     async with local_stack(folder, tmp_path, shape) as stack:
         plan = stack.workers[0].engine.plan
         prompt = prompt_of(300, 0, VOCABULARY)

@@ -130,7 +130,7 @@ async def test_logits_of_a_restored_prefix_are_within_1e_4(tmp_path: Path) -> No
 async def test_long_prompts_in_little_memory(tmp_path: Path, residency: Residency) -> None:
     """Streamed prefill beyond what the device could hold; resident where it just fits."""
     model = build_tiny("opt")
-    shape = StackShape(device_memory_bytes=10 << 20, prefill_chunk_tokens=32, max_batch_size=4)
+    shape = StackShape(device_memory_bytes=10 << 20, max_batched_tokens=32, max_batch_size=4)
     async with local_stack(write_tiny("opt", tmp_path / "m"), tmp_path, shape) as stack:
         prompts, wanted = zip(
             *(clear_prompt(model, length, NEW_TOKENS) for length in (400, 393, 386)), strict=True

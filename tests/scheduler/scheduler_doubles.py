@@ -183,7 +183,7 @@ class WorkerDouble(worker_pb2_grpc.WorkerServiceServicer):
             page_bytes=PAGE_BYTES,
             streamed_page_count=self.streamed_pages,
             max_batch_size=self.max_batch,
-            prefill_chunk_tokens=64,
+            max_batched_tokens=64,
             profile=profile_to_proto(self.profile),
             schedule=schedule_to_proto(self.schedule),
             staging_tokens=8 * CHUNK_TOKENS,

@@ -164,7 +164,7 @@ def test_what_a_lost_restore_copied_has_crossed_the_link_all_the_same(
         def lose(lane: Lane) -> None:
             if lane is Lane.LINK_IN and not lost:
                 lost.append(lane)
-                runner.lose(engine.roster.running[0].match.chunks[3])  # type: ignore[union-attr]
+                runner.lose(engine.queues.running[0].match.chunks[3])  # type: ignore[union-attr]
 
         lanes.before = lose
         transcript = runner.run(engine, [admission("a", LONG, GREEDY)])
@@ -182,7 +182,7 @@ def test_what_a_lost_restore_copied_has_crossed_the_link_all_the_same(
 
 def test_kinds_of_steps_and_their_tokens(case: Case) -> None:
     """A prompt in three pieces, another beside the first one's decodes; nothing streams."""
-    engine = make_engine(case.model, prefill_chunk_tokens=16)
+    engine = make_engine(case.model, max_batched_tokens=16)
     account = Account()
 
     def step() -> StepOutput:

@@ -48,7 +48,7 @@ async def serving(folder: Path, *, load: bool = True) -> AsyncIterator[tuple[Wor
                 data_type=DataType.FLOAT32,
                 device_memory_bytes=64 << 20,
                 max_batch_size=4,
-                prefill_chunk_tokens=32,
+                max_batched_tokens=32,
                 chunk_tokens=16,
             )
         )

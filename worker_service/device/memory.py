@@ -73,12 +73,12 @@ def place(
     *,
     budget_bytes: int,
     max_batch_size: int,
-    prefill_chunk_tokens: int,
+    max_batched_tokens: int,
     staging_pages: int = STAGING_PAGES,
 ) -> WeightPlacement:
     """Where the weights go so that a cache fits beside them; its `device_bytes` are what
     `divide` is then given, which raises if even that is too much."""
-    needs = _needs(shape, layout, max_batch_size, prefill_chunk_tokens, staging_pages)
+    needs = _needs(shape, layout, max_batch_size, max_batched_tokens, staging_pages)
     longest = chunks_of(shape.context_length, layout.chunk_tokens)
     return place_weights(
         sizes,
@@ -95,11 +95,11 @@ def divide(
     budget_bytes: int,
     weight_bytes: int,
     max_batch_size: int,
-    prefill_chunk_tokens: int,
+    max_batched_tokens: int,
     staging_pages: int = STAGING_PAGES,
 ) -> MemoryPlan:
     """Split the budget; raises ResourceExhausted with the numbers when it is too small."""
-    needs = _needs(shape, layout, max_batch_size, prefill_chunk_tokens, staging_pages)
+    needs = _needs(shape, layout, max_batch_size, max_batched_tokens, staging_pages)
     page_bytes, streamed_pages = needs.page_bytes, needs.streamed_pages
     workspace = needs.workspace_bytes
     left = budget_bytes - weight_bytes - workspace
@@ -149,18 +149,18 @@ def _needs(
     shape: ModelShape,
     layout: ArenaLayout,
     max_batch_size: int,
-    prefill_chunk_tokens: int,
+    max_batched_tokens: int,
     staging_pages: int,
 ) -> _Needs:
     chunk = layout.chunk_tokens
-    prefill_pages = chunks_of(prefill_chunk_tokens, chunk) + 1
+    prefill_pages = chunks_of(max_batched_tokens, chunk) + 1
     input_pages = max_batch_size + 2 * prefill_pages if layout.has_activations else 0
     input_bytes = input_pages * chunk * shape.activation_bytes_per_token
     workspace = (
         staging_bytes(shape, layout, staging_pages)
         + _decoding_bytes(shape, layout, staging_pages)
-        + _step_bytes(shape, max_batch_size, prefill_chunk_tokens)
-        + _streamed_bytes(shape, layout, max_batch_size, prefill_chunk_tokens, staging_pages)
+        + _step_bytes(shape, max_batch_size, max_batched_tokens)
+        + _streamed_bytes(shape, layout, max_batch_size, max_batched_tokens, staging_pages)
         + input_bytes
     )
     return _Needs(
@@ -194,9 +194,9 @@ def _decoding_bytes(shape: ModelShape, layout: ArenaLayout, pages: int) -> int:
     )
 
 
-def _step_bytes(shape: ModelShape, max_batch_size: int, prefill_chunk_tokens: int) -> int:
+def _step_bytes(shape: ModelShape, max_batch_size: int, max_batched_tokens: int) -> int:
     """The tensors of the largest step, attention left out."""
-    rows = max_batch_size + prefill_chunk_tokens
+    rows = max_batch_size + max_batched_tokens
     widest = max(shape.intermediate_size * 2, shape.query_width + 2 * shape.kv_width)
     step = rows * (4 * shape.hidden_size + widest + shape.intermediate_size) * shape.data_type.size
     logits = max_batch_size * shape.vocabulary_size * 4
@@ -207,7 +207,7 @@ def _streamed_bytes(
     shape: ModelShape,
     layout: ArenaLayout,
     max_batch_size: int,
-    prefill_chunk_tokens: int,
+    max_batched_tokens: int,
     staging_pages: int,
 ) -> int:
     """What rebuilding and attending the largest tile of a streamed step takes at once."""
@@ -226,7 +226,7 @@ def _streamed_bytes(
     # Scores twice, queries, results and partials; K and V as taken and in order.
     keys = PREFILL_TILE_PAGES * chunk
     prefill = (
-        prefill_chunk_tokens * (2 * 4 * shape.query_head_count * keys + 4 * 5 * width)
+        max_batched_tokens * (2 * 4 * shape.query_head_count * keys + 4 * 5 * width)
         + 2 * keys * shape.kv_bytes_per_token_layer
     )
     return max(decode + partials, rebuild, embed, prefill)

@@ -116,7 +116,7 @@ def _ways(
             prefix(0),
             cache.keys,
             cache.values,
-            block_tokens=engine.prefill_chunk_tokens,
+            block_tokens=engine.max_batched_tokens,
             expected_tokens=tokens,
         )
         return met.spans

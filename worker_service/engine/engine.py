@@ -41,8 +41,8 @@ from worker_service.engine.messages import (
     Stop,
     TokenEvent,
 )
-from worker_service.engine.pages import Pager
-from worker_service.engine.queues import Roster
+from worker_service.engine.pages import PageManager
+from worker_service.engine.queues import SequenceQueues
 from worker_service.engine.restorer import Restorer
 from worker_service.engine.sampling import Choice, NonFiniteLogits, SamplingRow, choose
 from worker_service.engine.sequence import Segment, Sequence, Suspects
@@ -80,7 +80,7 @@ class Engine:
         cache: DeviceCache,
         *,
         max_batch_size: int,
-        prefill_chunk_tokens: int,
+        max_batched_tokens: int,
         eos_token_ids: tuple[int, ...] = (),
         tokenizer: Tokenizer | None = None,
         lanes: Lanes | None = None,
@@ -92,13 +92,13 @@ class Engine:
         self.cache = cache
         self.verifier = verifier
         self.plan: MemoryPlan = cache.plan
-        self.pager = Pager(cache)
+        self.page_manager = PageManager(cache)
         self.chunk_tokens = cache.layout.chunk_tokens
         self.max_batch_size = max_batch_size
-        self.prefill_chunk_tokens = prefill_chunk_tokens
+        self.max_batched_tokens = max_batched_tokens
         self.eos_token_ids = eos_token_ids
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self.roster = Roster(cache, self.pager, tokenizer, max_batch_size)
+        self.queues = SequenceQueues(cache, self.page_manager, tokenizer, max_batch_size)
         self._windows = [layer.window for layer in model.layers]
         self.staging = Staging(cache.layout, self.plan.staging_pages, cache.device)
         self.tile_pages = largest_tile(self.plan.staging_pages)
@@ -106,10 +106,10 @@ class Engine:
         self.restorer = Restorer(
             model,
             cache,
-            self.pager,
+            self.page_manager,
             self.lanes,
             self.staging,
-            block_tokens=prefill_chunk_tokens,
+            block_tokens=max_batched_tokens,
             verifier=verifier,
         )
         # Slots and generations of chunks whose loss the log has.
@@ -146,7 +146,7 @@ class Engine:
     def step(self) -> StepOutput:
         """One iteration over everything that can run."""
         self._take_commands()
-        self.roster.admit_waiting()
+        self.queues.admit_waiting()
         self._restore_admitted()
         self._plan_streamed(costs_changed=False)
         started = time.perf_counter()
@@ -156,7 +156,7 @@ class Engine:
             spans = self._run_batch(batch, started)
             self.last_step = StepTimes.of(time.perf_counter() - started, spans, predicted)
             self._learn(batch, self.last_step, spans)
-            self.roster.output.step = _report(batch, self.last_step)
+            self.queues.output.step = _report(batch, self.last_step)
         return self._hand_over()
 
     @property
@@ -168,7 +168,7 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Nothing running, waiting, or being written back."""
-        return self.roster.is_empty
+        return self.queues.is_empty
 
     def forget_arena(self) -> None:
         """Let go of the arena that was read last; sequences that still read it keep it."""
@@ -205,7 +205,7 @@ class Engine:
             return
         followers = [
             sequence
-            for sequence in self.roster.running
+            for sequence in self.queues.running
             if sequence.is_streamed and sequence.admission.split_line is not None
         ]
         shared = len(followers) if len(followers) > 1 else 0
@@ -243,25 +243,25 @@ class Engine:
     def _take(self, command: Command) -> None:
         match command:
             case Admit():
-                self.roster.waiting.append(command)
+                self.queues.waiting.append(command)
             case Cancel(key):
-                self.roster.cancel(key)
+                self.queues.cancel(key)
             case SetPaused(request_id, paused):
-                self.roster.set_paused(request_id, paused)
+                self.queues.set_paused(request_id, paused)
             case ChunksStored(key):
-                owner = self.roster.find(key)
+                owner = self.queues.find(key)
                 if owner is not None:
-                    self.pager.chunks_stored(owner, command)
+                    self.page_manager.chunks_stored(owner, command)
             case WriteFailed(key, error):
-                misled = self.roster.write_failed(key, error)
+                misled = self.queues.write_failed(key, error)
                 if misled is not None:
                     self._lose(misled, error)
             case WriteEnded(key):
-                self.roster.write_ended(key)
+                self.queues.write_ended(key)
             case Flushed(key):
-                self.roster.flushed(key)
+                self.queues.flushed(key)
             case Matched(key, match, error):
-                self.roster.matched_again(key, match, error)
+                self.queues.matched_again(key, match, error)
             case Call(function):
                 function()
             case Stop():
@@ -270,16 +270,16 @@ class Engine:
     # -- restore ------------------------------------------------------------------
 
     def _restore_admitted(self) -> None:
-        for sequence in list(self.roster.running):
+        for sequence in list(self.queues.running):
             if not sequence.restored and not sequence.awaits_match:
                 try:
                     event = self.restorer.restore(sequence)
                     if event is not None:
-                        self.roster.output.restores.append(event)
+                        self.queues.output.restores.append(event)
                 except ChunkLost as error:
                     self._lose(sequence, error)
                 except SplitpointError as error:
-                    self.roster.finish(sequence, FinishEvent(sequence.key, error=error))
+                    self.queues.finish(sequence, FinishEvent(sequence.key, error=error))
 
     # -- the batch -------------------------------------------------------------------
 
@@ -287,16 +287,16 @@ class Engine:
         """Every decoding request, and prompt tokens up to the prefill budget."""
         decodes: list[Sequence] = []
         segments: list[Segment] = []
-        budget = self.prefill_chunk_tokens
-        for sequence in self.roster.running:
+        budget = self.max_batched_tokens
+        for sequence in self.queues.running:
             if sequence.paused or not sequence.restored or sequence.awaits_match:
                 continue
             remaining = len(sequence.tokens) - sequence.computed
             if remaining == 1:
-                if self.pager.grow(sequence, 1):
+                if self.page_manager.grow(sequence, 1):
                     decodes.append(sequence)
             elif budget:
-                count = self.pager.grow(sequence, min(remaining, budget))
+                count = self.page_manager.grow(sequence, min(remaining, budget))
                 if count:
                     segments.append(Segment(sequence, sequence.computed, count))
                     budget -= count
@@ -345,9 +345,9 @@ class Engine:
             sequence.step_count += 1
             sequence.step_seconds += seconds
         for sequence in batch.sequences:
-            self.roster.write_back(sequence)
+            self.queues.write_back(sequence)
         for sequence, event in finishes:
-            self.roster.finish(sequence, event)
+            self.queues.finish(sequence, event)
         return spans
 
     def _trace_step(self, batch: Batch, started: float, spans: list[Span]) -> None:
@@ -384,11 +384,11 @@ class Engine:
         with for_request(sequence.admission.request_id):
             log.log(self._level_of(cause), "%s; the request starts over", cause.message)
         # What it computed or restored from another chunk's bytes may hold a NaN.
-        self.pager.clear_unwritten(sequence)
+        self.page_manager.clear_unwritten(sequence)
         suspects = None
         if sequence.match is not None and (chunks := sequence.cached_chunks):
             suspects = Suspects(sequence.match.connection, chunks, fatal)
-        self.roster.lose(sequence, suspects)
+        self.queues.lose(sequence, suspects)
 
     def _level_of(self, cause: SplitpointError) -> int:
         """Many requests may lose one chunk; it is worth one warning."""
@@ -488,7 +488,7 @@ class Engine:
         index = sequence.generated_count
         sequence.losses = 0
         sequence.tokens.append(choice.token_id)
-        self.roster.output.tokens.append(TokenEvent(sequence.key, index, choice))
+        self.queues.output.tokens.append(TokenEvent(sequence.key, index, choice))
         sampling = sequence.admission.sampling
         count = index + 1
         if count >= sampling.min_tokens:
@@ -519,17 +519,17 @@ class Engine:
             self._lose(sequence, error, fatal=error)
             return []
         sequence.writes_back = False
-        self.pager.clear_unwritten(sequence)
+        self.page_manager.clear_unwritten(sequence)
         return [(sequence, FinishEvent(sequence.key, error=error))]
 
     def _hand_over(self) -> StepOutput:
-        output, self.roster.output = self.roster.output, StepOutput()
+        output, self.queues.output = self.queues.output, StepOutput()
         output.work = self.lanes.take_tally()
         if self._costs is not None:
             output.profile = self._costs.settle()
             if output.profile is not None:
                 self._plan_streamed(costs_changed=True)
-        output.running_count = len(self.roster.running)
+        output.running_count = len(self.queues.running)
         output.cache_used_bytes = self.cache.used_bytes
         return output
 

@@ -16,7 +16,7 @@ from worker_service.engine.sequence import Admission, Sequence
 from worker_service.store.write_back import ChunksStored, WriteJob
 
 
-class Pager:
+class PageManager:
     """The one place where sequences and page allocators meet."""
 
     def __init__(self, cache: DeviceCache) -> None:

@@ -13,7 +13,7 @@ from splitpoint.checkpoint.text import TextStream, Tokenizer
 from splitpoint.errors import DataLoss, ResourceExhausted, SplitpointError, Unavailable
 from worker_service.device.cache import DeviceCache
 from worker_service.engine.messages import Admit, FinishEvent, Lookup, StepOutput
-from worker_service.engine.pages import Pager
+from worker_service.engine.pages import PageManager
 from worker_service.engine.sequence import Sequence, Suspects
 from worker_service.store.client import Match
 from worker_service.store.write_back import SequenceKey
@@ -22,7 +22,7 @@ from worker_service.store.write_back import SequenceKey
 MAX_LOSSES = 3
 
 
-class Roster:
+class SequenceQueues:
     """All requests of one engine.
 
     Attributes:
@@ -32,13 +32,17 @@ class Roster:
     """
 
     def __init__(
-        self, cache: DeviceCache, pager: Pager, tokenizer: Tokenizer | None, max_batch_size: int
+        self,
+        cache: DeviceCache,
+        page_manager: PageManager,
+        tokenizer: Tokenizer | None,
+        max_batch_size: int,
     ) -> None:
         self.waiting: list[Admit] = []
         self.running: list[Sequence] = []
         self.output = StepOutput()
         self._cache = cache
-        self._pager = pager
+        self._page_manager = page_manager
         self._tokenizer = tokenizer
         self._max_batch_size = max_batch_size
         self._paused_waiting: set[str] = set()
@@ -64,7 +68,7 @@ class Roster:
         """First come, first served: a request that must wait holds those behind it."""
         while self.waiting and len(self.running) < self._max_batch_size:
             admit = self.waiting[0]
-            claim = self._pager.claim_of(admit.admission)
+            claim = self._page_manager.claim_of(admit.admission)
             if claim > self._cache.plan.page_count:
                 del self.waiting[0]
                 self._discard(admit, FinishEvent(admit.admission.key, error=self._too_big(claim)))
@@ -153,7 +157,7 @@ class Roster:
     def write_back(self, sequence: Sequence, *, tail: bool = False) -> None:
         """Hand over every chunk that became full; with `tail`, the partial one too."""
         if sequence.writes_back:
-            jobs = self._pager.full_chunks(sequence, tail=tail)
+            jobs = self._page_manager.full_chunks(sequence, tail=tail)
             if jobs:
                 self.output.writes.append((sequence.key, jobs))
 
@@ -169,7 +173,7 @@ class Roster:
         is_running = sequence in self.running
         if is_running and error.reason == "CHUNK_LOST":
             return sequence if not sequence.awaits_match else None
-        self._pager.give_input_pages(sequence)
+        self._page_manager.give_input_pages(sequence)
         if not sequence.is_streamed or not is_running:
             return None
         if isinstance(error, ResourceExhausted):
@@ -184,7 +188,7 @@ class Roster:
         sequence = self.find(key)
         if sequence is not None:
             sequence.writes_back = False
-            self._pager.give_input_pages(sequence)
+            self._page_manager.give_input_pages(sequence)
 
     def flushed(self, key: SequenceKey) -> None:
         """Write-back holds nothing of this sequence any more."""
@@ -196,7 +200,7 @@ class Roster:
         if event is not None:
             self._release(sequence, event)
             return
-        self._pager.give_pages(sequence)
+        self._page_manager.give_pages(sequence)
         sequence.forget()
         tokens, suspects = list(sequence.tokens), sequence.suspects
         self.output.lookups.append(
@@ -222,8 +226,8 @@ class Roster:
             admission=admission,
             tokens=[*admission.prompt, *admission.delivered],
             claimed_pages=claim,
-            kept_chunks=self._pager.kept_chunks(admission),
-            kept_inputs=self._pager.kept_inputs(admission),
+            kept_chunks=self._page_manager.kept_chunks(admission),
+            kept_inputs=self._page_manager.kept_inputs(admission),
             text=text,
             match=admit.match,
             paused=paused,
@@ -242,7 +246,7 @@ class Roster:
         self.output.flushes.append(sequence.key)
 
     def _release(self, sequence: Sequence, event: FinishEvent) -> None:
-        self._pager.free(sequence)
+        self._page_manager.free(sequence)
         self.output.finishes.append(replace(event, mean_step_seconds=sequence.mean_step_seconds))
 
     def _too_big(self, claim: int) -> ResourceExhausted:

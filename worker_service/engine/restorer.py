@@ -15,7 +15,7 @@ from splitpoint.shapes import chunks_of
 from worker_service.device.cache import DeviceCache
 from worker_service.device.cost_watch import CostWatch
 from worker_service.engine.messages import RestoreEvent
-from worker_service.engine.pages import Pager
+from worker_service.engine.pages import PageManager
 from worker_service.engine.sequence import Sequence
 from worker_service.lanes.lanes import Lanes
 from worker_service.lanes.timeline import Span, Trace
@@ -55,7 +55,7 @@ class Restorer:
         self,
         model: Decoder,
         cache: DeviceCache,
-        pager: Pager,
+        page_manager: PageManager,
         lanes: Lanes,
         staging: Staging,
         *,
@@ -66,7 +66,7 @@ class Restorer:
         self.costs: CostWatch | None = None
         self._model = model
         self._cache = cache
-        self._pager = pager
+        self._page_manager = page_manager
         self._lanes = lanes
         self._staging = staging
         self._block_tokens = block_tokens
@@ -91,7 +91,7 @@ class Restorer:
         started = time.perf_counter()
         # The last token is computed anew whatever is cached: its logits are needed.
         cached = min(match.cached_tokens, len(sequence.tokens) - 1)
-        if cached % self._chunk and not self._pager.may_take_input_page:
+        if cached % self._chunk and not self._page_manager.may_take_input_page:
             return None  # its tail needs an X page; write-back will give some back
         sequence.restored = True
         chunks = match.chunks[: chunks_of(cached, self._chunk)]
@@ -152,7 +152,7 @@ class Restorer:
         stored = range(0)
         if sequence.is_streamed:
             stored = range(min(sequence.kept_chunks, full), full)
-        self._pager.take_for_prefix(sequence, stored, len(chunks))
+        self._page_manager.take_for_prefix(sequence, stored, len(chunks))
         front = stored.start * self._chunk
         ends = [(0, front), (stored.stop, cached)] if stored else [(0, cached)]
         brought = _Brought()
@@ -164,7 +164,7 @@ class Restorer:
         brought.spans += self._bring_inputs(sequence, mover, kept)
         if cached % self._chunk and self._cache.inputs:
             # The tail's chunk will be sealed anew with more tokens, X included.
-            page = self._pager.take_input_page(sequence, full)
+            page = self._page_manager.take_input_page(sequence, full)
             for work in mover.send_inputs(chunks[full:], self._cache.inputs, [page]):
                 self._lanes.run(Lane.LINK_IN, work)
             brought.spans += self._lanes.finish()
@@ -177,7 +177,7 @@ class Restorer:
         """X of the first chunks, to stay on the device. Raises ChunkLost."""
         if not chunks:
             return []
-        self._pager.take_row_pages(sequence, len(chunks))
+        self._page_manager.take_row_pages(sequence, len(chunks))
         rooms = [self._cache.inputs_in_pages(layer) for layer in range(len(self._model.layers))]
         for half in (0, 1):
             some = chunks[half::2]

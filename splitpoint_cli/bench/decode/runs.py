@@ -31,7 +31,7 @@ from worker_service.model.decoder import Decoder
 from worker_service.startup import choose_device
 
 CHUNK_TOKENS = 64
-PREFILL_CHUNK_TOKENS = 512
+MAX_BATCHED_TOKENS = 512
 CACHES = ("dynamic", "static")
 ATTENTIONS = ("sdpa", "eager")
 WARM_UP_TOKENS = 8
@@ -60,7 +60,7 @@ class OurWorker:
                 budget_bytes=budget,
                 weight_bytes=model.weight_bytes,
                 max_batch_size=workload.batch,
-                prefill_chunk_tokens=PREFILL_CHUNK_TOKENS,
+                max_batched_tokens=MAX_BATCHED_TOKENS,
             )
 
         # Any large budget tells what is fixed; then exactly the pages needed.
@@ -71,7 +71,7 @@ class OurWorker:
             model,
             DeviceCache(layout, plan(fixed + wanted * roomy.page_bytes), device),
             max_batch_size=workload.batch,
-            prefill_chunk_tokens=PREFILL_CHUNK_TOKENS,
+            max_batched_tokens=MAX_BATCHED_TOKENS,
         )
 
     def run(self, prompts: torch.Tensor, new_tokens: int) -> Run:

@@ -38,7 +38,7 @@ from worker_service.store.write_back import BATCH_CHUNKS
 from worker_service.weights.loading import TensorSource
 
 CHUNK_TOKENS = 64
-PREFILL_CHUNK_TOKENS = 512
+MAX_BATCHED_TOKENS = 512
 
 # After each step: how many steps there were.
 OnStep = Callable[[int], None]
@@ -98,7 +98,7 @@ class OffloadHost:
                 model,
                 cache,
                 max_batch_size=workload.batch,
-                prefill_chunk_tokens=PREFILL_CHUNK_TOKENS,
+                max_batched_tokens=MAX_BATCHED_TOKENS,
                 lanes=lanes_of(self.device, overlapped=overlapped, link=self.link),
             )
             for overlapped in (True, False)
@@ -214,7 +214,7 @@ class OffloadHost:
                 budget_bytes=budget,
                 weight_bytes=model.weight_bytes,
                 max_batch_size=workload.batch,
-                prefill_chunk_tokens=PREFILL_CHUNK_TOKENS,
+                max_batched_tokens=MAX_BATCHED_TOKENS,
                 staging_pages=staging,
             )
 

@@ -41,7 +41,7 @@ from splitpoint_cli.bench.restore.report import (
 from splitpoint_cli.bench.restore.setup import Stored, stored_prefixes
 from splitpoint_cli.bench.restore.workload import (
     CHUNK_TOKENS,
-    PREFILL_CHUNK_TOKENS,
+    MAX_BATCHED_TOKENS,
     TOLERANCES,
     RestoreWorkload,
 )
@@ -146,7 +146,7 @@ class Restorer:
                 sequence.prefix(0),
                 self.stored.pages.keys,
                 self.stored.pages.values,
-                block_tokens=PREFILL_CHUNK_TOKENS,
+                block_tokens=MAX_BATCHED_TOKENS,
                 expected_tokens=expected_tokens,
             ).spans
         return spans
@@ -181,7 +181,7 @@ class Planned:
             costs,
             cached,
             CHUNK_TOKENS,
-            PREFILL_CHUNK_TOKENS,
+            MAX_BATCHED_TOKENS,
         )
 
         def best(options: PipelineOptions) -> int:

@@ -24,7 +24,7 @@ from splitpoint.shapes import ArenaLayout, chunks_of
 from splitpoint_cli.bench.arena import bench_arena_path
 from splitpoint_cli.bench.restore.workload import (
     CHUNK_TOKENS,
-    PREFILL_CHUNK_TOKENS,
+    MAX_BATCHED_TOKENS,
     TOLERANCES,
     RestoreWorkload,
 )
@@ -163,8 +163,8 @@ def fill_pages(
     """
     device = pages.keys[0].device
     windows = {layer.window for layer in model.layers}
-    for start in range(0, len(token_ids), PREFILL_CHUNK_TOKENS):
-        piece = range(start, min(start + PREFILL_CHUNK_TOKENS, len(token_ids)))
+    for start in range(0, len(token_ids), MAX_BATCHED_TOKENS):
+        piece = range(start, min(start + MAX_BATCHED_TOKENS, len(token_ids)))
         positions = torch.arange(piece.start, piece.stop, device=device)
         page_of = torch.tensor([numbers[each // CHUNK_TOKENS] for each in piece], device=device)
         row_of = positions % CHUNK_TOKENS

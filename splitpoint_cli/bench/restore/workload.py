@@ -9,7 +9,7 @@ from splitpoint.shapes import BUILT_IN_SHAPES, DataType, ModelShape
 
 CHUNK_TOKENS = 64
 # As a worker has them: pages of X that its staging memory holds, prompt tokens a step.
-PREFILL_CHUNK_TOKENS = 512
+MAX_BATCHED_TOKENS = 512
 # Rebuilt K and V may differ from the stored ones by this share of the largest of them:
 # the same products, added up in another order.
 TOLERANCES = {DataType.FLOAT32: 1e-5, DataType.BFLOAT16: 2e-2, DataType.FLOAT16: 2e-3}

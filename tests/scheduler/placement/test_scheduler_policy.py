@@ -596,7 +596,7 @@ def test_plans_follow_the_workers_schedule_staging_and_encoding() -> None:
         chunk_tokens=64,
         schedule=Schedule.PIPELINED,
         staging_tokens=1024,
-        prefill_chunk_tokens=256,
+        max_batched_tokens=256,
     )
     plan = plan_attempt(facts, admitted(), token_count=2000, cached_tokens=1900)
     serial = plan_attempt(
@@ -627,7 +627,7 @@ def test_plans_follow_the_workers_schedule_staging_and_encoding() -> None:
     assert isinstance(cold, Plan)
     assert "approximate" not in cold.reason
     # Four pieces of prefill have four overheads.
-    long = replace(facts, prefill_chunk_tokens=25)
+    long = replace(facts, max_batched_tokens=25)
     pieces = plan_attempt(long, admitted(), token_count=2000, cached_tokens=1900)
     assert isinstance(pieces, Plan)
     overhead = facts.profile.prefill_overhead_seconds

@@ -30,7 +30,7 @@ def test_tiles_on_a_gpu_are_as_large_as_its_link_needs() -> None:
         budget_bytes=budget,
         weight_bytes=SHAPE.weight_bytes,
         max_batch_size=32,
-        prefill_chunk_tokens=512,
+        max_batched_tokens=512,
         staging_pages=pages,
     )
     assert plan.staging_pages == pages

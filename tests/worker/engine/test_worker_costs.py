@@ -194,7 +194,7 @@ def test_whoever_joins_a_step_is_planned_with_those_who_share_it(
     start = SplitLine(0.0, 0.0, 0)
 
     def lines() -> list[SplitLine | None]:
-        return [each.admission.split_line for each in engine.roster.running]
+        return [each.admission.split_line for each in engine.queues.running]
 
     runner.admit(engine, streamed("0", PROMPT, sampling, split=start))
     runner.step(engine)

@@ -15,7 +15,7 @@ from worker_service.engine.messages import Admit, Cancel, SetPaused
 from worker_service.engine.sampling import Sampling
 
 GREEDY_64 = Sampling(max_tokens=64, ignore_eos=True)
-# Below, at and above chunk (16) and prefill-chunk (64) borders.
+# Below, at and above chunk (16) and step budget (64) borders.
 LENGTHS = (1, 15, 16, 17, 64, 65, 130, 200)
 
 

@@ -162,7 +162,7 @@ def test_a_long_prompt_is_prefilled_behind_a_prefix_in_the_store(
 ) -> None:
     """A cold store: each piece of the prompt attends what the pieces before it stored."""
     engine = case.engine(lanes)
-    engine.prefill_chunk_tokens = 40
+    engine.max_batched_tokens = 40
     case.run(engine, split, salt=bytes([split % 251]))
     assert engine.last_step is not None
     case.run(engine, split, salt=bytes([split % 251]), resident_tokens=2 * CHUNK)
@@ -281,7 +281,7 @@ def test_the_split_follows_the_sequence(llama: Case, lanes: ThreadLanes) -> None
     seen: list[tuple[int, int]] = []
 
     def note(_: StepOutput) -> None:
-        for sequence in engine.roster.running:
+        for sequence in engine.queues.running:
             if engine.last_step is not None and sequence.restored:
                 # The step computed the token before the one that was appended.
                 length = sequence.computed - 1
@@ -311,7 +311,7 @@ def test_what_stays_on_the_device_is_neither_loaded_nor_rebuilt(
 
         llama.runner.after_step = note
         request = streamed("2", llama.prompts[2], few, split=2 * CHUNK, resident_tokens=kept)
-        claims.append(engine.pager.claim_of(request))
+        claims.append(engine.page_manager.claim_of(request))
         transcript = llama.runner.run(engine, [request])
         assert transcript.tokens["2"] == llama.wanted[2][:4]
         assert engine.last_step is not None
@@ -332,7 +332,7 @@ def test_activations_that_stay_on_the_device_are_rebuilt_from_without_the_link(
         row: Any = {"schedule": Schedule.ROW}
         for kept in (CHUNK, 5 * CHUNK, 1000):
             engine = case.engine(lanes)
-            engine.prefill_chunk_tokens = 40
+            engine.max_batched_tokens = 40
             case.run(engine, 0, salt=bytes([kept % 251]), resident_tokens=kept, **row)
             case.run(engine, 24, resident_tokens=kept, **row)
         engine, layers = case.engine(lanes), case.model.shape.layer_count
@@ -355,7 +355,7 @@ def test_activations_that_stay_on_the_device_are_rebuilt_from_without_the_link(
         assert times.link_bytes == times.loaded_tokens * case.model.shape.kv_bytes_per_token_layer
         taken = [span for span in engine.trace.spans if span.name == "take X"]
         assert {span.layer for span in taken} == set(range(1, layers))
-        assert most == 3 + 1 <= engine.pager.claim_of(request)
+        assert most == 3 + 1 <= engine.page_manager.claim_of(request)
 
 
 @pytest.mark.parametrize("serial", [False, True])
@@ -368,7 +368,7 @@ def test_a_chunk_lost_in_mid_step_costs_its_own_sequence_a_new_start(
     lost: list[int] = []
 
     def lose(lane: Lane) -> None:
-        victim = next((s for s in engine.roster.running if s.key[0] == "1"), None)
+        victim = next((s for s in engine.queues.running if s.key[0] == "1"), None)
         if lane is not Lane.LINK_IN or victim is None or len(victim.stored) < 2:
             return
         # Once while it decodes, and once while it is prefilled again.
@@ -474,7 +474,7 @@ def test_a_step_takes_no_more_memory_than_was_planned(
 ) -> None:
     """Everything a step allocates while it prefills and decodes, tiles of any size."""
     engine = llama.engine(SerialLanes(CPU), tile_pages=tile_pages)
-    engine.prefill_chunk_tokens = 64
+    engine.max_batched_tokens = 64
     shape, layout, plan = llama.model.shape, llama.runner.layout, engine.plan
     staged = staging_bytes(shape, layout, plan.staging_pages)
     assert engine.staging.size_bytes == staged

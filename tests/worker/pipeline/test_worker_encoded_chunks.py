@@ -76,7 +76,7 @@ def written(folder: Path, encoding: Encoding, dtype: torch.dtype) -> Written:
         budget_bytes=64 << 20,
         weight_bytes=model.weight_bytes,
         max_batch_size=2,
-        prefill_chunk_tokens=TOKENS,
+        max_batched_tokens=TOKENS,
     )
     cache = DeviceCache(layout, plan, CPU)
     generator = torch.Generator().manual_seed(0)
@@ -236,7 +236,7 @@ def test_a_worker_charges_its_budget_for_encoded_rooms(folder: Path) -> None:
             budget_bytes=64 << 20,
             weight_bytes=model.weight_bytes,
             max_batch_size=2,
-            prefill_chunk_tokens=64,
+            max_batched_tokens=64,
         )
         for kind in Encoding
     ]

@@ -56,7 +56,7 @@ def test_a_resident_request_on_a_damaged_chunk_starts_over_when_the_store_says_s
     if not is_decoding:
         damage(case, victim)
     engine = case.engine(SerialLanes(CPU))
-    engine.prefill_chunk_tokens = 2 * CHUNK
+    engine.max_batched_tokens = 2 * CHUNK
     found, losses, delivered = [0], [0], [0]
 
     def note(output: StepOutput) -> None:

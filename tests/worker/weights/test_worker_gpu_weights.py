@@ -58,7 +58,7 @@ def test_memory_stays_within_the_budget_and_copies_beside_compute(tmp_path: Path
     config = DecoderConfig.of_shape(shape)
     sizes = weight_sizes(config, CUDA, torch.bfloat16)
     layout = ArenaLayout.of(shape, chunk_tokens=16, has_activations=False)
-    limits: Any = {"max_batch_size": 4, "prefill_chunk_tokens": 64}
+    limits: Any = {"max_batch_size": 4, "max_batched_tokens": 64}
     budget = sizes.total // 4
     placement = place(shape, layout, sizes, budget_bytes=budget, **limits)
     gc.collect()

@@ -25,7 +25,7 @@ _START_SECONDS = 120.0
 # Small, so that there is something to evict and to wait for.
 _SIZES = (
     *("--host-memory", "80MiB", "--device-memory", "96MiB", "--chunk-tokens", str(CHUNK_TOKENS)),
-    *("--max-batch", "4", "--queue-capacity", "8", "--prefill-chunk", "256"),
+    *("--max-batch", "4", "--queue-capacity", "8", "--max-batched-tokens", "256"),
 )
 
 
