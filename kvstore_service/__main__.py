@@ -60,7 +60,7 @@ from splitpoint.observe.metrics_server import add_metrics_arguments, metrics_ser
 from splitpoint.shapes import ArenaLayout, DataType, Encoding, ModelShape, read_config
 from splitpoint.transport.access import Access, access_of
 from splitpoint.transport.calls import count_calls
-from splitpoint.transport.rpc import HealthReporter, create_server, enable_reflection, listen
+from splitpoint.transport.servers import HealthReporter, create_server, enable_reflection, listen
 from splitpoint.transport.service import run_service
 from splitpoint.transport.tls import Identity, identity_of
 from splitpoint.v1 import kvstore_pb2_grpc

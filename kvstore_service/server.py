@@ -29,7 +29,7 @@ from kvstore_service.upkeep import Upkeep
 from splitpoint.arena.loss import Loss
 from splitpoint.arena.records import SlotState
 from splitpoint.errors import FailedPrecondition, InvalidArgument, Unavailable
-from splitpoint.transport.convert import layout_to_proto, redis_to_proto
+from splitpoint.transport.convert import layout_to_proto
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc
 
@@ -359,7 +359,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             unverified_chunk_count=len(pool.unverified),
             refused_reservation_count=counters.refused_reservations,
             last_refused_seconds_ago=store.seconds_since_refusal(),
-            redis=redis_to_proto(self.redis),
+            redis=None if self.redis is None else self.redis.status,
             former_arena_loss=self.former_loss or "",
             uptime_seconds=time.monotonic() - self._started,
             damaged_chunk_count=store.inspection.damaged_count,

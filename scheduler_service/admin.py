@@ -12,7 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 from scheduler_service.cluster.registry import ReadyWorker, WorkerConnection
 from scheduler_service.requests.manager import RequestManager
 from splitpoint.costs.kappa import kappa_crit
-from splitpoint.transport.convert import profile_to_proto, redis_to_proto
+from splitpoint.transport.convert import profile_to_proto
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import scheduler_pb2_grpc
 
@@ -78,7 +78,7 @@ class AdminServicer(scheduler_pb2_grpc.AdminServiceServicer):
             ttft_seconds_sum=accounts.ttft_seconds,
             itl_count=accounts.itl_count,
             itl_seconds_sum=accounts.itl_seconds,
-            redis=redis_to_proto(self._link),
+            redis=None if self._link is None else self._link.status,
         )
 
     def _worker(self, worker: WorkerConnection) -> pb.WorkerStatus:

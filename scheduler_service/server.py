@@ -51,7 +51,7 @@ from splitpoint.transport.convert import (
     plan_to_proto,
     shape_to_proto,
 )
-from splitpoint.transport.rpc import MESSAGE_LIMIT_BYTES
+from splitpoint.transport.limits import MESSAGE_LIMIT_BYTES
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import scheduler_pb2_grpc
 

@@ -24,7 +24,7 @@ from splitpoint.observe.logs import log_failure
 from splitpoint.observe.meters import Meters
 from splitpoint.observe.metrics import Service
 from splitpoint.planning.planner import Objective, Residency
-from splitpoint.transport import rpc
+from splitpoint.transport import servers
 from splitpoint.transport.access import Access
 from splitpoint.transport.calls import count_calls
 from splitpoint.transport.tls import PLAIN, Identity
@@ -103,7 +103,7 @@ class Scheduler:
         # A gateway may bring all its clients over one connection. Beyond the
         # stream limit gRPC neither queues nor explains: it resets streams
         # (REFUSED_STREAM), so here the limit with a reason comes first.
-        self.server = rpc.create_server(
+        self.server = servers.create_server(
             max_concurrent_rpcs=calls,
             options=[("grpc.max_concurrent_streams", calls)],
             access=options.access,
@@ -115,9 +115,9 @@ class Scheduler:
         scheduler_pb2_grpc.add_AdminServiceServicer_to_server(
             AdminServicer(self.manager, clock, self._link), self.server
         )
-        self.health = rpc.HealthReporter(self.server)
+        self.health = servers.HealthReporter(self.server)
         if options.reflection:
-            rpc.enable_reflection(self.server, [INFERENCE_SERVICE, ADMIN_SERVICE])
+            servers.enable_reflection(self.server, [INFERENCE_SERVICE, ADMIN_SERVICE])
         self._tasks: list[asyncio.Task[None]] = []
 
     def _use_redis(self, options: RedisOptions) -> None:
@@ -134,7 +134,7 @@ class Scheduler:
 
     async def start(self, address: str) -> str:
         """Serves at once, ready once a worker is. Returns the address with its real port."""
-        bound = rpc.listen(self.server, address, self._options.identity)
+        bound = servers.listen(self.server, address, self._options.identity)
         await self.health.set(ADMIN_SERVICE, True)
         await self.health.set(INFERENCE_SERVICE, False)
         await self.server.start()

@@ -1,6 +1,7 @@
 """What the services share. Imports no service and never needs a GPU."""
 
-from splitpoint.transport.grpc_lines import silence
+import os
 
-# Before anything imports grpc.
-silence()
+# gRPC's core writes to stderr what it also reports as an error (a taken port, a failed
+# handshake). It reads this as grpc is imported. A value that the user set stays.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")

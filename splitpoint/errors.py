@@ -18,7 +18,7 @@ SplitpointError
 ├── PermissionDenied
 └── Internal               a bug; clients see an incident id only
 
-Nothing here imports grpc: `splitpoint.transport.rpc` turns these into statuses with
+Nothing here imports grpc: `splitpoint.transport.statuses` turns these into statuses with
 rich details and back again.
 """
 

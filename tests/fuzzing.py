@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import grpc
 
-from splitpoint.transport.rpc import error_of
+from splitpoint.transport.statuses import error_of
 
 
 def random_messages(rng: random.Random, count: int) -> Iterator[bytes]:

@@ -27,7 +27,8 @@ from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.client import AsyncClient
 from splitpoint.config import READY_PREFIX
 from splitpoint.shapes import DataType, ModelShape, read_config
-from splitpoint.transport.rpc import create_server, open_channel
+from splitpoint.transport.channels import open_channel
+from splitpoint.transport.servers import create_server
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc, worker_pb2_grpc
 from worker_service.server import WorkerServicer
 from worker_service.startup import LoadedWorker, WorkerOptions, load_worker

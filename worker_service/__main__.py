@@ -38,7 +38,7 @@ from splitpoint.progress import Progress
 from splitpoint.shapes import DataType
 from splitpoint.transport.access import access_of
 from splitpoint.transport.calls import count_calls
-from splitpoint.transport.rpc import HealthReporter, create_server, enable_reflection, listen
+from splitpoint.transport.servers import HealthReporter, create_server, enable_reflection, listen
 from splitpoint.transport.service import run_service
 from splitpoint.transport.tls import Identity, identity_of
 from splitpoint.v1 import worker_pb2_grpc

@@ -25,7 +25,7 @@ from splitpoint.discovery.entries import (
 )
 from splitpoint.discovery.redis_link import RedisLink
 from splitpoint.errors import Unavailable
-from splitpoint.transport.rpc import open_channel
+from splitpoint.transport.channels import open_channel
 from splitpoint.transport.tls import PLAIN, Identity
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc
 from worker_service.startup import LoadedWorker

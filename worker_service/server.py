@@ -26,7 +26,7 @@ from splitpoint.transport.convert import (
     schedule_to_proto,
     shape_to_proto,
 )
-from splitpoint.transport.rpc import HealthReporter
+from splitpoint.transport.servers import HealthReporter
 from splitpoint.v1 import worker_pb2 as pb
 from splitpoint.v1 import worker_pb2_grpc
 from worker_service.device.profiler import measure

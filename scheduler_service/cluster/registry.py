@@ -28,7 +28,7 @@ from scheduler_service.prefixes.stores import StoreCatalog
 from splitpoint.discovery.entries import ModelName, WorkerEntry
 from splitpoint.errors import FailedPrecondition, SplitpointError
 from splitpoint.shapes import ModelShape
-from splitpoint.transport import rpc
+from splitpoint.transport import channels, statuses
 from splitpoint.transport.convert import (
     layout_from_proto,
     profile_from_proto,
@@ -117,7 +117,7 @@ class WorkerConnection:
     async def run(self, registry: Registry) -> None:
         """Connect, serve, reconnect; until cancelled."""
         pause = _FIRST_PAUSE_SECONDS
-        async with rpc.open_channel(self.address, self._identity) as channel:
+        async with channels.open_channel(self.address, self._identity) as channel:
             while True:
                 was_ready = False
                 try:
@@ -163,7 +163,7 @@ class WorkerConnection:
             has_ended = True
             self._note("the worker ended its stream")
         except grpc.RpcError as error:
-            self._note(rpc.error_of(error).message)
+            self._note(statuses.error_of(error).message)
         except asyncio.CancelledError:
             has_ended = True  # by us: the scheduler stops
             raise
@@ -228,7 +228,7 @@ class WorkerConnection:
                     registry.listener.on_worker_draining(self)
         except grpc.RpcError as error:
             # The stream's own end tells whether the worker is gone.
-            _log.info("no health from %s: %s", self.address, rpc.error_of(error).message)
+            _log.info("no health from %s: %s", self.address, statuses.error_of(error).message)
         finally:
             call.cancel()
 

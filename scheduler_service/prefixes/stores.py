@@ -13,7 +13,7 @@ import grpc
 
 from scheduler_service.prefixes.catalog import PrefixQuery
 from splitpoint.observe import tracing
-from splitpoint.transport import rpc
+from splitpoint.transport import channels, statuses
 from splitpoint.transport.tls import PLAIN, Identity
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc
 
@@ -85,11 +85,13 @@ class StoreCatalog:
 
     def _stub(self, address: str) -> kvstore_pb2_grpc.KvStoreServiceStub:
         if address not in self._channels:
-            self._channels[address] = rpc.open_channel(address, self._identity)
+            self._channels[address] = channels.open_channel(address, self._identity)
         return kvstore_pb2_grpc.KvStoreServiceStub(self._channels[address])
 
     def _complain(self, address: str, error: grpc.RpcError) -> None:
         """Once until it answers again, not for every request."""
         if address not in self._silent:
             self._silent.add(address)
-            _log.warning("the store at %s did not answer: %s", address, rpc.error_of(error).message)
+            _log.warning(
+                "the store at %s did not answer: %s", address, statuses.error_of(error).message
+            )

@@ -11,9 +11,9 @@ from enum import Enum
 
 from grpc_health.v1 import health_pb2
 
+from splitpoint.client.telemetry import Telemetry, telemetry_from_proto
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import Internal
-from splitpoint.observe.telemetry import Telemetry, telemetry_from_proto
 from splitpoint.planning.planner import Plan
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import Encoding, ModelShape

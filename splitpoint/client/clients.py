@@ -14,7 +14,7 @@ Who the client is comes from its arguments, else from the environment
 SPLITPOINT_KEY); see docs/security.md.
 
 Retries: gRPC repeats a call that failed with UNAVAILABLE before its first
-answer, at most twice, with back-off (the service config of `splitpoint.transport.rpc`).
+answer, at most twice, with back-off (the service config of `splitpoint.transport.channels`).
 Nothing else is ever repeated, and nothing after the first token.
 """
 
@@ -51,6 +51,7 @@ from splitpoint.client.requests import (
     model_request,
     tokenize_request,
 )
+from splitpoint.client.telemetry import SchedulerStatus, scheduler_status
 from splitpoint.config import check_address, default_address
 from splitpoint.errors import (
     DeadlineExceeded,
@@ -58,8 +59,7 @@ from splitpoint.errors import (
     SplitpointError,
     Unavailable,
 )
-from splitpoint.observe.telemetry import SchedulerStatus, scheduler_status
-from splitpoint.transport import rpc
+from splitpoint.transport import channels, statuses
 from splitpoint.transport.tls import Identity, client_identity
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import scheduler_pb2_grpc
@@ -110,8 +110,8 @@ _DEADLINE_WORDS = "deadline exceeded"
 
 
 def _error_of(error: grpc.RpcError, too_late: str) -> SplitpointError:
-    """`rpc.error_of`; `too_late` says what did not happen before the deadline."""
-    result = rpc.error_of(error)
+    """`statuses.error_of`; `too_late` says what did not happen before the deadline."""
+    result = statuses.error_of(error)
     if isinstance(result, DeadlineExceeded) and _DEADLINE_WORDS in result.message.lower():
         return DeadlineExceeded(too_late)
     return result
@@ -245,7 +245,7 @@ class Client:
             if identity is None
             else identity
         )
-        self._channel = rpc.open_sync_channel(self.address, self.identity)
+        self._channel = channels.open_sync_channel(self.address, self.identity)
         self._services = _stubs(self._channel)
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
@@ -372,7 +372,7 @@ class AsyncClient:
             if identity is None
             else identity
         )
-        self._channel = rpc.open_channel(self.address, self.identity)
+        self._channel = channels.open_channel(self.address, self.identity)
         self._services = _stubs(self._channel)
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncGeneration:

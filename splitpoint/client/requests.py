@@ -16,7 +16,7 @@ from splitpoint.config import format_size
 from splitpoint.errors import ResourceExhausted
 from splitpoint.planning.planner import Objective, Residency, RestoreMethod
 from splitpoint.transport import convert
-from splitpoint.transport.rpc import MESSAGE_LIMIT_BYTES
+from splitpoint.transport.limits import MESSAGE_LIMIT_BYTES
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import types_pb2
 

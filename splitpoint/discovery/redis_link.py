@@ -23,6 +23,7 @@ from redis.exceptions import RedisError
 from splitpoint.discovery.breaker import Breaker, State
 from splitpoint.discovery.redis_options import RedisOptions
 from splitpoint.errors import Unavailable
+from splitpoint.v1 import types_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +55,11 @@ class RedisLink:
     def is_away(self) -> bool:
         """Whether nobody but heartbeats is let through at the moment."""
         return self.breaker.state is not State.CLOSED
+
+    @property
+    def status(self) -> types_pb2.RedisStatus:
+        """Address and state, as the services report them."""
+        return types_pb2.RedisStatus(address=self.name, is_up=not self.is_away)
 
     async def run(
         self, operation: Callable[[Redis], Awaitable[T]], *, is_heartbeat: bool = False

@@ -11,7 +11,7 @@ A tokens file names callers and holds only digests of their tokens:
 The file is looked at again when it changed, at most once a second, so a token
 is revoked by deleting its entry. While the file cannot be trusted (unreadable,
 malformed, open to others) nobody is let in. Knows no gRPC: the guard of
-`splitpoint.transport.rpc` asks `Access.admit` before a handler exists.
+`splitpoint.transport.guard` asks `Access.admit` before a handler exists.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from prometheus_client import Counter
 
 from splitpoint.observe.meters import Meters
 from splitpoint.observe.metrics import RPC_CALLS
-from splitpoint.transport.rpc import OnAnswer
+from splitpoint.transport.guard import OnAnswer
 
 # Whatever else a caller asks for: its words must not become a series.
 UNKNOWN_METHOD = "unknown"

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import InvalidArgument
 from splitpoint.planning.planner import Objective, Plan, Residency, RestoreMethod
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import ArenaLayout, DataType, Encoding, ModelShape
 from splitpoint.v1 import types_pb2 as pb
-
-if TYPE_CHECKING:
-    from splitpoint.discovery.redis_link import RedisLink
 
 _DATA_TYPES = {
     DataType.FLOAT32: pb.DATA_TYPE_FLOAT32,
@@ -125,11 +120,6 @@ def objective_from_proto(number: int) -> Objective:
         return _OBJECTIVES_BACK[number]
     except KeyError:
         raise InvalidArgument(f"unknown objective {number}", field="objective") from None
-
-
-def redis_to_proto(link: RedisLink | None) -> pb.RedisStatus | None:
-    """None: the service uses no Redis."""
-    return None if link is None else pb.RedisStatus(address=link.name, is_up=not link.is_away)
 
 
 def shape_to_proto(shape: ModelShape) -> pb.ModelShape:

@@ -1,7 +1,7 @@
 """Who this process is on the wire, and whom it trusts: certificates, keys and tokens from files.
 
 Reads and checks files, once, into a frozen `Identity` that is passed down to
-whatever opens channels or listens. Knows no gRPC: `splitpoint.transport.rpc` makes its
+whatever opens channels or listens. Knows no gRPC: `channels.py` and `servers.py` make their
 credentials from it. What is inside a certificate is read by `certificates.py`, which
 only services load: a client gets by without the library that parses certificates.
 """

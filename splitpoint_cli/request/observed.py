@@ -9,9 +9,9 @@ import grpc
 
 from splitpoint.client import Client
 from splitpoint.client.answers import Model, Queue, Worker
+from splitpoint.client.telemetry import SchedulerStatus
 from splitpoint.errors import InvalidArgument
-from splitpoint.observe.telemetry import SchedulerStatus
-from splitpoint.transport import rpc
+from splitpoint.transport import channels, statuses
 from splitpoint.transport.tls import PLAIN, Identity
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc
 from splitpoint_cli.output import code_name
@@ -75,7 +75,7 @@ def read_status(client: Client) -> Status:
 def read_store(address: str, identity: Identity = PLAIN) -> Store:
     """GetStats of one store; a store that cannot be asked is no error here."""
     try:
-        opened = rpc.open_sync_channel(address, identity)
+        opened = channels.open_sync_channel(address, identity)
     except InvalidArgument as error:  # the token would travel in the clear
         return Store(address, None, error.message)
     with opened as channel:
@@ -85,5 +85,5 @@ def read_store(address: str, identity: Identity = PLAIN) -> Store:
                 address, stub.GetStats(kvstore_pb2.GetStatsRequest(), timeout=_STORE_SECONDS)
             )
         except grpc.RpcError as error:
-            reason = rpc.error_of(error)
+            reason = statuses.error_of(error)
             return Store(address, None, f"{code_name(reason)}: {reason.message}")

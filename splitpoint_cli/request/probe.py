@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2
 
 from splitpoint.config import check_address
 from splitpoint.errors import InvalidArgument, SplitpointError
-from splitpoint.transport import rpc
+from splitpoint.transport import channels, statuses
 from splitpoint.transport.tls import Identity, client_identity, read_identity
 
 DEFAULT_SECONDS = 3.0
@@ -84,7 +84,7 @@ def obstacle_of(
     """Why the service does not serve, in words; None: it does. Raises InvalidArgument."""
     if not 0 < seconds <= 3600:
         raise InvalidArgument("--timeout is more than 0 and at most 3600 seconds", field="timeout")
-    with rpc.open_sync_channel(address, identity) as channel:
+    with channels.open_sync_channel(address, identity) as channel:
         check = channel.unary_unary(
             _CHECK,
             request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
@@ -95,7 +95,7 @@ def obstacle_of(
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 return f"there is no service {service or 'at all'} here"
-            return " ".join(rpc.error_of(error).message.split())
+            return " ".join(statuses.error_of(error).message.split())
     if answer.status == health_pb2.HealthCheckResponse.SERVING:
         return None
     return f"{service or 'the process'} is not serving"

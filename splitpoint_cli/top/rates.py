@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 from splitpoint.client.answers import Worker
-from splitpoint.observe.telemetry import SchedulerStatus, Telemetry
+from splitpoint.client.telemetry import SchedulerStatus, Telemetry
 from splitpoint.v1.kvstore_pb2 import GetStatsResponse
 from splitpoint_cli.request.observed import Status, Store
 

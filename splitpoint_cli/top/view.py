@@ -8,8 +8,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from splitpoint.client.answers import Queue, Worker
+from splitpoint.client.telemetry import Telemetry
 from splitpoint.config import format_rate, format_size
-from splitpoint.observe.telemetry import Telemetry
 from splitpoint_cli.output import duration_text, plain_reason, seconds_text
 from splitpoint_cli.request.findings import findings_of
 from splitpoint_cli.request.observed import Status, Store

@@ -21,7 +21,7 @@ from scheduler_service.prefixes.redis import RedisCatalog
 from scheduler_service.prefixes.stores import StoreCatalog
 from splitpoint.discovery.redis_link import RedisLink
 from splitpoint.discovery.redis_options import parse_redis_url
-from splitpoint.transport import rpc
+from splitpoint.transport import servers
 from splitpoint.v1 import kvstore_pb2_grpc
 
 SIZE = LAYOUT.chunk_tokens
@@ -75,9 +75,9 @@ async def serving_store(folder: Path, name: str = "a", slots: int = 16) -> Async
     (folder / name).mkdir()
     bench = Bench(folder / name, slots)
     servicer = KvStoreServicer(bench.store)
-    server = rpc.create_server()
+    server = servers.create_server()
     kvstore_pb2_grpc.add_KvStoreServiceServicer_to_server(servicer, server)
-    address = rpc.listen(server, f"unix:{folder}/{name}.s")
+    address = servers.listen(server, f"unix:{folder}/{name}.s")
     await server.start()
     try:
         yield Store(bench, address, bench.attach())

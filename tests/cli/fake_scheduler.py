@@ -15,7 +15,7 @@ from typing import Any
 
 from splitpoint.client import INFERENCE_SERVICE
 from splitpoint.errors import InvalidArgument, ResourceExhausted, SplitpointError, Unavailable
-from splitpoint.transport import rpc
+from splitpoint.transport import servers
 from splitpoint.transport.access import Access
 from splitpoint.transport.tls import PLAIN, Identity
 from splitpoint.v1 import scheduler_pb2 as pb
@@ -213,12 +213,12 @@ def fake_scheduler(
     stop = asyncio.Event()
 
     async def serve() -> None:
-        server = rpc.create_server(access=access)
+        server = servers.create_server(access=access)
         fake = FakeScheduler(script)
         scheduler_pb2_grpc.add_InferenceServiceServicer_to_server(fake, server)
         scheduler_pb2_grpc.add_AdminServiceServicer_to_server(fake, server)
-        health = rpc.HealthReporter(server)
-        script.address = rpc.listen(server, address, identity)
+        health = servers.HealthReporter(server)
+        script.address = servers.listen(server, address, identity)
         await health.set(INFERENCE_SERVICE, True)
         await server.start()
         started.set()

@@ -13,7 +13,7 @@ from tiny_models import build_tiny, clear_prompt, write_tiny
 from splitpoint.planning.planner import Residency
 from splitpoint.planning.schedule import Lane
 from splitpoint.planning.weight_schedule import LAYER_PIECES
-from splitpoint.transport.rpc import open_channel
+from splitpoint.transport.channels import open_channel
 from splitpoint.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from worker_service.lanes.lanes import EmulatedLink
 from worker_service.lanes.timeline import Span, Trace

@@ -26,7 +26,7 @@ from splitpoint.client import AsyncClient
 from splitpoint.client.answers import Completion
 from splitpoint.planning.planner import Residency
 from splitpoint.planning.schedule import Lane
-from splitpoint.transport.rpc import open_channel
+from splitpoint.transport.channels import open_channel
 from splitpoint.v1 import worker_pb2, worker_pb2_grpc
 from worker_service.startup import LoadedWorker
 

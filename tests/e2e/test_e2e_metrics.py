@@ -25,13 +25,13 @@ from up_process import free_ports, up_process, wait_until_up
 
 from splitpoint.client import Client
 from splitpoint.client.answers import Completion
+from splitpoint.client.telemetry import SchedulerStatus
 from splitpoint.errors import ResourceExhausted
 from splitpoint.observe import metrics as m
 from splitpoint.observe.metrics import Kind, Metric, Needs, Service, metrics_of
-from splitpoint.observe.telemetry import SchedulerStatus
 from splitpoint.planning.planner import Residency
 from splitpoint.transport.access import Caller, Role
-from splitpoint.transport.rpc import open_sync_channel
+from splitpoint.transport.channels import open_sync_channel
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc
 from splitpoint_cli.security.token import add_token
 

@@ -16,7 +16,7 @@ from local_stack import StackShape, serving_worker, start_store, stop_process
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
 from splitpoint.errors import FailedPrecondition
-from splitpoint.transport.rpc import open_channel
+from splitpoint.transport.channels import open_channel
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from worker_service.startup import LoadedWorker
 from worker_service.store.fetch import Fetcher

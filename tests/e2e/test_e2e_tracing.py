@@ -25,7 +25,7 @@ from tiny_models import VOCABULARY, write_tiny
 from splitpoint.client import AsyncClient, Client
 from splitpoint.client.requests import generate_request
 from splitpoint.planning.planner import Residency, RestoreMethod
-from splitpoint.transport import rpc
+from splitpoint.transport import channels
 from splitpoint.v1 import scheduler_pb2_grpc
 
 SPLIT = "splitpoint.split_tokens"
@@ -257,7 +257,7 @@ async def test_a_trace_that_nobody_samples_is_not_sent(tmp_path: Path, shm_folde
         ) as (client, _),
     ):
         # Not through the client, which traces where another test made this process do so.
-        stub = scheduler_pb2_grpc.InferenceServiceStub(rpc.open_channel(client.address))
+        stub = scheduler_pb2_grpc.InferenceServiceStub(channels.open_channel(client.address))
         async for _ in stub.Generate(generate_request(PROMPT, {"max_tokens": 2}), timeout=30):
             pass
         await asyncio.sleep(0.5)

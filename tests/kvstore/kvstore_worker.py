@@ -20,8 +20,8 @@ from kvstore_helpers import seed_of, write_payload
 
 from splitpoint.arena.mapping import Arena
 from splitpoint.keys import chunk_key
+from splitpoint.transport.channels import open_sync_channel
 from splitpoint.transport.convert import layout_from_proto
-from splitpoint.transport.rpc import open_sync_channel
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc
 

@@ -26,8 +26,9 @@ from splitpoint.arena.format import RECORD_BYTES, RECORDS_OFFSET, SUPERBLOCK_BYT
 from splitpoint.arena.mapping import Arena
 from splitpoint.arena.records import CHUNK_OFFSET
 from splitpoint.errors import ResourceExhausted
+from splitpoint.transport.channels import open_sync_channel
 from splitpoint.transport.convert import layout_from_proto
-from splitpoint.transport.rpc import error_of, open_sync_channel
+from splitpoint.transport.statuses import error_of
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc
 

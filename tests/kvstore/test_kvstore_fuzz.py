@@ -13,7 +13,8 @@ from fuzzing import stream_status
 from kvstore_helpers import Bench
 
 from kvstore_service.server import SERVICE_NAME, KvStoreServicer
-from splitpoint.transport.rpc import create_server, listen, open_channel
+from splitpoint.transport.channels import open_channel
+from splitpoint.transport.servers import create_server, listen
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc
 

@@ -26,8 +26,8 @@ from test_kvstore_process import StoreProcess
 
 from splitpoint.arena.mapping import Arena
 from splitpoint.keys import chunk_key
+from splitpoint.transport.channels import open_sync_channel
 from splitpoint.transport.convert import layout_from_proto
-from splitpoint.transport.rpc import open_sync_channel
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc
 

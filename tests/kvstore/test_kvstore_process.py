@@ -25,8 +25,9 @@ from kvstore_helpers import LAYOUT, payload_of, read_payload, seed_of
 from kvstore_service.server import SERVICE_NAME
 from splitpoint.arena.mapping import Arena
 from splitpoint.errors import NotFound
+from splitpoint.transport.channels import open_sync_channel
 from splitpoint.transport.convert import layout_from_proto
-from splitpoint.transport.rpc import error_of, open_sync_channel
+from splitpoint.transport.statuses import error_of
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc
 

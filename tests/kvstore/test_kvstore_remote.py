@@ -28,7 +28,9 @@ from splitpoint.errors import (
     Unavailable,
 )
 from splitpoint.keys import chunk_key
-from splitpoint.transport.rpc import create_server, error_of, listen, open_channel
+from splitpoint.transport.channels import open_channel
+from splitpoint.transport.servers import create_server, listen
+from splitpoint.transport.statuses import error_of
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc
 

@@ -28,7 +28,7 @@ from splitpoint.keys import pack_tokens
 from splitpoint.planning.planner import Objective, Residency
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import ArenaLayout, ModelShape, chunks_of, read_config
-from splitpoint.transport import rpc
+from splitpoint.transport import channels, servers, statuses
 from splitpoint.transport.convert import (
     layout_to_proto,
     profile_to_proto,
@@ -136,7 +136,7 @@ class WorkerDouble(worker_pb2_grpc.WorkerServiceServicer):
         self._restores: list[worker_pb2.RestoreReport] = []
         self._telemetry: types_pb2.Telemetry | None = None
         self._server: grpc.aio.Server | None = None
-        self._health: rpc.HealthReporter | None = None
+        self._health: servers.HealthReporter | None = None
         self._work = asyncio.Event()
         self._stream_open = False
 
@@ -148,11 +148,11 @@ class WorkerDouble(worker_pb2_grpc.WorkerServiceServicer):
     # -- life ----------------------------------------------------------------------
 
     async def start(self, address: str = "127.0.0.1:0") -> str:
-        self._server = rpc.create_server()
+        self._server = servers.create_server()
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
-        self._health = rpc.HealthReporter(self._server)
+        self._health = servers.HealthReporter(self._server)
         await self._health.set("splitpoint.v1.WorkerService", True)
-        self.address = rpc.listen(self._server, address)
+        self.address = servers.listen(self._server, address)
         await self._server.start()
         return self.address
 
@@ -337,11 +337,11 @@ class StoreDouble(kvstore_pb2_grpc.KvStoreServiceServicer):
         self.slot_count = slot_count
         self.salts: list[bytes] = []
         self.stalled = False
-        self._server = rpc.create_server()
+        self._server = servers.create_server()
 
     async def start(self) -> str:
         kvstore_pb2_grpc.add_KvStoreServiceServicer_to_server(self, self._server)
-        address = rpc.listen(self._server, "127.0.0.1:0")
+        address = servers.listen(self._server, "127.0.0.1:0")
         await self._server.start()
         return address
 
@@ -407,7 +407,7 @@ class Stack:
         self.scheduler = scheduler
         self.address = address
         self.workers = workers
-        self.channel = rpc.open_channel(address)
+        self.channel = channels.open_channel(address)
         self.inference: Any = scheduler_pb2_grpc.InferenceServiceStub(self.channel)
         self.admin: Any = scheduler_pb2_grpc.AdminServiceStub(self.channel)
 
@@ -441,7 +441,7 @@ class Stack:
         try:
             await self.generate(request, **kw)
         except grpc.RpcError as error:
-            return rpc.error_of(error)
+            return statuses.error_of(error)
         raise RuntimeError("the call did not fail")
 
     async def until(self, condition: Callable[[], Any], seconds: float = 20) -> None:

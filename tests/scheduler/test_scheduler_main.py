@@ -15,7 +15,7 @@ from scheduler_doubles import MODEL_FOLDER, ROOT, WorkerDouble, answer, ids_requ
 
 from scheduler_service.__main__ import read_server_key
 from splitpoint.errors import InvalidArgument, PermissionDenied
-from splitpoint.transport import rpc
+from splitpoint.transport import channels
 from splitpoint.v1 import scheduler_pb2_grpc
 
 
@@ -50,7 +50,7 @@ async def test_a_process_serves_and_drains(tmp_path: Path) -> None:
         line = await asyncio.wait_for(scheduler.stdout.readline(), 30)
         assert line.decode() == f"READY {address}\n"
         assert stat.S_IMODE(key.stat().st_mode) == 0o600
-        async with rpc.open_channel(address) as channel:
+        async with channels.open_channel(address) as channel:
             stub = scheduler_pb2_grpc.InferenceServiceStub(channel)
             call = stub.Generate(ids_request([5], 4), timeout=20)
             ids = [i async for message in call for i in message.chunk.token_ids]

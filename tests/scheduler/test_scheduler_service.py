@@ -38,7 +38,7 @@ from splitpoint.errors import (
 from splitpoint.keys import tenant_salt
 from splitpoint.planning.planner import Objective
 from splitpoint.planning.schedule import Schedule
-from splitpoint.transport import rpc
+from splitpoint.transport import statuses
 from splitpoint.v1 import scheduler_pb2, types_pb2
 
 
@@ -138,7 +138,7 @@ async def test_five_hundred_calls_on_one_connection() -> None:
         for request, result in zip(requests, results, strict=True):
             if isinstance(result, grpc.RpcError):
                 # The only reason to turn one away is said, with when to come again.
-                assert rpc.error_of(result).reason == "QUEUE_FULL"
+                assert statuses.error_of(result).reason == "QUEUE_FULL"
             else:
                 assert not isinstance(result, BaseException)
                 assert result.token_ids == answer(request.token_ids.ids, 2)
@@ -461,7 +461,7 @@ async def test_a_model_without_a_tokenizer_takes_token_ids_only() -> None:
         assert isinstance(error, FailedPrecondition)
         with pytest.raises(grpc.RpcError) as caught:
             await running.inference.Tokenize(scheduler_pb2.TokenizeRequest(text="x"))
-        assert isinstance(rpc.error_of(caught.value), FailedPrecondition)
+        assert isinstance(statuses.error_of(caught.value), FailedPrecondition)
 
 
 async def test_health_follows_the_workers() -> None:

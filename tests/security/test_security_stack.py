@@ -29,7 +29,7 @@ from splitpoint.errors import (
     Unauthenticated,
     Unavailable,
 )
-from splitpoint.transport import access, rpc
+from splitpoint.transport import access, channels, statuses
 from splitpoint.transport.tls import PLAIN, Identity, read_identity
 from splitpoint.v1 import kvstore_pb2, scheduler_pb2, worker_pb2
 from splitpoint_cli.security.authority import make_certificates
@@ -83,7 +83,7 @@ async def call(
     def blocking() -> SplitpointError | None:
         # Not the asyncio client: when a refusal arrives before its first request
         # has left, it reports "Internal error from Core" instead of the status.
-        with rpc.open_sync_channel(address, identity) as channel:
+        with channels.open_sync_channel(address, identity) as channel:
             open_call: Any = {
                 (False, False): channel.unary_unary,
                 (False, True): channel.unary_stream,
@@ -97,7 +97,7 @@ async def call(
                     next(answer, None)
                     answer.cancel()
             except grpc.RpcError as error:
-                return rpc.error_of(error)
+                return statuses.error_of(error)
             finally:
                 over.set()
         return None
@@ -155,7 +155,7 @@ async def test_reflection_is_for_admins_and_health_for_everybody(stack: SecuredS
         client = await call(address, stack.identity("alice"), REFLECTION, **both)
         assert isinstance(client, PermissionDenied)
         assert await call(address, stack.identity("root"), REFLECTION, **both) is None
-        async with rpc.open_channel(address, stack.identity()) as channel:
+        async with channels.open_channel(address, stack.identity()) as channel:
             health: Any = health_pb2_grpc.HealthStub(channel)
             answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=10)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
@@ -238,13 +238,13 @@ async def test_large_messages_and_metadata_are_refused(stack: SecuredStack, serv
         ):
             with pytest.raises(grpc.RpcError) as caught:
                 await send(request, metadata=metadata, timeout=10)
-            assert isinstance(rpc.error_of(caught.value), ResourceExhausted)
+            assert isinstance(statuses.error_of(caught.value), ResourceExhausted)
 
 
 @pytest.mark.parametrize(("service", "limit"), [("WorkerService", 64), ("KvStoreService", 1024)])
 async def test_concurrent_calls_are_bounded(stack: SecuredStack, service: str, limit: int) -> None:
     channels = [
-        rpc.open_channel(stack.addresses[service], stack.identity("services"))
+        channels.open_channel(stack.addresses[service], stack.identity("services"))
         for _ in range(-(-limit // 200) + 1)
     ]
     request = health_pb2.HealthCheckRequest(service="")
@@ -257,7 +257,7 @@ async def test_concurrent_calls_are_bounded(stack: SecuredStack, service: str, l
         answers = await asyncio.gather(
             *(anext(aiter(watch)) for watch in watches), return_exceptions=True
         )
-        errors = [rpc.error_of(a) for a in answers if isinstance(a, grpc.RpcError)]
+        errors = [statuses.error_of(a) for a in answers if isinstance(a, grpc.RpcError)]
         served = [a for a in answers if isinstance(a, health_pb2.HealthCheckResponse)]
         assert len(served) + len(errors) == limit
         assert 0.9 * limit <= len(served) < limit

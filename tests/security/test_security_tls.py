@@ -24,7 +24,7 @@ from splitpoint.errors import (
     SplitpointError,
     Unavailable,
 )
-from splitpoint.transport import rpc
+from splitpoint.transport import channels, servers, statuses
 from splitpoint.transport.access import Access, Caller, Role, current_caller
 from splitpoint.transport.tls import (
     PLAIN,
@@ -67,12 +67,12 @@ async def serving(
         await asyncio.sleep(0.05)
         return current_caller().name.encode()
 
-    server = rpc.create_server(access=access)
+    server = servers.create_server(access=access)
     handler: Any = grpc.unary_unary_rpc_method_handler(who)
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler("splitpoint.v1.AdminService", {"GetQueue": handler}),)
     )
-    bound = rpc.listen(server, address, own)
+    bound = servers.listen(server, address, own)
     await server.start()
     yield bound
     await server.stop(0)
@@ -80,12 +80,12 @@ async def serving(
 
 async def ask(address: str, own: Identity) -> str:
     """Who the server says we are. Raises what the call raises."""
-    async with rpc.open_channel(address, own) as channel:
+    async with channels.open_channel(address, own) as channel:
         send: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(METHOD)
         try:
             answer = await send(b"", timeout=10)
         except grpc.RpcError as error:
-            raise rpc.error_of(error) from error
+            raise statuses.error_of(error) from error
     return answer.decode()
 
 
@@ -104,7 +104,7 @@ async def test_mutual_tls_with_tokens_and_concurrent_callers(folder: Path, tmp_p
 
         def blocking() -> bytes:
             own = identity(good, "client", token=tokens[3])
-            with rpc.open_sync_channel(address, own) as channel:
+            with channels.open_sync_channel(address, own) as channel:
                 send: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(METHOD)
                 return send(b"", timeout=10)
 
@@ -199,12 +199,12 @@ async def test_waiting_for_a_server_tells_why_in_the_end(folder: Path) -> None:
 @pytest.mark.parametrize("address", ["10.0.0.1:1", "example.org:1", "0.0.0.0:1", "[fe80::1]:1"])
 def test_a_token_is_not_sent_in_the_clear(address: str, folder: Path) -> None:
     with pytest.raises(InvalidArgument, match="never sent") as caught:
-        rpc.open_sync_channel(address, Identity(token="canarytoken"))
+        channels.open_sync_channel(address, Identity(token="canarytoken"))
     assert "canarytoken" not in caught.value.message
     with pytest.raises(InvalidArgument, match="never sent"):
         Client(address, token="canarytoken", ca=None)
     Client(address, token="canarytoken", ca=folder / "good" / "ca.pem").close()
-    rpc.open_sync_channel(address, PLAIN).close()
+    channels.open_sync_channel(address, PLAIN).close()
 
 
 # -- files ------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from splitpoint.observe import metrics
 from splitpoint.observe.meters import Meters, Reading
 from splitpoint.observe.metrics import Kind, Metric, Needs, Service, metrics_of
 from splitpoint.planning.planner import RestoreMethod
-from splitpoint.transport.rpc import open_channel
+from splitpoint.transport.channels import open_channel
 from splitpoint.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from worker_service.account import StepKind
 from worker_service.engine.messages import Call, RestoreEvent, StepEvent, StepOutput

@@ -15,7 +15,9 @@ from tiny_models import VOCABULARY, build_tiny, clear_prompt, write_tiny
 
 from splitpoint.observe import tracing
 from splitpoint.shapes import DataType
-from splitpoint.transport.rpc import create_server, error_of, open_channel
+from splitpoint.transport.channels import open_channel
+from splitpoint.transport.servers import create_server
+from splitpoint.transport.statuses import error_of
 from splitpoint.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from worker_service.device.memory import STAGING_PAGES
 from worker_service.engine.messages import Call

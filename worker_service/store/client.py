@@ -32,8 +32,9 @@ from splitpoint.errors import (
 )
 from splitpoint.observe import tracing
 from splitpoint.shapes import ArenaLayout
+from splitpoint.transport.channels import open_channel
 from splitpoint.transport.convert import layout_from_proto
-from splitpoint.transport.rpc import error_of, open_channel
+from splitpoint.transport.statuses import error_of
 from splitpoint.transport.tls import PLAIN, Identity
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc, types_pb2

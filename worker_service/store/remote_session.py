@@ -15,7 +15,8 @@ import grpc
 
 from splitpoint.arena.payload import Payload
 from splitpoint.observe import tracing
-from splitpoint.transport.rpc import error_of, open_channel
+from splitpoint.transport.channels import open_channel
+from splitpoint.transport.statuses import error_of
 from splitpoint.transport.tls import PLAIN, Identity
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc, types_pb2

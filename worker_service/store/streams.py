@@ -17,7 +17,7 @@ import xxhash
 
 from splitpoint.arena.payload import Payload, pieces
 from splitpoint.errors import DataLoss, Internal, Unavailable
-from splitpoint.transport.rpc import error_of
+from splitpoint.transport.statuses import error_of
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import types_pb2
 

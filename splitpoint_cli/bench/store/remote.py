@@ -17,7 +17,8 @@ import grpc
 import xxhash
 
 from splitpoint.errors import DataLoss, Internal
-from splitpoint.transport.rpc import error_of, open_channel
+from splitpoint.transport.channels import open_channel
+from splitpoint.transport.statuses import error_of
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc, types_pb2
 from splitpoint_cli.bench import raw_stream

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from splitpoint.client.answers import Queue, QueuedRequest, Worker
+from splitpoint.client.telemetry import RedisStatus, SchedulerStatus, Telemetry
 from splitpoint.costs.profile import Profile
-from splitpoint.observe.telemetry import RedisStatus, SchedulerStatus, Telemetry
 from splitpoint.v1 import kvstore_pb2, types_pb2
 from splitpoint_cli.request.findings import Finding, Severity, findings_of
 from splitpoint_cli.request.observed import Status, Store

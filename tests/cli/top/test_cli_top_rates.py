@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from splitpoint.client.answers import Queue, Worker
+from splitpoint.client.telemetry import SchedulerStatus, Telemetry
 from splitpoint.costs.profile import BUILT_IN_PROFILES
-from splitpoint.observe.telemetry import SchedulerStatus, Telemetry
 from splitpoint.v1.kvstore_pb2 import GetStatsResponse
 from splitpoint_cli.request.observed import Status, Store
 from splitpoint_cli.top.rates import (

@@ -10,7 +10,7 @@ from rich.console import Console
 from test_cli_top_rates import reading, scheduler, stats, telemetry, worker
 
 from splitpoint.client.answers import Queue, QueuedRequest
-from splitpoint.observe.telemetry import RedisStatus
+from splitpoint.client.telemetry import RedisStatus
 from splitpoint_cli.output import duration_text
 from splitpoint_cli.request.observed import Store
 from splitpoint_cli.top.bars import FANCY, PLAIN, amount, bar, cell, flow, stacked_bar

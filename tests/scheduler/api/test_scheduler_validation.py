@@ -18,7 +18,7 @@ from scheduler_service.limits import Limits
 from splitpoint.checkpoint.text import TooManyTokens
 from splitpoint.errors import FailedPrecondition, InvalidArgument, NotFound, SplitpointError
 from splitpoint.planning.planner import Residency, RestoreMethod
-from splitpoint.transport import rpc
+from splitpoint.transport import statuses
 from splitpoint.v1 import scheduler_pb2, types_pb2
 
 FACTS = ModelFacts("tiny", vocabulary_size=100, context_length=50)
@@ -177,7 +177,7 @@ async def test_bad_inputs_over_the_wire() -> None:
         for method, message, kind in refused:
             with pytest.raises(grpc.RpcError) as caught:
                 await getattr(running.inference, method)(message)
-            assert isinstance(rpc.error_of(caught.value), kind), method
+            assert isinstance(statuses.error_of(caught.value), kind), method
         # Nothing of it reached the worker, and it still works.
         assert running.workers[0].admits == []
         assert (await running.generate(ids_request([5], 2))).token_ids == answer([5], 2)

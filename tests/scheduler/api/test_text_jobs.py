@@ -16,7 +16,7 @@ from scheduler_service.api.text_jobs import TextJobs
 from scheduler_service.limits import Limits
 from scheduler_service.server import ServedModel
 from splitpoint.errors import InvalidArgument, ResourceExhausted
-from splitpoint.transport import rpc
+from splitpoint.transport import statuses
 from splitpoint.v1 import scheduler_pb2
 
 LIMITS = Limits(text_jobs=3, text_queue=4, text_wait_seconds=30.0, retry_seconds=0.5)
@@ -160,7 +160,7 @@ async def test_a_text_beyond_the_context_is_refused_by_its_bytes() -> None:
         assert int(error.metadata["prompt_tokens"]) == TOKENIZER.fewest_tokens(text)
         with pytest.raises(grpc.RpcError) as caught:
             await running.inference.Tokenize(scheduler_pb2.TokenizeRequest(text=text))
-        assert rpc.error_of(caught.value).reason == "CONTEXT_EXCEEDED"
+        assert statuses.error_of(caught.value).reason == "CONTEXT_EXCEEDED"
         error = await running.error(ids_request([1] * 2_000_000))
         assert isinstance(error, InvalidArgument)
         assert error.metadata["prompt_tokens"] == "2000000"
@@ -180,7 +180,7 @@ async def test_long_texts_are_bounded_and_answered_in_turn() -> None:
                 assert list((await call).token_ids) == TOKENIZER.encode(text)
                 codes.append("")
             except grpc.RpcError as error:
-                found = rpc.error_of(error)
+                found = statuses.error_of(error)
                 assert isinstance(found, ResourceExhausted)
                 codes.append(found.reason)
         assert sorted(codes) == ["", "", *["TOKENIZER_BUSY"] * 4]

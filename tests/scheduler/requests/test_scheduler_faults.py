@@ -33,7 +33,7 @@ from splitpoint.errors import (
     SplitpointError,
     Unavailable,
 )
-from splitpoint.transport import rpc
+from splitpoint.transport import channels, statuses
 from splitpoint.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2
 
 PROMPT = [5, 6, 7]
@@ -319,7 +319,7 @@ async def read_to_the_error(call: Any) -> SplitpointError:
         while await call.read():
             pass
     except grpc.RpcError as error:
-        return rpc.error_of(error)
+        return statuses.error_of(error)
     raise RuntimeError("the call did not fail")
 
 
@@ -421,12 +421,12 @@ async def test_a_stop_lets_running_requests_end() -> None:
         steps.allow(100)
         assert (await task).token_ids == answer(PROMPT, 20)
         await stopping
-        async with rpc.open_channel(running.address) as channel:
+        async with channels.open_channel(running.address) as channel:
             send: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
             send = channel.unary_unary("/splitpoint.v1.AdminService/ListWorkers")
             with pytest.raises(grpc.RpcError) as caught:
                 await send(b"")
-        assert isinstance(rpc.error_of(caught.value), Unavailable)
+        assert isinstance(statuses.error_of(caught.value), Unavailable)
 
 
 async def test_foreign_and_doubled_workers_are_not_used(
@@ -487,6 +487,6 @@ async def test_what_outlives_the_grace_period_is_told_so() -> None:
         assert [worker.running_count for worker in workers.workers] == [1]
         with pytest.raises(grpc.aio.AioRpcError) as ended:
             await read_to_the_end(call)
-        assert rpc.error_of(ended.value).reason == "STOPPED"
+        assert statuses.error_of(ended.value).reason == "STOPPED"
         await stopping
         assert worker.cancels

@@ -17,7 +17,7 @@ from test_rpc_guard import KINDS, Service, call, handlers, number
 from splitpoint.observe.meters import Meters
 from splitpoint.observe.metrics import RPC_CALLS
 from splitpoint.observe.metrics import Service as Measured
-from splitpoint.transport import rpc
+from splitpoint.transport import channels, guard, servers
 from splitpoint.transport.access import Access, Caller, Role
 from splitpoint.transport.calls import count_calls
 from splitpoint.transport.tls import Identity
@@ -31,18 +31,18 @@ STORE = "splitpoint.v1.KvStoreService"
 @asynccontextmanager
 async def listening(
     register: Callable[[grpc.aio.Server], object],
-    on_answer: rpc.OnAnswer,
+    on_answer: guard.OnAnswer,
     access: Access | None = None,
 ) -> AsyncIterator[str]:
-    server = rpc.create_server(on_answer=on_answer, access=access)
+    server = servers.create_server(on_answer=on_answer, access=access)
     register(server)
-    bound = rpc.listen(server, "127.0.0.1:0")
+    bound = servers.listen(server, "127.0.0.1:0")
     await server.start()
     yield bound
     await server.stop(0)
 
 
-def counting(heard: Heard) -> rpc.OnAnswer:
+def counting(heard: Heard) -> guard.OnAnswer:
     def hear(method: str, code: grpc.StatusCode) -> None:
         heard[method.removeprefix("/test.Service/"), code.name] += 1
 
@@ -66,7 +66,7 @@ async def test_every_end_of_every_kind_is_told_once(kind: str) -> None:
 
     async with (
         listening(register, counting(heard)) as address,
-        rpc.open_channel(address) as channel,
+        channels.open_channel(address) as channel,
     ):
         assert await call(channel, kind, number(100)) == [number(100)]
         await fails(call(channel, kind, b"\xff\xff\xff"))
@@ -134,7 +134,7 @@ async def test_methods_are_there_from_the_start_and_strange_ones_are_one() -> No
     def register(server: grpc.aio.Server) -> None:
         kvstore_pb2_grpc.add_KvStoreServiceServicer_to_server(Store(), server)
 
-    async with listening(register, on_answer) as address, rpc.open_channel(address) as channel:
+    async with listening(register, on_answer) as address, channels.open_channel(address) as channel:
         stub = kvstore_pb2_grpc.KvStoreServiceStub(channel)
         await stub.GetStats(kvstore_pb2.GetStatsRequest())
         for method in ("Evict", "Release"):
@@ -161,7 +161,7 @@ async def test_who_is_not_let_in_is_counted(tmp_path: Path) -> None:
 
     async with listening(register, on_answer, Access(tokens)) as address:
         for token in ("", client):
-            async with rpc.open_channel(address, Identity(token=token)) as channel:
+            async with channels.open_channel(address, Identity(token=token)) as channel:
                 for path in (f"/{STORE}/GetStats", "/canary.Secret/Prompt"):
                     await fails(call_raw(channel, path))
     assert {key: value for key, value in samples(meters.registry).items() if value} == {

@@ -14,7 +14,7 @@ import grpc
 import pytest
 from scheduler_doubles import MODEL_FOLDER, ROOT, WorkerDouble
 
-from splitpoint.transport import rpc
+from splitpoint.transport import channels
 from splitpoint.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"  # and no settings after it
@@ -71,7 +71,7 @@ async def worker() -> AsyncIterator[str]:
 async def test_silent_connections_neither_stop_a_service_nor_stay(worker: str) -> None:
     async with (
         scheduler(worker, 256, 256) as (process, address),
-        rpc.open_channel(address) as before,
+        channels.open_channel(address) as before,
     ):
         await tokenize(before)
         usual = descriptors(process)
@@ -79,7 +79,7 @@ async def test_silent_connections_neither_stop_a_service_nor_stay(worker: str) -
             await tokenize(before)
             # At most half of its descriptors are theirs.
             assert descriptors(process) < 200
-            async with rpc.open_channel(address) as late:
+            async with channels.open_channel(address) as late:
                 await tokenize(late)
             # All still open here, and gone there.
             async with asyncio.timeout(60):

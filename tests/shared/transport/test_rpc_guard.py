@@ -1,4 +1,4 @@
-"""The guard, the limits and the errors of splitpoint.transport.rpc, over real sockets."""
+"""The guard, the limits and the errors of splitpoint.transport, over real sockets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from splitpoint import errors
-from splitpoint.transport import rpc
+from splitpoint.transport import channels, limits, servers, statuses
 from splitpoint.v1 import types_pb2
 
 SECRET = "the text of an exception that nobody may see"
@@ -98,12 +98,12 @@ async def service() -> Service:
 
 @pytest.fixture
 async def address(service: Service) -> AsyncIterator[str]:
-    server = rpc.create_server(max_concurrent_rpcs=8)
+    server = servers.create_server(max_concurrent_rpcs=8)
     server.add_registered_method_handlers("test.Service", handlers(service))
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler("test.Service", handlers(service)),)
     )
-    bound = rpc.listen(server, "127.0.0.1:0")
+    bound = servers.listen(server, "127.0.0.1:0")
     await server.start()
     yield bound
     await server.stop(0)
@@ -139,17 +139,17 @@ def number(token_id: int) -> bytes:
 
 
 async def error_from(address: str, kind: str, raw: bytes, **kwargs: Any) -> errors.SplitpointError:
-    async with rpc.open_channel(address) as channel:
+    async with channels.open_channel(address) as channel:
         with pytest.raises(grpc.RpcError) as caught:
             await call(channel, kind, raw, **kwargs)
-        return rpc.error_of(caught.value)
+        return statuses.error_of(caught.value)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_every_kind_answers_and_maps_errors(
     address: str, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with rpc.open_channel(address) as channel:
+    async with channels.open_channel(address) as channel:
         assert await call(channel, kind, number(100)) == [number(100)]
 
     malformed = await error_from(address, kind, b"\xff\xff\xff")
@@ -167,7 +167,7 @@ async def test_every_kind_answers_and_maps_errors(
     assert full.retry_after_seconds == 1.5
     assert full.reason == "RESOURCE_EXHAUSTED"
 
-    with caplog.at_level(logging.ERROR, logger="splitpoint.transport.rpc"):
+    with caplog.at_level(logging.ERROR, logger="splitpoint.transport.guard"):
         bug = await error_from(address, kind, number(1))
     assert isinstance(bug, errors.Internal)
     assert SECRET not in bug.message
@@ -192,21 +192,21 @@ async def test_details_are_cut_to_fit_the_trailers(address: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_oversized_messages_and_metadata_are_exhausted(address: str, kind: str) -> None:
-    too_long = types_pb2.ModelShape(name="x" * rpc.MESSAGE_LIMIT_BYTES).SerializeToString()
+    too_long = types_pb2.ModelShape(name="x" * limits.MESSAGE_LIMIT_BYTES).SerializeToString()
     async with grpc.aio.insecure_channel(address) as unlimited:
         with pytest.raises(grpc.RpcError) as caught:
             await call(unlimited, kind, too_long)
-        assert isinstance(rpc.error_of(caught.value), errors.ResourceExhausted)
+        assert isinstance(statuses.error_of(caught.value), errors.ResourceExhausted)
         with pytest.raises(grpc.RpcError) as caught:
             await call(unlimited, kind, number(100), metadata=(("x-long", "y" * 9000),))
-        assert isinstance(rpc.error_of(caught.value), errors.ResourceExhausted)
+        assert isinstance(statuses.error_of(caught.value), errors.ResourceExhausted)
 
 
 @pytest.mark.parametrize("kind", ["UnaryUnary", "UnaryStream"])
 async def test_cancellation_reaches_the_handler(
     address: str, service: Service, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with rpc.open_channel(address) as channel:
+    async with channels.open_channel(address) as channel:
         pending = asyncio.create_task(call(channel, kind, number(9)))
         await service.started.wait()
         pending.cancel()
@@ -217,14 +217,14 @@ async def test_cancellation_reaches_the_handler(
 
 
 async def test_too_many_calls_are_exhausted(address: str, service: Service) -> None:
-    async with rpc.open_channel(address) as channel:
+    async with channels.open_channel(address) as channel:
         pending = [asyncio.create_task(call(channel, "UnaryUnary", number(9))) for _ in range(8)]
         await service.started.wait()
         answered = await asyncio.wait(pending, timeout=0.2)
         assert not answered[0]
         with pytest.raises(grpc.RpcError) as caught:
             await call(channel, "UnaryUnary", number(100))
-        assert isinstance(rpc.error_of(caught.value), errors.ResourceExhausted)
+        assert isinstance(statuses.error_of(caught.value), errors.ResourceExhausted)
         for task in pending:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
@@ -243,20 +243,20 @@ def test_blocking_channels_carry_the_same_details() -> None:
     loop_errors: list[errors.SplitpointError] = []
 
     async def main() -> None:
-        server = rpc.create_server()
+        server = servers.create_server()
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler("test.Service", handlers(Service())),)
         )
-        bound = rpc.listen(server, "127.0.0.1:0")
+        bound = servers.listen(server, "127.0.0.1:0")
         await server.start()
 
         def blocking() -> None:
-            with rpc.open_sync_channel(bound) as channel:
+            with channels.open_sync_channel(bound) as channel:
                 send: grpc.UnaryUnaryMultiCallable[bytes, bytes]
                 send = channel.unary_unary("/test.Service/UnaryUnary")
                 with pytest.raises(grpc.RpcError) as caught:
                     send(number(2), timeout=10)
-                loop_errors.append(rpc.error_of(caught.value))
+                loop_errors.append(statuses.error_of(caught.value))
 
         await asyncio.to_thread(blocking)
         await server.stop(0)
@@ -268,16 +268,16 @@ def test_blocking_channels_carry_the_same_details() -> None:
 
 
 async def test_a_second_server_on_the_port_is_refused(address: str) -> None:
-    other = rpc.create_server()
+    other = servers.create_server()
     with pytest.raises(errors.Unavailable, match="cannot listen"):
-        rpc.listen(other, address)
+        servers.listen(other, address)
     await other.stop(0)
 
 
 @pytest.mark.parametrize("code", sorted(errors.BY_CODE))
 async def test_every_error_survives_the_wire(code: int) -> None:
     raised = errors.BY_CODE[code]("what happened", reason="WHY", needed=5)
-    server = rpc.create_server()
+    server = servers.create_server()
 
     async def handler(request: bytes, context: Any) -> bytes:
         raise raised
@@ -289,7 +289,7 @@ async def test_every_error_survives_the_wire(code: int) -> None:
             ),
         )
     )
-    bound = rpc.listen(server, "127.0.0.1:0")
+    bound = servers.listen(server, "127.0.0.1:0")
     await server.start()
     received = await error_from(bound, "UnaryUnary", b"")
     await server.stop(0)

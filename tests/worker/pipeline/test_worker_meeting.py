@@ -24,7 +24,7 @@ from splitpoint.planning.bidirectional import LEAST_BLOCK_TOKENS
 from splitpoint.planning.schedule import Lane
 from splitpoint.planning.weight_placement import OnHost
 from splitpoint.shapes import chunks_of
-from splitpoint.transport.rpc import open_channel
+from splitpoint.transport.channels import open_channel
 from splitpoint.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from worker_service.lanes.lanes import (
     Event,

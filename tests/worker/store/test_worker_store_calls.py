@@ -23,7 +23,7 @@ from splitpoint.arena.owner import open_or_create_arena
 from splitpoint.arena.records import SlotState
 from splitpoint.errors import DeadlineExceeded, FailedPrecondition
 from splitpoint.shapes import ArenaLayout, DataType
-from splitpoint.transport.rpc import create_server, listen
+from splitpoint.transport.servers import create_server, listen
 from splitpoint.v1 import kvstore_pb2_grpc
 from worker_service.engine.messages import Call
 from worker_service.lanes.lanes import SerialLanes

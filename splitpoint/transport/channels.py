@@ -1,0 +1,158 @@
+"""Channels to servers of this project, with TLS and a token if the identity has them.
+
+Retries: gRPC repeats a call to InferenceService or AdminService that failed with
+UNAVAILABLE before its first answer, at most twice. Response headers stop the retries, so a
+generation is never repeated after its first token. A server that sends "-1" as push-back
+(see `splitpoint.transport.statuses`) is not asked again.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, cast
+
+import grpc
+
+from splitpoint.config import is_local_address
+from splitpoint.errors import InvalidArgument
+from splitpoint.transport.access import METADATA_KEY
+from splitpoint.transport.limits import SHARED_OPTIONS, Options
+from splitpoint.transport.tls import PLAIN, Identity
+
+_RETRYING_SERVICES = ("splitpoint.v1.InferenceService", "splitpoint.v1.AdminService")
+_SERVICE_CONFIG = {
+    "methodConfig": [
+        {
+            "name": [{"service": service} for service in _RETRYING_SERVICES],
+            "retryPolicy": {
+                "maxAttempts": 3,
+                "initialBackoff": "0.1s",
+                "maxBackoff": "1s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ]
+}
+_CHANNEL_OPTIONS: Options = [
+    *SHARED_OPTIONS,
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    # Despite its name this is the time limit of one attempt to connect. A busy peer, or
+    # a TLS handshake over some distance, needs more than the first back-off.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
+]
+
+
+def open_channel(
+    address: str, identity: Identity = PLAIN, *, is_fresh: bool = False
+) -> grpc.aio.Channel:
+    """Return an asyncio channel to `host:port` or `unix:/path`; it connects on first use.
+
+    An identity with authorities uses TLS (except over sockets), one with a token
+    presents it with every call. Raises InvalidArgument for a token that would
+    leave this host unencrypted.
+
+    Args:
+        is_fresh: use a separate connection. Otherwise the channels of one process to one
+            address share their connection, and the pause after a failed connection attempt.
+    """
+    options = _options_for(address, identity)
+    if is_fresh:
+        options.append(("grpc.use_local_subchannel_pool", 1))
+    channel = (
+        grpc.aio.secure_channel(address, _channel_credentials(identity), options=options)
+        if _is_encrypted(address, identity)
+        else grpc.aio.insecure_channel(address, options=options)
+    )
+    return cast(grpc.aio.Channel, _with_token(channel, identity))
+
+
+def open_sync_channel(address: str, identity: Identity = PLAIN) -> grpc.Channel:
+    """Return a blocking channel with the same options."""
+    options = _options_for(address, identity)
+    channel = (
+        grpc.secure_channel(address, _channel_credentials(identity), options=options)
+        if _is_encrypted(address, identity)
+        else grpc.insecure_channel(address, options=options)
+    )
+    return cast(grpc.Channel, _with_token(channel, identity))
+
+
+def _is_encrypted(address: str, identity: Identity) -> bool:
+    return identity.expects_tls and not address.startswith("unix:")
+
+
+def _options_for(address: str, identity: Identity) -> Options:
+    is_encrypted = _is_encrypted(address, identity)
+    if identity.token and not is_encrypted and not is_local_address(address):
+        raise InvalidArgument(
+            f"a token is never sent to {address} unencrypted: name the certificate authority "
+            "of that server (--tls-ca for services, SPLITPOINT_CA or --ca for clients)",
+            field="ca",
+            reason="TOKEN_WITHOUT_TLS",
+        )
+    options = list(_CHANNEL_OPTIONS)
+    if is_encrypted and identity.server_name:
+        options.append(("grpc.ssl_target_name_override", identity.server_name))
+    return options
+
+
+def _channel_credentials(identity: Identity) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(
+        root_certificates=identity.authorities,
+        private_key=identity.key or None,
+        certificate_chain=identity.certificate or None,
+    )
+
+
+def _with_token(channel: Any, identity: Identity) -> Any:
+    if not identity.token:
+        return channel
+    return _TokenChannel(channel, (METADATA_KEY, f"Bearer {identity.token}"))
+
+
+_CALL_KINDS = frozenset({"unary_unary", "unary_stream", "stream_unary", "stream_stream"})
+
+
+# gRPC's interceptors are not used for tokens: they replace a call by an object that
+# cancels, reads and times out differently.
+class _TokenChannel:
+    """A blocking or asyncio channel that adds one metadata entry to every call."""
+
+    def __init__(self, channel: Any, entry: tuple[str, str]) -> None:
+        self._channel = channel
+        self._entry = entry
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._channel, name)
+        if name not in _CALL_KINDS:
+            return found
+
+        def make_method(*path: Any, **options: Any) -> Any:
+            return _with_entry(found(*path, **options), self._entry)
+
+        return make_method
+
+    def __enter__(self) -> _TokenChannel:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._channel.__exit__(*exception)
+
+    async def __aenter__(self) -> _TokenChannel:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._channel.__aexit__(*exception)
+
+
+def _with_entry(method: Any, entry: tuple[str, str]) -> Any:
+    """Return `method` with one more entry in the metadata of each call."""
+
+    def call(*request: Any, metadata: Any = None, **options: Any) -> Any:
+        return method(*request, metadata=(*(metadata or ()), entry), **options)
+
+    return call

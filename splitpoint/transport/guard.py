@@ -1,0 +1,180 @@
+"""The guard around every handler of a server: access, decoding, and errors as statuses.
+
+By itself grpc.aio answers UNKNOWN with the text of any exception that escapes. Behind the
+guard a `SplitpointError` becomes its status with google.rpc details, a malformed request
+becomes INVALID_ARGUMENT, and any other exception INTERNAL with an incident id that only
+the log explains. Cancellation passes through. If the service has a tokens file, the guard
+checks the caller before it looks up the handler; gRPC has read only the headers by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from typing import Any, NoReturn
+
+import grpc
+
+from splitpoint.errors import Internal, InvalidArgument, SplitpointError
+from splitpoint.transport.access import Access, set_caller
+from splitpoint.transport.statuses import status_of, trailers_of
+
+_log = logging.getLogger(__name__)
+
+# Called with the method and the status of each call that has ended.
+OnAnswer = Callable[[str, grpc.StatusCode], None]
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class Guard(grpc.aio.ServerInterceptor):
+    """Replace each handler by one that decodes, calls and encodes inside a try.
+
+    Handlers are coroutines, or async generators for streamed answers. They must read a
+    request stream through its iterator: `context.read()` would return undecoded bytes.
+    """
+
+    def __init__(self, access: Access | None, on_answer: OnAnswer) -> None:
+        self._access = access
+        self._on_answer = on_answer
+        self._guarded: dict[str, tuple[Any, Any]] = {}
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        method: str = handler_call_details.method
+        if self._access is not None:
+            try:
+                caller = self._access.admit(method, handler_call_details.invocation_metadata)
+            except Exception as error:
+                return _refusing(method, error, self._on_answer)
+            # gRPC runs the handler in the same task.
+            set_caller(caller)
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            self._on_answer(method, grpc.StatusCode.UNIMPLEMENTED)
+            return None  # gRPC answers UNIMPLEMENTED
+        known = self._guarded.get(method)
+        if known is None or known[0] is not handler:
+            known = (handler, _guarded(handler, method, self._on_answer))
+            self._guarded[method] = known
+        return known[1]
+
+
+def _guarded(handler: Any, method: str, on_answer: OnAnswer) -> Any:
+    # Both serializers run inside the guarded call, so that the guard answers their
+    # errors. gRPC's own serializer is for handlers that pass messages to context.write().
+    def serialize(message: Any) -> bytes:
+        return message if isinstance(message, bytes) else _encode(handler, message)
+
+    if handler.request_streaming and handler.response_streaming:
+        make, behaviour = grpc.stream_stream_rpc_method_handler, handler.stream_stream
+    elif handler.request_streaming:
+        make, behaviour = grpc.stream_unary_rpc_method_handler, handler.stream_unary
+    elif handler.response_streaming:
+        make, behaviour = grpc.unary_stream_rpc_method_handler, handler.unary_stream
+    else:
+        make, behaviour = grpc.unary_unary_rpc_method_handler, handler.unary_unary
+    receive = _decode_stream if handler.request_streaming else _decode
+
+    async def answer_once(raw: Any, context: _Context) -> bytes:
+        with _reported(method, context, on_answer):
+            try:
+                return _encode(handler, await behaviour(receive(handler, raw), context))
+            except Exception as error:
+                await _abort(context, method, error)
+
+    async def answer_stream(raw: Any, context: _Context) -> None:
+        with _reported(method, context, on_answer):
+            try:
+                result = behaviour(receive(handler, raw), context)
+                if isinstance(result, Awaitable):
+                    await result
+                    return
+                # Closed at once, so that a handler learns of a cancelled call without
+                # waiting for the garbage collector.
+                async with aclosing(result) as responses:
+                    async for response in responses:
+                        await context.write(_encode(handler, response))
+            except Exception as error:
+                await _abort(context, method, error)
+
+    answer: Callable[..., Any] = answer_stream if handler.response_streaming else answer_once
+    return make(answer, request_deserializer=None, response_serializer=serialize)
+
+
+@contextmanager
+def _reported(method: str, context: _Context, on_answer: OnAnswer) -> Iterator[None]:
+    """Report how the call in this block ended."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        on_answer(method, grpc.StatusCode.CANCELLED)
+        raise
+    except BaseException:  # answered by `_abort`, or by the handler itself
+        on_answer(method, _code_of(context))
+        raise
+    on_answer(method, _code_of(context))
+
+
+def _code_of(context: _Context) -> grpc.StatusCode:
+    code: Any = context.code()  # None if not set; a number, although the stubs say otherwise
+    return code if isinstance(code, grpc.StatusCode) else _CODES[code or 0]
+
+
+def ignore_answer(method: str, code: grpc.StatusCode) -> None:
+    """Do nothing, for servers that do not count their calls."""
+
+
+def _refusing(method: str, error: Exception, on_answer: OnAnswer) -> Any:
+    """Return a handler that answers a call with `error`.
+
+    It is a stream on both sides for every kind of method, so that gRPC reads no request.
+    """
+
+    async def refuse(_: Any, context: _Context) -> None:
+        with _reported(method, context, on_answer):
+            await _abort(context, method, error)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _decode(handler: Any, raw: bytes) -> Any:
+    if handler.request_deserializer is None:
+        return raw
+    try:
+        return handler.request_deserializer(raw)
+    except Exception as error:
+        raise InvalidArgument(
+            "the request is not a valid message of this method", reason="MALFORMED_MESSAGE"
+        ) from error
+
+
+async def _decode_stream(handler: Any, raw: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+    async for message in raw:
+        yield _decode(handler, message)
+
+
+def _encode(handler: Any, message: Any) -> bytes:
+    serialized: bytes = (
+        message if handler.response_serializer is None else handler.response_serializer(message)
+    )
+    return serialized
+
+
+async def _abort(context: _Context, method: str, error: Exception) -> NoReturn:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error  # the handler has already answered
+    if isinstance(error, grpc.aio.InternalError):
+        # A message could not be sent: the peer has gone. gRPC calls that a cancellation.
+        raise asyncio.CancelledError from error
+    if not isinstance(error, SplitpointError):
+        incident = secrets.token_hex(8)
+        _log.error(
+            "incident %s in %s", incident, method, exc_info=error, extra={"incident": incident}
+        )
+        error = Internal(f"internal error, incident {incident}", incident=incident)
+    status = status_of(error)
+    await context.abort(_CODES[status.code], status.message, trailers_of(error, status))

@@ -1,0 +1,114 @@
+"""Errors on the wire: a SplitpointError as a gRPC status with google.rpc details, and back."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import error_details_pb2, status_pb2
+
+from splitpoint.errors import (
+    Internal,
+    InvalidArgument,
+    Retryable,
+    SplitpointError,
+    Unavailable,
+    from_code,
+)
+from splitpoint.transport.tls import explain_failure
+
+_log = logging.getLogger(__name__)
+
+ERROR_DOMAIN = "splitpoint"
+# Details travel in the trailers, twice (grpc-message and the binary details). A client
+# drops a status whose trailers are larger than its metadata limit.
+_ERROR_TEXT_LIMIT = 1500
+_ERROR_FACT_LIMIT = 200
+_ERROR_FACT_COUNT = 8
+_DETAILS_KEY = "grpc-status-details-bin"
+_PUSHBACK_KEY = "grpc-retry-pushback-ms"
+# A grpc.aio client says this of a stream that ended while it was sending a message. The
+# status that the server sent is lost then.
+_SEND_FAILED = "Internal error from Core"
+
+
+def status_of(error: SplitpointError) -> status_pb2.Status:
+    """Return the error as google.rpc.Status with ErrorInfo, BadRequest and RetryInfo."""
+    facts = list(error.metadata.items())[:_ERROR_FACT_COUNT]
+    details = [
+        error_details_pb2.ErrorInfo(
+            reason=error.reason,
+            domain=ERROR_DOMAIN,
+            metadata={key: value[:_ERROR_FACT_LIMIT] for key, value in facts},
+        )
+    ]
+    message = error.message[:_ERROR_TEXT_LIMIT]
+    if isinstance(error, InvalidArgument) and error.field:
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.field, description=message[:_ERROR_FACT_LIMIT]
+        )
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if isinstance(error, Retryable) and error.retry_after_seconds is not None:
+        delay = Duration()
+        delay.FromNanoseconds(int(error.retry_after_seconds * 1e9))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    status = status_pb2.Status(code=error.code, message=message)
+    for detail in details:
+        packed = AnyMessage()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status
+
+
+def error_of(error: grpc.RpcError) -> SplitpointError:
+    """Return the exception that the server raised: the inverse of `status_of`.
+
+    A status without details (from gRPC itself or another server) becomes the class of its
+    code.
+    """
+    call: Any = error  # the stubs know no common base of what both APIs raise
+    code = call.code() if hasattr(call, "code") else None
+    if not isinstance(code, grpc.StatusCode):
+        return Internal("the call failed without a status", reason="NO_STATUS")
+    if code is grpc.StatusCode.INTERNAL and call.details() == _SEND_FAILED:
+        return Unavailable("the call ended while a message was being sent", reason="CALL_ENDED")
+    number: int = code.value[0]
+    result = from_code(number, explain_failure(str(call.details() or code.name)))
+    for key, value in call.trailing_metadata() or ():
+        if key == _DETAILS_KEY and isinstance(value, bytes):
+            _apply_details(result, value)
+    return result
+
+
+def _apply_details(error: SplitpointError, serialized: bytes) -> None:
+    status = status_pb2.Status()
+    try:
+        status.ParseFromString(serialized)
+    except Exception:
+        _log.warning("unreadable error details in a %s status", type(error).__name__)
+        return
+    info = error_details_pb2.ErrorInfo()
+    bad_request = error_details_pb2.BadRequest()
+    retry = error_details_pb2.RetryInfo()
+    for detail in status.details:
+        if detail.Unpack(info):
+            error.reason = info.reason
+            error.metadata = dict(info.metadata)
+        elif detail.Unpack(bad_request) and bad_request.field_violations:
+            if isinstance(error, InvalidArgument):
+                error.field = bad_request.field_violations[0].field
+        elif detail.Unpack(retry) and isinstance(error, Retryable):
+            error.retry_after_seconds = retry.retry_delay.ToNanoseconds() / 1e9
+
+
+def trailers_of(error: SplitpointError, status: status_pb2.Status) -> tuple[tuple[str, Any], ...]:
+    """Return the trailing metadata: the details, and for Unavailable when to retry."""
+    trailers: list[tuple[str, Any]] = [(_DETAILS_KEY, status.SerializeToString())]
+    if isinstance(error, Unavailable):
+        retry_after = error.retry_after_seconds
+        pushback = -1 if retry_after is None else int(retry_after * 1000)
+        trailers.append((_PUSHBACK_KEY, str(pushback)))
+    return tuple(trailers)
