@@ -1,1 +1,1 @@
-"""`splitpoint trace`: what a worker's lanes did, as a trace file."""
+"""`splitpoint trace`: how busy a worker's lanes were, from a trace file."""

@@ -1,4 +1,4 @@
-"""`splitpoint trace`: what a worker's lanes did when, as a table or as a picture."""
+"""`splitpoint trace`: how busy each lane of a worker was, as a table."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from splitpoint.config import format_size
 from splitpoint.errors import InvalidArgument
 from splitpoint.planning.schedule import Lane
 from splitpoint_cli.output import out, seconds_text
-from splitpoint_cli.plots import check_picture, save
 from splitpoint_cli.report import AsJson, OutputFile, hand_over, print_table
-from splitpoint_cli.trace.gantt import LaneRow, Window, gantt, rows_of
-from splitpoint_cli.trace.intervals import merged, seconds_in_both
+from splitpoint_cli.trace.lane_use import LaneUse, Window, lane_uses, merged, seconds_in_both
 from worker_service.lanes.timeline import RecordedTrace, Span, read_trace
 
 # Both lanes towards the device share it.
@@ -26,50 +24,44 @@ _LINK = Lane.LINK_IN.resource
 
 def trace(
     file: Annotated[
-        Path, typer.Argument(help="What `--trace FILE` of a worker wrote.", metavar="FILE")
+        Path, typer.Argument(help="File that `--trace FILE` of a worker wrote.", metavar="FILE")
     ],
-    png: Annotated[Path | None, typer.Option(help="Draw it into this file.", metavar="OUT")] = None,
     first_ms: Annotated[
         float | None,
-        typer.Option("--from", help="From here on, in ms from the start.", metavar="MS", min=0),
+        typer.Option(
+            "--from", help="Begin this many ms after the first work.", metavar="MS", min=0
+        ),
     ] = None,
     last_ms: Annotated[
-        float | None, typer.Option("--to", help="Up to here.", metavar="MS", min=0)
+        float | None,
+        typer.Option("--to", help="End this many ms after the first work.", metavar="MS", min=0),
     ] = None,
     as_json: AsJson = False,
     output: OutputFile = None,
 ) -> None:
-    """Show how busy each lane was; with --png draw who did what when.
+    """Show how busy each lane was.
 
-    The file is Chrome trace JSON, so chrome://tracing and ui.perfetto.dev open it, too.
+    The file is Chrome trace JSON: open it at https://ui.perfetto.dev to see each piece of work.
     """
-    if png is not None:
-        check_picture(png)
     recorded = read_trace(file)
     window = window_of(recorded.spans, first_ms, last_ms)
-    rows = rows_of(recorded.spans, window)
+    rows = lane_uses(recorded.spans, window)
     report = report_of(recorded, rows, window)
 
     def show() -> None:
-        if png is not None:
-            pieces = sum(len(row.spans) for row in rows)
-            out.print(f"{png}: {pieces:,} pieces of work", markup=False)
-            return
         print_table(table_of(rows, window))
         for line in lines_of(recorded.spans, window):
             out.print(line)
         for name, fact in recorded.facts.items():
             out.print(f"{name}: {fact}", markup=False)
 
-    if png is not None:
-        save(gantt(recorded.spans, window, recorded.facts), png)
     hand_over(report, show, as_json=as_json, output=output)
 
 
 def report_of(
-    recorded: RecordedTrace, rows: Sequence[LaneRow], window: Window
+    recorded: RecordedTrace, rows: Sequence[LaneUse], window: Window
 ) -> dict[str, object]:
-    """The object that `--json` prints; `amount` is in bytes, of the compute lane in FLOP."""
+    """Return the object that `--json` prints; `amount` is in bytes, of the compute lane in FLOP."""
     overlap = overlap_of(recorded.spans, window)
     return {
         "facts": recorded.facts,
@@ -82,7 +74,7 @@ def report_of(
                 "lane": row.lane.value,
                 "busy_seconds": row.busy_seconds,
                 "busy_share": row.busy_share,
-                "pieces": len(row.spans),
+                "pieces": row.pieces,
                 "amount": row.amount,
             }
             for row in rows
@@ -91,7 +83,7 @@ def report_of(
 
 
 def window_of(spans: Sequence[Span], first_ms: float | None, last_ms: float | None) -> Window:
-    """Raises InvalidArgument when there is nothing in it, or when it ends before it begins."""
+    """Return the chosen window. Raises InvalidArgument if it is empty or ends before it begins."""
     if not spans:
         raise InvalidArgument("the trace is empty", field="file")
     if first_ms is not None and last_ms is not None and first_ms >= last_ms:
@@ -112,8 +104,8 @@ def window_of(spans: Sequence[Span], first_ms: float | None, last_ms: float | No
     return window
 
 
-def table_of(rows: Sequence[LaneRow], window: Window) -> Table:
-    """Per lane: how long it worked, and on how much."""
+def table_of(rows: Sequence[LaneUse], window: Window) -> Table:
+    """Return a row for each lane: how long it worked, and on how much."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("lane")
     for heading in ("busy", f"of {seconds_text(window.seconds)}", "pieces", "amount"):
@@ -122,12 +114,12 @@ def table_of(rows: Sequence[LaneRow], window: Window) -> Table:
         is_compute = row.lane is Lane.COMPUTE
         amount = f"{row.amount / 1e9:,.1f} GFLOP" if is_compute else format_size(int(row.amount))
         if not row.amount:
-            amount = "-"  # not counted, which is not none
+            amount = "-"  # not counted, which is not zero
         table.add_row(
             row.lane.value,
             seconds_text(row.busy_seconds),
             f"{row.busy_share:.1%}",
-            f"{len(row.spans):,}",
+            f"{row.pieces:,}",
             amount,
         )
     return table
@@ -135,7 +127,7 @@ def table_of(rows: Sequence[LaneRow], window: Window) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """From when to when there was work, and how long link and compute both had some; seconds."""
+    """First and last moment of work, and how long link and compute worked at once; seconds."""
 
     first: float
     last: float
@@ -150,7 +142,7 @@ def overlap_of(spans: Sequence[Span], window: Window) -> Overlap:
 
 
 def lines_of(spans: Sequence[Span], window: Window) -> list[str]:
-    """What no lane alone shows, for people."""
+    """Return the sentences below the table."""
     overlap = overlap_of(spans, window)
     both = overlap.both_seconds
     return [

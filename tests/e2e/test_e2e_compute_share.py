@@ -14,7 +14,7 @@ from splitpoint.client.telemetry import Telemetry
 from splitpoint.planning.planner import Residency
 from splitpoint.planning.schedule import Lane
 from splitpoint_cli.top import rates
-from splitpoint_cli.trace.gantt import Window, rows_of
+from splitpoint_cli.trace.lane_use import Window, lane_uses
 from worker_service.lanes.timeline import Trace
 
 # Laying a batch out and handing tokens over are no compute, and large beside a tiny model.
@@ -43,7 +43,7 @@ async def test_prefill_and_decode_are_compute(tmp_path: Path, residency: Residen
         shown = rates.worker_rates(rates.Window(after, before)).compute_share
         assert shown is not None
         assert 0 < shown <= 1
-        rows = {row.lane: row for row in rows_of(spans, Window.around(spans))}
+        rows = {row.lane: row for row in lane_uses(spans, Window.around(spans))}
         assert 0 < rows[Lane.COMPUTE].busy_share <= 1
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ from splitpoint_cli.bench.restore.runs import Restorer
 from splitpoint_cli.bench.restore.setup import Stored, stored_prefixes
 from splitpoint_cli.bench.restore.workload import RestoreWorkload
 from splitpoint_cli.main import app
+from splitpoint_cli.stack.child import child_environment
 from worker_service.lanes.timeline import read_trace
 from worker_service.model.config import DecoderConfig
 from worker_service.model.decoder import Decoder
@@ -223,6 +226,7 @@ def test_grouped_queries_have_no_splits_and_the_report_says_why(
         (("--link-rate", "0"), "link_rate"),
         (("--link-rate", "20"), "link_rate"),
         (("--png", "no/such/folder.png"), "png"),
+        (("--png", "out.svg"), "png"),
         (("--output", "no/such/folder.json"), "output"),
         (("--trace", "no/such/folder.json"), "trace"),
         (("--trace", "/"), "trace"),
@@ -240,3 +244,24 @@ def test_what_there_is_instead_is_listed() -> None:
         run("--shape", "nope")
     with pytest.raises(InvalidArgument, match=r"there are .*bfloat16"):
         run("--dtype", "nope")
+
+
+def test_without_matplotlib_the_error_names_the_extra(tmp_path: Path) -> None:
+    (tmp_path / "matplotlib.py").write_text(
+        "raise ModuleNotFoundError('hidden by a test', name='matplotlib')\n"
+    )
+    environment = child_environment({})
+    environment["PYTHONPATH"] = f"{tmp_path}:{environment['PYTHONPATH']}"
+    picture = tmp_path / "out.png"
+    done = subprocess.run(
+        [sys.executable, "-m", "splitpoint_cli", "bench", "restore", *SMALL, "--png", picture],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "needs matplotlib, which is not installed" in done.stderr
+    assert "splitpoint[plots]" in done.stderr
+    assert not picture.exists()
