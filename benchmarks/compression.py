@@ -49,7 +49,7 @@ from worker_service.model.attention_plan import PrefillPlan
 from worker_service.model.decoder import Decoder
 from worker_service.pipeline.restore import Prefix, restore
 from worker_service.pipeline.staging import Staging
-from worker_service.pipeline.transfer import Mover
+from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.store.arena_tensors import StoredChunk
 from worker_service.store.mirror import Mirror, name_of
 from worker_service.store.write_back import WriteJob, copy_chunks
@@ -140,7 +140,9 @@ class Reader:
         )
         self.cache = DeviceCache(layout, plan, CPU)
         self.mirror = Mirror(layout, 64 << 20)
-        self.mover = Mover(model, self.mirror.tensors, Staging(layout, plan.staging_pages, CPU))
+        self.transfer = CacheTransfer(
+            model, self.mirror.tensors, Staging(layout, plan.staging_pages, CPU)
+        )
         self.lanes = lanes_of(CPU)
         self.link = LinkCounter(self.mirror)
         self._windows = {layer.window for layer in model.layers}
@@ -207,7 +209,7 @@ class Reader:
         """
         pages = [None if index < first else index for index in range(len(chunks))]
         spans = restore(
-            self.mover,
+            self.transfer,
             self.lanes,
             Prefix(chunks, first, pages, token_ids, len(chunks) * CHUNK, split),
             self.cache.keys,

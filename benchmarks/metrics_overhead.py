@@ -39,6 +39,7 @@ from splitpoint_cli.bench.ending import run_until_signal
 from splitpoint_cli.bench.progress import Progress
 from splitpoint_cli.report import add_report_arguments, hand_over
 from worker_service.account import Account
+from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
 from worker_service.device.memory import divide
 from worker_service.device.profiler import measure
@@ -47,10 +48,9 @@ from worker_service.engine.messages import StepEvent, StepOutput
 from worker_service.engine.sampling import Sampling
 from worker_service.engine.sequence import Admission
 from worker_service.hardware.monitor import monitor_of
-from worker_service.lanes.tally import Tally
 from worker_service.lanes.timeline import Span
+from worker_service.lanes.totals import LaneTotals
 from worker_service.metrics import WorkerMetrics
-from worker_service.model.config import DecoderConfig
 from worker_service.model.decoder import Decoder
 from worker_service.runtime import Runtime
 from worker_service.startup import LoadedWorker, describe_device
@@ -258,7 +258,7 @@ def own_costs(measured: Subject) -> dict[str, float]:
         "report_us": microseconds(lambda: StepEvent(event.times, 0, BATCH, None)),
         "account_us": microseconds(lambda: account.take(output)),
         "histograms_us": microseconds(lambda: measured.metrics.observe(output)),
-        "span_us": microseconds(lambda: Tally().add(spans), 100) / len(spans),
+        "span_us": microseconds(lambda: LaneTotals().add(spans), 100) / len(spans),
         "telemetry_us": microseconds(
             lambda: telemetry_of(measured.worker).SerializeToString(), 200
         ),

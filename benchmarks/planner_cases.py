@@ -35,11 +35,11 @@ from splitpoint_cli.bench.restore.workload import (
     RestoreWorkload,
 )
 from splitpoint_cli.report import add_report_arguments, hand_over
+from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.device.memory import STAGING_PAGES
 from worker_service.device.profiler import measure
 from worker_service.lanes.timeline import Span
-from worker_service.model.config import DecoderConfig
 from worker_service.model.decoder import Decoder
 
 # (shape, fewest layers, most layers): what two cores compute in seconds. Cases take

@@ -26,8 +26,8 @@ from splitpoint_cli.bench.restore.runs import Restorer
 from splitpoint_cli.bench.restore.setup import Stored, stored_prefixes
 from splitpoint_cli.bench.restore.workload import RestoreWorkload
 from splitpoint_cli.report import add_report_arguments, hand_over
+from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES
-from worker_service.model.config import DecoderConfig
 from worker_service.model.decoder import Decoder
 from worker_service.startup import choose_device, describe_device
 from worker_service.store.verifier import DEFAULT_VERIFY_RATE, Verifier

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from splitpoint.planning.planner import Residency, RestoreMethod
 from worker_service.engine.messages import RestoreEvent, StepEvent, StepOutput
-from worker_service.lanes.tally import Tally
+from worker_service.lanes.totals import LaneTotals
 from worker_service.store.fetch import FetchTotals
 from worker_service.store.write_back import WriteTotals
 
@@ -160,7 +160,7 @@ class Account:
         if event.method is not RestoreMethod.TOKENS:
             self.split_tokens = event.split_tokens
 
-    def _worked(self, work: Tally) -> None:
+    def _worked(self, work: LaneTotals) -> None:
         self.link_in_bytes[Traffic.KV] += work.kv_bytes
         self.link_in_bytes[Traffic.ACTIVATIONS] += work.activation_bytes
         self.link_in_bytes[Traffic.WEIGHTS] += work.weight_bytes

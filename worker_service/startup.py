@@ -21,7 +21,8 @@ from splitpoint.planning.weight_placement import NOTHING_ON_HOST, WeightSizes
 from splitpoint.progress import Progress, Ticker
 from splitpoint.shapes import ArenaLayout, DataType, ModelShape, read_config
 from splitpoint.transport.tls import PLAIN, Identity
-from worker_service.device.cache import DeviceCache
+from worker_service.checkpoint.config import DecoderConfig
+from worker_service.device.cache import TORCH_TYPES, DeviceCache
 from worker_service.device.memory import STAGING_PAGES, divide, place, staging_pages_on_gpu
 from worker_service.device.pinning import PROGRESS_SECONDS, CudaRegistrar, Pinning
 from worker_service.device.profiler import measure
@@ -31,8 +32,7 @@ from worker_service.engine.messages import StepOutput
 from worker_service.hardware.monitor import DeviceMonitor, monitor_of
 from worker_service.lanes.lanes import EmulatedLink, Lanes, lanes_of
 from worker_service.lanes.timeline import Trace
-from worker_service.model.config import DecoderConfig
-from worker_service.model.decoder import Decoder, torch_type
+from worker_service.model.decoder import Decoder
 from worker_service.runtime import Runtime
 from worker_service.store.client import StoreClient
 from worker_service.store.remote import RemoteStoreClient
@@ -258,7 +258,7 @@ def _build_engine(
     options: WorkerOptions, shape: ModelShape, layout: ArenaLayout, lanes: Lanes
 ) -> tuple[Engine, Profile, str, str]:
     device = lanes.device
-    dtype = torch_type(shape.data_type)
+    dtype = TORCH_TYPES[shape.data_type]
     config = DecoderConfig.read(options.model_folder, shape.data_type)
     sizes = weight_sizes(config, device, dtype)
     budget = _budget(options, sizes, device)

@@ -15,9 +15,9 @@ from splitpoint.planning.schedule import Lane
 from splitpoint.planning.weight_schedule import LAYER_PIECES
 from splitpoint.transport.channels import open_channel
 from splitpoint.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+from worker_service.checkpoint.config import DecoderConfig
 from worker_service.lanes.lanes import EmulatedLink
 from worker_service.lanes.timeline import Span, Trace
-from worker_service.model.config import DecoderConfig
 from worker_service.weights.matrices import weight_sizes
 
 NEW_TOKENS = 6

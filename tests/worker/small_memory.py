@@ -9,11 +9,11 @@ import torch
 from engine_runner import CPU, make_engine
 
 from splitpoint.shapes import ArenaLayout
+from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.memory import place
 from worker_service.engine.engine import Engine
 from worker_service.lanes.lanes import Lanes
 from worker_service.lanes.timeline import Trace
-from worker_service.model.config import DecoderConfig
 from worker_service.model.decoder import Decoder
 from worker_service.weights.matrices import weight_sizes
 

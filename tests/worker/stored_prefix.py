@@ -23,7 +23,7 @@ from worker_service.model.attention import prefill
 from worker_service.model.attention_plan import PrefillPlan
 from worker_service.model.decoder import Decoder
 from worker_service.pipeline.staging import Staging
-from worker_service.pipeline.transfer import Mover
+from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
 
 CPU = torch.device("cpu")
@@ -90,8 +90,8 @@ class StoredPrefix:
     def layout(self) -> ArenaLayout:
         return self.tensors.layout
 
-    def mover(self, staging_pages: int = STAGING_PAGES) -> Mover:
-        return Mover(self.model, self.tensors, Staging(self.layout, staging_pages, CPU))
+    def transfer(self, staging_pages: int = STAGING_PAGES) -> CacheTransfer:
+        return CacheTransfer(self.model, self.tensors, Staging(self.layout, staging_pages, CPU))
 
     def empty_cache(self, page_count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Device planes `[pages, n_kv, C, d]` of every layer, poisoned."""

@@ -23,7 +23,7 @@ from worker_service.engine.engine import Engine
 from worker_service.engine.messages import Admit, StepOutput
 from worker_service.engine.sampling import Sampling
 from worker_service.lanes.lanes import EmulatedLink, Lanes, SerialLanes, ThreadLanes
-from worker_service.lanes.tally import Tally
+from worker_service.lanes.totals import LaneTotals
 from worker_service.model.decoder import Decoder
 
 CHUNK = 16
@@ -216,7 +216,7 @@ def test_compute_that_was_told_never_goes_back() -> None:
     account = Account()
     assert account.compute_until_now(0.5) == 0.5
     assert account.compute_until_now(0.0) == 0.5
-    account.take(StepOutput(work=Tally(compute_seconds=0.75)))
+    account.take(StepOutput(work=LaneTotals(compute_seconds=0.75)))
     assert account.compute_until_now(0.0) == 0.75
 
 

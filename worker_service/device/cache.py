@@ -43,7 +43,7 @@ class PageAllocator:
     def used_count(self) -> int:
         return len(self._taken)
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         """One page. Raises ResourceExhausted when none is free."""
         if not self._free:
             raise ResourceExhausted(f"all {self.page_count} pages are in use", reason="NO_PAGE")
@@ -51,7 +51,7 @@ class PageAllocator:
         self._taken.add(page)
         return page
 
-    def give(self, page: int) -> None:
+    def free(self, page: int) -> None:
         """Take a page back. Raises ValueError for a page that is not out."""
         if page not in self._taken:
             raise ValueError(f"page {page} is not in use")

@@ -19,9 +19,9 @@ from splitpoint.costs.profile import Line, Profile, fit_line
 from splitpoint.planning.schedule import Lane
 from splitpoint.planning.weight_schedule import WeightPiece
 from worker_service.device.cache import TORCH_TYPES
+from worker_service.device.copies import copy
 from worker_service.lanes.lanes import Lanes, Work, lanes_of
 from worker_service.model.decoder import Decoder, DecoderLayer, Rotary
-from worker_service.pipeline.stage import copy
 from worker_service.pipeline.transfer import put_rows
 
 COPY_BYTES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)

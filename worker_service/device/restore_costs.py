@@ -21,7 +21,7 @@ from worker_service.engine.restorer import TILE_PAGES
 from worker_service.lanes.timeline import Span
 from worker_service.pipeline.both_ends import restore_from_both_ends
 from worker_service.pipeline.restore import Prefix, restore
-from worker_service.pipeline.transfer import Mover
+from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
 from worker_service.store.codec import ChunkCodec
 
@@ -60,19 +60,19 @@ def measure_overheads(engine: Engine, profile: Profile) -> Profile:
         return profile
     watch = CostWatch(profile)
     tensors = _Zeros(engine.cache.layout, most)
-    mover = Mover(engine.model, tensors, engine.staging)
+    transfer = CacheTransfer(engine.model, tensors, engine.staging)
     try:
-        _restore_all(engine, mover, most, watch)
+        _restore_all(engine, transfer, most, watch)
     finally:
-        engine.lanes.take_tally()  # no request's traffic
+        engine.lanes.pop_totals()  # no request's traffic
     return watch.fits
 
 
-def _restore_all(engine: Engine, mover: Mover, most: int, watch: CostWatch) -> None:
+def _restore_all(engine: Engine, transfer: CacheTransfer, most: int, watch: CostWatch) -> None:
     deadline = time.perf_counter() + MOST_SECONDS
     for number in range(ROUNDS):
         for count in (count for count in CHUNKS if count <= most):
-            for bring, is_handed in _ways(engine, mover, count):
+            for bring, is_handed in _ways(engine, transfer, count):
                 started = time.perf_counter()
                 spans = bring()
                 seconds = time.perf_counter() - started
@@ -85,7 +85,7 @@ def _restore_all(engine: Engine, mover: Mover, most: int, watch: CostWatch) -> N
 
 
 def _ways(
-    engine: Engine, mover: Mover, count: int
+    engine: Engine, transfer: CacheTransfer, count: int
 ) -> Iterator[tuple[Callable[[], list[Span]], bool]]:
     """The ways to restore so many chunks, and whether each copy is handed to its lane."""
     cache, lanes, chunk = engine.cache, engine.lanes, engine.chunk_tokens
@@ -97,7 +97,7 @@ def _ways(
 
     def split_at(split: int) -> Callable[[], list[Span]]:
         return lambda: restore(
-            mover,
+            transfer,
             lanes,
             prefix(split),
             cache.keys,
@@ -111,7 +111,7 @@ def _ways(
 
     def from_both_ends() -> list[Span]:
         met = restore_from_both_ends(
-            mover,
+            transfer,
             lanes,
             prefix(0),
             cache.keys,

@@ -19,7 +19,7 @@ from worker_service.engine.streamed import StreamedBuilder, StreamedPrefill, Str
 from worker_service.model.attention import decode_partial, prefill
 from worker_service.model.attention_plan import DecodePlan, PrefillPlan
 from worker_service.model.layer import DecoderLayer
-from worker_service.pipeline.prefetch import Feed, compute
+from worker_service.pipeline.prefetch import Prefetcher, compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +83,15 @@ class Batch:
         queries: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        feed: Feed | None,
+        prefetcher: Prefetcher | None,
     ) -> torch.Tensor:
         """Attention of all rows over the cache: `[N, n_q * d]`.
 
-        `feed` brings what is in the store; None when nothing of the step is.
+        `prefetcher` brings what is in the store; None when nothing of the step is.
         """
         parts = []
         if self.decode_plan is not None:
-            parts.append(self._attend_decodes(cache, index, layer, queries, feed))
+            parts.append(self._attend_decodes(cache, index, layer, queries, prefetcher))
         for segment in self.prefills:
             span = slice(segment.first_row, segment.first_row + segment.count)
             if isinstance(segment, ResidentPrefill):
@@ -107,11 +107,11 @@ class Batch:
                     scale=layer.scale,
                     cap=layer.cap,
                 )
-                attended = compute(feed, "attend", index, call)
-            elif feed is not None:
-                attended = segment.attend(cache, feed, index, layer, queries[span])
+                attended = compute(prefetcher, "attend", index, call)
+            elif prefetcher is not None:
+                attended = segment.attend(cache, prefetcher, index, layer, queries[span])
             else:
-                raise RuntimeError("a streamed prefill needs a feed")
+                raise RuntimeError("a streamed prefill needs a prefetcher")
             parts.append(attended)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -121,7 +121,7 @@ class Batch:
         index: int,
         layer: DecoderLayer,
         queries: torch.Tensor,
-        feed: Feed | None,
+        prefetcher: Prefetcher | None,
     ) -> torch.Tensor:
         if self.decode_plan is None:
             raise RuntimeError("no decoding sequence in this batch")
@@ -136,9 +136,9 @@ class Batch:
             scale=layer.scale,
             cap=layer.cap,
         )
-        whole = compute(feed, "attend", index, call)
-        if self.streamed is not None and feed is not None:
-            whole = self.streamed.attend_decodes(feed, index, layer, queries, whole)
+        whole = compute(prefetcher, "attend", index, call)
+        if self.streamed is not None and prefetcher is not None:
+            whole = self.streamed.attend_decodes(prefetcher, index, layer, queries, whole)
         return whole.attended(queries.dtype)
 
 

@@ -53,7 +53,7 @@ from worker_service.lanes.timeline import Span, StepTimes, Trace
 from worker_service.model.decoder import Decoder
 from worker_service.model.forward import through_layers
 from worker_service.model.layer import DecoderLayer
-from worker_service.pipeline.prefetch import Feed, compute
+from worker_service.pipeline.prefetch import Prefetcher, compute
 from worker_service.pipeline.staging import Staging
 from worker_service.store.arena_tensors import SuspectChunks
 from worker_service.store.verifier import Check, Verifier
@@ -316,11 +316,11 @@ class Engine:
         checks: list[Check] = []
         if batch.streamed is not None and self.verifier is not None:
             checks = batch.streamed.begin_checks(self.verifier)
-        feed = self._feed_of(batch)
+        prefetcher = self._prefetcher_of(batch)
         began = time.perf_counter()
-        self._computing_since = began if feed is None else None
+        self._computing_since = began if prefetcher is None else None
         try:
-            logits, finite, spans = self._forward(batch, feed)
+            logits, finite, spans = self._forward(batch, prefetcher)
         except BaseException:
             # Between steps no copy may be under way, also when the engine ends here.
             self.lanes.settle()
@@ -335,8 +335,8 @@ class Engine:
         if tracing.is_on():
             self._trace_step(batch, started, spans)
         finishes = self._sample(batch, logits, finite)
-        if feed is None:
-            # Nothing but compute: one span, where a feed leaves one for each part.
+        if prefetcher is None:
+            # Nothing but compute: one span, where a prefetcher leaves one for each part.
             spans += self.lanes.counted([_span_of(batch, began, time.perf_counter())])
             self._computing_since = None
         # Before anyone leaves: the step that ends a request is one of its steps.
@@ -404,7 +404,7 @@ class Engine:
         return logging.WARNING
 
     def _forward(
-        self, batch: Batch, feed: Feed | None
+        self, batch: Batch, prefetcher: Prefetcher | None
     ) -> tuple[torch.Tensor, list[bool], list[Span]]:
         """Logits `[sampled, vocabulary]`, for each row whether it is finite, and spans.
 
@@ -421,12 +421,16 @@ class Engine:
             values: torch.Tensor,
         ) -> torch.Tensor:
             write = partial(batch.write, cache, index, inputs, keys, values)
-            compute(feed, "write", index, write)
-            return batch.attend(cache, index, layer, queries, keys, values, feed)
+            compute(prefetcher, "write", index, write)
+            return batch.attend(cache, index, layer, queries, keys, values, prefetcher)
 
         hidden = model.embed(batch.token_ids, batch.positions)
         hidden = through_layers(
-            model.visit(), hidden, model.rotary(batch.positions), attend, partial(compute, feed)
+            model.visit(),
+            hidden,
+            model.rotary(batch.positions),
+            attend,
+            partial(compute, prefetcher),
         )
         finite = hidden.isfinite().all(dim=1)
         logits = model.logits(hidden[batch.logit_rows])
@@ -434,20 +438,20 @@ class Engine:
         spans = self.lanes.collect()
         return logits, finite.tolist(), spans
 
-    def _feed_of(self, batch: Batch) -> Feed | None:
+    def _prefetcher_of(self, batch: Batch) -> Prefetcher | None:
         """Fills while the step begins to compute; None when nothing is streamed.
 
         Without tiles it still leaves a span of each part, beside weights that come.
         """
         streamed = batch.streamed
         if streamed is not None:
-            feed = Feed(self.lanes, self.staging, streamed.tile_pages, streamed.layers)
+            prefetcher = Prefetcher(self.lanes, self.staging, streamed.tile_pages, streamed.layers)
         elif not self.model.is_resident:
-            feed = Feed(self.lanes, self.staging, 1, ())
+            prefetcher = Prefetcher(self.lanes, self.staging, 1, ())
         else:
             return None
-        feed.start()
-        return feed
+        prefetcher.start()
+        return prefetcher
 
     # -- sampling ---------------------------------------------------------------------
 
@@ -524,7 +528,7 @@ class Engine:
 
     def _hand_over(self) -> StepOutput:
         output, self.queues.output = self.queues.output, StepOutput()
-        output.work = self.lanes.take_tally()
+        output.work = self.lanes.pop_totals()
         if self._costs is not None:
             output.profile = self._costs.settle()
             if output.profile is not None:

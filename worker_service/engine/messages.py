@@ -13,8 +13,8 @@ from splitpoint.errors import SplitpointError
 from splitpoint.planning.planner import RestoreMethod
 from worker_service.engine.sampling import Choice
 from worker_service.engine.sequence import Admission, Suspects
-from worker_service.lanes.tally import Tally
 from worker_service.lanes.timeline import StepTimes
+from worker_service.lanes.totals import LaneTotals
 from worker_service.pipeline.tiles import StreamedTokens
 from worker_service.store.client import Match
 from worker_service.store.write_back import (
@@ -172,7 +172,7 @@ class StepOutput:
     # The model ran.
     step: StepEvent | None = None
     # What the lanes did, in restores and in the step.
-    work: Tally | None = None
+    work: LaneTotals | None = None
     # Sequences that lost chunks and begin anew.
     loss_count: int = 0
     running_count: int = 0

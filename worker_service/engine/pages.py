@@ -55,7 +55,8 @@ class PageManager:
         """Pages for the first `chunk_count` chunks but those of `stored`, which stay in
         the store."""
         sequence.pages = [
-            None if index in stored else self._cache.pages.take() for index in range(chunk_count)
+            None if index in stored else self._cache.pages.allocate()
+            for index in range(chunk_count)
         ]
 
     @property
@@ -64,7 +65,7 @@ class PageManager:
         return not self._keeps_inputs or self._cache.input_pages.free_count > 0
 
     def take_input_page(self, sequence: Sequence, chunk_index: int) -> int:
-        page = self._cache.input_pages.take()
+        page = self._cache.input_pages.allocate()
         sequence.input_pages[chunk_index] = page
         return page
 
@@ -80,7 +81,7 @@ class PageManager:
             if index == len(sequence.pages):
                 if sequence.device_page_count >= sequence.claimed_pages:
                     return max(0, index * chunk - sequence.computed)
-                sequence.pages.append(self._cache.pages.take())
+                sequence.pages.append(self._cache.pages.allocate())
             keeps_input = sequence.writes_back and self._keeps_inputs
             if keeps_input and index not in sequence.input_pages:
                 if not self._cache.input_pages.free_count:
@@ -116,19 +117,19 @@ class PageManager:
                 page = sequence.pages[index]
                 is_kept = not sequence.is_streamed or index < sequence.kept_chunks
                 if not is_kept and page is not None:
-                    self._cache.pages.give(page)
+                    self._cache.pages.free(page)
                     sequence.pages[index] = None
             if input_page is None:
                 continue
             if is_full and index < sequence.kept_inputs:
                 self.take_row_pages(sequence, index + 1)
                 self._cache.keep_inputs(input_page, sequence.row_pages[index // 2], index % 2)
-            self._cache.input_pages.give(input_page)
+            self._cache.input_pages.free(input_page)
 
     def take_row_pages(self, sequence: Sequence, chunk_count: int) -> None:
         """Pages that hold X of the first `chunk_count` chunks, two in each."""
         while len(sequence.row_pages) < _halves(chunk_count):
-            sequence.row_pages.append(self._cache.pages.take())
+            sequence.row_pages.append(self._cache.pages.allocate())
 
     def clear_unwritten(self, sequence: Sequence) -> None:
         """Zero the pages of a sequence that were not handed to write-back.
@@ -151,16 +152,16 @@ class PageManager:
 
     def give_input_pages(self, sequence: Sequence) -> None:
         for page in sequence.input_pages.values():
-            self._cache.input_pages.give(page)
+            self._cache.input_pages.free(page)
         sequence.input_pages = {}
 
     def give_pages(self, sequence: Sequence) -> None:
         """All pages, the claim kept: the sequence starts over."""
         for page in sequence.pages:
             if page is not None:
-                self._cache.pages.give(page)
+                self._cache.pages.free(page)
         for page in sequence.row_pages:
-            self._cache.pages.give(page)
+            self._cache.pages.free(page)
         sequence.pages, sequence.row_pages = [], []
         self.give_input_pages(sequence)
 

@@ -24,7 +24,7 @@ from worker_service.pipeline.both_ends import restore_from_both_ends
 from worker_service.pipeline.gather import gatherer_of
 from worker_service.pipeline.restore import Prefix, restore
 from worker_service.pipeline.staging import Staging
-from worker_service.pipeline.transfer import Mover
+from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.store.arena_tensors import StoredChunk
 from worker_service.store.client import Match
 from worker_service.store.verifier import Verifier
@@ -73,11 +73,11 @@ class Restorer:
         self._verifier = verifier
         self._chunk = cache.layout.chunk_tokens
         self._gatherer = gatherer_of(cache.device)
-        self._mover: Mover | None = None
+        self._transfer: CacheTransfer | None = None
 
     def forget_arena(self) -> None:
         """Let go of the arena that was read last; sequences that still read it keep it."""
-        self._mover = None
+        self._transfer = None
 
     def restore(self, sequence: Sequence) -> RestoreEvent | None:
         """Bring the matched prefix in; None: there is no room for it yet. Raises ChunkLost.
@@ -96,7 +96,7 @@ class Restorer:
         sequence.restored = True
         chunks = match.chunks[: chunks_of(cached, self._chunk)]
         split = min(sequence.admission.split_tokens, cached)
-        predicted = self._predicted(sequence, self._mover_for(match), split, cached)
+        predicted = self._predicted(sequence, self._transfer_for(match), split, cached)
         self._begin_check(sequence, match, chunks, cached)
         brought = self._bring_pages(sequence, match, chunks, cached, split)
         full = cached // self._chunk
@@ -147,7 +147,7 @@ class Restorer:
         split: int,
     ) -> _Brought:
         """A resident prefix comes in whole; of a streamed one what stays on the device."""
-        mover = sequence.mover = self._mover_for(match)
+        transfer = sequence.transfer = self._transfer_for(match)
         full = cached // self._chunk
         stored = range(0)
         if sequence.is_streamed:
@@ -159,20 +159,20 @@ class Restorer:
         for first, end in ends:
             listed = chunks[: chunks_of(end, self._chunk)]
             part = Prefix(listed, first, sequence.pages, sequence.tokens, end, min(split, end))
-            self._bring_in(sequence, mover, part, brought)
+            self._bring_in(sequence, transfer, part, brought)
         kept = chunks[: min(sequence.kept_inputs, full)]
-        brought.spans += self._bring_inputs(sequence, mover, kept)
+        brought.spans += self._bring_inputs(sequence, transfer, kept)
         if cached % self._chunk and self._cache.inputs:
             # The tail's chunk will be sealed anew with more tokens, X included.
             page = self._page_manager.take_input_page(sequence, full)
-            for work in mover.send_inputs(chunks[full:], self._cache.inputs, [page]):
+            for work in transfer.send_inputs(chunks[full:], self._cache.inputs, [page]):
                 self._lanes.run(Lane.LINK_IN, work)
             brought.spans += self._lanes.finish()
-            mover.tensors.check_current(chunks[full:])
+            transfer.tensors.check_current(chunks[full:])
         return brought
 
     def _bring_inputs(
-        self, sequence: Sequence, mover: Mover, chunks: tuple[StoredChunk, ...]
+        self, sequence: Sequence, transfer: CacheTransfer, chunks: tuple[StoredChunk, ...]
     ) -> list[Span]:
         """X of the first chunks, to stay on the device. Raises ChunkLost."""
         if not chunks:
@@ -182,21 +182,21 @@ class Restorer:
         for half in (0, 1):
             some = chunks[half::2]
             pages = sequence.row_pages[: len(some)]
-            for work in mover.send_inputs(some, [room[half] for room in rooms], pages):
+            for work in transfer.send_inputs(some, [room[half] for room in rooms], pages):
                 self._lanes.run(Lane.LINK_IN, work)
         spans = self._lanes.finish()
-        mover.tensors.check_current(chunks)
+        transfer.tensors.check_current(chunks)
         return spans
 
     def _bring_in(
-        self, sequence: Sequence, mover: Mover, prefix: Prefix, brought: _Brought
+        self, sequence: Sequence, transfer: CacheTransfer, prefix: Prefix, brought: _Brought
     ) -> None:
         """K and V of the prefix into its pages, by the method that was planned."""
         first, end = prefix.first_chunk * self._chunk, prefix.cached_tokens
         admission, keys, values = sequence.admission, self._cache.keys, self._cache.values
         if admission.method is RestoreMethod.TOKENS:
             met = restore_from_both_ends(
-                mover,
+                transfer,
                 self._lanes,
                 prefix,
                 keys,
@@ -209,7 +209,7 @@ class Restorer:
             brought.spans += met.spans
             return
         tile = self._tile_tokens(sequence)
-        brought.spans += restore(mover, self._lanes, prefix, keys, values, tile_tokens=tile)
+        brought.spans += restore(transfer, self._lanes, prefix, keys, values, tile_tokens=tile)
         rebuilt = max(0, prefix.split_tokens - first)
         brought.rebuilt += rebuilt
         brought.loaded += end - first - rebuilt
@@ -217,22 +217,24 @@ class Restorer:
     def _tile_tokens(self, sequence: Sequence) -> int:
         return sequence.admission.tile_tokens or TILE_PAGES * self._chunk
 
-    def _predicted(self, sequence: Sequence, mover: Mover, split: int, cached: int) -> float:
+    def _predicted(
+        self, sequence: Sequence, transfer: CacheTransfer, split: int, cached: int
+    ) -> float:
         """Seconds for what was found; 0: nothing is predicted of what streams instead."""
         if self.costs is None or sequence.is_streamed or not cached:
             return 0.0
         if sequence.admission.method is RestoreMethod.TOKENS:
             return sequence.admission.predicted_restore_seconds
         # What the staging memory makes of the tile that was asked for.
-        mover.divide(self._tile_tokens(sequence))
+        transfer.divide(self._tile_tokens(sequence))
         return self.costs.restore_seconds(
             self._model.shape,
             self._cache.layout,
             split=split,
             cached=cached,
             schedule=self._lanes.schedule,
-            tile_tokens=mover.tile_tokens,
-            slots=mover.slot_count,
+            tile_tokens=transfer.tile_tokens,
+            slots=transfer.slot_count,
             extra_operations=len(self._cache.inputs) if cached % self._chunk else 0,
         )
 
@@ -242,12 +244,12 @@ class Restorer:
         if self.costs is not None:
             self.costs.restored(spans)
 
-    def _mover_for(self, match: Match) -> Mover:
+    def _transfer_for(self, match: Match) -> CacheTransfer:
         """One for each mapped arena; in practice one until the store restarts."""
         tensors = match.connection.tensors
-        if self._mover is None or self._mover.tensors is not tensors:
-            self._mover = Mover(self._model, tensors, self._staging, self._gatherer)
-        return self._mover
+        if self._transfer is None or self._transfer.tensors is not tensors:
+            self._transfer = CacheTransfer(self._model, tensors, self._staging, self._gatherer)
+        return self._transfer
 
 
 def _report(

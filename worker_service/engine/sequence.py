@@ -11,7 +11,7 @@ from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.split_line import SplitLine
 from worker_service.engine.sampling import Sampling
 from worker_service.lanes.spans import RequestSpans
-from worker_service.pipeline.transfer import Mover
+from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.store.arena_tensors import StoredChunk
 from worker_service.store.client import Connection, Match
 from worker_service.store.fetch import FetchOrder
@@ -105,7 +105,7 @@ class Sequence:
     kept_inputs: int = 0
     match: Match | None = None
     # Reads the arena its stored chunks are in; another one after the store restarts.
-    mover: Mover | None = None
+    transfer: CacheTransfer | None = None
     computed: int = 0
     pages: list[int | None] = field(default_factory=list)
     row_pages: list[int] = field(default_factory=list)
@@ -195,7 +195,7 @@ class Sequence:
         self.stored = []
         self.written_chunks = 0
         self.match = None
-        self.mover = None
+        self.transfer = None
         self.check = None
         self.restored = False
 

@@ -3,7 +3,7 @@
 Decoding sequences share tiles: one product attends pages of many of them, and the
 results are merged with those of the pages on the device by online softmax. A prefill's
 tiles are its own. Layers with a sliding window read only what some query sees. Built
-once per step; the tiles come through a feed.
+once per step; the tiles come through a prefetcher.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from worker_service.engine.sequence import Segment, Sequence
 from worker_service.model.attention import Partial, decode_partial, prefill_partial, tile_rows
 from worker_service.model.attention_plan import DecodePlan
 from worker_service.model.layer import DecoderLayer
-from worker_service.pipeline.prefetch import Feed, Shipment
+from worker_service.pipeline.prefetch import Prefetcher, TileTransfer
 from worker_service.pipeline.tiles import (
     StoredPage,
     StreamedTokens,
@@ -33,7 +33,7 @@ from worker_service.pipeline.tiles import (
     decode_tiles,
     prefill_tiles,
 )
-from worker_service.pipeline.transfer import Mover
+from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk, SuspectChunks
 from worker_service.store.verifier import Check, Verifier, differing
 
@@ -66,19 +66,19 @@ class StreamedPrefill:
     Attributes:
         kept: what of the prefix is on the device, before and behind what is stored,
             the new tokens' own pages included.
-        shipments: the stored rest, for layers of each window.
+        tile_transfers: the stored rest, for layers of each window.
     """
 
     first_row: int
     count: int
     start: int
     kept: list[DevicePages]
-    shipments: Mapping[Window, list[Shipment]]
+    tile_transfers: Mapping[Window, list[TileTransfer]]
 
     def attend(
         self,
         cache: DeviceCache,
-        feed: Feed,
+        prefetcher: Prefetcher,
         index: int,
         layer: DecoderLayer,
         queries: torch.Tensor,
@@ -105,11 +105,11 @@ class StreamedPrefill:
                 continue
             keys = cache.keys[index].index_select(0, here.pages)
             values = cache.values[index].index_select(0, here.pages)
-            feed.compute(
+            prefetcher.compute(
                 "attend", index, partial(attend, keys, values, here.rows, here.first_position)
             )
-        for shipment in self.shipments[layer.window]:
-            pages = shipment.tile.pages
+        for tile_transfer in self.tile_transfers[layer.window]:
+            pages = tile_transfer.tile.pages
             count, first = len(pages), pages[0].first_position
             rows = count * cache.layout.chunk_tokens
 
@@ -122,7 +122,7 @@ class StreamedPrefill:
             ) -> None:
                 attend(keys[:count], values[:count], rows, first)
 
-            feed.take(index, shipment, attend_tile)
+            prefetcher.consume(index, tile_transfer, attend_tile)
         return merged.partial.attended(queries.dtype)
 
 
@@ -140,13 +140,13 @@ class StreamedStep:
 
     sequences: list[Sequence]
     tile_pages: int
-    layers: list[list[Shipment]]
+    layers: list[list[TileTransfer]]
     tokens: StreamedTokens
-    decodes: Mapping[Window, list[tuple[Shipment, DecodePlan]]]
+    decodes: Mapping[Window, list[tuple[TileTransfer, DecodePlan]]]
 
     def attend_decodes(
         self,
-        feed: Feed,
+        prefetcher: Prefetcher,
         index: int,
         layer: DecoderLayer,
         queries: torch.Tensor,
@@ -154,7 +154,7 @@ class StreamedStep:
     ) -> Partial:
         """What the device's own pages gave, merged with every tile; `queries` `[B, n_q, d]`."""
         merged = _Merged(on_device)
-        for shipment, plan in self.decodes[layer.window]:
+        for tile_transfer, plan in self.decodes[layer.window]:
 
             def attend(keys: torch.Tensor, values: torch.Tensor, plan: DecodePlan = plan) -> None:
                 merged.add(
@@ -169,24 +169,24 @@ class StreamedStep:
                     )
                 )
 
-            feed.take(index, shipment, attend)
+            prefetcher.consume(index, tile_transfer, attend)
         return merged.partial
 
     def traffic(self) -> StepTraffic:
-        """What the feed will move and rebuild, before it does."""
+        """What the prefetcher will move and rebuild, before it does."""
         copies: list[float] = []
         rebuilds: list[float] = []
-        for layer, shipments in enumerate(self.layers):
-            for shipment in shipments:
-                copies += shipment.copies(layer)
-                rebuilds += shipment.rebuilds()
+        for layer, tile_transfers in enumerate(self.layers):
+            for tile_transfer in tile_transfers:
+                copies += tile_transfer.copies(layer)
+                rebuilds += tile_transfer.rebuilds()
         return StepTraffic(tuple(copies), tuple(rebuilds))
 
     def begin_checks(self, verifier: Verifier) -> list[Check]:
         """Compare what the step reads, what several sequences share once."""
         read: dict[ArenaTensors, dict[StoredChunk, None]] = {}
         for sequence in self.sequences:
-            chunks = read.setdefault(mover_of(sequence).tensors, {})
+            chunks = read.setdefault(transfer_of(sequence).tensors, {})
             chunks.update(dict.fromkeys(sequence.read_chunks))
         begun = (verifier.begin(tensors, chunks) for tensors, chunks in read.items())
         return [check for check in begun if check is not None]
@@ -206,7 +206,7 @@ class StreamedStep:
         for sequence in self.sequences:
             chunks = sequence.read_chunks
             try:
-                mover_of(sequence).tensors.check_current(chunks)
+                transfer_of(sequence).tensors.check_current(chunks)
                 if not damaged.isdisjoint(chunks):
                     raise differing([chunk for chunk in chunks if chunk in damaged])
             except ChunkLost as error:
@@ -253,8 +253,12 @@ class StreamedBuilder:
         planned = self._decodes(decodes)
         layers = [
             [
-                *(shipment for shipment, _ in planned[window]),
-                *(shipment for _, prefill in prefills for shipment in prefill.shipments[window]),
+                *(tile_transfer for tile_transfer, _ in planned[window]),
+                *(
+                    tile_transfer
+                    for _, prefill in prefills
+                    for tile_transfer in prefill.tile_transfers[window]
+                ),
             ]
             for window in self._windows
         ]
@@ -264,7 +268,7 @@ class StreamedBuilder:
         sequences += [sequence for sequence, _ in prefills]
         # A layer without a window sees all, any other as far as its window.
         widest = max(range(len(layers)), key=lambda layer: self._windows[layer] or math.inf)
-        tiles = (shipment.tile for shipment in layers[widest])
+        tiles = (tile_transfer.tile for tile_transfer in layers[widest])
         tokens = StreamedTokens.of(tiles, self._chunk)
         return StreamedStep(sequences, self._tile_pages, layers, tokens, planned)
 
@@ -272,7 +276,7 @@ class StreamedBuilder:
         sequence = segment.sequence
         tile_pages = min(self._tile_pages, PREFILL_TILE_PAGES)
         pages = self._stored_pages(sequence, 0)
-        shipments = self._by_window(
+        tile_transfers = self._by_window(
             pages,
             [segment.start],
             lambda seen: self._ship(seen, [sequence], tile_pages, prefill_tiles),
@@ -282,14 +286,14 @@ class StreamedBuilder:
             segment.count,
             segment.start,
             self._kept(sequence, segment.start + segment.count),
-            shipments,
+            tile_transfers,
         )
 
     # -- decodes ---------------------------------------------------------------------------
 
     def _decodes(
         self, decodes: Rows[Sequence]
-    ) -> Mapping[Window, list[tuple[Shipment, DecodePlan]]]:
+    ) -> Mapping[Window, list[tuple[TileTransfer, DecodePlan]]]:
         pages = [
             page
             for row, sequence in enumerate(decodes)
@@ -297,9 +301,9 @@ class StreamedBuilder:
         ]
         queries = [sequence.computed for sequence in decodes]
 
-        def ship(seen: list[StoredPage]) -> list[tuple[Shipment, DecodePlan]]:
-            shipments = self._ship(seen, decodes, self._tile_pages, decode_tiles)
-            return [(each, self._plan_of(each.tile, queries)) for each in shipments]
+        def ship(seen: list[StoredPage]) -> list[tuple[TileTransfer, DecodePlan]]:
+            tile_transfers = self._ship(seen, decodes, self._tile_pages, decode_tiles)
+            return [(each, self._plan_of(each.tile, queries)) for each in tile_transfers]
 
         return self._by_window(pages, queries, ship)
 
@@ -359,40 +363,42 @@ class StreamedBuilder:
         sequences: Rows[Sequence],
         tile_pages: int,
         make_tiles: MakeTiles,
-    ) -> list[Shipment]:
+    ) -> list[TileTransfer]:
         """Tiles and what their work needs. A tile's chunks are of one arena.
 
         There are two while a store that was replaced is still read from.
         """
-        by_mover: dict[int, list[StoredPage]] = {}
-        movers: dict[int, Mover] = {}
+        by_transfer: dict[int, list[StoredPage]] = {}
+        transfers: dict[int, CacheTransfer] = {}
         for page in pages:
-            mover = mover_of(sequences[page.reader])
-            movers[id(mover)] = mover
-            by_mover.setdefault(id(mover), []).append(page)
+            transfer = transfer_of(sequences[page.reader])
+            transfers[id(transfer)] = transfer
+            by_transfer.setdefault(id(transfer), []).append(page)
         return [
-            self._shipment(tile, movers[key], sequences)
-            for key, listed in by_mover.items()
+            self._tile_transfer(tile, transfers[key], sequences)
+            for key, listed in by_transfer.items()
             for tile in make_tiles(listed, tile_pages, self._chunk)
         ]
 
-    def _shipment(self, tile: Tile, mover: Mover, sequences: Rows[Sequence]) -> Shipment:
+    def _tile_transfer(
+        self, tile: Tile, transfer: CacheTransfer, sequences: Rows[Sequence]
+    ) -> TileTransfer:
         chunks = tuple(page.chunk for page in tile.pages)
         places = tuple(range(len(chunks)))
         loaded = None
         if tile.is_loaded:
-            loaded = mover.part(chunks, places, len(chunks) * self._chunk)
+            loaded = transfer.part(chunks, places, len(chunks) * self._chunk)
         if not tile.rebuilt_rows:
-            return Shipment(tile, mover, loaded, None, None)
+            return TileTransfer(tile, transfer, loaded, None, None)
         positions: list[int] = []
         token_ids: list[int] = []
         for page in tile.pages:
             span = slice(page.first_position, page.first_position + page.rebuilt_rows)
             positions += range(span.start, span.stop)
             token_ids += sequences[page.reader].tokens[span]
-        rebuilt = mover.rebuilt_part(chunks, places, self._tensor(positions))
-        take_inputs = self._taking(tile, sequences) if tile.is_kept else None
-        return Shipment(tile, mover, loaded, rebuilt, self._tensor(token_ids), take_inputs)
+        rebuilt = transfer.rebuilt_part(chunks, places, self._tensor(positions))
+        copy_inputs = self._taking(tile, sequences) if tile.is_kept else None
+        return TileTransfer(tile, transfer, loaded, rebuilt, self._tensor(token_ids), copy_inputs)
 
     def _taking(self, tile: Tile, sequences: Rows[Sequence]) -> Callable[[int, torch.Tensor], None]:
         """Puts X of the tile's pages from where it is kept on the device into staging pages."""
@@ -437,8 +443,8 @@ def is_seen(window: Window, query_position: int, last_position: int) -> bool:
     return window is None or query_position - last_position < window
 
 
-def mover_of(sequence: Sequence) -> Mover:
+def transfer_of(sequence: Sequence) -> CacheTransfer:
     """What reads the arena that the sequence's chunks are in."""
-    if sequence.mover is None:
+    if sequence.transfer is None:
         raise RuntimeError("a streamed sequence without a mapped arena")
-    return sequence.mover
+    return sequence.transfer

@@ -15,8 +15,8 @@ import torch
 
 from splitpoint.errors import InvalidArgument
 from splitpoint.planning.schedule import Lane, Schedule
-from worker_service.lanes.tally import Tally
 from worker_service.lanes.timeline import Span
+from worker_service.lanes.totals import LaneTotals
 
 # The way out belongs to write-back, which works between and beside steps, in a thread of
 # its own: see `carry_out`.
@@ -127,7 +127,7 @@ class Lanes(ABC):
         self.device = device
         self.link = link
         self.before: Callable[[Lane], None] | None = None
-        self._tally: Tally | None = None
+        self._totals: LaneTotals | None = None
 
     @property
     def schedule(self) -> Schedule:
@@ -154,7 +154,7 @@ class Lanes(ABC):
             events.append(self.run(step.lane, step.work, after))
 
     @abstractmethod
-    def draw(self, lane: Lane, source: Source) -> Event:
+    def run_on_demand(self, lane: Lane, source: Source) -> Event:
         """Work drawn a few pieces at a time, when the lane needs it; reached at the end.
 
         For work that is not known in advance, since it depends on how far other lanes
@@ -164,14 +164,14 @@ class Lanes(ABC):
         """
 
     @abstractmethod
-    def hold(self, event: Event) -> None:
+    def wait_event(self, event: Event) -> None:
         """Let what compute is given from now on begin only once the event is reached.
 
         For compute that is given to the device directly, without `run`.
         """
 
     @abstractmethod
-    def mark(self) -> Event:
+    def record_event(self) -> Event:
         """Reached when all that compute was given until now is done, by `run` or directly."""
 
     def collect(self) -> list[Span]:
@@ -199,17 +199,17 @@ class Lanes(ABC):
     def counted(self, spans: list[Span]) -> list[Span]:
         """Add spans to the tally. Callers count only work that they did not give to a lane."""
         if spans:
-            if self._tally is None:
-                self._tally = Tally()
-            self._tally.add(spans)
+            if self._totals is None:
+                self._totals = LaneTotals()
+            self._totals.add(spans)
         return spans
 
-    def take_tally(self) -> Tally | None:
+    def pop_totals(self) -> LaneTotals | None:
         """What `collect`, `finish` and `settle` saw since the last call; None: nothing.
 
         Callers of `carry_out` count their own work.
         """
-        tally, self._tally = self._tally, None
+        tally, self._totals = self._totals, None
         return tally
 
     def settle(self) -> None:
@@ -280,13 +280,13 @@ class SerialLanes(Lanes):
         self._spans.append(span)
         return Reached()
 
-    def hold(self, event: Event) -> None:
+    def wait_event(self, event: Event) -> None:
         event.wait()
 
-    def mark(self) -> Event:
+    def record_event(self) -> Event:
         return Reached()
 
-    def draw(self, lane: Lane, source: Source) -> Event:
+    def run_on_demand(self, lane: Lane, source: Source) -> Event:
         self._require_side(lane)
         while works := source():
             for work in works:

@@ -104,7 +104,7 @@ class ThreadLanes(Lanes):
         promised.popleft()
         first.done.set_result([span])
 
-    def draw(self, lane: Lane, source: Source) -> Event:
+    def run_on_demand(self, lane: Lane, source: Source) -> Event:
         self._require_side(lane)
         submitted = time.perf_counter()
 
@@ -135,10 +135,10 @@ class ThreadLanes(Lanes):
         self._pending.append(future)
         return future
 
-    def hold(self, event: Event) -> None:
+    def wait_event(self, event: Event) -> None:
         event.wait()
 
-    def mark(self) -> Event:
+    def record_event(self) -> Event:
         return Reached()
 
     def _collect(self) -> list[Span]:

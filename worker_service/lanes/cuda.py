@@ -95,7 +95,7 @@ class StreamLanes(Lanes):
                 event.wait()
         return _StreamEvent(self._enqueue(lane, stream, work))
 
-    def draw(self, lane: Lane, source: Source) -> Event:
+    def run_on_demand(self, lane: Lane, source: Source) -> Event:
         self._require_side(lane)
         if self._first is None:
             self._begin(self._cuda.current_stream(self.device))
@@ -132,13 +132,13 @@ class StreamLanes(Lanes):
                 self._timed.append(_Timed(lane, work, start, end, self._first))
         return end
 
-    def hold(self, event: Event) -> None:
+    def wait_event(self, event: Event) -> None:
         if isinstance(event, _StreamEvent):
             self._cuda.current_stream(self.device).wait_event(event.event)
         else:
             event.wait()
 
-    def mark(self) -> Event:
+    def record_event(self) -> Event:
         return _StreamEvent(self._record(self._cuda.current_stream(self.device)))
 
     def _collect(self) -> list[Span]:

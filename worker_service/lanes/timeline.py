@@ -70,7 +70,7 @@ class StepTimes:
     def of(
         cls, seconds: float, spans: Iterable[Span], predicted_seconds: float | None = None
     ) -> StepTimes:
-        """From the step's spans, as pieces of work name them (mover.py, feed.py)."""
+        """From the step's spans, as pieces of work name them (transfer.py, prefetcher.py)."""
         link_busy = compute_busy = link_bytes = 0.0
         rebuilt = loaded = 0
         # One pass: a step has hundreds of spans, and nothing runs meanwhile.

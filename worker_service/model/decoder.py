@@ -17,32 +17,24 @@ from torch.nn import functional
 from splitpoint.planning.weight_placement import NOTHING_ON_HOST, WEIGHT_SLOTS, OnHost
 from splitpoint.planning.weight_schedule import WeightOrder, WeightPiece
 from splitpoint.progress import Ticker
-from splitpoint.shapes import DataType
+from worker_service.checkpoint.config import DecoderConfig, Norm
+from worker_service.checkpoint.names import HEAD_NAME, NAMES, expected_tensors
+from worker_service.checkpoint.tensors import Checkpoint, RandomTensors, TensorSource
+from worker_service.device.cache import TORCH_TYPES
 from worker_service.lanes.lanes import Lanes
-from worker_service.model.config import DecoderConfig, Norm
 from worker_service.model.head import StreamedHead
 from worker_service.model.layer import DecoderLayer
-from worker_service.model.linear import Linear, Matrix, Weight, packs
+from worker_service.model.linear import Linear, Weight
 from worker_service.model.norms import NormWeights
 from worker_service.model.rope import Rotary, RotaryTable
 from worker_service.weights.host import HostUnit, Slot, read_tensor, read_unit, units_of_rows
-from worker_service.weights.loading import (
-    NAMES,
-    Checkpoint,
-    RandomTensors,
-    TensorSource,
-    expected_tensors,
-)
-from worker_service.weights.matrices import HEAD_NAME, MatrixShape, head_rows, layer_matrices
+from worker_service.weights.matrices import MatrixShape, head_rows, layer_matrices
+from worker_service.weights.packing import Matrix, packs
 from worker_service.weights.stream import LentMatrix, WeightStream
 
 __all__ = ["Decoder", "DecoderConfig", "DecoderLayer", "Rotary"]
 
-_DATA_TYPES = {
-    torch.float32: DataType.FLOAT32,
-    torch.bfloat16: DataType.BFLOAT16,
-    torch.float16: DataType.FLOAT16,
-}
+_DATA_TYPES = {dtype: data_type for data_type, dtype in TORCH_TYPES.items()}
 
 
 class Decoder:
@@ -130,7 +122,7 @@ class Decoder:
         """
         data_type = None if dtype is None else _DATA_TYPES[dtype]
         config = DecoderConfig.read(folder, data_type)
-        dtype = torch_type(config.shape.data_type)
+        dtype = TORCH_TYPES[config.shape.data_type]
         with Checkpoint(folder, config, device, dtype, tickers) as source:
             return cls(config, source, device, dtype, on_host)
 
@@ -267,7 +259,7 @@ class Decoder:
             key_norm=self._head_norm(prefix + names.key_norm),
             post_attention_norm=self._post_norm(prefix + names.post_attention_norm),
             post_mlp_norm=self._post_norm(prefix + names.post_mlp_norm),
-            arrival=None if stream is None else partial(stream.hold, index),
+            arrival=None if stream is None else partial(stream.wait_for, index),
         )
 
     def _layer_weight(self, index: int, shape: MatrixShape) -> Weight:
@@ -361,8 +353,3 @@ def _rows(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     if table.device == index.device:
         return functional.embedding(index, table)
     return functional.embedding(index.to(table.device), table).to(index.device)
-
-
-def torch_type(data_type: DataType) -> torch.dtype:
-    """The torch type of a DataType."""
-    return next(known for known, name in _DATA_TYPES.items() if name is data_type)

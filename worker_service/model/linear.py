@@ -1,44 +1,22 @@
-"""One linear layer, its weights held in the layout that is fastest on the device.
+"""One linear layer over a matrix in the layout of its device (weights/packing.py).
 
-Layouts, measured on 2 AVX-512 cores with OPT-125M's matrices at 8 rows (GB/s of
-weights read): fp32 `F.linear` 11, `x @ W[in, out]` 8, MKL's packed form 8,
-oneDNN's blocked form 26; bf16 14, 13, -, 27. At 512 and 4,096 rows the blocked
-form is also the fastest by a tenth. So a CPU holds oneDNN-blocked weights where
-oneDNN takes the type, everything else holds `[out, in]`. The choice depends on
-device and type only, so that equal workers compute equal bits.
-
-oneDNN compiles a kernel for each count of rows: 0.5 MiB and 2 to 5 ms for one
-matrix. So rows are padded to a few counts (`padded_count`).
+oneDNN compiles a kernel for each row count: 0.5 MiB and 2 to 5 ms for one matrix.
+Rows are therefore padded to a few counts (`padded_count`).
 """
 
 from __future__ import annotations
 
-import ctypes
-from functools import lru_cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch.nn import functional
 
-from worker_service.model.config import Activation
+from worker_service.checkpoint.config import Activation
 
-# Rows that oneDNN lays the blocks out for; other counts run from the same blocks.
-_PACKED_FOR_ROWS = 32
 # Up to here reading the weights takes the time, whatever the count of rows.
 _FEW_ROWS = 16
 # Counts between a power of two and the next: at most an eighth of the rows is padding.
 _COUNTS_PER_DOUBLING = 8
-
-
-def packs(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether weights of this type are held in oneDNN's blocked layout."""
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if dtype == torch.float16:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return dtype == torch.float32
 
 
 def padded_count(count: int) -> int:
@@ -56,50 +34,6 @@ def _padded(rows: torch.Tensor) -> torch.Tensor:
     """`[N, n]` with zero rows up to the padded count."""
     missing = padded_count(len(rows)) - len(rows)
     return functional.pad(rows, (0, 0, 0, missing)) if missing else rows
-
-
-class Matrix:
-    """The weight of a linear layer, `[out, in]`, in the layout of its device.
-
-    Attributes:
-        weight: that layout; for `torch` an opaque tensor if `is_packed`.
-        size_bytes: as held, oneDNN's padding to whole blocks included.
-    """
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        """From a checkpoint's `[out, in]`, on its final device and type; kept, unless packed."""
-        self.is_packed = packs(weight.device, weight.dtype)
-        self.out_features, self.in_features = weight.shape
-        if self.is_packed:
-            weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
-            self.size_bytes = int(torch.ops.mkldnn._nbytes(weight))
-        else:
-            self.size_bytes = weight.numel() * weight.element_size()
-        self.weight = weight
-
-    def raw(self) -> torch.Tensor:
-        """Its memory as uint8 `[size_bytes]`, to be copied from or over.
-
-        A copy of another matrix's bytes of the same shape, type and device is that
-        matrix: the blocks of oneDNN depend on nothing else.
-        """
-        if not self.is_packed:
-            return self.weight.view(-1).view(torch.uint8)
-        # The tensor is opaque to torch, its memory is not.
-        address = torch.ops.mkldnn.data_ptr(self.weight)
-        memory: Any = (ctypes.c_uint8 * self.size_bytes).from_address(address)
-        memory.owner = self.weight  # which frees it
-        return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-@lru_cache(maxsize=64)
-def held_bytes(
-    out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
-) -> int:
-    """`Matrix.size_bytes` of a matrix of this shape; asks oneDNN by making one."""
-    if not packs(device, dtype):
-        return out_features * in_features * dtype.itemsize
-    return Matrix(torch.empty((out_features, in_features), dtype=dtype)).size_bytes
 
 
 class Weight(Protocol):

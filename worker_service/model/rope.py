@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from worker_service.model.rope_config import Rope
+from worker_service.checkpoint.rope_config import Rope
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,12 +26,12 @@ from worker_service.model.attention_plan import PrefillPlan
 from worker_service.model.forward import through_layers
 from worker_service.model.layer import DecoderLayer
 from worker_service.pipeline.restore import Prefix
-from worker_service.pipeline.transfer import Mover
+from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.store.arena_tensors import StoredChunk
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
+class BothEndsResult:
     """How a restore from both ends went: [0, recomputed_tokens) was computed."""
 
     recomputed_tokens: int
@@ -39,7 +39,7 @@ class Met:
 
 
 def restore_from_both_ends(
-    mover: Mover,
+    transfer: CacheTransfer,
     lanes: Lanes,
     prefix: Prefix,
     keys: Sequence[torch.Tensor],
@@ -47,7 +47,7 @@ def restore_from_both_ends(
     *,
     block_tokens: int,
     expected_tokens: int,
-) -> Met:
+) -> BothEndsResult:
     """Bring the whole prefix into cache pages; its `split_tokens` do not matter.
 
     `keys[i]`, `values[i]` are layer i's `[pages, n_kv, chunk_tokens, d]`. At most
@@ -59,12 +59,12 @@ def restore_from_both_ends(
     if prefix.first_chunk:
         raise ValueError("who computes from the front needs pages from the front on")
     if not prefix.chunks:
-        return Met(0, [])
-    ends = _Ends(mover, lanes, prefix, block_tokens, expected_tokens)
-    front = _Front(mover, prefix, keys, values, block_tokens)
-    back = _Back(mover, prefix, keys, values)
+        return BothEndsResult(0, [])
+    ends = _Ends(transfer, lanes, prefix, block_tokens, expected_tokens)
+    front = _Front(transfer, prefix, keys, values, block_tokens)
+    back = _Back(transfer, prefix, keys, values)
     try:
-        loads = lanes.draw(Lane.LINK_IN, lambda: back.works(ends.next_back()))
+        loads = lanes.run_on_demand(Lane.LINK_IN, lambda: back.works(ends.next_back()))
         begun: deque[Event] = deque()
         while (chunks := ends.next_front()) is not None:
             begun.append(lanes.run(Lane.COMPUTE, front.work(chunks)))
@@ -79,8 +79,8 @@ def restore_from_both_ends(
         lanes.settle()
         raise
     # A slot's generation only grows: if it is current now, it was all the time.
-    mover.tensors.check_current(back.loaded)
-    return Met(front.computed_tokens, spans)
+    transfer.tensors.check_current(back.loaded)
+    return BothEndsResult(front.computed_tokens, spans)
 
 
 class _Ends:
@@ -88,13 +88,13 @@ class _Ends:
 
     def __init__(
         self,
-        mover: Mover,
+        transfer: CacheTransfer,
         lanes: Lanes,
         prefix: Prefix,
         block_tokens: int,
         expected_tokens: int,
     ) -> None:
-        chunk, cached = mover.chunk_tokens, prefix.cached_tokens
+        chunk, cached = transfer.chunk_tokens, prefix.cached_tokens
         count = chunks_of(cached, chunk)
         front, back = piece_sizes(chunk, block_tokens)
         self._lock = threading.Lock()
@@ -127,12 +127,12 @@ class _Back:
 
     def __init__(
         self,
-        mover: Mover,
+        transfer: CacheTransfer,
         prefix: Prefix,
         keys: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
     ) -> None:
-        self._mover = mover
+        self._transfer = transfer
         self._prefix = prefix
         self._keys = keys
         self._values = values
@@ -142,14 +142,14 @@ class _Back:
         """A copy for each layer; none for no chunks."""
         if chunks is None:
             return []
-        mover, span = self._mover, slice(chunks.start, chunks.stop)
+        transfer, span = self._transfer, slice(chunks.start, chunks.stop)
         pages = [page for page in self._prefix.pages[span] if page is not None]
         stored = self._prefix.chunks[span]
-        first, last = chunks.start * mover.chunk_tokens, chunks.stop * mover.chunk_tokens
-        part = mover.part(stored, pages, min(last, self._prefix.cached_tokens) - first)
+        first, last = chunks.start * transfer.chunk_tokens, chunks.stop * transfer.chunk_tokens
+        part = transfer.part(stored, pages, min(last, self._prefix.cached_tokens) - first)
         self.loaded += stored
         return [
-            mover.load(layer, part, keys, values)
+            transfer.load(layer, part, keys, values)
             for layer, (keys, values) in enumerate(zip(self._keys, self._values, strict=True))
         ]
 
@@ -159,21 +159,21 @@ class _Front:
 
     def __init__(
         self,
-        mover: Mover,
+        transfer: CacheTransfer,
         prefix: Prefix,
         keys: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
         block_tokens: int,
     ) -> None:
-        self._model = mover.model
-        self._device = mover.device
-        self._chunk = mover.chunk_tokens
+        self._model = transfer.model
+        self._device = transfer.device
+        self._chunk = transfer.chunk_tokens
         self._prefix = prefix
         self._pages = [page for page in prefix.pages if page is not None]
         self._keys = keys
         self._values = values
         self._block_tokens = block_tokens
-        self._windows = {layer.window for layer in mover.model.layers}
+        self._windows = {layer.window for layer in transfer.model.layers}
         self.computed_tokens = 0
 
     def work(self, chunks: range) -> Work:

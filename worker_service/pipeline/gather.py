@@ -60,7 +60,7 @@ class Gatherer:
         self.kernel = kernel
         self._device = device
 
-    def takes(self, planes: Sequence[Planes], run_count: int, slot_count: int) -> bool:
+    def is_faster(self, planes: Sequence[Planes], run_count: int, slot_count: int) -> bool:
         """Whether these slots should, and may, be fetched by the kernel.
 
         What is not registered must never be read by a kernel; registration may end

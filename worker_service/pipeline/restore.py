@@ -17,7 +17,7 @@ from splitpoint.planning.weight_schedule import WeightPiece
 from splitpoint.shapes import chunks_of
 from worker_service.lanes.lanes import Lanes, Step, Work
 from worker_service.lanes.timeline import Span
-from worker_service.pipeline.transfer import Mover, Part
+from worker_service.pipeline.transfer import CacheTransfer, Part
 from worker_service.store.arena_tensors import StoredChunk
 
 
@@ -42,7 +42,7 @@ class Prefix:
 
 
 def restore(
-    mover: Mover,
+    transfer: CacheTransfer,
     lanes: Lanes,
     prefix: Prefix,
     keys: Sequence[torch.Tensor],
@@ -60,20 +60,20 @@ def restore(
     wanted = prefix.chunks[prefix.first_chunk :]
     if not wanted:
         return []
-    mover.divide(tile_tokens)
-    weights = mover.model.layer_weights
+    transfer.divide(tile_tokens)
+    weights = transfer.model.layer_weights
     work = RestoreWork(
         layer_count=len(keys),
-        first=prefix.first_chunk * mover.chunk_tokens,
+        first=prefix.first_chunk * transfer.chunk_tokens,
         split=prefix.split_tokens,
         cached=prefix.cached_tokens,
-        chunk_tokens=mover.chunk_tokens,
-        tile_tokens=mover.tile_tokens,
-        slots=mover.slot_count,
+        chunk_tokens=transfer.chunk_tokens,
+        tile_tokens=transfer.tile_tokens,
+        slots=transfer.slot_count,
         host_layers=frozenset() if weights is None else frozenset(weights.keys),
         weight_slots=0 if weights is None else weights.slot_count,
     )
-    carrier = _Carrier(mover, prefix, keys, values)
+    carrier = _Carrier(transfer, prefix, keys, values)
     spans: list[Span] = []
     try:
         tasks = restore_tasks(work, schedule)
@@ -87,7 +87,7 @@ def restore(
         lanes.settle()
         raise
     # A slot's generation only grows: if it is current now, it was all the time.
-    mover.tensors.check_current(wanted)
+    transfer.tensors.check_current(wanted)
     return spans
 
 
@@ -96,12 +96,12 @@ class _Carrier:
 
     def __init__(
         self,
-        mover: Mover,
+        transfer: CacheTransfer,
         prefix: Prefix,
         keys: Sequence[torch.Tensor],
         values: Sequence[torch.Tensor],
     ) -> None:
-        self._mover = mover
+        self._transfer = transfer
         self._prefix = prefix
         self._keys = keys
         self._values = values
@@ -110,32 +110,32 @@ class _Carrier:
         self._weight_slots: dict[int, int] = {}
 
     def work_of(self, task: Task) -> Work:
-        mover, layer = self._mover, task.layer
+        transfer, layer = self._transfer, task.layer
         keys, values = self._keys[layer], self._values[layer]
         if task.kind is TaskKind.LOAD:
-            return mover.load(layer, self._part(task), keys, values)
+            return transfer.load(layer, self._part(task), keys, values)
         if task.kind is TaskKind.WEIGHTS:
             return self._bring_weights(task)
         if task.kind is TaskKind.EMBED:
             ids = self._prefix.token_ids[task.first : task.last]
-            token_ids = torch.tensor(ids, dtype=torch.int64, device=mover.device)
-            return mover.embed(token_ids, self._positions(task), task.slot)
+            token_ids = torch.tensor(ids, dtype=torch.int64, device=transfer.device)
+            return transfer.embed(token_ids, self._positions(task), task.slot)
         if task.kind is TaskKind.SEND:
             if task.slot is None:
                 raise RuntimeError("activations are sent into a staging slot")
-            return mover.send(layer, self._part(task), task.slot)
-        work = mover.rebuild(layer, self._part(task), task.slot, keys, values)
+            return transfer.send(layer, self._part(task), task.slot)
+        work = transfer.rebuild(layer, self._part(task), task.slot, keys, values)
         return self._with_weights(work, layer)
 
     def _bring_weights(self, task: Task) -> Work:
-        weights = self._mover.model.layer_weights
+        weights = self._transfer.model.layer_weights
         if weights is None or task.slot is None:
             raise RuntimeError("weights that are on the device are said to be on the host")
         self._weight_slots[task.layer] = task.slot
         return weights.piece_work(task.layer, WeightPiece.KEY_VALUE, task.slot)
 
     def _with_weights(self, work: Work, layer: int) -> Work:
-        weights, slot = self._mover.model.layer_weights, self._weight_slots.get(layer)
+        weights, slot = self._transfer.model.layer_weights, self._weight_slots.get(layer)
         if weights is None or slot is None:
             return work
 
@@ -154,13 +154,13 @@ class _Carrier:
         return part
 
     def _make_part(self, task: Task, *, is_rebuilt: bool) -> Part:
-        chunk = self._mover.chunk_tokens
+        chunk = self._transfer.chunk_tokens
         span = slice(task.first // chunk, chunks_of(task.last, chunk))
         chunks = self._prefix.chunks[span]
         pages = [page for page in self._prefix.pages[span] if page is not None]
         if is_rebuilt:
-            return self._mover.rebuilt_part(chunks, pages, self._positions(task))
-        return self._mover.part(chunks, pages, task.tokens)
+            return self._transfer.rebuilt_part(chunks, pages, self._positions(task))
+        return self._transfer.part(chunks, pages, task.tokens)
 
     def _positions(self, task: Task) -> torch.Tensor:
-        return torch.arange(task.first, task.last, device=self._mover.device)
+        return torch.arange(task.first, task.last, device=self._transfer.device)

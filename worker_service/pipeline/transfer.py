@@ -1,6 +1,6 @@
 """Single pieces of a transfer: X or K,V over the link, K,V rebuilt from X.
 
-A `Mover` makes `Work` for lanes; it decides neither on the order nor on what is
+A `CacheTransfer` makes `Work` for lanes; it decides neither on the order nor on what is
 rebuilt. Whoever gives its work to lanes says what must be done before what, and
 checks afterwards that the chunks that were read are still current.
 """
@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
+from worker_service.device.copies import runs
 from worker_service.lanes.lanes import Work
 from worker_service.model.decoder import Decoder
+from worker_service.pipeline.chunk_loader import ChunkLoader
 from worker_service.pipeline.gather import Gatherer
-from worker_service.pipeline.stage import Stage, runs
 from worker_service.pipeline.staging import Staging
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
 
@@ -36,7 +37,7 @@ class Part:
     positions: torch.Tensor | None = None
 
 
-class Mover:
+class CacheTransfer:
     """Makes the pieces of work of one mapped arena on one device.
 
     Attributes:
@@ -57,7 +58,7 @@ class Mover:
         self.device = staging.device
         self.slot_pages = staging.page_count
         self.slot_count = 1
-        self._stage = Stage(tensors, staging.device, staging.page_count, gatherer)
+        self._loader = ChunkLoader(tensors, staging.device, staging.page_count, gatherer)
         self._staging = staging
         self._embedded: torch.Tensor | None = None
 
@@ -87,7 +88,7 @@ class Mover:
         size = 2 * len(slots) * self.tensors.layout.kv_slot_bytes
 
         def call() -> None:
-            self._stage.bring(layer, {"K": keys, "V": values}, slots, part.pages)
+            self._loader.load(layer, {"K": keys, "V": values}, slots, part.pages)
 
         return Work("load K,V", call, size, size, layer, part.rows)
 
@@ -98,7 +99,7 @@ class Mover:
         size = len(slots) * self.tensors.layout.x_slot_bytes
 
         def call() -> None:
-            self._stage.bring(layer, {"X": staging}, slots, range(len(slots)))
+            self._loader.load(layer, {"X": staging}, slots, range(len(slots)))
 
         return Work("send X", call, size, size, layer, part.rows)
 
@@ -113,7 +114,7 @@ class Mover:
         def copy(layer: int, target: torch.Tensor) -> Work:
             return Work(
                 "send X",
-                lambda: self._stage.bring(layer, {"X": target}, slots, pages),
+                lambda: self._loader.load(layer, {"X": target}, slots, pages),
                 size,
                 size,
                 tokens=tokens,
@@ -142,12 +143,12 @@ class Mover:
 
         return Work("embed", call, layer=0, tokens=len(token_ids))
 
-    def take(
-        self, layer: int, part: Part, slot: int, take: Callable[[int, torch.Tensor], None]
+    def copy_inputs(
+        self, layer: int, part: Part, slot: int, copy: Callable[[int, torch.Tensor], None]
     ) -> Work:
-        """X that is on the device already into a staging slot, by `take(layer, slot's pages)`."""
+        """X that is on the device already into a staging slot, by `copy(layer, slot's pages)`."""
         staging = self._slot(slot)
-        return Work("take X", lambda: take(layer, staging), layer=layer, tokens=part.rows)
+        return Work("copy X", lambda: copy(layer, staging), layer=layer, tokens=part.rows)
 
     def rebuild(
         self, layer: int, part: Part, slot: int | None, keys: torch.Tensor, values: torch.Tensor

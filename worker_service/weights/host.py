@@ -16,9 +16,9 @@ from math import prod
 import torch
 
 from splitpoint.planning.weight_schedule import WeightPiece
-from worker_service.model.linear import Matrix, held_bytes, packs
-from worker_service.weights.loading import TensorSource
+from worker_service.checkpoint.tensors import TensorSource
 from worker_service.weights.matrices import MatrixShape
+from worker_service.weights.packing import Matrix, held_bytes, packs
 
 Parts = Mapping[WeightPiece, Sequence[torch.Tensor]]
 

@@ -13,11 +13,10 @@ import torch
 
 from splitpoint.planning.weight_placement import WeightSizes, head_piece_count
 from splitpoint.planning.weight_schedule import LAYER_PIECES, WeightPiece
-from worker_service.model.config import DecoderConfig, Norm
-from worker_service.model.linear import held_bytes, packs
-from worker_service.weights.loading import NAMES, TensorSource, expected_tensors
-
-HEAD_NAME = "lm_head"
+from worker_service.checkpoint.config import DecoderConfig, Norm
+from worker_service.checkpoint.names import HEAD_NAME, NAMES, expected_tensors
+from worker_service.checkpoint.tensors import TensorSource
+from worker_service.weights.packing import held_bytes, packs
 
 
 @dataclass(frozen=True, slots=True)

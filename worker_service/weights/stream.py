@@ -18,8 +18,8 @@ import torch
 
 from splitpoint.planning.schedule import Lane
 from splitpoint.planning.weight_schedule import WeightPiece
+from worker_service.device.copies import copy
 from worker_service.lanes.lanes import Event, Lanes, Reached, Work
-from worker_service.pipeline.stage import copy
 from worker_service.weights.host import HostUnit, Slot
 
 Portions = Sequence[Sequence[WeightPiece]]
@@ -99,13 +99,13 @@ class WeightStream:
             yield
         self._fill(position + 1)
 
-    def hold(self, key: int, piece: WeightPiece) -> None:
+    def wait_for(self, key: int, piece: WeightPiece) -> None:
         """Let what compute is given from now on begin once the piece is there."""
-        self._require_lanes().hold(self._read(key).arrived[piece])
+        self._require_lanes().wait_event(self._read(key).arrived[piece])
 
     def matrix(self, key: int, role: str, piece: WeightPiece) -> torch.Tensor:
         """To be multiplied with by what compute is given next. Only while it is read."""
-        self.hold(key, piece)
+        self.wait_for(key, piece)
         return self._read(key).slot.matrices[role].weight
 
     def _read(self, key: int) -> _Filled:
@@ -143,7 +143,7 @@ class WeightStream:
             yield
         finally:
             self._reading = None
-            filled.read = self._require_lanes().mark()
+            filled.read = self._require_lanes().record_event()
 
     # -- filling ---------------------------------------------------------------------
 

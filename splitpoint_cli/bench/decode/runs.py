@@ -20,13 +20,13 @@ from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout, DataType, ModelShape
 from splitpoint_cli.bench.decode.report import OURS, Run, Workload
 from splitpoint_cli.bench.greedy import generate_greedy
 from splitpoint_cli.bench.progress import Progress
+from worker_service.checkpoint.config import plain_config
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
 from worker_service.device.memory import divide
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import Admit
 from worker_service.engine.sampling import Sampling
 from worker_service.engine.sequence import Admission
-from worker_service.model.config import plain_config
 from worker_service.model.decoder import Decoder
 from worker_service.startup import choose_device
 

@@ -22,6 +22,8 @@ from splitpoint.shapes import ArenaLayout, DataType, ModelShape, chunks_of
 from splitpoint_cli.bench.offload.costs import BatchCosts
 from splitpoint_cli.bench.offload.report import DecodeRun, OffloadWorkload, Step
 from splitpoint_cli.bench.offload.store import LocalStore
+from worker_service.checkpoint.config import DecoderConfig
+from worker_service.checkpoint.tensors import TensorSource
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
 from worker_service.device.memory import STAGING_PAGES, MemoryPlan, divide, staging_pages_on_gpu
 from worker_service.device.profiler import measure
@@ -31,11 +33,9 @@ from worker_service.engine.sampling import Sampling
 from worker_service.engine.sequence import Admission
 from worker_service.lanes.lanes import EmulatedLink, lanes_of
 from worker_service.lanes.timeline import StepTimes, Trace
-from worker_service.model.config import DecoderConfig
 from worker_service.model.decoder import Decoder
 from worker_service.startup import choose_device, describe_device
 from worker_service.store.write_back import BATCH_CHUNKS
-from worker_service.weights.loading import TensorSource
 
 CHUNK_TOKENS = 64
 MAX_BATCHED_TOKENS = 512

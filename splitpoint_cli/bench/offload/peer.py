@@ -17,8 +17,8 @@ from transformers.utils import logging as transformers_logging
 from splitpoint.shapes import ModelShape
 from splitpoint_cli.bench.greedy import generate_greedy
 from splitpoint_cli.bench.offload.report import DecodeRun, Step
+from worker_service.checkpoint.config import plain_config
 from worker_service.device.cache import TORCH_TYPES
-from worker_service.model.config import plain_config
 
 ATTENTIONS = ("sdpa", "eager")
 

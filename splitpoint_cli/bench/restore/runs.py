@@ -45,18 +45,18 @@ from splitpoint_cli.bench.restore.workload import (
     TOLERANCES,
     RestoreWorkload,
 )
+from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.device.memory import STAGING_PAGES
 from worker_service.device.profiler import measure
 from worker_service.lanes.lanes import EmulatedLink, Lanes, lanes_of
 from worker_service.lanes.timeline import Span, Trace
-from worker_service.model.config import DecoderConfig
 from worker_service.model.decoder import Decoder
 from worker_service.pipeline.both_ends import restore_from_both_ends
 from worker_service.pipeline.gather import gatherer_of
 from worker_service.pipeline.restore import restore
 from worker_service.pipeline.staging import Staging
-from worker_service.pipeline.transfer import Mover
+from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.startup import choose_device, describe_device
 
 # Without a sweep the best split is looked for about where it was predicted.
@@ -97,13 +97,15 @@ class Restorer:
         self.serial_lanes = _lanes(stored.device, workload, overlapped=False)
         gatherer = gatherer_of(stored.device)
 
-        def mover(pages: int) -> Mover:
+        def transfer(pages: int) -> CacheTransfer:
             staging = Staging(stored.tensors.layout, pages, stored.device)
-            return Mover(stored.model, stored.tensors, staging, gatherer)
+            return CacheTransfer(stored.model, stored.tensors, staging, gatherer)
 
         # A worker's staging memory; and as KVPR wants it, room for X of everything.
-        self._mover = mover(STAGING_PAGES)
-        self._whole_mover = mover(max(STAGING_PAGES, chunks_of(workload.prompt, CHUNK_TOKENS)))
+        self._transfer = transfer(STAGING_PAGES)
+        self._whole_transfer = transfer(
+            max(STAGING_PAGES, chunks_of(workload.prompt, CHUNK_TOKENS))
+        )
 
     def close(self) -> None:
         self.lanes.close()
@@ -114,11 +116,11 @@ class Restorer:
         self, split: int, schedule: Schedule, tile_tokens: int, *, serial: bool = False
     ) -> list[Span]:
         """By activations and loads. Sequential splits send X in one piece."""
-        mover = self._whole_mover if schedule is Schedule.COLUMN else self._mover
+        transfer = self._whole_transfer if schedule is Schedule.COLUMN else self._transfer
         spans: list[Span] = []
         for sequence in self.stored.sequences:
             spans += restore(
-                mover,
+                transfer,
                 self.serial_lanes if serial else self.lanes,
                 sequence.prefix(split),
                 self.stored.pages.keys,
@@ -141,7 +143,7 @@ class Restorer:
         spans: list[Span] = []
         for sequence in self.stored.sequences:
             spans += restore_from_both_ends(
-                self._mover,
+                self._transfer,
                 lanes,
                 sequence.prefix(0),
                 self.stored.pages.keys,

@@ -40,8 +40,8 @@ from splitpoint_cli.bench.restore.setup import Stored, stored_prefixes
 from splitpoint_cli.bench.restore.workload import RestoreWorkload
 from splitpoint_cli.main import app
 from splitpoint_cli.stack.child import child_environment
+from worker_service.checkpoint.config import DecoderConfig
 from worker_service.lanes.timeline import read_trace
-from worker_service.model.config import DecoderConfig
 from worker_service.model.decoder import Decoder
 
 # One layer more than the first, whose X is never sent; the last chunk is partial.

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from splitpoint.host.primitive_caches import CAPACITIES, KERNELS
-from worker_service.model.linear import Linear, Matrix, padded_count
+from worker_service.model.linear import Linear, padded_count
+from worker_service.weights.packing import Matrix
 
 # Multiplies by ever other counts of rows, below what pads them, and prints how much its
 # memory grew from when the caches were full.

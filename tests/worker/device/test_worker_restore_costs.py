@@ -41,13 +41,13 @@ def test_a_worker_measures_on_chunks_of_its_own(
     # Pages hold finite values, none is taken, and the copies are no request's traffic.
     assert engine.cache.pages.used_count == 0
     assert all(bool(plane.isfinite().all()) for plane in engine.cache.keys + engine.cache.values)
-    assert engine.lanes.take_tally() is None
+    assert engine.lanes.pop_totals() is None
     lanes.close()
 
 
 def test_pages_that_are_in_use_are_left_alone(folder: Path) -> None:
     engine = make_engine(folder, cache_pages=12)
-    engine.cache.pages.take()
+    engine.cache.pages.allocate()
     assert measure_overheads(engine, PROFILE) == PROFILE
 
 

@@ -156,11 +156,11 @@ def test_nan_fails_its_own_request_only(llama: Path, length: int) -> None:
 
 def test_pages_come_lowest_first_and_only_once() -> None:
     pages = PageAllocator(3)
-    taken = [pages.take(), pages.take(), pages.take()]
+    taken = [pages.allocate(), pages.allocate(), pages.allocate()]
     assert taken == [0, 1, 2]
     with pytest.raises(ResourceExhausted):
-        pages.take()
-    pages.give(1)
+        pages.allocate()
+    pages.free(1)
     with pytest.raises(ValueError, match="not in use"):
-        pages.give(1)
-    assert pages.take() == 1
+        pages.free(1)
+    assert pages.allocate() == 1

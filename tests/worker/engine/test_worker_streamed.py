@@ -1,4 +1,4 @@
-"""Streamed steps: whatever comes through the feed, in whatever tiles, the tokens are the same."""
+"""Streamed steps: through the prefetcher, in tiles of any size, the tokens are the same."""
 
 from __future__ import annotations
 
@@ -353,7 +353,7 @@ def test_activations_that_stay_on_the_device_are_rebuilt_from_without_the_link(
         assert times.loaded_tokens == layers * 3 * CHUNK
         # Only what is loaded crosses the link, and X of five chunks takes three pages.
         assert times.link_bytes == times.loaded_tokens * case.model.shape.kv_bytes_per_token_layer
-        taken = [span for span in engine.trace.spans if span.name == "take X"]
+        taken = [span for span in engine.trace.spans if span.name == "copy X"]
         assert {span.layer for span in taken} == set(range(1, layers))
         assert most == 3 + 1 <= engine.page_manager.claim_of(request)
 

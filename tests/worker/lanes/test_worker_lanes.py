@@ -588,7 +588,7 @@ def test_a_stream_draws_its_next_piece_while_one_is_under_way(seed: int) -> None
         return [copy_of(f"piece {len(asked)}")] if len(asked) < 6 else []
 
     first = lanes.run(Lane.LINK_IN, copy_of("first"))
-    drawn = lanes.draw(Lane.LINK_IN, source)
+    drawn = lanes.run_on_demand(Lane.LINK_IN, source)
     last = lanes.run(Lane.LINK_IN, copy_of("last"))
     # The lane's work before the draw is done by the time a piece of it is; and of the
     # pieces that were drawn, at most the last one is under way when another is asked for.
@@ -612,7 +612,7 @@ def test_who_is_asked_for_a_stream_s_work_may_fail() -> None:
             return [piece]
         raise OSError("no more")
 
-    lanes.draw(Lane.LINK_IN, source)
+    lanes.run_on_demand(Lane.LINK_IN, source)
     with pytest.raises(OSError, match="no more"):
         lanes.finish()
     assert seen == ["copy"], "a copy was left behind"

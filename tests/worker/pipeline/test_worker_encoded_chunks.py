@@ -19,7 +19,7 @@ from worker_service.lanes.lanes import SerialLanes, ThreadLanes
 from worker_service.model.decoder import Decoder
 from worker_service.pipeline.restore import Prefix, restore
 from worker_service.pipeline.staging import Staging
-from worker_service.pipeline.transfer import Mover
+from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.store.arena_tensors import StoredChunk
 from worker_service.store.fetch import cut_tail
 from worker_service.store.mirror import Mirror, name_of
@@ -153,9 +153,9 @@ def test_a_restore_brings_back_what_was_encoded(
     )
     lanes = SerialLanes(CPU) if schedule is Schedule.SERIAL else ThreadLanes(CPU)
     staging = Staging(layout, STAGING_PAGES, CPU)
-    mover = Mover(stored.model, stored.mirror.tensors, staging)
+    transfer = CacheTransfer(stored.model, stored.mirror.tensors, staging)
     prefix = Prefix(stored.chunks, 0, targets, IDS, TOKENS, split)
-    spans = restore(mover, lanes, prefix, keys, values, schedule=schedule, tile_tokens=4 * CHUNK)
+    spans = restore(transfer, lanes, prefix, keys, values, schedule=schedule, tile_tokens=4 * CHUNK)
     lanes.close()
     rebuilt = -(-split // CHUNK)
     for layer in range(layout.layer_count):
@@ -189,13 +189,13 @@ def test_a_restore_brings_back_what_was_encoded(
 def test_a_streamed_tile_and_an_input_page_are_decoded_too(stored: Written) -> None:
     layout, cache = stored.layout, stored.cache
     lanes, staging = SerialLanes(CPU), Staging(layout, STAGING_PAGES, CPU)
-    mover = Mover(stored.model, stored.mirror.tensors, staging)
-    part = mover.part(stored.chunks[4:9], range(5), 5 * CHUNK)
-    lanes.run(Lane.LINK_IN, mover.load(2, part, staging.keys, staging.values))
+    transfer = CacheTransfer(stored.model, stored.mirror.tensors, staging)
+    part = transfer.part(stored.chunks[4:9], range(5), 5 * CHUNK)
+    lanes.run(Lane.LINK_IN, transfer.load(2, part, staging.keys, staging.values))
     wanted = stored.approximate(cache.values[2], stored.pages)[4:9]
     assert torch.equal(staging.values[:5], wanted)
     inputs = [torch.full_like(plane, 1e4) for plane in cache.inputs]
-    for work in mover.send_inputs([stored.chunks[-1]], inputs, [6]):
+    for work in transfer.send_inputs([stored.chunks[-1]], inputs, [6]):
         lanes.run(Lane.LINK_IN, work)
     for layer in range(layout.layer_count):
         wanted = stored.approximate(cache.inputs[layer], stored.pages)

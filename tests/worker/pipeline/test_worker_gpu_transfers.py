@@ -22,15 +22,15 @@ from splitpoint.shapes import BUILT_IN_SHAPES, DataType, ModelShape, read_config
 from splitpoint_cli.bench.offload.engine import OffloadHost
 from splitpoint_cli.bench.offload.peer import Peer
 from splitpoint_cli.bench.offload.report import OffloadWorkload
+from worker_service.device.copies import copy_runs
 from worker_service.device.pinning import CudaRegistrar, PinningFailed
 from worker_service.lanes.lanes import Lanes, StreamLanes, Work, lanes_of
 from worker_service.lanes.timeline import Span
 from worker_service.model.decoder import Decoder
 from worker_service.pipeline.gather import GatherCosts, Gatherer, gatherer_of
 from worker_service.pipeline.restore import Prefix, restore
-from worker_service.pipeline.stage import copy_runs
 from worker_service.pipeline.staging import Staging
-from worker_service.pipeline.transfer import Mover
+from worker_service.pipeline.transfer import CacheTransfer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -156,7 +156,9 @@ class Arrival:
         self._keys, self._values = (
             [plane.to(CUDA) for plane in planes] for planes in stored.empty_cache(17)
         )
-        self._mover = Mover(model, stored.tensors, Staging(stored.layout, 8, CUDA), gatherer)
+        self._transfer = CacheTransfer(
+            model, stored.tensors, Staging(stored.layout, 8, CUDA), gatherer
+        )
 
     @torch.inference_mode()
     def restore(
@@ -164,7 +166,7 @@ class Arrival:
     ) -> list[Span]:
         stored = self._stored
         return restore(
-            self._mover,
+            self._transfer,
             lanes,
             Prefix(stored.chunks, 0, self._pages, stored.token_ids, TOKENS, split),
             self._keys,
@@ -248,8 +250,8 @@ def test_the_gather_kernel_equals_copies(
     eager = Gatherer(
         CUDA, gatherer.kernel, GatherCosts(copy=Line(1.0, 1e9), kernel=Line(0.0, 1e12))
     )
-    assert eager.takes([(stored.tensors.keys[0], by_kernel)], 1, 1)
-    assert not eager.takes([(torch.zeros(4, 64), by_kernel)], 4, 4), "pageable memory"
+    assert eager.is_faster([(stored.tensors.keys[0], by_kernel)], 1, 1)
+    assert not eager.is_faster([(torch.zeros(4, 64), by_kernel)], 4, 4), "pageable memory"
     arrival = Arrival(stored, model, eager)
     arrival.restore(lanes, 75)
     arrival.check(75)

@@ -53,9 +53,9 @@ def restore_and_compare(
     chunks = stored.chunks[: -(-cached // CHUNK)]
     pages = pages or [(5 * index) % 17 for index in range(len(chunks))]
     keys, values = stored.empty_cache(17)
-    mover = stored.mover(staging_pages)
+    transfer = stored.transfer(staging_pages)
     spans = restore(
-        mover,
+        transfer,
         lanes,
         Prefix(
             chunks,
@@ -108,10 +108,10 @@ def test_the_serial_twin_brings_back_the_same_bits(one: StoredPrefix, schedule: 
     found = []
     for lanes in (ThreadLanes(CPU), SerialLanes(CPU)):
         keys, values = one.empty_cache(17)
-        mover = one.mover(8)
+        transfer = one.transfer(8)
         prefix = Prefix(one.chunks, 0, list(range(len(one.chunks))), one.token_ids, TOKENS, 75)
         with torch.inference_mode():
-            restore(mover, lanes, prefix, keys, values, schedule=schedule, tile_tokens=2 * CHUNK)
+            restore(transfer, lanes, prefix, keys, values, schedule=schedule, tile_tokens=2 * CHUNK)
         found.append((keys, values))
         lanes.close()
     for overlapped, serial in zip(*found, strict=True):

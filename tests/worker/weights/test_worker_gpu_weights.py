@@ -14,6 +14,7 @@ from tiny_models import FAMILY_CASES, build_tiny, clear_prompt, write_tiny
 
 from splitpoint.planning.schedule import Lane
 from splitpoint.shapes import ArenaLayout, DataType, ModelShape
+from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import divide, place
 from worker_service.device.pinning import CudaRegistrar
@@ -21,7 +22,6 @@ from worker_service.engine.engine import Engine
 from worker_service.engine.sampling import Sampling
 from worker_service.lanes.lanes import SerialLanes, StreamLanes
 from worker_service.lanes.timeline import Trace
-from worker_service.model.config import DecoderConfig
 from worker_service.model.decoder import Decoder
 from worker_service.weights.lock import WeightLock
 from worker_service.weights.matrices import weight_sizes

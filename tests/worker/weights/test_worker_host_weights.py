@@ -21,17 +21,18 @@ from splitpoint.planning.schedule import Lane, Schedule
 from splitpoint.planning.weight_placement import OnHost, place_weights, spread
 from splitpoint.planning.weight_schedule import LAYER_PIECES
 from splitpoint.shapes import ModelShape
+from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.memory import staging_bytes
 from worker_service.engine.sampling import Sampling
 from worker_service.lanes.lanes import EmulatedLink, Lanes, SerialLanes, ThreadLanes
 from worker_service.lanes.timeline import Span
-from worker_service.model.config import DecoderConfig
 from worker_service.model.decoder import Decoder
-from worker_service.model.linear import Linear, Matrix
+from worker_service.model.linear import Linear
 from worker_service.pipeline.restore import Prefix, restore
 from worker_service.pipeline.staging import Staging
-from worker_service.pipeline.transfer import Mover
+from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.weights.matrices import head_rows, weight_sizes
+from worker_service.weights.packing import Matrix
 
 EVERYTHING = OnHost(tuple(range(LAYERS)), True, True)
 NEW_TOKENS = 8
@@ -295,10 +296,10 @@ def restored(
 ) -> tuple[list[torch.Tensor], list[Span]]:
     """All planes after a restore, and its spans."""
     keys, values = stored.empty_cache(8)
-    mover = Mover(model, stored.tensors, Staging(stored.layout, 4, CPU))
+    transfer = CacheTransfer(model, stored.tensors, Staging(stored.layout, 4, CPU))
     pages = list(range(len(stored.chunks)))
     prefix = Prefix(stored.chunks, 0, pages, stored.token_ids, 70, split)
-    spans = restore(mover, lanes, prefix, keys, values, schedule=schedule, tile_tokens=16)
+    spans = restore(transfer, lanes, prefix, keys, values, schedule=schedule, tile_tokens=16)
     return [*keys, *values], spans
 
 

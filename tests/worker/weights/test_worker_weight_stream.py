@@ -124,7 +124,7 @@ def test_every_reader_finds_its_own_weights_in_any_order_of_the_streams(
             elif what < 0.8:
                 lanes.finish()
         lanes.finish()
-        lanes.mark().wait()
+        lanes.record_event().wait()
         assert reader.wrong == []
         read += reader.count
         lanes.close()
@@ -254,11 +254,11 @@ def test_collecting_waits_for_no_copy_and_says_what_failed() -> None:
     assert sorted(span.name for span in lanes.collect()) == ["done", "product"]
     assert lanes.collect() == []
     may_end.set()
-    lanes.hold(pending)
+    lanes.wait_event(pending)
     assert [span.name for span in lanes.finish()] == ["late"]
     failed = lanes.run(Lane.WEIGHTS_IN, Work("fails", lambda: assert_true(False)))
     with pytest.raises(AssertionError):
-        lanes.hold(failed)
+        lanes.wait_event(failed)
     with pytest.raises(AssertionError):
         lanes.collect()
     assert lanes.finish() == []

@@ -1,4 +1,4 @@
-"""The feed by itself: tiles in any order of streams, slots that are never overwritten early."""
+"""The prefetcher alone: tiles of any streams in any order; slots are not overwritten early."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from worker_service.engine.sequence import Sequence as Running
 from worker_service.engine.streamed import StreamedBuilder, StreamedStep
 from worker_service.lanes.lanes import Event, Lanes, SerialLanes, StreamLanes, Work
 from worker_service.model.decoder import Decoder
-from worker_service.pipeline.prefetch import Feed, Shipment
+from worker_service.pipeline.prefetch import Prefetcher, TileTransfer
 from worker_service.pipeline.staging import Staging
 from worker_service.pipeline.tiles import StoredPage, Tile, decode_tiles, in_turn, prefill_tiles
-from worker_service.pipeline.transfer import Mover
+from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.store.arena_tensors import StoredChunk
 
 CHUNK = 16
@@ -81,7 +81,7 @@ class Setting:
             claimed_pages=0,
             text=None,
             kept_inputs=kept_inputs,
-            mover=Mover(stored.model, stored.tensors, staging),
+            transfer=CacheTransfer(stored.model, stored.tensors, staging),
             computed=len(stored.token_ids),
             pages=[*[None] * CHUNKS, 7],
             stored=list(stored.chunks),
@@ -99,24 +99,24 @@ class Setting:
     @torch.inference_mode()
     def run(self, lanes: Lanes) -> None:
         """Every tile of every layer, and what its attention would have seen."""
-        feed = Feed(lanes, self.staging, self.step.tile_pages, self.step.layers)
-        feed.start()
-        seen: list[tuple[int, Shipment, torch.Tensor, torch.Tensor]] = []
+        prefetcher = Prefetcher(lanes, self.staging, self.step.tile_pages, self.step.layers)
+        prefetcher.start()
+        seen: list[tuple[int, TileTransfer, torch.Tensor, torch.Tensor]] = []
 
         def attend(
-            layer: int, shipment: Shipment, keys: torch.Tensor, values: torch.Tensor
+            layer: int, tile_transfer: TileTransfer, keys: torch.Tensor, values: torch.Tensor
         ) -> None:
-            count = len(shipment.tile.pages)
-            seen.append((layer, shipment, keys[:count].clone(), values[:count].clone()))
+            count = len(tile_transfer.tile.pages)
+            seen.append((layer, tile_transfer, keys[:count].clone(), values[:count].clone()))
 
-        for layer, shipments in enumerate(self.step.layers):
-            for shipment in shipments:
-                feed.take(layer, shipment, partial(attend, layer, shipment))
+        for layer, tile_transfers in enumerate(self.step.layers):
+            for tile_transfer in tile_transfers:
+                prefetcher.consume(layer, tile_transfer, partial(attend, layer, tile_transfer))
         lanes.finish()
-        assert len(seen) == sum(len(shipments) for shipments in self.step.layers)
+        assert len(seen) == sum(len(tile_transfers) for tile_transfers in self.step.layers)
         read: set[tuple[int, int]] = set()
-        for layer, shipment, keys, values in seen:
-            for place, page in enumerate(shipment.tile.pages):
+        for layer, tile_transfer, keys, values in seen:
+            for place, page in enumerate(tile_transfer.tile.pages):
                 first = page.first_position
                 read.add((layer, first))
                 for found, wanted in (
@@ -148,11 +148,11 @@ def test_streams_in_any_order_bring_every_tile(stored: StoredPrefix, seed: int) 
 
 def test_a_tile_out_of_its_turn_is_an_error(stored: StoredPrefix) -> None:
     setting = Setting.of(stored, split=64, tile_pages=2, staging_pages=6)
-    feed = Feed(SerialLanes(CPU), setting.staging, 2, setting.step.layers)
+    prefetcher = Prefetcher(SerialLanes(CPU), setting.staging, 2, setting.step.layers)
     with torch.inference_mode():
-        feed.start()
+        prefetcher.start()
         with pytest.raises(RuntimeError, match="another order"):
-            feed.take(0, setting.step.layers[0][1], lambda *_: None)
+            prefetcher.consume(0, setting.step.layers[0][1], lambda *_: None)
 
 
 # -- tiles ------------------------------------------------------------------------------

@@ -15,14 +15,14 @@ from typing import Any
 
 from splitpoint.checkpoint.resolve import model_name
 from splitpoint.shapes import GEMMA_FAMILIES, DataType, ModelShape, read_config, text_config
-from worker_service.model.config_values import (
+from worker_service.checkpoint.config_values import (
     boolean,
     positive,
     positive_integer,
     refuse,
     unsupported,
 )
-from worker_service.model.rope_config import Rope, read_layered_ropes, read_rope
+from worker_service.checkpoint.rope_config import Rope, read_layered_ropes, read_rope
 
 OPT_POSITION_OFFSET = 2  # OPT's position table begins with two unused rows
 _DEFAULT_RMS_EPSILON = 1e-6

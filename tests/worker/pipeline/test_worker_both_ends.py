@@ -37,10 +37,10 @@ from worker_service.lanes.lanes import (
 )
 from worker_service.lanes.timeline import Span
 from worker_service.model.decoder import Decoder
-from worker_service.pipeline.both_ends import Met, restore_from_both_ends
+from worker_service.pipeline.both_ends import BothEndsResult, restore_from_both_ends
 from worker_service.pipeline.restore import Prefix
 from worker_service.pipeline.staging import Staging
-from worker_service.pipeline.transfer import Mover
+from worker_service.pipeline.transfer import CacheTransfer
 
 CHUNK = 16
 TOKENS = 470  # the last chunk is partial
@@ -87,7 +87,7 @@ class PacedLanes(ThreadLanes):
         self._end(lane)
         return event
 
-    def draw(self, lane: Lane, source: Source) -> Event:
+    def run_on_demand(self, lane: Lane, source: Source) -> Event:
         def paced() -> Sequence[Work]:
             self._end(lane)
             works = source()
@@ -97,7 +97,7 @@ class PacedLanes(ThreadLanes):
                 self._leave(lane)
             return works
 
-        return super().draw(lane, paced)
+        return super().run_on_demand(lane, paced)
 
     def finish(self) -> list[Span]:
         self._leave(Lane.COMPUTE)
@@ -133,13 +133,13 @@ def restore_and_compare(
     cached: int = TOKENS,
     pages: list[int] | None = None,
     block: int = BLOCK,
-) -> Met:
+) -> BothEndsResult:
     chunks = stored.chunks[: chunks_of(cached, CHUNK)]
     pages = pages or [(5 * index) % PAGES for index in range(len(chunks))]
     keys, values = stored.empty_cache(PAGES)
-    mover = stored.mover()
+    transfer = stored.transfer()
     met = restore_from_both_ends(
-        mover,
+        transfer,
         lanes,
         Prefix(chunks, 0, pages, stored.token_ids, cached, 0),
         keys,
@@ -162,7 +162,7 @@ def restore_and_compare(
     return met
 
 
-def check_spans(stored: StoredPrefix, met: Met, cached: int) -> None:
+def check_spans(stored: StoredPrefix, met: BothEndsResult, cached: int) -> None:
     """Each token was computed or loaded, none both, and the bytes are those of whole chunks."""
     computed = [span for span in met.spans if span.lane is Lane.COMPUTE]
     loaded = [span for span in met.spans if span.lane is Lane.LINK_IN]
@@ -232,12 +232,12 @@ def test_blocks_need_not_be_whole_chunks(one: StoredPrefix) -> None:
 
 def test_nothing_stored_is_nothing_to_do(one: StoredPrefix) -> None:
     keys, values = one.empty_cache(1)
-    mover, lanes = one.mover(), SerialLanes(CPU)
+    transfer, lanes = one.transfer(), SerialLanes(CPU)
     prefix = Prefix((), 0, [], [5], 0, 0)
     met = restore_from_both_ends(
-        mover, lanes, prefix, keys, values, block_tokens=64, expected_tokens=0
+        transfer, lanes, prefix, keys, values, block_tokens=64, expected_tokens=0
     )
-    assert met == Met(0, [])
+    assert met == BothEndsResult(0, [])
 
 
 # -- the serial twin, delays, losses, errors ---------------------------------------------
@@ -357,7 +357,7 @@ def test_both_ends_meet_on_a_gpu(one: StoredPrefix, tmp_path: Path) -> None:
     for expected in (0, TOKENS // 2, TOKENS):
         keys, values = ([plane.to(device) for plane in side] for side in one.empty_cache(PAGES))
         met = restore_from_both_ends(
-            Mover(model, one.tensors, Staging(one.layout, 16, device)),
+            CacheTransfer(model, one.tensors, Staging(one.layout, 16, device)),
             lanes,
             Prefix(one.chunks, 0, pages, one.token_ids, TOKENS, 0),
             keys,
@@ -385,7 +385,7 @@ def numbered(done: list[str], count: int) -> Source:
 def test_drawn_work_keeps_its_place_in_the_lane(lanes: Lanes) -> None:
     done: list[str] = []
     lanes.run(Lane.LINK_IN, Work("first", lambda: done.append("first")))
-    drawn = lanes.draw(Lane.LINK_IN, numbered(done, 3))
+    drawn = lanes.run_on_demand(Lane.LINK_IN, numbered(done, 3))
     last = lanes.run(Lane.LINK_IN, Work("last", lambda: done.append("last")))
     lanes.run(Lane.COMPUTE, Work("product", lambda: done.append("product")), [drawn, last])
     assert drawn.is_done
@@ -393,7 +393,7 @@ def test_drawn_work_keeps_its_place_in_the_lane(lanes: Lanes) -> None:
     names = sorted(span.name for span in lanes.finish())
     assert names == sorted(done)
     with pytest.raises(ValueError, match="caller"):
-        lanes.draw(Lane.COMPUTE, numbered(done, 1))
+        lanes.run_on_demand(Lane.COMPUTE, numbered(done, 1))
     lanes.close()
 
 
@@ -407,7 +407,7 @@ def test_the_next_piece_is_asked_for_when_the_one_before_is_done() -> None:
         events.append("asked")
         return answers.pop(0)
 
-    lanes.draw(Lane.LINK_IN, source).wait()
+    lanes.run_on_demand(Lane.LINK_IN, source).wait()
     assert events == [*["asked", "done"] * 2, "done", *["asked", "done"], "asked"]
     lanes.close()
 
@@ -418,7 +418,7 @@ def test_an_error_of_who_is_asked_is_the_lane_s_error() -> None:
     def source() -> list[Work]:
         raise OSError("no more")
 
-    event = lanes.draw(Lane.LINK_IN, source)
+    event = lanes.run_on_demand(Lane.LINK_IN, source)
     with pytest.raises(OSError, match="no more"):
         event.wait()
     with pytest.raises(OSError, match="no more"):

@@ -15,11 +15,13 @@ from tiny_models import CASES, FAMILY_CASES, build_tiny, write_tiny
 
 from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import BUILT_IN_SHAPES, DataType, ModelShape
-from worker_service.model.config import Activation, DecoderConfig, Norm, plain_config
+from worker_service.checkpoint.config import Activation, DecoderConfig, Norm, plain_config
+from worker_service.checkpoint.names import expected_tensors
+from worker_service.checkpoint.rope_config import Rope
+from worker_service.checkpoint.tensors import weight_files
 from worker_service.model.decoder import Decoder
-from worker_service.model.linear import Linear, Matrix
-from worker_service.model.rope_config import Rope
-from worker_service.weights.loading import expected_tensors, weight_files
+from worker_service.model.linear import Linear
+from worker_service.weights.packing import Matrix
 
 CPU = torch.device("cpu")
 

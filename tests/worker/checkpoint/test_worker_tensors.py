@@ -14,8 +14,9 @@ from tiny_models import write_tiny
 
 from splitpoint.config import READY_PREFIX
 from splitpoint.progress import Progress, Ticker, read_progress
-from worker_service.model.config import DecoderConfig
-from worker_service.weights.loading import Checkpoint, expected_tensors
+from worker_service.checkpoint.config import DecoderConfig
+from worker_service.checkpoint.names import expected_tensors
+from worker_service.checkpoint.tensors import Checkpoint
 
 # 3 layers of 12 x 1024 x 1024 and the like: 130 MB in float32.
 SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16}

@@ -1,7 +1,7 @@
 """What lanes brought and computed, summed by what it was for: bytes and seconds.
 
 Lanes keep one of all that passed over them, so that no way to use them can forget to
-count. Knows no requests; which work has which name is mover.py's, feed.py's and
+count. Knows no requests; which work has which name is transfer.py's, prefetcher.py's and
 meeting.py's.
 """
 
@@ -15,7 +15,7 @@ from worker_service.lanes.timeline import REBUILDING, Span
 
 
 @dataclass(slots=True)
-class Tally:
+class LaneTotals:
     """Copies to the device and products on it, since it was begun.
 
     Attributes:

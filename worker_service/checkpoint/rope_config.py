@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from splitpoint.shapes import ModelShape
-from worker_service.model.config_values import positive, positive_integer, refuse, unsupported
+from worker_service.checkpoint.config_values import positive, positive_integer, refuse, unsupported
 
 _DEFAULT_ROPE_THETA = 10000.0
 # Gemma 3, where its config does not say.

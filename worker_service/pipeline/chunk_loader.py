@@ -7,16 +7,16 @@ one lane whose turn it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 
+from worker_service.device.copies import copy_runs, runs
 from worker_service.pipeline.gather import Gatherer, Planes
 from worker_service.store.arena_tensors import ArenaTensors
 
 
-class Stage:
+class ChunkLoader:
     """The way in from one arena to one device, for one lane at a time.
 
     `page_count`: chunks that an encoded tensor's room holds; more come in turns.
@@ -38,7 +38,7 @@ class Stage:
         self._rooms = {kind: codec.room(kind, page_count, device) for kind in kinds}
         self._page_count = page_count
 
-    def bring(
+    def load(
         self,
         layer: int,
         targets: Mapping[str, torch.Tensor],
@@ -81,49 +81,8 @@ class Stage:
         """Slots of each plane into the pages of its target, the faster way."""
         if self._gatherer is not None:
             run_count = sum(1 for _ in runs(slots, pages))
-            if self._gatherer.takes(planes, run_count, len(slots)):
+            if self._gatherer.is_faster(planes, run_count, len(slots)):
                 self._gatherer.gather(planes, slots, pages)
                 return
         for plane, target in planes:
             copy_runs(plane, target, slots, pages)
-
-
-def copy_runs(
-    plane: torch.Tensor, target: torch.Tensor, slots: Sequence[int], pages: Sequence[int]
-) -> None:
-    """`target[pages[i]] = plane[slots[i]]`, one copy for each stretch without a gap.
-
-    Copies below 64 KiB reach a tenth of a PCIe link.
-    """
-    for start, length in runs(slots, pages):
-        slot, page = slots[start], pages[start]
-        copy(target[page : page + length], plane[slot : slot + length])
-
-
-def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Asynchronous towards a GPU; on a CPU in this thread alone.
-
-    torch would start a team of threads for a large copy, which then takes turns
-    with the team that computes on the same cores.
-    """
-    if target.device.type == "cpu" and source.device.type == "cpu":
-        np.copyto(_host_bytes(target), _host_bytes(source))
-    else:
-        target.copy_(source, non_blocking=True)
-
-
-def runs(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(start, length) of stretches where both sequences go up by one."""
-    start = 0
-    for index in range(1, len(first) + 1):
-        if (
-            index == len(first)
-            or first[index] != first[index - 1] + 1
-            or second[index] != second[index - 1] + 1
-        ):
-            yield start, index - start
-            start = index
-
-
-def _host_bytes(tensor: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    return tensor.view(torch.uint8).numpy()
