@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from splitpoint.checkpoint.config import read_shape
 from splitpoint.extras import need_for_program
 
 need_for_program("store")  # before the imports that it is about
@@ -31,17 +32,13 @@ from kvstore_service.traced import TracedKvStoreServicer
 from splitpoint.arena.format import Geometry
 from splitpoint.arena.loss import ArenaLost
 from splitpoint.arena.owner import OpenedArena, open_or_create_arena
-from splitpoint.checkpoint.resolve import model_fingerprint, model_name
+from splitpoint.checkpoint.resolve import model_fingerprint
 from splitpoint.config import (
-    add_service_arguments,
-    announce_ready,
     check_address,
     check_listen_address,
     format_size,
     parse_rate,
     parse_size,
-    stop_on_signals,
-    watch_parent,
 )
 from splitpoint.discovery.redis_announcer import Announcer, announced
 from splitpoint.discovery.redis_options import (
@@ -57,11 +54,17 @@ from splitpoint.observe import tracing
 from splitpoint.observe.meters import Meters
 from splitpoint.observe.metrics import Service
 from splitpoint.observe.metrics_server import add_metrics_arguments, metrics_served
-from splitpoint.shapes import ArenaLayout, DataType, Encoding, ModelShape, read_config
+from splitpoint.shapes import ArenaLayout, DataType, Encoding
 from splitpoint.transport.access import Access, access_of
 from splitpoint.transport.calls import count_calls
 from splitpoint.transport.servers import HealthReporter, create_server, enable_reflection, listen
-from splitpoint.transport.service import run_service
+from splitpoint.transport.service import (
+    add_service_arguments,
+    announce_ready,
+    run_service,
+    stop_on_signals,
+    watch_parent,
+)
 from splitpoint.transport.tls import Identity, identity_of
 from splitpoint.v1 import kvstore_pb2_grpc
 
@@ -192,9 +195,8 @@ def layout_of(arguments: argparse.Namespace) -> ArenaLayout:
             return ArenaLayout.from_json(arguments.layout)
         except (ValueError, TypeError, KeyError) as error:
             raise InvalidArgument(f"--layout is no layout: {error}", field="layout") from error
-    shape = ModelShape.from_config(
-        read_config(arguments.model),
-        name=model_name(arguments.model),
+    shape = read_shape(
+        arguments.model,
         data_type=None if arguments.dtype == "auto" else DataType(arguments.dtype),
     )
     wanted = {"auto": shape.activations_can_pay, "always": True, "never": False}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from splitpoint.checkpoint.config import read_shape
 from splitpoint.extras import need_for_program
 
 need_for_program("scheduler")  # before the imports that it is about
@@ -19,23 +20,22 @@ from dataclasses import replace
 from scheduler_service.limits import Limits
 from scheduler_service.server import ServedModel
 from scheduler_service.service import Scheduler, SchedulerOptions
-from splitpoint.checkpoint.resolve import eos_token_ids, model_name, resolve_model
+from splitpoint.checkpoint.resolve import eos_token_ids, resolve_model
 from splitpoint.checkpoint.text import Tokenizer
-from splitpoint.config import (
-    add_service_arguments,
-    announce_ready,
-    check_address,
-    check_listen_address,
-    stop_on_signals,
-    watch_parent,
-)
+from splitpoint.config import check_address, check_listen_address
 from splitpoint.discovery.redis_options import add_redis_arguments, redis_options
 from splitpoint.errors import InvalidArgument, PermissionDenied
 from splitpoint.observe.metrics_server import add_metrics_arguments, metrics_served
 from splitpoint.planning.planner import Objective, Residency
-from splitpoint.shapes import DataType, ModelShape, read_config
+from splitpoint.shapes import DataType
 from splitpoint.transport.access import access_of
-from splitpoint.transport.service import run_service
+from splitpoint.transport.service import (
+    add_service_arguments,
+    announce_ready,
+    run_service,
+    stop_on_signals,
+    watch_parent,
+)
 from splitpoint.transport.tls import identity_of, read_private
 
 _log = logging.getLogger(__name__)
@@ -115,9 +115,7 @@ def _options(arguments: argparse.Namespace) -> SchedulerOptions:
         check_address(address, field="worker")
     folder = resolve_model(arguments.model, download=False)
     data_type = None if arguments.dtype == "auto" else DataType(arguments.dtype)
-    shape = ModelShape.from_config(
-        read_config(folder), name=model_name(folder), data_type=data_type
-    )
+    shape = read_shape(folder, data_type=data_type)
     residency = None if arguments.residency == "auto" else Residency(arguments.residency)
     return SchedulerOptions(
         model=ServedModel(shape, Tokenizer.load(folder)),

@@ -1,26 +1,17 @@
-"""Where processes listen, how much memory there is, and how every service starts and ends.
-
-Knows no model, no gRPC and no service: sizes, addresses, folders and signals only.
-"""
+"""Values of options that several programs share: sizes, rates, addresses and folders."""
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import ipaddress
 import os
 import re
 import shutil
-import signal
 import stat
-from dataclasses import dataclass
 from pathlib import Path
 
 from splitpoint.errors import FailedPrecondition, InvalidArgument
-from splitpoint.observe.logs import add_log_arguments
 
 DEFAULT_ADDRESS = "127.0.0.1:50050"
-READY_PREFIX = "READY "
 SHARED_MEMORY = Path("/dev/shm")
 # The kernel's sun_path is 108 bytes with its final zero.
 SOCKET_PATH_LIMIT = 107
@@ -108,81 +99,6 @@ def format_size(size_bytes: int) -> str:
     digits = 0 if unit == "B" or abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
     number = f"{value:.{digits}f}"
     return f"{number.rstrip('0').rstrip('.') if digits else number} {unit}"
-
-
-# -- the machine --------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryFacts:
-    """What this process may use, in bytes. None: no such limit."""
-
-    total_bytes: int
-    available_bytes: int
-    cgroup_limit_bytes: int | None
-    cgroup_available_bytes: int | None
-
-    @property
-    def usable_bytes(self) -> int:
-        """The tighter of MemAvailable and what the cgroup leaves."""
-        if self.cgroup_available_bytes is None:
-            return self.available_bytes
-        return min(self.available_bytes, self.cgroup_available_bytes)
-
-
-def memory_facts(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> MemoryFacts:
-    """Read /proc/meminfo and the memory limits of this process's cgroups (v2 and v1)."""
-    meminfo = {}
-    for line in (proc / "meminfo").read_text().splitlines():
-        key, _, rest = line.partition(":")
-        meminfo[key] = int(rest.split()[0]) * 1024
-    limits = _cgroup_memory(proc, cgroup)
-    return MemoryFacts(
-        total_bytes=meminfo["MemTotal"],
-        available_bytes=meminfo["MemAvailable"],
-        cgroup_limit_bytes=min((limit for limit, _ in limits), default=None),
-        cgroup_available_bytes=min((max(0, limit - used) for limit, used in limits), default=None),
-    )
-
-
-def _cgroup_memory(proc: Path, cgroup: Path) -> list[tuple[int, int]]:
-    """(limit, used) of every memory cgroup above this process that has a limit."""
-    limits = []
-    for line in _read_text(proc / "self" / "cgroup").splitlines():
-        _, controllers, group = line.split(":", 2)
-        if controllers == "":
-            root, names = cgroup, ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            root, names = cgroup / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        folder = root / group.lstrip("/")
-        # A container sees its own group as the root although /proc names it in full.
-        for candidate in (folder, *folder.parents):
-            if not candidate.is_relative_to(root):
-                break
-            limit, used = (_read_text(candidate / name).strip() for name in names)
-            # v1 says "no limit" with a number near 2^63.
-            if limit.isdigit() and used.isdigit() and int(limit) < 1 << 60:
-                limits.append((int(limit), int(used)))
-    return limits
-
-
-def _read_text(path: Path) -> str:
-    """The file's text; empty where the kernel has no such file."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
-
-def available_cores() -> int:
-    """Cores this process may run on: affinity, cut by the cgroup's CPU quota."""
-    cores = len(os.sched_getaffinity(0))
-    quota, _, period = _read_text(Path("/sys/fs/cgroup/cpu.max")).partition(" ")
-    if quota.isdigit() and period.strip().isdigit():
-        cores = min(cores, max(1, int(quota) // int(period)))
-    return cores
 
 
 # -- addresses ------------------------------------------------------------------------
@@ -322,73 +238,3 @@ def remove_tree(folder: Path) -> None:
     """Remove a folder and what is in it; nothing happens when it is gone already."""
     if folder.exists():
         shutil.rmtree(folder)
-
-
-# -- the life of a service ----------------------------------------------------------------
-
-
-def add_service_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that every service has."""
-    parser.add_argument(
-        "--listen", required=True, metavar="ADDRESS", help="host:port (0: any) or unix:/path"
-    )
-    parser.add_argument(
-        "--parent-fd", type=int, metavar="N", help="stop when this inherited pipe is closed"
-    )
-    parser.add_argument("--reflection", action="store_true", help="serve gRPC reflection")
-    add_log_arguments(parser)
-    tracing = parser.add_argument_group("traces (docs/tracing.md)")
-    tracing.add_argument(
-        "--otlp-endpoint",
-        metavar="HOST:PORT|URL|env",
-        help="send OpenTelemetry spans to this collector by OTLP/gRPC; https:// for TLS; env: "
-        "where OTEL_EXPORTER_OTLP_ENDPOINT says",
-    )
-    security = parser.add_argument_group("security")
-    security.add_argument("--tls-cert", metavar="PATH", help="PEM chain; serve TLS on ports")
-    security.add_argument("--tls-key", metavar="PATH", help="its private key, mode 0600")
-    security.add_argument(
-        "--tls-ca",
-        metavar="PATH",
-        help="verify peers: demand a certificate of it from clients, and speak TLS to the ports "
-        "of other services",
-    )
-    security.add_argument(
-        "--tls-server-name",
-        default="",
-        metavar="NAME",
-        help="the name that other services' certificates carry, where it is not the host by which "
-        "they are reached",
-    )
-    security.add_argument("--tokens", metavar="FILE", help="TOML of who may call, mode 0600")
-    security.add_argument(
-        "--token-file", metavar="PATH", help="the token shown to other services, mode 0600"
-    )
-
-
-def announce_ready(address: str) -> None:
-    """Print the line the supervisor waits for. `address` is what clients connect to."""
-    print(f"{READY_PREFIX}{address}", flush=True)
-
-
-def stop_on_signals(stop: asyncio.Event) -> None:
-    """SIGTERM and SIGINT set `stop`. Call inside the running loop."""
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-
-
-def watch_parent(fd: int, stop: asyncio.Event) -> None:
-    """Set `stop` once the other end of the inherited pipe `fd` is closed.
-
-    The kernel closes it however the parent dies, kill -9 included. Call inside
-    the running loop; returns at once.
-    """
-    loop = asyncio.get_running_loop()
-
-    def readable() -> None:
-        if not os.read(fd, 4096):
-            loop.remove_reader(fd)
-            stop.set()
-
-    loop.add_reader(fd, readable)

@@ -12,14 +12,10 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
 
-from splitpoint.checkpoint.files import is_there, read_object
 from splitpoint.errors import InvalidArgument
 
 PAGE_ALIGNMENT = 4096  # planes start at memory-page borders
@@ -263,89 +259,6 @@ class ModelShape:
         before_last = whole * (self.layer_count - 1) // self.layer_count
         return before_last + new_tokens * self.rebuild_flops_per_token_layer
 
-    # -- construction ---------------------------------------------------------
-
-    @classmethod
-    def from_config(
-        cls, config: dict[str, Any], *, name: str = "", data_type: DataType | None = None
-    ) -> ModelShape:
-        """From a Hugging Face `config.json`.
-
-        Raises InvalidArgument for an architecture outside FAMILIES or a config
-        without the needed keys.
-        """
-        config = text_config(config)
-        family = str(config.get("model_type", ""))
-        if family not in FAMILIES:
-            raise InvalidArgument(
-                f"model_type {family!r} is not supported (supported: {', '.join(FAMILIES)})",
-                field="model_type",
-            )
-        try:
-            hidden = _integer(config, "hidden_size")
-            query_heads = _integer(config, "num_attention_heads")
-            is_opt = family == "opt"
-            stored = config.get("dtype") or config.get("torch_dtype") or "float32"
-            return cls(
-                name=name or str(config.get("_name_or_path") or family),
-                family=family,
-                layer_count=_integer(config, "num_hidden_layers"),
-                hidden_size=hidden,
-                query_head_count=query_heads,
-                kv_head_count=_integer(config, "num_key_value_heads", query_heads),
-                head_dim=_integer(config, "head_dim", hidden // query_heads),
-                intermediate_size=_integer(config, "ffn_dim" if is_opt else "intermediate_size"),
-                vocabulary_size=_integer(config, "vocab_size"),
-                context_length=_integer(config, "max_position_embeddings"),
-                data_type=data_type or DataType(str(stored).removeprefix("torch.")),
-                gated_mlp=not is_opt,
-                tied_embeddings=bool(
-                    config.get("tie_word_embeddings", is_opt or family in GEMMA_FAMILIES)
-                ),
-            )
-        except KeyError as error:
-            raise InvalidArgument(f"config.json has no {error.args[0]}", field="config") from error
-        except (TypeError, ValueError) as error:
-            raise InvalidArgument(f"config.json: {error}", field="config") from error
-
-
-# Most of each that is believed: beyond the largest models, and before any loop or allocation.
-_MOST = {
-    "num_hidden_layers": 1024,
-    "hidden_size": 1 << 17,
-    "num_attention_heads": 4096,
-    "num_key_value_heads": 4096,
-    "head_dim": 4096,
-    "intermediate_size": 1 << 20,
-    "ffn_dim": 1 << 20,
-    "vocab_size": 1 << 22,
-    "max_position_embeddings": 1 << 26,
-}
-
-
-def _integer(config: dict[str, Any], key: str, default: int | None = None) -> int:
-    """A whole number within its bounds; the default if the key is absent, null or 0."""
-    value = config[key] if default is None else config.get(key) or default
-    if type(value) is not int or not 1 <= value <= _MOST[key]:
-        shown = repr(value) if isinstance(value, int | float) else f"a {type(value).__name__}"
-        raise InvalidArgument(
-            f"config.json: {key} must be a whole number from 1 to {_MOST[key]:,}, not {shown:.40}",
-            field="config",
-        )
-    return value
-
-
-FAMILIES = ("opt", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
-GEMMA_FAMILIES = ("gemma2", "gemma3_text")
-# What Gemma 3's configs leave out, as transformers' class has it.
-_GEMMA3_DEFAULTS = {
-    "vocab_size": 262_208,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 131_072,
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Plane:
@@ -503,35 +416,6 @@ def align(offset: int, to: int = PAGE_ALIGNMENT) -> int:
 def chunks_of(tokens: int, chunk_tokens: int) -> int:
     """Chunks that hold this many tokens, the last one perhaps in part."""
     return -(-tokens // chunk_tokens)
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """`config.json` of a checkpoint folder. Raises InvalidArgument."""
-    path = folder / "config.json"
-    if not is_there(path):
-        raise InvalidArgument(
-            f"{folder} is no checkpoint folder: it has no config.json", field="model"
-        )
-    return read_object(path)
-
-
-def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a `config.json` about the text decoder, usual values of Gemma 3 filled in.
-
-    Only a Gemma 3 that also sees images has a part for it, `text_config`; others are
-    returned as they are.
-    """
-    family = config.get("model_type")
-    if family == "gemma3":
-        text = config.get("text_config")
-        if not isinstance(text, dict):
-            raise InvalidArgument("config.json has no text_config", field="text_config")
-        whole = {key: value for key, value in config.items() if not key.endswith("_config")}
-        quantized = {"quantization_config": config.get("quantization_config")}
-        config = {**whole, **quantized, **text, "model_type": "gemma3_text"}
-    elif family != "gemma3_text":
-        return dict(config)
-    return {**_GEMMA3_DEFAULTS, **config}
 
 
 # -- shapes by name, for planning without a checkpoint --------------------------

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from splitpoint import config
 from splitpoint.errors import InvalidArgument
+from splitpoint.host.memory import available_cores
 from splitpoint.host.openmp import spin_count
 from splitpoint.host.processor import instruction_sets
 
@@ -49,7 +49,7 @@ def default_threads(devices: tuple[str, ...], device: str) -> int | None:
     """Threads of one CPU worker: the cores, divided among the CPU workers."""
     if device != "cpu":
         return None
-    return max(1, config.available_cores() // devices.count("cpu"))
+    return max(1, available_cores() // devices.count("cpu"))
 
 
 def worker_spin_count(threads: int, workers: int) -> str:
@@ -57,6 +57,6 @@ def worker_spin_count(threads: int, workers: int) -> str:
     return spin_count(
         threads=threads,
         workers=workers,
-        cores=config.available_cores(),
+        cores=available_cores(),
         flags=instruction_sets(),
     )

@@ -22,13 +22,14 @@ from own_names import shared_memory_folder
 
 from scheduler_service.server import ServedModel
 from scheduler_service.service import Scheduler, SchedulerOptions
-from splitpoint.checkpoint.resolve import eos_token_ids, model_name
+from splitpoint.checkpoint.config import read_shape
+from splitpoint.checkpoint.resolve import eos_token_ids
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.client import AsyncClient
-from splitpoint.config import READY_PREFIX
-from splitpoint.shapes import DataType, ModelShape, read_config
+from splitpoint.shapes import DataType
 from splitpoint.transport.channels import open_channel
 from splitpoint.transport.servers import create_server
+from splitpoint.transport.service import READY_PREFIX
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc, worker_pb2_grpc
 from worker_service.server import WorkerServicer
 from worker_service.startup import LoadedWorker, WorkerOptions, load_worker
@@ -157,9 +158,7 @@ async def local_stack(
 
 def make_scheduler(folder: Path, sockets: Path, shape: StackShape) -> Scheduler:
     """A scheduler for the workers of a stack; start it, and stop it."""
-    model = ModelShape.from_config(
-        read_config(folder), name=model_name(folder), data_type=shape.data_type
-    )
+    model = read_shape(folder, data_type=shape.data_type)
     return Scheduler(
         SchedulerOptions(
             model=ServedModel(model, Tokenizer.load(folder)),

@@ -13,16 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from splitpoint.config import (
-    add_service_arguments,
-    announce_ready,
-    check_address,
-    check_listen_address,
-    parse_rate,
-    parse_size,
-    stop_on_signals,
-    watch_parent,
-)
+from splitpoint.config import check_address, check_listen_address, parse_rate, parse_size
 from splitpoint.discovery.redis_announcer import Announcer, announced
 from splitpoint.discovery.redis_options import (
     RedisOptions,
@@ -39,7 +30,13 @@ from splitpoint.shapes import DataType
 from splitpoint.transport.access import access_of
 from splitpoint.transport.calls import count_calls
 from splitpoint.transport.servers import HealthReporter, create_server, enable_reflection, listen
-from splitpoint.transport.service import run_service
+from splitpoint.transport.service import (
+    add_service_arguments,
+    announce_ready,
+    run_service,
+    stop_on_signals,
+    watch_parent,
+)
 from splitpoint.transport.tls import Identity, identity_of
 from splitpoint.v1 import worker_pb2_grpc
 from worker_service.device.pinning import PROGRESS_SECONDS

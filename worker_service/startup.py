@@ -12,14 +12,16 @@ from pathlib import Path
 
 import torch
 
-from splitpoint.checkpoint.resolve import eos_token_ids, model_fingerprint, model_name
+from splitpoint.checkpoint.config import model_name, read_config, shape_from_config
+from splitpoint.checkpoint.resolve import eos_token_ids, model_fingerprint
 from splitpoint.checkpoint.text import Tokenizer
-from splitpoint.config import format_rate, format_size, memory_facts
+from splitpoint.config import format_rate, format_size
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import FailedPrecondition, InvalidArgument
+from splitpoint.host.memory import memory_facts
 from splitpoint.planning.weight_placement import NOTHING_ON_HOST, WeightSizes
 from splitpoint.progress import Progress, Ticker
-from splitpoint.shapes import ArenaLayout, DataType, ModelShape, read_config
+from splitpoint.shapes import ArenaLayout, DataType, ModelShape
 from splitpoint.transport.tls import PLAIN, Identity
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
@@ -154,7 +156,7 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
     if options.threads is not None and device.type == "cpu":
         torch.set_num_threads(options.threads)
     config = read_config(options.model_folder)
-    shape = ModelShape.from_config(
+    shape = shape_from_config(
         config, name=model_name(options.model_folder), data_type=options.data_type
     )
     async with AsyncExitStack() as on_failure:

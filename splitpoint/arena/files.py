@@ -14,8 +14,9 @@ from pathlib import Path
 
 from splitpoint.arena.format import ArenaFormatError
 from splitpoint.arena.mapping import open_arena
-from splitpoint.config import format_size, memory_facts
+from splitpoint.config import format_size
 from splitpoint.errors import FailedPrecondition, NotFound, ResourceExhausted
+from splitpoint.host.memory import memory_facts
 
 _log = logging.getLogger(__name__)
 

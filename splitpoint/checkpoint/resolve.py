@@ -10,10 +10,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from splitpoint.checkpoint.config import read_config
 from splitpoint.checkpoint.files import is_there, read_bytes, read_object
 from splitpoint.checkpoint.tensors import read_header
 from splitpoint.errors import InvalidArgument, NotFound, PermissionDenied, Unavailable
-from splitpoint.shapes import read_config
 
 BUNDLED_MODEL = "stdlib-llama"
 # Reason of the error for what can be neither a folder nor a name on the hub.
@@ -214,14 +214,6 @@ def _update(digest: Any, part: bytes) -> None:
     # Lengths are part of the message: moving bytes between parts changes it.
     digest.update(len(part).to_bytes(8, "little"))
     digest.update(part)
-
-
-def model_name(folder: Path) -> str:
-    """What people call it: the hub name for a cached download, else the folder's name."""
-    folder = folder.resolve()
-    if folder.parent.name == "snapshots" and folder.parents[1].name.startswith("models--"):
-        return folder.parents[1].name.removeprefix("models--").replace("--", "/")
-    return folder.name
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:

@@ -17,14 +17,14 @@ from typing import Any
 
 import grpc
 
-from splitpoint.config import (
+from splitpoint.errors import Unavailable
+from splitpoint.transport.service import (
     add_service_arguments,
     announce_ready,
+    run_service,
     stop_on_signals,
     watch_parent,
 )
-from splitpoint.errors import Unavailable
-from splitpoint.transport.service import run_service
 
 SERVICE = "splitpoint.bench.RawStream"
 METHOD = "Read"

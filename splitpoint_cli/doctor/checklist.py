@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from splitpoint import config
+from splitpoint.host.memory import available_cores, memory_facts
 from splitpoint.host.processor import instruction_sets
 from splitpoint.shapes import ArenaLayout, ModelShape
 from splitpoint_cli.devices import choose_devices, visible_gpu_count
@@ -96,7 +97,7 @@ def _machine(wishes: Wishes) -> Iterator[Check]:
     yield Check(
         "cores",
         lambda: processors.check_cores(
-            config.available_cores(), _cpu_workers(wishes), places, flags=instruction_sets()
+            available_cores(), _cpu_workers(wishes), places, flags=instruction_sets()
         ),
     )
     yield Check("NUMA", lambda: processors.check_numa(wishes.numa_node, places))
@@ -175,7 +176,7 @@ def _memory(
         if shape is None or has_gpu or own is not None
         else shape.weight_bytes * (wishes.workers or 1)
     )
-    facts = config.memory_facts(wishes.places.proc, wishes.places.sys / "fs/cgroup")
+    facts = memory_facts(wishes.places.proc, wishes.places.sys / "fs/cgroup")
     yield memory.check_memory(facts, max(0, size - there), weights)
     pinned = size
     if wishes.pin_limit is not None:

@@ -10,7 +10,8 @@ from typing import Annotated, TypeVar
 import typer
 from rich.table import Table
 
-from splitpoint.checkpoint.resolve import NO_SUCH_MODEL, model_name, resolve_model
+from splitpoint.checkpoint.config import read_shape
+from splitpoint.checkpoint.resolve import NO_SUCH_MODEL, resolve_model
 from splitpoint.config import format_size, parse_size
 from splitpoint.costs.profile import BUILT_IN_PROFILES, Profile, load_profile
 from splitpoint.errors import InvalidArgument, NotFound
@@ -23,7 +24,7 @@ from splitpoint.planning.planner import (
     plan_request,
 )
 from splitpoint.planning.schedule import Schedule
-from splitpoint.shapes import BUILT_IN_SHAPES, Encoding, ModelShape, read_config
+from splitpoint.shapes import BUILT_IN_SHAPES, Encoding, ModelShape
 from splitpoint.words import counted
 from splitpoint_cli.output import EXIT_HELP, seconds_text
 from splitpoint_cli.planning.plan_weights import plan_weights, report, rows, step_of
@@ -220,7 +221,7 @@ def find_shape(model: str, dtype: str = "auto") -> ModelShape:
         raise NotFound(
             f"{error.message}, nor one of the built-in shapes: {', '.join(BUILT_IN_SHAPES)}"
         ) from error
-    return ModelShape.from_config(read_config(folder), name=model_name(folder), data_type=data_type)
+    return read_shape(folder, data_type=data_type)
 
 
 def parse_schedule(text: str) -> Schedule:

@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from splitpoint import config
-from splitpoint.checkpoint.resolve import model_name, resolve_model
+from splitpoint.checkpoint.config import model_name, read_shape
+from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.discovery.redis_options import read_redis_options
 from splitpoint.errors import InvalidArgument
 from splitpoint.extras import need_all
+from splitpoint.host.memory import memory_facts
 from splitpoint.host.openmp import spin_environment
 from splitpoint.observe.logs import LogFormat, LogLevel
 from splitpoint.observe.tracing import collector_url
-from splitpoint.shapes import DataType, ModelShape, read_config
+from splitpoint.shapes import DataType, ModelShape
 from splitpoint.transport.access import read_tokens
 from splitpoint.transport.tls import Identity, read_identity
 from splitpoint_cli.devices import choose_devices, default_threads, worker_spin_count
@@ -338,9 +340,7 @@ def model_shape(folder: Path, dtype: str) -> ModelShape:
 
     Decided here once, since store and workers must agree on it.
     """
-    return ModelShape.from_config(
-        read_config(folder), name=model_name(folder), data_type=parse_dtype(dtype)
-    )
+    return read_shape(folder, data_type=parse_dtype(dtype))
 
 
 def parse_dtype(text: str) -> DataType | None:
@@ -361,7 +361,7 @@ def default_host_memory(shm: Path = config.SHARED_MEMORY) -> int:
     /dev/shm has left: enough to be useful, little enough to live beside others."""
     free = os.statvfs(shm)
     shm_free = free.f_bavail * free.f_frsize
-    return min(config.memory_facts().usable_bytes // 4, shm_free // 2, _MOST_DEFAULT_HOST_MEMORY)
+    return min(memory_facts().usable_bytes // 4, shm_free // 2, _MOST_DEFAULT_HOST_MEMORY)
 
 
 def instance_of(listen: str) -> str:

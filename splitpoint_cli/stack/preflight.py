@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from splitpoint import config
 from splitpoint.errors import InvalidArgument, ResourceExhausted, SplitpointError, Unavailable
+from splitpoint.host.memory import memory_facts
 from splitpoint_cli.stack.metrics_ports import check_free
 from splitpoint_cli.stack.plan import Stack
 
@@ -60,7 +61,7 @@ def _memory(stack: Stack) -> Iterator[Finding]:
     )
     weights = stack.shape.weight_bytes * stack.devices.count("cpu")
     needed = max(0, stack.host_memory_bytes - there)
-    yield memory.check_memory(config.memory_facts(), needed, weights)
+    yield memory.check_memory(memory_facts(), needed, weights)
 
 
 def _judge(finding: Finding, kind: type[SplitpointError], say: Say) -> None:

@@ -20,6 +20,7 @@ import xxhash
 from scheduler_service.limits import Limits
 from scheduler_service.server import ServedModel
 from scheduler_service.service import Scheduler, SchedulerOptions
+from splitpoint.checkpoint.config import read_config, shape_from_config
 from splitpoint.checkpoint.resolve import eos_token_ids
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.costs.profile import Profile
@@ -27,7 +28,7 @@ from splitpoint.errors import FailedPrecondition, SplitpointError
 from splitpoint.keys import pack_tokens
 from splitpoint.planning.planner import Objective, Residency
 from splitpoint.planning.schedule import Schedule
-from splitpoint.shapes import ArenaLayout, ModelShape, chunks_of, read_config
+from splitpoint.shapes import ArenaLayout, ModelShape, chunks_of
 from splitpoint.transport import channels, servers, statuses
 from splitpoint.transport.convert import (
     layout_to_proto,
@@ -47,7 +48,7 @@ from splitpoint.v1 import (
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL_FOLDER = ROOT / "models" / "stdlib-llama"
-SHAPE = ModelShape.from_config(read_config(MODEL_FOLDER), name="stdlib-llama")
+SHAPE = shape_from_config(read_config(MODEL_FOLDER), name="stdlib-llama")
 _LOADED = Tokenizer.load(MODEL_FOLDER)
 assert _LOADED is not None
 TOKENIZER: Tokenizer = _LOADED

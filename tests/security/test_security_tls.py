@@ -26,6 +26,7 @@ from splitpoint.errors import (
 )
 from splitpoint.transport import channels, servers, statuses
 from splitpoint.transport.access import Access, Caller, Role, current_caller
+from splitpoint.transport.service import add_service_arguments
 from splitpoint.transport.tls import (
     PLAIN,
     Identity,
@@ -146,7 +147,7 @@ async def test_a_name_can_be_expected_in_place_of_the_hosts(folder: Path) -> Non
     """As services say it that reach each other by addresses of the day."""
     good = folder / "good"
     arguments = argparse.ArgumentParser()
-    config.add_service_arguments(arguments)
+    add_service_arguments(arguments)
     files = ["--tls-cert", str(good / "client.pem"), "--tls-key", str(good / "client-key.pem")]
     given = ["--listen", "127.0.0.1:0", *files, "--tls-ca", str(good / "ca.pem")]
     named = identity_of(arguments.parse_args([*given, "--tls-server-name", "gpu.example.org"]))
@@ -278,7 +279,7 @@ def test_certificates_near_their_end_are_told(
 ) -> None:
     def served_with(certificates: Path) -> Identity:
         parser = argparse.ArgumentParser()
-        config.add_service_arguments(parser)
+        add_service_arguments(parser)
         files = ("--tls-cert", "server.pem"), ("--tls-key", "server-key.pem")
         paths = [word for option, name in files for word in (option, str(certificates / name))]
         return identity_of(parser.parse_args(["--listen", "127.0.0.1:0", *paths]))

@@ -11,6 +11,8 @@ import pytest
 
 from splitpoint import config
 from splitpoint.errors import FailedPrecondition, InvalidArgument
+from splitpoint.host.memory import available_cores, memory_facts
+from splitpoint.transport.service import watch_parent
 
 
 @pytest.mark.parametrize(
@@ -128,7 +130,7 @@ def write_proc(root: Path, cgroup: str) -> Path:
 
 
 def test_memory_without_a_limit(tmp_path: Path) -> None:
-    facts = config.memory_facts(write_proc(tmp_path / "proc", "0::/\n"), tmp_path / "cgroup")
+    facts = memory_facts(write_proc(tmp_path / "proc", "0::/\n"), tmp_path / "cgroup")
     assert facts.total_bytes == 1000 * 1024
     assert facts.usable_bytes == 800 * 1024
     assert facts.cgroup_limit_bytes is None
@@ -141,7 +143,7 @@ def test_memory_under_cgroup_v2_the_tightest_parent_counts(tmp_path: Path) -> No
         folder.mkdir(parents=True)
         (folder / "memory.max").write_text(limit)
         (folder / "memory.current").write_text(used)
-    facts = config.memory_facts(proc, tmp_path / "cgroup")
+    facts = memory_facts(proc, tmp_path / "cgroup")
     assert facts.cgroup_limit_bytes == 500_000
     assert facts.usable_bytes == 400_000
 
@@ -155,15 +157,15 @@ def test_memory_under_cgroup_v1(tmp_path: Path) -> None:
     # The root's "no limit" of v1.
     (folder.parent / "memory.limit_in_bytes").write_text("9223372036854771712")
     (folder.parent / "memory.usage_in_bytes").write_text("1")
-    facts = config.memory_facts(proc, tmp_path / "cgroup")
+    facts = memory_facts(proc, tmp_path / "cgroup")
     assert facts.cgroup_limit_bytes == 300_000
     assert facts.usable_bytes == 0
 
 
 def test_memory_of_this_machine() -> None:
-    facts = config.memory_facts()
+    facts = memory_facts()
     assert 0 < facts.usable_bytes <= facts.total_bytes
-    assert config.available_cores() >= 1
+    assert available_cores() >= 1
 
 
 def test_runtime_directory_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +191,7 @@ def test_a_foreign_folder_is_refused(tmp_path: Path) -> None:
 async def test_the_end_of_the_parents_pipe_stops() -> None:
     read, write = os.pipe()
     stop = asyncio.Event()
-    config.watch_parent(read, stop)
+    watch_parent(read, stop)
     os.write(write, b"data is not the end")
     await asyncio.sleep(0.01)
     assert not stop.is_set()

@@ -7,13 +7,13 @@ import json
 
 import pytest
 
+from splitpoint.checkpoint.config import shape_from_config
 from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import (
     BUILT_IN_SHAPES,
     ArenaLayout,
     DataType,
     Encoding,
-    ModelShape,
     chunks_of,
 )
 
@@ -160,9 +160,9 @@ def test_stored_bytes_against_sixteen_bits(
 
 def test_config_without_a_key_names_it() -> None:
     with pytest.raises(InvalidArgument, match="hidden_size"):
-        ModelShape.from_config({"model_type": "llama"})
+        shape_from_config({"model_type": "llama"})
     with pytest.raises(InvalidArgument, match="gpt2"):
-        ModelShape.from_config({"model_type": "gpt2"})
+        shape_from_config({"model_type": "gpt2"})
 
 
 @pytest.mark.parametrize(("tokens", "chunks"), [(0, 0), (1, 1), (64, 1), (65, 2)])

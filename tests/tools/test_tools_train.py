@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from splitpoint.checkpoint.config import read_config, shape_from_config
 from splitpoint.checkpoint.resolve import eos_token_ids, weight_files
 from splitpoint.checkpoint.text import Tokenizer
-from splitpoint.shapes import ModelShape, read_config
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "train_stdlib_model.py"
 TEXT = "def add(left, right):\n    return left + right"
@@ -57,7 +57,7 @@ def test_transformers_loads_it(trained: tuple[Path, dict[str, object]]) -> None:
 
 def test_splitpoint_understands_it(trained: tuple[Path, dict[str, object]]) -> None:
     folder, _ = trained
-    shape = ModelShape.from_config(read_config(folder))
+    shape = shape_from_config(read_config(folder))
     assert (shape.layer_count, shape.kv_head_count, shape.tied_embeddings) == (2, 2, True)
     assert shape.rho == 0.5
     assert eos_token_ids(folder) == (1,)

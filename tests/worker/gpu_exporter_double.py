@@ -23,11 +23,11 @@ from pathlib import Path
 
 import pynvml
 
-from splitpoint.config import announce_ready, stop_on_signals
 from splitpoint.observe import metrics
 from splitpoint.observe.meters import Meters, Reading
 from splitpoint.observe.metrics import Service
 from splitpoint.observe.metrics_server import add_metrics_arguments, metrics_served
+from splitpoint.transport.service import announce_ready, stop_on_signals
 from worker_service.hardware.gpu import GpuWatch
 from worker_service.hardware.monitor import DeviceMonitor
 from worker_service.hardware.nvml import GpuIdentity, open_gpu

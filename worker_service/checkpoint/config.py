@@ -13,8 +13,14 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from splitpoint.checkpoint.resolve import model_name
-from splitpoint.shapes import GEMMA_FAMILIES, DataType, ModelShape, read_config, text_config
+from splitpoint.checkpoint.config import (
+    GEMMA_FAMILIES,
+    model_name,
+    read_config,
+    shape_from_config,
+    text_config,
+)
+from splitpoint.shapes import DataType, ModelShape
 from worker_service.checkpoint.config_values import (
     boolean,
     positive,
@@ -114,7 +120,7 @@ class DecoderConfig:
         key's name for an architecture or a setting that is not supported.
         """
         config = text_config(config)
-        shape = ModelShape.from_config(config, name=name, data_type=data_type)
+        shape = shape_from_config(config, name=name, data_type=data_type)
         refuse(config, "quantization_config", allowed=(None,))
         refuse(config, "is_encoder_decoder", allowed=(None, False))
         if shape.family == "opt":

@@ -23,8 +23,9 @@ from splitpoint.arena.format import (
 )
 from splitpoint.arena.mapping import Arena
 from splitpoint.arena.records import SlotState, commit_word
-from splitpoint.config import format_size, memory_facts
+from splitpoint.config import format_size
 from splitpoint.errors import FailedPrecondition, ResourceExhausted
+from splitpoint.host.memory import memory_facts
 from splitpoint.shapes import ArenaLayout
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
 

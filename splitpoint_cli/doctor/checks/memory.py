@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 
 from splitpoint.arena.format import Geometry
-from splitpoint.config import MemoryFacts, format_size
+from splitpoint.config import format_size
 from splitpoint.errors import InvalidArgument
 from splitpoint.host.huge_pages import probe
+from splitpoint.host.memory import MemoryFacts
 from splitpoint.shapes import ArenaLayout
 from splitpoint_cli.doctor.finding import Finding, Places, Verdict
 

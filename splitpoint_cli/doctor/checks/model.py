@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from splitpoint import config
-from splitpoint.checkpoint.resolve import model_name, resolve_model, weight_files
+from splitpoint.checkpoint.config import FAMILIES, model_name
+from splitpoint.checkpoint.resolve import resolve_model, weight_files
 from splitpoint.checkpoint.tensors import read_header
 from splitpoint.config import format_size
 from splitpoint.errors import InvalidArgument, NotFound, SplitpointError
-from splitpoint.shapes import FAMILIES, ModelShape
+from splitpoint.shapes import ModelShape
 from splitpoint_cli.doctor.finding import Finding, Verdict, one_line
 from splitpoint_cli.stack.plan import model_shape
 

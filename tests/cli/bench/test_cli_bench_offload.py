@@ -15,10 +15,11 @@ import torch
 from rich.console import Console
 from tiny_models import write_tiny
 
+from splitpoint.checkpoint.config import read_config, shape_from_config
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import InvalidArgument
 from splitpoint.planning.plan import Residency
-from splitpoint.shapes import DataType, ModelShape, read_config
+from splitpoint.shapes import DataType, ModelShape
 from splitpoint_cli.bench.offload.command import offload
 from splitpoint_cli.bench.offload.costs import BatchCosts
 from splitpoint_cli.bench.offload.engine import OffloadHost
@@ -197,7 +198,7 @@ def test_bad_input_is_named(field: str, options: dict[str, Any]) -> None:
 
 def tiny(case: str, folder: Path, **changes: Any) -> tuple[ModelShape, OffloadWorkload]:
     write_tiny(case, folder)
-    shape = ModelShape.from_config(read_config(folder), name="tiny", data_type=DataType.FLOAT32)
+    shape = shape_from_config(read_config(folder), name="tiny", data_type=DataType.FLOAT32)
     workload = OffloadWorkload("tiny", "float32", 3, 150, 50, None, 1, "cpu", 1, 0)
     return shape, replace(workload, **changes)
 

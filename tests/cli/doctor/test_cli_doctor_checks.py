@@ -12,8 +12,9 @@ import pynvml
 import pytest
 from own_names import instance_name
 
-from splitpoint.config import MemoryFacts, remove_tree, runtime_directory
+from splitpoint.config import remove_tree, runtime_directory
 from splitpoint.errors import InvalidArgument
+from splitpoint.host.memory import MemoryFacts
 from splitpoint_cli.doctor.checks import (
     gpu,
     kernel,

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from splitpoint.checkpoint.config import model_name
 from splitpoint.checkpoint.resolve import (
     eos_token_ids,
     model_fingerprint,
-    model_name,
     resolve_model,
     weight_files,
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from splitpoint.config import available_cores
+from splitpoint.host.memory import available_cores
 from splitpoint.host.openmp import BRIEF, LONG, SPIN_COUNT, WAIT_POLICY, spin_count
 from splitpoint.host.processor import instruction_sets
 

@@ -15,10 +15,11 @@ import torch
 from stored_prefix import StoredPrefix, stored_prefix
 from tiny_models import VOCABULARY, write_tiny
 
+from splitpoint.checkpoint.config import read_config, shape_from_config
 from splitpoint.costs.profile import Line
 from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Lane, Schedule
-from splitpoint.shapes import BUILT_IN_SHAPES, DataType, ModelShape, read_config
+from splitpoint.shapes import BUILT_IN_SHAPES, DataType, ModelShape
 from splitpoint_cli.bench.offload.engine import OffloadHost
 from splitpoint_cli.bench.offload.peer import Peer
 from splitpoint_cli.bench.offload.report import OffloadWorkload
@@ -274,7 +275,7 @@ def offload(shape: ModelShape, dtype: DataType, **sizes: int) -> OffloadWorkload
 @pytest.mark.parametrize("case", ["opt", "qwen2"])
 def test_streamed_decoding_gives_the_resident_tokens(case: str, tmp_path: Path) -> None:
     """And transformers' with its offloaded cache, by the same weights."""
-    shape = ModelShape.from_config(
+    shape = shape_from_config(
         read_config(write_tiny(case, tmp_path)), name="tiny", data_type=DataType.FLOAT32
     )
     workload = offload(shape, DataType.FLOAT32)
