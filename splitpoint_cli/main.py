@@ -9,7 +9,7 @@ import typer
 
 from splitpoint.errors import SplitpointError
 from splitpoint.extras import missing_extra
-from splitpoint_cli import metrics_page
+from splitpoint_cli import metrics
 from splitpoint_cli.arena import command as arena
 from splitpoint_cli.bench import commands as bench
 from splitpoint_cli.compose import command as compose
@@ -37,7 +37,7 @@ app.command()(size.size)
 app.command()(status.status)
 app.command()(top)
 app.command()(doctor.doctor)
-app.command()(metrics_page.metrics)
+app.command()(metrics.metrics)
 app.command()(trace.trace)
 app.command()(probe.probe)
 app.command()(certs.certs)

@@ -1,6 +1,6 @@
 """`splitpoint size`: how much host memory, how many requests at once, which split.
 
-The arithmetic is sizing.py's; what `--examples` prints, size_page.py's.
+The arithmetic is sizing.py's; what `--examples` prints, size_examples.py's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from splitpoint.shapes import Encoding, ModelShape
 from splitpoint.words import counted
 from splitpoint_cli.output import EXIT_HELP, seconds_text
 from splitpoint_cli.planning.plan import find_shape
-from splitpoint_cli.planning.size_page import DEVICE_MEMORY, page, restore_words
+from splitpoint_cli.planning.size_examples import DEVICE_MEMORY, examples_table, restore_words
 from splitpoint_cli.planning.sizing import Load, Node, Sizing, host_memory_of, size_up
 from splitpoint_cli.report import AsJson, OutputFile, hand_over, print_table
 from splitpoint_cli.stack.up import Dtype, KvEncoding
@@ -79,12 +79,13 @@ def size(
     as_json: AsJson = False,
     output: OutputFile = None,
     examples: Annotated[
-        bool, typer.Option("--examples", help="Print docs/sizing.md instead; takes no options.")
+        bool,
+        typer.Option("--examples", help="Print a table of known models; takes no options."),
     ] = False,
 ) -> None:
     """How much host memory, how many requests at once, which split. Needs no GPU."""
     if examples:
-        print(page(), end="")
+        print(examples_table())
         return
     shape = find_shape(model, dtype.value)
     node = Node(

@@ -1,7 +1,6 @@
 """`splitpoint what-pays`: for which model and machine which way to restore a prefix pays.
 
-Asks the planner for every built-in shape; docs/what-pays.md is what it prints without
-options. Knows nothing that the planner does not.
+Asks the planner for every built-in shape. docs/what-pays.md has what it prints without options.
 """
 
 from __future__ import annotations
@@ -21,19 +20,12 @@ from worker_service.device.memory import STAGING_PAGES
 
 CHUNK_TOKENS = 64
 NEW_TOKENS = 64
-# Of one piece of a prefill, as workers do it unless told otherwise.
+# Of one piece of a prefill: the workers' default.
 PREFILL_TOKENS = 512
-# Whole chunks; with the new ones they fit contexts of 2,048, 8,192 and 32,768.
+# Whole chunks; with the new tokens they fit contexts of 2,048, 8,192 and 32,768.
 CACHED_TOKENS = (512, 1920, 7936, 31744)
 
-_HEAD = f"""\
-# What pays
-
-For every model and machine that the planner knows by name: how a cached prefix comes back, and how
-long that is predicted to take beside loading all of its keys and values.
-`splitpoint what-pays` computed this page, and a test compares the two. `--profile FILE` asks for a
-machine of your own: `splitpoint status --json` prints what its workers measured.
-
+_LEGEND = f"""\
 | cell | the prefix comes back by |
 |---|---|
 | `load` | copying all keys and values: nothing else saves 2 % |
@@ -41,15 +33,9 @@ machine of your own: `splitpoint status --json` prints what its workers measured
 | `ids 512 ×0.80` | recomputing 512 tokens from their ids, meanwhile copying the rest, last first |
 | – | longer than the model's context |
 
-`×0.60`: of the time that loading everything would take. `rho` is bytes of activations over bytes of
-keys and values; from 1 on sending activations cannot pay, and stores keep none. Each column is a
-prefix of so many tokens in a store that keeps it natively, in int8 or in int4 (both lossy; then
-loading itself takes about 0.51 and 0.28 of the native time, and a cell's factor counts from there).
-
-Pipelined schedule, chunks of {CHUNK_TOKENS} tokens, {STAGING_PAGES} of them in staging memory,
-{NEW_TOKENS} new tokens, prefills in pieces of {PREFILL_TOKENS}. The built-in profiles are assumed
-from data sheets, **no GPU has confirmed them**; what decoding int8 and int4 costs the device is not
-counted.
+`×0.60`: share of the time that loading everything would take. Pipelined schedule, chunks of
+{CHUNK_TOKENS} tokens, {STAGING_PAGES} of them in staging memory, {NEW_TOKENS} new tokens, prefills
+in pieces of {PREFILL_TOKENS}.
 """
 
 
@@ -65,12 +51,12 @@ def what_pays(
     as_json: AsJson = False,
     output: OutputFile = None,
 ) -> None:
-    """Which way to restore a prefix pays for which model and machine, as Markdown."""
+    """Print which way to restore a prefix pays for each model and machine, as Markdown."""
     names = profile or list(BUILT_IN_PROFILES)
     profiles = [(name, load_profile(name)) for name in names]
     hand_over(
         report_of(profiles),
-        lambda: print(page(profiles), end=""),
+        lambda: print(tables(profiles)),
         as_json=as_json,
         output=output,
     )
@@ -80,7 +66,7 @@ what_pays.__doc__ = f"{what_pays.__doc__}\n\n{EXIT_HELP}"
 
 
 def report_of(profiles: Sequence[tuple[str, Profile]]) -> dict[str, object]:
-    """The object that `--json` prints: each cell of the page, times in seconds."""
+    """Return the object that `--json` prints: each cell, times in seconds."""
     plans = [
         {
             "profile": name,
@@ -102,13 +88,13 @@ def report_of(profiles: Sequence[tuple[str, Profile]]) -> dict[str, object]:
     return {"plans": plans}
 
 
-def page(profiles: Sequence[tuple[str, Profile]]) -> str:
-    """The whole page, a section for each profile."""
-    lines = [_HEAD]
+def tables(profiles: Sequence[tuple[str, Profile]]) -> str:
+    """Return the legend, and a section for each profile."""
+    lines = [_LEGEND]
     for name, profile in profiles:
         lines += [f"## {name}", "", profile.description or "From a file.", ""]
         lines += [*_table(profile), ""]
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n".join(lines).rstrip()
 
 
 def _table(profile: Profile) -> Iterator[str]:

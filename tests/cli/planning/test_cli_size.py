@@ -1,4 +1,4 @@
-"""What fits where: against sums by hand, against the worker's own division, and the page."""
+"""What fits where: against sums by hand, against the worker's own division."""
 
 from __future__ import annotations
 
@@ -13,20 +13,14 @@ from splitpoint.errors import InvalidArgument, ResourceExhausted
 from splitpoint.planning.plan import RestoreMethod
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding
 from splitpoint_cli.main import app
-from splitpoint_cli.planning.size_page import page
 from splitpoint_cli.planning.sizing import Load, Node, host_memory_of, size_up
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "sizing.md"
 H100 = BUILT_IN_PROFILES["h100-pcie5"]
 GIB = 1 << 30
 
 
 def node(memory: int = 72 * GIB, profile: Profile = H100, **more: object) -> Node:
     return Node(profile, memory, step_compute_seconds=6e-3, **more)  # type: ignore[arg-type]
-
-
-def test_the_committed_page_is_what_the_command_prints() -> None:
-    assert CliRunner().invoke(app, ["size", "--examples"]).stdout == page() == PAGE.read_text()
 
 
 def test_a_long_request_of_a_grouped_query_model() -> None:

@@ -1,0 +1,39 @@
+"""Put the output of commands into the documentation: `python -m tools.pages`.
+
+A page marks the place: `<!-- begin splitpoint what-pays -->` and `<!-- end -->` surround what that
+command prints.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+_BLOCK = re.compile(r"(<!-- begin splitpoint ([a-z -]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
+
+
+def updated(page: str) -> str:
+    """Return the page with the present output of its commands."""
+    return _BLOCK.sub(lambda match: f"{match[1]}\n{_output(match[2])}\n{match[3]}", page)
+
+
+def _output(command: str) -> str:
+    arguments = [sys.executable, "-m", "splitpoint_cli", *command.split()]
+    return subprocess.run(arguments, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def pages() -> list[Path]:
+    """Return the pages that have such a place."""
+    return [path for path in sorted(DOCS.glob("*.md")) if _BLOCK.search(path.read_text())]
+
+
+def main() -> None:
+    for path in pages():
+        path.write_text(updated(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()
