@@ -69,6 +69,7 @@ class AdminServicer(scheduler_pb2_grpc.AdminServiceServicer):
             waiting_count=len(admission.queue()),
             completed_count=accounts.completed_count,
             failed_count=accounts.failed_count,
+            cancelled_count=accounts.cancelled_count,
             rejected_count=accounts.rejected_count,
             failover_count=accounts.failover_count,
             prompt_token_count=accounts.prompt_tokens,

@@ -95,8 +95,12 @@ class Accounts:
 
     @property
     def failed_count(self) -> int:
-        """Those that nobody waited for any more included."""
-        return self.finished_counts[Outcome.ERROR] + self.finished_counts[Outcome.ABANDONED]
+        return self.finished_counts[Outcome.ERROR]
+
+    @property
+    def cancelled_count(self) -> int:
+        """Requests that their client gave up before the end."""
+        return self.finished_counts[Outcome.ABANDONED]
 
     @property
     def rejected_count(self) -> int:

@@ -1,21 +1,22 @@
-"""What workers and the scheduler count, as the clients return it: plain dataclasses.
+"""Counters of workers and the scheduler, as the clients return them.
 
-Counters run since the start of their process: two readings, and the seconds of
-`uptime_seconds` between them, give rates.
+Counters start at zero with their process. Two readings, divided by the difference of
+`uptime_seconds`, give rates.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
+from splitpoint.transport.convert import from_message
 from splitpoint.v1 import scheduler_pb2, types_pb2
 
 
 @dataclass(frozen=True, slots=True)
 class Telemetry:
-    """Of one worker. Bytes, seconds, tokens, watts, joules; None: absent, or not known.
+    """Counters of one worker, with units in their names; None: absent or unknown.
 
-    The fields, with what each one counts, are those of the message of this name.
+    The message of the same name in types.proto explains each field.
     """
 
     uptime_seconds: float
@@ -50,7 +51,7 @@ class Telemetry:
 
 @dataclass(frozen=True, slots=True)
 class RedisStatus:
-    """How a service gets on with Redis. `address` without user and password."""
+    """A service's connection to Redis. `address` has no user and no password."""
 
     address: str
     is_up: bool
@@ -58,10 +59,11 @@ class RedisStatus:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStatus:
-    """What a scheduler has done since it started, and what runs and waits now.
+    """Counters of a scheduler since its start, and the requests that run and wait now.
 
-    `failed_count` includes requests whose readers left, `rejected_count` are those that
-    were never accepted. `redis` is None when it uses none.
+    `failed_count` counts requests that ended with an error, `cancelled_count` those that
+    their client gave up, `rejected_count` those that were never accepted. `redis` is None
+    if the scheduler uses no Redis.
     """
 
     uptime_seconds: float
@@ -78,33 +80,18 @@ class SchedulerStatus:
     ttft_seconds_sum: float
     itl_count: int
     itl_seconds_sum: float
+    cancelled_count: int = 0
     redis: RedisStatus | None = None
 
 
-_TELEMETRY_FIELDS = tuple(field.name for field in fields(Telemetry))
-# Those that say when they are absent; zero is an answer for the others.
-_OPTIONAL = frozenset(
-    field.name for field in types_pb2.Telemetry.DESCRIPTOR.fields if field.has_presence
-)
-_STATUS_FIELDS = tuple(field.name for field in fields(SchedulerStatus) if field.name != "redis")
-
-
 def telemetry_from_proto(message: types_pb2.Telemetry) -> Telemetry:
-    return Telemetry(
-        **{
-            name: getattr(message, name)
-            for name in _TELEMETRY_FIELDS
-            if name not in _OPTIONAL or message.HasField(name)
-        }
-    )
+    return from_message(Telemetry, message)
 
 
 def redis_status(message: types_pb2.RedisStatus) -> RedisStatus:
-    return RedisStatus(message.address, message.is_up)
+    return from_message(RedisStatus, message)
 
 
 def scheduler_status(message: scheduler_pb2.GetSchedulerStatusResponse) -> SchedulerStatus:
-    return SchedulerStatus(
-        **{name: getattr(message, name) for name in _STATUS_FIELDS},
-        redis=redis_status(message.redis) if message.HasField("redis") else None,
-    )
+    redis = redis_status(message.redis) if message.HasField("redis") else None
+    return from_message(SchedulerStatus, message, redis=redis)

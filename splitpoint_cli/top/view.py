@@ -109,8 +109,9 @@ def _names(readings: Readings) -> str:
 def _scheduler(readings: Readings, width: int) -> list[Text | str]:
     now, rates = readings.latest.status.scheduler, scheduler_rates(readings.scheduler)
     finished = amount(now.completed_count)
-    if now.failed_count:
-        finished += f" ({now.failed_count:,} failed)"
+    others = [(now.failed_count, "failed"), (now.cancelled_count, "cancelled")]
+    if parts := [f"{count:,} {outcome}" for count, outcome in others if count]:
+        finished += f" ({', '.join(parts)})"
     cells = [
         cell("running", str(now.running_count), 12),
         cell("waiting", str(now.waiting_count), 12),
