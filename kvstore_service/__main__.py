@@ -10,21 +10,15 @@ need_for_program("store")  # before the imports that it is about
 import argparse
 import asyncio
 import logging
-import math
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvstore_service.eviction.policies import DEFAULT_POLICY, POLICIES
+from kvstore_service.eviction.policies import POLICIES
 from kvstore_service.eviction.room_keeper import RoomKeeper
-from kvstore_service.eviction.second_use import ADMISSIONS, SecondUse
+from kvstore_service.eviction.second_use import SecondUse
 from kvstore_service.eviction.watermarks import Watermarks
-from kvstore_service.integrity.scrubber import (
-    DEFAULT_PASS_SECONDS,
-    LEAST_PASS_SECONDS,
-    Scrubbing,
-)
+from kvstore_service.integrity.scrubber import Scrubbing
 from kvstore_service.metrics import readings
 from kvstore_service.pool.store import KvStore
 from kvstore_service.server import SERVICE_NAME, KvStoreServicer
@@ -33,39 +27,21 @@ from splitpoint.arena.format import Geometry
 from splitpoint.arena.loss import ArenaLost
 from splitpoint.arena.owner import OpenedArena, open_or_create_arena
 from splitpoint.checkpoint.resolve import model_fingerprint
-from splitpoint.config import (
-    check_address,
-    check_listen_address,
-    format_size,
-    parse_rate,
-    parse_size,
-)
+from splitpoint.config import format_size, parse_rate, parse_size
 from splitpoint.discovery.redis_announcer import Announcer, announced
-from splitpoint.discovery.redis_options import (
-    RedisOptions,
-    add_advertise_argument,
-    add_redis_arguments,
-    redis_options,
-)
 from splitpoint.errors import InvalidArgument
-from splitpoint.host.huge_pages import WISHES, Backing
+from splitpoint.host.huge_pages import Backing
 from splitpoint.host.numa import bound_to, choose_node
 from splitpoint.observe import tracing
 from splitpoint.observe.meters import Meters
 from splitpoint.observe.metrics import Service
-from splitpoint.observe.metrics_server import add_metrics_arguments, metrics_served
+from splitpoint.observe.metrics_server import metrics_served
+from splitpoint.options import store as options
+from splitpoint.options.option import check_values, parser_of
+from splitpoint.service import Setup, announce_ready, run_service, set_up
 from splitpoint.shapes import ArenaLayout, DataType, Encoding
-from splitpoint.transport.access import Access, access_of
 from splitpoint.transport.calls import count_calls
 from splitpoint.transport.servers import HealthReporter, create_server, enable_reflection, listen
-from splitpoint.transport.service import (
-    add_service_arguments,
-    announce_ready,
-    run_service,
-    stop_on_signals,
-    watch_parent,
-)
-from splitpoint.transport.tls import Identity, identity_of
 from splitpoint.v1 import kvstore_pb2_grpc
 
 if TYPE_CHECKING:
@@ -73,98 +49,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DEFAULT_CHUNK_TOKENS = 64
-DEFAULT_LEASE_SECONDS = 10.0
-# Of scrubbing: some per cent of what the memory of a host can do.
-DEFAULT_RATE = "500MB"
 MOST_CONCURRENT_CALLS = 1024
 STOP_SECONDS = 5.0
 # Between two looks at whether the arena's file is there, and whole.
 ARENA_LOOK_SECONDS = 1.0
-# --evict-to, when it is not given, lies this far below --evict-above.
-WATERMARK_GAP = 0.05
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="kvstore_service", description=__doc__)
-    add_service_arguments(parser)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--layout", metavar="JSON", help="ArenaLayout.to_json()")
-    what.add_argument("--model", type=Path, metavar="DIR", help="checkpoint that decides it")
-    parser.add_argument("--dtype", default="auto", choices=["auto", *(t.value for t in DataType)])
-    parser.add_argument(
-        "--activations",
-        default="auto",
-        choices=["auto", "always", "never"],
-        help="keep layer inputs; auto: when loading them can pay",
-    )
-    parser.add_argument(
-        "--kv-encoding",
-        default=Encoding.NATIVE.value,
-        choices=[encoding.value for encoding in Encoding],
-        help="how K, V and X are kept; int8 and int4 are smaller and lossy (docs/compression.md)",
-    )
-    parser.add_argument("--chunk-tokens", type=int, default=DEFAULT_CHUNK_TOKENS, metavar="N")
-    parser.add_argument("--host-memory", required=True, metavar="SIZE", help="most the arena takes")
-    parser.add_argument(
-        "--arena", required=True, type=Path, metavar="PATH", help="file in a folder of mode 700"
-    )
-    parser.add_argument("--keep-arena", action="store_true", help="leave it after a clean stop")
-    parser.add_argument(
-        "--replace-arena",
-        action="store_true",
-        help="replace an arena of another model or size that was left there, instead of refusing",
-    )
-    parser.add_argument("--lease-seconds", type=float, default=DEFAULT_LEASE_SECONDS, metavar="S")
-    keep = parser.add_argument_group("what stays in the arena (docs/memory.md)")
-    keep.add_argument(
-        "--eviction", default=DEFAULT_POLICY, choices=[*POLICIES], help="who goes when it is full"
-    )
-    keep.add_argument(
-        "--evict-above",
-        type=float,
-        metavar="F",
-        help="evict in the background above this fraction of slots in use; default: never",
-    )
-    keep.add_argument(
-        "--evict-to",
-        type=float,
-        metavar="F",
-        help=f"and down to this one; default: {WATERMARK_GAP} less",
-    )
-    keep.add_argument(
-        "--admission",
-        default="always",
-        choices=ADMISSIONS,
-        help="second-use: store only what was asked for before",
-    )
-    scrub = parser.add_argument_group("reading chunks back (docs/operations.md)")
-    scrub.add_argument(
-        "--scrub-seconds",
-        type=float,
-        default=DEFAULT_PASS_SECONDS,
-        metavar="S",
-        help="read every sealed chunk back within this time, again and again; 0: never; "
-        "default: %(default)g",
-    )
-    scrub.add_argument(
-        "--scrub-rate",
-        default=DEFAULT_RATE,
-        metavar="RATE",
-        help="read back at most this much per second, even if a pass takes longer; "
-        "default: %(default)s",
-    )
-    memory = parser.add_argument_group("where the arena's memory is (docs/memory.md)")
-    memory.add_argument(
-        "--huge-pages", default="auto", choices=WISHES, help="auto: where the file system has them"
-    )
-    memory.add_argument(
-        "--numa-node", default="auto", metavar="auto|none|N", help="auto: the node of the GPUs"
-    )
-    add_metrics_arguments(parser)
-    add_redis_arguments(parser)
-    add_advertise_argument(parser)
-    return parser.parse_args(arguments)
+    return parser_of("kvstore_service", __doc__, options.SECTIONS).parse_args(arguments)
 
 
 def watermarks_of(arguments: argparse.Namespace) -> Watermarks | None:
@@ -174,22 +66,23 @@ def watermarks_of(arguments: argparse.Namespace) -> Watermarks | None:
         if to is not None:
             raise InvalidArgument("--evict-to needs --evict-above", field="evict-to")
         return None
-    return Watermarks(above, max(0.0, above - WATERMARK_GAP) if to is None else to)
+    return Watermarks(above, max(0.0, above - options.WATERMARK_GAP) if to is None else to)
 
 
 def scrubbing_of(arguments: argparse.Namespace) -> Scrubbing | None:
     """None: chunks are not read back. Raises InvalidArgument."""
     seconds = arguments.scrub_seconds
-    if not (math.isfinite(seconds) and (seconds == 0 or seconds >= LEAST_PASS_SECONDS)):
-        raise InvalidArgument(
-            f"--scrub-seconds is 0 or at least {LEAST_PASS_SECONDS:g}", field="scrub-seconds"
-        )
+    least = options.LEAST_SCRUB_SECONDS
+    if 0 < seconds < least:
+        raise InvalidArgument(f"--scrub-seconds is 0 or at least {least:g}", field="scrub-seconds")
     rate = parse_rate(arguments.scrub_rate, field="scrub-rate")
     return Scrubbing(seconds, rate) if seconds else None
 
 
 def layout_of(arguments: argparse.Namespace) -> ArenaLayout:
     """Raises InvalidArgument."""
+    if (arguments.layout is None) == (arguments.model is None):
+        raise InvalidArgument("give either --model DIR or --layout JSON", field="model")
     if arguments.layout is not None:
         try:
             return ArenaLayout.from_json(arguments.layout)
@@ -213,8 +106,7 @@ def check_arguments(
     arguments: argparse.Namespace,
 ) -> tuple[Geometry, Watermarks | None, Scrubbing | None]:
     """What can be said of the arguments before anything is made. Raises InvalidArgument."""
-    if not (math.isfinite(arguments.lease_seconds) and arguments.lease_seconds >= 0.1):
-        raise InvalidArgument("--lease-seconds is at least 0.1", field="lease-seconds")
+    check_values(options.SECTIONS, vars(arguments))
     watermarks, scrubbing = watermarks_of(arguments), scrubbing_of(arguments)
     choose_node(arguments.numa_node)
     size = parse_size(arguments.host_memory, field="host-memory")
@@ -223,19 +115,7 @@ def check_arguments(
 
 async def serve(arguments: argparse.Namespace) -> None:
     """Make the arena, serve until a signal or the parent's end, leave nothing behind."""
-    stop = asyncio.Event()
-    stop_on_signals(stop)
-    if arguments.parent_fd is not None:
-        watch_parent(arguments.parent_fd, stop)
-    check_listen_address(
-        arguments.listen,
-        has_tls=arguments.tls_cert is not None,
-        has_tokens=arguments.tokens is not None,
-    )
-    identity, access = identity_of(arguments), access_of(arguments.tokens)
-    redis = redis_options(arguments)
-    if arguments.advertise is not None:
-        check_address(arguments.advertise, field="advertise")
+    setup = set_up(arguments)
     geometry, watermarks, scrubbing = check_arguments(arguments)
     meters = Meters(Service.KVSTORE)
     # First: that its port is taken is said at once, not when many GiB were allocated.
@@ -247,9 +127,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         is_lost = False
         try:
             with meters.reading(lambda: readings(servicer)):
-                await _serve_store(
-                    servicer, opened, meters, arguments, stop, identity, access, redis
-                )
+                await _serve_store(servicer, opened, meters, arguments, setup)
         except ArenaLost as error:
             # Closing it would touch the mapping and whatever lies at the path by now.
             is_lost = True
@@ -340,14 +218,11 @@ async def _serve_store(
     opened: OpenedArena,
     meters: Meters,
     arguments: argparse.Namespace,
-    stop: asyncio.Event,
-    identity: Identity,
-    access: Access | None,
-    redis: RedisOptions | None,
+    setup: Setup,
 ) -> None:
     server = create_server(
         max_concurrent_rpcs=MOST_CONCURRENT_CALLS,
-        access=access,
+        access=setup.access,
         on_answer=count_calls(meters, [SERVICE_NAME]),
     )
     kvstore_pb2_grpc.add_KvStoreServiceServicer_to_server(servicer, server)
@@ -356,7 +231,7 @@ async def _serve_store(
     await health.set(SERVICE_NAME, True)
     if arguments.reflection:
         enable_reflection(server, [SERVICE_NAME])
-    bound = listen(server, arguments.listen, identity)
+    bound = listen(server, arguments.listen, setup.identity)
     await server.start()
     upkeep = {
         asyncio.create_task(servicer.upkeep.run()),
@@ -364,7 +239,7 @@ async def _serve_store(
     }
     if servicer.room_keeper is not None:
         upkeep.add(asyncio.create_task(servicer.room_keeper.run()))
-    stopping = asyncio.create_task(stop.wait())
+    stopping = asyncio.create_task(setup.stop.wait())
 
     def publisher(link: RedisLink) -> Announcer:
         from kvstore_service.catalog import CatalogPublisher
@@ -373,7 +248,7 @@ async def _serve_store(
 
     try:
         announce_ready(bound)
-        async with announced(redis, publisher, name="catalog") as servicer.redis:
+        async with announced(setup.redis, publisher, name="catalog") as servicer.redis:
             await asyncio.wait({*upkeep, stopping}, return_when=asyncio.FIRST_COMPLETED)
         for task in upkeep:
             if task.done():
@@ -397,7 +272,7 @@ async def _watch_arena(opened: OpenedArena) -> None:
 
 def main() -> int:
     arguments = parse_arguments()
-    return run_service("kvstore", serve, arguments)
+    return run_service("kvstore", serve, arguments, options.SECTIONS)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from splitpoint.extras import need_for_program
 need_for_program("scheduler")  # before the imports that it is about
 
 import argparse
-import asyncio
 import logging
 import os
 import secrets
@@ -22,21 +21,15 @@ from scheduler_service.server import ServedModel
 from scheduler_service.service import Scheduler, SchedulerOptions
 from splitpoint.checkpoint.resolve import eos_token_ids, resolve_model
 from splitpoint.checkpoint.text import Tokenizer
-from splitpoint.config import check_address, check_listen_address
-from splitpoint.discovery.redis_options import add_redis_arguments, redis_options
+from splitpoint.config import check_address
 from splitpoint.errors import InvalidArgument, PermissionDenied
-from splitpoint.observe.metrics_server import add_metrics_arguments, metrics_served
+from splitpoint.observe.metrics_server import metrics_served
+from splitpoint.options.option import parser_of
+from splitpoint.options.scheduler import SECTIONS
 from splitpoint.planning.planner import Objective, Residency
+from splitpoint.service import Setup, announce_ready, run_service, set_up
 from splitpoint.shapes import DataType
-from splitpoint.transport.access import access_of
-from splitpoint.transport.service import (
-    add_service_arguments,
-    announce_ready,
-    run_service,
-    stop_on_signals,
-    watch_parent,
-)
-from splitpoint.transport.tls import identity_of, read_private
+from splitpoint.transport.tls import read_private
 
 _log = logging.getLogger(__name__)
 
@@ -50,66 +43,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "scheduler",
         _serve,
         parse_arguments(arguments),
+        SECTIONS,
         wrong_arguments=(PermissionDenied,),
     )
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    defaults = Limits()
-    parser = argparse.ArgumentParser(prog="scheduler_service", description=__doc__)
-    add_service_arguments(parser)
-    parser.add_argument(
-        "--worker",
-        action="append",
-        default=[],
-        metavar="ADDRESS",
-        help="repeatable; optional with --redis, where workers are found",
-    )
-    add_metrics_arguments(parser)
-    add_redis_arguments(parser)
-    parser.add_argument("--model", required=True, metavar="DIR", help="config and tokenizer")
-    parser.add_argument(
-        "--dtype",
-        choices=["auto", *(kind.value for kind in DataType)],
-        default="auto",
-        help="what the workers compute in; auto: the checkpoint's own type",
-    )
-    parser.add_argument("--queue-capacity", type=int, default=defaults.queue_capacity, metavar="N")
-    parser.add_argument(
-        "--tenant-requests",
-        type=int,
-        metavar="N",
-        help="most requests of one tenant that may run or wait; default: no such bound",
-    )
-    parser.add_argument(
-        "--server-key-file",
-        metavar="PATH",
-        help="secret behind the chunk keys, made when missing; default: a new one at each start, "
-        "with which cached prefixes of earlier starts are not found",
-    )
-    parser.add_argument("--residency", choices=["auto", "resident", "streamed"], default="auto")
-    parser.add_argument(
-        "--objective",
-        choices=[objective.value for objective in Objective],
-        default=Objective.LATENCY.value,
-        help="of plans: least time for each request, or least use of whichever of link and "
-        "device is busier",
-    )
-    parser.add_argument(
-        "--grace-seconds", type=float, default=30.0, metavar="S", help="for running requests"
-    )
-    return parser.parse_args(arguments)
+    return parser_of("scheduler_service", __doc__, SECTIONS).parse_args(arguments)
 
 
-def _options(arguments: argparse.Namespace) -> SchedulerOptions:
-    if arguments.queue_capacity < 0:
-        raise InvalidArgument("the queue capacity must be at least 0", field="queue_capacity")
-    if arguments.tenant_requests is not None and arguments.tenant_requests < 1:
-        raise InvalidArgument("a tenant may have at least 1 request", field="tenant_requests")
+def _options(arguments: argparse.Namespace, setup: Setup) -> SchedulerOptions:
     if len(set(arguments.worker)) != len(arguments.worker):
         raise InvalidArgument("a worker's address is given twice", field="worker")
-    redis = redis_options(arguments)
-    if not arguments.worker and redis is None:
+    if not arguments.worker and setup.redis is None:
         raise InvalidArgument("give --worker ADDRESS, --redis URL, or both", field="worker")
     for address in arguments.worker:
         check_address(address, field="worker")
@@ -130,9 +76,9 @@ def _options(arguments: argparse.Namespace) -> SchedulerOptions:
         default_residency=residency,
         objective=Objective(arguments.objective),
         reflection=arguments.reflection,
-        identity=identity_of(arguments),
-        access=access_of(arguments.tokens),
-        redis=redis,
+        identity=setup.identity,
+        access=setup.access,
+        redis=setup.redis,
     )
 
 
@@ -175,23 +121,15 @@ def _make_key(path: str) -> None:
 
 
 async def _serve(arguments: argparse.Namespace) -> None:
-    check_listen_address(
-        arguments.listen,
-        has_tls=arguments.tls_cert is not None,
-        has_tokens=arguments.tokens is not None,
-    )
-    stop = asyncio.Event()
-    stop_on_signals(stop)
-    if arguments.parent_fd is not None:
-        watch_parent(arguments.parent_fd, stop)
-    scheduler = Scheduler(_options(arguments))
+    setup = set_up(arguments)
+    scheduler = Scheduler(_options(arguments, setup))
     async with metrics_served(arguments, scheduler.meters):
         address = await scheduler.start(arguments.listen)
         try:
             announce_ready(address)
             found = " and those found in Redis" if arguments.redis else ""
             _log.info("listening on %s for %d workers%s", address, len(arguments.worker), found)
-            await stop.wait()
+            await setup.stop.wait()
             _log.info("draining")
         finally:
             await scheduler.stop(arguments.grace_seconds)

@@ -26,10 +26,10 @@ from splitpoint.checkpoint.config import read_shape
 from splitpoint.checkpoint.resolve import eos_token_ids
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.client import AsyncClient
+from splitpoint.service import READY_PREFIX
 from splitpoint.shapes import DataType
 from splitpoint.transport.channels import open_channel
 from splitpoint.transport.servers import create_server
-from splitpoint.transport.service import READY_PREFIX
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc, worker_pb2_grpc
 from worker_service.server import WorkerServicer
 from worker_service.startup import LoadedWorker, WorkerOptions, load_worker

@@ -13,37 +13,24 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from splitpoint.config import check_address, check_listen_address, parse_rate, parse_size
+from splitpoint.config import parse_rate, parse_size
 from splitpoint.discovery.redis_announcer import Announcer, announced
-from splitpoint.discovery.redis_options import (
-    RedisOptions,
-    add_advertise_argument,
-    add_redis_arguments,
-    redis_options,
-)
 from splitpoint.errors import Internal
 from splitpoint.observe.meters import Meters
 from splitpoint.observe.metrics import Service
-from splitpoint.observe.metrics_server import add_metrics_arguments, metrics_served
+from splitpoint.observe.metrics_server import metrics_served
+from splitpoint.options.option import parser_of
+from splitpoint.options.worker import SECTIONS
 from splitpoint.progress import Progress
+from splitpoint.service import Setup, announce_ready, run_service, set_up
 from splitpoint.shapes import DataType
-from splitpoint.transport.access import access_of
 from splitpoint.transport.calls import count_calls
 from splitpoint.transport.servers import HealthReporter, create_server, enable_reflection, listen
-from splitpoint.transport.service import (
-    add_service_arguments,
-    announce_ready,
-    run_service,
-    stop_on_signals,
-    watch_parent,
-)
-from splitpoint.transport.tls import Identity, identity_of
+from splitpoint.transport.tls import Identity
 from splitpoint.v1 import worker_pb2_grpc
-from worker_service.device.pinning import PROGRESS_SECONDS
 from worker_service.metrics import WorkerMetrics
 from worker_service.server import DRAIN_SECONDS, SERVICE_NAME, WorkerServicer
-from worker_service.startup import DEFAULT_CHUNK_TOKENS, LoadedWorker, WorkerOptions, load_worker
-from worker_service.store.verifier import DEFAULT_VERIFY_RATE
+from worker_service.startup import LoadedWorker, WorkerOptions, load_worker
 
 if TYPE_CHECKING:
     from splitpoint.discovery.redis_link import RedisLink
@@ -57,79 +44,7 @@ MAX_CALLS = 64
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="worker_service", description=__doc__)
-    add_service_arguments(parser)
-    parser.add_argument("--worker-id", default="0", metavar="ID")
-    parser.add_argument("--model", required=True, type=Path, metavar="DIR")
-    parser.add_argument("--kvstore", metavar="ADDRESS", help="without one: no prefix reuse")
-    parser.add_argument(
-        "--kvstore-remote", action="store_true", help="the store is on another host"
-    )
-    parser.add_argument(
-        "--mirror-memory",
-        metavar="SIZE",
-        help="host memory for chunks of a remote store; the sequences that run at once must fit",
-    )
-    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto")
-    parser.add_argument("--dtype", default="auto", choices=["auto", *(t.value for t in DataType)])
-    parser.add_argument("--device-memory", metavar="SIZE", help="weights and cache together")
-    parser.add_argument("--max-batch", type=int, default=32, metavar="N")
-    parser.add_argument(
-        "--max-batched-tokens", "--prefill-chunk", type=int, default=512, metavar="N"
-    )
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads")
-    parser.add_argument(
-        "--chunk-tokens",
-        type=int,
-        default=DEFAULT_CHUNK_TOKENS,
-        metavar="N",
-        help="page size without a store; a store decides otherwise",
-    )
-    parser.add_argument(
-        "--pin-limit",
-        metavar="SIZE",
-        help="page-lock at most this much of the arena for the GPU; 0: nothing; default: all",
-    )
-    parser.add_argument(
-        "--verify-rate",
-        type=float,
-        default=DEFAULT_VERIFY_RATE,
-        metavar="F",
-        help="compare the checksum in this share of chunk reads after a worker's first read of "
-        "each chunk, which is always compared; default: %(default)g",
-    )
-    lanes = parser.add_argument_group("lanes (docs/pipeline.md)")
-    lanes.add_argument(
-        "--serial", action="store_true", help="the serial twin: no copy beside compute"
-    )
-    lanes.add_argument(
-        "--link-rate",
-        metavar="RATE",
-        help="emulate a link of this rate on a CPU: 184MB is 184 MB per second",
-    )
-    lanes.add_argument(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="at the stop write what ran when there, for `splitpoint trace`",
-    )
-    progress = parser.add_argument_group("progress")
-    progress.add_argument(
-        "--progress-seconds",
-        type=float,
-        default=PROGRESS_SECONDS,
-        metavar="S",
-        help="how often the log tells how far loading and page-locking are",
-    )
-    progress.add_argument(
-        "--progress-lines",
-        action="store_true",
-        help='for supervisors: before READY print "PROGRESS loading DONE TOTAL" (bytes) on stdout',
-    )
-    add_metrics_arguments(parser)
-    add_redis_arguments(parser)
-    add_advertise_argument(parser)
-    return parser.parse_args(arguments)
+    return parser_of("worker_service", __doc__, SECTIONS).parse_args(arguments)
 
 
 def options_from(arguments: argparse.Namespace, identity: Identity) -> WorkerOptions:
@@ -165,23 +80,11 @@ def _print_progress(progress: Progress) -> None:
 
 async def serve(arguments: argparse.Namespace) -> None:
     """Listen at once, load, be ready, and on a signal drain and stop."""
-    redis = redis_options(arguments)
-    if arguments.advertise is not None:
-        check_address(arguments.advertise, field="advertise")
-    stop = asyncio.Event()
-    stop_on_signals(stop)
-    if arguments.parent_fd is not None:
-        watch_parent(arguments.parent_fd, stop)
-    check_listen_address(
-        arguments.listen,
-        has_tls=arguments.tls_cert is not None,
-        has_tokens=arguments.tokens is not None,
-    )
-    identity = identity_of(arguments)
+    setup = set_up(arguments)
     meters = Meters(Service.WORKER)
     server = create_server(
         max_concurrent_rpcs=MAX_CALLS,
-        access=access_of(arguments.tokens),
+        access=setup.access,
         on_answer=count_calls(meters, [SERVICE_NAME]),
     )
     health = HealthReporter(server)
@@ -191,13 +94,13 @@ async def serve(arguments: argparse.Namespace) -> None:
     await health.set(SERVICE_NAME, False)
     if arguments.reflection:
         enable_reflection(server, [SERVICE_NAME])
-    address = listen(server, arguments.listen, identity)
+    address = listen(server, arguments.listen, setup.identity)
     await server.start()
     try:
-        options = options_from(arguments, identity)
+        options = options_from(arguments, setup.identity)
         async with metrics_served(arguments, meters):
             await _load_and_run(
-                options, servicer, health, address, stop, redis, arguments.advertise, meters
+                options, servicer, health, address, setup, arguments.advertise, meters
             )
     finally:
         await server.stop(STOP_SECONDS)
@@ -208,13 +111,12 @@ async def _load_and_run(
     servicer: WorkerServicer,
     health: HealthReporter,
     address: str,
-    stop: asyncio.Event,
-    redis: RedisOptions | None,
+    setup: Setup,
     advertise: str | None,
     meters: Meters,
 ) -> None:
     loading = asyncio.create_task(load_worker(options))
-    stopping = asyncio.create_task(stop.wait())
+    stopping = asyncio.create_task(setup.stop.wait())
     await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
         loading.cancel()
@@ -238,7 +140,7 @@ async def _load_and_run(
             is_draining=lambda: servicer.draining,
         )
 
-    async with announced(redis, registration, name="registration"):
+    async with announced(setup.redis, registration, name="registration"):
         await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
     if failing.done():
         _write_trace(worker, options.trace_file)
@@ -275,7 +177,8 @@ def _write_trace(worker: LoadedWorker, path: Path | None) -> None:
 def main() -> int:
     arguments = parse_arguments()
     name = arguments.worker_id
-    return run_service(name if name.startswith("worker") else f"worker-{name}", serve, arguments)
+    service = name if name.startswith("worker") else f"worker-{name}"
+    return run_service(service, serve, arguments, SECTIONS)
 
 
 if __name__ == "__main__":

@@ -28,27 +28,6 @@ class RedisOptions:
     password: str | None = field(default=None, repr=False)
 
 
-def add_redis_arguments(parser: argparse.ArgumentParser) -> None:
-    """--redis and what belongs to it."""
-    parser.add_argument(
-        "--redis",
-        metavar="URL",
-        help="redis://, rediss:// (TLS) or unix:///path, with USER@ where there are users",
-    )
-    parser.add_argument(
-        "--redis-password-file", metavar="PATH", help="better than a password in the URL"
-    )
-    parser.add_argument("--redis-ca", metavar="PEM", help="who signs Redis's certificate")
-
-
-def add_advertise_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--advertise",
-        metavar="ADDRESS",
-        help="where other hosts reach this service, written to Redis; default: where it listens",
-    )
-
-
 def redis_options(arguments: argparse.Namespace) -> RedisOptions | None:
     """From the parsed arguments; None without --redis. Raises InvalidArgument, PermissionDenied."""
     return read_redis_options(

@@ -60,23 +60,6 @@ class LogOptions:
     level: LogLevel = LogLevel.INFO
 
 
-def add_log_arguments(parser: argparse.ArgumentParser) -> None:
-    logs = parser.add_argument_group("logs (docs/operations.md)")
-    default = LogOptions()
-    logs.add_argument(
-        "--log-format",
-        choices=[*LogFormat],
-        default=default.format.value,
-        help="text, or one JSON object a line",
-    )
-    logs.add_argument(
-        "--log-level",
-        choices=[*LogLevel],
-        default=default.level.value,
-        help="the least that is logged",
-    )
-
-
 def log_options(arguments: argparse.Namespace) -> LogOptions:
     return LogOptions(LogFormat(arguments.log_format), LogLevel(arguments.log_level))
 

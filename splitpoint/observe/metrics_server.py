@@ -43,19 +43,6 @@ class LoopHangs(Exception):
     """The event loop did not answer within the bound, or is gone."""
 
 
-def add_metrics_arguments(parser: argparse.ArgumentParser) -> None:
-    metrics = parser.add_argument_group("metrics (docs/metrics.md)")
-    metrics.add_argument(
-        "--metrics", metavar="HOST:PORT", help="serve Prometheus metrics there (port 0: any)"
-    )
-    metrics.add_argument(
-        "--metrics-open",
-        action="store_true",
-        help="serve --metrics beyond loopback, too, and without TLS: for a network that only the "
-        "monitoring can reach",
-    )
-
-
 @asynccontextmanager
 async def metrics_served(arguments: argparse.Namespace, meters: Meters) -> AsyncIterator[str]:
     """For the length of the context, if --metrics was given; the bound address, or "".

@@ -86,7 +86,7 @@ def read_identity(
 
 
 def identity_of(arguments: argparse.Namespace) -> Identity:
-    """What a service's command line says (`service.add_service_arguments`). Raises as above.
+    """What a service's command line says (`splitpoint.options.service`). Raises as above.
 
     Logs a warning if the service's certificate has expired or will soon.
     """

@@ -18,13 +18,9 @@ from typing import Any
 import grpc
 
 from splitpoint.errors import Unavailable
-from splitpoint.transport.service import (
-    add_service_arguments,
-    announce_ready,
-    run_service,
-    stop_on_signals,
-    watch_parent,
-)
+from splitpoint.options.option import parser_of
+from splitpoint.options.service import COMMON
+from splitpoint.service import announce_ready, run_service, stop_on_signals, watch_parent
 
 SERVICE = "splitpoint.bench.RawStream"
 METHOD = "Read"
@@ -59,9 +55,8 @@ async def _serve(arguments: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="raw_stream", description=__doc__)
-    add_service_arguments(parser)
-    return run_service("raw stream", _serve, parser.parse_args())
+    arguments = parser_of("raw_stream", __doc__, COMMON).parse_args()
+    return run_service("raw stream", _serve, arguments, COMMON)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ import splitpoint
 from splitpoint.errors import SplitpointError, from_code
 from splitpoint.observe.logs import level_of
 from splitpoint.progress import Progress, read_progress
+from splitpoint.service import READY_PREFIX
 from splitpoint.transport.failure import read_failure
-from splitpoint.transport.service import READY_PREFIX
 
 TAIL_LINES = 20
 # Longer lines are cut; a traceback or a log record never needs more.

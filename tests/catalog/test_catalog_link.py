@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import datetime
 import ipaddress
@@ -32,11 +31,12 @@ from splitpoint.discovery.entries import STORES, WORKERS, ModelName, StoreEntry,
 from splitpoint.discovery.redis_link import RedisLink
 from splitpoint.discovery.redis_options import (
     RedisOptions,
-    add_redis_arguments,
     parse_redis_url,
     redis_options,
 )
 from splitpoint.errors import InvalidArgument, PermissionDenied, SplitpointError, Unavailable
+from splitpoint.options.option import parser_of
+from splitpoint.options.service import REDIS_SECTION
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "c0rrect-horse"
@@ -78,9 +78,7 @@ def test_urls_that_are_none_are_not_repeated(url: str) -> None:
 
 
 def parsed(*arguments: str) -> RedisOptions | None:
-    parser = argparse.ArgumentParser()
-    add_redis_arguments(parser)
-    return redis_options(parser.parse_args(arguments))
+    return redis_options(parser_of("service", "", [REDIS_SECTION]).parse_args(arguments))
 
 
 def test_password_files(tmp_path: Path) -> None:

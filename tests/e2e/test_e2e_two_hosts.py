@@ -21,8 +21,8 @@ from redis_server import RedisServer
 
 from splitpoint.client import AsyncClient
 from splitpoint.client.answers import Completion
+from splitpoint.service import READY_PREFIX
 from splitpoint.transport.access import Caller, Role
-from splitpoint.transport.service import READY_PREFIX
 from splitpoint.transport.tls import read_identity
 from splitpoint_cli.security.authority import make_certificates
 from splitpoint_cli.security.token import add_token

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import stat
@@ -24,9 +23,10 @@ from splitpoint.errors import (
     SplitpointError,
     Unavailable,
 )
+from splitpoint.options.option import parser_of
+from splitpoint.options.service import COMMON
 from splitpoint.transport import channels, servers, statuses
 from splitpoint.transport.access import Access, Caller, Role, current_caller
-from splitpoint.transport.service import add_service_arguments
 from splitpoint.transport.tls import (
     PLAIN,
     Identity,
@@ -146,8 +146,7 @@ async def test_the_name_in_the_certificate_must_be_the_hosts(folder: Path) -> No
 async def test_a_name_can_be_expected_in_place_of_the_hosts(folder: Path) -> None:
     """As services say it that reach each other by addresses of the day."""
     good = folder / "good"
-    arguments = argparse.ArgumentParser()
-    add_service_arguments(arguments)
+    arguments = parser_of("service", "", COMMON)
     files = ["--tls-cert", str(good / "client.pem"), "--tls-key", str(good / "client-key.pem")]
     given = ["--listen", "127.0.0.1:0", *files, "--tls-ca", str(good / "ca.pem")]
     named = identity_of(arguments.parse_args([*given, "--tls-server-name", "gpu.example.org"]))
@@ -278,8 +277,7 @@ def test_certificates_near_their_end_are_told(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def served_with(certificates: Path) -> Identity:
-        parser = argparse.ArgumentParser()
-        add_service_arguments(parser)
+        parser = parser_of("service", "", COMMON)
         files = ("--tls-cert", "server.pem"), ("--tls-key", "server-key.pem")
         paths = [word for option, name in files for word in (option, str(certificates / name))]
         return identity_of(parser.parse_args(["--listen", "127.0.0.1:0", *paths]))

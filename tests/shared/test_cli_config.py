@@ -12,7 +12,7 @@ import pytest
 from splitpoint import config
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.host.memory import available_cores, memory_facts
-from splitpoint.transport.service import watch_parent
+from splitpoint.service import watch_parent
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,10 @@ import pynvml
 from splitpoint.observe import metrics
 from splitpoint.observe.meters import Meters, Reading
 from splitpoint.observe.metrics import Service
-from splitpoint.observe.metrics_server import add_metrics_arguments, metrics_served
-from splitpoint.transport.service import announce_ready, stop_on_signals
+from splitpoint.observe.metrics_server import metrics_served
+from splitpoint.options.option import parser_of
+from splitpoint.options.service import METRICS_SECTION
+from splitpoint.service import announce_ready, stop_on_signals
 from worker_service.hardware.gpu import GpuWatch
 from worker_service.hardware.monitor import DeviceMonitor
 from worker_service.hardware.nvml import GpuIdentity, open_gpu
@@ -124,8 +126,7 @@ async def serve(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="a worker's GPU metrics without a GPU")
-    add_metrics_arguments(parser)
+    parser = parser_of("gpu_exporter", "a worker's GPU metrics without a GPU", [METRICS_SECTION])
     parser.set_defaults(metrics="127.0.0.1:0", tls_cert=None, tls_key=None, tls_ca=None)
     logging.basicConfig(level=logging.INFO)
     asyncio.run(serve(parser.parse_args()))

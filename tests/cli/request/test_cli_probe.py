@@ -13,8 +13,8 @@ import pytest
 from own_names import shared_memory_folder
 
 from splitpoint.config import remove_tree
+from splitpoint.service import READY_PREFIX
 from splitpoint.transport.access import Caller, Role
-from splitpoint.transport.service import READY_PREFIX
 from splitpoint_cli.security.authority import make_certificates
 from splitpoint_cli.security.token import add_token
 

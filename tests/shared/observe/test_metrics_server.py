@@ -25,10 +25,11 @@ from splitpoint.observe.metrics import Service
 from splitpoint.observe.metrics_server import (
     MOST_CONNECTIONS,
     MetricsServer,
-    add_metrics_arguments,
     metrics_served,
     on_loop,
 )
+from splitpoint.options.option import parser_of
+from splitpoint.options.service import METRICS_SECTION, SECURITY
 from splitpoint_cli.security.authority import make_certificates
 
 
@@ -41,11 +42,7 @@ class Answer:
 
 def parse(*arguments: str) -> argparse.Namespace:
     """As the services do."""
-    parser = argparse.ArgumentParser()
-    for name in ("--tls-cert", "--tls-key", "--tls-ca"):
-        parser.add_argument(name)
-    add_metrics_arguments(parser)
-    return parser.parse_args(arguments)
+    return parser_of("service", "", [METRICS_SECTION, SECURITY]).parse_args(arguments)
 
 
 def ask(

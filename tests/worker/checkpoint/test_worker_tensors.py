@@ -13,7 +13,7 @@ from local_stack import ROOT, stop_process
 from tiny_models import write_tiny
 
 from splitpoint.progress import Progress, Ticker, read_progress
-from splitpoint.transport.service import READY_PREFIX
+from splitpoint.service import READY_PREFIX
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.checkpoint.names import expected_tensors
 from worker_service.checkpoint.tensors import Checkpoint

@@ -1,0 +1,143 @@
+"""One option of a command line: its name, type, unit, default, bounds and help."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from splitpoint.config import parse_rate, parse_size
+from splitpoint.errors import InvalidArgument
+
+T_co = TypeVar("T_co", covariant=True)
+
+# Units that decide how a text is read; both stay texts until they are used.
+SIZE = "SIZE"
+RATE = "RATE"
+
+
+@dataclass(frozen=True, slots=True)
+class Option(Generic[T_co]):
+    """One option.
+
+    Attributes:
+        name: without dashes, such as "chunk-tokens".
+        kind: type of the value; bool is a flag without a value.
+        default: the value if the option is absent; None if the help text says what happens then.
+        help: a phrase that ends with a full stop.
+        unit: what `--help` shows for the value, such as SIZE, SECONDS or PATH.
+        choices: the allowed values; empty if there is no such list.
+        least, most: inclusive bounds of a number.
+        former_name: a name of earlier versions that is still understood; empty if there is none.
+    """
+
+    name: str
+    kind: type
+    default: T_co
+    help: str
+    unit: str = ""
+    choices: tuple[str, ...] = ()
+    least: float | None = None
+    most: float | None = None
+    is_required: bool = False
+    is_repeatable: bool = False
+    former_name: str = ""
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name}"
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """All spellings."""
+        return (self.flag, f"--{self.former_name}") if self.former_name else (self.flag,)
+
+    @property
+    def field(self) -> str:
+        """The name of the value in Python."""
+        return self.name.replace("-", "_")
+
+    def check(self, value: object) -> None:
+        """Raise InvalidArgument if the value is out of bounds or no size or rate."""
+        if isinstance(value, str) and self.unit == SIZE:
+            parse_size(value, field=self.name)
+        elif isinstance(value, str) and self.unit == RATE:
+            parse_rate(value, field=self.name)
+        elif isinstance(value, int | float):
+            least, most = self.least, self.most
+            if not math.isfinite(value):
+                raise self._refused("a finite number", value)
+            if least is not None and value < least:
+                raise self._refused(f"at least {least:g}", value)
+            if most is not None and value > most:
+                raise self._refused(f"at most {most:g}", value)
+
+    def _refused(self, wanted: str, value: float) -> InvalidArgument:
+        return InvalidArgument(f"{self.flag} is {wanted}, not {value:g}", field=self.name)
+
+    def add_to(self, parser: argparse._ActionsContainer) -> None:
+        if self.kind is bool:
+            parser.add_argument(self.flag, action="store_true", help=self.help)
+        elif self.is_repeatable:
+            parser.add_argument(
+                self.flag, action="append", default=[], metavar=self.unit, help=self.help
+            )
+        else:
+            parser.add_argument(
+                *self.flags,
+                type=self.kind,
+                default=self.default,
+                required=self.is_required,
+                choices=self.choices or None,
+                metavar=None if self.choices else self.unit or None,
+                help=self.help if self.default in (None, "") else f"{self.help} {self._default}",
+            )
+
+    @property
+    def _default(self) -> str:
+        return f"Default: {self.default}."
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Options that `--help` shows together."""
+
+    title: str
+    options: tuple[Option[object], ...]
+
+
+def parser_of(
+    program: str, description: str | None, sections: Iterable[Section]
+) -> argparse.ArgumentParser:
+    """Return a parser of the sections' options."""
+    parser = argparse.ArgumentParser(prog=program, description=description)
+    for section in sections:
+        group = parser.add_argument_group(section.title)
+        for option in section.options:
+            option.add_to(group)
+    return parser
+
+
+def all_options(sections: Iterable[Section]) -> Iterator[Option[object]]:
+    for section in sections:
+        yield from section.options
+
+
+def check_values(sections: Iterable[Section], values: Mapping[str, object]) -> None:
+    """Check every value that an option of the sections has. Raises InvalidArgument."""
+    for option in all_options(sections):
+        option.check(values.get(option.field))
+
+
+def given(options: Iterable[Option[object]], values: Mapping[str, object]) -> list[str]:
+    """Return the command line that passes these options on, without those that are None."""
+    words: list[str] = []
+    for option in options:
+        value = values[option.field]
+        if option.kind is bool:
+            words += [option.flag] if value else []
+        elif value is not None:
+            words += [option.flag, str(value)]
+    return words

@@ -1,0 +1,71 @@
+"""Options of the scheduler."""
+
+from __future__ import annotations
+
+from splitpoint.options.option import Option, Section
+from splitpoint.options.service import COMMON
+from splitpoint.options.store import DTYPE
+from splitpoint.planning.plan import Objective, Residency
+
+WORKER: Option[tuple[str, ...]] = Option(
+    "worker",
+    str,
+    (),
+    "Address of a worker; repeatable; optional with --redis, which lists workers, too.",
+    unit="ADDRESS",
+    is_repeatable=True,
+)
+MODEL: Option[str] = Option(
+    "model", str, "", "Checkpoint folder, for config and tokenizer.", unit="DIR", is_required=True
+)
+QUEUE_CAPACITY: Option[int] = Option(
+    "queue-capacity", int, 256, "Largest number of requests that may wait.", unit="N", least=0
+)
+TENANT_REQUESTS: Option[int | None] = Option(
+    "tenant-requests",
+    int,
+    None,
+    "Largest number of requests of one tenant that may run or wait; absent: no such bound.",
+    unit="N",
+    least=1,
+)
+SERVER_KEY_FILE: Option[str | None] = Option(
+    "server-key-file",
+    str,
+    None,
+    "Secret behind the chunk keys, a file that is made if it is missing; absent: a new secret at "
+    "each start, with which prefixes cached before are not found.",
+    unit="PATH",
+)
+RESIDENCY: Option[str] = Option(
+    "residency",
+    str,
+    "auto",
+    "Place of the cache for requests that do not choose; auto: resident if it fits.",
+    choices=("auto", *(residency.value for residency in Residency)),
+)
+OBJECTIVE: Option[str] = Option(
+    "objective",
+    str,
+    Objective.LATENCY.value,
+    "Aim of plans: latency, least time for each request; throughput, least use of the busier "
+    "one of link and device.",
+    choices=tuple(objective.value for objective in Objective),
+)
+GRACE_SECONDS: Option[float] = Option(
+    "grace-seconds",
+    float,
+    30.0,
+    "Seconds that running requests may take to finish after a stop.",
+    unit="SECONDS",
+    least=0,
+)
+
+SECTIONS = (
+    *COMMON,
+    Section("model and workers", (WORKER, MODEL, DTYPE)),
+    Section(
+        "requests",
+        (QUEUE_CAPACITY, TENANT_REQUESTS, RESIDENCY, OBJECTIVE, GRACE_SECONDS, SERVER_KEY_FILE),
+    ),
+)

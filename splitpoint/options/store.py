@@ -1,0 +1,166 @@
+"""Options of the store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from splitpoint.host.huge_pages import WISHES
+from splitpoint.options.option import RATE, SIZE, Option, Section
+from splitpoint.options.service import ADVERTISE, COMMON
+from splitpoint.shapes import DataType, Encoding
+
+# Distance of --evict-to below --evict-above if it is not given.
+WATERMARK_GAP = 0.05
+# Shortest pass of the scrubber in seconds.
+LEAST_SCRUB_SECONDS = 0.1
+
+LAYOUT: Option[str | None] = Option(
+    "layout", str, None, "Layout of the arena, in place of --model.", unit="JSON"
+)
+MODEL: Option[Path | None] = Option(
+    "model", Path, None, "Checkpoint folder that decides the layout of the arena.", unit="DIR"
+)
+DTYPE: Option[str] = Option(
+    "dtype",
+    str,
+    "auto",
+    "Element type of weights and cache; auto: the checkpoint's.",
+    choices=("auto", *(kind.value for kind in DataType)),
+)
+ACTIVATIONS: Option[str] = Option(
+    "activations",
+    str,
+    "auto",
+    "When the store keeps layer inputs; auto: when loading them can pay.",
+    choices=("auto", "always", "never"),
+)
+KV_ENCODING: Option[str] = Option(
+    "kv-encoding",
+    str,
+    Encoding.NATIVE.value,
+    "Encoding of stored keys, values and layer inputs; int8 and int4 are smaller and lossy "
+    "(docs/compression.md).",
+    choices=tuple(encoding.value for encoding in Encoding),
+)
+CHUNK_TOKENS: Option[int] = Option(
+    "chunk-tokens", int, 64, "Tokens in a chunk of the store.", unit="N", least=1, most=4096
+)
+HOST_MEMORY: Option[str] = Option(
+    "host-memory", str, "", "Largest size of the arena in bytes.", unit=SIZE, is_required=True
+)
+ARENA: Option[Path] = Option(
+    "arena",
+    Path,
+    Path(),
+    "File of the arena, in a folder of mode 0700.",
+    unit="PATH",
+    is_required=True,
+)
+KEEP_ARENA = Option(
+    "keep-arena", bool, False, "Leave the file of the arena on exit, for the next start."
+)
+REPLACE_ARENA = Option(
+    "replace-arena",
+    bool,
+    False,
+    "Replace an arena of another model or size that an earlier start left, instead of refusing.",
+)
+LEASE_SECONDS: Option[float] = Option(
+    "lease-seconds",
+    float,
+    10.0,
+    "Seconds without a heartbeat after which a worker's leases expire.",
+    unit="SECONDS",
+    least=0.1,
+)
+
+EVICTION: Option[str] = Option(
+    "eviction",
+    str,
+    "lru",
+    "Order in which chunks are evicted when the arena is full.",
+    choices=("lru", "fifo", "counter"),
+)
+EVICT_ABOVE: Option[float | None] = Option(
+    "evict-above",
+    float,
+    None,
+    "Evict in the background above this fraction of slots in use; absent: never.",
+    unit="FRACTION",
+    least=0,
+    most=1,
+)
+EVICT_TO: Option[float | None] = Option(
+    "evict-to",
+    float,
+    None,
+    "Stop evicting in the background at this fraction of slots in use; absent: "
+    f"{WATERMARK_GAP} below --evict-above.",
+    unit="FRACTION",
+    least=0,
+    most=1,
+)
+ADMISSION: Option[str] = Option(
+    "admission",
+    str,
+    "always",
+    "When a chunk is stored; second-use: when it was asked for before.",
+    choices=("always", "second-use"),
+)
+
+SCRUB_SECONDS: Option[float] = Option(
+    "scrub-seconds",
+    float,
+    600.0,
+    "Seconds within which every sealed chunk is read back and compared, again and again; 0: never.",
+    unit="SECONDS",
+    least=0,
+)
+SCRUB_RATE: Option[str] = Option(
+    "scrub-rate",
+    str,
+    "500MB",
+    "Largest number of bytes per second that are read back, even if a pass takes longer.",
+    unit=RATE,
+)
+
+HUGE_PAGES: Option[str] = Option(
+    "huge-pages",
+    str,
+    "auto",
+    "Use of huge pages for the arena; auto: where the file system has them.",
+    choices=WISHES,
+)
+NUMA_NODE: Option[str] = Option(
+    "numa-node",
+    str,
+    "auto",
+    "NUMA node of the arena's memory; auto: the node of the GPUs.",
+    unit="auto|none|N",
+)
+
+SECTIONS = (
+    *COMMON,
+    Section(
+        "arena",
+        (
+            LAYOUT,
+            MODEL,
+            DTYPE,
+            ACTIVATIONS,
+            KV_ENCODING,
+            CHUNK_TOKENS,
+            HOST_MEMORY,
+            ARENA,
+            KEEP_ARENA,
+            REPLACE_ARENA,
+            LEASE_SECONDS,
+        ),
+    ),
+    Section(
+        "what stays in the arena (docs/memory.md)", (EVICTION, EVICT_ABOVE, EVICT_TO, ADMISSION)
+    ),
+    Section("reading chunks back (docs/operations.md)", (SCRUB_SECONDS, SCRUB_RATE)),
+    Section("memory of the arena (docs/memory.md)", (HUGE_PAGES, NUMA_NODE)),
+    Section("discovery", (ADVERTISE,)),
+)

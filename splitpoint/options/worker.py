@@ -1,0 +1,126 @@
+"""Options of a worker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from splitpoint.options.option import RATE, SIZE, Option, Section
+from splitpoint.options.service import ADVERTISE, COMMON
+from splitpoint.options.store import DTYPE
+
+WORKER_ID: Option[str] = Option("worker-id", str, "0", "Name of this worker.", unit="ID")
+MODEL: Option[Path] = Option(
+    "model", Path, Path(), "Checkpoint folder.", unit="DIR", is_required=True
+)
+KVSTORE: Option[str | None] = Option(
+    "kvstore",
+    str,
+    None,
+    "Address of the store; absent: prefixes are not reused.",
+    unit="ADDRESS",
+)
+KVSTORE_REMOTE = Option("kvstore-remote", bool, False, "The store is on another host.")
+MIRROR_MEMORY: Option[str | None] = Option(
+    "mirror-memory",
+    str,
+    None,
+    "Host memory in bytes for chunks of a remote store; the sequences that run at once must fit.",
+    unit=SIZE,
+)
+DEVICE: Option[str] = Option(
+    "device", str, "auto", "Device of the worker: cpu, cuda, cuda:N or auto.", unit="DEVICE"
+)
+DEVICE_MEMORY: Option[str | None] = Option(
+    "device-memory",
+    str,
+    None,
+    "Bytes of device memory for weights, caches and workspace; absent: the worker decides.",
+    unit=SIZE,
+)
+MAX_BATCH: Option[int] = Option(
+    "max-batch", int, 32, "Largest number of requests in one engine step.", unit="N", least=1
+)
+MAX_BATCHED_TOKENS: Option[int] = Option(
+    "max-batched-tokens",
+    int,
+    512,
+    "Largest number of prompt tokens in one engine step.",
+    unit="N",
+    least=1,
+    former_name="prefill-chunk",
+)
+THREADS: Option[int | None] = Option(
+    "threads",
+    int,
+    None,
+    "CPU threads of each worker; absent: `up` divides the cores among CPU workers.",
+    unit="N",
+    least=1,
+)
+CHUNK_TOKENS: Option[int] = Option(
+    "chunk-tokens",
+    int,
+    64,
+    "Tokens in a page without a store; with one, the store's chunks decide.",
+    unit="N",
+    least=1,
+)
+PIN_LIMIT: Option[str | None] = Option(
+    "pin-limit",
+    str,
+    None,
+    "Largest part of the arena, in bytes, to page-lock for the GPU; 0: nothing; absent: all.",
+    unit=SIZE,
+)
+VERIFY_RATE: Option[float] = Option(
+    "verify-rate",
+    float,
+    0.01,
+    "Share of chunk reads, after a worker's first read of each chunk, in which the worker "
+    "compares the checksum.",
+    unit="FRACTION",
+    least=0,
+    most=1,
+)
+SERIAL = Option(
+    "serial", bool, False, "Run the serial twin: copy and compute in turn, without overlap."
+)
+LINK_RATE: Option[str | None] = Option(
+    "link-rate",
+    str,
+    None,
+    "Emulate a link of this many bytes per second on a CPU: 184MB is 184 MB per second; "
+    "absent: no emulation.",
+    unit=RATE,
+)
+TRACE: Option[Path | None] = Option(
+    "trace",
+    Path,
+    None,
+    "File for a timeline of copies and compute, written at the stop for `splitpoint trace`; "
+    "absent: none.",
+    unit="FILE",
+)
+PROGRESS_SECONDS: Option[float] = Option(
+    "progress-seconds",
+    float,
+    2.0,
+    "Seconds between two log lines about the progress of loading and page-locking.",
+    unit="SECONDS",
+)
+PROGRESS_LINES = Option(
+    "progress-lines",
+    bool,
+    False,
+    'Print "PROGRESS loading DONE TOTAL" (bytes) on stdout before READY, for supervisors.',
+)
+
+SECTIONS = (
+    *COMMON,
+    Section("model and device", (WORKER_ID, MODEL, DEVICE, DTYPE, DEVICE_MEMORY, THREADS)),
+    Section("batches", (MAX_BATCH, MAX_BATCHED_TOKENS, CHUNK_TOKENS)),
+    Section("store", (KVSTORE, KVSTORE_REMOTE, MIRROR_MEMORY, PIN_LIMIT, VERIFY_RATE)),
+    Section("lanes (docs/pipeline.md)", (SERIAL, LINK_RATE, TRACE)),
+    Section("progress", (PROGRESS_SECONDS, PROGRESS_LINES)),
+    Section("discovery", (ADVERTISE,)),
+)
