@@ -41,7 +41,7 @@ capabilities: {drop: [ALL]}
 {{- end }}
 
 {{- /* On each node: the folder of the arena, the same path in every container. */ -}}
-{{- define "splitpoint.arena.mapping" -}}
+{{- define "splitpoint.arena" -}}
 /dev/shm/splitpoint-{{ .Release.Namespace }}-{{ .Release.Name }}
 {{- end }}
 
