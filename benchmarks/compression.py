@@ -51,7 +51,7 @@ from worker_service.pipeline.restore import Prefix, restore
 from worker_service.pipeline.staging import Staging
 from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.store.arena_tensors import StoredChunk
-from worker_service.store.mirror import Mirror, name_of
+from worker_service.store.mirror_cache import MirrorCache, name_of
 from worker_service.store.write_back import WriteJob, copy_chunks
 
 CHUNK = 64
@@ -100,7 +100,7 @@ def read_unseen(tokenizer: Tokenizer, window_count: int) -> Iterator[Sample]:
 class LinkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes that torch copies into one mapped arena, in this thread."""
 
-    def __init__(self, mirror: Mirror) -> None:
+    def __init__(self, mirror: MirrorCache) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         payload = mirror.arena.payload
         self._first = payload.ctypes.data
@@ -139,7 +139,7 @@ class Reader:
             max_batched_tokens=WINDOW,
         )
         self.cache = DeviceCache(layout, plan, CPU)
-        self.mirror = Mirror(layout, 64 << 20)
+        self.mirror = MirrorCache(layout, 64 << 20)
         self.transfer = CacheTransfer(
             model, self.mirror.tensors, Staging(layout, plan.staging_pages, CPU)
         )

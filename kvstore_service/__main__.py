@@ -14,14 +14,13 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from kvstore_service.eviction.cache_admission import SecondUseFilter
 from kvstore_service.eviction.policies import POLICIES
-from kvstore_service.eviction.room_keeper import RoomKeeper
-from kvstore_service.eviction.second_use import SecondUse
-from kvstore_service.eviction.watermarks import Watermarks
+from kvstore_service.eviction.watermarks import WatermarkEvictor, Watermarks
 from kvstore_service.integrity.scrubber import Scrubbing
 from kvstore_service.metrics import readings
-from kvstore_service.pool.store import KvStore
 from kvstore_service.server import SERVICE_NAME, KvStoreServicer
+from kvstore_service.store import KvStore
 from kvstore_service.traced import TracedKvStoreServicer
 from splitpoint.arena.format import Geometry
 from splitpoint.arena.loss import ArenaLost
@@ -122,7 +121,7 @@ async def serve(arguments: argparse.Namespace) -> None:
     async with metrics_served(arguments, meters):
         opened, servicer = await _open_store(arguments, geometry, scrubbing)
         if watermarks is not None:
-            servicer.room_keeper = RoomKeeper(servicer.store, watermarks)
+            servicer.evictor = WatermarkEvictor(servicer.store.pool, watermarks)
         superblock = opened.arena.superblock
         is_lost = False
         try:
@@ -181,7 +180,9 @@ async def _open_store(
         lease_seconds=arguments.lease_seconds,
         policy=POLICIES[arguments.eviction](),
         admission=(
-            SecondUse.for_slots(arena.slot_count) if arguments.admission == "second-use" else None
+            SecondUseFilter.for_slots(arena.slot_count)
+            if arguments.admission == "second-use"
+            else None
         ),
     )
     if opened.is_adopted:
@@ -198,17 +199,17 @@ async def _open_store(
 
 
 def _report_recovery(store: KvStore) -> None:
-    findings = store.pool.findings
-    for damage in findings.damages:
+    recovered = store.recovered_state
+    for damage in recovered.damages:
         log.error("slot %d is not served: %s", damage.slot, damage.error.message)
     log.info(
         "epoch %d: %d chunks found, %d records refused, %d chunks unreachable, "
         "%d slots held by earlier sessions, read in %.3f s",
         store.epoch,
-        len(findings.chunks),
-        len(findings.damages),
-        findings.unreachable_count,
-        findings.held_count,
+        len(recovered.chunks),
+        len(recovered.damages),
+        recovered.unreachable_count,
+        recovered.unsealed_count,
         store.recovery_seconds,
     )
 
@@ -233,12 +234,12 @@ async def _serve_store(
         enable_reflection(server, [SERVICE_NAME])
     bound = listen(server, arguments.listen, setup.identity)
     await server.start()
-    upkeep = {
-        asyncio.create_task(servicer.upkeep.run()),
+    maintenance = {
+        asyncio.create_task(servicer.maintenance.run()),
         asyncio.create_task(_watch_arena(opened)),
     }
-    if servicer.room_keeper is not None:
-        upkeep.add(asyncio.create_task(servicer.room_keeper.run()))
+    if servicer.evictor is not None:
+        maintenance.add(asyncio.create_task(servicer.evictor.run()))
     stopping = asyncio.create_task(setup.stop.wait())
 
     def publisher(link: RedisLink) -> Announcer:
@@ -249,8 +250,8 @@ async def _serve_store(
     try:
         announce_ready(bound)
         async with announced(setup.redis, publisher, name="catalog") as servicer.redis:
-            await asyncio.wait({*upkeep, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        for task in upkeep:
+            await asyncio.wait({*maintenance, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        for task in maintenance:
             if task.done():
                 task.result()  # raises: a store that cannot keep house must not go on
     finally:
@@ -259,7 +260,7 @@ async def _serve_store(
         await server.stop(STOP_SECONDS)
         await servicer.close()
         stopping.cancel()
-        for task in upkeep:
+        for task in maintenance:
             task.cancel()
 
 

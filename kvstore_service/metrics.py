@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvstore_service.pool.store import KvStore
 from kvstore_service.server import KvStoreServicer
+from kvstore_service.store import KvStore
 from splitpoint.arena.loss import Loss
 from splitpoint.arena.records import SlotState
 from splitpoint.observe import metrics as m
@@ -66,7 +66,7 @@ def _prefixes(store: KvStore) -> Iterator[Reading]:
 
 def _evictions(servicer: KvStoreServicer) -> Iterator[Reading]:
     store, policy = servicer.store, servicer.policy_name
-    watermark = servicer.room_keeper.evicted_total if servicer.room_keeper is not None else 0
+    watermark = servicer.evictor.evicted_total if servicer.evictor is not None else 0
     request = store.counters.evicted_on_request
     room = store.pool.evicted_total - watermark - request
     for cause, count in (("room", room), ("watermark", watermark), ("request", request)):
@@ -85,20 +85,20 @@ def _by_use(counts: Sequence[int]) -> list[int]:
 
 
 def _health(servicer: KvStoreServicer) -> Iterator[Reading]:
-    store, findings = servicer.store, servicer.store.pool.findings
+    store, recovered = servicer.store, servicer.store.recovered_state
     yield Reading(m.STORE_CHECKSUM_FAILURES, store.counters.checksum_failures)
     for finder, count in store.inspection.damaged.items():
         yield Reading(m.STORE_DAMAGED_CHUNKS, count, (finder.value,))
-    scrubber = servicer.upkeep.scrubber
+    scrubber = servicer.maintenance.scrubber
     yield Reading(m.STORE_SCRUBBED_BYTES, scrubber.byte_count if scrubber else 0)
     yield Reading(m.STORE_SCRUB_PROGRESS, scrubber.progress if scrubber else 0)
     last_pass = (scrubber.last_pass_seconds if scrubber else None) or 0
     yield Reading(m.STORE_SCRUB_PASS_SECONDS, last_pass)
-    yield Reading(m.STORE_INTEGRITY_VIOLATIONS, len(servicer.upkeep.violations))
+    yield Reading(m.STORE_INTEGRITY_VIOLATIONS, len(servicer.maintenance.violations))
     for result, count in (
-        ("adopted", len(findings.chunks)),
-        ("refused", len(findings.damages)),
-        ("quarantined", findings.held_count),
+        ("adopted", len(recovered.chunks)),
+        ("refused", len(recovered.damages)),
+        ("quarantined", recovered.unsealed_count),
     ):
         yield Reading(m.STORE_RECOVERED_CHUNKS, count, (result,))
     yield Reading(m.STORE_RECOVERY_SECONDS, store.recovery_seconds)

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf.duration_pb2 import Duration
 
 from kvstore_service import validation
-from kvstore_service.encoding import handle_of, sealed_chunks
+from kvstore_service.chunk_streams import ChunkStreams
 from kvstore_service.eviction.policies import DEFAULT_POLICY
-from kvstore_service.eviction.room_keeper import RoomKeeper
+from kvstore_service.eviction.watermarks import WatermarkEvictor
+from kvstore_service.idempotency import Call, IdempotentCalls, Response
 from kvstore_service.integrity.scrubber import Scrubbing
-from kvstore_service.once import Call, OnceTable, Response
+from kvstore_service.maintenance import Maintenance
+from kvstore_service.messages import handle_of, sealed_chunks
 from kvstore_service.pool.chunk_pool import GrantedRun, Preparation, WrittenChunk
-from kvstore_service.pool.sealer import READ_AT_ONCE_BYTES, Sealer
-from kvstore_service.pool.store import KvStore, Matched
-from kvstore_service.remote import RemoteStreams
-from kvstore_service.upkeep import Upkeep
+from kvstore_service.sealer import READ_AT_ONCE_BYTES, Sealer
+from kvstore_service.store import KvStore, Matched
 from splitpoint.arena.loss import Loss
 from splitpoint.arena.records import SlotState
 from splitpoint.errors import FailedPrecondition, InvalidArgument, Unavailable
@@ -51,7 +51,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
     are shut down by `close`. `scrubbing`: how sealed chunks are read back; None: never.
 
     Attributes:
-        room_keeper: who evicts in the background, for its count; None: nobody.
+        evictor: who evicts in the background, for its count; None: nobody.
         policy_name, memory_description: what GetStats says.
         former_loss: what became of the arena that an earlier store served here.
         redis: connections to the Redis that this store tells of its chunks; None: it has none.
@@ -66,18 +66,20 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         scrubbing: Scrubbing | None = None,
     ) -> None:
         self.store = store
-        self.room_keeper: RoomKeeper | None = None
+        self.evictor: WatermarkEvictor | None = None
         self.policy_name = DEFAULT_POLICY
         self.memory_description = ""
         self.redis: RedisLink | None = None
         self.former_loss: Loss | None = None
         self._threads = threads or ThreadPoolExecutor(_THREADS, thread_name_prefix="payload")
-        self.upkeep = Upkeep(store, self._threads, scrubbing=scrubbing)
-        self._once = OnceTable()
+        self.maintenance = Maintenance(store, self._threads, scrubbing=scrubbing)
+        self._calls = IdempotentCalls()
         self._stopping = asyncio.Event()
         self._started = time.monotonic()
-        self._sealer = Sealer(store, self.upkeep, self._threads, read_at_once_bytes)
-        self._remote = RemoteStreams(store, self._sealer, self._once, self._threads, self._stopping)
+        self._sealer = Sealer(store, self.maintenance, self._threads, read_at_once_bytes)
+        self._streams = ChunkStreams(
+            store, self._sealer, self._calls, self._threads, self._stopping
+        )
 
     def stop(self) -> None:
         """End the KeepAlive streams: they would outlast any grace period."""
@@ -85,14 +87,14 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
 
     async def close(self) -> None:
         """Wait for what is under way. No call may come any more."""
-        await self._once.close()
+        await self._calls.close()
         self._threads.shutdown()
 
     # -- sessions ------------------------------------------------------------------------
 
     async def Attach(self, request: pb.AttachRequest, context: _Context) -> pb.AttachResponse:
         process = validation.check_attach(request)
-        session = self.store.attach(
+        session = self.store.sessions.attach(
             request.client_name,
             process,
             layout_hash=request.layout_hash,
@@ -139,12 +141,12 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
                     raise InvalidArgument("one stream holds one session", field="session_id")
                 yield pb.KeepAliveResponse(
                     epoch=self.store.epoch,
-                    lease_duration=_duration(self.store.keep_alive(session_id)),
+                    lease_duration=_duration(self.store.sessions.keep_alive(session_id)),
                 )
                 message = await messages.next(self.store.sessions.seconds_left(session))
         finally:
             if session_id:
-                self.store.end(session_id)
+                self.store.sessions.end(session_id)
                 _log.info("session %s ended", session_id.hex()[:8])
             await messages.close()
 
@@ -156,23 +158,23 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         if not request.session_id:
             return self._matched(self.store.peek(request.tenant_salt, tokens))
         validation.check_session(request.session_id, request.request_id)
-        self.upkeep.called()
+        self.maintenance.called()
         call = self._call(request, pb.MatchResponse)
-        known = await self._once.known(call)
+        known = await self._calls.known(call)
         if known is not None:
             return known
         salt = request.tenant_salt
-        if self.store.adopted.in_match(salt, tokens):
+        if self.store.recovered.in_match(salt, tokens):
             work = self._verify_and_match(request, tokens)
-            return await self._once.run(call, work, keep_errors=False)
+            return await self._calls.run(call, work, keep_errors=False)
         found = self.store.match(request.session_id, salt, tokens)
-        return self._once.answered(call, self._matched(found))
+        return self._calls.answered(call, self._matched(found))
 
     async def _verify_and_match(
         self, request: pb.MatchRequest, tokens: Sequence[int]
     ) -> pb.MatchResponse:
         salt = request.tenant_salt
-        await self.upkeep.verify(lambda: self.store.adopted.in_match(salt, tokens))
+        await self.maintenance.verify(lambda: self.store.recovered.in_match(salt, tokens))
         return self._matched(self.store.match(request.session_id, salt, tokens))
 
     def _matched(self, found: Matched) -> pb.MatchResponse:
@@ -186,23 +188,23 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         )
 
     async def ReadChunks(self, request: pb.ReadChunksRequest, context: _Context) -> None:
-        self.upkeep.called()
-        await self._remote.read(request, context)
+        self.maintenance.called()
+        await self._streams.read(request, context)
 
     async def ReportChunks(
         self, request: pb.ReportChunksRequest, context: _Context
     ) -> pb.ReportChunksResponse:
         validation.check_session(request.session_id, request.request_id)
         handles = validation.check_handles(request.chunks, self.store.arena.slot_count)
-        self.upkeep.called()
+        self.maintenance.called()
         call = self._call(request, pb.ReportChunksResponse)
-        known = await self._once.known(call)
+        known = await self._calls.known(call)
         if known is not None:
             return known
-        return await self._once.run(call, self._inspect(handles), keep_errors=False)
+        return await self._calls.run(call, self._inspect(handles), keep_errors=False)
 
     async def _inspect(self, handles: Sequence[tuple[int, int]]) -> pb.ReportChunksResponse:
-        lost = await self.upkeep.inspect_reported(handles)
+        lost = await self.maintenance.inspect_reported(handles)
         return pb.ReportChunksResponse(lost_chunk_count=lost, epoch=self.store.epoch)
 
     # -- writing -------------------------------------------------------------------------
@@ -210,18 +212,18 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
     async def Reserve(self, request: pb.ReserveRequest, context: _Context) -> pb.ReserveResponse:
         validation.check_session(request.session_id, request.request_id)
         validation.check_reserve(request)
-        self.upkeep.called()
+        self.maintenance.called()
         self._check_maps(request.session_id)
         call = self._call(request, pb.ReserveResponse)
-        known = await self._once.known(call)
+        known = await self._calls.known(call)
         if known is not None:
             return known
         session_id = request.session_id
         prepared = self.store.prepare(session_id, request.slot_count, request.tenant_salt)
         if prepared.dirty_slots:
             work = self._zero_and_grant(session_id, prepared)
-            return await self._once.run(call, work, keep_errors=False)
-        return self._once.answered(call, self._reserved(self.store.grant(session_id, prepared)))
+            return await self._calls.run(call, work, keep_errors=False)
+        return self._calls.answered(call, self._reserved(self.store.grant(session_id, prepared)))
 
     async def _zero_and_grant(self, session_id: bytes, prepared: Preparation) -> pb.ReserveResponse:
         loop = asyncio.get_running_loop()
@@ -249,14 +251,14 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         validation.check_session(request.session_id, request.request_id)
         arena = self.store.arena
         chunks = validation.check_seal(request, arena.slot_count, arena.layout.chunk_tokens)
-        self.upkeep.called()
+        self.maintenance.called()
         self._check_maps(request.session_id)
         call = self._call(request, pb.SealResponse)
-        known = await self._once.known(call)
+        known = await self._calls.known(call)
         if known is not None:
             return known
         # It may seal or free slots before it fails: a retry must not try again.
-        return await self._once.run(call, self._seal(request, chunks), keep_errors=True)
+        return await self._calls.run(call, self._seal(request, chunks), keep_errors=True)
 
     async def _seal(
         self, request: pb.SealRequest, chunks: Sequence[WrittenChunk]
@@ -275,8 +277,8 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
     async def WriteChunks(
         self, requests: AsyncIterator[pb.WriteChunksRequest], context: _Context
     ) -> pb.WriteChunksResponse:
-        self.upkeep.called()
-        return await self._remote.write(requests)
+        self.maintenance.called()
+        return await self._streams.write(requests)
 
     def _check_maps(self, session_id: bytes) -> None:
         """Reserve and Seal suppose a writer that has the arena mapped."""
@@ -290,11 +292,11 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         slots = validation.check_release(request, self.store.arena.slot_count)
         answers = self.store.sessions.known(request.session_id).answers
         call = Call.of(request, answers, pb.ReleaseResponse)
-        known = await self._once.known(call)
+        known = await self._calls.known(call)
         if known is not None:
             return known
-        released = self.store.release(request.session_id, request.lease_ids, slots)
-        return self._once.answered(
+        released = self.store.sessions.release(request.session_id, request.lease_ids, slots)
+        return self._calls.answered(
             call,
             pb.ReleaseResponse(
                 released_lease_count=released.lease_count,
@@ -314,7 +316,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
 
     async def GetStats(self, request: pb.GetStatsRequest, context: _Context) -> pb.GetStatsResponse:
         store, pool, counters = self.store, self.store.pool, self.store.counters
-        findings, scrubber = pool.findings, self.upkeep.scrubber
+        recovered, scrubber = store.recovered_state, self.maintenance.scrubber
         return pb.GetStatsResponse(
             slot_count=store.arena.slot_count,
             free_slot_count=pool.slots.count(SlotState.FREE),
@@ -342,7 +344,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
                 store.admission.kept_out_total if store.admission is not None else 0
             ),
             watermark_evicted_chunk_count=(
-                self.room_keeper.evicted_total if self.room_keeper is not None else 0
+                self.evictor.evicted_total if self.evictor is not None else 0
             ),
             evicted_by_use_count=store.evictions.by_use_count,
             evicted_age_seconds_sum=store.evictions.age_seconds_sum,
@@ -350,11 +352,13 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             remote_read_bytes=counters.remote_read_bytes,
             remote_written_bytes=counters.remote_written_bytes,
             integrity_violations=(
-                self.upkeep.check_integrity() if request.check_integrity else self.upkeep.violations
+                self.maintenance.check_integrity()
+                if request.check_integrity
+                else self.maintenance.violations
             ),
-            adopted_chunk_count=len(findings.chunks),
-            refused_chunk_count=len(findings.damages),
-            quarantined_at_start_count=findings.held_count,
+            adopted_chunk_count=len(recovered.chunks),
+            refused_chunk_count=len(recovered.damages),
+            quarantined_at_start_count=recovered.unsealed_count,
             recovery_seconds=store.recovery_seconds,
             unverified_chunk_count=len(pool.unverified),
             refused_reservation_count=counters.refused_reservations,

@@ -38,7 +38,7 @@ from worker_service.engine.messages import (
 from worker_service.engine.sequence import Admission, Suspects
 from worker_service.lanes.spans import RequestSpans, WriteBackSpans
 from worker_service.store.client import Match, StoreClient
-from worker_service.store.fetch import Fetched, Fetcher
+from worker_service.store.fetch import FetchResult, PrefixFetcher
 from worker_service.store.write_back import SequenceKey, WriteBack
 
 log = logging.getLogger(__name__)
@@ -91,19 +91,19 @@ class Runtime:
             written = self.account.written
             self.write_back = WriteBack(store, engine.cache, engine.post, engine.lanes, written)
             self.write_back.trace = engine.trace
-        self.fetcher: Fetcher | None = None
+        self.fetcher: PrefixFetcher | None = None
         # Told when the rate of fetching from some store was measured.
         self.rates_changed: Callable[[Mapping[str, float]], None] | None = None
         # Told when the engine's own costs changed; makes the profile that is reported.
         self.costs_changed: Callable[[Profile], Profile] | None = None
         # Fetches under way, and what the finished ones brought until it is reported.
-        self._fetches: dict[SequenceKey, asyncio.Task[Fetched]] = {}
-        self._fetched: dict[SequenceKey, Fetched] = {}
+        self._fetches: dict[SequenceKey, asyncio.Task[FetchResult]] = {}
+        self._fetched: dict[SequenceKey, FetchResult] = {}
         # Of the requests that somebody traces, until their end.
         self._spans: dict[SequenceKey, RequestSpans] = {}
         if store is not None:
             layout, fetched = engine.cache.layout, self.account.fetched
-            self.fetcher = Fetcher(store, layout, self._on_rates, fetched)
+            self.fetcher = PrefixFetcher(store, layout, self._on_rates, fetched)
             store.quiesce = self._quiesce
             store.reattached = lambda: engine.post(Call(engine.forget_arena))
             if store.pinning is not None:

@@ -37,7 +37,7 @@ from worker_service.lanes.timeline import Trace
 from worker_service.model.decoder import Decoder
 from worker_service.runtime import Runtime
 from worker_service.store.client import StoreClient
-from worker_service.store.remote import RemoteStoreClient
+from worker_service.store.remote_client import RemoteStoreClient
 from worker_service.store.verifier import DEFAULT_VERIFY_RATE, Verifier
 from worker_service.weights.lock import WeightLock
 from worker_service.weights.matrices import weight_sizes

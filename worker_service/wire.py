@@ -12,7 +12,7 @@ from splitpoint.v1 import types_pb2, worker_pb2
 from worker_service.engine.messages import FinishEvent, StepOutput
 from worker_service.engine.sampling import Sampling
 from worker_service.engine.sequence import Admission
-from worker_service.store.fetch import FetchOrder
+from worker_service.store.fetch import FetchSource
 
 ADDRESS_LIMIT = 255
 
@@ -110,7 +110,7 @@ def _check_method(plan: Plan, *, forces_split: bool) -> None:
         raise InvalidArgument("method TOKENS has no split point", field="admit.forced_split_tokens")
 
 
-def _source_of(command: worker_pb2.AdmitCommand) -> FetchOrder | None:
+def _source_of(command: worker_pb2.AdmitCommand) -> FetchSource | None:
     """Where to fetch from; None: nowhere. Raises InvalidArgument."""
     address = command.source_store_address
     if not address:
@@ -121,7 +121,7 @@ def _source_of(command: worker_pb2.AdmitCommand) -> FetchOrder | None:
         )
     if command.source_cached_tokens < 0:
         raise InvalidArgument("must be at least 0", field="admit.source_cached_tokens")
-    return FetchOrder(address, command.source_cached_tokens, command.plan.predicted_fetch_seconds)
+    return FetchSource(address, command.source_cached_tokens, command.plan.predicted_fetch_seconds)
 
 
 def response_from(

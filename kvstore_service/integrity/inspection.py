@@ -1,8 +1,7 @@
-"""Sealed chunks read back while the store runs, and what becomes of those that changed.
+"""Reads sealed chunks back while the store runs, and drops those that changed.
 
-A chunk is intact if its commit word, its record with the token row, and its payload are
-what the store committed. Waits for nothing itself: `inspect` is slow and may run in any
-thread.
+A chunk is intact if its commit word, its record with the token row, and its payload are what
+the store committed. Only `inspect` is slow; it may run in any thread.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from kvstore_service.pool.chunk_pool import ChunkPool
 from kvstore_service.pool.prefix_index import Entry, unpack
-from kvstore_service.recovery.adopted import damage_of
+from kvstore_service.recovery.recovered_chunks import damage_of
 from splitpoint.arena.format import ArenaFormatError
 from splitpoint.arena.mapping import Arena
 from splitpoint.arena.records import (
@@ -28,11 +27,11 @@ _log = logging.getLogger(__name__)
 
 
 class BadCommitWord(ArenaFormatError):
-    """A commit word is not the one that the store wrote."""
+    """A commit word differs from the one that the store wrote."""
 
 
 class Finder(enum.StrEnum):
-    """How a damaged chunk was found."""
+    """What found a damaged chunk."""
 
     SCRUB = "scrub"
     REPORT = "report"
@@ -42,7 +41,7 @@ class Inspection:
     """The inspections of one pool.
 
     Attributes:
-        damaged: chunks found damaged since start, by what found them.
+        damaged: number of chunks found damaged since start, by finder.
         mended_words: commit words of slots without a chunk that were written again.
     """
 
@@ -58,14 +57,14 @@ class Inspection:
         return sum(self.damaged.values())
 
     def seconds_since_damage(self) -> float | None:
-        """Since the last damaged chunk was found; None: there was none."""
+        """Return the seconds since a damaged chunk was found. None if there was none."""
         at = self._last_found_at
         return None if at is None else self._clock() - at
 
     def inspect(self, entries: Sequence[Entry]) -> list[ArenaFormatError | None]:
-        """What is wrong with each chunk; None: nothing. Slow, for any thread.
+        """Compare each chunk with what the store committed. Return None for an intact one.
 
-        Chunks must be guarded from eviction meanwhile.
+        Slow; any thread may call it. The chunks must be protected from eviction meanwhile.
         """
         return [self._damage_of(entry) for entry in entries]
 
@@ -87,10 +86,12 @@ class Inspection:
         damages: Sequence[ArenaFormatError | None],
         finder: Finder,
     ) -> None:
-        """Drop the damaged chunks with all below them; what is leased stays in its slot,
-        and is not served again, until its leases end."""
+        """Drop the damaged chunks with all below them.
+
+        A leased chunk stays in its slot until its leases end, and is not served again.
+        """
         for entry, damage in zip(entries, damages, strict=True):
-            # Not held: dropped meanwhile, perhaps with its damaged parent.
+            # It may have been dropped meanwhile, for example with its damaged parent.
             if damage is None or not self._pool.holds(entry):
                 continue
             self.damaged[finder] += 1
@@ -104,8 +105,10 @@ class Inspection:
             )
 
     def check_words(self) -> None:
-        """Compare all commit words: chunks with another one are dropped, and the words
-        of other slots are written again."""
+        """Compare all commit words with the slot table's.
+
+        A chunk with a wrong word is dropped. The word of any other slot is written again.
+        """
         pool = self._pool
         for slot in pool.slots.differing():
             entry = pool.find(slot)
@@ -120,7 +123,7 @@ class Inspection:
 
 
 def check_record(arena: Arena, entry: Entry) -> None:
-    """Raise ArenaFormatError unless the record in the arena says what the index says."""
+    """Raise ArenaFormatError if the record in the arena differs from the index."""
     token_row = arena.token_row(entry.slot)
     chunk = SlotRecord.decode(arena.record(entry.slot), token_row, arena.layout).chunk
     if chunk is None:

@@ -1,8 +1,8 @@
-"""Reads every sealed chunk back again and again: memory that changes must not go unnoticed.
+"""Reads all sealed chunks back, pass after pass, to detect bytes that changed in memory.
 
-One pass over all slots takes a stated time, or longer where that would read faster than
-the bound allows. Runs on the event loop; chunks are read in the payload threads, a few at
-a time, and are guarded from eviction only while they are read.
+One pass over all slots takes a configured time, or longer if the configured rate is too low.
+The scrubber runs on the event loop. Threads read a few chunks at a time, which are protected
+from eviction meanwhile.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from kvstore_service.integrity.inspection import Finder
+from kvstore_service.integrity.inspection import Finder, Inspection
+from kvstore_service.pool.chunk_pool import ChunkPool
 from kvstore_service.pool.prefix_index import Entry
-from kvstore_service.pool.store import KvStore
 
 DEFAULT_PASS_SECONDS = 600.0
 LEAST_PASS_SECONDS = 0.1
-# Read in one go: some 0.1 ms of a thread, and at least one chunk.
+# Read at once: about 0.1 ms of a thread, and at least one chunk.
 _BATCH_BYTES = 1 << 20
 _BATCH_CHUNKS = 64
-# A sleep until the next batch is due: as long as a batch takes to be due, within this.
+# Bounds of the sleep until the next batch is due.
 _LEAST_SLEEP_SECONDS = 0.05
 _MOST_SLEEP_SECONDS = 1.0
-# After a call this lately scrubbing rests, unless its pass is late by this share.
+# Scrubbing pauses after a call within this time, unless its pass is late by this share.
 _BUSY_SECONDS = 0.02
 _LATE = 0.05
-# Between two comparisons of all commit words, which take some 10 ns a slot.
+# Seconds between two comparisons of all commit words; one takes about 10 ns a slot.
 _WORDS_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Scrubbing:
-    """How often and how fast. `pass_seconds`: of one pass over the whole arena."""
+    """Duration of one pass over the whole arena, and the highest read rate."""
 
     pass_seconds: float
     bytes_per_second: int
@@ -44,15 +44,16 @@ class Scrubber:
     """The scrubber of one store.
 
     Attributes:
-        byte_count: payload read back since start.
-        pass_count: passes completed.
-        last_pass_seconds: how long the last one took; None: none is complete.
-        progress: share of the arena that the present pass has seen, 0 to 1.
+        byte_count: payload bytes read back since start.
+        pass_count: completed passes.
+        last_pass_seconds: duration of the last completed pass. None before the first.
+        progress: share of the arena that the current pass has read, 0 to 1.
     """
 
     def __init__(
         self,
-        store: KvStore,
+        pool: ChunkPool,
+        inspection: Inspection,
         threads: ThreadPoolExecutor,
         scrubbing: Scrubbing,
         *,
@@ -64,14 +65,15 @@ class Scrubber:
         self.pass_count = 0
         self.last_pass_seconds: float | None = None
         self.progress = 0.0
-        self._store = store
+        self._pool = pool
+        self._inspection = inspection
         self._threads = threads
         self._idle_seconds = idle_seconds
         self._clock = clock
         self._words_checked_at = clock()
 
     async def run(self) -> None:
-        """Pass after pass, until cancelled."""
+        """Scrub pass after pass until cancelled."""
         while True:
             began = self._clock()
             await self._pass(began)
@@ -79,7 +81,7 @@ class Scrubber:
             self.pass_count += 1
 
     async def _pass(self, began: float) -> None:
-        slot_count = self._store.arena.slot_count
+        slot_count = self._pool.slot_count
         seconds_per_slot = self.scrubbing.pass_seconds / slot_count
         step = _slots_at_once(seconds_per_slot)
         first = 0
@@ -87,15 +89,15 @@ class Scrubber:
             last = min(first + step, slot_count)
             due = began + (last - 1) * seconds_per_slot
             await self._sleep(due - self._clock())
-            # More than these, where the pass is late.
+            # Take more slots if the pass is late.
             last = min(max(last, self._due_slot(began, seconds_per_slot)), slot_count)
             await self._scrub_slots(first, last, due)
             first = last
         await self._sleep(began + self.scrubbing.pass_seconds - self._clock())
 
     async def _scrub_slots(self, first: int, last: int, due: float) -> None:
-        """Batch after batch; what the bound wants of rest is slept in few long naps."""
-        slot_count, rest = self._store.arena.slot_count, 0.0
+        """Scrub batch after batch; join the short rests between them to longer sleeps."""
+        slot_count, rest = self._pool.slot_count, 0.0
         while first < last:
             await self._yield_to_calls(due)
             first, entries = self._next_batch(first, last)
@@ -106,12 +108,12 @@ class Scrubber:
                 rest = 0.0
 
     async def _sleep(self, seconds: float) -> None:
-        """At least one turn of the loop; commit words are compared meanwhile."""
+        """Sleep, at least until the next loop iteration; compare commit words when due."""
         until = self._clock() + max(0.0, seconds)
         while True:
             if self._clock() - self._words_checked_at >= _WORDS_SECONDS:
                 self._words_checked_at = self._clock()
-                self._store.inspection.check_words()
+                self._inspection.check_words()
             left = until - self._clock()
             await asyncio.sleep(max(0.0, min(left, _WORDS_SECONDS)))
             if left <= _WORDS_SECONDS:
@@ -123,40 +125,40 @@ class Scrubber:
             await asyncio.sleep(_BUSY_SECONDS)
 
     def _due_slot(self, began: float, seconds_per_slot: float) -> int:
-        """The slots before this one are due by now."""
+        """Return the end of the slots that are due by now."""
         return int((self._clock() - began) / seconds_per_slot) + 1
 
     def _next_batch(self, first: int, end: int) -> tuple[int, list[Entry]]:
-        """The chunks in the slots from `first` to `end`, up to a batch; where it ends."""
-        pool = self._store.pool
+        """Return the end of the next batch of slots in [first, end), and its chunks."""
+        pool = self._pool
         most = max(1, min(_BATCH_CHUNKS, _BATCH_BYTES // pool.layout.chunk_bytes))
         entries: list[Entry] = []
         slot = first
         while slot < end and len(entries) < most:
             entry = pool.find(slot)
-            # Adopted chunks are read back before their first use anyway.
+            # Recovered chunks are verified before their first use anyway.
             if entry is not None and slot not in pool.unverified:
                 entries.append(entry)
             slot += 1
         return slot, entries
 
     async def _scrub(self, entries: list[Entry]) -> float:
-        """Read the chunks back; returns the seconds to rest, for the bound's sake."""
+        """Read the chunks back. Return the seconds to rest, to keep to the read rate."""
         if not entries:
             return 0.0
-        store, began = self._store, self._clock()
-        with store.pool.guard(entry.key for entry in entries):
+        began = self._clock()
+        with self._pool.guard(entry.key for entry in entries):
             damages = await asyncio.get_running_loop().run_in_executor(
-                self._threads, store.inspection.inspect, entries
+                self._threads, self._inspection.inspect, entries
             )
-            store.inspection.settle(entries, damages, Finder.SCRUB)
-        size = len(entries) * store.arena.layout.chunk_bytes
+            self._inspection.settle(entries, damages, Finder.SCRUB)
+        size = len(entries) * self._pool.layout.chunk_bytes
         self.byte_count += size
         return max(0.0, size / self.scrubbing.bytes_per_second - (self._clock() - began))
 
 
 def _slots_at_once(seconds_per_slot: float) -> int:
-    """A slot each is too little: thousands may be due in a second."""
+    """Return the number of slots per step: thousands may be due in a second."""
     least = _LEAST_SLEEP_SECONDS / seconds_per_slot
     most = _MOST_SLEEP_SECONDS / seconds_per_slot
     return max(1, int(min(max(_BATCH_CHUNKS, least), most)))

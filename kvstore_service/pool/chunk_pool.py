@@ -1,7 +1,7 @@
 """Slots and the chunks in them: grant, publish, protect, evict, find.
 
-Joins slot table, allocator, prefix index, leases and eviction so that they
-always agree. Knows no sessions beyond their ids, no clock and no gRPC.
+Keeps slot table, allocator, prefix index, leases and eviction policy consistent. Knows
+sessions only by their ids, no clock and no gRPC.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Protocol
 
 from kvstore_service.eviction.policies import EvictionPolicy
 from kvstore_service.pool.allocator import Run, RunAllocator
-from kvstore_service.pool.contents import Contents, keys_behind
+from kvstore_service.pool.chunk_identity import ChunkIdentity, missing_keys
 from kvstore_service.pool.leases import Lease, LeaseTable
 from kvstore_service.pool.prefix_index import Entry, PrefixIndex, PrefixMatch
-from kvstore_service.pool.records import MetadataWriter, SlotTable
+from kvstore_service.pool.recovered_state import RecoveredState
+from kvstore_service.pool.slot_table import MetadataWriter, SlotTable
 from kvstore_service.pool.tenant_tags import TenantTags
-from kvstore_service.recovery.recovery import Findings, read_arena
 from kvstore_service.sessions import ProcessIdentity
 from splitpoint.arena.mapping import Arena
 from splitpoint.arena.records import NO_PARENT, ChunkBlock, SlotState, encode_token_row
 from splitpoint.errors import FailedPrecondition, ResourceExhausted
 
-# How long a caller should wait for others to release: about a decode's length.
+# Retry delay while other sessions hold leases: about the length of a decode.
 _RETRY_SECONDS = 0.25
-# Why a reservation is refused that a larger or less busy arena would have granted.
+# Reason of a refused reservation that a larger or less busy arena would have granted.
 ARENA_FULL = "ARENA_FULL"
 
 
@@ -41,7 +41,7 @@ class GrantedRun:
 
 @dataclass(frozen=True, slots=True)
 class WrittenChunk:
-    """A granted slot and what its session says it wrote there."""
+    """A granted slot and the chunk that its session wrote there."""
 
     slot: int
     generation: int
@@ -52,19 +52,21 @@ class WrittenChunk:
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """Slots taken from the free ones that are not granted yet.
+    """Slots that are set aside and not granted yet.
 
-    `dirty_slots` held bytes of another tenant, or of nobody knows whom: they are
-    zeroed before anybody is granted them.
+    Attributes:
+        tag: salt tag of the tenant that the slots are for.
+        dirty_slots: slots with bytes of another or an unknown tenant, which must be zeroed
+            before they are granted.
     """
 
     runs: tuple[Run, ...]
-    tag: bytes  # salt tag of the tenant they are for
+    tag: bytes
     dirty_slots: tuple[int, ...]
 
 
 class PoolListener(Protocol):
-    """Who wants to hear what comes and goes. Called on the hot path: note it, and return."""
+    """Is told about every change of the set of chunks, on the hot path: must return at once."""
 
     def published(self, entry: Entry) -> None: ...
 
@@ -72,25 +74,31 @@ class PoolListener(Protocol):
 
 
 class ChunkPool:
-    """All slots of one arena, with what it held when it was mapped.
+    """All slots of one arena.
+
+    Args:
+        recovered: what the arena held at start.
 
     Attributes:
-        listener: hears of every chunk that becomes findable or stops being so.
+        listener: is told about every chunk that is published or removed.
         slots, allocator, index, leases: for reading and for integrity checks.
-        findings: what the arena held at the start.
-        unverified: slots of adopted chunks whose payload was not compared yet.
+        unverified: slots of recovered chunks whose payload was not verified yet.
         condemned: leased slots whose chunk proved damaged.
         prepared: slots between `prepare` and `grant` or `abandon`.
-        sealed_total, evicted_total: since start.
+        sealed_total, evicted_total: counts since start.
     """
 
     def __init__(
-        self, arena: Arena, policy: EvictionPolicy, *, writer: MetadataWriter | None = None
+        self,
+        arena: Arena,
+        policy: EvictionPolicy,
+        recovered: RecoveredState,
+        *,
+        writer: MetadataWriter | None = None,
     ) -> None:
         self.arena = arena
         self.layout = arena.layout
-        self.findings = read_arena(arena)
-        self.slots = SlotTable(arena, self.findings.states, self.findings.generations, writer)
+        self.slots = SlotTable(arena, recovered.states, recovered.generations, writer)
         self._layout_hash = self.layout.layout_hash
         self.index = PrefixIndex(self._layout_hash, self.layout.chunk_tokens)
         self.leases = LeaseTable()
@@ -101,36 +109,34 @@ class ChunkPool:
         self.evicted_total = 0
         self.listener: PoolListener | None = None
         self._policy = policy
-        self._chunks: dict[int, Entry] = {}  # slot -> its sealed chunk
+        self._chunks: dict[int, Entry] = {}  # slot -> sealed chunk
         self._guarded: Counter[bytes] = Counter()  # keys of chunks about to get children
-        self._seal_number = self.findings.last_seal_number
+        self._seal_number = recovered.last_seal_number
         self._tags = TenantTags(
-            slot for slot, generation in enumerate(self.findings.generations) if generation
+            slot for slot, generation in enumerate(recovered.generations) if generation
         )
-        self._adopt(self.findings)
+        self._restore(recovered)
         self.allocator = RunAllocator(arena.slot_count, self.slots.in_state(SlotState.FREE))
 
     def close(self) -> None:
         self.slots.close()
 
-    # -- the start -----------------------------------------------------------------------
-
-    def _adopt(self, findings: Findings) -> None:
-        """Take over what an earlier store left: serve, quarantine or free every slot."""
-        for slot, state in enumerate(findings.states):
+    def _restore(self, recovered: RecoveredState) -> None:
+        """Serve, quarantine or free every slot that an earlier store used."""
+        for slot, state in enumerate(recovered.states):
             if state is SlotState.WRITING:
                 self.slots.quarantine(slot)
-        for chunk in findings.chunks:
+        for chunk in recovered.chunks:
             entry = chunk.entry
             self.index.add(entry)
             self._chunks[entry.slot] = entry
             self._tags.set(entry.slot, entry.salt_tag)
             self.unverified.add(entry.slot)
-        for slot, state in enumerate(findings.states):
+        for slot, state in enumerate(recovered.states):
             if state is SlotState.SEALED and slot not in self._chunks:
-                self.slots.free(slot)  # damaged, or nothing leads to it
+                self.slots.free(slot)  # damaged or unreachable
         # Oldest first, so that age survives the restart.
-        for chunk in sorted(findings.chunks, key=lambda chunk: chunk.seal_number):
+        for chunk in sorted(recovered.chunks, key=lambda chunk: chunk.seal_number):
             self._policy.use(chunk.entry.slot)
         for slot in self._chunks:
             self._offer(slot)
@@ -138,11 +144,11 @@ class ChunkPool:
     # -- grants ------------------------------------------------------------------------
 
     def prepare(self, count: int, tag: bytes) -> Preparation:
-        """Slots for the tenant of this salt tag, in as few runs as there are, longest
-        first; evicts if needed.
+        """Set slots aside for the tenant with this salt tag; evict chunks if needed.
 
-        All or nothing: nothing is evicted unless there will be room. Raises
-        ResourceExhausted, to be retried unless the arena could never hold as many.
+        The slots form as few runs as possible, longest first. Raises ResourceExhausted, and
+        evicts nothing, if there are not enough slots. It names a retry delay unless the arena
+        could never hold as many.
         """
         self._make_room(count)
         runs = tuple(self.allocator.allocate(count))
@@ -153,7 +159,7 @@ class ChunkPool:
     def grant(
         self, preparation: Preparation, session_id: bytes, process: ProcessIdentity
     ) -> list[GrantedRun]:
-        """Grant prepared slots for writing; the dirty ones were zeroed."""
+        """Grant prepared slots for writing. The dirty ones must be zeroed by now."""
         return [
             GrantedRun(
                 run.first,
@@ -168,11 +174,11 @@ class ChunkPool:
         return self.slots.grant(slot, session_id, process.process_id, process.start_ticks)
 
     def tag_of(self, slot: int) -> bytes:
-        """Salt tag of the tenant that a slot was granted for."""
+        """Return the salt tag of the tenant that a slot was granted for."""
         return self._tags.of(slot)
 
     def abandon(self, preparation: Preparation) -> None:
-        """Prepared slots are free again; nobody was granted them."""
+        """Free prepared slots that were not granted."""
         for run in preparation.runs:
             for slot in run:
                 self.prepared.discard(slot)
@@ -188,44 +194,41 @@ class ChunkPool:
 
     # -- chunks ------------------------------------------------------------------------
 
-    def contents(self, salt: bytes, parent_key: bytes, token_ids: Sequence[int]) -> Contents:
-        """What a chunk of these tokens after this parent is, and its key."""
-        return Contents.of(self._layout_hash, salt, parent_key, token_ids)
+    def identify(self, salt: bytes, parent_key: bytes, token_ids: Sequence[int]) -> ChunkIdentity:
+        return ChunkIdentity.of(self._layout_hash, salt, parent_key, token_ids)
 
-    def sealed_like(self, contents: Contents) -> Entry | None:
-        """The sealed chunk with these very contents, if there is one.
+    def sealed_like(self, identity: ChunkIdentity) -> Entry | None:
+        """Return the sealed chunk with this identity, if there is one.
 
-        Raises FailedPrecondition when another chunk has its key: equal hashes
-        of different contents are told apart, never mixed up.
+        Raises FailedPrecondition if another chunk has its key.
         """
-        entry = self.index.get(contents.key)
-        if entry is not None and not contents.are_those_of(entry):
+        entry = self.index.get(identity.key)
+        if entry is not None and not identity.is_that_of(entry):
             raise FailedPrecondition("another chunk has this key", reason="KEY_COLLISION")
         return entry
 
-    def publish(self, slot: int, contents: Contents, checksum: int) -> Entry:
-        """Seal a granted slot whose payload was verified, and make it findable.
+    def publish(self, slot: int, identity: ChunkIdentity, checksum: int) -> Entry:
+        """Seal a granted slot whose payload was verified, and add it to the index.
 
-        Raises FailedPrecondition when the parent is not sealed, not full, or not
-        of this salt (another tenant's chunk is no parent, like one that is not there).
+        Raises FailedPrecondition if the parent is not sealed, not full, or of another salt.
         """
         entry = Entry(
             slot=slot,
             generation=self.slots.generation(slot),
-            key=contents.key,
-            parent_key=contents.parent_key,
-            salt_tag=contents.salt_tag,
-            packed=contents.packed,
-            fingerprint=contents.fingerprint,
+            key=identity.key,
+            parent_key=identity.parent_key,
+            salt_tag=identity.salt_tag,
+            packed=identity.packed,
+            fingerprint=identity.fingerprint,
             checksum=checksum,
-            chunk_index=self._chunk_index(contents),
+            chunk_index=self._chunk_index(identity),
         )
         self.sealed_total += 1
         self._seal_number += 1
         self.slots.seal(
             slot,
             self._chunk_block(entry, seal_number=self._seal_number),
-            encode_token_row(contents.packed_tokens, self.layout.chunk_tokens),
+            encode_token_row(identity.packed_tokens, self.layout.chunk_tokens),
         )
         self.index.add(entry)
         self._chunks[slot] = entry
@@ -235,12 +238,12 @@ class ChunkPool:
             self.listener.published(entry)
         return entry
 
-    def _chunk_index(self, contents: Contents) -> int:
-        """Place in the sequence; raises FailedPrecondition when the parent cannot be one."""
-        if not contents.parent_key:
+    def _chunk_index(self, identity: ChunkIdentity) -> int:
+        """Return the chunk's place in its sequence. Raises FailedPrecondition; see `publish`."""
+        if not identity.parent_key:
             return 0
-        parent = self.index.get(contents.parent_key)
-        if parent is None or parent.salt_tag != contents.salt_tag:
+        parent = self.index.get(identity.parent_key)
+        if parent is None or parent.salt_tag != identity.salt_tag:
             raise FailedPrecondition("the parent chunk is not sealed", reason="NO_PARENT")
         if parent.token_count < self.layout.chunk_tokens:
             raise FailedPrecondition(
@@ -267,25 +270,25 @@ class ChunkPool:
         """The longest cached prefix. Counts as no use and protects nothing."""
         return self.index.match(salt, token_ids)
 
-    def keys_behind(
+    def missing_keys(
         self, salt: bytes, entries: Sequence[Entry], token_ids: Sequence[int]
     ) -> list[bytes]:
-        """See `contents.keys_behind`."""
-        return keys_behind(self._layout_hash, self.layout.chunk_tokens, salt, entries, token_ids)
+        """See `chunk_identity.missing_keys`."""
+        return missing_keys(self._layout_hash, self.layout.chunk_tokens, salt, entries, token_ids)
 
     def use(self, entries: Sequence[Entry]) -> None:
-        """The chunks of a sequence, first one first, are wanted again."""
-        # Back to front: of one sequence the beginning stays longest.
+        """Record a use of a sequence's chunks, given in order."""
+        # Back to front: the beginning of a sequence stays longest.
         for entry in reversed(entries):
             self._policy.use(entry.slot)
 
     # -- protection --------------------------------------------------------------------
 
     def lease(self, session_id: bytes, entries: Iterable[Entry]) -> Lease:
-        return self.leases.take(session_id, (entry.slot for entry in entries))
+        return self.leases.create(session_id, (entry.slot for entry in entries))
 
     def unlease(self, lease: Lease) -> None:
-        for slot in self.leases.drop(lease):
+        for slot in self.leases.end(lease):
             if slot in self.condemned:
                 self.condemned.discard(slot)
                 self.give_back(slot)
@@ -294,7 +297,7 @@ class ChunkPool:
 
     @contextmanager
     def guard(self, keys: Iterable[bytes]) -> Iterator[None]:
-        """Keep chunks from eviction for a moment: something is being sealed below them."""
+        """Protect chunks from eviction inside the block, by their keys."""
         guarded = [key for key in keys if self.index.get(key) is not None]
         self._guarded.update(guarded)
         try:
@@ -311,35 +314,35 @@ class ChunkPool:
     # -- eviction ----------------------------------------------------------------------
 
     def _make_room(self, count: int) -> None:
-        if count > self.arena.slot_count:
+        if count > self.slot_count:
             raise ResourceExhausted(
-                f"{count} slots were asked for; the arena has {self.arena.slot_count}",
+                f"{count} slots were asked for; the arena has {self.slot_count}",
                 reason="ARENA_TOO_SMALL",
-                slot_count=self.arena.slot_count,
+                slot_count=self.slot_count,
             )
-        missing = count - self.allocator.free_count
+        missing = count - self.free_count
         if missing > 0 and missing > (reclaimable := self.reclaimable_count()):
             raise ResourceExhausted(
-                f"{count} slots were asked for; {self.allocator.free_count} are free and "
+                f"{count} slots were asked for; {self.free_count} are free and "
                 f"{reclaimable} can be evicted, the rest is leased or being written",
                 retry_after_seconds=_RETRY_SECONDS,
                 reason=ARENA_FULL,
-                free_slot_count=self.allocator.free_count,
+                free_slot_count=self.free_count,
                 evictable_slot_count=reclaimable,
             )
-        while self.allocator.free_count < count:
+        while self.free_count < count:
             slot = self._policy.choose(self._is_evictable)
             if slot is None:
                 raise RuntimeError("the eviction policy lost sight of an evictable chunk")
             self._evict(slot)
 
     def reclaimable_count(self) -> int:
-        """Chunks that eviction could free: those with nothing protected at or below them."""
+        """Count the chunks that eviction could free: nothing at or below them is protected."""
         kept: set[int] = set()
         guarded = (self.index.get(key) for key in self._guarded)
         slots = [*self.leases.leased_slots, *(entry.slot for entry in guarded if entry)]
         for slot in slots:
-            entry = self._chunks.get(slot)  # none: condemned
+            entry = self._chunks.get(slot)  # None if condemned
             while entry is not None and entry.slot not in kept:
                 kept.add(entry.slot)
                 entry = self.index.get(entry.parent_key)
@@ -355,17 +358,17 @@ class ChunkPool:
         )
 
     def _offer(self, slot: int) -> None:
-        # Whether it may go is asked when it would, and it is offered again whenever
-        # something that protected it is gone.
+        # The policy asks `_is_evictable` before it chooses a slot. A slot is offered again
+        # whenever something that protected it is gone.
         if slot in self._chunks:
             self._policy.offer(slot)
 
     def evict_all(self) -> int:
-        """Evict whatever nothing protects; how many chunks that was."""
-        return self.evict(self.arena.slot_count)
+        """Evict every unprotected chunk. Return their number."""
+        return self.evict(self.slot_count)
 
     def evict(self, limit: int) -> int:
-        """Evict up to `limit` chunks that nothing protects; how many went."""
+        """Evict up to `limit` unprotected chunks. Return their number."""
         for count in range(limit):
             slot = self._policy.choose(self._is_evictable)
             if slot is None:
@@ -378,10 +381,10 @@ class ChunkPool:
         self.evicted_total += 1
 
     def discard(self, entry: Entry) -> int:
-        """Take a chunk that proved damaged out, with all below it; how many that were.
+        """Remove a damaged chunk and all below it. Return their number.
 
-        What somebody leases stays where it is, but is SEALED no more: readers find
-        out, and the slot is free once the last lease of it ended.
+        A leased chunk stays in its slot, but is no longer SEALED, which readers notice. The
+        slot is freed when its last lease ends.
         """
         below = self.index.subtree(entry.key)
         for child in reversed(below):
@@ -404,19 +407,24 @@ class ChunkPool:
         if parent is not None:
             self._offer(parent.slot)
 
-    # -- integrity ---------------------------------------------------------------------
+    # -- lookup by slot ------------------------------------------------------------------
+
+    @property
+    def slot_count(self) -> int:
+        return self.arena.slot_count
+
+    @property
+    def free_count(self) -> int:
+        return self.allocator.free_count
 
     def find(self, slot: int) -> Entry | None:
-        """The sealed chunk in a slot, if there is one."""
+        """Return the sealed chunk in a slot, if there is one."""
         return self._chunks.get(slot)
 
     def holds(self, entry: Entry) -> bool:
-        """Whether this very chunk is still where it was."""
+        """Return True if this chunk is still in its slot."""
         return self._chunks.get(entry.slot) is entry
 
     def chunks(self) -> dict[int, Entry]:
-        """Every sealed chunk by its slot."""
+        """Return every sealed chunk by its slot."""
         return dict(self._chunks)
-
-    def free_runs(self) -> list[Run]:
-        return self.allocator.runs()

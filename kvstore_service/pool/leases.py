@@ -1,7 +1,7 @@
-"""Which slots are protected from eviction, and by whom. Pure: no clock, no states.
+"""The leases that protect slots from eviction. Pure: no clock, no states.
 
-A lease names slots of one session. It never times out here: it ends when its
-session releases it, or when the session's holder is known to be gone.
+A lease names slots of one session. It does not expire by itself: it ends when its session
+releases it, or when the session's client is known to be gone.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class Lease:
 
 
 class LeaseTable:
-    """All leases; lease ids count from 1 and are never used twice."""
+    """All leases. Lease ids count from 1 and are never reused."""
 
     def __init__(self) -> None:
         self._leases: dict[int, Lease] = {}
-        self._holders: Counter[int] = Counter()  # slot -> leases that name it
+        self._lease_counts: Counter[int] = Counter()  # slot -> leases that name it
         self._last_id = 0
 
     def __len__(self) -> int:
@@ -34,21 +34,21 @@ class LeaseTable:
 
     @property
     def leased_slots(self) -> Iterable[int]:
-        """Every slot that at least one lease names."""
-        return self._holders.keys()
+        """Slots that at least one lease names."""
+        return self._lease_counts.keys()
 
     @property
     def leased_slot_count(self) -> int:
-        return len(self._holders)
+        return len(self._lease_counts)
 
     def is_leased(self, slot: int) -> bool:
-        return slot in self._holders
+        return slot in self._lease_counts
 
     def get(self, lease_id: int) -> Lease | None:
         return self._leases.get(lease_id)
 
-    def take(self, session_id: bytes, slots: Iterable[int]) -> Lease:
-        """A new lease of the session on these slots."""
+    def create(self, session_id: bytes, slots: Iterable[int]) -> Lease:
+        """Return a new lease of the session on these slots."""
         self._last_id += 1
         lease = Lease(self._last_id, session_id)
         self._leases[lease.lease_id] = lease
@@ -56,25 +56,25 @@ class LeaseTable:
         return lease
 
     def extend(self, lease: Lease, slots: Iterable[int]) -> None:
-        """Slots join a lease; those it names already stay as they are."""
+        """Add slots to a lease. Slots that it names already are ignored."""
         for slot in slots:
             if slot not in lease.slots:
                 lease.slots.add(slot)
-                self._holders[slot] += 1
+                self._lease_counts[slot] += 1
 
-    def drop(self, lease: Lease) -> list[int]:
-        """End a lease; returns the slots that nothing protects any more."""
+    def end(self, lease: Lease) -> list[int]:
+        """End a lease. Return the slots that no lease protects any more."""
         del self._leases[lease.lease_id]
         unprotected = []
         for slot in lease.slots:
-            self._holders[slot] -= 1
-            if not self._holders[slot]:
-                del self._holders[slot]
+            self._lease_counts[slot] -= 1
+            if not self._lease_counts[slot]:
+                del self._lease_counts[slot]
                 unprotected.append(slot)
         return unprotected
 
     def check_integrity(self, live_slots: set[int]) -> list[str]:
-        """What is wrong: leases on slots that hold no live chunk, counts that differ."""
+        """Return the violated invariants: leases on slots without a chunk, wrong counts."""
         violations = []
         counted: Counter[int] = Counter()
         for lease in self._leases.values():
@@ -82,6 +82,6 @@ class LeaseTable:
             dead = sorted(lease.slots - live_slots)
             if dead:
                 violations.append(f"lease {lease.lease_id} names slots without a chunk: {dead}")
-        if counted != self._holders:
+        if counted != self._lease_counts:
             violations.append("the lease counts of slots differ from the leases")
         return violations

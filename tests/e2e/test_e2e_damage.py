@@ -18,7 +18,7 @@ from tiny_models import build_tiny, clear_prompt, write_tiny
 from splitpoint.client.answers import Completion
 from splitpoint.planning.planner import Residency
 from splitpoint.v1 import kvstore_pb2
-from worker_service.store.remote import RemoteStoreClient
+from worker_service.store.remote_client import RemoteStoreClient
 
 NEW_TOKENS = 24
 # Nothing but what a worker reads and reports is ever read back.

@@ -19,7 +19,7 @@ from splitpoint.errors import FailedPrecondition
 from splitpoint.transport.channels import open_channel
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from worker_service.startup import LoadedWorker
-from worker_service.store.fetch import Fetcher
+from worker_service.store.fetch import PrefixFetcher
 
 MODEL = build_tiny("llama")
 NEW_TOKENS = 12
@@ -331,7 +331,7 @@ async def test_a_fetch_cancelled_while_its_own_store_is_slow_leaves_nothing(
 
 async def test_what_comes_for_nobody_is_given_back() -> None:
     """A call that is cancelled may have been carried out: its grant must not be lost."""
-    fetcher = Fetcher.__new__(Fetcher)
+    fetcher = PrefixFetcher.__new__(PrefixFetcher)
     fetcher._cleanups = set()
     granted = asyncio.Event()
     given_back: list[str] = []

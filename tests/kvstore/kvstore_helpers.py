@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from kvstore_service.integrity.checksums import IntegrityChecker
+from kvstore_service.integrity.checker import IntegrityChecker
 from kvstore_service.pool.chunk_pool import WrittenChunk
-from kvstore_service.pool.store import KvStore
 from kvstore_service.sessions import ProcessIdentity
+from kvstore_service.store import KvStore
 from splitpoint.arena.mapping import Arena
 from splitpoint.arena.owner import open_or_create_arena
 from splitpoint.arena.records import SlotState
@@ -154,12 +154,12 @@ class Bench:
             is_present=self.presence.is_present,
             **self.options,
         )
-        self.integrity = IntegrityChecker(self.store)
+        self.integrity = IntegrityChecker(self.store.pool, self.store.sessions)
 
     def attach(self) -> bytes:
         """A session of a new process."""
         self._process_id += 1
-        return self.store.attach("test", self.process()).session_id
+        return self.store.sessions.attach("test", self.process()).session_id
 
     def process(self) -> ProcessIdentity:
         """The process of the newest session."""

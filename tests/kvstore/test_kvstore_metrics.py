@@ -11,8 +11,7 @@ from kvstore_helpers import Bench
 from redis_server import RedisServer
 from test_kvstore_server import Service, eventually, serve
 
-from kvstore_service.eviction.room_keeper import RoomKeeper
-from kvstore_service.eviction.watermarks import Watermarks
+from kvstore_service.eviction.watermarks import WatermarkEvictor, Watermarks
 from kvstore_service.metrics import readings
 from splitpoint.discovery.redis_link import RedisLink
 from splitpoint.discovery.redis_options import RedisOptions, read_redis_options
@@ -123,11 +122,11 @@ async def test_they_agree_with_get_stats(service: Service) -> None:
 
 
 async def test_evictions_are_told_apart_by_their_cause(service: Service) -> None:
-    keeper = RoomKeeper(service.bench.store, Watermarks(0.5, 0.4))
-    service.servicer.room_keeper = keeper
+    evictor = WatermarkEvictor(service.bench.store.pool, Watermarks(0.5, 0.4))
+    service.servicer.evictor = evictor
     await store_chunks(service, 1, 2, 3, 4, 5)
     await service.match([1, 2, 3, 4, 5])  # used once after sealing, and leased
-    while keeper.step():
+    while evictor.step():
         pass
     [by_watermark] = [value(service, m.STORE_EVICTIONS, "lru", "watermark")]
     assert by_watermark == 2

@@ -17,8 +17,8 @@ from engine_runner import Transcript, admission
 from kvstore_service.integrity.inspection import Finder
 from kvstore_service.pool.chunk_pool import WrittenChunk
 from kvstore_service.pool.prefix_index import Entry
-from kvstore_service.pool.store import KvStore
 from kvstore_service.sessions import ProcessIdentity
+from kvstore_service.store import KvStore
 from splitpoint.arena.owner import open_or_create_arena
 from splitpoint.errors import FailedPrecondition
 from splitpoint.keys import chunk_key
@@ -91,7 +91,7 @@ class StoreRunner:
             self._write(engine, key, jobs)
         for key in output.flushes:
             chain = self.chains.pop(key)
-            self.store.release(self.connection.session_id, chain.lease_ids, [])
+            self.store.sessions.release(self.connection.session_id, chain.lease_ids, [])
             engine.post(Flushed(key))
         for lookup in output.lookups:
             suspects = lookup.suspects
@@ -156,7 +156,7 @@ class StoreRunner:
             )
         except FailedPrecondition as error:
             chain.has_failed = True
-            store.release(session, [], granted)
+            store.sessions.release(session, [], granted)
             engine.post(WriteFailed(key, error))
             return
         if outcome.lease_id not in chain.lease_ids:
@@ -173,7 +173,7 @@ def store_runner(layout: ArenaLayout, folder: Path, slot_count: int) -> Iterator
     # Time stands still: nobody is late.
     store = KvStore(opened.arena, clock=lambda: 0.0, lease_seconds=60, is_present=lambda _: True)
     try:
-        session = store.attach("test", ProcessIdentity(1, 1)).session_id
+        session = store.sessions.attach("test", ProcessIdentity(1, 1)).session_id
         tensors = ArenaTensors(opened.arena)
         yield StoreRunner(store, Connection(session, opened.arena.superblock.epoch, 60.0, tensors))
     finally:

@@ -13,8 +13,8 @@ import torch
 from tiny_models import VOCABULARY, write_tiny
 
 from kvstore_service.pool.chunk_pool import WrittenChunk
-from kvstore_service.pool.store import KvStore
 from kvstore_service.sessions import ProcessIdentity
+from kvstore_service.store import KvStore
 from splitpoint.arena.owner import open_or_create_arena
 from splitpoint.keys import chunk_key
 from splitpoint.shapes import ArenaLayout, chunks_of
@@ -140,7 +140,7 @@ def stored_prefix(
     store = KvStore(opened.arena, clock=time.monotonic, lease_seconds=60, is_present=lambda _: True)
     try:
         computed = compute(model, token_ids)
-        session = store.attach("test", ProcessIdentity(1, 1)).session_id
+        session = store.sessions.attach("test", ProcessIdentity(1, 1)).session_id
         tensors = ArenaTensors(opened.arena)
         chunks = _seal(store, session, tensors, list(token_ids), computed)
         yield StoredPrefix(model, store, session, tensors, list(token_ids), chunks, computed)

@@ -14,7 +14,7 @@ from worker_service.lanes.spans import RequestSpans
 from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.store.arena_tensors import StoredChunk
 from worker_service.store.client import Connection, Match
-from worker_service.store.fetch import FetchOrder
+from worker_service.store.fetch import FetchSource
 from worker_service.store.verifier import Check
 
 
@@ -39,7 +39,7 @@ class Admission:
     resident_tokens: int = 0
     schedule: Schedule = Schedule.PIPELINED
     # Another host's store that may hold more of the prefix than the own one.
-    source: FetchOrder | None = None
+    source: FetchSource | None = None
     # TOKENS: prefill from the front while chunks come from the back, expected to meet
     # at `recomputed_tokens`. Any other: what split_tokens says.
     method: RestoreMethod = RestoreMethod.LOAD

@@ -27,9 +27,9 @@ from splitpoint.v1 import kvstore_pb2 as pb
 from worker_service.lanes.lanes import passed
 from worker_service.lanes.spans import TRACED_BATCHES
 from worker_service.store.arena_tensors import ArenaTensors
+from worker_service.store.chunk_streams import BATCH_BYTES
 from worker_service.store.client import Connection, Match, StoreClient, WrittenChunk
 from worker_service.store.remote_session import RemoteSession, remote_session
-from worker_service.store.streams import BATCH_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ CLOSE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class FetchOrder:
+class FetchSource:
     """Where the scheduler thinks more of a prefix is. `predicted_seconds` 0: it cannot tell."""
 
     address: str
@@ -60,7 +60,7 @@ class FetchOrder:
 
 
 @dataclass(slots=True)
-class Fetched:
+class FetchResult:
     """What a fetch brought, also while it runs. Tokens are of the prefix."""
 
     tokens: int = 0
@@ -77,7 +77,7 @@ class FetchTotals:
     seconds: float = 0.0
 
 
-class Fetcher:
+class PrefixFetcher:
     """All fetches of one worker.
 
     Attributes:
@@ -103,9 +103,9 @@ class Fetcher:
         # in the own store what the first one brought.
         self._turns: dict[bytes, tuple[asyncio.Lock, list[None]]] = {}
 
-    async def fetch(self, source: FetchOrder, salt: bytes, tokens: Sequence[int]) -> Fetched:
+    async def fetch(self, source: FetchSource, salt: bytes, tokens: Sequence[int]) -> FetchResult:
         """Bring what the source has more of. Never raises but when cancelled."""
-        result = Fetched()
+        result = FetchResult()
         began = time.monotonic()
         try:
             async with asyncio.timeout(source.time_limit):
@@ -137,7 +137,7 @@ class Fetcher:
     # -- one fetch ----------------------------------------------------------------
 
     async def _fetch(
-        self, source: FetchOrder, salt: bytes, tokens: Sequence[int], result: Fetched
+        self, source: FetchSource, salt: bytes, tokens: Sequence[int], result: FetchResult
     ) -> None:
         chunk_tokens = self._layout.chunk_tokens
         first = chunk_key(self._layout.layout_hash, salt, b"", tokens[:chunk_tokens])
@@ -165,7 +165,7 @@ class Fetcher:
         salt: bytes,
         tokens: Sequence[int],
         lease_ids: list[int],
-        result: Fetched,
+        result: FetchResult,
     ) -> None:
         """The chunks behind the own full ones, batch by batch."""
         size = self._layout.chunk_tokens
@@ -199,7 +199,7 @@ class Fetcher:
         pieces: Sequence[tuple[int, ...]],
         parent: bytes,
         lease_ids: list[int],
-        result: Fetched,
+        result: FetchResult,
     ) -> bytes:
         """Reserve, read, seal; returns the key of the last chunk."""
         handles = found.chunks[first : first + len(pieces)]
@@ -295,7 +295,7 @@ class Fetcher:
             if not users:
                 del self._turns[key]
 
-    def _measure(self, address: str, result: Fetched) -> None:
+    def _measure(self, address: str, result: FetchResult) -> None:
         if result.bytes < MEASURABLE_BYTES or result.streaming_seconds <= 0:
             return
         rate = result.bytes / result.streaming_seconds

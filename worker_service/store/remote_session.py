@@ -20,8 +20,8 @@ from splitpoint.transport.statuses import error_of
 from splitpoint.transport.tls import PLAIN, Identity
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc, types_pb2
+from worker_service.store.chunk_streams import read_chunks
 from worker_service.store.client import CALL_SECONDS
-from worker_service.store.streams import read_chunks
 
 
 class RemoteSession:

@@ -18,8 +18,8 @@ import torch
 
 from kvstore_service.pool.chunk_pool import WrittenChunk
 from kvstore_service.pool.prefix_index import Entry
-from kvstore_service.pool.store import KvStore
 from kvstore_service.sessions import ProcessIdentity
+from kvstore_service.store import KvStore
 from splitpoint.arena.owner import open_or_create_arena
 from splitpoint.config import remove_tree
 from splitpoint.keys import chunk_key
@@ -76,7 +76,7 @@ class LocalStore:
             is_present=lambda _: True,
         )
         identity = ProcessIdentity(os.getpid(), process_start_ticks())
-        session = self._store.attach("bench", identity).session_id
+        session = self._store.sessions.attach("bench", identity).session_id
         self._session = session
         tensors = ArenaTensors(arena)
         self.connection = Connection(session, self._store.epoch, LEASE_SECONDS, tensors)
@@ -176,7 +176,9 @@ class LocalStore:
 
     def _flush(self, key: SequenceKey) -> Command:
         chain = self._chains.pop(key)
-        self._store.release(self._session, [lease for lease in chain.lease_ids if lease], [])
+        self._store.sessions.release(
+            self._session, [lease for lease in chain.lease_ids if lease], []
+        )
         return Flushed(key)
 
     # -- page-locking ------------------------------------------------------------------

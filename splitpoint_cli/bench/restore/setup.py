@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from kvstore_service.pool.chunk_pool import WrittenChunk
-from kvstore_service.pool.store import KvStore
 from kvstore_service.sessions import ProcessIdentity
+from kvstore_service.store import KvStore
 from splitpoint.arena.owner import open_or_create_arena
 from splitpoint.errors import Internal
 from splitpoint.keys import chunk_key
@@ -124,7 +124,7 @@ def stored_prefixes(
         opened.arena, clock=time.monotonic, lease_seconds=_LEASE_SECONDS, is_present=lambda _: True
     )
     try:
-        session = store.attach("bench restore", ProcessIdentity(os.getpid(), os.getuid()))
+        session = store.sessions.attach("bench restore", ProcessIdentity(os.getpid(), os.getuid()))
         tensors = ArenaTensors(opened.arena)
         pages = _empty_pages(tensors, workload.batch * count, device)
         generator = torch.Generator().manual_seed(workload.seed)

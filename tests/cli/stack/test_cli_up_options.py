@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from kvstore_service.__main__ import layout_of
 from kvstore_service.__main__ import parse_arguments as parse_store
+from kvstore_service.eviction.cache_admission import ADMISSIONS
 from kvstore_service.eviction.policies import POLICIES
-from kvstore_service.eviction.second_use import ADMISSIONS
 from scheduler_service.__main__ import parse_arguments as parse_scheduler
 from splitpoint.config import remove_tree, runtime_directory
 from splitpoint.errors import InvalidArgument, PermissionDenied, SplitpointError

@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvstore_helpers import Bench, store_sequence
 
+from kvstore_service.eviction.cache_admission import SecondUseFilter
 from kvstore_service.eviction.policies import MOST_USES, POLICIES, LeastOftenUsed
-from kvstore_service.eviction.record import RecordedPolicy
-from kvstore_service.eviction.room_keeper import RoomKeeper
-from kvstore_service.eviction.second_use import SecondUse
-from kvstore_service.eviction.watermarks import BATCH_CHUNKS, Watermarks
+from kvstore_service.eviction.stats import InstrumentedPolicy
+from kvstore_service.eviction.watermarks import BATCH_CHUNKS, WatermarkEvictor, Watermarks
 from splitpoint.errors import InvalidArgument
 
 SLOTS = 6
@@ -131,7 +130,7 @@ def test_counts_saturate_halve_and_begin_at_the_median() -> None:
 
 def test_the_record_counts_uses_and_ages_of_what_was_evicted() -> None:
     now = 100.0
-    policy = RecordedPolicy(POLICIES["fifo"](), lambda: now)
+    policy = InstrumentedPolicy(POLICIES["fifo"](), lambda: now)
     for slot, uses_beyond in enumerate((0, 1, 3, 4, 0)):
         for _ in range(1 + uses_beyond):
             policy.use(slot)
@@ -168,29 +167,29 @@ def test_watermarks_are_fractions_in_order() -> None:
     assert marks.chunks_to_evict(100_000, 0, is_evicting=False) == BATCH_CHUNKS
 
 
-def test_the_room_keeper_evicts_down_to_the_lower_mark(bench: Bench) -> None:
+def test_the_evictor_evicts_down_to_the_lower_mark(bench: Bench) -> None:
     session = bench.attach()
-    keeper = RoomKeeper(bench.store, Watermarks(0.9, 0.5))
+    evictor = WatermarkEvictor(bench.store.pool, Watermarks(0.9, 0.5))
     for start in range(18):
         store_sequence(bench.store, session, b"", [100 * start + i for i in range(4)])
-    assert not keeper.step()
-    assert keeper.evicted_total == 0
+    assert not evictor.step()
+    assert evictor.evicted_total == 0
     store_sequence(bench.store, session, b"", [5000, 5001, 5002, 5003])
-    while keeper.step():
+    while evictor.step():
         pass
     assert bench.states()[0] == 10
-    assert keeper.evicted_total == bench.store.pool.evicted_total == 9
+    assert evictor.evicted_total == bench.store.pool.evicted_total == 9
 
 
-def test_the_room_keeper_rests_when_nothing_can_go(bench: Bench) -> None:
+def test_the_evictor_rests_when_nothing_can_be_evicted(bench: Bench) -> None:
     session = bench.attach()
-    keeper = RoomKeeper(bench.store, Watermarks(0.5, 0.1))
+    evictor = WatermarkEvictor(bench.store.pool, Watermarks(0.5, 0.1))
     store_sequence(bench.store, session, b"", list(range(72)), keep_leased=True)
     store_sequence(bench.store, session, b"", [900, 901])
-    assert not keeper.step()  # one went; what is left is leased
-    assert keeper.evicted_total == 1
-    assert not keeper.step()
-    assert keeper.evicted_total == 1
+    assert not evictor.step()  # one went; what is left is leased
+    assert evictor.evicted_total == 1
+    assert not evictor.step()
+    assert evictor.evicted_total == 1
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -213,7 +212,7 @@ def keys(*numbers: int) -> list[bytes]:
 
 
 def test_a_chunk_is_admitted_the_second_time() -> None:
-    filter_ = SecondUse(100)
+    filter_ = SecondUseFilter(100)
     assert filter_.admit(keys(1, 2, 3)) == 0
     assert filter_.admit(keys(1, 2, 4)) == 2
     assert filter_.admit(keys(1, 2, 4)) == 3
@@ -225,7 +224,7 @@ def test_a_chunk_is_admitted_the_second_time() -> None:
 @given(st.lists(st.lists(st.integers(0, 30), max_size=6, unique=True), max_size=40))
 def test_the_filter_remembers_between_one_and_two_capacities(sequences: list[list[int]]) -> None:
     capacity = 5
-    filter_ = SecondUse(capacity)
+    filter_ = SecondUseFilter(capacity)
     asked: list[int] = []
     for sequence in sequences:
         admitted = filter_.admit(keys(*sequence))
@@ -241,7 +240,7 @@ def test_the_filter_remembers_between_one_and_two_capacities(sequences: list[lis
 
 
 def test_one_shot_sequences_are_not_wanted_and_second_ones_are(shm_folder: Path) -> None:
-    bench = Bench(shm_folder, 16, admission=SecondUse(100))
+    bench = Bench(shm_folder, 16, admission=SecondUseFilter(100))
     store, session = bench.store, bench.attach()
     tokens = list(range(10))  # two full chunks and a tail
     assert store.peek(b"", tokens).storable_tokens is None  # a peek neither counts nor tells
@@ -255,5 +254,5 @@ def test_one_shot_sequences_are_not_wanted_and_second_ones_are(shm_folder: Path)
     assert (found.cached_tokens, found.storable_tokens) == (8, 8)
     found = store.match(session, b"", [*range(6), 60])  # ends inside a stored chunk
     assert (found.cached_tokens, found.storable_tokens) == (6, 4)
-    store.release(session, [found.lease_id], [])
+    store.sessions.release(session, [found.lease_id], [])
     bench.close()

@@ -99,7 +99,7 @@ def test_a_leased_slot_is_not_used_again_before_its_lease_ended(bench: Bench) ->
     flip_payload(bench, by_index(bench, 0).slot)
     inspect_all(bench)
     assert bench.states() == (6, 0, 0, 2)
-    bench.store.release(reader, [found.lease_id], [])
+    bench.store.sessions.release(reader, [found.lease_id], [])
     assert bench.states() == (8, 0, 0, 0)
 
 
@@ -166,7 +166,9 @@ async def test_a_scrubber_passes_again_and_again(service: Service) -> None:
     store, chunk = service.bench.store, LAYOUT.chunk_bytes
     scrubbing = Scrubbing(pass_seconds=0.1, bytes_per_second=10 * chunk)
     with ThreadPoolExecutor(1) as threads:
-        scrubber = Scrubber(store, threads, scrubbing, idle_seconds=lambda: 1.0)
+        scrubber = Scrubber(
+            store.pool, store.inspection, threads, scrubbing, idle_seconds=lambda: 1.0
+        )
         running = asyncio.create_task(scrubber.run())
 
         async def has_passed() -> bool:
@@ -197,9 +199,12 @@ class CountedThreads(ThreadPoolExecutor):
 async def test_a_scrubber_wakes_for_a_batch_and_not_for_each_slot(service: Service) -> None:
     """All eight slots are due within 0.1 s, and are read at once."""
     await service.seal(await service.written((1, 2, 3, 4), (5, 6, 7, 8), (9,)))
+    store = service.bench.store
     scrubbing = Scrubbing(pass_seconds=0.1, bytes_per_second=1 << 40)
     with CountedThreads() as threads:
-        scrubber = Scrubber(service.bench.store, threads, scrubbing, idle_seconds=lambda: 1.0)
+        scrubber = Scrubber(
+            store.pool, store.inspection, threads, scrubbing, idle_seconds=lambda: 1.0
+        )
         running = asyncio.create_task(scrubber.run())
 
         async def has_passed() -> bool:

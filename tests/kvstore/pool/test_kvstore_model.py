@@ -35,8 +35,8 @@ from own_names import shared_memory_folder
 
 from kvstore_service.pool.chunk_pool import WrittenChunk
 from kvstore_service.pool.prefix_index import Entry
-from kvstore_service.pool.store import KvStore
 from kvstore_service.sessions import ProcessIdentity
+from kvstore_service.store import KvStore
 from splitpoint.arena.format import RECORD_BYTES, RECORDS_OFFSET
 from splitpoint.arena.records import CHUNK_OFFSET
 from splitpoint.errors import DataLoss, FailedPrecondition, NotFound, ResourceExhausted
@@ -201,14 +201,14 @@ class StoreMachine(RuleBasedStateMachine):
     def attach_again(self, data: st.DataObject) -> None:
         previous = data.draw(st.sampled_from(list(self.holders)))
         process = self.holders.pop(previous).process
-        session = self.store.attach("again", process, previous_session_id=previous)
+        session = self.store.sessions.attach("again", process, previous_session_id=previous)
         self.holders[session.session_id] = Holder(process, self.bench.clock.now + LEASE_SECONDS)
 
     @precondition(lambda self: len(self.live()) > 2)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(self.live()))
-        self.store.end(name)
+        self.store.sessions.end(name)
         self.orphan(name)
 
     @precondition(lambda self: self.over())
@@ -274,31 +274,31 @@ class StoreMachine(RuleBasedStateMachine):
 
     def settle(self, entries: list[Entry]) -> None:
         """Compare adopted chunks; the model loses the damaged ones, and only those."""
-        damages = self.store.adopted.check(entries)
+        damages = self.store.recovered.check(entries)
         for entry, damage in zip(entries, damages, strict=True):
             assert bool(damage) == self.chunks[entry.key].is_damaged
-        self.store.adopted.settle(entries, damages)
+        self.store.recovered.settle(entries, damages)
         for entry, damage in zip(entries, damages, strict=True):
             if damage is not None:
                 self.lose(entry.key)
 
     def settle_match(self, salt: bytes, sequence: list[int]) -> None:
-        while entries := self.store.adopted.in_match(salt, sequence):
+        while entries := self.store.recovered.in_match(salt, sequence):
             self.settle(entries)
 
     @rule(limit=st.integers(1, 4))
     def verify_in_the_background(self, limit: int) -> None:
-        self.settle(self.store.adopted.some(limit))
+        self.settle(self.store.recovered.some(limit))
 
     @rule(seconds=st.sampled_from([1.0, 4.0, 9.0]), data=st.data())
     def time_passes(self, seconds: float, data: st.DataObject) -> None:
         silent = data.draw(st.sampled_from([None, *self.live()]))
         for name in self.live():
             if name != silent:
-                assert self.store.keep_alive(name) == LEASE_SECONDS
+                assert self.store.sessions.keep_alive(name) == LEASE_SECONDS
                 self.holders[name].deadline = self.bench.clock.now + LEASE_SECONDS
         self.bench.clock.now += seconds
-        self.store.sweep()
+        self.store.sessions.sweep()
         self.sweep()
 
     @precondition(lambda self: self.over())
@@ -309,7 +309,7 @@ class StoreMachine(RuleBasedStateMachine):
             lambda: self.store.match(name, b"", [1]),
             lambda: self.store.reserve(name, 1),
             lambda: self.store.seal(name, b"", [], []),
-            lambda: self.store.keep_alive(name),
+            lambda: self.store.sessions.keep_alive(name),
         ):
             with pytest.raises((FailedPrecondition, NotFound)):
                 call()
@@ -381,7 +381,7 @@ class StoreMachine(RuleBasedStateMachine):
             parent = chunk_key(LAYOUT.layout_hash, salt, parent, piece)
         if not chunks:
             return
-        self.settle(self.store.adopted.in_seal(salt, chunks))
+        self.settle(self.store.recovered.in_seal(salt, chunks))
         bad = data.draw(st.integers(0, len(chunks) - 1)) if is_damaged else len(chunks)
         if is_damaged:
             layer = data.draw(st.integers(0, LAYOUT.layer_count - 1))
@@ -460,7 +460,7 @@ class StoreMachine(RuleBasedStateMachine):
         slots = data.draw(
             st.lists(st.sampled_from([(0, 1), *sorted(holder.granted.items())]), unique=True)
         )
-        released = self.store.release(name, leases, slots)
+        released = self.store.sessions.release(name, leases, slots)
         held = [lease_id for lease_id in leases if lease_id in holder.leases]
         given = [slot for slot, generation in slots if holder.granted.get(slot) == generation]
         assert (released.lease_count, released.slot_count) == (len(held), len(given))

@@ -11,10 +11,10 @@ import pytest
 from kvstore_helpers import LAYOUT, Bench, read_payload, seed_of, store_sequence, write_payload
 
 from kvstore_service.eviction.policies import LeastRecentlyUsed
-from kvstore_service.pool import contents, prefix_index
+from kvstore_service.pool import chunk_identity, prefix_index
 from kvstore_service.pool.chunk_pool import WrittenChunk
 from kvstore_service.pool.leases import LeaseTable
-from kvstore_service.pool.store import SealOutcome
+from kvstore_service.store import SealOutcome
 from splitpoint.arena.records import SlotState, commit_word, first_generation
 from splitpoint.errors import DataLoss, FailedPrecondition, NotFound, ResourceExhausted
 from splitpoint.keys import chunk_key
@@ -80,7 +80,7 @@ def test_generations_begin_with_the_epoch_and_grow(bench: Bench) -> None:
     session = bench.attach()
     [(slot, first)] = grant(bench, session)
     assert first == first_generation(1)
-    bench.store.release(session, [], [(slot, first)])
+    bench.store.sessions.release(session, [], [(slot, first)])
     granted = dict(grant(bench, session, SLOTS))
     assert granted[slot] == first + 1
     for each, generation in granted.items():
@@ -116,7 +116,7 @@ def test_sealing_what_is_sealed_frees_the_slot(bench: Bench) -> None:
     assert bench.states() == (7, 0, 1, 0)
     with pytest.raises(ResourceExhausted):  # the existing chunk is leased
         grant(bench, session, SLOTS)
-    assert bench.store.release(other, [outcome.lease_id], []).lease_count == 1
+    assert bench.store.sessions.release(other, [outcome.lease_id], []).lease_count == 1
     grant(bench, session, SLOTS)
 
 
@@ -209,7 +209,7 @@ def test_equal_hashes_of_different_contents_are_told_apart(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a hash that is a constant, tokens, fingerprints, parents and tenants still differ."""
-    for module in (prefix_index, contents):
+    for module in (prefix_index, chunk_identity):
         monkeypatch.setattr(module, "packed_chunk_key", lambda *_: b"k" * 32)
     session = bench.attach()
     [first] = grant(bench, session)
@@ -231,13 +231,13 @@ def test_the_least_recently_used_leaf_goes_first(bench: Bench) -> None:
     session = bench.attach()
     for name in (1, 2, 3, 4):
         store_sequence(bench.store, session, SALT, [name] * 8)
-    bench.store.release(session, [bench.store.match(session, SALT, [1] * 8).lease_id], [])
+    bench.store.sessions.release(session, [bench.store.match(session, SALT, [1] * 8).lease_id], [])
     granted = grant(bench, session, 3)
     # 2 goes from its end on, then 3 begins to go; 1 was used last, 4 after 3.
     cached = [bench.store.peek(SALT, [name] * 8).cached_tokens for name in (1, 2, 3, 4)]
     assert cached == [8, 0, 4, 8]
     assert bench.store.pool.evicted_total == 3
-    bench.store.release(session, [], granted)
+    bench.store.sessions.release(session, [], granted)
     assert bench.states() == (3, 0, 5, 0)
 
 
@@ -249,7 +249,7 @@ def test_leases_and_children_protect(bench: Bench) -> None:
         grant(bench, session, 6)
     grant(bench, session, 5)
     assert bench.store.peek(SALT, [1] * 12).cached_tokens == 12
-    bench.store.release(session, [lease_id], [])
+    bench.store.sessions.release(session, [lease_id], [])
     grant(bench, session, 3)
     assert bench.states() == (0, 8, 0, 0)
     assert len(keys) == 3
@@ -298,17 +298,17 @@ def test_least_recently_used_alone() -> None:
 
 def test_leases_alone() -> None:
     table = LeaseTable()
-    first = table.take(b"a", [1, 2])
-    second = table.take(b"b", [2, 3])
+    first = table.create(b"a", [1, 2])
+    second = table.create(b"b", [2, 3])
     table.extend(first, [2, 4])
     assert sorted(table.leased_slots) == [1, 2, 3, 4]
-    assert sorted(table.drop(first)) == [1, 4]
+    assert sorted(table.end(first)) == [1, 4]
     assert table.is_leased(2)
     assert not table.is_leased(1)
     assert table.check_integrity({2, 3}) == []
     assert "without a chunk: [3]" in table.check_integrity({2})[0]
-    assert sorted(table.drop(second)) == [2, 3]
-    assert table.take(b"a", []).lease_id == 3
+    assert sorted(table.end(second)) == [2, 3]
+    assert table.create(b"a", []).lease_id == 3
 
 
 # -- sessions ------------------------------------------------------------------------
@@ -317,21 +317,21 @@ def test_leases_alone() -> None:
 def test_sessions_expire_unless_kept_alive(bench: Bench) -> None:
     session = bench.attach()
     bench.clock.now += 9.9
-    assert bench.store.keep_alive(session) == 10
+    assert bench.store.sessions.keep_alive(session) == 10
     bench.clock.now += 9.9
-    bench.store.sweep()
+    bench.store.sessions.sweep()
     grant(bench, session)
     bench.clock.now += 0.2
     for call in (
         lambda: grant(bench, session),
         lambda: bench.store.match(session, SALT, [1]),
-        lambda: bench.store.keep_alive(session),
+        lambda: bench.store.sessions.keep_alive(session),
         lambda: bench.store.seal(session, SALT, [], []),
     ):
         with pytest.raises(FailedPrecondition, match="expired"):
             call()
     assert bench.states() == (7, 1, 0, 0)
-    bench.store.sweep()
+    bench.store.sessions.sweep()
     assert bench.states() == (7, 0, 0, 1)
 
 
@@ -339,8 +339,8 @@ def test_what_an_ended_session_held_waits_for_its_process(bench: Bench) -> None:
     session = bench.attach()
     _, lease_id = store_sequence(bench.store, session, SALT, [1] * 8, keep_leased=True)
     granted = grant(bench, session, 2)
-    bench.store.end(session)
-    bench.store.end(session)
+    bench.store.sessions.end(session)
+    bench.store.sessions.end(session)
     assert bench.states() == (4, 0, 2, 2)
     for slot, generation in granted:
         assert bench.arena.commit_word(slot) != commit_word(generation, SlotState.WRITING)
@@ -348,11 +348,11 @@ def test_what_an_ended_session_held_waits_for_its_process(bench: Bench) -> None:
     with pytest.raises(ResourceExhausted):
         grant(bench, other, 5)
     bench.clock.now += 10_000  # however long it takes
-    bench.store.sweep()
+    bench.store.sessions.sweep()
     assert bench.states() == (4, 0, 2, 2)
     assert lease_id in [lease.lease_id for lease in bench.store.pool.leases]
     bench.presence.gone.add(session)
-    bench.store.sweep()
+    bench.store.sessions.sweep()
     assert bench.states() == (6, 0, 2, 0)
     assert len(bench.store.pool.leases) == 0
     with pytest.raises(NotFound, match="attach again"):
@@ -362,7 +362,7 @@ def test_what_an_ended_session_held_waits_for_its_process(bench: Bench) -> None:
 def test_reserving_finds_room_that_the_dead_left(bench: Bench) -> None:
     session, other = bench.attach(), bench.attach()
     grant(bench, other, SLOTS)
-    bench.store.end(other)
+    bench.store.sessions.end(other)
     with pytest.raises(ResourceExhausted):
         grant(bench, session)
     bench.presence.gone.add(other)
@@ -373,25 +373,29 @@ def test_attaching_again_acknowledges(bench: Bench) -> None:
     session = bench.attach()
     store_sequence(bench.store, session, SALT, [1] * 8, keep_leased=True)
     grant(bench, session, 2)
-    bench.store.end(session)
+    bench.store.sessions.end(session)
     with pytest.raises(FailedPrecondition, match="another process"):
-        bench.store.attach(
+        bench.store.sessions.attach(
             "thief",
             dataclasses.replace(bench.process(), process_id=9),
             previous_session_id=session,
         )
-    bench.store.attach("test", bench.process(), previous_session_id=session)
+    bench.store.sessions.attach("test", bench.process(), previous_session_id=session)
     assert bench.states() == (6, 0, 2, 0)
     assert len(bench.store.sessions) == 1
-    bench.store.attach("test", bench.process(), previous_session_id=session)  # unknown: fine
+    bench.store.sessions.attach(
+        "test", bench.process(), previous_session_id=session
+    )  # unknown: fine
 
 
 def test_an_orphan_may_still_give_back(bench: Bench) -> None:
     session = bench.attach()
     _, lease_id = store_sequence(bench.store, session, SALT, [1] * 8, keep_leased=True)
     granted = grant(bench, session, 2)
-    bench.store.end(session)
-    released = bench.store.release(session, [lease_id, lease_id, 77], [*granted, granted[0]])
+    bench.store.sessions.end(session)
+    released = bench.store.sessions.release(
+        session, [lease_id, lease_id, 77], [*granted, granted[0]]
+    )
     assert (released.lease_count, released.slot_count) == (1, 2)
     assert bench.states() == (6, 0, 2, 0)
     assert len(bench.store.sessions) == 0
@@ -399,10 +403,10 @@ def test_an_orphan_may_still_give_back(bench: Bench) -> None:
 
 def test_a_session_that_holds_nothing_goes_at_once(bench: Bench) -> None:
     session = bench.attach()
-    bench.store.end(session)
+    bench.store.sessions.end(session)
     assert len(bench.store.sessions) == 0
     with pytest.raises(NotFound):
-        bench.store.release(session, [], [])
+        bench.store.sessions.release(session, [], [])
 
 
 def test_releasing_is_for_holders(bench: Bench) -> None:
@@ -411,15 +415,15 @@ def test_releasing_is_for_holders(bench: Bench) -> None:
     lease_id = bench.store.match(session, SALT, [1] * 4).lease_id
     [(slot, generation)] = grant(bench, session)
     for who, slots in ((other, [(slot, generation)]), (session, [(slot, generation + 1)])):
-        released = bench.store.release(who, [lease_id] if who == other else [], slots)
+        released = bench.store.sessions.release(who, [lease_id] if who == other else [], slots)
         assert (released.lease_count, released.slot_count) == (0, 0)
     assert bench.states() == (6, 1, 1, 0)
 
 
 def test_layouts_must_agree(bench: Bench) -> None:
     with pytest.raises(FailedPrecondition, match="another layout"):
-        bench.store.attach("test", bench.process(), layout_hash=bytes(16))
-    bench.store.attach("test", bench.process(), layout_hash=LAYOUT.layout_hash)
+        bench.store.sessions.attach("test", bench.process(), layout_hash=bytes(16))
+    bench.store.sessions.attach("test", bench.process(), layout_hash=LAYOUT.layout_hash)
 
 
 def test_too_many_sessions(bench: Bench) -> None:
@@ -461,9 +465,9 @@ def test_the_integrity_check_sees_damage(bench: Bench) -> None:
     for slot in range(8):
         if slot not in (head.slot, tail.slot):
             bench.store.pool.allocator.free(slot)
-    lease = bench.store.pool.leases.take(b"nobody", [7])
+    lease = bench.store.pool.leases.create(b"nobody", [7])
     found = bench.integrity.check_integrity()
     assert any("without a chunk: [7]" in line for line in found)
     assert any("has no session" in line for line in found)
-    bench.store.pool.leases.drop(lease)
+    bench.store.pool.leases.end(lease)
     assert bench.integrity.check_integrity() == []

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from kvstore_helpers import LAYOUT, Bench, payload_of, read_payload, seed_of, store_sequence
 
-from kvstore_service.integrity.checksums import IntegrityChecker
+from kvstore_service.integrity.checker import IntegrityChecker
 from kvstore_service.pool.chunk_pool import WrittenChunk
-from kvstore_service.pool.records import MappedMetadata
-from kvstore_service.pool.store import KvStore
-from kvstore_service.recovery.recovery import UNKNOWN_WRITER
+from kvstore_service.pool.recovered_state import UNKNOWN_WRITER
+from kvstore_service.pool.slot_table import MappedMetadata
 from kvstore_service.sessions import ProcessIdentity
+from kvstore_service.store import KvStore
 from splitpoint.arena.format import (
     RECORD_BYTES,
     RECORDS_OFFSET,
@@ -75,8 +75,8 @@ class Seen:
 
 def seen(store: KvStore) -> Seen:
     pool = store.pool
-    while entries := store.adopted.some(SLOTS):
-        store.adopted.settle(entries, store.adopted.check(entries))
+    while entries := store.recovered.some(SLOTS):
+        store.recovered.settle(entries, store.recovered.check(entries))
     return Seen(
         chunks=frozenset(
             (slot, entry.generation, entry.key, tuple(read_payload(store.arena, slot).values()))
@@ -109,8 +109,8 @@ class Crashes:
             lease_seconds=10,
             is_present=self.bench.presence.is_present,
         )
-        assert IntegrityChecker(store).check_integrity() == []
-        assert not store.pool.findings.damages  # a crash is no damage
+        assert IntegrityChecker(store.pool, store.sessions).check_integrity() == []
+        assert not store.recovered_state.damages  # a crash is no damage
         found = seen(store)
         store.close()
         opened.owner.remove()
@@ -178,7 +178,7 @@ def test_a_crash_while_releasing_and_quarantining(bench: Bench, tmp_path: Path) 
     bench.store.reserve(other, 2, SALT)
 
     def operate() -> None:
-        bench.store.release(session, [], granted[:2])
+        bench.store.sessions.release(session, [], granted[:2])
 
     assert check_every_crash(bench, tmp_path, operate) == 2
 
@@ -214,11 +214,11 @@ def test_sealed_chunks_are_served_again_and_verified_first(bench: Bench) -> None
     store_sequence(bench.store, session, SALT, tokens, keep_leased=True)
     bench.crash()
     assert bench.store.epoch == 2
-    assert len(bench.store.adopted.some(9)) == 2
+    assert len(bench.store.recovered.some(9)) == 2
     again = bench.attach()
     found = bench.store.match(again, SALT, tokens)
     assert found.cached_tokens == 6
-    assert bench.store.adopted.some(9) == []
+    assert bench.store.recovered.some(9) == []
     parent = b""
     for entry, piece in zip(found.entries, ((1, 2, 3, 4), (5, 6)), strict=True):
         expected = payload_of(LAYOUT, seed_of(parent, piece), len(piece))
@@ -251,7 +251,7 @@ def test_unsealed_slots_wait_for_their_writer(bench: Bench) -> None:
         bench.store.reserve(session, 1, SALT)
     bench.crash()  # and wait again
     assert bench.states() == (5, 0, 0, 3)
-    again = bench.store.attach("again", process, previous_session_id=session)
+    again = bench.store.sessions.attach("again", process, previous_session_id=session)
     assert bench.states() == (8, 0, 0, 0)
     assert again.session_id != session
 
@@ -306,13 +306,13 @@ def test_a_damaged_record_is_a_miss_and_is_counted(bench: Bench, where: str) -> 
     }[where]
     bench.arena.metadata[offset] ^= 0x40
     bench.crash()
-    assert len(bench.store.pool.findings.damages) == 1
+    assert len(bench.store.recovered_state.damages) == 1
     assert bench.store.peek(SALT, [1] * 12).cached_tokens == 4
     assert bench.store.peek(SALT, [2] * 4).cached_tokens == 4
     # With its state unknown somebody might be writing there: then it stays away.
     assert bench.states() == ((5, 0, 2, 1) if where == "state" else (6, 0, 2, 0))
     bench.presence.gone.add(session)
-    bench.store.sweep()
+    bench.store.sessions.sweep()
     assert bench.states() == (6, 0, 2, 0)
 
 
@@ -324,7 +324,7 @@ def test_a_slot_nobody_can_be_named_for_is_never_used(bench: Bench) -> None:
     for _ in range(2):
         bench.crash()
         bench.presence.gone.add(session)
-        bench.store.sweep()
+        bench.store.sessions.sweep()
         assert bench.states() == (7, 0, 0, 1)
 
 
@@ -373,7 +373,7 @@ def test_a_chunk_that_proves_damaged_under_leases_is_served_to_nobody(bench: Ben
     assert not bench.arena.is_current(*zip(handles[2], strict=True))
     assert bench.states() == (5, 0, 1, 2)
     assert len([*bench.store.reserve(session, 5, SALT)]) >= 1
-    bench.store.release(other, [found.lease_id], [])
+    bench.store.sessions.release(other, [found.lease_id], [])
     assert bench.states() == (2, 5, 1, 0)
 
 
@@ -385,7 +385,7 @@ def test_a_condemned_slot_survives_a_crash_as_quarantined(bench: Bench) -> None:
     bench.crash()
     assert bench.states() == (7, 0, 0, 1)
     bench.presence.gone.add(session)
-    bench.store.sweep()
+    bench.store.sessions.sweep()
     assert bench.states() == (8, 0, 0, 0)
 
 
@@ -396,7 +396,7 @@ def test_nobody_speaks_for_writers_that_nobody_knows(bench: Bench) -> None:
     bench.arena.metadata[record_offset(0) + GRANT_OFFSET] ^= 1
     bench.crash()
     for process in (ProcessIdentity(0, 0), ProcessIdentity(5, 5)):
-        bench.store.attach("x", process, previous_session_id=UNKNOWN_WRITER)
+        bench.store.sessions.attach("x", process, previous_session_id=UNKNOWN_WRITER)
         assert bench.states() == (7, 0, 0, 1)
 
 
@@ -412,7 +412,7 @@ def test_slots_are_zeroed_when_the_tenant_changes(bench: Bench) -> None:
         for slot in range(SLOTS):
             assert any(map(any, read_payload(bench.arena, slot).values())) is not is_zero
         handles = [(slot, run.generations[slot]) for slot in range(SLOTS)]
-        bench.store.release(session, [], handles)
+        bench.store.sessions.release(session, [], handles)
 
 
 def test_slots_of_an_earlier_epoch_are_zeroed_before_use(bench: Bench) -> None:

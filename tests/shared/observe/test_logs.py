@@ -22,7 +22,7 @@ class Setup(Protocol):
 
 
 HEADER = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z [A-Z]+ store( \[[^\n]*\])?: ")
-LOG = logging.getLogger("kvstore_service.pool.store")
+LOG = logging.getLogger("kvstore_service.store")
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_json_has_what_programs_look_for(logging_to: Setup) -> None:
         LOG.warning("ended", extra={"facts": {"ttft_seconds": 0.25, "worker": "0", "none": None}})
     plain, incident, ended = map(json.loads, stream.getvalue().splitlines())
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", plain.pop("time"))
-    logger = "kvstore_service.pool.store"
+    logger = "kvstore_service.store"
     assert plain == {"level": "INFO", "service": "store", "logger": logger, "message": "plain"}
     assert (incident["request_id"], incident["incident"]) == ("chat-7", "00ff")
     assert incident["exception"][-1] == "ValueError: deep down"

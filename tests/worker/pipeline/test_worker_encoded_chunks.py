@@ -22,7 +22,7 @@ from worker_service.pipeline.staging import Staging
 from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.store.arena_tensors import StoredChunk
 from worker_service.store.fetch import cut_tail
-from worker_service.store.mirror import Mirror, name_of
+from worker_service.store.mirror_cache import MirrorCache, name_of
 from worker_service.store.quantization import Unencodable, decode, encode
 from worker_service.store.write_back import WriteJob, copy_chunks
 
@@ -40,7 +40,7 @@ class Written:
 
     model: Decoder
     cache: DeviceCache
-    mirror: Mirror
+    mirror: MirrorCache
     pages: list[int]
     chunks: tuple[StoredChunk, ...]
     checksums: list[int]
@@ -87,7 +87,7 @@ def written(folder: Path, encoding: Encoding, dtype: torch.dtype) -> Written:
         WriteJob(index, page, page, tuple(IDS[index * CHUNK : (index + 1) * CHUNK]))
         for index, page in enumerate(pages)
     ]
-    mirror = Mirror(layout, 16 << 20)
+    mirror = MirrorCache(layout, 16 << 20)
     for plane in (*mirror.tensors.keys, *mirror.tensors.values, *mirror.tensors.inputs):
         plane.fill_(7)  # somebody's bytes of before
     places = [place for index in range(2 * CHUNKS) for place in mirror.grant(1) if index % 3]

@@ -30,7 +30,7 @@ def salted(name: str, prompt: list[int], sampling: Sampling, salt: bytes) -> Adm
 def stored_chunks(case: Case, salt: bytes, tokens: list[int]) -> list[StoredChunk]:
     store, session = case.runner.store, case.runner.connection.session_id
     found = store.match(session, salt, tokens)
-    store.release(session, [found.lease_id], [])
+    store.sessions.release(session, [found.lease_id], [])
     return [
         StoredChunk(each.slot, each.generation, each.token_count, each.key, each.checksum)
         for each in found.entries

@@ -5,7 +5,7 @@ from __future__ import annotations
 from splitpoint.arena.format import Geometry
 from splitpoint.shapes import ArenaLayout, DataType
 from worker_service.store.arena_tensors import StoredChunk
-from worker_service.store.mirror import Mirror, name_of
+from worker_service.store.mirror_cache import MirrorCache, name_of
 
 LAYOUT = ArenaLayout(
     chunk_tokens=4,
@@ -19,7 +19,7 @@ LAYOUT = ArenaLayout(
 )
 
 
-def filled(mirror: Mirror, key: bytes) -> StoredChunk:
+def filled(mirror: MirrorCache, key: bytes) -> StoredChunk:
     """A chunk whose payload is its key, again and again."""
     [place] = mirror.grant(1)
     for tensor in LAYOUT.tensors:
@@ -29,7 +29,7 @@ def filled(mirror: Mirror, key: bytes) -> StoredChunk:
 
 
 def test_a_damaged_chunk_is_found_no_more() -> None:
-    mirror = Mirror(LAYOUT, Geometry(LAYOUT, 8).size_bytes)
+    mirror = MirrorCache(LAYOUT, Geometry(LAYOUT, 8).size_bytes)
     first, second = filled(mirror, b"a" * 32), filled(mirror, b"b" * 32)
     assert mirror.damaged([first, second]) == []
     name = name_of(first.key, first.checksum)

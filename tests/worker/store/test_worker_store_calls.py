@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvstore_service.pool import contents, prefix_index
-from kvstore_service.pool.store import KvStore
+from kvstore_service.pool import chunk_identity, prefix_index
 from kvstore_service.server import KvStoreServicer
+from kvstore_service.store import KvStore
 from splitpoint.arena.owner import open_or_create_arena
 from splitpoint.arena.records import SlotState
 from splitpoint.errors import DeadlineExceeded, FailedPrecondition
@@ -30,7 +30,7 @@ from worker_service.lanes.lanes import SerialLanes
 from worker_service.runtime import Runtime
 from worker_service.store.arena_tensors import ArenaTensors
 from worker_service.store.client import StoreClient, WrittenChunk
-from worker_service.store.remote import RemoteStoreClient
+from worker_service.store.remote_client import RemoteStoreClient
 from worker_service.store.write_back import (
     Flushed,
     WriteBack,
@@ -204,14 +204,14 @@ async def test_whatever_goes_wrong_it_attaches_again(setup: Setup, where: str) -
         assert before is not None
         client.quiesce = quiesce
         client.reattached = lambda: break_once("reattached")
-        setup.servicer.store.end(before.session_id)
+        setup.servicer.store.sessions.end(before.session_id)
         await until(lambda: client.connection not in (None, before))
         await until(lambda: not broken)
         await store_one(client)
         # And once more, by the same keeper.
         again = client.connection
         assert again is not None
-        setup.servicer.store.end(again.session_id)
+        setup.servicer.store.sessions.end(again.session_id)
         await until(lambda: client.connection not in (None, again))
 
 
@@ -396,7 +396,7 @@ async def test_the_mirror_names_the_bytes_that_it_has(setup: Setup) -> None:
 async def test_equal_hashes_bring_no_bytes_of_another_tenant(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (prefix_index, contents):
+    for module in (prefix_index, chunk_identity):
         monkeypatch.setattr(module, "packed_chunk_key", lambda *_: b"k" * 32)
     async with setup.client(remote=True) as reader, setup.client() as writer:
         assert reader.connection is not None

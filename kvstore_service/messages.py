@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore_service.pool.prefix_index import Entry
-from kvstore_service.pool.store import SealOutcome
+from kvstore_service.store import SealOutcome
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import types_pb2
 

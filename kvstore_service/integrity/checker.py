@@ -1,7 +1,7 @@
-"""Walks every structure of a store and names each violated invariant; changes nothing.
+"""Checks the invariants of a store's tables and reports each violation; changes nothing.
 
-Counts are conserved, runs never overlap, leases name live chunks, generations
-only grow, index, records and sessions agree.
+Counts are conserved, free runs never overlap, leases name live chunks, generations only grow,
+and index, records and sessions agree.
 """
 
 from __future__ import annotations
@@ -9,27 +9,29 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvstore_service.integrity.inspection import check_record
+from kvstore_service.pool.chunk_pool import ChunkPool
 from kvstore_service.pool.prefix_index import Entry
-from kvstore_service.pool.store import KvStore
+from kvstore_service.sessions import Session
 from splitpoint.arena.format import ArenaFormatError
 from splitpoint.arena.records import SlotState
 
 
 class IntegrityChecker:
-    """Remembers each slot's generation from check to check, to see that they only grow."""
+    """Remembers each slot's generation between two checks, since generations only grow."""
 
-    def __init__(self, store: KvStore) -> None:
-        self._store = store
-        self._generations = [0] * store.arena.slot_count
+    def __init__(self, pool: ChunkPool, sessions: Iterable[Session]) -> None:
+        self._pool = pool
+        self._sessions = sessions
+        self._generations = [0] * pool.slot_count
 
     def check_integrity(self) -> list[str]:
-        """One line per violation; empty when all invariants hold."""
-        entries = self._store.pool.chunks().values()
+        """Check everything. Return one line per violation."""
+        entries = self._pool.chunks().values()
         return [*self.check_counts(), *self.check_records(entries), *self.check_parents(entries)]
 
     def check_counts(self) -> list[str]:
-        """What must agree as a whole, at one moment."""
-        pool = self._store.pool
+        """Check what must agree as a whole, at one moment."""
+        pool = self._pool
         return [
             *pool.slots.check_integrity(),
             *pool.leases.check_integrity(set(pool.chunks()) | pool.condemned),
@@ -40,11 +42,11 @@ class IntegrityChecker:
         ]
 
     def _check_free_runs(self) -> list[str]:
-        pool = self._store.pool
+        pool = self._pool
         violations = []
         in_runs: set[int] = set()
         end_before = -1
-        for run in pool.free_runs():
+        for run in pool.allocator.runs():
             if run.first <= end_before:
                 violations.append(f"free runs overlap or touch at slot {run.first}")
             in_runs.update(run)
@@ -60,7 +62,7 @@ class IntegrityChecker:
         return violations
 
     def _check_generations(self) -> list[str]:
-        slots = self._store.pool.slots
+        slots = self._pool.slots
         violations = []
         for slot, before in enumerate(self._generations):
             now = slots.generation(slot)
@@ -70,10 +72,10 @@ class IntegrityChecker:
         return violations
 
     def _check_sessions(self) -> list[str]:
-        store, pool = self._store, self._store.pool
+        pool = self._pool
         violations = []
         holder: dict[int, bytes] = {}
-        for session in store.sessions:
+        for session in self._sessions:
             name = session.session_id.hex()
             expected = SlotState.QUARANTINED if session.is_orphaned else SlotState.WRITING
             for slot, generation in session.granted.items():
@@ -98,7 +100,7 @@ class IntegrityChecker:
             violations.append(
                 f"unsealed slots without a session: {sorted(unsealed ^ expected_unsealed)}"
             )
-        known = {session.session_id for session in store.sessions}
+        known = {session.session_id for session in self._sessions}
         violations += [
             f"lease {lease.lease_id} has no session"
             for lease in pool.leases
@@ -107,7 +109,7 @@ class IntegrityChecker:
         return violations
 
     def _check_index(self) -> list[str]:
-        pool = self._store.pool
+        pool = self._pool
         chunks = pool.chunks()
         violations = []
         if set(chunks) != set(pool.slots.in_state(SlotState.SEALED)):
@@ -121,8 +123,8 @@ class IntegrityChecker:
         return violations
 
     def check_records(self, entries: Iterable[Entry]) -> list[str]:
-        """Chunk by chunk: record and token row; slow for many."""
-        pool = self._store.pool
+        """Check the records and token rows of chunks; slow for many."""
+        pool = self._pool
         violations = []
         for entry in entries:
             try:
@@ -133,8 +135,8 @@ class IntegrityChecker:
         return violations
 
     def check_parents(self, entries: Iterable[Entry]) -> list[str]:
-        """Chunk by chunk: whether it follows its parent."""
-        pool = self._store.pool
+        """Check that chunks follow their parents."""
+        pool = self._pool
         violations = []
         for entry in entries:
             slot = entry.slot

@@ -20,6 +20,7 @@ from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import types_pb2
 from worker_service.lanes.lanes import passed
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
+from worker_service.store.chunk_streams import BATCH_BYTES, read_chunks, write_chunks
 from worker_service.store.client import (
     CALL_SECONDS,
     GOODBYE_SECONDS,
@@ -30,8 +31,7 @@ from worker_service.store.client import (
     WrittenChunk,
     storable_tokens,
 )
-from worker_service.store.mirror import Mirror, name_of
-from worker_service.store.streams import BATCH_BYTES, read_chunks, write_chunks
+from worker_service.store.mirror_cache import MirrorCache, name_of
 
 log = logging.getLogger(__name__)
 
@@ -52,12 +52,12 @@ class RemoteStoreClient(StoreClient):
         self._mirror_bytes = mirror_bytes
         self._lane = ThreadPoolExecutor(1, thread_name_prefix="remote-store")
         self._held: dict[_LeaseName, list[bytes]] = {}
-        self.mirror: Mirror | None = None
+        self.mirror: MirrorCache | None = None
         self._cleanups: set[asyncio.Task[None]] = set()
 
     async def start(self, layout: ArenaLayout) -> None:
         """Raises ResourceExhausted when the mirror does not fit, and what Attach raises."""
-        self.mirror = await asyncio.to_thread(Mirror, layout, self._mirror_bytes)
+        self.mirror = await asyncio.to_thread(MirrorCache, layout, self._mirror_bytes)
         if self.pinning is not None:
             self.pinning.attach(self.mirror.arena)
         await super().start(layout)
@@ -182,7 +182,7 @@ class RemoteStoreClient(StoreClient):
     async def reserve(
         self, connection: Connection, salt: bytes, slot_count: int
     ) -> list[tuple[int, int]]:
-        """Mirror slots. Raises ResourceExhausted."""
+        """MirrorCache slots. Raises ResourceExhausted."""
         return self._started().grant(slot_count)
 
     async def seal(
@@ -273,11 +273,11 @@ class RemoteStoreClient(StoreClient):
             mirror.discard(chunk)
         return sum(not mirror.has(chunk) for chunk in chunks)
 
-    def _started(self) -> Mirror:
+    def _started(self) -> MirrorCache:
         if self.mirror is None:
             raise RuntimeError("the remote store client was not started")
         return self.mirror
 
 
 def _always() -> None:
-    """Mirror slots may always be written: nobody else does."""
+    """MirrorCache slots may always be written: nobody else does."""

@@ -13,7 +13,7 @@ from kvstore_service.eviction.policies import EvictionPolicy
 _MOST_CLASSES = 32
 
 
-class RecordedPolicy:
+class InstrumentedPolicy:
     """A policy that keeps account of the chunks it chooses. What is chosen is evicted.
 
     Attributes:

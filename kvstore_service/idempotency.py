@@ -1,7 +1,7 @@
-"""Every mutation once: a repeated request gets its first answer again, also while that is made.
+"""Idempotent calls: a repeated request gets the first answer, also while that is being made.
 
-Answers are remembered in the session's book; what is still under way is shared.
-Knows no rpc's meaning.
+Answers are remembered per session. Calls that are still running are shared. This module
+does not know what the calls do.
 """
 
 from __future__ import annotations
@@ -9,18 +9,62 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+from collections import OrderedDict
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import Message
 
-from kvstore_service.sessions import AnswerBook
 from splitpoint.errors import AlreadyExists, SplitpointError
 
 _log = logging.getLogger(__name__)
 
+# Retries come within seconds; a busy worker makes some hundred calls a second.
+ANSWER_LIMIT = 2048
+ANSWER_BYTES_LIMIT = 8 << 20
+
+Answer = bytes | SplitpointError
 Response = TypeVar("Response", bound=Message)
+
+
+class AnswerCache:
+    """The answers to a session's newest requests, by request id, in bounded memory."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+        self._answers: OrderedDict[bytes, tuple[bytes, Answer]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def get(self, request_id: bytes, digest: bytes) -> Answer | None:
+        """Return the first answer to this request. None if the request is new.
+
+        Raises AlreadyExists if the id was used for a request with another digest.
+        """
+        known = self._answers.get(request_id)
+        if known is None:
+            return None
+        if known[0] != digest:
+            raise AlreadyExists("this request_id was used for another request")
+        return known[1]
+
+    def put(self, request_id: bytes, digest: bytes, answer: Answer) -> None:
+        replaced = self._answers.get(request_id)
+        if replaced is not None:
+            self._bytes -= _size(replaced[1])
+        self._answers[request_id] = (digest, answer)
+        self._bytes += _size(answer)
+        while len(self._answers) > ANSWER_LIMIT or (
+            self._bytes > ANSWER_BYTES_LIMIT and len(self._answers) > 1
+        ):
+            _, (_, oldest) = self._answers.popitem(last=False)
+            self._bytes -= _size(oldest)
+
+
+def _size(answer: Answer) -> int:
+    return len(answer) if isinstance(answer, bytes) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +72,19 @@ class Call(Generic[Response]):
     """One request that must not be carried out twice.
 
     Attributes:
-        name: session and request id.
-        digest: stands for the request's whole content, its kind included.
+        name: session id and request id.
+        digest: hash of the request's type and content.
     """
 
     name: tuple[bytes, bytes]
     digest: bytes
-    answers: AnswerBook
+    answers: AnswerCache
     response_type: type[Response]
 
     @classmethod
-    def of(cls, request: Any, answers: AnswerBook, response_type: type[Response]) -> Call[Response]:
+    def of(
+        cls, request: Any, answers: AnswerCache, response_type: type[Response]
+    ) -> Call[Response]:
         """`request` has the fields session_id and request_id."""
         content = request.SerializeToString(deterministic=True)
         kind = request.DESCRIPTOR.full_name.encode()
@@ -46,19 +92,19 @@ class Call(Generic[Response]):
         return cls((request.session_id, request.request_id), digest, answers, response_type)
 
 
-class OnceTable:
-    """The calls that take longer than one turn of the event loop."""
+class IdempotentCalls:
+    """The calls that are running, and the answers of those that ended."""
 
     def __init__(self) -> None:
         self._running: dict[tuple[bytes, bytes], tuple[bytes, asyncio.Task[Any]]] = {}
 
     async def known(self, call: Call[Response]) -> Response | None:
-        """The answer this request had or is about to get; None: it is new.
+        """Return the answer of an earlier request, waiting for it. None if the call is new.
 
-        Raises AlreadyExists when its id was used for another request, and what
-        the first call raised, if errors of its kind are remembered.
+        Raises AlreadyExists if the request id was used for another request, and the error
+        of the first call if it was remembered.
         """
-        remembered = call.answers.recall(call.name[1], call.digest)
+        remembered = call.answers.get(call.name[1], call.digest)
         if isinstance(remembered, SplitpointError):
             raise remembered.with_traceback(None)
         if remembered is not None:
@@ -72,14 +118,14 @@ class OnceTable:
         return answer
 
     def answered(self, call: Call[Response], response: Response) -> Response:
-        """Remember what a new call was answered."""
-        call.answers.remember(call.name[1], call.digest, response.SerializeToString())
+        """Remember the answer to a new call and return it."""
+        call.answers.put(call.name[1], call.digest, response.SerializeToString())
         return response
 
     async def run(
         self, call: Call[Response], work: Coroutine[Any, Any, Response], *, keep_errors: bool
     ) -> Response:
-        """Carry out a new call to its end, whether or not its caller waits for it.
+        """Carry out a new call to its end, also if its caller is cancelled.
 
         `keep_errors`: a failure may have had an effect, so a retry must not try again.
         """
@@ -95,16 +141,16 @@ class OnceTable:
             return self.answered(call, await work)
         except SplitpointError as error:
             if keep_errors:
-                call.answers.remember(call.name[1], call.digest, error)
+                call.answers.put(call.name[1], call.digest, error)
             raise
 
     def _done(self, call: Call[Any], task: asyncio.Task[Any]) -> None:
         del self._running[call.name]
         if not task.cancelled() and (error := task.exception()) is not None:
-            # Whoever waits gets it too; here it is for callers that went away.
+            # Waiting callers get the error, too; the log has it if all of them went away.
             _log.info("a call was refused: %s", error)
 
     async def close(self) -> None:
-        """Wait for what is under way."""
+        """Wait for the running calls."""
         tasks = [task for _, task in self._running.values()]
         await asyncio.gather(*tasks, return_exceptions=True)

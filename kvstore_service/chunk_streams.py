@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 import xxhash
 
 from kvstore_service import validation
-from kvstore_service.encoding import sealed_chunks
-from kvstore_service.once import Call, OnceTable
+from kvstore_service.idempotency import Call, IdempotentCalls
+from kvstore_service.messages import sealed_chunks
 from kvstore_service.pool.chunk_pool import WrittenChunk
 from kvstore_service.pool.prefix_index import Entry
-from kvstore_service.pool.sealer import Sealer
-from kvstore_service.pool.store import KvStore
+from kvstore_service.sealer import Sealer
 from kvstore_service.sessions import Session
+from kvstore_service.store import KvStore
 from splitpoint.arena.payload import PIECE_BYTES, Payload, pieces
 from splitpoint.errors import (
     ChunkLost,
@@ -48,7 +48,7 @@ LAST_PIECE_SECONDS = 2.0
 Result = TypeVar("Result")
 
 
-class RemoteStreams:
+class ChunkStreams:
     """All streams of one store. `stopping` ends them.
 
     Args:
@@ -59,13 +59,13 @@ class RemoteStreams:
         self,
         store: KvStore,
         sealer: Sealer,
-        once: OnceTable,
+        calls: IdempotentCalls,
         threads: ThreadPoolExecutor,
         stopping: asyncio.Event,
     ) -> None:
         self._store = store
         self._sealer = sealer
-        self._once = once
+        self._calls = calls
         self._threads = threads
         self._stopping = stopping
         self._payload = Payload(store.arena)
@@ -144,7 +144,7 @@ class RemoteStreams:
         chunks = validation.check_write(header, self._store.arena.layout.chunk_tokens)
         session = self._remote_session(header.session_id)
         call = Call.of(header, session.answers, pb.WriteChunksResponse)
-        known = await self._once.known(call)
+        known = await self._calls.known(call)
         if known is not None:
             await self._drain(session, parts, len(chunks))
             return known
@@ -154,7 +154,7 @@ class RemoteStreams:
             try:
                 await self._fill(session, parts, [slot for slot, _ in granted])
                 # The same stream, sent again meanwhile, may have been quicker.
-                known = await self._once.known(call)
+                known = await self._calls.known(call)
                 if known is not None:
                     return known
                 written = [
@@ -162,10 +162,10 @@ class RemoteStreams:
                     for chunk, (slot, generation) in zip(chunks, granted, strict=True)
                 ]
                 is_sealing = True  # which sees to the slots itself, and outlives the caller
-                return await self._once.run(call, self._seal(header, written), keep_errors=True)
+                return await self._calls.run(call, self._seal(header, written), keep_errors=True)
             finally:
                 if not is_sealing:
-                    self._store.give_up_writing(session.session_id, granted)
+                    self._store.sessions.give_up_writing(session.session_id, granted)
 
     async def _reserve(self, header: pb.WriteChunksHeader, count: int) -> list[tuple[int, int]]:
         """Slots for the chunks with their generations. Raises ResourceExhausted."""
@@ -241,7 +241,7 @@ class RemoteStreams:
             )
         finally:
             # Behind a chunk that failed; sealed ones are not granted any more.
-            self._store.give_up_writing(header.session_id, _places(chunks))
+            self._store.sessions.give_up_writing(header.session_id, _places(chunks))
         return pb.WriteChunksResponse(
             chunks=sealed_chunks(outcome), lease_id=outcome.lease_id, epoch=self._store.epoch
         )

@@ -1,20 +1,20 @@
-"""The store's rules: sessions reserve, seal, match and release; everything else follows.
+"""The store's operations: sessions match, reserve, seal and release chunks.
 
-One thread calls it (the event loop's). It does no I/O except the metadata
-writes of the slot table and never waits: reading payload back is `verify` and
-`check`, zeroing it is `zero`; any thread may run these. Knows no gRPC.
+Only the event loop's thread calls the store, except `verify`, `zero` and
+`RecoveredChunks.check`, which read or zero payloads and may run in any thread. The store
+does no I/O except the slot table's metadata writes, never waits, and knows no gRPC.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+from kvstore_service.eviction.cache_admission import SecondUseFilter
 from kvstore_service.eviction.policies import EvictionPolicy, LeastRecentlyUsed
-from kvstore_service.eviction.record import RecordedPolicy
-from kvstore_service.eviction.second_use import SecondUse
+from kvstore_service.eviction.stats import InstrumentedPolicy
 from kvstore_service.integrity.inspection import Inspection
 from kvstore_service.pool.chunk_pool import (
     ARENA_FULL,
@@ -23,11 +23,12 @@ from kvstore_service.pool.chunk_pool import (
     Preparation,
     WrittenChunk,
 )
-from kvstore_service.pool.holders import Holders
 from kvstore_service.pool.prefix_index import Entry, PrefixMatch
-from kvstore_service.pool.records import MetadataWriter
-from kvstore_service.recovery.adopted import AdoptedChunks, damage_of
-from kvstore_service.sessions import Session, SessionTable
+from kvstore_service.pool.slot_table import MetadataWriter
+from kvstore_service.recovery.recovered_chunks import RecoveredChunks, damage_of
+from kvstore_service.recovery.scan import read_arena
+from kvstore_service.session_manager import SessionManager
+from kvstore_service.sessions import Session
 from splitpoint.arena import presence
 from splitpoint.arena.format import ArenaFormatError
 from splitpoint.arena.mapping import Arena
@@ -39,10 +40,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """`entries` hold `cached_tokens`, the last one perhaps in part. `lease_id` 0: none.
+    """The longest cached prefix of a sequence.
 
-    `storable_tokens`: how far the sequence may be stored, a multiple of a chunk's
-    tokens; None: to its end and beyond.
+    Attributes:
+        entries: its chunks; of the last one perhaps only the first tokens.
+        lease_id: 0 if the chunks are not leased.
+        storable_tokens: number of leading tokens that may be stored, a multiple of a chunk's
+            tokens. None if there is no limit.
     """
 
     entries: tuple[Entry, ...]
@@ -59,7 +63,7 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True)
 class SealOutcome:
-    """`lease_id` 0: the chunks are under no lease."""
+    """Sealed chunks in order. `lease_id` is 0 if they are not leased."""
 
     chunks: tuple[Sealed, ...]
     lease_id: int
@@ -67,11 +71,11 @@ class SealOutcome:
 
 @dataclass(slots=True)
 class Counters:
-    """Since start.
+    """Counts since start.
 
     Attributes:
-        refused_reservations: for lack of chunks that may be evicted, not for being wrong.
-        evicted_on_request: chunks that went because somebody said so.
+        refused_reservations: reservations that found no evictable chunks.
+        evicted_on_request: chunks evicted by the Evict call.
     """
 
     matches: int = 0
@@ -86,23 +90,26 @@ class Counters:
     evicted_on_request: int = 0
 
 
-class KvStore(Holders):
-    """One arena and the sessions that use it, those of an earlier store included.
+class KvStore:
+    """One arena with its chunks and sessions, those of an earlier store included.
 
     Args:
         clock: monotonic seconds.
-        lease_seconds: how long a session lives without a sign of life.
-        policy: orders evictions; least recently used first, if none is given.
-        admission: keeps out what nobody asked for twice; None: store everything.
-        is_present: whether the holder of a session may still touch the arena; the
-            default asks for the lock that `Arena.attach` takes.
-        writer: how metadata gets into the arena; the default is the mapping.
+        lease_seconds: seconds without a keep-alive after which a session expires.
+        policy: eviction policy; the default evicts the least recently used chunk.
+        admission: selects the chunks worth storing. None: store everything.
+        is_present: returns True if the client of a session may still touch the arena. The
+            default checks the lock that `Arena.attach` takes.
+        writer: writes metadata to the arena; the default is the mapping.
 
     Attributes:
-        adopted: chunks of an earlier store, until they were compared with their checksums.
-        inspection: reads chunks back that were sealed or compared once.
-        evictions: the policy at work, with its account.
-        recovery_seconds: how long it took to read what the arena held.
+        pool: slots and chunks.
+        sessions: sessions with their grants and leases.
+        recovered_state: what the arena held at start.
+        recovered: chunks of an earlier store whose payload is still to be verified.
+        inspection: reads chunks back that were sealed or verified before.
+        evictions: the policy with its eviction statistics.
+        recovery_seconds: time that reading the arena at start took.
     """
 
     def __init__(
@@ -112,23 +119,27 @@ class KvStore(Holders):
         clock: Callable[[], float],
         lease_seconds: float,
         policy: EvictionPolicy | None = None,
-        admission: SecondUse | None = None,
+        admission: SecondUseFilter | None = None,
         is_present: Callable[[bytes], bool] | None = None,
         writer: MetadataWriter | None = None,
     ) -> None:
         began = clock()
         self.arena = arena
         self.admission = admission
-        self.evictions = RecordedPolicy(policy or LeastRecentlyUsed(), clock)
+        self.evictions = InstrumentedPolicy(policy or LeastRecentlyUsed(), clock)
         self.counters = Counters()
         self._clock = clock
         self._last_refused_at: float | None = None
-        super().__init__(
-            ChunkPool(arena, self.evictions, writer=writer),
-            SessionTable(clock, lease_seconds),
-            is_present or (lambda id_: presence.is_held(arena.fd, id_)),
+        self.recovered_state = read_arena(arena)
+        self.pool = ChunkPool(arena, self.evictions, self.recovered_state, writer=writer)
+        self.sessions = SessionManager(
+            self.pool,
+            self.recovered_state.sessions,
+            clock=clock,
+            lease_seconds=lease_seconds,
+            is_present=is_present or (lambda id_: presence.is_held(arena.fd, id_)),
         )
-        self.adopted = AdoptedChunks(self.pool, self._count_damage)
+        self.recovered = RecoveredChunks(self.pool, self._count_damage)
         self.inspection = Inspection(self.pool, clock)
         self.recovery_seconds = clock() - began
 
@@ -140,30 +151,23 @@ class KvStore(Holders):
         return self.arena.superblock.epoch
 
     def close(self) -> None:
-        """End every session and let go of the arena. No thread may use it any more.
-
-        What was being written stays quarantined in the file: its writers live on,
-        and whoever adopts a kept arena has to ask about them.
-        """
-        for session in self.sessions:
-            self.end(session.session_id)
-        for session in self.sessions:
-            self.sessions.remove(session)
+        """End every session and close the arena. No thread may use it any more."""
+        self.sessions.close()
         self.pool.close()
         self.arena.close()
 
     # -- reading -------------------------------------------------------------------------
 
     def peek(self, salt: bytes, token_ids: Sequence[int]) -> Matched:
-        """The longest cached prefix right now: a hint, since nothing protects it."""
+        """Return the longest cached prefix: a hint, since nothing protects it from eviction."""
         found = self.pool.match(salt, token_ids)
         return Matched(found.entries, found.cached_tokens)
 
     def match(self, session_id: bytes, salt: bytes, token_ids: Sequence[int]) -> Matched:
-        """The longest cached prefix, leased to the session."""
-        session = self._user(session_id)
-        while unverified := self.adopted.in_match(salt, token_ids):
-            self.adopted.settle(unverified, self.adopted.check(unverified))
+        """Return the longest cached prefix, leased to the session."""
+        session = self.sessions.arena_user(session_id)
+        while unverified := self.recovered.in_match(salt, token_ids):
+            self.recovered.settle(unverified, self.recovered.check(unverified))
         found = self.pool.match(salt, token_ids)
         self.counters.matches += 1
         self.counters.query_tokens += len(token_ids)
@@ -173,7 +177,7 @@ class KvStore(Holders):
         self.counters.match_hits += 1
         self.counters.hit_tokens += found.cached_tokens
         self.pool.use(found.entries)
-        lease = self._lease(session, found.entries)
+        lease = self.sessions.lease(session, found.entries)
         return Matched(found.entries, found.cached_tokens, lease.lease_id, storable)
 
     def _storable_tokens(
@@ -181,15 +185,19 @@ class KvStore(Holders):
     ) -> int | None:
         if self.admission is None:
             return None
-        missing = self.pool.keys_behind(salt, found.entries, token_ids)
+        missing = self.pool.missing_keys(salt, found.entries, token_ids)
         admitted = self.admission.admit(missing)
         if admitted == len(missing):
             return None
         size = self.arena.layout.chunk_tokens
-        return (-(-len(token_ids) // size) - len(missing) + admitted) * size
+        chunk_count = -(-len(token_ids) // size)
+        return (chunk_count - len(missing) + admitted) * size
 
     def leased_chunk(self, session_id: bytes, slot: int, generation: int) -> Entry:
-        """The sealed chunk in a slot. Raises FailedPrecondition unless the session leased it."""
+        """Return the sealed chunk in a slot.
+
+        Raises FailedPrecondition unless the session leased it.
+        """
         session = self.sessions.live(session_id)
         entry = self.pool.find(slot)
         if entry is None or entry.generation != generation:
@@ -205,29 +213,29 @@ class KvStore(Holders):
         return entry
 
     def found_damaged(self, entry: Entry) -> None:
-        """A chunk's payload differs from its checksum: it is served to nobody any more."""
+        """Drop a chunk whose payload differs from its checksum."""
         if self.pool.holds(entry):
             self.counters.checksum_failures += 1
             lost = self.pool.discard(entry)
             _log.error(
-                "slot %d is damaged: it and %d chunks below it are gone", entry.slot, lost - 1
+                "slot %d is damaged: the chunk and %d below it are dropped", entry.slot, lost - 1
             )
 
     # -- writing -------------------------------------------------------------------------
 
     def reserve(self, session_id: bytes, slot_count: int, salt: bytes = b"") -> list[GrantedRun]:
-        """Grant slots for writing at once: `prepare`, `zero` and `grant`."""
+        """Prepare, zero and grant slots for writing."""
         preparation = self.prepare(session_id, slot_count, salt)
         self.zero(preparation)
         return self.grant(session_id, preparation)
 
     def prepare(self, session_id: bytes, slot_count: int, salt: bytes = b"") -> Preparation:
-        """Take slots for the salt's chunks from the free ones. Raises ResourceExhausted.
+        """Set free slots aside for the tenant with this salt. Raises ResourceExhausted.
 
-        They are nobody's until `grant` or `abandon`, one of which must follow.
+        `grant` or `abandon` must follow.
         """
-        self._user(session_id)
-        self.sweep()  # what the dead held is room
+        self.sessions.arena_user(session_id)
+        self.sessions.sweep()  # frees the slots of dead clients
         try:
             return self.pool.prepare(slot_count, salt_tag(salt))
         except ResourceExhausted as error:
@@ -237,19 +245,19 @@ class KvStore(Holders):
             raise
 
     def seconds_since_refusal(self) -> float | None:
-        """Since the last reservation that found no room; None: there was none."""
+        """Return the seconds since a reservation found no room. None if none did."""
         at = self._last_refused_at
         return None if at is None else self._clock() - at
 
     def zero(self, preparation: Preparation) -> None:
-        """Wipe what another tenant left in prepared slots. Slow, for any thread."""
+        """Zero what another tenant left in prepared slots. Slow; any thread may call it."""
         for slot in preparation.dirty_slots:
             self.arena.zero(slot)
 
     def grant(self, session_id: bytes, preparation: Preparation) -> list[GrantedRun]:
-        """Grant prepared slots; they are free again when the session ended meanwhile."""
+        """Grant prepared slots. They are freed if the session ended meanwhile."""
         try:
-            session = self._user(session_id)
+            session = self.sessions.arena_user(session_id)
         except SplitpointError:
             self.pool.abandon(preparation)
             raise
@@ -260,19 +268,20 @@ class KvStore(Holders):
         return runs
 
     def evict_all(self) -> int:
-        """Evict whatever nothing protects, because somebody asked; how many chunks that was."""
+        """Evict every unprotected chunk on request. Return their number."""
         evicted = self.pool.evict_all()
         self.counters.evicted_on_request += evicted
         return evicted
 
-    @contextmanager
-    def sealing(self, chunks: Sequence[WrittenChunk]) -> Iterator[None]:
-        """Keeps the chunks' parents from eviction while the payloads are verified."""
-        with self.pool.guard(chunk.parent_key for chunk in chunks):
-            yield
+    def sealing(self, chunks: Sequence[WrittenChunk]) -> AbstractContextManager[None]:
+        """Protect the chunks' parents from eviction while the payloads are verified."""
+        return self.pool.guard(chunk.parent_key for chunk in chunks)
 
     def verify(self, chunks: Sequence[WrittenChunk]) -> list[ArenaFormatError | None]:
-        """What is wrong with each payload, read back; None: nothing. Slow, for any thread."""
+        """Compare each payload with its checksum. Return None for an intact one.
+
+        Slow; any thread may call it.
+        """
         return [
             damage_of(self.arena, chunk.slot, len(chunk.token_ids), chunk.checksum)
             for chunk in chunks
@@ -290,21 +299,19 @@ class KvStore(Holders):
     ) -> SealOutcome:
         """Publish written chunks in order; see the contract of Seal in kvstore.proto.
 
-        `damages` is what `verify` said of each chunk.
-
-        Raises FailedPrecondition or DataLoss at the first chunk that cannot be
-        sealed; those before it stay sealed, those behind it stay granted.
+        `damages` is the result of `verify`. Raises FailedPrecondition or DataLoss at the first
+        chunk that cannot be sealed. Chunks before it stay sealed, those after it granted.
         """
         session = self.sessions.live(session_id)
-        while unverified := self.adopted.in_seal(salt, chunks):
-            self.adopted.settle(unverified, self.adopted.check(unverified))
-        lease = self._lease_of(session, lease_id)
+        while unverified := self.recovered.in_seal(salt, chunks):
+            self.recovered.settle(unverified, self.recovered.check(unverified))
+        lease = self.sessions.lease_of(session, lease_id)
         if lease is not None and not lease.slots.isdisjoint(self.pool.condemned):
-            # Computed from it, perhaps: sealed, its bytes would pass every later check.
+            # New chunks may be computed from it. Once sealed, they would pass every check.
             raise FailedPrecondition("a chunk under this lease proved damaged", reason="CHUNK_LOST")
         is_new_lease = lease is None and keep_leased
         if is_new_lease:
-            lease = self._lease(session, ())
+            lease = self.sessions.lease(session, ())
         sealed: list[Sealed] = []
         try:
             for chunk, damage in zip(chunks, damages, strict=True):
@@ -312,9 +319,9 @@ class KvStore(Holders):
                 if lease is not None:
                     self.pool.leases.extend(lease, [sealed[-1].entry.slot])
         except Exception:
-            # The caller never learns the new lease's id, so nobody could release it.
+            # The caller never learns the new lease's id and could not release it.
             if is_new_lease and lease is not None:
-                self._release_lease(session, lease.lease_id)
+                self.sessions.release_lease(session, lease.lease_id)
             raise
         return SealOutcome(tuple(sealed), lease.lease_id if lease is not None else 0)
 
@@ -332,16 +339,16 @@ class KvStore(Holders):
                 f"slot {chunk.slot} was reserved for another tenant salt", reason="OTHER_TENANT"
             )
         if damage is not None:
-            self._free(session, chunk.slot)
+            self.sessions.free(session, chunk.slot)
             self.counters.checksum_failures += 1
             raise DataLoss(f"not sealed: {damage.message}", reason=damage.reason) from damage
-        contents = self.pool.contents(salt, chunk.parent_key, chunk.token_ids)
-        existing = self.pool.sealed_like(contents)
+        identity = self.pool.identify(salt, chunk.parent_key, chunk.token_ids)
+        existing = self.pool.sealed_like(identity)
         if existing is not None:
-            self._free(session, chunk.slot)
+            self.sessions.free(session, chunk.slot)
             self.counters.duplicates += 1
             self.pool.use([existing])
             return Sealed(existing, is_duplicate=True)
-        entry = self.pool.publish(chunk.slot, contents, chunk.checksum)
+        entry = self.pool.publish(chunk.slot, identity, chunk.checksum)
         del session.granted[chunk.slot]
         return Sealed(entry, is_duplicate=False)

@@ -1,6 +1,6 @@
-"""What a store does by itself: expire sessions, read chunks back, check its own books.
+"""Background work of a store: expires sessions, verifies chunks, checks invariants.
 
-All of it on the event loop, in small pieces; payloads are read in the threads.
+It runs on the event loop in small steps. Payloads are read in threads.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
-from kvstore_service.integrity.checksums import IntegrityChecker
+from kvstore_service.integrity.checker import IntegrityChecker
 from kvstore_service.integrity.inspection import Finder
 from kvstore_service.integrity.scrubber import Scrubber, Scrubbing
 from kvstore_service.pool.prefix_index import Entry
-from kvstore_service.pool.store import KvStore
+from kvstore_service.store import KvStore
 
 _log = logging.getLogger(__name__)
 
-# Chunks read back between two looks at who else wants the memory's bandwidth.
+# Chunks that are read back without a break.
 _VERIFY_BATCH = 8
-# A store is idle when nobody called for this long; it then checks its books.
+# A store without calls for this long is idle, and checks its invariants.
 _IDLE_SECONDS = 5.0
 _CHECK_SECONDS = 60.0
 _CHECK_BATCH = 256
 
 
-class Upkeep:
+class Maintenance:
     """The background work of one store.
 
     Attributes:
-        violations: what the last check of the books found; empty: all invariants hold.
-        scrubber: reads sealed chunks back all the time; None: nothing does.
+        violations: result of the last integrity check; empty if all invariants hold.
+        scrubber: reads all sealed chunks back regularly. None if scrubbing is off.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Upkeep:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.store = store
-        self.integrity = IntegrityChecker(store)
+        self.integrity = IntegrityChecker(store.pool, store.sessions)
         self.violations: list[str] = []
         self._threads = threads
         self._clock = clock
@@ -54,7 +54,8 @@ class Upkeep:
         self.scrubber: Scrubber | None = None
         if scrubbing is not None:
             self.scrubber = Scrubber(
-                store,
+                store.pool,
+                store.inspection,
                 threads,
                 scrubbing,
                 idle_seconds=lambda: self._clock() - self._last_call,
@@ -62,20 +63,20 @@ class Upkeep:
             )
 
     def called(self) -> None:
-        """Somebody uses the store: it is not idle."""
+        """Note a call: the store is not idle."""
         self._last_call = self._clock()
 
     def check_integrity(self) -> list[str]:
-        """Everything, now; slow in a large arena."""
+        """Check all invariants now; slow in a large arena."""
         self.violations = self.integrity.check_integrity()
         self._last_check = self._clock()
         return self.violations
 
     async def run(self) -> None:
-        """Until cancelled. Raises what a bug raises: a store must not go on without this."""
+        """Run until cancelled. Errors are raised: a store must not run without maintenance."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._sweep(), name="sweep")
-            group.create_task(self._verify_adopted(), name="verify adopted chunks")
+            group.create_task(self._verify_recovered(), name="verify recovered chunks")
             group.create_task(self._check_when_idle(), name="check integrity")
             if self.scrubber is not None:
                 group.create_task(self.scrubber.run(), name="scrub")
@@ -83,43 +84,43 @@ class Upkeep:
     # -- sessions ------------------------------------------------------------------------
 
     async def _sweep(self) -> None:
-        """Expire silent sessions and free what the dead held, several times a lease."""
+        """Expire silent sessions and free what dead clients held, several times a lease."""
         interval = min(1.0, self.store.sessions.lease_seconds / 4)
         while True:
-            self.store.sweep()
+            self.store.sessions.sweep()
             await asyncio.sleep(interval)
 
-    # -- adopted chunks ------------------------------------------------------------------
+    # -- recovered chunks ------------------------------------------------------------------
 
     async def verify(self, find: Callable[[], list[Entry]]) -> None:
-        """Check and settle what `find` says is unverified, until it finds nothing."""
+        """Verify the chunks that `find` returns until it returns none."""
         while entries := find():
             await self._verify_batch(entries)
 
     async def _verify_batch(self, entries: list[Entry]) -> None:
         loop = asyncio.get_running_loop()
-        # Guarded from eviction: its slots must not change while they are read.
+        # The slots must not be reused while they are read.
         with self.store.pool.guard(entry.key for entry in entries):
-            damages = await loop.run_in_executor(self._threads, self.store.adopted.check, entries)
-            self.store.adopted.settle(entries, damages)
+            damages = await loop.run_in_executor(self._threads, self.store.recovered.check, entries)
+            self.store.recovered.settle(entries, damages)
 
-    async def _verify_adopted(self) -> None:
-        """Every adopted chunk, at half the speed of one thread at most."""
+    async def _verify_recovered(self) -> None:
+        """Verify every recovered chunk, at most at half the speed of one thread."""
         total = len(self.store.pool.unverified)
         began = self._clock()
-        while entries := self.store.adopted.some(_VERIFY_BATCH):
+        while entries := self.store.recovered.some(_VERIFY_BATCH):
             batch_began = self._clock()
             await self._verify_batch(entries)
             await asyncio.sleep(self._clock() - batch_began)
         if total:
-            _log.info("verified %d adopted chunks in %.1f s", total, self._clock() - began)
+            _log.info("verified %d recovered chunks in %.1f s", total, self._clock() - began)
 
-    # -- chunks that a worker suspects ---------------------------------------------------
+    # -- chunks that a worker reported ---------------------------------------------------
 
     async def inspect_reported(self, handles: Sequence[tuple[int, int]]) -> int:
-        """Read back what a worker suspects, (slot, generation); drop what is damaged.
+        """Read reported chunks (slot, generation) back, and drop the damaged ones.
 
-        Returns how many of the chunks are not there, damaged ones included.
+        Return how many of the reported chunks the store does not have any more.
         """
         pool, inspection = self.store.pool, self.store.inspection
         found = (pool.find(slot) for slot, _ in handles)
@@ -150,10 +151,9 @@ class Upkeep:
                 _log.error("integrity: %s", violation)
 
     async def _check_in_pieces(self) -> list[str]:
-        """The counts at one moment, then chunk after chunk, letting calls in between.
+        """Check the counts at one moment, then the chunks batch by batch between calls.
 
-        Bytes that changed are no violation: they are found, dropped and counted
-        by the scrubber.
+        Changed bytes are no violation: the scrubber finds, drops and counts them.
         """
         self.store.inspection.check_words()
         violations = self.integrity.check_counts()

@@ -43,7 +43,7 @@ def checksum_of(name: bytes) -> int:
     return int.from_bytes(name[-8:], "little")
 
 
-class Mirror:
+class MirrorCache:
     """The slots. Raises ResourceExhausted when there is not that much memory."""
 
     def __init__(self, layout: ArenaLayout, size_bytes: int) -> None:

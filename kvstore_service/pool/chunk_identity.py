@@ -1,6 +1,6 @@
-"""What a chunk is, wherever it lies: tokens behind a parent, under a tenant's salt. Pure.
+"""The identity of a chunk: its tokens, the chunk before it, and the tenant's salt.
 
-Knows neither slots nor which chunks there are.
+Pure: knows neither slots nor which chunks are stored.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from splitpoint.keys import pack_tokens, packed_chunk_key, packed_fingerprint
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
-    """Equal contents, equal chunk."""
+class ChunkIdentity:
+    """What makes two chunks the same chunk. `parent_key` is empty for a first chunk."""
 
     key: bytes
-    parent_key: bytes  # empty for the first chunk of a sequence
+    parent_key: bytes
     salt_tag: bytes
     packed_tokens: bytes  # see keys.pack_tokens
     packed: bytes  # the same for the index, see prefix_index.sortable
@@ -27,8 +27,7 @@ class Contents:
     @classmethod
     def of(
         cls, layout_hash: bytes, salt: bytes, parent_key: bytes, token_ids: Sequence[int]
-    ) -> Contents:
-        """What a chunk of these tokens after this parent is, and its key."""
+    ) -> ChunkIdentity:
         packed_tokens = pack_tokens(token_ids)
         return cls(
             key=packed_chunk_key(layout_hash, salt, parent_key, packed_tokens),
@@ -39,8 +38,8 @@ class Contents:
             fingerprint=packed_fingerprint(packed_tokens),
         )
 
-    def are_those_of(self, entry: Entry) -> bool:
-        """Whether a chunk with this key has these contents, too: keys are only hashes."""
+    def is_that_of(self, entry: Entry) -> bool:
+        """Compare everything but the key with an entry's: keys are hashes and may collide."""
         return (
             entry.parent_key == self.parent_key
             and entry.salt_tag == self.salt_tag
@@ -49,17 +48,17 @@ class Contents:
         )
 
 
-def keys_behind(
+def missing_keys(
     layout_hash: bytes,
     chunk_tokens: int,
     salt: bytes,
     entries: Sequence[Entry],
     token_ids: Sequence[int],
 ) -> list[bytes]:
-    """Keys of the chunks of a sequence that its matched `entries` do not hold.
+    """Return the keys of a sequence's chunks that follow its matched `entries`.
 
-    The last one may be a partial tail. A match that ends inside a chunk does
-    not hold that one.
+    The last chunk may be a partial tail. A chunk that the match covers in part counts as
+    missing.
     """
     packed_tokens = pack_tokens(token_ids)
     size = 4 * chunk_tokens

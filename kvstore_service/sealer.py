@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from kvstore_service.maintenance import Maintenance
 from kvstore_service.pool.chunk_pool import WrittenChunk
-from kvstore_service.pool.store import KvStore, SealOutcome
-from kvstore_service.upkeep import Upkeep
+from kvstore_service.store import KvStore, SealOutcome
 from splitpoint.arena.format import ArenaFormatError
 
 # So much payload is read back on the event loop: some 0.1 ms, which is less than a
@@ -30,12 +30,12 @@ class Sealer:
     def __init__(
         self,
         store: KvStore,
-        upkeep: Upkeep,
+        maintenance: Maintenance,
         threads: ThreadPoolExecutor,
         read_at_once_bytes: int = READ_AT_ONCE_BYTES,
     ) -> None:
         self._store = store
-        self._upkeep = upkeep
+        self._maintenance = maintenance
         self._threads = threads
         self._read_at_once_bytes = read_at_once_bytes
 
@@ -50,7 +50,7 @@ class Sealer:
     ) -> SealOutcome:
         """Seal each chunk whose payload has its checksum. Raises what `KvStore.seal` raises."""
         with self._store.sealing(chunks):
-            await self._upkeep.verify(lambda: self._store.adopted.in_seal(salt, chunks))
+            await self._maintenance.verify(lambda: self._store.recovered.in_seal(salt, chunks))
             damages = await self._read_back(chunks)
             return self._store.seal(
                 session_id, salt, chunks, damages, lease_id=lease_id, keep_leased=keep_leased

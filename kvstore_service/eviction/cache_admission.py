@@ -17,7 +17,7 @@ LEAST_MARKS = 1 << 16
 _MARKS_PER_SLOT = 4
 
 
-class SecondUse:
+class SecondUseFilter:
     """Remembers which chunks were asked for, in two generations of marks.
 
     A mark is 8 bytes of a key. When the young generation is full it becomes the
@@ -39,7 +39,7 @@ class SecondUse:
         self._old: set[bytes] = set()
 
     @classmethod
-    def for_slots(cls, slot_count: int) -> SecondUse:
+    def for_slots(cls, slot_count: int) -> SecondUseFilter:
         """A filter that remembers several times what the arena holds."""
         return cls(max(LEAST_MARKS, _MARKS_PER_SLOT * slot_count))
 
