@@ -11,7 +11,7 @@ import torch
 def copy_runs(
     plane: torch.Tensor, target: torch.Tensor, slots: Sequence[int], pages: Sequence[int]
 ) -> None:
-    """`target[pages[i]] = plane[slots[i]]`, one copy for each stretch without a gap.
+    """Copy `plane[slots[i]]` to `target[pages[i]]`, one copy for each run without a gap.
 
     Copies below 64 KiB reach a tenth of a PCIe link.
     """
@@ -21,19 +21,19 @@ def copy_runs(
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Asynchronous towards a GPU; on a CPU in this thread alone.
+    """Copy asynchronously to a GPU; on a CPU in this thread alone.
 
-    torch would start a team of threads for a large copy, which then takes turns
+    torch would start a team of threads for a large copy, which would then take turns
     with the team that computes on the same cores.
     """
     if target.device.type == "cpu" and source.device.type == "cpu":
-        np.copyto(_host_bytes(target), _host_bytes(source))
+        np.copyto(target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
     else:
         target.copy_(source, non_blocking=True)
 
 
 def runs(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(start, length) of stretches where both sequences go up by one."""
+    """Yield (start, length) of the stretches where both sequences go up by one."""
     start = 0
     for index in range(1, len(first) + 1):
         if (
@@ -43,7 +43,3 @@ def runs(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[int, int
         ):
             yield start, index - start
             start = index
-
-
-def _host_bytes(tensor: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    return tensor.view(torch.uint8).numpy()

@@ -33,7 +33,7 @@ from worker_service.pipeline.tiles import (
     decode_tiles,
     prefill_tiles,
 )
-from worker_service.pipeline.transfer import CacheTransfer
+from worker_service.pipeline.transfer import CacheTransfer, Part
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk, SuspectChunks
 from worker_service.store.verifier import Check, Verifier, differing
 
@@ -387,7 +387,7 @@ class StreamedBuilder:
         places = tuple(range(len(chunks)))
         loaded = None
         if tile.is_loaded:
-            loaded = transfer.part(chunks, places, len(chunks) * self._chunk)
+            loaded = Part(chunks, places, len(chunks) * self._chunk)
         if not tile.rebuilt_rows:
             return TileTransfer(tile, transfer, loaded, None, None)
         positions: list[int] = []
@@ -396,7 +396,7 @@ class StreamedBuilder:
             span = slice(page.first_position, page.first_position + page.rebuilt_rows)
             positions += range(span.start, span.stop)
             token_ids += sequences[page.reader].tokens[span]
-        rebuilt = transfer.rebuilt_part(chunks, places, self._tensor(positions))
+        rebuilt = Part(chunks, places, len(positions), self._tensor(positions))
         copy_inputs = self._taking(tile, sequences) if tile.is_kept else None
         return TileTransfer(tile, transfer, loaded, rebuilt, self._tensor(token_ids), copy_inputs)
 

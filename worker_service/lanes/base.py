@@ -1,15 +1,15 @@
-"""What every kind of lanes has in common: work, events, the interface, and the serial twin.
-
-What the work does is not known here, nor how a thread or a stream carries it out.
-"""
+"""Work, events, the interface of lanes, and the serial twin."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,19 +18,18 @@ from splitpoint.planning.schedule import Lane, Schedule
 from worker_service.lanes.timeline import Span
 from worker_service.lanes.totals import LaneTotals
 
-# The way out belongs to write-back, which works between and beside steps, in a thread of
-# its own: see `carry_out`.
+# Write-back uses the lane LINK_OUT from a thread of its own: see `carry_out`.
 SIDE_LANES = (Lane.LINK_IN, Lane.WEIGHTS_IN)
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Something for a lane: what to call, and what a span of it says.
+    """A piece of work for a lane, and the values of its span.
 
     Attributes:
         call: enqueues (CUDA) or does (CPU) the work.
         size_bytes: bytes that cross the link; 0 for work that moves none.
-        amount: bytes of a copy or FLOP of a product, for whoever fits costs.
+        amount: bytes of a copy or FLOP of a product, to which costs are fitted.
     """
 
     name: str
@@ -51,28 +50,53 @@ class Step:
 
 
 class Event(ABC):
-    """A point in a lane, reached when the work it stands for is done."""
+    """A point in a lane, reached when the work before it is done."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Until it is reached, on the host. Raises what the work raised."""
+        """Wait on the host until the event is reached. Raises the work's error."""
 
     @property
     @abstractmethod
     def is_done(self) -> bool:
-        """Whether it was reached, without waiting."""
+        """True if the event was reached; never waits."""
+
+
+class Reached(Event):
+    """An event of work that was done before the event was made."""
+
+    def wait(self) -> None:
+        return
+
+    @property
+    def is_done(self) -> bool:
+        return True
+
+
+class FutureEvent(Event):
+    """An event that is reached when a thread of the lanes completes the future."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self.future = future
+
+    def wait(self) -> None:
+        self.future.result()
+
+    @property
+    def is_done(self) -> bool:
+        return self.future.done()
 
 
 class EmulatedLink:
-    """A link with a rate of its own, so that a CPU has something to overlap with.
+    """A link of a given rate, so that a CPU has transfers to overlap with.
 
-    Transfers of one direction follow each other without gaps, as those of a copy
-    engine do: a transfer that was ready in time starts when the one before ends,
-    however late the thread that stands for the engine woke up. Nobody sees a
-    transfer as done before its bytes are there and its time is over.
+    Transfers of one direction follow each other without gaps, like those of a copy
+    engine: a transfer that was ready in time starts when the one before ends, even if
+    the emulating thread woke up late. A transfer is done when its bytes were copied and
+    its time is over.
 
     Attributes:
-        bytes_per_second: may be changed at any time; counts from the next transfer on.
+        bytes_per_second: may change at any time; applies from the next transfer on.
     """
 
     def __init__(self, bytes_per_second: float) -> None:
@@ -83,17 +107,17 @@ class EmulatedLink:
         self._booking = threading.Lock()
 
     def transfer(self, work: Work, resource: str, ready: float) -> tuple[float, float]:
-        """Do the work, and take as long as the link would; returns start and end."""
+        """Do the work, taking as long as the link would; return start and end."""
         seconds = work.size_bytes / self.bytes_per_second
-        # Both lanes towards the device book turns on one link, each its next transfer
-        # only, so neither starves; the way back has a link of its own.
+        # Both lanes towards the device share one link. Each books only its next transfer,
+        # so neither starves; the way back is a separate resource.
         with self._booking:
             start = max(ready, self._free_at.get(resource, 0.0))
             self._free_at[resource] = start + seconds
         began = time.thread_time()
         work.call()
-        # A copy that is slower than the link; that the thread was kept off its core
-        # is not the link's time.
+        # A copy may be slower than the link. CPU time is counted, because time in which
+        # the thread was kept off its core is not the link's.
         more = max(0.0, time.thread_time() - began - seconds)
         if more:
             with self._booking:
@@ -105,7 +129,7 @@ class EmulatedLink:
         return start, end
 
 
-# Asked for the next pieces of work whenever a lane is about to be idle; none: no more, ever.
+# Returns a lane's next pieces of work; called when the lane is about to be idle. Empty: the end.
 Source = Callable[[], Sequence[Work]]
 
 
@@ -115,7 +139,7 @@ class Lanes(ABC):
     Attributes:
         before: called in the lane before each piece of work; tests delay lanes with it.
         overlapping: lanes run side by side; False for the serial twin.
-        ahead: how many of the latest answers of a source are not done when it is asked again.
+        ahead: the number of a source's latest answers that are not done at its next call.
     """
 
     overlapping = True
@@ -131,22 +155,22 @@ class Lanes(ABC):
 
     @property
     def schedule(self) -> Schedule:
-        """What restores on these lanes take as long as."""
+        """The schedule whose costs describe restores on these lanes."""
         return Schedule.PIPELINED if self.overlapping else Schedule.SERIAL
 
     @abstractmethod
     def run(self, lane: Lane, work: Work, after: Sequence[Event] = ()) -> Event:
-        """Put work into a lane, to begin once all of `after` is reached.
+        """Put work into a lane, to begin once all of `after` are reached.
 
-        Work of the compute lane belongs to the caller: on a CPU it is done, and what
-        it or an event in `after` raises is raised here.
+        Work of the compute lane belongs to the caller: on a CPU it is done in this call,
+        which raises the errors of the work and of the events in `after`.
         """
 
     def run_all(self, steps: Iterable[Step]) -> None:
-        """Run what is known in advance, as it comes; raises as `run` does.
+        """Run steps that are known in advance; raises as `run` does.
 
         Unlike a loop over `run`, this lets side lanes go ahead of the caller's own
-        compute work, which on a CPU is done inside the call.
+        compute work, which on a CPU is done in this call.
         """
         events: list[Event] = []
         for step in steps:
@@ -155,34 +179,30 @@ class Lanes(ABC):
 
     @abstractmethod
     def run_on_demand(self, lane: Lane, source: Source) -> Event:
-        """Work drawn a few pieces at a time, when the lane needs it; reached at the end.
+        """Run the work that `source` returns, until it returns none; then reach the event.
 
-        For work that is not known in advance, since it depends on how far other lanes
-        have come. `source` is called from a thread of the lanes, never twice at once;
-        the serial twin draws everything before it returns. Not for the compute lane,
-        which belongs to the caller.
+        This is for work that depends on how far other lanes have come. A thread of the
+        lanes calls `source`, one call at a time; the serial twin runs everything before it
+        returns. The compute lane belongs to the caller and is not allowed.
         """
 
-    @abstractmethod
     def wait_event(self, event: Event) -> None:
-        """Let what compute is given from now on begin only once the event is reached.
+        """Let compute that is issued from now on, also without `run`, begin after the event."""
+        event.wait()
 
-        For compute that is given to the device directly, without `run`.
-        """
-
-    @abstractmethod
     def record_event(self) -> Event:
-        """Reached when all that compute was given until now is done, by `run` or directly."""
+        """Return an event after all compute that was issued until now, also without `run`."""
+        return Reached()
 
     def collect(self) -> list[Span]:
-        """The spans of what has ended since the last call, for someone who goes on.
+        """Return the spans of the work that ended since the last call.
 
-        Waits for compute alone. Raises the first error of what has ended.
+        Waits for compute alone. Raises the first error of the work that ended.
         """
         return self.counted(self._collect())
 
     def finish(self) -> list[Span]:
-        """Wait on the host until every lane is empty; the spans since the last call.
+        """Wait on the host until every lane is empty; return the spans since the last call.
 
         Raises the first error of a lane's work, after all of it has ended.
         """
@@ -190,14 +210,14 @@ class Lanes(ABC):
 
     @abstractmethod
     def _collect(self) -> list[Span]:
-        """As `collect` says."""
+        """Do what `collect` says, without counting."""
 
     @abstractmethod
     def _finish(self) -> list[Span]:
-        """As `finish` says."""
+        """Do what `finish` says, without counting."""
 
     def counted(self, spans: list[Span]) -> list[Span]:
-        """Add spans to the tally. Callers count only work that they did not give to a lane."""
+        """Count and return spans. Callers use it only for work that no lane ran."""
         if spans:
             if self._totals is None:
                 self._totals = LaneTotals()
@@ -205,7 +225,7 @@ class Lanes(ABC):
         return spans
 
     def pop_totals(self) -> LaneTotals | None:
-        """What `collect`, `finish` and `settle` saw since the last call; None: nothing.
+        """Return and reset the totals of `collect`, `finish` and `settle`; None if empty.
 
         Callers of `carry_out` count their own work.
         """
@@ -213,35 +233,32 @@ class Lanes(ABC):
         return tally
 
     def settle(self) -> None:
-        """`finish` for someone who has an error already: its spans and errors are dropped."""
-        try:
+        """Finish after an error: drop the spans and any further error."""
+        with contextlib.suppress(Exception):
             self.finish()
-        except Exception:  # the caller has the one that counts
-            pass
 
     def close(self) -> None:
-        """Wait for everything, and end the lanes' threads."""
+        """Wait for all work, and end the lanes' threads."""
         self.settle()
 
     @staticmethod
     def _require_side(lane: Lane) -> None:
         if lane not in SIDE_LANES:
-            raise ValueError(f"nothing can be drawn by the {lane.value} lane: it is the caller's")
+            raise ValueError(f"the {lane.value} lane belongs to the caller: it runs no source")
 
     def _enter(self, lane: Lane) -> None:
         if self.before is not None:
             self.before(lane)
 
     def carry_out(self, lane: Lane, work: Work) -> Span:
-        """Do the work now, in the caller's thread, which is the lane; from any thread.
+        """Do the work now, in the calling thread, and return its span.
 
-        For whoever has a thread of its own for a lane that nobody else gives work to. It
-        is in none of the spans of `finish`. On a GPU the work waits for its own end.
+        This is for a lane that has a single user, with a thread of its own. `finish` does
+        not return the span. On a GPU the work itself must wait until it is done.
         """
         return self._carry_out(lane, work, time.perf_counter())
 
     def _carry_out(self, lane: Lane, work: Work, ready: float) -> Span:
-        """On a CPU: do it now, in this thread."""
         self._enter(lane)
         if self.link is not None and lane is not Lane.COMPUTE:
             start, end = self.link.transfer(work, lane.resource, ready)
@@ -252,19 +269,8 @@ class Lanes(ABC):
         return span_of(lane, work, start, end)
 
 
-class Reached(Event):
-    """Of work that is done before anybody can ask."""
-
-    def wait(self) -> None:
-        return
-
-    @property
-    def is_done(self) -> bool:
-        return True
-
-
 class SerialLanes(Lanes):
-    """The serial twin: everything in the caller's thread and stream, one after the other."""
+    """The serial twin: all work runs in the caller's thread and stream, one after the other."""
 
     overlapping = False
 
@@ -278,12 +284,6 @@ class SerialLanes(Lanes):
             torch.cuda.current_stream(self.device).synchronize()
             span = span_of(lane, work, span.start, time.perf_counter())
         self._spans.append(span)
-        return Reached()
-
-    def wait_event(self, event: Event) -> None:
-        event.wait()
-
-    def record_event(self) -> Event:
         return Reached()
 
     def run_on_demand(self, lane: Lane, source: Source) -> Event:

@@ -16,6 +16,7 @@ from worker_service.lanes.base import (
     SIDE_LANES,
     EmulatedLink,
     Event,
+    FutureEvent,
     Lanes,
     Reached,
     Source,
@@ -24,29 +25,17 @@ from worker_service.lanes.base import (
 )
 from worker_service.lanes.timeline import Span
 
-# So many products of a list are known to the side lanes before the first of them is done:
-# enough for copies to go ahead, few enough that compute need not wait for the list's end.
+# The side lanes know this many products of a list before the first of them is done: enough
+# for copies to go ahead, few enough that compute does not wait for the end of the list.
 PRODUCTS_AHEAD = 16
 
-# The spans of a piece of work, or of all that was drawn.
+# Completed with the spans of a piece of work, or of all work of a source.
 _Done = Future[list[Span]]
-
-
-class _ThreadEvent(Event):
-    def __init__(self, future: _Done) -> None:
-        self.future = future
-
-    def wait(self) -> None:
-        self.future.result()
-
-    @property
-    def is_done(self) -> bool:
-        return self.future.done()
 
 
 @dataclass(frozen=True, slots=True)
 class _Promised:
-    """Compute that others may already wait for, to be done in the caller's thread."""
+    """Compute that lanes may already wait for, to be done in the caller's thread."""
 
     work: Work
     after: list[_Done]
@@ -70,11 +59,11 @@ class ThreadLanes(Lanes):
                 event.wait()
             self._spans.append(self._carry_out(lane, work, time.perf_counter()))
             return Reached()
-        futures = [event.future for event in after if isinstance(event, _ThreadEvent)]
-        return _ThreadEvent(self._run_in(lane, work, futures))
+        futures = [event.future for event in after if isinstance(event, FutureEvent)]
+        return FutureEvent(self._run_in(lane, work, futures))
 
     def run_all(self, steps: Iterable[Step]) -> None:
-        # Compute's ends are promised, so that copies can be queued behind them.
+        # The futures of compute exist before it runs, so that copies can be queued behind it.
         futures: list[_Done] = []
         promised: deque[_Promised] = deque()
         try:
@@ -86,16 +75,16 @@ class ThreadLanes(Lanes):
                 promised.append(_Promised(step.work, after, _Done()))
                 futures.append(promised[-1].done)
                 if len(promised) > PRODUCTS_AHEAD:
-                    self._keep_first(promised)
+                    self._run_first(promised)
             while promised:
-                self._keep_first(promised)
+                self._run_first(promised)
         except BaseException as error:
-            # Nobody may wait for what will not come.
+            # The side lanes must not wait for compute that will not run.
             for each in promised:
                 each.done.set_exception(error)
             raise
 
-    def _keep_first(self, promised: deque[_Promised]) -> None:
+    def _run_first(self, promised: deque[_Promised]) -> None:
         first = promised[0]
         for future in first.after:
             future.result()
@@ -113,12 +102,12 @@ class ThreadLanes(Lanes):
             with torch.inference_mode():
                 while works := source():
                     for work in works:
-                        # A copy engine would have had it at hand when the one before ended.
+                        # A copy engine would have had this work when the last one ended.
                         ready = spans[-1].end if spans else submitted
                         spans.append(self._carry_out(lane, work, ready))
             return spans
 
-        return _ThreadEvent(self._submit(lane, carry_out))
+        return FutureEvent(self._submit(lane, carry_out))
 
     def _run_in(self, lane: Lane, work: Work, after: Sequence[_Done]) -> _Done:
         submitted = time.perf_counter()
@@ -134,12 +123,6 @@ class ThreadLanes(Lanes):
         future = self._threads[lane].submit(carry_out)
         self._pending.append(future)
         return future
-
-    def wait_event(self, event: Event) -> None:
-        event.wait()
-
-    def record_event(self) -> Event:
-        return Reached()
 
     def _collect(self) -> list[Span]:
         ended: list[Future[list[Span]]] = []
@@ -158,7 +141,7 @@ class ThreadLanes(Lanes):
         while self._pending:
             future = self._pending[0]
             failure = future.exception()  # waits
-            # Only now: whoever is interrupted here still has to wait for it in `settle`.
+            # Only now: if the wait is interrupted, `settle` must still wait for this one.
             self._pending.popleft()
             if failure is None:
                 spans += future.result()
@@ -177,9 +160,5 @@ class ThreadLanes(Lanes):
 
 
 async def passed(lane: ThreadPoolExecutor) -> None:
-    """Return once all that the lane was given until now is done: behind it is after it."""
-    await asyncio.get_running_loop().run_in_executor(lane, _nothing)
-
-
-def _nothing() -> None:
-    """A place in the lane."""
+    """Return once all work that the lane was given until now is done."""
+    await asyncio.get_running_loop().run_in_executor(lane, lambda: None)

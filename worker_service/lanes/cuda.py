@@ -1,4 +1,4 @@
-"""Lanes of a GPU: CUDA streams, and events between them. No GPU has confirmed them yet."""
+"""Lanes of a GPU: CUDA streams, and events between them. Not confirmed on a GPU yet."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from splitpoint.planning.schedule import Lane
 from worker_service.lanes.base import (
     SIDE_LANES,
     Event,
+    FutureEvent,
     Lanes,
     Source,
     Work,
@@ -35,23 +36,9 @@ class _StreamEvent(Event):
         return bool(self.event.query())
 
 
-class _DrawnEvent(Event):
-    """Drawn work is given to its stream by a thread of the host, which waits for it, too."""
-
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
-
-    def wait(self) -> None:
-        self._future.result()
-
-    @property
-    def is_done(self) -> bool:
-        return self._future.done()
-
-
 @dataclass(frozen=True, slots=True)
 class _Timed:
-    """A piece of work between two events; `first`: one that all lanes had reached before."""
+    """A piece of work between two events, after `first`, which all lanes had reached."""
 
     lane: Lane
     work: Work
@@ -63,11 +50,11 @@ class _Timed:
 class StreamLanes(Lanes):
     """Lanes of a GPU: a CUDA stream each, and the caller's current stream for compute.
 
-    No GPU has confirmed this class yet: `cuda` is torch.cuda, or in tests a double of
-    its streams and events.
+    Not confirmed on a GPU yet. `cuda` is torch.cuda, or in tests a double of its streams
+    and events.
     """
 
-    # One answer is under way while the next is drawn and given to its stream.
+    # One answer of a source is under way while the next is given to its stream.
     ahead = 1
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
@@ -76,19 +63,22 @@ class StreamLanes(Lanes):
         self._streams = {lane: cuda.Stream(device) for lane in SIDE_LANES}
         # In order; read once the host has waited.
         self._timed: list[_Timed] = []
-        # Lanes began behind it; None: since the last `finish` or `collect` none did.
+        # The lanes wait for it; None if no work began since the last `finish` or `collect`.
         self._first: Any = None
-        self._drawers = {
+        # Threads of the host that call sources and give their work to the streams.
+        self._threads = {
             lane: ThreadPoolExecutor(1, thread_name_prefix=lane.value) for lane in SIDE_LANES
         }
-        self._drawn: deque[tuple[Lane, Future[None]]] = deque()
+        self._sources: deque[tuple[Lane, Future[None]]] = deque()
 
     def run(self, lane: Lane, work: Work, after: Sequence[Event] = ()) -> Event:
         compute = self._cuda.current_stream(self.device)
         stream = compute if lane is Lane.COMPUTE else self._streams[lane]
         if self._first is None:
             self._begin(compute)
-        for event in (*after, *self._drawing(lane)):
+        # All work of a lane's sources comes before anything else in that lane.
+        sources = [FutureEvent(future) for busy, future in self._sources if busy is lane]
+        for event in (*after, *sources):
             if isinstance(event, _StreamEvent):
                 stream.wait_event(event.event)
             else:
@@ -111,23 +101,19 @@ class StreamLanes(Lanes):
             for end in under_way:
                 end.synchronize()
 
-        future = self._drawers[lane].submit(carry_out)
-        self._drawn.append((lane, future))
-        return _DrawnEvent(future)
-
-    def _drawing(self, lane: Lane) -> list[Event]:
-        """What a lane was asked to draw: all of it comes before anything else there."""
-        return [_DrawnEvent(future) for drawer, future in self._drawn if drawer is lane]
+        future = self._threads[lane].submit(carry_out)
+        self._sources.append((lane, future))
+        return FutureEvent(future)
 
     def _enqueue(self, lane: Lane, stream: Any, work: Work) -> Any:
-        """Put work into its stream; the event at its end."""
+        """Put work into its stream; return the event at its end."""
         with self._cuda.stream(stream):
             self._enter(lane)
             start = self._record(stream)
             try:
                 work.call()
             finally:
-                # Work that failed half way has put something into the stream, too.
+                # Work that failed half way has used the stream, too.
                 end = self._record(stream)
                 self._timed.append(_Timed(lane, work, start, end, self._first))
         return end
@@ -142,8 +128,8 @@ class StreamLanes(Lanes):
         return _StreamEvent(self._record(self._cuda.current_stream(self.device)))
 
     def _collect(self) -> list[Span]:
-        # What compute is given from here on must be waited for, too, before a lane
-        # touches its memory; and an event of hours ago is too far for a float's milliseconds.
+        # The lanes must also wait for compute that is issued from here on, before they
+        # touch its memory. An event of hours ago is too far for a float's milliseconds.
         self._first = None
         if not self._timed:
             return []
@@ -160,9 +146,9 @@ class StreamLanes(Lanes):
 
     def _finish(self) -> list[Span]:
         error: BaseException | None = None
-        while self._drawn:
-            error = error or self._drawn[0][1].exception()  # waits
-            self._drawn.popleft()
+        while self._sources:
+            error = error or self._sources[0][1].exception()  # waits
+            self._sources.popleft()
         timed, self._timed = self._timed, []
         self._first = None
         for lane in Lane:
@@ -173,15 +159,15 @@ class StreamLanes(Lanes):
             raise error
         if not timed:
             return []
-        # The host has just seen the last of them end. When `first` was reached it cannot
-        # tell: the stream may have been far behind the host.
+        # The host has just seen the last of them end. It cannot tell when `first` was
+        # reached, because the stream may have been far behind the host.
         first = timed[0].first
         longest = max(first.elapsed_time(entry.end) for entry in timed) / 1e3
         return self._spans_of(timed, first, time.perf_counter() - longest)
 
     @staticmethod
     def _spans_of(timed: Sequence[_Timed], first: Any, origin: float) -> list[Span]:
-        """`origin`: when `first` was reached, on the clock of the host."""
+        """Return spans; `origin` is the time of `first` on the host's clock."""
         return [
             span_of(
                 entry.lane,
@@ -194,11 +180,11 @@ class StreamLanes(Lanes):
 
     def close(self) -> None:
         super().close()
-        for drawer in self._drawers.values():
-            drawer.shutdown()
+        for thread in self._threads.values():
+            thread.shutdown()
 
     def _begin(self, compute: Any) -> None:
-        """What compute was given before must be over before a lane touches its memory."""
+        """Let the lanes wait for compute issued so far, before they touch its memory."""
         self._first = self._record(compute)
         for stream in self._streams.values():
             stream.wait_event(self._first)

@@ -1,9 +1,9 @@
-"""Lanes: ordered queues of work that run side by side on one device.
+"""Chooses the lanes of a device, and is the module to import lanes from.
 
-On a GPU a lane is a CUDA stream, on a CPU a thread; compute is the caller's own
-stream or thread. What must wait for what is said with events, never by stopping the
-whole device. `SerialLanes` is the serial twin: the same calls, each carried out
-before the next. This module chooses among them, and is what others import.
+Lanes are ordered queues of work that run side by side: CUDA streams on a GPU, threads on
+a CPU. Compute runs in the caller's own stream or thread. Events order the work of
+different lanes; nothing stops the whole device. `SerialLanes` is the serial twin: the
+same calls, each done before the next.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 def lanes_of(
     device: torch.device, *, overlapped: bool = True, link: EmulatedLink | None = None
 ) -> Lanes:
-    """The lanes a worker uses; `overlapped=False` is the serial twin.
+    """Return a worker's lanes; `overlapped=False` gives the serial twin.
 
     Raises InvalidArgument for an emulated link on a GPU.
     """

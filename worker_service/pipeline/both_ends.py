@@ -1,9 +1,10 @@
-"""Restores a prefix from both ends: prefill from the front, whole chunks from the back.
+"""Restores a prefix from both ends: recomputes from the front, loads from the back.
 
-The front is computed from token ids by the real prefill, all layers of a block at a
-time, while the link brings the chunks from the last one on, until they meet. Works
-for every architecture, since no activations are needed. Who takes which chunks comes
-from `splitpoint.planning.bidirectional`; requests and the store's calls are not known here.
+As in KVPR, the device recomputes one end while the link brings the other. Here the
+front is prefilled from token ids, all layers of a block at a time, and whole chunks are
+loaded from the last one on, until the two sides meet. No activations are needed, so
+this works for every architecture. `splitpoint.planning.bidirectional` decides which side
+gets which chunks; this module knows no requests and no calls of the store.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from worker_service.store.arena_tensors import StoredChunk
 
 @dataclass(frozen=True, slots=True)
 class BothEndsResult:
-    """How a restore from both ends went: [0, recomputed_tokens) was computed."""
+    """The outcome of a restore from both ends: [0, recomputed_tokens) was computed."""
 
     recomputed_tokens: int
     spans: list[Span]
@@ -51,40 +52,40 @@ def restore_from_both_ends(
     """Bring the whole prefix into cache pages; its `split_tokens` do not matter.
 
     `keys[i]`, `values[i]` are layer i's `[pages, n_kv, chunk_tokens, d]`. At most
-    `block_tokens` are computed at once. `expected_tokens`: where the two are expected
-    to meet, which decides who begins with how much; the serial twin meets there.
-    Raises ChunkLost when a slot changed while it was read: the pages then hold nothing
-    usable.
+    `block_tokens` are computed at once. The two sides are expected to meet at
+    `expected_tokens`, which decides how much each begins with; the serial twin meets
+    there. Raises ChunkLost if a slot changed while it was read: the pages then hold
+    nothing usable.
     """
     if prefix.first_chunk:
-        raise ValueError("who computes from the front needs pages from the front on")
+        raise ValueError("a restore from both ends needs the prefix's pages from the front on")
     if not prefix.chunks:
         return BothEndsResult(0, [])
-    ends = _Ends(transfer, lanes, prefix, block_tokens, expected_tokens)
-    front = _Front(transfer, prefix, keys, values, block_tokens)
-    back = _Back(transfer, prefix, keys, values)
+    queue = _LockedQueue(transfer, lanes, prefix, block_tokens, expected_tokens)
+    front = _FrontPrefill(transfer, prefix, keys, values, block_tokens)
+    back = _BackLoader(transfer, prefix, keys, values)
     try:
-        loads = lanes.run_on_demand(Lane.LINK_IN, lambda: back.works(ends.next_back()))
+        loads = lanes.run_on_demand(Lane.LINK_IN, lambda: back.works(queue.pop_back()))
         begun: deque[Event] = deque()
-        while (chunks := ends.next_front()) is not None:
+        while (chunks := queue.pop_front()) is not None:
             begun.append(lanes.run(Lane.COMPUTE, front.work(chunks)))
             if len(begun) > lanes.ahead:
                 begun.popleft().wait()
             if loads.is_done:
-                loads.wait()  # raises what ended it
+                loads.wait()  # raises the error that ended it
         spans = lanes.finish()
     except BaseException:
-        ends.close()
-        # No lane may touch the pages once somebody else may have them.
+        queue.close()
+        # The pages may be given to another request: no lane may touch them any more.
         lanes.settle()
         raise
-    # A slot's generation only grows: if it is current now, it was all the time.
+    # A slot's generation only grows: one that is current now was current all the time.
     transfer.tensors.check_current(back.loaded)
     return BothEndsResult(front.computed_tokens, spans)
 
 
-class _Ends:
-    """Lets the thread that computes and the one that loads ask one at a time."""
+class _LockedQueue:
+    """Lets the thread that computes and the one that loads use the queue one at a time."""
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ class _Ends:
         front, back = piece_sizes(chunk, block_tokens)
         self._lock = threading.Lock()
         self._overlapping = lanes.overlapping
-        self._meeting = BidirectionalQueue(
+        self._queue = BidirectionalQueue(
             count,
             front=front,
             back=back,
@@ -107,23 +108,23 @@ class _Ends:
             ahead=lanes.ahead,
         )
 
-    def next_front(self) -> range | None:
+    def pop_front(self) -> range | None:
         with self._lock:
-            return self._meeting.pop_front()
+            return self._queue.pop_front()
 
-    def next_back(self) -> range | None:
+    def pop_back(self) -> range | None:
         with self._lock:
             if self._overlapping:
-                return self._meeting.pop_back()
-            return self._meeting.pop_back_in_turn()
+                return self._queue.pop_back()
+            return self._queue.pop_back_in_turn()
 
     def close(self) -> None:
         with self._lock:
-            self._meeting.close()
+            self._queue.close()
 
 
-class _Back:
-    """Whole chunks over the link, all layers at once."""
+class _BackLoader:
+    """Loads whole chunks over the link, all layers of them at once."""
 
     def __init__(
         self,
@@ -139,23 +140,21 @@ class _Back:
         self.loaded: list[StoredChunk] = []
 
     def works(self, chunks: range | None) -> list[Work]:
-        """A copy for each layer; none for no chunks."""
+        """Return a copy for each layer; no copies if there are no chunks."""
         if chunks is None:
             return []
-        transfer, span = self._transfer, slice(chunks.start, chunks.stop)
-        pages = [page for page in self._prefix.pages[span] if page is not None]
-        stored = self._prefix.chunks[span]
-        first, last = chunks.start * transfer.chunk_tokens, chunks.stop * transfer.chunk_tokens
-        part = transfer.part(stored, pages, min(last, self._prefix.cached_tokens) - first)
-        self.loaded += stored
+        chunk = self._transfer.chunk_tokens
+        last = min(chunks.stop * chunk, self._prefix.cached_tokens)
+        part = self._prefix.part(chunks, last - chunks.start * chunk)
+        self.loaded += part.chunks
         return [
-            transfer.load(layer, part, keys, values)
+            self._transfer.load(layer, part, keys, values)
             for layer, (keys, values) in enumerate(zip(self._keys, self._values, strict=True))
         ]
 
 
-class _Front:
-    """The real prefill, a block of tokens at a time, its K and V into the prefix's pages."""
+class _FrontPrefill:
+    """Prefills blocks of tokens, whose K and V go to the prefix's pages."""
 
     def __init__(
         self,
@@ -177,24 +176,24 @@ class _Front:
         self.computed_tokens = 0
 
     def work(self, chunks: range) -> Work:
-        """Chunks of the front, which begin where the ones before ended."""
+        """Return the prefill of these chunks, which begin where the last ones ended."""
         first = self.computed_tokens
         last = min(chunks.stop * self._chunk, self._prefix.cached_tokens)
         self.computed_tokens = last
 
         def call() -> None:
             for start in range(first, last, self._block_tokens):
-                self._fill(range(start, min(start + self._block_tokens, last)))
+                self._prefill(range(start, min(start + self._block_tokens, last)))
 
         flops = self._model.shape.fill_flops(last - first, first)
         return Work("prefill", call, 0, flops, tokens=last - first)
 
-    def _fill(self, block: range) -> None:
-        """K and V of these tokens in every layer; those of all before them are there."""
+    def _prefill(self, block: range) -> None:
+        """Compute K and V of a block in every layer, after all blocks before it."""
         device, ids = self._device, self._prefix.token_ids[block.start : block.stop]
         positions = torch.arange(block.start, block.stop, device=device)
         pages = torch.tensor([self._pages[position // self._chunk] for position in block])
-        step = _Step(
+        step = _BlockAttention(
             self._keys,
             self._values,
             pages.to(device),
@@ -212,14 +211,14 @@ class _Front:
         hidden = self._model.embed(torch.tensor(ids, device=device), positions)
         layers, before_last = self._model.visit(), len(self._keys) - 1
         hidden = through_layers(islice(layers, before_last), hidden, rotary, step.attend)
-        # Of the last layer only K and V are needed: the rest of it would lead to logits.
+        # Only K and V of the last layer are needed: the rest of it leads to logits.
         for last in layers:
             step.write(before_last, *last.project_kv(last.attention_input(hidden), rotary))
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    """One block's rows: where K and V go, and what they attend to."""
+class _BlockAttention:
+    """Where one block's K and V go, and what its rows attend to."""
 
     keys: Sequence[torch.Tensor]
     values: Sequence[torch.Tensor]

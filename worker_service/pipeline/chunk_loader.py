@@ -1,8 +1,7 @@
-"""Chunks from the arena's mapping into device pages: copied, or gathered, and decoded.
+"""Loads chunks from the arena's mapping into device pages: copied or gathered, then decoded.
 
-What is encoded crosses the link as it is stored and lands in a room of its own; the
-device makes elements of it. Knows nothing of lanes: whoever calls does so in the
-one lane whose turn it is.
+An encoded chunk crosses the link as it is stored and lands in a buffer; the device
+decodes it from there. This module knows no lanes: its caller runs it in one lane.
 """
 
 from __future__ import annotations
@@ -17,11 +16,7 @@ from worker_service.store.arena_tensors import ArenaTensors
 
 
 class ChunkLoader:
-    """The way in from one arena to one device, for one lane at a time.
-
-    `page_count`: chunks that an encoded tensor's room holds; more come in turns.
-    `gatherer`: fetches scattered slots where that is faster than a copy for each run.
-    """
+    """Loads chunks from one arena to one device, for one lane at a time."""
 
     def __init__(
         self,
@@ -30,12 +25,16 @@ class ChunkLoader:
         page_count: int,
         gatherer: Gatherer | None = None,
     ) -> None:
+        """`page_count`: encoded chunks that a buffer holds; larger loads take several rounds.
+
+        `gatherer` fetches scattered slots if that is faster than one copy for each run.
+        """
         self._tensors = tensors
         self._gatherer = gatherer
         self._codec = codec = tensors.codec
-        # K and V have one shape and take turns.
+        # K and V have the same shape and share a buffer.
         kinds = () if codec.is_native else tensors.layout.tensors[1:]
-        self._rooms = {kind: codec.room(kind, page_count, device) for kind in kinds}
+        self._buffers = {kind: codec.room(kind, page_count, device) for kind in kinds}
         self._page_count = page_count
 
     def load(
@@ -45,40 +44,37 @@ class ChunkLoader:
         slots: Sequence[int],
         pages: Sequence[int],
     ) -> None:
-        """Page `pages[i]` of each target becomes slot `slots[i]` of its tensor in a layer.
+        """Copy slot `slots[i]` of each tensor in a layer to page `pages[i]` of its target.
 
         `targets`: native pages of "K", "V" or "X", `[pages, n_kv, chunk_tokens, d]` or
         `[pages, chunk_tokens, h]`.
         """
+        planes = [(kind, self._tensors.plane(layer, kind)) for kind in targets]
         if self._codec.is_native:
-            planes = [
-                (self._tensors.plane(layer, kind), target) for kind, target in targets.items()
-            ]
-            self._fetch(planes, slots, pages)
+            self._fetch([(plane, targets[kind]) for kind, plane in planes], slots, pages)
             return
-        for kind, target in targets.items():
-            self._decode(kind, layer, target, slots, pages)
+        for kind, plane in planes:
+            self._decode(kind, plane, targets[kind], slots, pages)
 
     def _decode(
         self,
         kind: str,
-        layer: int,
+        plane: torch.Tensor,
         target: torch.Tensor,
         slots: Sequence[int],
         pages: Sequence[int],
     ) -> None:
-        plane = self._tensors.plane(layer, kind)
-        room = self._rooms["X" if kind == "X" else "V"]
+        buffer = self._buffers["X" if kind == "X" else "V"]
         for first in range(0, len(slots), self._page_count):
             some = slots[first : first + self._page_count]
-            self._fetch([(plane, room)], some, range(len(some)))
+            self._fetch([(plane, buffer)], some, range(len(some)))
             wanted = pages[first : first + self._page_count]
             for start, length in runs(wanted, wanted):
                 page = wanted[start]
-                self._codec.decode(room[start : start + length], target[page : page + length])
+                self._codec.decode(buffer[start : start + length], target[page : page + length])
 
     def _fetch(self, planes: Sequence[Planes], slots: Sequence[int], pages: Sequence[int]) -> None:
-        """Slots of each plane into the pages of its target, the faster way."""
+        """Copy slots of each plane to the pages of its target, in the faster way."""
         if self._gatherer is not None:
             run_count = sum(1 for _ in runs(slots, pages))
             if self._gatherer.is_faster(planes, run_count, len(slots)):

@@ -1,8 +1,8 @@
-"""Scattered slots onto a GPU: one copy for each run, or one kernel for all of them.
+"""Copies scattered slots to a GPU: one copy for each run, or one kernel for all of them.
 
-A copy of less than 64 KiB reaches a tenth of a PCIe link, since each costs a call; a
-kernel that reads registered host memory by index costs one launch. Which is faster
-for how many runs is measured once, at start. Knows nothing of chunks or schedules.
+A copy below 64 KiB reaches a tenth of a PCIe link, because each copy costs a call; a
+kernel that reads registered host memory by index costs one launch. Which is faster for
+how many runs is measured once, at start. This module knows no chunks and no schedules.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,38 +22,38 @@ from splitpoint.costs.profile import Line, fit_line
 log = logging.getLogger(__name__)
 
 WORD = torch.int64
-# Words of one block: 16 KiB, 128 bytes for each thread of four warps. Some 32 blocks
-# under way hold what a PCIe 5 link has in flight several times over.
+# Words of one block: 16 KiB, 128 bytes for each thread of four warps. 32 blocks under
+# way hold several times what a PCIe 5 link has in flight.
 BLOCK_WORDS = 2048
 PROGRAMS = 32
-# Calibration: pieces of a copy, and bytes of a launch that fetches the smallest of them.
+# Calibration copies this many pieces of each of these sizes, and launches one kernel over them.
 PIECE_BYTES = (8 << 10, 64 << 10, 256 << 10)
 PIECES = 64
 REPEATS = 5
 
-# A plane, and where its slots go: `[slots, ...]` on the host, `[pages, ...]` on the device.
+# A plane and its target: `[slots, ...]` on the host, `[pages, ...]` on the device.
 Planes = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class GatherCosts:
-    """What both ways cost: `copy` for one copy, `kernel` for one launch, by bytes."""
+    """Costs by bytes: `copy` of one copy, `kernel` of one launch."""
 
     copy: Line
     kernel: Line
 
     def prefers_kernel(self, run_count: int, size_bytes: int) -> bool:
-        """Whether one launch is faster than `run_count` copies of `size_bytes` together."""
+        """Return True if one launch is faster than `run_count` copies, `size_bytes` in all."""
         copies = run_count * self.copy.overhead + size_bytes / self.copy.rate
         return self.kernel.overhead + size_bytes / self.kernel.rate < copies
 
 
 class Gatherer:
-    """Fetches slots of pinned planes by a kernel, where that is the faster way.
+    """Copies slots of pinned planes by a kernel where that is the faster way.
 
     Attributes:
         costs: of both ways, on this device.
-        kernel: what `launch` starts.
+        kernel: the Triton kernel that `launch` starts.
     """
 
     def __init__(self, device: torch.device, kernel: Any, costs: GatherCosts) -> None:
@@ -61,13 +62,13 @@ class Gatherer:
         self._device = device
 
     def is_faster(self, planes: Sequence[Planes], run_count: int, slot_count: int) -> bool:
-        """Whether these slots should, and may, be fetched by the kernel.
+        """Return True if the kernel may copy these slots, and is faster.
 
-        What is not registered must never be read by a kernel; registration may end
-        between two steps, so the driver is asked each time.
+        A kernel must never read memory that is not registered. Registration may end
+        between two steps, so this asks the driver each time.
         """
         sources = [source for source, _ in planes]
-        slot_bytes = [source[0].numel() * source.element_size() for source in sources]
+        slot_bytes = [source[0].nbytes for source in sources]
         return (
             self.costs.prefers_kernel(run_count * len(planes), slot_count * sum(slot_bytes))
             and all(size % WORD.itemsize == 0 for size in slot_bytes)
@@ -75,8 +76,8 @@ class Gatherer:
         )
 
     def gather(self, planes: Sequence[Planes], slots: Sequence[int], pages: Sequence[int]) -> None:
-        """`target[pages[i]] = source[slots[i]]` of each plane, in the current stream."""
-        # Through pinned memory: a copy from elsewhere would make the host wait.
+        """Do `target[pages[i]] = source[slots[i]]` for each plane, in the current stream."""
+        # From pinned memory: the host would wait for a copy from pageable memory.
         index = torch.tensor([list(slots), list(pages)], dtype=torch.int64).pin_memory()
         on_device = index.to(self._device, non_blocking=True)
         for source, target in planes:
@@ -90,8 +91,9 @@ def launch(
     slots: torch.Tensor,
     pages: torch.Tensor,
 ) -> None:
-    """Start the kernel over one plane; `slots` and `pages`: int64 `[n]` on the device."""
-    words_in, words_out = _words(source), _words(target)
+    """Start the kernel over one plane; `slots` and `pages` are int64 `[n]` on the device."""
+    # `[slots, words]` over the same memory.
+    words_in, words_out = (plane.flatten(1).view(WORD) for plane in (source, target))
     slot_words = words_in.shape[1]
     blocks = -(-slot_words // BLOCK_WORDS)
     count = len(slots) * blocks
@@ -110,16 +112,16 @@ def launch(
 
 
 def load_kernel() -> Any:
-    """The kernel; ModuleNotFoundError where Triton is not installed."""
+    """Return the kernel. Raises ModuleNotFoundError if Triton is not installed."""
     from worker_service.pipeline.gather_kernel import gather_slots
 
     return gather_slots
 
 
 def gatherer_of(device: torch.device) -> Gatherer | None:
-    """A calibrated gatherer; None on a CPU, and where the kernel cannot be built.
+    """Return a calibrated gatherer; None on a CPU, and if the kernel cannot be built.
 
-    Takes a second or two on a GPU: the kernel is compiled.
+    This compiles the kernel, which takes a second or two.
     """
     if device.type != "cuda":
         return None
@@ -127,46 +129,36 @@ def gatherer_of(device: torch.device) -> Gatherer | None:
         kernel = load_kernel()
         return Gatherer(device, kernel, calibrate(device, kernel))
     except Exception as error:
-        # Copies are right without it; why it is missing must be known all the same.
+        # Copies give the same result; the log says why the faster way is missing.
         log.warning("scattered slots are copied one by one: %s: %s", type(error).__name__, error)
         return None
 
 
 @torch.inference_mode()
 def calibrate(device: torch.device, kernel: Any) -> GatherCosts:
-    """Time both ways on a stream of their own, over pinned memory."""
+    """Time both ways on a separate stream, over pinned memory."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    largest = PIECES * PIECE_BYTES[-1]
-    source = torch.zeros(largest, dtype=torch.uint8, pin_memory=True)
-    target = torch.zeros(largest, dtype=torch.uint8, device=device)
-    # Backwards, so that no two pieces make one run.
+    source = torch.zeros(PIECES * PIECE_BYTES[-1], dtype=torch.uint8, pin_memory=True)
+    target = torch.zeros_like(source, device=device)
+    # In reverse, so that no two pieces make one run.
     order = torch.arange(PIECES - 1, -1, -1, device=device)
-    # Both were filled on the current stream.
+    # The tensors are filled on the current stream.
     stream.wait_stream(torch.cuda.current_stream(device))
-
-    def views(piece: int) -> Planes:
+    copied, launched = [], []
+    for piece in PIECE_BYTES:
         size = PIECES * piece
-        return source[:size].view(PIECES, piece), target[:size].view(PIECES, piece)
-
-    def copies(piece: int) -> Callable[[], None]:
-        host, gpu = views(piece)
-
-        def run() -> None:
-            for index in range(PIECES):
-                gpu[PIECES - 1 - index].copy_(host[index], non_blocking=True)
-
-        return run
-
-    def launches(piece: int) -> Callable[[], None]:
-        host, gpu = views(piece)
-        return lambda: launch(kernel, gpu, host, order, order)
-
-    copied = [_median_seconds(copies(piece), stream) / PIECES for piece in PIECE_BYTES]
-    launched = [_median_seconds(launches(piece), stream) for piece in PIECE_BYTES]
+        host, gpu = source[:size].view(PIECES, piece), target[:size].view(PIECES, piece)
+        copied.append(_median_seconds(partial(_copy_reversed, gpu, host), stream) / PIECES)
+        launched.append(_median_seconds(partial(launch, kernel, gpu, host, order, order), stream))
     return GatherCosts(
         copy=fit_line(PIECE_BYTES, copied),
         kernel=fit_line([PIECES * piece for piece in PIECE_BYTES], launched),
     )
+
+
+def _copy_reversed(target: torch.Tensor, source: torch.Tensor) -> None:
+    for index in range(PIECES):
+        target[PIECES - 1 - index].copy_(source[index], non_blocking=True)
 
 
 def _median_seconds(run: Callable[[], None], stream: Any) -> float:
@@ -180,8 +172,3 @@ def _median_seconds(run: Callable[[], None], stream: Any) -> float:
             stream.synchronize()
             samples.append(time.perf_counter() - started)
     return statistics.median(samples)
-
-
-def _words(plane: torch.Tensor) -> torch.Tensor:
-    """`[slots, words]` over the same memory."""
-    return plane.flatten(1).view(WORD)

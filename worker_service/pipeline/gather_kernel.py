@@ -1,7 +1,7 @@
-"""The Triton kernel that fetches scattered slots; imported only where Triton is wanted.
+"""The Triton kernel that copies scattered slots; imported only where Triton is wanted.
 
 It reads host memory that the driver registered, through its own address, so that one
-launch takes the place of many copies. Knows nothing of planes: words in, words out.
+launch replaces many copies. It copies words and knows no planes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def gather_slots(
     block: tl.constexpr,
     programs: tl.constexpr,
 ):
-    """`target[pages[i]] = source[slots[i]]` for slots of `slot_words` words each.
+    """Do `target[pages[i]] = source[slots[i]]` for slots of `slot_words` words each.
 
-    A fixed number of programs takes the blocks in turn: a transfer that waits for the
-    link must not fill a device that computes meanwhile.
+    A fixed number of programs copies the blocks in turn: a transfer that waits for the
+    link must leave most of the device to the computation beside it.
     """
     number = tl.program_id(0)
     while number < block_count:

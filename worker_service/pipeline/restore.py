@@ -1,8 +1,8 @@
 """Brings a stored prefix onto the device: loads K,V[l:] and rebuilds K,V[:l] from X.
 
-What is done in which order comes from `splitpoint.planning.schedule`; this carries it out on
-lanes, where the serial twin is a matter of which lanes they are. Knows nothing of
-requests or of the store's calls.
+`splitpoint.planning.schedule` decides the tasks and their order; `restore` gives them to
+lanes, of which `SerialLanes` are the serial twin. This module knows no requests and no
+calls of the store.
 """
 
 from __future__ import annotations
@@ -40,6 +40,12 @@ class Prefix:
     cached_tokens: int
     split_tokens: int
 
+    def part(self, chunks: range, rows: int, positions: torch.Tensor | None = None) -> Part:
+        """Return these chunks, of which `rows` token rows are meant, with their pages."""
+        span = slice(chunks.start, chunks.stop)
+        pages = [page for page in self.pages[span] if page is not None]
+        return Part(self.chunks[span], pages, rows, positions)
+
 
 def restore(
     transfer: CacheTransfer,
@@ -51,10 +57,10 @@ def restore(
     schedule: Schedule = Schedule.PIPELINED,
     tile_tokens: int,
 ) -> list[Span]:
-    """Bring the prefix into cache pages; returns what ran when.
+    """Bring the prefix into cache pages; return the spans of the work.
 
-    `keys[i]`, `values[i]` are layer i's `[pages, n_kv, chunk_tokens, d]`. Tiles are
-    of `tile_tokens`, as far as the staging memory allows. Raises ChunkLost when a slot
+    `keys[i]`, `values[i]` are layer i's `[pages, n_kv, chunk_tokens, d]`. Tiles have
+    `tile_tokens`, as far as the staging memory allows. Raises ChunkLost if a slot
     changed while it was read: the pages then hold nothing usable.
     """
     wanted = prefix.chunks[prefix.first_chunk :]
@@ -73,26 +79,26 @@ def restore(
         host_layers=frozenset() if weights is None else frozenset(weights.keys),
         weight_slots=0 if weights is None else weights.slot_count,
     )
-    carrier = _Carrier(transfer, prefix, keys, values)
+    maker = _WorkMaker(transfer, prefix, keys, values)
     spans: list[Span] = []
     try:
         tasks = restore_tasks(work, schedule)
         if any(task.kind is TaskKind.WEIGHTS for task in tasks):
-            # What was on its way for the next step has the same slots.
+            # Weights on their way for the next step use the same slots.
             spans += lanes.finish()
-        lanes.run_all(Step(task.lane, carrier.work_of(task), task.after) for task in tasks)
+        lanes.run_all(Step(task.lane, maker.work_of(task), task.after) for task in tasks)
         spans += lanes.finish()
     except BaseException:
-        # No lane may touch the pages once somebody else may have them.
+        # The pages may be given to another request: no lane may touch them any more.
         lanes.settle()
         raise
-    # A slot's generation only grows: if it is current now, it was all the time.
+    # A slot's generation only grows: one that is current now was current all the time.
     transfer.tensors.check_current(wanted)
     return spans
 
 
-class _Carrier:
-    """Turns tasks into work; what all layers share is made once."""
+class _WorkMaker:
+    """Makes the work of tasks; all layers share what depends on the tokens alone."""
 
     def __init__(
         self,
@@ -106,28 +112,30 @@ class _Carrier:
         self._keys = keys
         self._values = values
         self._parts: dict[tuple[bool, int, int], Part] = {}
-        # In which slot a layer's W_K and W_V are, if they come over the link.
+        # The slot of each layer's W_K and W_V that come over the link.
         self._weight_slots: dict[int, int] = {}
 
     def work_of(self, task: Task) -> Work:
         transfer, layer = self._transfer, task.layer
         keys, values = self._keys[layer], self._values[layer]
-        if task.kind is TaskKind.LOAD:
-            return transfer.load(layer, self._part(task), keys, values)
-        if task.kind is TaskKind.WEIGHTS:
-            return self._bring_weights(task)
-        if task.kind is TaskKind.EMBED:
-            ids = self._prefix.token_ids[task.first : task.last]
-            token_ids = torch.tensor(ids, dtype=torch.int64, device=transfer.device)
-            return transfer.embed(token_ids, self._positions(task), task.slot)
-        if task.kind is TaskKind.SEND:
-            if task.slot is None:
-                raise RuntimeError("activations are sent into a staging slot")
-            return transfer.send(layer, self._part(task), task.slot)
-        work = transfer.rebuild(layer, self._part(task), task.slot, keys, values)
-        return self._with_weights(work, layer)
+        match task.kind:
+            case TaskKind.LOAD:
+                return transfer.load(layer, self._part(task), keys, values)
+            case TaskKind.WEIGHTS:
+                return self._load_weights(task)
+            case TaskKind.EMBED:
+                ids = self._prefix.token_ids[task.first : task.last]
+                token_ids = torch.tensor(ids, dtype=torch.int64, device=transfer.device)
+                return transfer.embed(token_ids, self._positions(task), task.slot)
+            case TaskKind.SEND:
+                if task.slot is None:
+                    raise RuntimeError("activations are sent into a staging slot")
+                return transfer.send(layer, self._part(task), task.slot)
+            case TaskKind.REBUILD:
+                work = transfer.rebuild(layer, self._part(task), task.slot, keys, values)
+                return self._with_weights(work, layer)
 
-    def _bring_weights(self, task: Task) -> Work:
+    def _load_weights(self, task: Task) -> Work:
         weights = self._transfer.model.layer_weights
         if weights is None or task.slot is None:
             raise RuntimeError("weights that are on the device are said to be on the host")
@@ -148,19 +156,12 @@ class _Carrier:
     def _part(self, task: Task) -> Part:
         is_rebuilt = task.kind is not TaskKind.LOAD
         key = (is_rebuilt, task.first, task.last)
-        part = self._parts.get(key)
-        if part is None:
-            part = self._parts[key] = self._make_part(task, is_rebuilt=is_rebuilt)
-        return part
-
-    def _make_part(self, task: Task, *, is_rebuilt: bool) -> Part:
-        chunk = self._transfer.chunk_tokens
-        span = slice(task.first // chunk, chunks_of(task.last, chunk))
-        chunks = self._prefix.chunks[span]
-        pages = [page for page in self._prefix.pages[span] if page is not None]
-        if is_rebuilt:
-            return self._transfer.rebuilt_part(chunks, pages, self._positions(task))
-        return self._transfer.part(chunks, pages, task.tokens)
+        if key not in self._parts:
+            chunk = self._transfer.chunk_tokens
+            chunks = range(task.first // chunk, chunks_of(task.last, chunk))
+            positions = self._positions(task) if is_rebuilt else None
+            self._parts[key] = self._prefix.part(chunks, task.tokens, positions)
+        return self._parts[key]
 
     def _positions(self, task: Task) -> torch.Tensor:
         return torch.arange(task.first, task.last, device=self._transfer.device)

@@ -1,8 +1,7 @@
-"""Device memory where chunks land on their way: X before it is rebuilt from, K,V before they
-are attended.
+"""Device memory for chunks in transit: X before a rebuild, K and V before attention.
 
-One for each device, shared by restores, which run between steps, and by the streamed
-attention of a step: never by both at once. How it is cut into slots is their business.
+There is one for each device. Restores use it between steps, and the streamed attention
+during a step, so never both at once; each divides it into slots of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from worker_service.store.codec import ChunkCodec
 
 
 class Staging:
-    """Room for `page_count` native chunks of one layer.
+    """Staging memory for `page_count` native chunks of one layer.
 
     Attributes:
         keys, values: `[page_count, n_kv, chunk_tokens, d]`.
@@ -33,6 +32,6 @@ class Staging:
 
     @property
     def size_bytes(self) -> int:
-        """What it occupies; `memory.staging_bytes` says so before it is allocated."""
-        tensors = (self.keys, self.values, *([] if self.inputs is None else [self.inputs]))
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        """Allocated bytes; `memory.staging_bytes` predicts them."""
+        inputs = 0 if self.inputs is None else self.inputs.nbytes
+        return self.keys.nbytes + self.values.nbytes + inputs

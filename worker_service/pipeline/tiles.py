@@ -1,9 +1,9 @@
-"""Cuts what a step reads from the store into tiles, and puts them into an order.
+"""Cuts the pages that a step reads from the store into tiles, and orders them.
 
-A tile is what one piece of staging memory holds and one product attends. Its pages
-are loaded (K,V cross the link) or rebuilt (X crosses it, if anything does). Both kinds
-take turns in proportion, so that neither the link nor the device ends a layer with
-all the work left to the other. Pure: knows no tensors, lanes or requests.
+A tile fits one slot of staging memory, and one product attends it. Its pages are loaded
+(K,V cross the link) or rebuilt (from X, which crosses the link unless it is kept on the
+device). The two kinds alternate in proportion, so that link and device share the work
+evenly within a layer. This module is pure: it knows no tensors, lanes or requests.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from worker_service.store.arena_tensors import StoredChunk
 class StoredPage:
     """A full chunk of a sequence that a step reads from the store.
 
-    `reader` is the row of the query that attends it, `first_position` that of its first
-    token, and `[0, rebuilt_rows)` of its rows are rebuilt. `is_kept`: all of them, from X
-    that is on the device.
+    Attributes:
+        reader: row of the query that attends the chunk.
+        first_position: position of its first token.
+        rebuilt_rows: `[0, rebuilt_rows)` of its rows are rebuilt, the others loaded.
+        is_kept: all rows are rebuilt, from X that is kept on the device.
     """
 
     reader: int
@@ -37,11 +39,11 @@ class Tile:
     """Pages that are attended at once.
 
     Attributes:
-        pages: all rebuilt whole, or all loaded; a page in which the split lies is alone.
+        pages: all rebuilt whole, or all loaded; a page that the split divides is alone.
         is_loaded: K,V come over the link.
         is_kept: X is on the device: nothing comes over the link.
-        rebuilt_rows: of the pages' rows, front first: all, none, or some of a single
-            page, which are rebuilt over what was loaded.
+        rebuilt_rows: rebuilt rows from the front: all, none, or some of a single page,
+            which are rebuilt over its loaded rows.
     """
 
     pages: tuple[StoredPage, ...]
@@ -52,12 +54,12 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class StreamedTokens:
-    """What one step reads from the store, in tokens of the sequences that it is of.
+    """The tokens that one step reads from the store.
 
     Attributes:
-        loaded: K and V come over the link.
-        rebuilt: from X, wherever that is.
-        split: behind the last token that is rebuilt, of the sequence where it is furthest.
+        loaded: tokens whose K and V come over the link.
+        rebuilt: tokens whose K and V are computed from X.
+        split: the largest split of a sequence: the end of its rebuilt tokens.
     """
 
     loaded: int
@@ -66,7 +68,7 @@ class StreamedTokens:
 
     @classmethod
     def of(cls, tiles: Iterable[Tile], chunk_tokens: int) -> StreamedTokens:
-        """`tiles`: of one layer."""
+        """Count the tokens of one layer's tiles."""
         loaded = rebuilt = split = 0
         for tile in tiles:
             rebuilt += tile.rebuilt_rows
@@ -79,21 +81,21 @@ class StreamedTokens:
 
 
 def decode_tiles(pages: Sequence[StoredPage], tile_pages: int, chunk_tokens: int) -> list[Tile]:
-    """Tiles of any sequences' pages, none larger than `tile_pages`.
+    """Cut pages of any sequences into tiles of at most `tile_pages`.
 
-    By slot, so that neighbours in the arena are one copy, whoever they belong to; the
-    order of keys does not matter to the softmax.
+    Pages are ordered by slot, so that neighbours in the arena are one copy even if they
+    belong to different sequences; the order of keys does not matter to the softmax.
     """
     return _tiles(_by_slot(pages), tile_pages, chunk_tokens)
 
 
 def prefill_tiles(pages: Sequence[StoredPage], tile_pages: int, chunk_tokens: int) -> list[Tile]:
-    """Tiles of one sequence's pages, which are in order: each has consecutive tokens."""
+    """Cut one sequence's pages, which are in order, into tiles of consecutive tokens."""
     return _tiles(list(pages), tile_pages, chunk_tokens)
 
 
 def in_turn(first: Sequence[Tile], second: Sequence[Tile]) -> list[Tile]:
-    """Both in one order, each spread evenly; `first` begins."""
+    """Merge both into one order, each spread evenly; `first` begins."""
     places = [((2 * index + 1) / len(first), 0, tile) for index, tile in enumerate(first)]
     places += [((2 * index + 1) / len(second), 1, tile) for index, tile in enumerate(second)]
     return [tile for *_, tile in sorted(places, key=lambda place: place[:2])]
@@ -122,14 +124,14 @@ def _rebuilt(pages: tuple[StoredPage, ...], chunk_tokens: int, *, is_kept: bool 
 
 
 def _cuts(pages: Sequence[StoredPage], most: int) -> list[tuple[StoredPage, ...]]:
-    """In as few pieces as can be, all of nearly the same size."""
+    """Cut into as few pieces as possible, all of nearly the same size."""
     count = -(-len(pages) // most)
     edges = [len(pages) * piece // count for piece in range(count + 1)] if count else [0]
     return [tuple(pages[start:stop]) for start, stop in pairwise(edges)]
 
 
 def _by_slot(pages: Sequence[StoredPage]) -> list[StoredPage]:
-    """By slot; what several sequences share comes again after all that is read once."""
+    """Order by slot; repeated reads of a shared chunk come after all first reads."""
     seen: Counter[int] = Counter()
     places = []
     for page in pages:

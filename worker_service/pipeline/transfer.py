@@ -1,8 +1,7 @@
-"""Single pieces of a transfer: X or K,V over the link, K,V rebuilt from X.
+"""Single pieces of a transfer: X or K,V over the link, and K,V rebuilt from X.
 
-A `CacheTransfer` makes `Work` for lanes; it decides neither on the order nor on what is
-rebuilt. Whoever gives its work to lanes says what must be done before what, and
-checks afterwards that the chunks that were read are still current.
+A `CacheTransfer` makes `Work` for lanes. Its callers decide the order, what is rebuilt,
+and which work waits for which; they check afterwards that the chunks are still current.
 """
 
 from __future__ import annotations
@@ -23,22 +22,26 @@ from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Chunks and the device pages they belong to: what one copy or product is about.
+    """The chunks of one copy or product, and the device pages they belong to.
 
-    `rows` counts the rows meant, from the first chunk's first one on; whole chunks but
-    perhaps the last.
+    Attributes:
+        chunks: in sequence order.
+        pages: page `pages[i]` belongs to chunk i.
+        rows: token rows, from the first chunk's first row on; only the last chunk may be
+            used in part.
+        positions: int64 `[rows]` for RoPE; None for parts that are only loaded. Each layer
+            computes its angles anew, because those of a long prefix need more memory than
+            the tile itself.
     """
 
-    chunks: tuple[StoredChunk, ...]
-    pages: tuple[int, ...]
+    chunks: Sequence[StoredChunk]
+    pages: Sequence[int]
     rows: int
-    # int64 `[rows]`, for RoPE; only what is rebuilt needs them. Angles are made anew for
-    # each layer: those of a long prefix would be more memory than the tile itself.
     positions: torch.Tensor | None = None
 
 
 class CacheTransfer:
-    """Makes the pieces of work of one mapped arena on one device.
+    """Makes the pieces of work that bring one arena's chunks to one device.
 
     Attributes:
         slot_pages: pages of X that one staging slot holds; see `divide`.
@@ -63,17 +66,17 @@ class CacheTransfer:
         self._embedded: torch.Tensor | None = None
 
     def divide(self, tile_tokens: int) -> None:
-        """Cut the staging memory into slots of one tile each; nothing may be in it.
+        """Cut the staging memory, which must be unused, into slots of one tile each.
 
-        A tile larger than half of the memory is shrunk, so that there are two slots,
-        unless it is as large as the whole: then there is one.
+        A tile of more than half of the memory is shrunk so that two slots fit, unless it
+        is as large as the whole memory.
         """
         pages = max(1, tile_tokens // self.chunk_tokens)
-        room = self._staging.page_count
-        if pages < room:
-            pages = min(pages, max(1, room // 2))
-        self.slot_pages = min(pages, room)
-        self.slot_count = room // self.slot_pages
+        capacity = self._staging.page_count
+        if pages < capacity:
+            pages = min(pages, max(1, capacity // 2))
+        self.slot_pages = min(pages, capacity)
+        self.slot_count = capacity // self.slot_pages
 
     @property
     def tile_tokens(self) -> int:
@@ -83,7 +86,7 @@ class CacheTransfer:
     # -- over the link --------------------------------------------------------------
 
     def load(self, layer: int, part: Part, keys: torch.Tensor, values: torch.Tensor) -> Work:
-        """K and V of whole chunks into `part.pages` of `[pages, n_kv, C, d]`."""
+        """Load K and V of whole chunks into `part.pages` of `[pages, n_kv, C, d]`."""
         slots = [chunk.slot for chunk in part.chunks]
         size = 2 * len(slots) * self.tensors.layout.kv_slot_bytes
 
@@ -93,43 +96,43 @@ class CacheTransfer:
         return Work("load K,V", call, size, size, layer, part.rows)
 
     def send(self, layer: int, part: Part, slot: int) -> Work:
-        """X of the part's chunks into a staging slot."""
-        slots = [chunk.slot for chunk in part.chunks]
-        staging = self._slot(slot)
-        size = len(slots) * self.tensors.layout.x_slot_bytes
-
-        def call() -> None:
-            self._loader.load(layer, {"X": staging}, slots, range(len(slots)))
-
-        return Work("send X", call, size, size, layer, part.rows)
+        """Copy X of the part's chunks into a staging slot."""
+        return self._send(layer, part.chunks, self._slot(slot), range(len(part.chunks)), part.rows)
 
     def send_inputs(
         self, chunks: Sequence[StoredChunk], inputs: Sequence[torch.Tensor], pages: Sequence[int]
     ) -> list[Work]:
-        """X of some chunks, layer by layer, into pages of `[pages, C, h]`."""
+        """Copy X of some chunks, layer by layer, into pages of `inputs[layer]`, `[pages, C, h]`."""
+        tokens = sum(chunk.token_count for chunk in chunks)
+        return [
+            self._send(layer, chunks, target, pages, tokens) for layer, target in enumerate(inputs)
+        ]
+
+    def _send(
+        self,
+        layer: int,
+        chunks: Sequence[StoredChunk],
+        target: torch.Tensor,
+        pages: Sequence[int],
+        tokens: int,
+    ) -> Work:
         slots = [chunk.slot for chunk in chunks]
         size = len(slots) * self.tensors.layout.x_slot_bytes
-        tokens = sum(chunk.token_count for chunk in chunks)
 
-        def copy(layer: int, target: torch.Tensor) -> Work:
-            return Work(
-                "send X",
-                lambda: self._loader.load(layer, {"X": target}, slots, pages),
-                size,
-                size,
-                tokens=tokens,
-            )
+        def call() -> None:
+            self._loader.load(layer, {"X": target}, slots, pages)
 
-        return [copy(layer, target) for layer, target in enumerate(inputs)]
+        return Work("send X", call, size, size, layer, tokens)
 
     # -- on the device ----------------------------------------------------------------
 
     def embed(
         self, token_ids: torch.Tensor, positions: torch.Tensor, slot: int | None = None
     ) -> Work:
-        """Layer 0's X of int64 `[rows]` token ids: norm(embed(ids)).
+        """Compute layer 0's X, norm(embed(ids)), of int64 `[rows]` token ids.
 
-        Into a staging slot; None: for the `rebuild` that comes next on the compute lane.
+        The result goes to a staging slot, or, if `slot` is None, to the `rebuild` that
+        comes next on the compute lane.
         """
         staging = None if slot is None else self._slot(slot)
 
@@ -146,49 +149,35 @@ class CacheTransfer:
     def copy_inputs(
         self, layer: int, part: Part, slot: int, copy: Callable[[int, torch.Tensor], None]
     ) -> Work:
-        """X that is on the device already into a staging slot, by `copy(layer, slot's pages)`."""
+        """Copy X that is on the device into a staging slot by `copy(layer, slot's pages)`."""
         staging = self._slot(slot)
         return Work("copy X", lambda: copy(layer, staging), layer=layer, tokens=part.rows)
 
     def rebuild(
         self, layer: int, part: Part, slot: int | None, keys: torch.Tensor, values: torch.Tensor
     ) -> Work:
-        """K,V of the part's rows from X (KVPR Eq. 7), into its pages.
+        """Compute K,V of the part's rows from X (KVPR Eq. 7) into its pages.
 
-        `K = RoPE(norm(X W_K + b_K))`, `V = X W_V + b_V`. X is a staging slot's; None:
-        what was embedded last.
+        `K = RoPE(norm(X W_K + b_K))`, `V = X W_V + b_V`. X is in a staging slot, or, if
+        `slot` is None, what was embedded last.
         """
         staging = None if slot is None else self._slot(slot)
-        work = part.rows * self.model.shape.rebuild_flops_per_token_layer
+        flops = part.rows * self.model.shape.rebuild_flops_per_token_layer
 
         def call() -> None:
-            inputs = self._taken() if staging is None else staging.flatten(0, 1)[: part.rows]
+            inputs = self._pop_embedded() if staging is None else staging.flatten(0, 1)[: part.rows]
             rotary = None if part.positions is None else self.model.rotary(part.positions)
             built = self.model.layers[layer].project_kv(inputs, rotary)
             for rows, plane in zip(built, (keys, values), strict=True):
                 put_rows(plane, part.pages, rows)
 
-        return Work("rebuild", call, 0, work, layer, part.rows)
+        return Work("rebuild", call, 0, flops, layer, part.rows)
 
-    def _taken(self) -> torch.Tensor:
-        """X that was embedded for whoever is next."""
+    def _pop_embedded(self) -> torch.Tensor:
         inputs, self._embedded = self._embedded, None
         if inputs is None:
             raise RuntimeError("nothing was embedded for this rebuild")
         return inputs
-
-    def part(self, chunks: Sequence[StoredChunk], pages: Sequence[int], rows: int) -> Part:
-        """A part that is loaded."""
-        return Part(tuple(chunks), tuple(pages), rows)
-
-    def rebuilt_part(
-        self,
-        chunks: Sequence[StoredChunk],
-        pages: Sequence[int],
-        positions: torch.Tensor,
-    ) -> Part:
-        """A part that is rebuilt; `positions`: int64 `[rows]` of its rows."""
-        return Part(tuple(chunks), tuple(pages), len(positions), positions)
 
     def _slot(self, slot: int) -> torch.Tensor:
         inputs = self._staging.inputs
@@ -198,7 +187,7 @@ class CacheTransfer:
 
 
 def put_rows(plane: torch.Tensor, pages: Sequence[int], rows: torch.Tensor) -> None:
-    """Rows `[N, n_kv, d]` into pages of `[pages, n_kv, C, d]`, front first, the last in part."""
+    """Copy rows `[N, n_kv, d]` into pages of `[pages, n_kv, C, d]`, the last page in part."""
     chunk = plane.shape[2]
     whole = len(rows) // chunk
     for start, length in runs(pages[:whole], pages[:whole]):

@@ -19,7 +19,7 @@ from worker_service.lanes.lanes import SerialLanes, ThreadLanes
 from worker_service.model.decoder import Decoder
 from worker_service.pipeline.restore import Prefix, restore
 from worker_service.pipeline.staging import Staging
-from worker_service.pipeline.transfer import CacheTransfer
+from worker_service.pipeline.transfer import CacheTransfer, Part
 from worker_service.store.arena_tensors import StoredChunk
 from worker_service.store.fetch import cut_tail
 from worker_service.store.mirror_cache import MirrorCache, name_of
@@ -190,7 +190,7 @@ def test_a_streamed_tile_and_an_input_page_are_decoded_too(stored: Written) -> N
     layout, cache = stored.layout, stored.cache
     lanes, staging = SerialLanes(CPU), Staging(layout, STAGING_PAGES, CPU)
     transfer = CacheTransfer(stored.model, stored.mirror.tensors, staging)
-    part = transfer.part(stored.chunks[4:9], range(5), 5 * CHUNK)
+    part = Part(stored.chunks[4:9], range(5), 5 * CHUNK)
     lanes.run(Lane.LINK_IN, transfer.load(2, part, staging.keys, staging.values))
     wanted = stored.approximate(cache.values[2], stored.pages)[4:9]
     assert torch.equal(staging.values[:5], wanted)
