@@ -1,8 +1,8 @@
-"""What a traced request did in a worker, as spans: looked up, restored, prefilled, decoded.
+"""Spans of a traced request in a worker: look up, restore, prefill, decode, write-back.
 
-How many spans a request makes does not depend on its length: a phase of many steps is one
-span with their number, and a lane's work in a phase is one span from its first piece to its
-last, with how long it was busy and on how much. (Every single piece is in `--trace FILE`.)
+The number of spans does not depend on a request's length: a phase of many steps is one
+span with their number, and a lane's work in a phase is one span from its first piece to
+its last, with its busy seconds and amount. (`--trace FILE` records every single piece.)
 
     run
       look up, fetch
@@ -11,28 +11,27 @@ last, with how long it was busy and on how much. (Every single piece is in `--tr
       decode             likewise
       write-back         link out
 
-Requests that nobody traces have no `RequestSpans`. Phases are added by the engine's thread;
-the event loop ends the request once the engine is done with it.
+Requests that are not traced have no `RequestSpans`. The engine's thread adds phases; the
+event loop ends the request once the engine is done with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from splitpoint.observe import tracing
 from splitpoint.observe.tracing import Fact
 from splitpoint.planning.schedule import Lane
 from worker_service.lanes import timeline
 
-# Batches of chunks, fetched or written back, whose calls the store traces too: a long
-# request has many.
+# The store traces its calls for this many batches of chunks, fetched or written back.
 TRACED_BATCHES = 8
 
 
 @dataclass(slots=True)
 class LaneUse:
-    """One lane's pieces of work, summed up. Seconds on the clock of `time.perf_counter`."""
+    """Sums over one lane's pieces of work. Seconds on the clock of `time.perf_counter`."""
 
     first: float
     last: float
@@ -41,22 +40,13 @@ class LaneUse:
     tokens: int = 0
     amount: float = 0.0
 
-    def add(self, span: timeline.Span) -> None:
-        self.first = min(self.first, span.start)
-        self.last = max(self.last, span.end)
-        self.busy_seconds += span.seconds
-        self.pieces += 1
-        self.tokens += span.tokens
-        self.amount += span.amount
-
-    def join(self, later: LaneUse) -> None:
-        """What the lane did in another step."""
-        self.first = min(self.first, later.first)
-        self.last = max(self.last, later.last)
-        self.busy_seconds += later.busy_seconds
-        self.pieces += later.pieces
-        self.tokens += later.tokens
-        self.amount += later.amount
+    def add(self, other: LaneUse) -> None:
+        self.first = min(self.first, other.first)
+        self.last = max(self.last, other.last)
+        self.busy_seconds += other.busy_seconds
+        self.pieces += other.pieces
+        self.tokens += other.tokens
+        self.amount += other.amount
 
     def facts(self, lane: Lane) -> Mapping[str, float]:
         return {
@@ -84,23 +74,19 @@ class Phase:
         self.steps += 1
         self.tokens += tokens
         for lane, use in work.items():
-            if lane not in self.lanes:
-                self.lanes[lane] = replace(use)
-            else:
-                self.lanes[lane].join(use)
+            self.lanes.setdefault(lane, LaneUse(use.first, use.last)).add(use)
 
 
 def add_lanes(lanes: dict[Lane, LaneUse], work: Iterable[timeline.Span]) -> None:
-    """Sum pieces of work up, lane by lane."""
+    """Add pieces of work to the sums of their lanes."""
     for span in work:
-        if span.lane not in lanes:
-            lanes[span.lane] = LaneUse(span.start, span.end)
-        lanes[span.lane].add(span)
+        use = LaneUse(span.start, span.end, span.seconds, 1, span.tokens, span.amount)
+        lanes.setdefault(span.lane, LaneUse(span.start, span.end)).add(use)
 
 
 @dataclass(slots=True, eq=False)
 class RequestSpans:
-    """Of one request, from its admission to its end."""
+    """The spans of one request, from its admission to its end."""
 
     run: tracing.Span
     prefill: Phase = field(default_factory=Phase)
@@ -110,7 +96,7 @@ class RequestSpans:
     def begin(
         cls, traceparent: str, request_id: str, *, attempt: int, prompt_tokens: int, residency: str
     ) -> RequestSpans | None:
-        """None: nobody traces it."""
+        """Begin the span `run`; None if the request is not traced."""
         run = tracing.begin(
             "run",
             traceparent,
@@ -124,7 +110,7 @@ class RequestSpans:
     def restored(
         self, first: float, last: float, work: Iterable[timeline.Span], **facts: Fact
     ) -> None:
-        """A prefix came in between these times; `facts` is the account of it."""
+        """Record a restore between these times, with its facts."""
         lanes: dict[Lane, LaneUse] = {}
         add_lanes(lanes, work)
         _record(self.run, "restore", first, last, lanes, facts)
@@ -138,12 +124,15 @@ class RequestSpans:
         *,
         is_prefill: bool,
     ) -> None:
-        """It took part in a step; `work` is the whole step's, whoever else was in it: summed up
-        once for all of them, since a step may have hundreds of pieces."""
+        """Add a step in which the request took part.
+
+        `work` sums up the whole step once for all its requests, because a step may have
+        hundreds of pieces.
+        """
         (self.prefill if is_prefill else self.decode).add(first, last, tokens, work)
 
     def end(self, *, reason: str = "", error: str = "") -> None:
-        """How it finished: names. Nothing is added any more."""
+        """End the spans, with the name of the finish reason or error."""
         for name, phase in (("prefill", self.prefill), ("decode", self.decode)):
             if phase.steps:
                 counts: dict[str, Fact] = {"steps": phase.steps, "tokens": phase.tokens}
@@ -154,7 +143,7 @@ class RequestSpans:
 
 @dataclass(slots=True, eq=False)
 class WriteBackSpans:
-    """Of what one request leaves in the store; on the event loop."""
+    """The spans of one request's write-back; used on the event loop."""
 
     request: tracing.Span
     writing: tracing.Span = tracing.NO_SPAN
@@ -164,11 +153,11 @@ class WriteBackSpans:
 
     @classmethod
     def of(cls, request: tracing.Span) -> WriteBackSpans | None:
-        """None: nobody traces it."""
+        """Return None if the request is not traced."""
         return cls(request) if request.is_recorded else None
 
     def batch(self, chunks: int) -> tracing.Span:
-        """Some chunks are about to be stored: whose context the store gets with the calls."""
+        """Count a batch of chunks; return the span whose context goes with the store's calls."""
         if not self.batches:
             self.writing = self.request.begin("write-back")
         self.batches += 1
@@ -176,7 +165,7 @@ class WriteBackSpans:
         return self.writing if self.batches <= TRACED_BATCHES else tracing.NO_SPAN
 
     def copied(self, work: timeline.Span) -> None:
-        """They left the device."""
+        """Add a copy from the device."""
         add_lanes(self.lanes, [work])
 
     def end(self) -> None:

@@ -1,7 +1,6 @@
-"""What ran on which lane, when: spans, and Chrome's trace format for them.
+"""Spans: which work ran on which lane and when, and Chrome's trace format for them.
 
-Spans are kept for whoever refits a profile and, while a trace is wanted, for a
-file. Knows nothing of what the spans' work was.
+Spans refit the profile of costs; while a trace is wanted, they are kept for a file.
 """
 
 from __future__ import annotations
@@ -47,15 +46,16 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """What one step of the engine took. Link and tokens are 0 when nothing streamed, be it
-    cache or weights.
+    """The duration of one engine step and of its parts.
+
+    Link and tokens are 0 if neither cache nor weights streamed.
 
     Attributes:
         seconds: laying the step out, running the model, and sampling.
-        link_busy, compute_busy: seconds that these had work; waiting is in neither.
-        link_bytes: what came over the link, weights included.
-        rebuilt_tokens, loaded_tokens: of the store's, summed over layers.
-        predicted_seconds: said beforehand; None: nothing was.
+        link_busy, compute_busy: seconds that these had work; neither includes waiting.
+        link_bytes: bytes over the link, weights included.
+        rebuilt_tokens, loaded_tokens: tokens from the store, summed over layers.
+        predicted_seconds: the prediction for the step; None if there was none.
     """
 
     seconds: float
@@ -70,10 +70,10 @@ class StepTimes:
     def of(
         cls, seconds: float, spans: Iterable[Span], predicted_seconds: float | None = None
     ) -> StepTimes:
-        """From the step's spans, as pieces of work name them (transfer.py, prefetcher.py)."""
+        """Sum the step's spans, by the names that pipeline/transfer.py gives to work."""
         link_busy = compute_busy = link_bytes = 0.0
         rebuilt = loaded = 0
-        # One pass: a step has hundreds of spans, and nothing runs meanwhile.
+        # One pass: a step has hundreds of spans, and the device idles meanwhile.
         for span in spans:
             if span.lane is Lane.COMPUTE:
                 compute_busy += span.end - span.start
@@ -99,7 +99,7 @@ class Trace:
     """The latest spans of a process, for a file.
 
     Attributes:
-        facts: what whoever looks at the file should know, such as the device.
+        facts: facts for the file's readers, such as the device.
     """
 
     def __init__(self, facts: Mapping[str, str] | None = None, limit: int = TRACE_SPANS) -> None:
@@ -114,12 +114,12 @@ class Trace:
         return list(self._spans)
 
     def write(self, path: Path) -> None:
-        """As Chrome trace JSON: open it in chrome://tracing or ui.perfetto.dev."""
+        """Write Chrome trace JSON: open it in chrome://tracing or ui.perfetto.dev."""
         path.write_text(chrome_trace(self._spans, self.facts))
 
 
 def chrome_trace(spans: Iterable[Span], facts: Mapping[str, str] | None = None) -> str:
-    """The trace event format: one row per lane, times in microseconds from the first span."""
+    """Return Chrome's trace event format: a row per lane, microseconds since the first span."""
     listed = sorted(spans, key=lambda span: span.start)
     origin = listed[0].start if listed else 0.0
     rows = {lane: number for number, lane in enumerate(Lane)}
@@ -149,14 +149,17 @@ def chrome_trace(spans: Iterable[Span], facts: Mapping[str, str] | None = None) 
 
 @dataclass(frozen=True, slots=True)
 class RecordedTrace:
-    """What a trace file says: spans by start, seconds from the first one's, and facts."""
+    """A trace file: spans by start, in seconds since the first one's start, and facts."""
 
     spans: tuple[Span, ...]
     facts: Mapping[str, str]
 
 
 def read_trace(path: Path) -> RecordedTrace:
-    """A file that `Trace.write` made. Raises NotFound, or InvalidArgument for anything else."""
+    """Read a file that `Trace.write` made.
+
+    Raises NotFound if there is none, and InvalidArgument if it is no such file.
+    """
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError:
@@ -172,7 +175,7 @@ def read_trace(path: Path) -> RecordedTrace:
 
 
 def _recorded(content: object) -> RecordedTrace:
-    """Raises ValueError that says what is wrong."""
+    """Convert parsed JSON. Raises ValueError that says what is wrong."""
     events = content.get("traceEvents") if isinstance(content, dict) else None
     facts = content.get("otherData", {}) if isinstance(content, dict) else None
     if not isinstance(events, list):
@@ -197,7 +200,7 @@ def _recorded(content: object) -> RecordedTrace:
 
 
 def _span_of(event: Mapping[str, Any], lanes: Mapping[int, Lane]) -> Span:
-    """Raises ValueError."""
+    """Convert one event of work. Raises ValueError."""
     row, details = _field(event, "tid", int), _field(event, "args", dict)
     if row not in lanes:
         raise ValueError(f"the row {row} was never named")
@@ -226,7 +229,7 @@ _KIND_NAMES = {str: "a text", int: "a whole number", dict: "an object"}
 
 
 def _field(holder: object, name: str, kind: type[_Kind]) -> _Kind:
-    """Raises ValueError for one that is missing or of another kind."""
+    """Return a field. Raises ValueError if it is missing or of another kind."""
     if not isinstance(holder, dict):
         raise ValueError("there is no object")
     if name not in holder:
@@ -238,7 +241,7 @@ def _field(holder: object, name: str, kind: type[_Kind]) -> _Kind:
 
 
 def _amount(holder: Mapping[str, Any], name: str) -> float:
-    """Raises ValueError for anything but a finite number of at least 0."""
+    """Return a finite number of at least 0. Raises ValueError for anything else."""
     if name not in holder:
         raise ValueError(f"{name!r} is missing")
     value = holder[name]

@@ -1,8 +1,7 @@
-"""What lanes brought and computed, summed by what it was for: bytes and seconds.
+"""Totals of the work that passed over lanes, by its purpose: bytes and seconds.
 
-Lanes keep one of all that passed over them, so that no way to use them can forget to
-count. Knows no requests; which work has which name is transfer.py's, prefetcher.py's and
-meeting.py's.
+Lanes keep the totals, so that each way to use them counts. The names of work come from
+pipeline/transfer.py and pipeline/both_ends.py; this module knows no requests.
 """
 
 from __future__ import annotations
@@ -16,13 +15,14 @@ from worker_service.lanes.timeline import REBUILDING, Span
 
 @dataclass(slots=True)
 class LaneTotals:
-    """Copies to the device and products on it, since it was begun.
+    """Copies to the device and products on it, since the totals were begun.
 
     Attributes:
-        kv_bytes, activation_bytes, weight_bytes: over the link, towards the device.
-        link_seconds: that these copies took, summed; two lanes copy side by side.
-        compute_seconds: of all work of the compute lane.
-        rebuild_seconds, prefill_seconds: of it, K and V from activations, from token ids.
+        kv_bytes, activation_bytes, weight_bytes: over the link, to the device.
+        link_seconds: sum over these copies; two lanes copy side by side.
+        compute_seconds: all work of the compute lane.
+        rebuild_seconds: the part of it that computes K and V from activations.
+        prefill_seconds: the part of it that computes K and V from token ids.
     """
 
     kv_bytes: int = 0
@@ -34,7 +34,7 @@ class LaneTotals:
     prefill_seconds: float = 0.0
 
     def add(self, spans: Iterable[Span]) -> None:
-        """Other copies, such as those that measure the link, are nobody's traffic."""
+        """Add spans; other copies, such as those that measure the link, do not count."""
         for span in spans:
             seconds = span.end - span.start
             if span.lane is Lane.COMPUTE:
