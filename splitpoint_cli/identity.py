@@ -1,4 +1,4 @@
-"""The options by which commands say who they are to a scheduler."""
+"""The options by which commands reach a scheduler and prove who they are."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from typing import Annotated
 
 import typer
 
+Address = Annotated[
+    str,
+    typer.Option(
+        help="Address of the scheduler: host:port or unix:/path.", envvar="SPLITPOINT_ADDRESS"
+    ),
+]
 CaFile = Annotated[
     str | None,
     typer.Option(

@@ -1,4 +1,4 @@
-"""What commands share in talking to people: consoles, exit codes, one-line errors."""
+"""How commands print: consoles, exit codes, one-line errors, numbers for people."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from urllib.parse import unquote
 
 from google.rpc import code_pb2
 from rich.console import Console
@@ -27,34 +28,40 @@ EXIT_HELP = (
 
 
 def code_name(error: SplitpointError) -> str:
-    """INVALID_ARGUMENT and so on, as gRPC spells it."""
+    """Return INVALID_ARGUMENT and so on, as gRPC spells it."""
     return str(code_pb2.Code.Name(error.code))
 
 
 def print_error(error: SplitpointError) -> None:
-    """One line on stderr: the code's name and what went wrong."""
+    """Print one line on stderr: the code's name and what went wrong."""
     message = " ".join(error.message.split())
-    if isinstance(error, errors.Unavailable) and message.startswith("failed to connect"):
-        message = f"no scheduler answers, is `splitpoint up` running? ({plain_reason(message)})"
+    if isinstance(error, errors.Unavailable) and (failed := _NOT_CONNECTED.search(message)):
+        message = (
+            f"no scheduler answers at {unquote(failed['address'])}, is `splitpoint up` running? "
+            f"({failed['reason']})"
+        )
     print(f"splitpoint: {code_name(error)}: {message}", file=sys.stderr)
 
 
-_NOT_CONNECTED = re.compile(r"failed to connect to all addresses; last error: .*: ([^:]+)$")
+# gRPC's text: a status that is not the call's, the address once or twice, then the reason.
+_NOT_CONNECTED = re.compile(
+    r"failed to connect to all addresses; last error: \w+: (?:ipv[46]:)?(?P<address>(unix:)?.*?): "
+    r"(?:.*: )?(?P<reason>[^:]+)$"
+)
 
 
 def plain_reason(message: str) -> str:
-    """Why something is not there, for people who see its address beside this: gRPC repeats
-    it twice, with a status that is not the call's."""
-    return _NOT_CONNECTED.sub(r"cannot connect: \1", message)
+    """Return the reason alone of a connection that failed; its address stands beside it."""
+    return _NOT_CONNECTED.sub(r"cannot connect: \g<reason>", message)
 
 
 def print_json(value: Mapping[str, object], *, indent: int | None = 2) -> None:
-    """One object on stdout, without anything around it."""
+    """Print one object on stdout and nothing else."""
     print(json.dumps(value, indent=indent, ensure_ascii=False))
 
 
 def picture(width: int) -> Console:
-    """A console of its own, for `save_picture`."""
+    """Return a console of its own, for `save_picture`."""
     return Console(
         file=io.StringIO(),
         record=True,
@@ -66,15 +73,15 @@ def picture(width: int) -> Console:
 
 
 def save_picture(console: Console, path: str, title: str) -> None:
-    """What was printed on a console of `picture`, as SVG, for the documentation."""
+    """Write what was printed on a console of `picture` as SVG, for the documentation."""
     svg = console.export_svg(title=title)
-    # Without the fonts that it would fetch from elsewhere: every reader has one of its own.
+    # Without the fonts that it would fetch from elsewhere: each viewer has its own.
     own_fonts = re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL)
     Path(path).write_text(own_fonts, encoding="utf-8")
 
 
 def seconds_text(seconds: float) -> str:
-    """For people: "1.23 s", "45.6 ms", "7.8 µs"."""
+    """Return "1.23 s", "45.6 ms", "7.8 µs"."""
     for factor, unit in ((1.0, "s"), (1e3, "ms")):
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"
@@ -82,7 +89,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """For people: "42 s", "7 min", "3.2 h", "5 d"."""
+    """Return "42 s", "7 min", "3.2 h", "5 d"."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     if seconds < 6000:

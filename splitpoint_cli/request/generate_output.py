@@ -1,7 +1,10 @@
-"""What `splitpoint generate` says of an answer, beside its text: for people, and as JSON."""
+"""What `splitpoint generate` prints of an answer beside its text: for people, and as JSON."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from rich.markup import escape
 from rich.table import Table
 
 from splitpoint.client.answers import Completion, Logprobs
@@ -11,7 +14,7 @@ from splitpoint_cli.output import seconds_text
 
 
 def summary(completion: Completion) -> str:
-    """What was done and what it took, in one line."""
+    """Return what was done and its time, in one line."""
     usage = completion.usage
     fetched = completion.plan.fetched_tokens if completion.plan is not None else 0
     restored = ""
@@ -45,7 +48,7 @@ def _ending(completion: Completion) -> str:
 
 
 def capped_split(completion: Completion, wanted: int | None) -> str | None:
-    """What became of a `--split` beyond what is cached; None: it was followed."""
+    """Return why `--split` was not followed in full; None if it was."""
     plan = completion.plan
     if wanted is None or plan is None or plan.split_tokens >= wanted:
         return None
@@ -56,21 +59,28 @@ def capped_split(completion: Completion, wanted: int | None) -> str | None:
     )
 
 
-def logprobs_table(completion: Completion) -> Table:
-    """A row for each generated token: its log-probability, and the likeliest tokens there."""
+def logprobs_table(completion: Completion, spelling: Mapping[int, str]) -> Table:
+    """Return a row for each generated token: its log-probability, and the likeliest tokens.
+
+    `spelling`: of tokens by id; ids that are missing stand alone.
+    """
+
+    def named(token_id: int) -> str:
+        return f"{token_id} {spelling[token_id]!r}" if token_id in spelling else str(token_id)
+
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("index", "token", "logprob"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("likeliest (token logprob)", overflow="fold")
     for index, found in enumerate(completion.logprobs):
-        likeliest = ", ".join(f"{token_id} {value:.4f}" for token_id, value in found.top)
-        token = str(completion.token_ids[index])
-        table.add_row(str(index), token, f"{found.chosen:.4f}", likeliest)
+        likeliest = ", ".join(f"{named(token_id)} {value:.4f}" for token_id, value in found.top)
+        token = named(completion.token_ids[index])
+        table.add_row(str(index), escape(token), f"{found.chosen:.4f}", escape(likeliest))
     return table
 
 
 def logprobs_json(token_id: int, found: Logprobs) -> dict[str, object]:
-    """One generated token's part of `--json`."""
+    """Return one generated token's part of `--json`."""
     return {
         "token_id": token_id,
         "logprob": found.chosen,
@@ -79,7 +89,7 @@ def logprobs_json(token_id: int, found: Logprobs) -> dict[str, object]:
 
 
 def completion_json(completion: Completion) -> dict[str, object]:
-    """The object that `--json` prints."""
+    """Return the object that `--json` prints."""
     usage = completion.usage
     return {
         "token_ids": list(completion.token_ids),

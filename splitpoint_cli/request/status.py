@@ -17,11 +17,10 @@ from splitpoint.transport import convert
 from splitpoint.transport.tls import client_identity
 from splitpoint.v1 import kvstore_pb2
 from splitpoint.words import counted
-from splitpoint_cli.identity import CaFile, TokenFile
+from splitpoint_cli.identity import Address, CaFile, TokenFile
 from splitpoint_cli.output import out, plain_reason
 from splitpoint_cli.report import AsJson, OutputFile, hand_over, print_table
 from splitpoint_cli.request.findings import Finding, Severity, findings_of
-from splitpoint_cli.request.generate import Address
 from splitpoint_cli.request.observed import Status, Store, read_status
 
 _POLL_SECONDS = 0.2
@@ -180,13 +179,15 @@ def _print_tables(found: Status) -> None:
         out.print(_store_line(store))
         if store.stats is not None:
             out.print(_memory_line(store.stats))
-    waiting = len(found.queue.requests)
-    out.print(f"queue: {waiting} waiting, room for {found.queue.capacity}")
+    waiting = counted(len(found.queue.requests), "request waits", "requests wait")
+    out.print(f"queue: {waiting}, at most {found.queue.capacity:,} may")
     for request in found.queue.requests:
-        out.print(
-            f"  {request.position} {request.request_id} for {request.waited_seconds:.1f} s, "
-            f"{format_size(request.footprint_bytes)}: {request.reason}"
+        line = (
+            f"  {request.position + 1}. request {request.request_id} has waited "
+            f"{request.waited_seconds:.1f} s for {format_size(request.footprint_bytes)} of device "
+            f"memory: {request.reason}"
         )
+        out.print(line, markup=False)
 
 
 def _state(found: Status) -> str:

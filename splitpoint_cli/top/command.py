@@ -19,10 +19,9 @@ from splitpoint.client import Client
 from splitpoint.config import DEFAULT_ADDRESS
 from splitpoint.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from splitpoint.transport.tls import client_identity
-from splitpoint_cli.identity import CaFile, TokenFile
+from splitpoint_cli.identity import Address, CaFile, TokenFile
 from splitpoint_cli.output import code_name, out, picture, save_picture
 from splitpoint_cli.report import AsJson, OutputFile, hand_over
-from splitpoint_cli.request.generate import Address
 from splitpoint_cli.request.observed import read_status
 from splitpoint_cli.request.status import status_json
 from splitpoint_cli.top.keys import Wait, quitting_keys

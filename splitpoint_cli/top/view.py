@@ -290,13 +290,13 @@ def _short(address: str) -> str:
 def _queue(queue: Queue, width: int) -> list[Text | str]:
     waiting = len(queue.requests)
     lines: list[Text | str] = [
-        Text.assemble(("queue ", "dim"), f"{waiting:,} waiting, room for {queue.capacity:,}")
+        Text.assemble(("queue ", "dim"), f"{waiting:,} waiting, at most {queue.capacity:,} may")
     ]
     for request in queue.requests[:_QUEUE_LINES]:
         waited = duration_text(request.waited_seconds)
         line = Text(
-            f"  {request.position} {request.request_id} for {waited}, "
-            f"{format_size(request.footprint_bytes)}: {request.reason}"
+            f"  {request.position + 1}. request {request.request_id} waiting for {waited}, "
+            f"needs {format_size(request.footprint_bytes)}: {request.reason}"
         )
         line.truncate(width, overflow="ellipsis")
         lines.append(line)

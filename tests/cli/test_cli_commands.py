@@ -229,8 +229,8 @@ def test_generate_shows_logprobs(script: Script) -> None:
     text, header, *rows = done.stdout.splitlines()
     assert (text, header.split()[:3]) == ("ab", ["index", "token", "logprob"])
     assert [row.split() for row in rows] == [
-        ["0", "97", "-0.5000", "97", "-0.5000,", "98", "-1.5000"],
-        ["1", "98", "-0.5000", "98", "-0.5000,", "99", "-1.5000"],
+        ["0", "97", "'a'", "-0.5000", "97", "'a'", "-0.5000,", "98", "'b'", "-1.5000"],
+        ["1", "98", "'b'", "-0.5000", "98", "'b'", "-0.5000,", "99", "-1.5000"],
     ]
     assert json.loads(splitpoint(*arguments, "--json").stdout)["logprobs"][1] == {
         "token_id": 98,
@@ -363,17 +363,19 @@ def test_ctrl_c_cancels_a_generation(script: Script) -> None:
     assert script.cancelled.wait(30)
 
 
-def test_nobody_listening_is_exit_3() -> None:
+def test_no_scheduler_is_exit_3() -> None:
     for command in (("generate", "x"), ("status",)):
         done = splitpoint(*command, "--address", "127.0.0.1:1")
         assert done.returncode == 3
-        assert "is `splitpoint up` running?" in done.stderr
+        assert "no scheduler answers at 127.0.0.1:1, is `splitpoint up` running?" in done.stderr
         assert done.stderr.count("\n") == 1
 
 
 def test_status(script: Script) -> None:
     done = splitpoint("status", "--address", script.address)
     assert done.returncode == 0, done.stderr
+    assert "queue: 1 request waits, at most 8 may\n" in done.stdout
+    assert " has waited 1.5 s for " in done.stdout
     assert "memory is full" in done.stdout
     assert "pipelined" in done.stdout
     assert "worker 0 EMULATES a link of 184 MB/s" in done.stdout

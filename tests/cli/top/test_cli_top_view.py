@@ -85,7 +85,7 @@ PARTS = (
     "lost 2×",
     "leased 5",
     "quarantined 1",
-    "7 waiting, room for 256",
+    "7 waiting, at most 256 may",
     "and 2 more",
 )
 

@@ -1,0 +1,209 @@
+"""Options of `splitpoint generate`, and what becomes of their values."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from typing import Annotated
+
+import typer
+
+from splitpoint.client.requests import Prompt
+from splitpoint.errors import InvalidArgument
+from splitpoint_cli.stack.up import ResidencyChoice
+
+_SAMPLING = "Sampling"
+
+
+class RestoreChoice(enum.StrEnum):
+    AUTO = "auto"
+    LOAD = "load"
+    TOKENS = "tokens"
+
+
+PromptText = Annotated[
+    str | None, typer.Argument(help="Absent: read from stdin.", show_default=False)
+]
+PromptIds = Annotated[str | None, typer.Option(help="Token ids instead of text.", metavar="1,2,3")]
+MaxTokens = Annotated[int, typer.Option(help="Generate at most this many tokens; above 0.")]
+MinTokens = Annotated[
+    int | None,
+    typer.Option(
+        help="Ignore the end-of-sequence token and stops before this many tokens; at least 0; "
+        "absent: 0.",
+        metavar="N",
+    ),
+]
+IgnoreEos = Annotated[
+    bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(help="End before this text; up to 16 times, each 1 to 256 bytes.", metavar="TEXT"),
+]
+StopTokenId = Annotated[
+    list[int] | None, typer.Option(help="End after this token; up to 64 times.", metavar="ID")
+]
+LogprobCount = Annotated[
+    int | None,
+    typer.Option(
+        help="Report the log-probability of each token and of this many of the likeliest there; "
+        "0 to 20; absent: none.",
+        metavar="N",
+    ),
+]
+Temperature = Annotated[
+    float, typer.Option(help="0: greedy; at least 0.", rich_help_panel=_SAMPLING)
+]
+TopK = Annotated[
+    int, typer.Option(help="Keep the k likeliest tokens; 0: all.", rich_help_panel=_SAMPLING)
+]
+TopP = Annotated[
+    float,
+    typer.Option(
+        help="Keep the likeliest tokens that have this probability together; above 0, at most 1.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(
+        help="Drop tokens below this share of the likeliest one's probability; 0 to 1; absent: 0.",
+        metavar="P",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+PresencePenalty = Annotated[
+    float | None,
+    typer.Option(
+        help="Subtract this from the logits of tokens generated before; -2 to 2; absent: 0.",
+        metavar="X",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+FrequencyPenalty = Annotated[
+    float | None,
+    typer.Option(
+        help="Subtract this for each time that the token was generated before; -2 to 2; absent: 0.",
+        metavar="X",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(
+        help="Divide positive and multiply negative logits of tokens seen before, in the prompt, "
+        "too; above 0; absent: 1.",
+        metavar="X",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+LogitBias = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Add this to the logit of one token: -100 to 100; up to 1,024 times.",
+        metavar="ID=BIAS",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        help="Same seed, same draws; absent: drawn by the server.", rich_help_panel=_SAMPLING
+    ),
+]
+WorkerId = Annotated[
+    str, typer.Option(help="Run on this worker; absent: the scheduler chooses.", metavar="ID")
+]
+Split = Annotated[
+    str,
+    typer.Option(
+        help="Cached tokens to rebuild from activations; auto: as planned.", metavar="N|auto"
+    ),
+]
+Restore = Annotated[
+    RestoreChoice,
+    typer.Option(
+        help="How the cached prefix comes back; tokens: recomputed from the front while the rest "
+        "is loaded from the back; auto: as planned."
+    ),
+]
+ResidencyOption = Annotated[
+    ResidencyChoice, typer.Option(help="Where the cache lives while decoding.")
+]
+CacheSalt = Annotated[
+    str, typer.Option(help="Share cached prefixes only with requests of the same salt.")
+]
+ModelName = Annotated[str, typer.Option(help="Served model; absent: the only one.")]
+RequestId = Annotated[
+    str | None,
+    typer.Option(
+        help="Name of the request, 1 to 64 characters; sent again with the same options it gets "
+        "the same answer; absent: drawn.",
+        metavar="ID",
+    ),
+]
+Timeout = Annotated[
+    float | None, typer.Option(help="Give up after this many seconds.", metavar="SECONDS")
+]
+Explain = Annotated[
+    bool,
+    typer.Option(
+        "--explain",
+        help="Also print on stderr what was done, its time beside the predicted one, and why.",
+    ),
+]
+
+
+def read_prompt(prompt: str | None, prompt_ids: str | None) -> Prompt:
+    """Return the prompt from the argument, the ids, or stdin. Raises InvalidArgument."""
+    if prompt_ids is not None:
+        if prompt is not None:
+            raise InvalidArgument("give a PROMPT or --prompt-ids, not both", field="prompt")
+        try:
+            return [int(part) for part in prompt_ids.split(",")]
+        except ValueError:
+            raise InvalidArgument(
+                f"--prompt-ids {prompt_ids!r} is not a list of token ids such as 1,2,3",
+                field="prompt_ids",
+            ) from None
+    if prompt is not None:
+        return prompt
+    if sys.stdin.isatty():
+        raise InvalidArgument("no PROMPT was given, and stdin is a terminal", field="prompt")
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(
+            f"the prompt on stdin is not UTF-8 text: the byte at {error.start:,} is none of it",
+            field="prompt",
+        ) from None
+
+
+def parse_logit_bias(entries: list[str]) -> dict[int, float] | None:
+    """Return biases by token id from ID=BIAS entries; None if empty. Raises InvalidArgument."""
+    biases: dict[int, float] = {}
+    for entry in entries:
+        token_id, _, bias = entry.partition("=")
+        try:
+            biases[int(token_id)] = float(bias)
+        except ValueError:
+            raise InvalidArgument(
+                f"--logit-bias {entry!r} is not ID=BIAS, such as 50=-100", field="logit_bias"
+            ) from None
+    return biases or None
+
+
+def parse_split(text: str) -> int | None:
+    """Return the count of `--split`; None for `auto`. Raises InvalidArgument."""
+    if text == "auto":
+        return None
+    try:
+        split = int(text)
+    except ValueError:
+        split = -1
+    if split < 0:
+        raise InvalidArgument(
+            f"--split {text!r} is neither auto nor a number of tokens", field="split_tokens"
+        )
+    return split
