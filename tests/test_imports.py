@@ -183,6 +183,11 @@ def test_types_are_checked_in_every_folder_of_tests() -> None:
 # The folders of each package from the bottom to the top: a folder imports itself and those before
 # it. A package's own modules are at the bottom if they are named here, else at the top.
 LAYERS: dict[str, tuple[str, ...]] = {
+    "splitpoint": (
+        *("words", "errors", "extras", "keys", "progress", "shapes", "config"),
+        *("host", "costs", "planning", "checkpoint", "arena"),
+        *("observe", "transport", "discovery", "client"),
+    ),
     "kvstore_service": (
         "idempotency",
         "sessions",
