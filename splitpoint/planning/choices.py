@@ -23,15 +23,9 @@ from dataclasses import dataclass, replace
 from splitpoint.costs.profile import Profile
 from splitpoint.planning.plan import Objective, PlanInput, Residency, RestoreMethod
 from splitpoint.planning.schedule import Schedule
-from splitpoint.planning.split_costs import (
-    PipelineOptions,
-    Scenario,
-    SplitCosts,
-    best_pipeline_options,
-    best_split,
-    tiles_of,
-)
+from splitpoint.planning.split_costs import PipelineOptions, Scenario, SplitCosts, tiles_of
 from splitpoint.planning.split_line import SplitLine
+from splitpoint.planning.split_search import best_pipeline_options, best_split
 from splitpoint.planning.stream_plan import StreamPlan, best_stream_plan, stream_plan_at
 from splitpoint.planning.token_recompute import TokenRecompute
 from splitpoint.shapes import ModelShape

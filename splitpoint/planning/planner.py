@@ -1,12 +1,15 @@
-"""One request's plan: how its cached prefix comes back, what that takes, and why.
+"""Plans of a request and of a streamed batch: how cached tokens come back, and why so.
 
-Pure arithmetic over shape and profile. `split_costs` has the formulas of the
-schedules, `token_recompute` that of recomputing from token ids, `resident_share` what
-stays on the device of a streamed sequence, `choices` compares them, `plan_reasons`
-finds the words. Knows no gRPC, no clock, no tensors.
+Pure arithmetic over shape and profile: no gRPC, no clock, no tensors. In the order in which
+a plan is made: `choices` compares the ways, with `split_costs` (formulas of the schedules),
+`split_search` (the best split), `token_recompute` (from token ids) and `stream_plan` (a
+streamed sequence); `reasons` says in words why the best one was chosen.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from splitpoint.costs.profile import Profile
 from splitpoint.planning.choices import Chooser
@@ -21,10 +24,13 @@ from splitpoint.planning.plan import (
     check_forced_split,
 )
 from splitpoint.planning.reasons import reason_of
-from splitpoint.shapes import ModelShape
+from splitpoint.planning.schedule import Schedule
+from splitpoint.planning.split_line import SplitLine
+from splitpoint.shapes import Encoding, ModelShape
 
 __all__ = [
     "FORCED_METHODS",
+    "BatchPlan",
     "Objective",
     "Plan",
     "PlanInput",
@@ -32,12 +38,13 @@ __all__ = [
     "RestoreMethod",
     "check_forced_method",
     "check_forced_split",
+    "plan_batch",
     "plan_request",
 ]
 
 
 def plan_request(shape: ModelShape, profile: Profile, request: PlanInput) -> Plan:
-    """Plan one request. A plan that nobody forced is never predicted slower than loading."""
+    """Return the plan of one request; unless forced, never predicted slower than loading."""
     chooser = Chooser.of(shape, profile, request)
     choices = chooser.choose()
     best, cached = choices.best, request.cached_tokens
@@ -66,3 +73,67 @@ def plan_request(shape: ModelShape, profile: Profile, request: PlanInput) -> Pla
         predicted_step_seconds=best.step_seconds,
         objective=request.objective,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """The split of each sequence in a batch of streamed ones.
+
+    Attributes:
+        line: for each sequence by itself.
+        step_seconds: predicted, of a decode step of the whole batch.
+    """
+
+    line: SplitLine
+    reason: str
+    step_seconds: float
+
+
+def plan_batch(
+    shape: ModelShape,
+    profile: Profile,
+    lengths: Sequence[int],
+    *,
+    has_activations: bool,
+    schedule: Schedule,
+    chunk_tokens: int,
+    staging_tokens: int,
+    encoding: Encoding = Encoding.NATIVE,
+    resident_tokens: int = 0,
+    step_compute_seconds: float | None = None,
+    objective: Objective = Objective.LATENCY,
+) -> BatchPlan:
+    """Return one split line for streamed sequences of these lengths, in tokens.
+
+    Sequences that decode together share the link and the step, so they are planned as one
+    sequence of all their tokens. Planned one by one, each would count the whole step's
+    compute as its own, and rebuild too little.
+
+    Args:
+        lengths: at least one.
+        resident_tokens: those of all sequences whose K and V stay on the device.
+        step_compute_seconds: of a step with nothing to fetch; None: the profile's.
+    """
+    total, count = sum(lengths), len(lengths)
+    plan = plan_request(
+        # The line of the sum ends at the sum of the contexts.
+        replace(shape, context_length=count * shape.context_length),
+        profile,
+        PlanInput(
+            cached_tokens=total,
+            new_tokens=count,
+            has_activations=has_activations,
+            schedule=schedule,
+            residency=Residency.STREAMED,
+            chunk_tokens=chunk_tokens,
+            staging_tokens=staging_tokens,
+            encoding=encoding,
+            spare_bytes=resident_tokens * shape.kv_bytes_per_token,
+            step_compute_seconds=step_compute_seconds,
+            objective=objective,
+        ),
+    )
+    # The sum over all n of slope * s_i + intercept / n is the line of the sum.
+    cap = shape.context_length if plan.split_cap else 0
+    line = SplitLine(plan.split_slope, plan.split_intercept / count, cap)
+    return BatchPlan(line, plan.reason, plan.predicted_step_seconds)

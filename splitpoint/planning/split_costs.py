@@ -1,60 +1,48 @@
-"""Seconds of a restore for every split and schedule, and the split that takes the least.
+"""Predicted seconds of a restore or a decode step, for every split and schedule.
 
-A cached prefix of s tokens comes back layer by layer: [0, l) is rebuilt from
-stored activations X, [l, s) is loaded. Per layer, with rates and overheads of the
-profile (C0 per copy, G0 per GEMM),
+A cached prefix of s tokens comes back layer by layer: [0, l) is rebuilt from stored
+activations X, [l, s) is loaded. Rates and overheads come from the profile (C0 per copy,
+G0 per GEMM). Per token and layer,
 
     a = X bytes / v_link      c = K and V bytes / v_link      g = 4 h d_kv / v_gpu
 
-X goes in n = ceil(l / tile) pieces, and K,V[l:s] in as many (one when l = 0), so
-that a piece of either takes
+X crosses the link in n = ceil(l / tile) tiles, and K,V[l:s] in as many pieces (one when
+l = 0). One of each takes
 
     send = C0 + a tile      rebuild = G0 + g tile      load = C0 + c (s - l) / n
 
-and all of a layer n times that. Layer 0 sends nothing: its X is computed from
-token ids. S, R and P are the sums over all layers of sends, rebuilds and loads:
+S, R and P are the sums of sends, rebuilds and loads over all layers. Layer 0 sends
+nothing, since its X is computed from token ids. A part without tokens costs nothing, its
+overhead included. K and V of a layer count as one copy. Then t(l) is
 
     SERIAL     S + R + P                              nothing overlaps
     COLUMN     S + max(R, P)                          a barrier per layer: KVPR Eq. 10
     ROW        max(R, P)                              X is on the device already; a barrier
     PIPELINED  max(S + P, S + P - load + rebuild, R)  no barriers
 
-The middle term of PIPELINED is its fill: the last tile can only be rebuilt once it
-has come, which the last load alone hides. At the start the device has one tile of layer
-0, whose X needs no link, and then waits for the first X behind a load: where that takes
-longer, the difference is added to R. In a decode step layer 0 comes whole before layer
-1, and its tiles take staging slots, so the first X waits until all but slots - 1 of them
-are rebuilt; where layer 0's loads are not enough for that time, the link idles. A part
-without tokens costs nothing, its overhead included. K and V of a layer count as one
-copy.
+Each schedule has a function below, which returns the bounds whose largest is t(l).
 
-A restore by itself (RESTORE) takes, whatever its schedule, o seconds more for each copy,
-product and embedding, which have to be laid out and handed over, and F once. How many
-there are depends on the tiles and on which parts have tokens, so o counts for where the
-best split lies.
+A single restore (RESTORE) takes o seconds more for each copy, product and embedding, for
+laying it out and handing it to its lane, and F seconds once.
 
-Weights on the host share the link: a restore that rebuilds anything sends W_K and W_V
-of those layers once, which counts as part of S, and a decode step all of their weights.
+Weights on the host share the link. A restore that rebuilds anything sends W_K and W_V of
+those layers once, which counts as part of S. A decode step sends all of their weights.
 
-A decode step that pulls the prefix computes D seconds beside, D / L of them in a layer
-once its keys and values are there. While it does, the next layer may come as far as it
-fits the staging memory (`ahead`, a part of it):
+A decode step (DECODE_STEP) computes D seconds besides, D / L of them in a layer once its
+keys and values have arrived. Meanwhile the part `ahead` of the next layer, as much as fits
+the staging memory, may arrive:
 
     max(pipelined + D / L, R + D, P / L + R (L - 1) / L + D,
         D + (S + P) (1 - ahead (L - 1) / L))
 
-With ROW such a step has no S and no fill, and its layers wait for each other no more
-than pipelined ones.
-
-Knows no shapes' names, no requests and no clock.
+With ROW a step has no S and no delays, and no barriers.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from splitpoint.costs.profile import Profile
 from splitpoint.planning.schedule import Schedule
@@ -62,29 +50,30 @@ from splitpoint.shapes import Encoding, ModelShape
 
 
 class Scenario(Enum):
-    """What the seconds are for."""
+    """What the predicted seconds are those of."""
 
-    # One restore by itself.
+    # One restore that runs alone.
     RESTORE = "restore"
-    # A decode step that pulls the prefix: each layer computes once it is there.
+    # A decode step that streams the prefix: each layer computes once it has arrived.
     DECODE_STEP = "decode step"
-    # One of many that keep the device and the link busy: what counts is how long
-    # it occupies whichever of the two it occupies longer.
+    # One of many restores that keep device and link busy: its seconds are those for which
+    # it occupies the busier of the two.
     SHARED_RESTORE = "shared restore"
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineOptions:
-    """How a prefix comes back: what the seconds depend on beside the split.
+    """How a prefix comes back, apart from its split.
 
     Attributes:
-        tile_tokens: of X on the link at once; 0: all of it.
-        slots: tiles that fit the staging memory; 0: all do.
-        compute_seconds: seconds of other work that the same device does for this request: in
-            each step (DECODE_STEP), or in all (SHARED_RESTORE).
-        ahead: DECODE_STEP: the part of a layer that fits the staging memory, so that it can
-            come while the layer before computes.
-        extra_operations: RESTORE: copies that any split needs, such as X of a partial chunk.
+        tile_tokens: tokens of X in one copy; 0: all of them.
+        slots: tiles that fit the staging memory; 0: all tiles fit.
+        compute_seconds: the request's other work on the device: in each step
+            (DECODE_STEP), or in total (SHARED_RESTORE).
+        ahead: DECODE_STEP: the part of a layer that fits the staging memory, and so can
+            arrive while the layer before computes.
+        extra_operations: RESTORE: copies that every split needs, such as X of a partial
+            chunk.
     """
 
     schedule: Schedule
@@ -96,13 +85,95 @@ class PipelineOptions:
     extra_operations: int = 0
 
 
+class Work(NamedTuple):
+    """Seconds of each kind of work at one split, summed over all layers.
+
+    Attributes:
+        send: S, host weights included.
+        rebuild, load: R, P.
+        compute: other work on the device (D), and the overheads of a RESTORE.
+    """
+
+    send: float
+    rebuild: float
+    load: float
+    compute: float
+
+
+class Delays(NamedTuple):
+    """Seconds for which a lane of the PIPELINED schedule idles; below 0: it does not.
+
+    Attributes:
+        last_rebuild: of the last tile, beyond the last load, once the link has finished.
+        free_slot: the link waits for a staging slot while layer 0 is rebuilt, beyond what
+            layer 0's loads hide.
+        first_send: the device waits for the first X.
+    """
+
+    last_rebuild: float = 0.0
+    free_slot: float = 0.0
+    first_send: float = 0.0
+
+
+NO_DELAYS = Delays()
+
+
+def serial_bounds(work: Work) -> tuple[float, ...]:
+    """Return the only bound where nothing overlaps."""
+    return (work.send + work.rebuild + work.load + work.compute,)
+
+
+def column_bounds(work: Work) -> tuple[float, ...]:
+    """Return the bounds where each layer sends X first, then rebuilds while it loads."""
+    link = work.send + work.load + work.compute
+    device = work.send + work.rebuild + work.compute
+    return link, device
+
+
+def shared_bounds(work: Work) -> tuple[float, ...]:
+    """Return for how long one of many overlapping restores occupies link and device."""
+    return work.send + work.load, work.rebuild + work.compute
+
+
+def pipelined_bounds(work: Work, delays: Delays) -> tuple[float, ...]:
+    """Return the bounds of a restore without barriers."""
+    device = work.rebuild + work.compute
+    link = work.send + work.load + work.compute
+    return (*_link_bounds(link, delays), device, device + delays.first_send)
+
+
+def step_bounds(
+    work: Work, delays: Delays, *, layers: int, ahead: float, weights: float
+) -> tuple[float, ...]:
+    """Return the bounds of a decode step that streams the prefix.
+
+    `weights`: the part of `work.send` that has memory of its own.
+    """
+    link = work.send + work.load + work.compute / layers
+    device = work.rebuild + work.compute + delays.first_send
+    other_layers = (layers - 1) / layers
+    # The first layer computes once its keys and values have arrived.
+    first_layer_load = work.load / layers + other_layers * work.rebuild + work.compute
+    # What does not fit the staging memory arrives after the layer before has computed.
+    streamed = work.send + work.load - weights
+    staging = work.compute + (1 - other_layers * ahead) * streamed
+    return (*_link_bounds(link, delays), device, first_layer_load, staging)
+
+
+def _link_bounds(link: float, delays: Delays) -> tuple[float, ...]:
+    fill, wait = delays.last_rebuild, delays.free_slot
+    return link, link + fill, link + wait, link + (wait + fill)
+
+
 @dataclass(frozen=True, slots=True)
 class SplitCosts:
     """Seconds per token and per operation in one layer; see the module's formulas.
 
-    `embeds`: layer 0's X comes from token ids (False: it is sent, as in KVPR).
-    `weights`, `kv_weights`: seconds of the link, over all layers, for weights on the
-    host, and for W_K and W_V of these. `fixed`: once per restore (F).
+    Attributes:
+        embeds: layer 0's X is computed from token ids; False: it is sent, as in KVPR.
+        weights: seconds of the link, over all layers, for weights on the host.
+        kv_weights: the part of them for W_K and W_V.
+        operation, fixed: overheads of a restore, per operation (o) and once (F).
     """
 
     layer_count: int
@@ -114,14 +185,14 @@ class SplitCosts:
     embeds: bool = True
     weights: float = 0.0
     kv_weights: float = 0.0
-    operation: float = 0.0  # o
+    operation: float = 0.0
     fixed: float = 0.0
 
     @classmethod
     def of(
         cls, shape: ModelShape, profile: Profile, encoding: Encoding = Encoding.NATIVE
     ) -> SplitCosts:
-        """`encoding`: how the store keeps what crosses the link."""
+        """Return the costs of a model on a worker whose store keeps K, V and X so encoded."""
         link = profile.link_bytes_per_second
         return cls(
             layer_count=shape.layer_count,
@@ -142,45 +213,46 @@ class SplitCosts:
 
     @property
     def can_pay(self) -> bool:
-        """Whether a token's X takes less of the link than its K and V, over all layers."""
+        """True if a token's X takes less of the link than its K and V, over all layers."""
         return self.sending_layers * self.activation < self.layer_count * self.load
 
     def link_seconds(
         self, split: int, cached: int, tile_tokens: int = 0, *, sends: bool = True
     ) -> float:
-        """How long the link is busy with X of [0, split) and K,V of [split, cached)."""
+        """Return how long the link is busy with X of [0, split) and K,V of [split, cached).
+
+        `sends` False: X is on the device already.
+        """
         pieces = tiles_of(split, tile_tokens)
-        send = pieces * self.copy_overhead + self.activation * split
-        total = self.sending_layers * send if sends else 0.0
+        total = self._send(split, pieces) if sends else 0.0
         total += self.kv_weights if split else 0.0
-        if split < cached:
-            load = max(1, pieces) * self.copy_overhead + self.load * (cached - split)
-            total += self.layer_count * load
-        return total
+        return total + self._load(cached - split, pieces)
 
     def rebuild_seconds(self, split: int, tile_tokens: int = 0) -> float:
-        """How long the device is busy rebuilding K,V of [0, split)."""
-        pieces = tiles_of(split, tile_tokens)
-        return self.layer_count * (pieces * self.rebuild_overhead + self.rebuild * split)
+        """Return how long the device is busy rebuilding K,V of [0, split)."""
+        return self._rebuild(split, tiles_of(split, tile_tokens))
 
     def operations(self, pieces: int, rest: int, *, sends: bool = True) -> int:
-        """Copies, products and embeddings of so many tiles, with `rest` tokens to load."""
+        """Return the copies, products and embeddings of `pieces` tiles and `rest` loaded tokens."""
         rebuilds = self.layer_count * pieces
         embeds = pieces if self.embeds else 0
         loads = self.layer_count * max(1, pieces) if rest else 0
         return rebuilds + embeds + loads + (self.sending_layers * pieces if sends else 0)
 
     def overhead_seconds(self, operations: float) -> float:
-        """Of a restore with so many, beside what they themselves take."""
+        """Return what a restore with so many operations takes besides the operations themselves."""
         return self.fixed + self.operation * operations if operations else 0.0
 
     def seconds(self, split: int, cached: int, options: PipelineOptions) -> float:
-        """t(l) over all layers."""
-        return max(self.terms(split, tiles_of(split, options.tile_tokens), cached, options))
+        """Return t(l)."""
+        return max(self.bounds(split, tiles_of(split, options.tile_tokens), cached, options))
 
     def slope(self, schedule: Schedule, tile_tokens: int = 0) -> float:
-        """By how much the split grows with the prefix, where rebuilding and the link take
-        equally long: in [0, 1]. Every tile has its overheads."""
+        """Return by how much the best split grows with each token of the prefix, in [0, 1].
+
+        Along that line rebuilding and the link take equally long; every tile has its
+        overheads.
+        """
         layers, sends = self.layer_count, self.sending_layers
         copy = self.copy_overhead / tile_tokens if tile_tokens else 0.0
         product = self.rebuild_overhead / tile_tokens if tile_tokens else 0.0
@@ -192,221 +264,94 @@ class SplitCosts:
             return 1.0
         return min(1.0, layers * self.load / (grows + shrinks))
 
-    def terms(
+    def bounds(
         self, split: int, pieces: int, cached: int, options: PipelineOptions
     ) -> tuple[float, ...]:
-        """What t(l) is the maximum of: for given pieces lines in `split` between 0 and cached."""
-        layers, copy, compute = self.layer_count, self.copy_overhead, options.compute_seconds
-        rest = cached - split
-        is_step = options.scenario is Scenario.DECODE_STEP
-        weights = self.weights if is_step else self.kv_weights if split else 0.0
-        send = weights + self.sending_layers * (pieces * copy + self.activation * split)
-        rebuild = layers * (pieces * self.rebuild_overhead + self.rebuild * split)
-        load = layers * (max(1, pieces) * copy + self.load * rest) if rest else 0.0
-        is_row = options.schedule is Schedule.ROW
-        if is_row:
-            send = weights
-        if options.scenario is Scenario.RESTORE and cached:
-            operations = self.operations(pieces, rest, sends=not is_row)
-            compute += self.overhead_seconds(operations + options.extra_operations)
-        if options.schedule is Schedule.SERIAL:
-            return (send + rebuild + load + compute,)
-        if options.schedule is Schedule.COLUMN or (is_row and options.scenario is Scenario.RESTORE):
-            return (send + load + compute, send + rebuild + compute)
-        if options.scenario is Scenario.SHARED_RESTORE:
-            return (send + load, rebuild + compute)
-        link, fill, late, head = send + load, 0.0, 0.0, 0.0
-        tile = options.tile_tokens or cached
-        # X that is there needs no slot, and nobody waits for it.
+        """Return lower bounds of t(l), the largest of which is t(l).
+
+        For a given number of tiles each is linear in `split`, for 0 < split < cached.
+        """
+        schedule, scenario = options.schedule, options.scenario
+        work, weights = self._work(split, pieces, cached, options)
+        if schedule is Schedule.SERIAL:
+            return serial_bounds(work)
+        is_row = schedule is Schedule.ROW
+        if schedule is Schedule.COLUMN or (is_row and scenario is Scenario.RESTORE):
+            return column_bounds(work)
+        if scenario is Scenario.SHARED_RESTORE:
+            return shared_bounds(work)
+        delays = NO_DELAYS
         if split and not is_row:
-            last_rebuild = self.rebuild_overhead + self.rebuild * (split - (pieces - 1) * tile)
-            fill = last_rebuild - load / (layers * max(1, pieces))
-            first_tile = tile if pieces > 1 else split
-            if not self.embeds:
-                head = copy + self.activation * first_tile
-            elif is_step or self.kv_weights:
-                waits = max(0, pieces - options.slots + 1) if options.slots else 0
-                late = waits * (self.rebuild_overhead + self.rebuild * tile) - load / layers
-            elif self.sending_layers:
-                # The first X, behind a load, against the one tile of layer 0.
-                arrives = load / (layers * pieces) + copy + self.activation * first_tile
-                head = arrives - self.rebuild_overhead - self.rebuild * first_tile
-            # The first layer's weights come before anything is rebuilt with them.
-            head += self.kv_weights / layers
-        after = compute / layers if is_step else compute
-        terms = tuple(link + after + more for more in (0.0, fill, late, late + fill))
-        busy = rebuild + compute
-        if not is_step:
-            return (*terms, busy, busy + head)
-        others = (layers - 1) / layers
-        return (
-            *terms,
-            busy + head,
-            # The first layer computes once its keys and values are there.
-            load / layers + others * rebuild + compute,
-            # What does not fit the staging memory comes when the layer before is done;
-            # weights have memory of their own.
-            compute + (1 - others * options.ahead) * (link - weights),
+            delays = self._delays(split, pieces, work.load, options.tile_tokens or cached, options)
+        if scenario is Scenario.RESTORE:
+            return pipelined_bounds(work, delays)
+        return step_bounds(
+            work, delays, layers=self.layer_count, ahead=options.ahead, weights=weights
         )
+
+    def _work(
+        self, split: int, pieces: int, cached: int, options: PipelineOptions
+    ) -> tuple[Work, float]:
+        """Return the work, and the seconds of its sends that host weights take."""
+        is_row = options.schedule is Schedule.ROW
+        kv_weights = self.kv_weights if split else 0.0
+        weights = self.weights if options.scenario is Scenario.DECODE_STEP else kv_weights
+        compute = options.compute_seconds
+        if options.scenario is Scenario.RESTORE and cached:
+            operations = self.operations(pieces, cached - split, sends=not is_row)
+            compute += self.overhead_seconds(operations + options.extra_operations)
+        work = Work(
+            weights if is_row else weights + self._send(split, pieces),
+            self._rebuild(split, pieces),
+            self._load(cached - split, pieces),
+            compute,
+        )
+        return work, weights
+
+    def _delays(
+        self, split: int, pieces: int, load: float, tile: int, options: PipelineOptions
+    ) -> Delays:
+        """Return the delays of X that is sent in tiles; `load` is P."""
+        layers = self.layer_count
+        last_tile = split - (pieces - 1) * tile
+        last_rebuild = self._rebuild_tile(last_tile) - load / (layers * max(1, pieces))
+        first_tile = tile if pieces > 1 else split
+        first_copy = self.copy_overhead + self.activation * first_tile
+        free_slot = first_send = 0.0
+        if not self.embeds:
+            first_send = first_copy
+        elif options.scenario is Scenario.DECODE_STEP or self.kv_weights:
+            # Layer 0's tiles take staging slots, too: the first X waits until all but
+            # slots - 1 of them are rebuilt.
+            waits = max(0, pieces - options.slots + 1) if options.slots else 0
+            free_slot = waits * self._rebuild_tile(tile) - load / layers
+        elif self.sending_layers:
+            # The first X, behind a load, against the one tile of layer 0.
+            arrival = load / (layers * pieces) + first_copy
+            first_send = arrival - self._rebuild_tile(first_tile)
+        # The first layer's weights arrive before anything is rebuilt with them.
+        return Delays(last_rebuild, free_slot, first_send + self.kv_weights / layers)
+
+    def _send(self, split: int, pieces: int) -> float:
+        """Return S without weights."""
+        return self.sending_layers * (pieces * self.copy_overhead + self.activation * split)
+
+    def _rebuild(self, split: int, pieces: int) -> float:
+        """Return R."""
+        return self.layer_count * (pieces * self.rebuild_overhead + self.rebuild * split)
+
+    def _load(self, tokens: int, pieces: int) -> float:
+        """Return P for so many tokens beside `pieces` tiles."""
+        if not tokens:
+            return 0.0
+        return self.layer_count * (max(1, pieces) * self.copy_overhead + self.load * tokens)
+
+    def _rebuild_tile(self, tokens: int) -> float:
+        return self.rebuild_overhead + self.rebuild * tokens
 
 
 def tiles_of(tokens: int, tile_tokens: int) -> int:
-    """Tiles that hold so many tokens; a tile size of 0 means one tile."""
+    """Return the tiles that hold so many tokens; a tile size of 0 means one tile."""
     if tile_tokens <= 0:
         return min(tokens, 1)
     return -(-tokens // tile_tokens)
-
-
-def best_split(
-    costs: SplitCosts,
-    cached: int,
-    options: PipelineOptions,
-    *,
-    quantum: int = 1,
-    cap: int | None = None,
-) -> int:
-    """The l with the least `seconds`; the smallest such l.
-
-    Closed form: for a given number of tiles t(l) is the maximum of lines, so its
-    least value lies at an end of the tile or beside a crossing of two of them; and
-    of the tiles only the first, the last, and those about where another line begins
-    to lead can be best. 0 and `cached` stand alone, since a part without tokens
-    drops its overhead, too.
-
-    Args:
-        quantum: l is a multiple of it, or `cached`; tiles are multiples of it, too.
-        cap: no more than so many tokens are rebuilt. None: all may be.
-    """
-    limit = cached if cap is None else min(cap, cached)
-    candidates = {0}
-    if limit == cached:
-        candidates.add(cached)
-    # The largest multiple of the quantum that leaves something to load.
-    last = (min(limit, cached - 1) // quantum) * quantum
-    if last > 0:
-        search = _Search(costs, cached, options, options.tile_tokens or cached, quantum, last)
-        candidates.update(search.candidates())
-    return min(candidates, key=lambda split: (costs.seconds(split, cached, options), split))
-
-
-@dataclass(frozen=True, slots=True)
-class _Search:
-    """Where t(l) may be least for 0 < l <= last < cached."""
-
-    costs: SplitCosts
-    cached: int
-    options: PipelineOptions
-    tile: int
-    quantum: int
-    last: int
-
-    def candidates(self) -> Iterator[int]:
-        count = tiles_of(self.last, self.tile)
-        tiles = {1, 2, count - 1, count}
-        # At its end a tile is whole, at its start its last piece is least.
-        for offset in (self.tile, self.quantum):
-            for turn in self._turns(count, offset):
-                tiles.update((turn - 1, turn, turn + 1))
-        for tile in tiles:
-            if 1 <= tile <= count:
-                yield from self._in_tile(tile)
-
-    def _turns(self, count: int, offset: int) -> Iterator[int]:
-        """For any two terms, the first tile where the other one is larger, by bisection."""
-
-        def at(tile: int) -> tuple[float, ...]:
-            return self._terms(min((tile - 1) * self.tile + offset, self.last), tile)
-
-        first, final = at(1), at(count)
-        for one in range(len(first)):
-            for other in range(one):
-                is_larger = first[one] > first[other]
-                if is_larger == (final[one] > final[other]):
-                    continue
-                low, high = 1, count
-                while high - low > 1:
-                    middle = (low + high) // 2
-                    terms = at(middle)
-                    if (terms[one] > terms[other]) == is_larger:
-                        low = middle
-                    else:
-                        high = middle
-                yield high
-
-    def _in_tile(self, tile: int) -> Iterator[int]:
-        """Both ends of the tile, and the multiples of the quantum beside each crossing."""
-        first = (tile - 1) * self.tile + self.quantum
-        end = min(tile * self.tile, self.last)
-        yield first
-        yield end
-        low, high = self._terms(first, tile), self._terms(end, tile)
-        for one in range(len(low)):
-            for other in range(one):
-                left, right = low[one] - low[other], high[one] - high[other]
-                if left * right < 0:
-                    crossing = first + (end - first) * left / (left - right)
-                    below = math.floor(crossing / self.quantum) * self.quantum
-                    yield min(max(below, first), end)
-                    yield min(max(below + self.quantum, first), end)
-
-    def _terms(self, split: int, pieces: int) -> tuple[float, ...]:
-        return self.costs.terms(split, pieces, self.cached, self.options)
-
-
-def best_pipeline_options(
-    costs: SplitCosts,
-    cached: int,
-    schedule: Schedule,
-    *,
-    chunk_tokens: int = 1,
-    staging_tokens: int = 0,
-) -> PipelineOptions:
-    """The schedule with the tile size that serves its best split.
-
-    Many small tiles cost overheads, few large ones fill: the last one is rebuilt
-    when nothing is on the link any more. With o seconds of overhead a tile and f
-    seconds of fill a token, l / B * o + B * f is least at B = sqrt(l o / f). Only
-    PIPELINED has that fill; the others want tiles as large as staging allows.
-
-    Args:
-        chunk_tokens: a tile is a multiple of it.
-        staging_tokens: tokens of X that fit the staging memory; a tile takes at
-            most half of it. 0: no bound.
-    """
-    most = tiles_of(max(cached, 1), chunk_tokens)
-    if staging_tokens:
-        most = min(most, max(staging_tokens // (2 * chunk_tokens), 1))
-
-    def options(chunks: int) -> PipelineOptions:
-        tile = min(max(chunks, 1), most) * chunk_tokens
-        return PipelineOptions(
-            schedule, tile, max(2, staging_tokens // tile) if staging_tokens else 0
-        )
-
-    if schedule is not Schedule.PIPELINED or not costs.can_pay:
-        return options(most)
-
-    def seconds(options: PipelineOptions) -> float:
-        return costs.seconds(
-            best_split(costs, cached, options, quantum=chunk_tokens), cached, options
-        )
-
-    wanted = _tile_tokens(costs, cached) / chunk_tokens
-    sizes = (options(chunks) for chunks in (math.floor(wanted), math.ceil(wanted), most))
-    return min(sizes, key=lambda options: (seconds(options), options.tile_tokens))
-
-
-def _tile_tokens(costs: SplitCosts, cached: int) -> float:
-    """B = sqrt(l o / f) at the split that is best without overheads."""
-    layers, sends = costs.layer_count, costs.sending_layers
-    spared = layers * costs.load - sends * costs.activation
-    worked = layers * costs.rebuild
-    split = cached * layers * costs.load / (spared + worked)
-    copy, product = costs.copy_overhead + costs.operation, costs.rebuild_overhead + costs.operation
-    if split >= cached:
-        return math.sqrt(cached * sends * copy / costs.rebuild)
-    # Link and device take equally long: what either pays for a tile counts by how
-    # little the other one gives way.
-    link, device = (sends + layers) * copy, layers * product
-    overhead = (worked * link + spared * device) / (spared + worked)
-    return math.sqrt(split * overhead / costs.activation)

@@ -13,7 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from splitpoint.planning.schedule import Schedule
-from splitpoint.planning.split_costs import PipelineOptions, SplitCosts, best_split
+from splitpoint.planning.split_costs import PipelineOptions, SplitCosts
+from splitpoint.planning.split_search import best_split
 from splitpoint.shapes import ModelShape
 
 

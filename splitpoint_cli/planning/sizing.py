@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import InvalidArgument
-from splitpoint.planning.batch_plan import plan_batch
 from splitpoint.planning.plan import Plan, PlanInput
-from splitpoint.planning.planner import plan_request
+from splitpoint.planning.planner import plan_batch, plan_request
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.weight_placement import WeightPlacement, WeightSizes
 from splitpoint.planning.weight_step import with_weights

@@ -22,7 +22,7 @@ from splitpoint.costs.profile import Profile
 from splitpoint.errors import ChunkLost, Internal, SplitpointError
 from splitpoint.observe import tracing
 from splitpoint.observe.logs import for_request
-from splitpoint.planning.batch_plan import plan_batch
+from splitpoint.planning.planner import plan_batch
 from splitpoint.planning.schedule import Lane
 from worker_service.device.cache import DeviceCache
 from worker_service.device.cost_watch import CostWatch

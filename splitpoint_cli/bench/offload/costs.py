@@ -9,16 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from splitpoint.costs.profile import Profile
-from splitpoint.planning.batch_plan import plan_batch
+from splitpoint.planning.planner import plan_batch
 from splitpoint.planning.schedule import Schedule
-from splitpoint.planning.split_costs import (
-    PipelineOptions,
-    Scenario,
-    SplitCosts,
-    best_pipeline_options,
-    best_split,
-)
+from splitpoint.planning.split_costs import PipelineOptions, Scenario, SplitCosts
 from splitpoint.planning.split_line import SplitLine
+from splitpoint.planning.split_search import best_pipeline_options, best_split
 from splitpoint.shapes import ModelShape
 
 

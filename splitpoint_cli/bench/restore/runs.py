@@ -16,12 +16,8 @@ import torch
 from splitpoint.costs.profile import Profile
 from splitpoint.costs.tracker import CostTracker, Observation
 from splitpoint.planning.schedule import Lane, Schedule
-from splitpoint.planning.split_costs import (
-    PipelineOptions,
-    SplitCosts,
-    best_pipeline_options,
-    best_split,
-)
+from splitpoint.planning.split_costs import PipelineOptions, SplitCosts
+from splitpoint.planning.split_search import best_pipeline_options, best_split
 from splitpoint.planning.token_recompute import RecomputeEstimate, TokenRecompute
 from splitpoint.shapes import chunks_of
 from splitpoint_cli.bench.progress import Progress

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from splitpoint.costs.profile import BUILT_IN_PROFILES
-from splitpoint.planning.batch_plan import plan_batch
+from splitpoint.planning.planner import plan_batch
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.split_line import SplitLine
 from splitpoint.shapes import BUILT_IN_SHAPES

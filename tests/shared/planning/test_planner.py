@@ -20,7 +20,8 @@ from splitpoint.planning.planner import (
     plan_request,
 )
 from splitpoint.planning.schedule import Schedule
-from splitpoint.planning.split_costs import PipelineOptions, SplitCosts, best_split
+from splitpoint.planning.split_costs import PipelineOptions, SplitCosts
+from splitpoint.planning.split_search import best_split
 from splitpoint.planning.token_recompute import TokenRecompute
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding, ModelShape
 

@@ -18,13 +18,8 @@ from splitpoint.planning.schedule import (
     restore_tasks,
     simulate,
 )
-from splitpoint.planning.split_costs import (
-    PipelineOptions,
-    Scenario,
-    SplitCosts,
-    best_pipeline_options,
-    best_split,
-)
+from splitpoint.planning.split_costs import PipelineOptions, Scenario, SplitCosts
+from splitpoint.planning.split_search import best_pipeline_options, best_split
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding
 
 Seconds = npt.NDArray[np.float64]

@@ -20,7 +20,8 @@ from splitpoint.planning.schedule import (
     restore_tasks,
     simulate,
 )
-from splitpoint.planning.split_costs import PipelineOptions, Scenario, SplitCosts, best_split
+from splitpoint.planning.split_costs import PipelineOptions, Scenario, SplitCosts
+from splitpoint.planning.split_search import best_split
 from splitpoint.planning.weight_placement import WeightSizes, place_weights
 from splitpoint.planning.weight_schedule import (
     PassCosts,
