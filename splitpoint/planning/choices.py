@@ -1,17 +1,17 @@
-"""The ways to bring one prefix back, what each would take, and which one is best.
+"""The ways to bring one prefix back, their predicted seconds, and the best of them.
 
-Loading everything, the best split, token ids from the front: each a Choice with its
-seconds. Two objectives compare them. LATENCY: the seconds of this restore, or of a
-decode step when the cache is streamed. THROUGHPUT: how long the request occupies
-whichever of link and device it occupies longer,
+Each way is a Candidate: loading everything, the best split, token ids from the front. Two
+objectives compare them. LATENCY: the seconds of this restore, or of a decode step when the
+cache is streamed. THROUGHPUT: the seconds for which the request occupies the busier of link
+and device,
 
     max(link seconds, rebuild or recompute seconds + seconds of its own prefill)
 
-for when many requests follow one another, one request's copies run beside another's
-computing: then fills vanish, and a second of rebuilding is a second less of prefill
-for somebody. Decode is left out: it reads the weights once for the whole batch.
-Where nothing overlaps between requests (every schedule but PIPELINED) a restore
-occupies both, and the objectives agree.
+for when many requests follow one another and copies of one overlap with the computing of
+another: delays vanish then, and a second of rebuilding is a second less of prefill for
+another request. Decode is left out: it reads the weights once for the whole batch. Where
+nothing overlaps between requests (every schedule but PIPELINED) a restore occupies both,
+and the objectives agree.
 
 A way that saves less than 2 % of loading is not worth its work: the plan loads.
 """
@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from splitpoint.costs.profile import Profile
-from splitpoint.planning.plan import Objective, PlanInput, Residency, RestoreMethod
+from splitpoint.planning.plan import Objective, PlanInput, RestoreMethod
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.split_costs import PipelineOptions, Scenario, SplitCosts, tiles_of
 from splitpoint.planning.split_line import SplitLine
@@ -30,19 +30,25 @@ from splitpoint.planning.stream_plan import StreamPlan, best_stream_plan, stream
 from splitpoint.planning.token_recompute import TokenRecompute
 from splitpoint.shapes import ModelShape
 
-# Of what loading everything takes, what another way may take at most.
+# Largest share of a full load's time at which another way is chosen.
 WORTH_IT = 0.98
-
-
 NO_SPLIT = SplitLine.fixed(0)
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """One way. Seconds: of the restore; link and device: of a step when streamed.
+class Candidate:
+    """One way to bring the prefix back.
 
-    `split` and `resident` are those at `Chooser.length`, `now` is the split of what is
-    cached at present, `line` follows a growing prefix.
+    Attributes:
+        seconds: of the restore.
+        link_seconds, compute_seconds: busy seconds of link and device, of the restore or,
+            when streamed, of a step.
+        score: seconds that the objective compares; smaller is better.
+        split, resident: at `Chooser.length`.
+        now: the split of the tokens that are cached at present.
+        line: the split of a growing prefix.
+        recomputed: tokens computed from their ids.
+        step_seconds: of a decode step when streamed.
     """
 
     method: RestoreMethod
@@ -50,7 +56,6 @@ class Choice:
     seconds: float
     link_seconds: float
     compute_seconds: float
-    # What the objective compares, in seconds; smaller is better.
     score: float
     split: int = 0
     now: int = 0
@@ -62,20 +67,20 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Choices:
-    """The best way, and what it was compared with. None: it was not possible."""
+class Comparison:
+    """The best candidate and the compared ones. None: that way is not possible."""
 
-    best: Choice
-    load: Choice
-    split: Choice | None
-    tokens: Choice | None
+    best: Candidate
+    load: Candidate
+    split: Candidate | None
+    tokens: Candidate | None
 
 
 @dataclass(frozen=True, slots=True)
 class Chooser:
     """Everything that a choice depends on.
 
-    `options`: how a restore runs, with its tiles; it says nothing of the objective.
+    `options`: how a restore runs, whatever the objective.
     """
 
     shape: ModelShape
@@ -95,40 +100,24 @@ class Chooser:
             staging_tokens=request.staging_tokens,
         )
         has_tail = request.has_activations and request.cached_tokens % request.chunk_tokens
-        if has_tail and request.residency is Residency.RESIDENT:
+        if has_tail and not request.is_streamed:
             # X of the partial chunk comes, too: the chunk will be sealed anew.
             options = replace(options, extra_operations=shape.layer_count)
         return cls(shape, profile, costs, request, options)
 
-    def choose(self) -> Choices:
-        """The best way for this request, or the one that was asked for."""
-        if self.request.residency is Residency.STREAMED:
-            return self._choose_streamed()
-        request = self.request
-        load = self.split_at(0)
-        split = self.split_at(self._best_split()) if request.has_activations else None
-        tokens = self.by_tokens() if self._may_recompute else None
-        if request.forced_split_tokens is not None:
-            best = self.split_at(min(request.forced_split_tokens, request.cached_tokens))
-        elif request.forced_method is RestoreMethod.LOAD:
-            best = load
-        elif request.forced_method is RestoreMethod.TOKENS and request.cached_tokens:
-            best = self.by_tokens()
-        else:
-            # Recomputing nothing is loading everything.
-            recomputing = tokens if tokens is not None and tokens.recomputed else None
-            best = _least(load, split, recomputing)
-        return Choices(best, load, split, tokens)
+    def choose(self) -> Comparison:
+        """Return the best way for this request, or the one that the client asked for."""
+        return self._choose_streamed() if self.request.is_streamed else self._choose_resident()
 
     @property
     def length(self) -> int:
-        """Tokens that come back: of a restore what is cached; of a decode step all tokens,
-        since what is computed now will have been stored by then."""
+        """Tokens that come back: the cached ones of a restore; all tokens of a decode step,
+        since the new ones will be stored by then."""
         return _length(self.request)
 
     @property
     def prefill_seconds(self) -> float:
-        """Of the new tokens, after the cached ones."""
+        """Seconds of the new tokens' prefill, after the cached ones."""
         request = self.request
         flops = self.shape.prefill_flops(request.new_tokens, request.cached_tokens)
         pieces = tiles_of(request.new_tokens, request.prefill_tokens)
@@ -136,8 +125,8 @@ class Chooser:
 
     @property
     def compute_seconds(self) -> float:
-        """What the device has to do for this request beside: in each step, or in all."""
-        if self.request.residency is Residency.STREAMED:
+        """The request's other work on the device: in each step if streamed, else in total."""
+        if self.request.is_streamed:
             given = self.request.step_compute_seconds
             return self.profile.step_compute_seconds if given is None else given
         return self.prefill_seconds if self._is_shared else 0.0
@@ -148,54 +137,59 @@ class Chooser:
         return request.objective is Objective.THROUGHPUT and request.schedule is Schedule.PIPELINED
 
     @property
-    def _may_recompute(self) -> bool:
-        """Recomputing beside loading pays only where the two overlap."""
-        return self.request.schedule is Schedule.PIPELINED and self.request.cached_tokens > 0
-
-    @property
     def _compared(self) -> PipelineOptions:
-        """What the objective compares."""
+        """The options whose seconds the objective compares."""
         if self._is_shared:
             return replace(
                 self.options, scenario=Scenario.SHARED_RESTORE, compute_seconds=self.compute_seconds
             )
-        if self.request.residency is Residency.STREAMED:
-            return self._step_of(self.options)
-        return self.options
-
-    def _step_of(self, options: PipelineOptions) -> PipelineOptions:
-        """A decode step that pulls the prefix in this options."""
-        staging = self.request.staging_tokens
-        ahead = min(1.0, staging / self.length) if staging else 1.0
-        return replace(
-            options,
-            scenario=Scenario.DECODE_STEP,
-            compute_seconds=self.compute_seconds,
-            ahead=ahead,
+        return (
+            self._step_options(self.options.schedule) if self.request.is_streamed else self.options
         )
 
     # -- resident ----------------------------------------------------------------
 
-    def split_at(self, split: int) -> Choice:
-        """Rebuild [0, split) from activations, load the rest."""
+    def _choose_resident(self) -> Comparison:
+        request, cached = self.request, self.request.cached_tokens
+        load = self._split_at(0)
+        split = tokens = None
+        if request.has_activations:
+            quantum = request.chunk_tokens
+            split = self._split_at(best_split(self.costs, cached, self._compared, quantum=quantum))
+        # Recomputing while loading pays only where the two overlap.
+        if request.schedule is Schedule.PIPELINED and cached:
+            tokens = self._recompute_tokens()
+        if request.forced_split_tokens is not None:
+            best = self._split_at(min(request.forced_split_tokens, cached))
+        elif request.forced_method is RestoreMethod.LOAD:
+            best = load
+        elif request.forced_method is RestoreMethod.TOKENS and cached:
+            best = tokens or self._recompute_tokens()
+        else:
+            # Recomputing nothing is loading everything.
+            best = _least(load, split, tokens if tokens and tokens.recomputed else None)
+        return Comparison(best, load, split, tokens)
+
+    def _split_at(self, split: int) -> Candidate:
+        """Return the restore that rebuilds [0, split) from activations and loads the rest."""
         request, costs, options = self.request, self.costs, self.options
         cached, tile = request.cached_tokens, options.tile_tokens
-        is_sent = request.schedule is not Schedule.ROW
-        return Choice(
+        sends = request.schedule is not Schedule.ROW
+        return Candidate(
             RestoreMethod.of(split, cached),
             request.schedule,
-            costs.seconds(split, cached, options),
-            costs.link_seconds(split, cached, tile, sends=is_sent),
-            costs.rebuild_seconds(split, tile),
-            costs.seconds(split, cached, self._compared),
+            seconds=costs.seconds(split, cached, options),
+            link_seconds=costs.link_seconds(split, cached, tile, sends=sends),
+            compute_seconds=costs.rebuild_seconds(split, tile),
+            score=costs.seconds(split, cached, self._compared),
             split=split,
             now=split,
             line=self._line(request.schedule, split),
             tile=tile,
         )
 
-    def by_tokens(self) -> Choice:
-        """Prefill the front while the back is loaded."""
+    def _recompute_tokens(self) -> Candidate:
+        """Return the restore that prefills the front while the back is loaded."""
         request = self.request
         estimate = TokenRecompute(
             self.shape,
@@ -207,94 +201,98 @@ class Chooser:
             self.options.extra_operations,
         ).estimate(overlapped=request.schedule is Schedule.PIPELINED)
         busier = max(estimate.link_seconds, estimate.compute_seconds + self.compute_seconds)
-        return Choice(
+        return Candidate(
             RestoreMethod.TOKENS,
             request.schedule,
-            estimate.seconds,
-            estimate.link_seconds,
-            estimate.compute_seconds,
-            busier if self._is_shared else estimate.seconds,
+            seconds=estimate.seconds,
+            link_seconds=estimate.link_seconds,
+            compute_seconds=estimate.compute_seconds,
+            score=busier if self._is_shared else estimate.seconds,
             recomputed=estimate.recomputed,
-        )
-
-    def _best_split(self) -> int:
-        request = self.request
-        return best_split(
-            self.costs, request.cached_tokens, self._compared, quantum=request.chunk_tokens
         )
 
     # -- streamed ----------------------------------------------------------------
 
-    def _choose_streamed(self) -> Choices:
+    def _choose_streamed(self) -> Comparison:
         request, length, options = self.request, self.length, self._compared
-
-        def pull(*, has_activations: bool) -> StreamPlan:
-            return best_stream_plan(
-                self.shape,
-                self.costs,
-                length,
-                options,
-                chunk_tokens=request.chunk_tokens,
-                spare_bytes=request.spare_bytes,
-                has_activations=has_activations,
-                keeps_activations=request.keeps_activations,
-            )
-
-        plain = pull(has_activations=False)
-        load = self._pulled(plain)
-        split = self._pulled(pull(has_activations=True)) if request.has_activations else None
+        without_x = self._best_stream_plan(has_activations=False)
+        load = self._streamed(without_x)
+        split = None
+        if request.has_activations:
+            split = self._streamed(self._best_stream_plan(has_activations=True))
         if request.forced_split_tokens is None and request.forced_method is None:
-            return Choices(_least(load, split), load, split, None)
+            return Comparison(_least(load, split), load, split, None)
         wanted = min(request.forced_split_tokens or 0, length)
-        wanted = wanted if wanted > plain.resident else 0
-        forced = stream_plan_at(self.costs, length, options, plain.resident, wanted)
-        return Choices(self._pulled(forced), load, split, None)
+        wanted = wanted if wanted > without_x.resident else 0
+        forced = stream_plan_at(self.costs, length, options, without_x.resident, wanted)
+        return Comparison(self._streamed(forced), load, split, None)
 
-    def _pulled(self, pull: StreamPlan) -> Choice:
-        """A pull as a choice: the step decides, a pass over what is cached is its restore."""
-        costs, cached, tile = self.costs, self.request.cached_tokens, self.options.tile_tokens
-        is_row = pull.schedule is Schedule.ROW
-        held = 0 if is_row else pull.resident
-        rebuilt, pulled = max(pull.split - held, 0), self.length - held
-        line = self._line(pull.schedule, pull.split)
-        now = line.at(cached, self._quantum)
-        if now <= held:
-            now = 0
-        once = replace(self.options, schedule=pull.schedule)
-        held_now = min(held, cached)
-        return Choice(
-            RestoreMethod.of(now, cached),
-            pull.schedule,
-            costs.seconds(max(now - held_now, 0), cached - held_now, once),
-            costs.link_seconds(rebuilt, pulled, tile, sends=not is_row),
-            costs.rebuild_seconds(rebuilt, tile),
-            pull.seconds,
-            split=pull.split,
-            now=now,
-            line=line,
-            resident=pull.resident,
-            tile=tile,
-            step_seconds=costs.seconds(rebuilt, pulled, self._step_of(once)),
+    def _best_stream_plan(self, *, has_activations: bool) -> StreamPlan:
+        return best_stream_plan(
+            self.shape,
+            self.costs,
+            self.length,
+            self._compared,
+            chunk_tokens=self.request.chunk_tokens,
+            spare_bytes=self.request.spare_bytes,
+            has_activations=has_activations,
+            keeps_activations=self.request.keeps_activations,
         )
 
-    @property
-    def _quantum(self) -> int:
-        """What a split is a multiple of: one that was asked for is taken as it is."""
-        return 1 if self.request.forced_split_tokens is not None else self.request.chunk_tokens
+    def _streamed(self, plan: StreamPlan) -> Candidate:
+        """Return the candidate that decodes by `plan`.
+
+        Its steps are compared; its restore is one pass over the tokens cached at present.
+        """
+        costs, cached, tile = self.costs, self.request.cached_tokens, self.options.tile_tokens
+        sends = plan.schedule is not Schedule.ROW
+        line = self._line(plan.schedule, plan.split)
+        # A split that was asked for is taken as it is.
+        is_forced = self.request.forced_split_tokens is not None
+        now = line.at(cached, 1 if is_forced else self.request.chunk_tokens)
+        now = now if now > plan.ready else 0
+        ready = min(plan.ready, cached)
+        restore = replace(self.options, schedule=plan.schedule)
+        step = self._step_options(plan.schedule)
+        return Candidate(
+            RestoreMethod.of(now, cached),
+            plan.schedule,
+            seconds=costs.seconds(max(now - ready, 0), cached - ready, restore),
+            link_seconds=costs.link_seconds(plan.rebuilt, plan.restored, tile, sends=sends),
+            compute_seconds=costs.rebuild_seconds(plan.rebuilt, tile),
+            score=plan.seconds,
+            split=plan.split,
+            now=now,
+            line=line,
+            resident=plan.resident,
+            tile=tile,
+            step_seconds=costs.seconds(plan.rebuilt, plan.restored, step),
+        )
+
+    def _step_options(self, schedule: Schedule) -> PipelineOptions:
+        """Return the options of a decode step that streams the prefix."""
+        staging = self.request.staging_tokens
+        return replace(
+            self.options,
+            schedule=schedule,
+            scenario=Scenario.DECODE_STEP,
+            compute_seconds=self.compute_seconds,
+            ahead=min(1.0, staging / self.length) if staging else 1.0,
+        )
 
     def _line(self, schedule: Schedule, split: int) -> SplitLine:
-        """Where rebuilding and the link take equally long, moved to go through the split.
+        """Return the line where rebuilding and the link take equally long, through the split.
 
-        A resident prefix does not grow, and neither does a split that was asked for, nor
-        the X that stays on the device.
+        A resident prefix does not grow. A split that was asked for does not follow a growing
+        prefix, nor does X that stays on the device.
         """
         request, length = self.request, self.length
         if not split:
             return NO_SPLIT
-        is_row = request.residency is Residency.STREAMED and schedule is Schedule.ROW
+        is_row = request.is_streamed and schedule is Schedule.ROW
         if request.forced_split_tokens is not None or is_row:
             return SplitLine.fixed(split)
-        cap = self.shape.context_length if request.residency is Residency.STREAMED else length
+        cap = self.shape.context_length if request.is_streamed else length
         if split == length or schedule is Schedule.SERIAL:
             return SplitLine(1.0, float(split - length), cap)
         slope = self.costs.slope(schedule, self.options.tile_tokens)
@@ -302,16 +300,11 @@ class Chooser:
 
 
 def _length(request: PlanInput) -> int:
-    if request.residency is Residency.STREAMED:
-        return request.cached_tokens + request.new_tokens
-    return request.cached_tokens
+    return request.cached_tokens + (request.new_tokens if request.is_streamed else 0)
 
 
-def _least(load: Choice, *others: Choice | None) -> Choice:
-    """The best of the others if it is worth it, else loading."""
-    best = min((other for other in others if other is not None), key=_score, default=load)
+def _least(load: Candidate, *others: Candidate | None) -> Candidate:
+    """Return the best of the others if it is worth it, else `load`."""
+    possible = [other for other in others if other is not None]
+    best = min(possible, key=lambda candidate: candidate.score, default=load)
     return best if best.score < WORTH_IT * load.score else load
-
-
-def _score(choice: Choice) -> float:
-    return choice.score

@@ -78,6 +78,10 @@ class PlanInput:
     # Of a decode step, its cache traffic left out. None: the profile's.
     step_compute_seconds: float | None = None
 
+    @property
+    def is_streamed(self) -> bool:
+        return self.residency is Residency.STREAMED
+
     def __post_init__(self) -> None:
         if self.cached_tokens < 0:
             raise InvalidArgument("cached_tokens must be at least 0", field="cached_tokens")

@@ -46,10 +46,10 @@ __all__ = [
 def plan_request(shape: ModelShape, profile: Profile, request: PlanInput) -> Plan:
     """Return the plan of one request; unless forced, never predicted slower than loading."""
     chooser = Chooser.of(shape, profile, request)
-    choices = chooser.choose()
-    best, cached = choices.best, request.cached_tokens
+    comparison = chooser.choose()
+    best, cached = comparison.best, request.cached_tokens
     load_seconds = chooser.costs.seconds(0, cached, chooser.options)
-    reason = reason_of(chooser, choices, load_seconds)
+    reason = reason_of(chooser, comparison, load_seconds)
     if request.residency_reason:
         reason = f"{reason}; {request.residency_reason}"
     return Plan(

@@ -1,11 +1,11 @@
-"""What each decode step of a streamed sequence pulls, and what of it can stay instead.
+"""What each decode step of a streamed sequence moves, and what stays on the device instead.
 
-Three ways for a token of the prefix: resident | rebuilt | loaded. With spare device
-memory either K and V of the front stay there, and the best split divides the rest;
-or X stays there (schedule ROW), from which the front is rebuilt in every step. K and V
-take 1 / rho times the bytes of X, so for rho >= 1 they always serve more tokens, and
-without any work. For rho < 1 X serves more tokens, which wins where the device would
-wait for the link. Knows no requests and no clock.
+A token of the prefix is resident, rebuilt or loaded. With spare device memory either K and
+V of the front stay there, and the best split divides the rest; or X of the front stays
+there (schedule ROW), and is rebuilt from in every step. K and V take 1 / rho times the
+bytes of X, so for rho >= 1 they always serve more tokens, and without any work. For
+rho < 1 X serves more tokens, which wins where the device would wait for the link. Knows no
+requests and no clock.
 """
 
 from __future__ import annotations
@@ -20,22 +20,42 @@ from splitpoint.shapes import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class StreamPlan:
-    """What a step does: [0, resident) stays, [resident, split) is rebuilt, the rest loaded.
+    """A step over `length` tokens: resident, [resident, split) rebuilt, the rest loaded.
 
-    With schedule ROW, X of [0, resident) stays and is rebuilt from; `split` is equal.
-    `split` 0: nothing is rebuilt. `seconds`: of a decode step.
+    With schedule ROW, X of [0, resident) stays on the device and is rebuilt from; `split`
+    is equal.
+
+    Attributes:
+        split: 0 if nothing is rebuilt.
+        seconds: predicted, of a decode step.
     """
 
+    length: int
     resident: int
     split: int
     schedule: Schedule
     seconds: float
 
+    @property
+    def ready(self) -> int:
+        """Tokens whose K and V stay on the device."""
+        return 0 if self.schedule is Schedule.ROW else self.resident
+
+    @property
+    def rebuilt(self) -> int:
+        """Tokens rebuilt in each step."""
+        return max(self.split - self.ready, 0)
+
+    @property
+    def restored(self) -> int:
+        """Tokens rebuilt or loaded in each step."""
+        return self.length - self.ready
+
 
 def best_stream_plan(
     shape: ModelShape,
     costs: SplitCosts,
-    cached: int,
+    length: int,
     options: PipelineOptions,
     *,
     chunk_tokens: int = 1,
@@ -43,42 +63,43 @@ def best_stream_plan(
     has_activations: bool = True,
     keeps_activations: bool = True,
 ) -> StreamPlan:
-    """The pull with the least seconds a step; the plainest of equal ones.
+    """Return the plan with the least seconds a step; the plainest of equal ones.
 
     Args:
-        options: of a decode step, `compute_seconds` being what it computes beside.
+        options: of a decode step.
         spare_bytes: device memory for what stays.
         keeps_activations: X may be what stays there.
     """
-    resident = _whole_chunks(spare_bytes // shape.kv_bytes_per_token, chunk_tokens, cached)
+    resident = _whole_chunks(spare_bytes // shape.kv_bytes_per_token, chunk_tokens, length)
     split = 0
     if has_activations:
-        split = best_split(costs, cached - resident, options, quantum=chunk_tokens)
-    best = stream_plan_at(costs, cached, options, resident, resident + split if split else 0)
+        split = best_split(costs, length - resident, options, quantum=chunk_tokens)
+    best = stream_plan_at(costs, length, options, resident, resident + split if split else 0)
     is_serial = options.schedule is Schedule.SERIAL
     if is_serial or not (has_activations and keeps_activations and shape.activations_can_pay):
         return best
     # X lies in pages that are made for K and V.
     pages = spare_bytes // shape.page_bytes(chunk_tokens)
-    held = pages * shape.activations_per_page * chunk_tokens
-    room = _whole_chunks(held, chunk_tokens, cached)
+    most = pages * shape.activations_per_page * chunk_tokens
     row = replace(options, schedule=Schedule.ROW)
-    front = best_split(costs, cached, row, quantum=chunk_tokens, cap=room)
-    seconds = costs.seconds(front, cached, row)
+    front = best_split(
+        costs, length, row, quantum=chunk_tokens, cap=_whole_chunks(most, chunk_tokens, length)
+    )
+    seconds = costs.seconds(front, length, row)
     if front and seconds < best.seconds:
-        return StreamPlan(front, front, Schedule.ROW, seconds)
+        return StreamPlan(length, front, front, Schedule.ROW, seconds)
     return best
 
 
 def stream_plan_at(
-    costs: SplitCosts, cached: int, options: PipelineOptions, resident: int, split: int
+    costs: SplitCosts, length: int, options: PipelineOptions, resident: int, split: int
 ) -> StreamPlan:
-    """The pull with K,V of [0, resident) on the device and this split."""
-    seconds = costs.seconds(max(split - resident, 0), cached - resident, options)
-    return StreamPlan(resident, split, options.schedule, seconds)
+    """Return the plan with K,V of [0, resident) on the device and this split."""
+    seconds = costs.seconds(max(split - resident, 0), length - resident, options)
+    return StreamPlan(length, resident, split, options.schedule, seconds)
 
 
-def _whole_chunks(tokens: int, chunk_tokens: int, cached: int) -> int:
-    if tokens >= cached:
-        return cached
+def _whole_chunks(tokens: int, chunk_tokens: int, length: int) -> int:
+    if tokens >= length:
+        return length
     return tokens // chunk_tokens * chunk_tokens

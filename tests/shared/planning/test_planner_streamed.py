@@ -84,7 +84,7 @@ def test_a_prompt_that_is_not_cached_yet_has_a_line_for_its_steps() -> None:
         step_of(OPT, A100, request, round(split)), rel=1e-9
     )
     assert "nothing is cached" in plan.reason
-    assert "in a step split" in plan.reason
+    assert "in each step, split" in plan.reason
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_wish_for_what_is_not_cached_yet_is_about_the_steps(
     request = replace(STREAMED, cached_tokens=0, new_tokens=2048, **wish)
     plan = plan_request(OPT, A100, request)
     assert plan.method is RestoreMethod.NONE
-    cold = "nothing is cached: 2,048 tokens are prefilled; in a step "
+    cold = "nothing is cached: 2,048 tokens are prefilled; in each step, "
     assert plan.reason.startswith(f"{cold}{said}: predicted ")
     assert " 0 ms" not in plan.reason
     assert ("against" in plan.reason) == (wish.get("forced_split_tokens") == 640)
@@ -141,7 +141,7 @@ def test_spare_memory_keeps_the_front_on_the_device() -> None:
     plan = plan_request(OPT, profile, everything)
     assert (plan.resident_tokens, plan.split_tokens) == (2048, 0)
     assert plan.predicted_step_seconds == 0.012
-    assert "nothing is pulled" in plan.reason
+    assert "nothing is loaded" in plan.reason
 
 
 def pulled_seconds(
@@ -247,4 +247,4 @@ def test_nothing_spare_nothing_stays() -> None:
     costs = SplitCosts.of(OPT, A100)
     options = PipelineOptions(Schedule.PIPELINED, scenario=Scenario.DECODE_STEP)
     pull = best_stream_plan(OPT, costs, 1000, options, spare_bytes=0, has_activations=False)
-    assert pull == StreamPlan(0, 0, Schedule.PIPELINED, costs.seconds(0, 1000, options))
+    assert pull == StreamPlan(1000, 0, 0, Schedule.PIPELINED, costs.seconds(0, 1000, options))
