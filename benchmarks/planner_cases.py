@@ -38,9 +38,9 @@ from splitpoint_cli.report import add_report_arguments, hand_over
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.device.memory import STAGING_PAGES
-from worker_service.device.profiler import measure
 from worker_service.lanes.timeline import Span
 from worker_service.model.decoder import Decoder
+from worker_service.profiling.profiler import measure
 
 # (shape, fewest layers, most layers): what two cores compute in seconds. Cases take
 # them in turn: three of five can have a split, two have grouped queries and cannot.

@@ -13,7 +13,7 @@ from splitpoint.shapes import ArenaLayout
 from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import STAGING_PAGES, MemoryPlan, divide
 from worker_service.engine.engine import Engine
-from worker_service.engine.messages import Admit, FinishEvent, StepOutput
+from worker_service.engine.messages import FinishEvent, StepOutput
 from worker_service.engine.sampling import Sampling
 from worker_service.engine.sequence import Admission
 from worker_service.lanes.lanes import Lanes
@@ -112,7 +112,7 @@ class Transcript:
 def run_all(engine: Engine, admissions: Sequence[Admission], *, limit: int = 5000) -> Transcript:
     """Admit everything at once and step until idle."""
     for each in admissions:
-        engine.post(Admit(each, None))
+        engine.admit(each)
     transcript = Transcript()
     for _ in range(limit):
         transcript.add(engine.step())

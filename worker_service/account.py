@@ -10,7 +10,7 @@ import enum
 import time
 from collections.abc import Callable, Iterator
 
-from splitpoint.planning.planner import Residency, RestoreMethod
+from splitpoint.planning.plan import Residency, RestoreMethod
 from worker_service.engine.messages import RestoreEvent, StepEvent, StepOutput
 from worker_service.lanes.totals import LaneTotals
 from worker_service.store.fetch import FetchTotals

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from splitpoint.observe import metrics
 from splitpoint.observe.meters import Meters, Reading
-from splitpoint.planning.planner import RestoreMethod
+from splitpoint.planning.plan import RestoreMethod
 from worker_service.account import METHODS, Account, Predicted, Traffic, predictions
 from worker_service.engine.messages import StepOutput
 from worker_service.startup import LoadedWorker

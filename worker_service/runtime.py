@@ -19,11 +19,10 @@ from splitpoint.costs.profile import Profile
 from splitpoint.errors import Internal, SplitpointError, Unavailable
 from splitpoint.observe import tracing
 from splitpoint.observe.logs import for_request
-from splitpoint.planning.planner import Residency
+from splitpoint.planning.plan import Residency
 from worker_service.account import Account
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import (
-    Admit,
     Call,
     Cancel,
     Command,
@@ -105,7 +104,7 @@ class Runtime:
             layout, fetched = engine.cache.layout, self.account.fetched
             self.fetcher = PrefixFetcher(store, layout, self._on_rates, fetched)
             store.quiesce = self._quiesce
-            store.reattached = lambda: engine.post(Call(engine.forget_arena))
+            store.reattached = lambda: engine.post(Call(engine.restorer.forget_arena))
             if store.pinning is not None:
                 store.pinning.between_steps = self._between_steps
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -166,12 +165,12 @@ class Runtime:
         """Look the prefix up, then hand the request to the engine."""
         key = admission.key
         if tracing.is_on():
-            admission = self._traced(admission)
+            self._begin_spans(admission)
         self.live.add(key)
         self._idle.clear()
         self._track(key, self._look_up_and_admit(admission))
 
-    def _traced(self, admission: Admission) -> Admission:
+    def _begin_spans(self, admission: Admission) -> None:
         spans = RequestSpans.begin(
             admission.traceparent,
             admission.request_id,
@@ -179,10 +178,8 @@ class Runtime:
             prompt_tokens=len(admission.prompt),
             residency=admission.residency.value,
         )
-        if spans is None:
-            return admission
-        self._spans[admission.key] = spans
-        return replace(admission, spans=spans)
+        if spans is not None:
+            self._spans[admission.key] = spans
 
     def _span_of(self, key: SequenceKey) -> tracing.Span:
         spans = self._spans.get(key)
@@ -317,7 +314,7 @@ class Runtime:
             self._idle.set()
         if output.profile is not None and self.costs_changed is not None:
             output.profile = self.costs_changed(output.profile)
-        if output.is_heard:
+        if output.has_news:
             self.emit(output)
 
     def _end_spans(self, event: FinishEvent) -> None:
@@ -335,7 +332,7 @@ class Runtime:
         task.add_done_callback(lambda _: self._lookups.pop(key, None))
 
     async def _look_up_and_admit(self, admission: Admission) -> None:
-        tokens = [*admission.prompt, *admission.delivered]
+        tokens = admission.tokens
         streamed = admission.residency is Residency.STREAMED
         await self._fetch(admission, tokens)
         match = await self._match(admission.key, admission.salt, tokens, streamed=streamed)
@@ -347,7 +344,7 @@ class Runtime:
             )
             self._on_output(StepOutput(finishes=[FinishEvent(admission.key, error=error)]))
             return
-        self.engine.post(Admit(admission, match))
+        self.engine.admit(admission, match, self._spans.get(admission.key))
 
     async def _fetch(self, admission: Admission, tokens: list[int]) -> None:
         """Bring what another host's store has more of into the own one."""

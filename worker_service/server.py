@@ -29,8 +29,8 @@ from splitpoint.transport.convert import (
 from splitpoint.transport.servers import HealthReporter
 from splitpoint.v1 import worker_pb2 as pb
 from splitpoint.v1 import worker_pb2_grpc
-from worker_service.device.profiler import measure
 from worker_service.engine.messages import StepOutput
+from worker_service.profiling.profiler import measure
 from worker_service.runtime import ENGINE_FAILED, Listener
 from worker_service.startup import LoadedWorker
 from worker_service.telemetry import TELEMETRY_SECONDS, telemetry_of

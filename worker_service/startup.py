@@ -27,14 +27,14 @@ from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
 from worker_service.device.memory import STAGING_PAGES, divide, place, staging_pages_on_gpu
 from worker_service.device.pinning import PROGRESS_SECONDS, CudaRegistrar, Pinning
-from worker_service.device.profiler import measure
-from worker_service.device.restore_costs import measure_overheads
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import StepOutput
 from worker_service.hardware.monitor import DeviceMonitor, monitor_of
 from worker_service.lanes.lanes import EmulatedLink, Lanes, lanes_of
 from worker_service.lanes.timeline import Trace
 from worker_service.model.decoder import Decoder
+from worker_service.profiling.profiler import measure
+from worker_service.profiling.restore_costs import measure_overheads
 from worker_service.runtime import Runtime
 from worker_service.store.client import StoreClient
 from worker_service.store.remote_client import RemoteStoreClient

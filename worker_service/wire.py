@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from splitpoint.errors import InvalidArgument, SplitpointError
 from splitpoint.keys import SALT_LIMIT
-from splitpoint.planning.planner import Plan, Residency, RestoreMethod
+from splitpoint.planning.plan import Plan, Residency, RestoreMethod
 from splitpoint.planning.split_line import SplitLine
 from splitpoint.shapes import ModelShape
 from splitpoint.transport.convert import method_to_proto, plan_from_proto, profile_to_proto

@@ -27,7 +27,7 @@ from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.split_line import SplitLine
 from splitpoint.shapes import ArenaLayout
 from worker_service.engine.engine import Engine
-from worker_service.engine.messages import Admit, Matched, StepOutput
+from worker_service.engine.messages import Matched, StepOutput
 from worker_service.engine.sampling import Sampling
 from worker_service.engine.sequence import Admission, Suspects
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
@@ -82,7 +82,7 @@ class StoreRunner:
 
     def admit(self, engine: Engine, each: Admission) -> None:
         tokens = [*each.prompt, *each.delivered]
-        engine.post(Admit(each, self._match(each.key, each.salt, tokens)))
+        engine.admit(each, self._match(each.key, each.salt, tokens))
 
     def step(self, engine: Engine) -> StepOutput:
         output = engine.step()

@@ -18,13 +18,13 @@ from splitpoint.planning.planner import Residency, RestoreMethod
 from splitpoint.planning.schedule import Lane, Schedule
 from splitpoint.shapes import ArenaLayout
 from worker_service.account import Account, Predicted, StepKind, Traffic, Way
-from worker_service.device.profiler import measure
 from worker_service.engine.engine import Engine
-from worker_service.engine.messages import Admit, StepOutput
+from worker_service.engine.messages import StepOutput
 from worker_service.engine.sampling import Sampling
 from worker_service.lanes.lanes import EmulatedLink, Lanes, SerialLanes, ThreadLanes
 from worker_service.lanes.totals import LaneTotals
 from worker_service.model.decoder import Decoder
+from worker_service.profiling.profiler import measure
 
 CHUNK = 16
 GREEDY = Sampling(max_tokens=4, ignore_eos=True)
@@ -190,12 +190,12 @@ def test_kinds_of_steps_and_their_tokens(case: Case) -> None:
         account.take(output)
         return output
 
-    engine.post(Admit(admission("a", PROMPT, GREEDY), None))
+    engine.admit(admission("a", PROMPT, GREEDY))
     outputs = [step() for _ in range(3)]
     # Pieces that end in no token are handed over, too, or nobody would count them.
     assert [output.is_empty for output in outputs] == [False] * 3
     assert [bool(output.tokens) for output in outputs] == [False, False, True]
-    engine.post(Admit(admission("b", PROMPT[:20], GREEDY), None))
+    engine.admit(admission("b", PROMPT[:20], GREEDY))
     while not engine.is_idle:
         step()
     assert step().is_empty
@@ -292,7 +292,7 @@ def test_weights_on_the_host_are_counted_by_each_step(tmp_path: Path, kind: str)
     lanes = LANES[kind]()
     engine = small_engine(folder, lanes)
     account = Account()
-    engine.post(Admit(admission("a", PROMPT[:3], GREEDY), None))
+    engine.admit(admission("a", PROMPT[:3], GREEDY))
     account.take(engine.step())
     while not engine.is_idle:
         account.take(engine.step())

@@ -1,4 +1,4 @@
-"""One step's rows: what each token is, where its K and V go, what it attends to.
+"""The rows of one step: token ids, where their K and V go, and what they attend.
 
 Rows are flat: first one for each decoding sequence, then the prompt tokens of
 each prefill segment. Built once per step, used by every layer.
@@ -15,7 +15,8 @@ import torch
 
 from worker_service.device.cache import DeviceCache
 from worker_service.engine.sequence import Segment, Sequence
-from worker_service.engine.streamed import StreamedBuilder, StreamedPrefill, StreamedStep
+from worker_service.engine.streamed import StreamedPrefill, StreamedStep
+from worker_service.engine.streamed_builder import StreamedBuilder
 from worker_service.model.attention import decode_partial, prefill
 from worker_service.model.attention_plan import DecodePlan, PrefillPlan
 from worker_service.model.layer import DecoderLayer
@@ -24,7 +25,7 @@ from worker_service.pipeline.prefetch import Prefetcher, compute
 
 @dataclass(frozen=True, slots=True)
 class InputRows:
-    """Rows whose X is kept, and the X page and row each goes to."""
+    """Rows whose X is kept, with the X page and row of each."""
 
     index: torch.Tensor
     pages: torch.Tensor
@@ -40,15 +41,17 @@ class ResidentPrefill:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Everything a step needs beside the weights.
+    """Everything that a step needs beside the weights.
 
     Attributes:
-        sequences, counts: who computes how many tokens; decodes first.
+        started: when its layout began, by `time.perf_counter`.
+        sequences, counts: how many tokens each sequence computes; decodes first.
         token_ids, positions, pages, rows: int64 `[N]` per token.
-        logit_rows: int64, the last row of each sequence that will have computed
-            all it has, in order: those a token follows for.
+        logit_rows: int64, the last row of each sequence that will have computed all it has
+            and gets its next token, in order.
     """
 
+    started: float
     sequences: list[Sequence]
     counts: list[int]
     token_ids: torch.Tensor
@@ -61,6 +64,10 @@ class Batch:
     streamed: StreamedStep | None
     prefills: list[ResidentPrefill | StreamedPrefill]
 
+    @property
+    def decode_count(self) -> int:
+        return len(self.counts) - len(self.prefills)
+
     def write(
         self,
         cache: DeviceCache,
@@ -69,7 +76,7 @@ class Batch:
         keys: torch.Tensor,
         values: torch.Tensor,
     ) -> None:
-        """Put this step's K and V, and X where it is kept, into the cache."""
+        """Write this step's K and V, and X where it is kept, into the cache."""
         cache.write(layer, self.pages, self.rows, keys, values)
         if self.inputs is not None:
             kept = inputs.index_select(0, self.inputs.index)
@@ -85,9 +92,9 @@ class Batch:
         values: torch.Tensor,
         prefetcher: Prefetcher | None,
     ) -> torch.Tensor:
-        """Attention of all rows over the cache: `[N, n_q * d]`.
+        """Return the attention of all rows over the cache: `[N, n_q * d]`.
 
-        `prefetcher` brings what is in the store; None when nothing of the step is.
+        `prefetcher` brings what is in the store; None if nothing of the step is.
         """
         parts = []
         if self.decode_plan is not None:
@@ -149,12 +156,16 @@ def build_batch(
     windows: Rows[int | None],
     *,
     tile_pages: int,
+    started: float,
 ) -> Batch:
     """Lay out one step. Every sequence has pages for the tokens it computes.
 
-    `windows` are the layers', in order; `tile_pages` of what streams, if memory has room.
+    Args:
+        windows: the window of each layer.
+        tile_pages: pages of a streamed tile, if memory has room.
+        started: see `Batch`.
     """
-    return _Builder(cache, windows, tile_pages).build(decodes, segments)
+    return _Builder(cache, windows, tile_pages).build(decodes, segments, started)
 
 
 class _Builder:
@@ -165,7 +176,7 @@ class _Builder:
         self._device = cache.device
         self._streamed = StreamedBuilder(cache, windows, tile_pages)
 
-    def build(self, decodes: Rows[Sequence], segments: Rows[Segment]) -> Batch:
+    def build(self, decodes: Rows[Sequence], segments: Rows[Segment], started: float) -> Batch:
         pieces = [Segment(sequence, sequence.computed, 1) for sequence in decodes]
         pieces += segments
         token_ids: list[int] = []
@@ -181,6 +192,7 @@ class _Builder:
             if span.stop == len(piece.sequence.tokens):
                 logit_rows.append(len(positions) - 1)
         return Batch(
+            started=started,
             sequences=[piece.sequence for piece in pieces],
             counts=[piece.count for piece in pieces],
             token_ids=self._tensor(token_ids),
@@ -219,7 +231,7 @@ class _Builder:
         return InputRows(self._tensor(index), self._tensor(pages), self._tensor(rows))
 
     def _decode_plan(self, decodes: Rows[Sequence]) -> DecodePlan:
-        """All device pages of all decoding sequences, in one plan."""
+        """Plan attention over all device pages of all decoding sequences."""
         if not any(sequence.is_streamed for sequence in decodes):
             return DecodePlan.of_sequences(
                 [cast(list[int], sequence.pages) for sequence in decodes],

@@ -1,7 +1,4 @@
-"""What goes into the engine (commands) and what comes out of it (events).
-
-Frozen values: they cross threads.
-"""
+"""Commands that the engine takes, and events that leave it. Frozen values: they cross threads."""
 
 from __future__ import annotations
 
@@ -10,9 +7,9 @@ from dataclasses import dataclass, field
 
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import SplitpointError
-from splitpoint.planning.planner import RestoreMethod
+from splitpoint.planning.plan import RestoreMethod
 from worker_service.engine.sampling import Choice
-from worker_service.engine.sequence import Admission, Suspects
+from worker_service.engine.sequence import Sequence, Suspects
 from worker_service.lanes.timeline import StepTimes
 from worker_service.lanes.totals import LaneTotals
 from worker_service.pipeline.tiles import StreamedTokens
@@ -30,18 +27,10 @@ from worker_service.store.write_back import (
 
 
 @dataclass(frozen=True, slots=True)
-class Admit:
-    """Run a request. `match` is its leased prefix; None without a store."""
-
-    admission: Admission
-    match: Match | None
-
-
-@dataclass(frozen=True, slots=True)
 class Matched:
-    """The prefix of a sequence whose chunks were lost, looked up again.
+    """The result of looking up again the prefix of a sequence that lost chunks.
 
-    `error`: the chunks are intact, and this is why the sequence began anew.
+    `error` ends the request: its chunks are intact, so a retry cannot help.
     """
 
     key: SequenceKey
@@ -62,18 +51,19 @@ class SetPaused:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Run something between two steps, on the engine's thread."""
+    """Call a function between two steps, on the engine's thread."""
 
     function: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Leave `run`."""
+    """End `Engine.run`."""
 
 
+# A Sequence is a new request; the sender does not use it any more.
 Command = (
-    Admit
+    Sequence
     | Matched
     | Cancel
     | SetPaused
@@ -98,33 +88,41 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class FinishEvent:
-    """`reason` is "stop", "length" or "cancelled", unless `error` is set."""
+    """The end of a request. `reason` is "stop", "length" or "cancelled", unless `error` is set.
+
+    `mean_step_seconds` is None unless the request was decoded while streamed.
+    """
 
     key: SequenceKey
     reason: str = ""
     matched_stop: str = ""
     error: SplitpointError | None = None
-    # Streamed: of the steps that decoded it; None: resident, or none did.
     mean_step_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreEvent:
+    """What a restore did.
+
+    Attributes:
+        fetched_tokens: tokens fetched before from another host's store.
+        recomputed_tokens: tokens computed from their ids, from the front.
+        loaded_tokens, rebuilt_tokens: tokens brought onto the device: all that are cached,
+            or of a streamed request those that stay there.
+    """
+
     key: SequenceKey
     cached_tokens: int
     split_tokens: int
     method: RestoreMethod
     seconds: float
-    # From another host's store, before.
     fetched_tokens: int = 0
     fetch_seconds: float = 0.0
-    # Prefilled from their ids, from the front.
     recomputed_tokens: int = 0
     predicted_seconds: float = 0.0
     link_bytes: int = 0
     link_busy_seconds: float = 0.0
     compute_busy_seconds: float = 0.0
-    # What came onto the device: all that is cached, or of a streamed request what stays.
     loaded_tokens: int = 0
     rebuilt_tokens: int = 0
 
@@ -135,8 +133,8 @@ class RestoreEvent:
 
 @dataclass(frozen=True, slots=True)
 class StepEvent:
-    """A step that ran the model: what it computed, and what of the cache it read from the
-    store (None: nothing)."""
+    """A step that ran the model: what it computed, and what it read from the store, if
+    anything."""
 
     times: StepTimes
     prefilled_tokens: int
@@ -146,34 +144,36 @@ class StepEvent:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """A prefix to look up again, after a chunk of it was lost."""
+    """A prefix to look up again after a chunk of it was lost; the store inspects suspects first."""
 
     key: SequenceKey
     salt: bytes
     tokens: list[int]
     is_streamed: bool
-    # To be inspected first.
     suspects: Suspects | None = None
 
 
 @dataclass(slots=True)
 class StepOutput:
-    """Everything that leaves the engine."""
+    """Everything that leaves the engine.
+
+    Attributes:
+        flushes: sequences whose write-back chains are to be flushed.
+        profile: costs that were measured anew; None if they did not change.
+        step: None if the model did not run.
+        work: totals of the lanes, in restores and in the step.
+        loss_count: sequences that lost chunks and start over.
+    """
 
     tokens: list[TokenEvent] = field(default_factory=list)
     finishes: list[FinishEvent] = field(default_factory=list)
     restores: list[RestoreEvent] = field(default_factory=list)
     writes: list[tuple[SequenceKey, list[WriteJob]]] = field(default_factory=list)
-    # Chains to flush.
     flushes: list[SequenceKey] = field(default_factory=list)
     lookups: list[Lookup] = field(default_factory=list)
-    # Measured anew.
     profile: Profile | None = None
-    # The model ran.
     step: StepEvent | None = None
-    # What the lanes did, in restores and in the step.
     work: LaneTotals | None = None
-    # Sequences that lost chunks and begin anew.
     loss_count: int = 0
     running_count: int = 0
     cache_used_bytes: int = 0
@@ -184,14 +184,14 @@ class StepOutput:
         return self.step is not None
 
     @property
-    def is_heard(self) -> bool:
-        """Whether there is anything in it for who listens to a Run stream."""
+    def has_news(self) -> bool:
+        """Whether it holds anything that a Run stream reports."""
         return bool(self.tokens or self.finishes or self.restores or self.profile is not None)
 
     @property
     def is_empty(self) -> bool:
         return not (
-            self.is_heard
+            self.has_news
             or self.writes
             or self.flushes
             or self.lookups

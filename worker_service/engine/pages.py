@@ -1,14 +1,13 @@
-"""Which device pages a sequence has: claim, take, give back.
+"""Claims, allocates and frees the device pages of sequences.
 
-Resident sequences keep every page until they end; streamed ones keep the front that
-was granted to them and give any other page up as soon as its chunk is sealed. X pages
-are held from a chunk's first token until it is sealed. Pure bookkeeping over
-`DeviceCache`'s allocators.
+Resident sequences keep every page until they end; streamed ones keep the front that was
+granted to them and free any other page as soon as its chunk is sealed. X pages are held
+from a chunk's first token until it is sealed. Bookkeeping over `DeviceCache`'s allocators.
 """
 
 from __future__ import annotations
 
-from splitpoint.planning.planner import Residency
+from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import chunks_of
 from worker_service.device.cache import DeviceCache
@@ -17,7 +16,7 @@ from worker_service.store.write_back import ChunksStored, WriteJob
 
 
 class PageManager:
-    """The one place where sequences and page allocators meet."""
+    """Gives sequences their pages."""
 
     def __init__(self, cache: DeviceCache) -> None:
         self._cache = cache
@@ -25,10 +24,10 @@ class PageManager:
         self._keeps_inputs = bool(cache.inputs)
         layout = cache.layout
         fits = layout.hidden_size == layout.kv_head_count * layout.head_dim
-        self._holds_rows = self._keeps_inputs and fits
+        self._can_keep_rows = self._keeps_inputs and fits
 
     def claim_of(self, admission: Admission) -> int:
-        """Pages a request may hold at once if it runs to max_tokens."""
+        """Return how many pages a request may hold at once if it runs to max_tokens."""
         pages = chunks_of(admission.final_tokens, self._chunk_tokens)
         if admission.residency is Residency.STREAMED:
             kept = self.kept_chunks(admission) + _halves(self.kept_inputs(admission))
@@ -36,11 +35,11 @@ class PageManager:
         return pages
 
     def kept_chunks(self, admission: Admission) -> int:
-        """Leading chunks of a streamed request whose K,V stay on the device."""
+        """Return how many leading chunks of a streamed request keep K and V on the device."""
         return 0 if self._keeps_rows(admission) else self._kept(admission)
 
     def kept_inputs(self, admission: Admission) -> int:
-        """Leading chunks of a streamed request whose X stays on the device."""
+        """Return how many leading chunks of a streamed request keep X on the device."""
         return self._kept(admission) if self._keeps_rows(admission) else 0
 
     def _kept(self, admission: Admission) -> int:
@@ -49,31 +48,31 @@ class PageManager:
         return admission.resident_tokens // self._chunk_tokens
 
     def _keeps_rows(self, admission: Admission) -> bool:
-        return admission.schedule is Schedule.ROW and self._holds_rows
+        return admission.schedule is Schedule.ROW and self._can_keep_rows
 
-    def take_for_prefix(self, sequence: Sequence, stored: range, chunk_count: int) -> None:
-        """Pages for the first `chunk_count` chunks but those of `stored`, which stay in
-        the store."""
+    def allocate_prefix(self, sequence: Sequence, stored: range, chunk_count: int) -> None:
+        """Allocate pages for the first `chunk_count` chunks except those of `stored`, which
+        stay in the store."""
         sequence.pages = [
             None if index in stored else self._cache.pages.allocate()
             for index in range(chunk_count)
         ]
 
     @property
-    def may_take_input_page(self) -> bool:
+    def has_input_page(self) -> bool:
         """Whether an X page is free, or none is ever needed."""
         return not self._keeps_inputs or self._cache.input_pages.free_count > 0
 
-    def take_input_page(self, sequence: Sequence, chunk_index: int) -> int:
+    def allocate_input_page(self, sequence: Sequence, chunk_index: int) -> int:
         page = self._cache.input_pages.allocate()
         sequence.input_pages[chunk_index] = page
         return page
 
     def grow(self, sequence: Sequence, count: int) -> int:
-        """Take pages for the next `count` tokens; returns for how many there are pages.
+        """Allocate pages for the next `count` tokens; return how many tokens have pages.
 
-        A resident sequence always gets its K and V pages, which it claimed. A
-        streamed one, or any whose X is kept, may have to wait for write-back.
+        A resident sequence always gets its K and V pages, which it claimed. A streamed
+        one, or any whose X is kept, may have to wait for write-back.
         """
         chunk = self._chunk_tokens
         first = sequence.computed // chunk
@@ -86,11 +85,12 @@ class PageManager:
             if keeps_input and index not in sequence.input_pages:
                 if not self._cache.input_pages.free_count:
                     return max(0, index * chunk - sequence.computed)
-                self.take_input_page(sequence, index)
+                self.allocate_input_page(sequence, index)
         return count
 
     def full_chunks(self, sequence: Sequence, *, tail: bool) -> list[WriteJob]:
-        """Chunks complete since the last call; with `tail`, the partial last one too."""
+        """Return the chunks that became full since the last call; with `tail`, also the
+        partial last one."""
         chunk = self._chunk_tokens
         end = chunks_of(sequence.computed, chunk) if tail else sequence.computed // chunk
         jobs = []
@@ -108,7 +108,7 @@ class PageManager:
         return jobs
 
     def chunks_stored(self, sequence: Sequence, command: ChunksStored) -> None:
-        """Sealed chunks need their X page no more, and streamed ones no page at all."""
+        """Free the X pages of sealed chunks, and of streamed ones all pages."""
         for index, chunk in enumerate(command.chunks, command.first_chunk):
             input_page = sequence.input_pages.pop(index, None)
             is_full = chunk.token_count == self._chunk_tokens
@@ -122,56 +122,52 @@ class PageManager:
             if input_page is None:
                 continue
             if is_full and index < sequence.kept_inputs:
-                self.take_row_pages(sequence, index + 1)
+                self.allocate_row_pages(sequence, index + 1)
                 self._cache.keep_inputs(input_page, sequence.row_pages[index // 2], index % 2)
             self._cache.input_pages.free(input_page)
 
-    def take_row_pages(self, sequence: Sequence, chunk_count: int) -> None:
-        """Pages that hold X of the first `chunk_count` chunks, two in each."""
+    def allocate_row_pages(self, sequence: Sequence, chunk_count: int) -> None:
+        """Allocate pages that hold X of the first `chunk_count` chunks, two in each."""
         while len(sequence.row_pages) < _halves(chunk_count):
             sequence.row_pages.append(self._cache.pages.allocate())
 
     def clear_unwritten(self, sequence: Sequence) -> None:
         """Zero the pages of a sequence that were not handed to write-back.
 
-        Masked rows count with weight 0, and 0 * NaN is NaN: a page that goes
-        back with a NaN in it would spoil its next owner. Pages that write-back
-        may be copying at this moment held finite rows when they were handed over,
-        and must keep them. It never reads those of X that stays here, which may
-        have come from the store.
+        Masked rows count with weight 0, and 0 * NaN is NaN: a page freed with a NaN in it
+        would spoil its next owner. Pages that write-back may be copying held finite rows
+        when they were handed over, and must keep them. Write-back never reads pages with
+        kept X, which may have come from the store.
         """
         cache, first = self._cache, sequence.written_chunks
         pages = [page for page in sequence.pages[first:] if page is not None]
         pages += sequence.row_pages
-        for planes in (cache.keys, cache.values):
-            for plane in planes:
-                plane[pages] = 0
+        for plane in (*cache.keys, *cache.values):
+            plane[pages] = 0
         inputs = [page for index, page in sequence.input_pages.items() if index >= first]
         for plane in cache.inputs:
             plane[inputs] = 0
 
-    def give_input_pages(self, sequence: Sequence) -> None:
+    def free_input_pages(self, sequence: Sequence) -> None:
         for page in sequence.input_pages.values():
             self._cache.input_pages.free(page)
         sequence.input_pages = {}
 
-    def give_pages(self, sequence: Sequence) -> None:
-        """All pages, the claim kept: the sequence starts over."""
-        for page in sequence.pages:
+    def free_pages(self, sequence: Sequence) -> None:
+        """Free all pages and keep the claim: the sequence starts over."""
+        for page in (*sequence.pages, *sequence.row_pages):
             if page is not None:
                 self._cache.pages.free(page)
-        for page in sequence.row_pages:
-            self._cache.pages.free(page)
         sequence.pages, sequence.row_pages = [], []
-        self.give_input_pages(sequence)
+        self.free_input_pages(sequence)
 
     def free(self, sequence: Sequence) -> None:
-        """All pages and the claim: the sequence is over."""
-        self.give_pages(sequence)
+        """Free all pages and the claim: the sequence has ended."""
+        self.free_pages(sequence)
         self._cache.unclaim(sequence.claimed_pages)
         sequence.claimed_pages = 0
 
 
 def _halves(chunk_count: int) -> int:
-    """Pages for X of so many chunks."""
+    """Return how many pages hold X of so many chunks."""
     return chunks_of(chunk_count, 2)

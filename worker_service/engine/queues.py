@@ -1,32 +1,38 @@
-"""Which request is where: waiting, running, or finished but still being written back.
+"""The requests of an engine: waiting, running, or finished but still being written back.
 
-Every way in and out of the engine is one method here. A sequence that holds pages
-leaves through `_release`, at once or after a flush, so nothing can be forgotten. What must
-leave the engine is added to `output`. Runs on the engine's thread.
+Each way in and out of the engine is one method here. A sequence that holds pages leaves
+through `_release`, at once or after a flush. What leaves the engine is added to `output`.
+Used by the engine's thread only.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 from splitpoint.checkpoint.text import TextStream, Tokenizer
 from splitpoint.errors import DataLoss, ResourceExhausted, SplitpointError, Unavailable
+from splitpoint.observe.logs import for_request
 from worker_service.device.cache import DeviceCache
-from worker_service.engine.messages import Admit, FinishEvent, Lookup, StepOutput
+from worker_service.engine.messages import FinishEvent, Lookup, Matched, StepOutput
 from worker_service.engine.pages import PageManager
 from worker_service.engine.sequence import Sequence, Suspects
-from worker_service.store.client import Match
+from worker_service.store.arena_tensors import SuspectChunks
 from worker_service.store.write_back import SequenceKey
 
-# A sequence whose chunks vanish this often is given up: its store is in trouble.
+log = logging.getLogger(__name__)
+
+# A sequence that loses chunks more often is given up: its store is in trouble.
 MAX_LOSSES = 3
+# Lost chunks that are remembered, so that each is logged as a warning once.
+MAX_LOGGED_LOSSES = 10_000
 
 
 class SequenceQueues:
     """All requests of one engine.
 
     Attributes:
-        waiting: not admitted yet, first come first.
+        waiting: not admitted yet, in order of arrival.
         running: admitted, in order of admission; at most `max_batch_size`.
         output: what the present step hands over; the engine replaces it.
     """
@@ -38,24 +44,25 @@ class SequenceQueues:
         tokenizer: Tokenizer | None,
         max_batch_size: int,
     ) -> None:
-        self.waiting: list[Admit] = []
+        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.output = StepOutput()
         self._cache = cache
         self._page_manager = page_manager
         self._tokenizer = tokenizer
         self._max_batch_size = max_batch_size
-        self._paused_waiting: set[str] = set()
-        # Ended (with how it ended) or starting over (None), until write-back
-        # lets go of their pages.
+        # Sequences that write-back still holds pages of, with how they ended; None if they
+        # start over.
         self._flushing: dict[SequenceKey, tuple[Sequence, FinishEvent | None]] = {}
+        # Slot and generation of lost chunks that were logged.
+        self._logged_losses: set[tuple[int, int]] = set()
 
     @property
     def is_empty(self) -> bool:
         return not (self.waiting or self.running or self._flushing)
 
     def find(self, key: SequenceKey) -> Sequence | None:
-        """A running or flushing sequence."""
+        """Return the running or flushing sequence with this key; None if there is none."""
         for sequence in self.running:
             if sequence.key == key:
                 return sequence
@@ -65,23 +72,26 @@ class SequenceQueues:
     # -- in -----------------------------------------------------------------------
 
     def admit_waiting(self) -> None:
-        """First come, first served: a request that must wait holds those behind it."""
+        """Admit in order of arrival. A request that must wait blocks those behind it."""
         while self.waiting and len(self.running) < self._max_batch_size:
-            admit = self.waiting[0]
-            claim = self._page_manager.claim_of(admit.admission)
+            sequence = self.waiting[0]
+            admission = sequence.admission
+            claim = self._page_manager.claim_of(admission)
             if claim > self._cache.plan.page_count:
-                del self.waiting[0]
-                self._discard(admit, FinishEvent(admit.admission.key, error=self._too_big(claim)))
+                self._discard(sequence, FinishEvent(sequence.key, error=self._too_big(claim)))
                 continue
             if not self._cache.try_claim(claim):
                 return
             del self.waiting[0]
-            self.running.append(self._begin(admit, claim))
+            sequence.claimed_pages = claim
+            sequence.kept_chunks = self._page_manager.kept_chunks(admission)
+            sequence.kept_inputs = self._page_manager.kept_inputs(admission)
+            sequence.text = self._stop_search(sequence)
+            self.running.append(sequence)
 
-    def matched_again(
-        self, key: SequenceKey, match: Match | None, error: SplitpointError | None = None
-    ) -> None:
-        """The prefix of a sequence that starts over was looked up; `error` ends it."""
+    def matched_again(self, matched: Matched) -> None:
+        """Continue a sequence that starts over, from the prefix that the store still has."""
+        key, match, error = matched.key, matched.match, matched.error
         for sequence in self.running:
             if sequence.key == key:
                 sequence.match = match
@@ -96,22 +106,19 @@ class SequenceQueues:
             self.output.flushes.append(key)  # cancelled meanwhile
 
     def set_paused(self, request_id: str, paused: bool) -> None:
-        for sequence in self.running:
+        for sequence in (*self.running, *self.waiting):
             if sequence.admission.request_id == request_id:
                 sequence.paused = paused
                 return
-        if any(admit.admission.request_id == request_id for admit in self.waiting):
-            (self._paused_waiting.add if paused else self._paused_waiting.discard)(request_id)
 
     # -- out ----------------------------------------------------------------------
 
     def cancel(self, key: SequenceKey) -> None:
-        """Unknown keys are ignored: the request may just have ended."""
+        """End a request; an unknown key is ignored, since its request may just have ended."""
         event = FinishEvent(key, "cancelled")
-        for admit in self.waiting:
-            if admit.admission.key == key:
-                self.waiting.remove(admit)
-                self._discard(admit, event)
+        for sequence in self.waiting:
+            if sequence.key == key:
+                self._discard(sequence, event)
                 return
         for sequence in self.running:
             if sequence.key == key:
@@ -119,9 +126,9 @@ class SequenceQueues:
                 return
 
     def finish(self, sequence: Sequence, event: FinishEvent) -> None:
-        """Take a sequence out; its end is reported once write-back let go of its pages.
+        """Take a sequence out, and report its end once write-back released its pages.
 
-        So whoever sees the end finds the chunks in the store.
+        A client that sees the end therefore finds the chunks in the store.
         """
         self.running.remove(sequence)
         if sequence.key in self._flushing:
@@ -132,11 +139,98 @@ class SequenceQueues:
         else:
             self._release(sequence, event)
 
-    def lose(self, sequence: Sequence, suspects: Suspects | None = None) -> None:
-        """Chunks vanished: start over from what the store still has, tokens kept.
+    def lose(
+        self, sequence: Sequence, cause: SplitpointError, *, fatal: SplitpointError | None = None
+    ) -> None:
+        """Start a sequence over, once the store has inspected the chunks that it read.
 
-        The store inspects the suspects first.
+        `fatal` ends the request if all of them are intact.
         """
+        with for_request(sequence.admission.request_id):
+            log.log(self._level_of(cause), "%s; the request starts over", cause.message)
+        # What it computed or restored from another chunk's bytes may hold a NaN.
+        self._page_manager.clear_unwritten(sequence)
+        suspects = None
+        if sequence.match is not None and (chunks := sequence.cached_chunks):
+            suspects = Suspects(sequence.match.connection, chunks, fatal)
+        self._restart(sequence, suspects)
+
+    # -- write-back -----------------------------------------------------------------
+
+    def write_back(self, sequence: Sequence, *, tail: bool = False) -> None:
+        """Hand over every chunk that became full; with `tail`, the partial one too."""
+        if sequence.writes_back:
+            jobs = self._page_manager.full_chunks(sequence, tail=tail)
+            if jobs:
+                self.output.writes.append((sequence.key, jobs))
+
+    def write_failed(self, key: SequenceKey, error: SplitpointError) -> None:
+        """Continue a resident sequence unstored; end or restart a streamed one.
+
+        A running sequence that read a damaged chunk starts over: its results are wrong.
+        """
+        sequence = self.find(key)
+        if sequence is None:
+            return
+        sequence.writes_back = False
+        is_running = sequence in self.running
+        if is_running and error.reason == "CHUNK_LOST":
+            if not sequence.awaits_match:
+                self.lose(sequence, error)
+            return
+        self._page_manager.free_input_pages(sequence)
+        if not sequence.is_streamed or not is_running:
+            return
+        if isinstance(error, ResourceExhausted):
+            # Neither the device nor the store has room for its cache.
+            self.finish(sequence, FinishEvent(key, error=error))
+        else:
+            self._restart(sequence, None)
+
+    def write_ended(self, key: SequenceKey) -> None:
+        """Continue a resident sequence of which the store keeps no more chunks."""
+        sequence = self.find(key)
+        if sequence is not None:
+            sequence.writes_back = False
+            self._page_manager.free_input_pages(sequence)
+
+    def flushed(self, key: SequenceKey) -> None:
+        """Release or restart a sequence that write-back is done with."""
+        entry = self._flushing.pop(key, None)
+        if entry is None:
+            return  # the chain of a discarded request
+        sequence, event = entry
+        sequence.chain_is_open = False
+        if event is not None:
+            self._release(sequence, event)
+            return
+        self._page_manager.free_pages(sequence)
+        sequence.reset()
+        self.output.lookups.append(
+            Lookup(
+                key,
+                sequence.admission.salt,
+                list(sequence.tokens),
+                sequence.is_streamed,
+                sequence.suspects,
+            )
+        )
+
+    # -- below ------------------------------------------------------------------------
+
+    def _stop_search(self, sequence: Sequence) -> TextStream | None:
+        admission = sequence.admission
+        if not admission.sampling.stop or self._tokenizer is None:
+            return None
+        text = TextStream(
+            self._tokenizer, admission.sampling.stop, min_tokens=admission.sampling.min_tokens
+        )
+        # Tokens of an earlier attempt may hold the start of a stop string.
+        text.push(admission.delivered)
+        return text
+
+    def _restart(self, sequence: Sequence, suspects: Suspects | None) -> None:
+        """Flush a sequence, to look its prefix up again with its tokens kept."""
         if sequence.awaits_match:
             return  # it is starting over already
         sequence.suspects = suspects
@@ -152,92 +246,23 @@ class SequenceQueues:
         self.output.loss_count += 1
         self._flush(sequence, None)
 
-    # -- write-back -----------------------------------------------------------------
+    def _level_of(self, cause: SplitpointError) -> int:
+        """Return WARNING once for each lost chunk, which many requests may share, then DEBUG."""
+        if not isinstance(cause, SuspectChunks):
+            return logging.WARNING
+        # The chunks behind the first one are lost with it.
+        first = cause.chunks[0].slot, cause.chunks[0].generation
+        if first in self._logged_losses:
+            return logging.DEBUG
+        if len(self._logged_losses) > MAX_LOGGED_LOSSES:
+            self._logged_losses.clear()
+        self._logged_losses.add(first)
+        return logging.WARNING
 
-    def write_back(self, sequence: Sequence, *, tail: bool = False) -> None:
-        """Hand over every chunk that became full; with `tail`, the partial one too."""
-        if sequence.writes_back:
-            jobs = self._page_manager.full_chunks(sequence, tail=tail)
-            if jobs:
-                self.output.writes.append((sequence.key, jobs))
-
-    def write_failed(self, key: SequenceKey, error: SplitpointError) -> Sequence | None:
-        """A resident sequence goes on unstored; a streamed one cannot.
-
-        Returns one that read a damaged chunk: what it computes is wrong, stored or not.
-        """
-        sequence = self.find(key)
-        if sequence is None:
-            return None
-        sequence.writes_back = False
-        is_running = sequence in self.running
-        if is_running and error.reason == "CHUNK_LOST":
-            return sequence if not sequence.awaits_match else None
-        self._page_manager.give_input_pages(sequence)
-        if not sequence.is_streamed or not is_running:
-            return None
-        if isinstance(error, ResourceExhausted):
-            # Its cache has nowhere to go, neither here nor in the store.
-            self.finish(sequence, FinishEvent(key, error=error))
-        else:
-            self.lose(sequence)
-        return None
-
-    def write_ended(self, key: SequenceKey) -> None:
-        """The store keeps no more of a resident sequence, which goes on all the same."""
-        sequence = self.find(key)
-        if sequence is not None:
-            sequence.writes_back = False
-            self._page_manager.give_input_pages(sequence)
-
-    def flushed(self, key: SequenceKey) -> None:
-        """Write-back holds nothing of this sequence any more."""
-        entry = self._flushing.pop(key, None)
-        if entry is None:
-            return  # a discarded request's chain
-        sequence, event = entry
-        sequence.chain_is_open = False
-        if event is not None:
-            self._release(sequence, event)
-            return
-        self._page_manager.give_pages(sequence)
-        sequence.forget()
-        tokens, suspects = list(sequence.tokens), sequence.suspects
-        self.output.lookups.append(
-            Lookup(key, sequence.admission.salt, tokens, sequence.is_streamed, suspects)
-        )
-
-    # -- below ------------------------------------------------------------------------
-
-    def _begin(self, admit: Admit, claim: int) -> Sequence:
-        admission = admit.admission
-        text = None
-        if admission.sampling.stop and self._tokenizer is not None:
-            text = TextStream(
-                self._tokenizer,
-                admission.sampling.stop,
-                min_tokens=admission.sampling.min_tokens,
-            )
-            # What an earlier attempt delivered may hold the start of a stop string.
-            text.push(admission.delivered)
-        paused = admission.request_id in self._paused_waiting
-        self._paused_waiting.discard(admission.request_id)
-        return Sequence(
-            admission=admission,
-            tokens=[*admission.prompt, *admission.delivered],
-            claimed_pages=claim,
-            kept_chunks=self._page_manager.kept_chunks(admission),
-            kept_inputs=self._page_manager.kept_inputs(admission),
-            text=text,
-            match=admit.match,
-            paused=paused,
-            chain_is_open=admit.match is not None,
-        )
-
-    def _discard(self, admit: Admit, event: FinishEvent) -> None:
-        """End a request that never ran; its lease is given up through its chain."""
-        self._paused_waiting.discard(admit.admission.request_id)
-        if admit.match is not None:
+    def _discard(self, sequence: Sequence, event: FinishEvent) -> None:
+        """End a waiting request; its lease is released through its chain."""
+        self.waiting.remove(sequence)
+        if sequence.chain_is_open:
             self.output.flushes.append(event.key)
         self.output.finishes.append(event)
 

@@ -1,24 +1,27 @@
-"""Brings an admitted sequence's prefix in: pages, the way that was planned, the account of it.
+"""Restores the cached prefix of an admitted sequence: pages, then K and V, then X.
 
-How bytes move is `restore.py`'s and `meeting.py`'s business; which requests run, and
-when, the engine's. Belongs to the engine's thread.
+`pipeline/` moves the bytes; the engine decides which requests run, and when. Used by the
+engine's thread only.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from splitpoint.planning.planner import RestoreMethod
+import torch
+
+from splitpoint.planning.plan import RestoreMethod
 from splitpoint.planning.schedule import Lane
 from splitpoint.shapes import chunks_of
 from worker_service.device.cache import DeviceCache
-from worker_service.device.cost_watch import CostWatch
+from worker_service.engine.cost_watch import Observers
 from worker_service.engine.messages import RestoreEvent
 from worker_service.engine.pages import PageManager
 from worker_service.engine.sequence import Sequence
 from worker_service.lanes.lanes import Lanes
-from worker_service.lanes.timeline import Span, Trace
+from worker_service.lanes.timeline import Span
 from worker_service.model.decoder import Decoder
 from worker_service.pipeline.both_ends import restore_from_both_ends
 from worker_service.pipeline.gather import gatherer_of
@@ -34,22 +37,49 @@ TILE_PAGES = 4
 
 
 @dataclass(slots=True)
-class _Brought:
-    """Tokens whose K and V came onto the device, by how, and what ran when."""
+class _Restore:
+    """One restore: what is wanted, and what was done so far.
 
+    Attributes:
+        chunks: the chunks of the prefix, the partial last one included.
+        cached_tokens: tokens of the prefix; [0, split_tokens) is rebuilt.
+        full_count: full chunks.
+        stored: full chunks of a streamed sequence that stay in the store.
+        loaded, rebuilt, recomputed: tokens whose K and V came onto the device, by method.
+    """
+
+    sequence: Sequence
+    transfer: CacheTransfer
+    chunks: tuple[StoredChunk, ...]
+    cached_tokens: int
+    split_tokens: int
+    tile_tokens: int
+    full_count: int
+    stored: range
     loaded: int = 0
     rebuilt: int = 0
     recomputed: int = 0
     spans: list[Span] = field(default_factory=list)
 
+    @property
+    def tail(self) -> tuple[StoredChunk, ...]:
+        """The partial last chunk, if there is one."""
+        return self.chunks[self.full_count :]
+
+    @property
+    def planned_method(self) -> RestoreMethod:
+        return self.sequence.admission.method
+
+    @property
+    def method(self) -> RestoreMethod:
+        """What the restore does, from what was planned and what was found."""
+        if self.cached_tokens and self.planned_method is RestoreMethod.TOKENS:
+            return self.planned_method
+        return RestoreMethod.of(self.split_tokens, self.cached_tokens)
+
 
 class Restorer:
-    """Restores of one device.
-
-    Attributes:
-        trace: gets the spans; None: nobody wants them.
-        costs: learns from them and predicts; None: nobody measured any.
-    """
+    """Restores prefixes on one device."""
 
     def __init__(
         self,
@@ -58,17 +88,17 @@ class Restorer:
         page_manager: PageManager,
         lanes: Lanes,
         staging: Staging,
+        observers: Observers,
         *,
         block_tokens: int,
         verifier: Verifier | None = None,
     ) -> None:
-        self.trace: Trace | None = None
-        self.costs: CostWatch | None = None
         self._model = model
         self._cache = cache
         self._page_manager = page_manager
         self._lanes = lanes
         self._staging = staging
+        self._observers = observers
         self._block_tokens = block_tokens
         self._verifier = verifier
         self._chunk = cache.layout.chunk_tokens
@@ -76,210 +106,225 @@ class Restorer:
         self._transfer: CacheTransfer | None = None
 
     def forget_arena(self) -> None:
-        """Let go of the arena that was read last; sequences that still read it keep it."""
+        """Drop the arena that was read last; sequences that still read it keep it."""
         self._transfer = None
 
     def restore(self, sequence: Sequence) -> RestoreEvent | None:
-        """Bring the matched prefix in; None: there is no room for it yet. Raises ChunkLost.
+        """Restore the matched prefix; None if there is no room for it yet. Raises ChunkLost.
 
         Whether its bytes are right is known once `sequence.check` was waited for.
         """
-        match = sequence.match
-        if match is None:
+        if sequence.match is None:
             sequence.restored = True
             return RestoreEvent(sequence.key, 0, 0, RestoreMethod.NONE, 0.0)
         started = time.perf_counter()
-        # The last token is computed anew whatever is cached: its logits are needed.
-        cached = min(match.cached_tokens, len(sequence.tokens) - 1)
-        if cached % self._chunk and not self._page_manager.may_take_input_page:
-            return None  # its tail needs an X page; write-back will give some back
+        work = self._begin(sequence, sequence.match)
+        if work.tail and not self._page_manager.has_input_page:
+            return None  # write-back will free one
         sequence.restored = True
-        chunks = match.chunks[: chunks_of(cached, self._chunk)]
-        split = min(sequence.admission.split_tokens, cached)
-        predicted = self._predicted(sequence, self._transfer_for(match), split, cached)
-        self._begin_check(sequence, match, chunks, cached)
-        brought = self._bring_pages(sequence, match, chunks, cached, split)
-        full = cached // self._chunk
-        sequence.computed = cached
-        sequence.stored = list(chunks[:full])
-        sequence.written_chunks = full
+        sequence.transfer = work.transfer
+        predicted = self._predict(work)
+        self._begin_check(work)
+        self._allocate_pages(work)
+        self._copy_kv(work)
+        self._copy_inputs(work)
+        sequence.computed = work.cached_tokens
+        sequence.stored = list(work.chunks[: work.full_count])
+        sequence.written_chunks = work.full_count
         sequence.writes_back = True
-        ended = time.perf_counter()
-        self._learn(brought.spans)
-        is_handed = sequence.admission.method is not RestoreMethod.TOKENS
-        if self.costs is not None and cached and is_handed and not sequence.is_streamed:
-            self.costs.took(ended - started, brought.spans, self._lanes.schedule)
-        event = _report(sequence, cached, split, ended - started, brought, predicted)
-        if cached and sequence.admission.spans is not None:
-            sequence.admission.spans.restored(
-                started,
-                ended,
-                brought.spans,
-                method=event.method.value,
-                cached_tokens=cached,
-                split_tokens=split,
-                recomputed_tokens=event.recomputed_tokens,
-                predicted_seconds=predicted or None,
-                measured_seconds=event.seconds,
-            )
-        return event
+        return self._report(work, started, predicted)
 
-    def _begin_check(
-        self, sequence: Sequence, match: Match, chunks: tuple[StoredChunk, ...], cached: int
-    ) -> None:
-        """Compare what comes onto the device; of a streamed prefix the steps compare the rest."""
-        if self._verifier is None:
-            return
-        full = cached // self._chunk
-        read = chunks
-        if sequence.is_streamed:
-            kept = max(sequence.kept_chunks, sequence.kept_inputs)
-            read = (*chunks[: min(kept, full)], *chunks[full:])
-        # The rows of a partial chunk are sealed anew with those that follow them.
-        sequence.check = self._verifier.begin(match.connection.tensors, read, always=chunks[full:])
-
-    def _bring_pages(
-        self,
-        sequence: Sequence,
-        match: Match,
-        chunks: tuple[StoredChunk, ...],
-        cached: int,
-        split: int,
-    ) -> _Brought:
-        """A resident prefix comes in whole; of a streamed one what stays on the device."""
-        transfer = sequence.transfer = self._transfer_for(match)
+    def _begin(self, sequence: Sequence, match: Match) -> _Restore:
+        admission = sequence.admission
+        # The last token is always computed: its logits are needed.
+        cached = min(match.cached_tokens, len(sequence.tokens) - 1)
         full = cached // self._chunk
         stored = range(0)
         if sequence.is_streamed:
             stored = range(min(sequence.kept_chunks, full), full)
-        self._page_manager.take_for_prefix(sequence, stored, len(chunks))
-        front = stored.start * self._chunk
-        ends = [(0, front), (stored.stop, cached)] if stored else [(0, cached)]
-        brought = _Brought()
-        for first, end in ends:
-            listed = chunks[: chunks_of(end, self._chunk)]
-            part = Prefix(listed, first, sequence.pages, sequence.tokens, end, min(split, end))
-            self._bring_in(sequence, transfer, part, brought)
-        kept = chunks[: min(sequence.kept_inputs, full)]
-        brought.spans += self._bring_inputs(sequence, transfer, kept)
-        if cached % self._chunk and self._cache.inputs:
-            # The tail's chunk will be sealed anew with more tokens, X included.
-            page = self._page_manager.take_input_page(sequence, full)
-            for work in transfer.send_inputs(chunks[full:], self._cache.inputs, [page]):
-                self._lanes.run(Lane.LINK_IN, work)
-            brought.spans += self._lanes.finish()
-            transfer.tensors.check_current(chunks[full:])
-        return brought
-
-    def _bring_inputs(
-        self, sequence: Sequence, transfer: CacheTransfer, chunks: tuple[StoredChunk, ...]
-    ) -> list[Span]:
-        """X of the first chunks, to stay on the device. Raises ChunkLost."""
-        if not chunks:
-            return []
-        self._page_manager.take_row_pages(sequence, len(chunks))
-        rooms = [self._cache.inputs_in_pages(layer) for layer in range(len(self._model.layers))]
-        for half in (0, 1):
-            some = chunks[half::2]
-            pages = sequence.row_pages[: len(some)]
-            for work in transfer.send_inputs(some, [room[half] for room in rooms], pages):
-                self._lanes.run(Lane.LINK_IN, work)
-        spans = self._lanes.finish()
-        transfer.tensors.check_current(chunks)
-        return spans
-
-    def _bring_in(
-        self, sequence: Sequence, transfer: CacheTransfer, prefix: Prefix, brought: _Brought
-    ) -> None:
-        """K and V of the prefix into its pages, by the method that was planned."""
-        first, end = prefix.first_chunk * self._chunk, prefix.cached_tokens
-        admission, keys, values = sequence.admission, self._cache.keys, self._cache.values
-        if admission.method is RestoreMethod.TOKENS:
-            met = restore_from_both_ends(
-                transfer,
-                self._lanes,
-                prefix,
-                keys,
-                values,
-                block_tokens=self._block_tokens,
-                expected_tokens=admission.recomputed_tokens,
-            )
-            brought.recomputed += met.recomputed_tokens
-            brought.loaded += end - met.recomputed_tokens
-            brought.spans += met.spans
-            return
-        tile = self._tile_tokens(sequence)
-        brought.spans += restore(transfer, self._lanes, prefix, keys, values, tile_tokens=tile)
-        rebuilt = max(0, prefix.split_tokens - first)
-        brought.rebuilt += rebuilt
-        brought.loaded += end - first - rebuilt
-
-    def _tile_tokens(self, sequence: Sequence) -> int:
-        return sequence.admission.tile_tokens or TILE_PAGES * self._chunk
-
-    def _predicted(
-        self, sequence: Sequence, transfer: CacheTransfer, split: int, cached: int
-    ) -> float:
-        """Seconds for what was found; 0: nothing is predicted of what streams instead."""
-        if self.costs is None or sequence.is_streamed or not cached:
-            return 0.0
-        if sequence.admission.method is RestoreMethod.TOKENS:
-            return sequence.admission.predicted_restore_seconds
-        # What the staging memory makes of the tile that was asked for.
-        transfer.divide(self._tile_tokens(sequence))
-        return self.costs.restore_seconds(
-            self._model.shape,
-            self._cache.layout,
-            split=split,
-            cached=cached,
-            schedule=self._lanes.schedule,
-            tile_tokens=transfer.tile_tokens,
-            slots=transfer.slot_count,
-            extra_operations=len(self._cache.inputs) if cached % self._chunk else 0,
+        return _Restore(
+            sequence,
+            self._transfer_for(match),
+            match.chunks[: chunks_of(cached, self._chunk)],
+            cached,
+            min(admission.split_tokens, cached),
+            admission.tile_tokens or TILE_PAGES * self._chunk,
+            full,
+            stored,
         )
 
-    def _learn(self, spans: list[Span]) -> None:
-        if self.trace is not None:
-            self.trace.extend(spans)
-        if self.costs is not None:
-            self.costs.restored(spans)
-
     def _transfer_for(self, match: Match) -> CacheTransfer:
-        """One for each mapped arena; in practice one until the store restarts."""
+        """Return the transfer of the mapped arena; there is one until the store restarts."""
         tensors = match.connection.tensors
         if self._transfer is None or self._transfer.tensors is not tensors:
             self._transfer = CacheTransfer(self._model, tensors, self._staging, self._gatherer)
         return self._transfer
 
+    def _begin_check(self, work: _Restore) -> None:
+        """Compare checksums of what comes onto the device; steps compare what they stream."""
+        if self._verifier is None:
+            return
+        sequence, read = work.sequence, work.chunks
+        if sequence.is_streamed:
+            kept = max(sequence.kept_chunks, sequence.kept_inputs)
+            read = (*read[: min(kept, work.full_count)], *work.tail)
+        # The rows of a partial chunk are sealed anew with those that follow them.
+        sequence.check = self._verifier.begin(work.transfer.tensors, read, always=work.tail)
 
-def _report(
-    sequence: Sequence,
-    cached: int,
-    split: int,
-    seconds: float,
-    brought: _Brought,
-    predicted: float,
-) -> RestoreEvent:
-    link = [span for span in brought.spans if span.lane is Lane.LINK_IN]
-    compute = [span for span in brought.spans if span.lane is Lane.COMPUTE]
-    return RestoreEvent(
-        sequence.key,
-        cached,
-        split,
-        _method_of(sequence.admission.method, split, cached),
-        seconds,
-        recomputed_tokens=brought.recomputed,
-        predicted_seconds=predicted,
-        link_bytes=int(sum(span.amount for span in link)),
-        link_busy_seconds=sum(span.seconds for span in link),
-        compute_busy_seconds=sum(span.seconds for span in compute),
-        loaded_tokens=brought.loaded,
-        rebuilt_tokens=brought.rebuilt,
-    )
+    # -- the three steps ------------------------------------------------------------
 
+    def _allocate_pages(self, work: _Restore) -> None:
+        """Allocate pages for all that comes onto the device."""
+        sequence = work.sequence
+        self._page_manager.allocate_prefix(sequence, work.stored, len(work.chunks))
+        kept_inputs = min(sequence.kept_inputs, work.full_count)
+        self._page_manager.allocate_row_pages(sequence, kept_inputs)
+        if work.tail and self._cache.inputs:
+            self._page_manager.allocate_input_page(sequence, work.full_count)
 
-def _method_of(planned: RestoreMethod, split: int, cached: int) -> RestoreMethod:
-    """What a restore did, from what was asked for and what was there."""
-    if cached and planned is RestoreMethod.TOKENS:
-        return planned
-    return RestoreMethod.of(split, cached)
+    def _copy_kv(self, work: _Restore) -> None:
+        """Bring K and V: a resident prefix whole, of a streamed one both ends that stay."""
+        sequence, stored = work.sequence, work.stored
+        ends = [(0, work.cached_tokens)]
+        if stored:
+            ends = [(0, stored.start * self._chunk), (stored.stop, work.cached_tokens)]
+        for first_chunk, end in ends:
+            prefix = Prefix(
+                work.chunks[: chunks_of(end, self._chunk)],
+                first_chunk,
+                sequence.pages,
+                sequence.tokens,
+                end,
+                min(work.split_tokens, end),
+            )
+            if work.planned_method is RestoreMethod.TOKENS:
+                self._restore_from_both_ends(work, prefix)
+            else:
+                self._restore_split(work, prefix)
+
+    def _restore_split(self, work: _Restore, prefix: Prefix) -> None:
+        """Rebuild K and V up to the split point, and load the rest."""
+        cache = self._cache
+        work.spans += restore(
+            work.transfer,
+            self._lanes,
+            prefix,
+            cache.keys,
+            cache.values,
+            tile_tokens=work.tile_tokens,
+        )
+        first = prefix.first_chunk * self._chunk
+        rebuilt = max(0, prefix.split_tokens - first)
+        work.rebuilt += rebuilt
+        work.loaded += prefix.cached_tokens - first - rebuilt
+
+    def _restore_from_both_ends(self, work: _Restore, prefix: Prefix) -> None:
+        """Recompute K and V from token ids at the front while the back is loaded."""
+        restored = restore_from_both_ends(
+            work.transfer,
+            self._lanes,
+            prefix,
+            self._cache.keys,
+            self._cache.values,
+            block_tokens=self._block_tokens,
+            expected_tokens=work.sequence.admission.recomputed_tokens,
+        )
+        work.spans += restored.spans
+        work.recomputed += restored.recomputed_tokens
+        work.loaded += prefix.cached_tokens - restored.recomputed_tokens
+
+    def _copy_inputs(self, work: _Restore) -> None:
+        """Bring X that stays on the device: of the kept chunks, and of the partial last one."""
+        sequence, cache = work.sequence, self._cache
+        kept = work.chunks[: min(sequence.kept_inputs, work.full_count)]
+        if kept:
+            planes = [cache.inputs_in_pages(layer) for layer in range(len(self._model.layers))]
+            for half in (0, 1):
+                chunks = kept[half::2]
+                targets = [plane[half] for plane in planes]
+                self._send_inputs(work, chunks, targets, sequence.row_pages[: len(chunks)])
+            self._finish_inputs(work, kept)
+        if work.tail and cache.inputs:
+            # The chunk will be sealed anew with more tokens, X included.
+            page = sequence.input_pages[work.full_count]
+            self._send_inputs(work, work.tail, cache.inputs, [page])
+            self._finish_inputs(work, work.tail)
+
+    def _send_inputs(
+        self,
+        work: _Restore,
+        chunks: Items[StoredChunk],
+        targets: Items[torch.Tensor],
+        pages: Items[int],
+    ) -> None:
+        for copy in work.transfer.send_inputs(chunks, targets, pages):
+            self._lanes.run(Lane.LINK_IN, copy)
+
+    def _finish_inputs(self, work: _Restore, chunks: Items[StoredChunk]) -> None:
+        """Wait for X of these chunks. Raises ChunkLost if a chunk changed meanwhile."""
+        work.spans += self._lanes.finish()
+        work.transfer.tensors.check_current(chunks)
+
+    # -- prediction and report --------------------------------------------------------
+
+    def _predict(self, work: _Restore) -> float:
+        """Return the seconds that the restore should take; 0 if the prefix is streamed."""
+        sequence, costs = work.sequence, self._observers.costs
+        if costs is None or sequence.is_streamed or not work.cached_tokens:
+            return 0.0
+        if work.planned_method is RestoreMethod.TOKENS:
+            return sequence.admission.predicted_restore_seconds
+        # The staging memory may shrink the tile.
+        work.transfer.divide(work.tile_tokens)
+        return costs.restore_seconds(
+            self._model.shape,
+            self._cache.layout,
+            split=work.split_tokens,
+            cached=work.cached_tokens,
+            schedule=self._lanes.schedule,
+            tile_tokens=work.transfer.tile_tokens,
+            slots=work.transfer.slot_count,
+            extra_operations=len(self._cache.inputs) if work.tail else 0,
+        )
+
+    def _report(self, work: _Restore, started: float, predicted: float) -> RestoreEvent:
+        """Let the costs learn from the restore, and return its event."""
+        ended = time.perf_counter()
+        sequence, cached = work.sequence, work.cached_tokens
+        link = [span for span in work.spans if span.lane is Lane.LINK_IN]
+        compute = [span for span in work.spans if span.lane is Lane.COMPUTE]
+        event = RestoreEvent(
+            sequence.key,
+            cached,
+            work.split_tokens,
+            work.method,
+            ended - started,
+            recomputed_tokens=work.recomputed,
+            predicted_seconds=predicted,
+            link_bytes=int(sum(span.amount for span in link)),
+            link_busy_seconds=sum(span.seconds for span in link),
+            compute_busy_seconds=sum(span.seconds for span in compute),
+            loaded_tokens=work.loaded,
+            rebuilt_tokens=work.rebuilt,
+        )
+        trace, costs = self._observers.trace, self._observers.costs
+        if trace is not None:
+            trace.extend(work.spans)
+        if costs is not None:
+            costs.restored(work.spans)
+            by_split = work.planned_method is not RestoreMethod.TOKENS
+            if cached and by_split and not sequence.is_streamed:
+                costs.took(event.seconds, work.spans, self._lanes.schedule)
+        if cached and sequence.spans is not None:
+            sequence.spans.restored(
+                started,
+                ended,
+                work.spans,
+                method=event.method.value,
+                cached_tokens=cached,
+                split_tokens=work.split_tokens,
+                recomputed_tokens=work.recomputed,
+                predicted_seconds=predicted or None,
+                measured_seconds=event.seconds,
+            )
+        return event

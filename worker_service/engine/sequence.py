@@ -1,4 +1,4 @@
-"""One request's state in the engine. Touched by the engine's thread only."""
+"""A request in the worker: what the scheduler asked for, and the state of its sequence."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from splitpoint.checkpoint.text import TextStream
 from splitpoint.errors import SplitpointError
-from splitpoint.planning.planner import Residency, RestoreMethod
+from splitpoint.planning.plan import Residency, RestoreMethod
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.split_line import SplitLine
 from worker_service.engine.sampling import Sampling
@@ -20,59 +20,62 @@ from worker_service.store.verifier import Check
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What the scheduler asked for; immutable."""
+    """A request as the scheduler placed it on this worker.
+
+    Attributes:
+        delivered: tokens that an earlier attempt delivered; they are never sampled again.
+        split_tokens: in a restore, cached tokens [0, split_tokens) are rebuilt from
+            activations and the rest is loaded.
+        split_line: streamed: the split of each step by sequence length; None if it is
+            always `split_tokens`.
+        resident_tokens: streamed: leading tokens, in whole chunks, whose K and V stay on the
+            device. With schedule ROW their X stays, from which each step rebuilds K and V.
+        source: another host's store that may hold more of the prefix; None if there is none.
+        method: TOKENS computes the prefix from its front while chunks are loaded from its
+            back, and expects both to meet at `recomputed_tokens`. Any other method follows
+            `split_tokens`.
+        tile_tokens: tokens of X sent at once; 0 lets the worker choose.
+        traceparent: W3C trace context; empty if the request is not traced.
+    """
 
     request_id: str
     attempt: int
     prompt: tuple[int, ...]
-    # Tokens an earlier attempt already delivered: forced, never sampled again.
     delivered: tuple[int, ...]
     sampling: Sampling
     residency: Residency
-    # Of the restore: [0, split_tokens) of what is cached is rebuilt, the rest loaded.
     split_tokens: int
     salt: bytes
-    # Streamed, of each step: how the split follows the sequence; None: it stays.
     split_line: SplitLine | None = None
-    # Streamed: of so many leading tokens, in whole chunks, K,V stay on the device; with
-    # schedule ROW it is X, from which they are rebuilt in each step.
     resident_tokens: int = 0
     schedule: Schedule = Schedule.PIPELINED
-    # Another host's store that may hold more of the prefix than the own one.
     source: FetchSource | None = None
-    # TOKENS: prefill from the front while chunks come from the back, expected to meet
-    # at `recomputed_tokens`. Any other: what split_tokens says.
     method: RestoreMethod = RestoreMethod.LOAD
     recomputed_tokens: int = 0
-    # Tokens of X to send at once; 0: as the worker likes.
     tile_tokens: int = 0
     predicted_restore_seconds: float = 0.0
-    # Of whoever traces the request (W3C); empty: nobody.
     traceparent: str = ""
-    # What it did, for them; None: nobody traces it.
-    spans: RequestSpans | None = field(default=None, compare=False)
 
     @property
     def key(self) -> tuple[str, int]:
         return self.request_id, self.attempt
 
     @property
+    def tokens(self) -> list[int]:
+        """Return the prompt and the delivered tokens, as a new list."""
+        return [*self.prompt, *self.delivered]
+
+    @property
     def final_tokens(self) -> int:
         """Tokens of the sequence if it runs to max_tokens."""
         return len(self.prompt) + self.sampling.max_tokens
-
-    def step_split(self, length: int, chunk_tokens: int) -> int:
-        """The split of a step that streams a sequence of `length` tokens."""
-        if self.split_line is None:
-            return self.split_tokens
-        return self.split_line.at(length, chunk_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Suspects:
     """Chunks of `connection`'s store that may be damaged.
 
-    `error`: what ends the request if all of them are intact; None: it goes on.
+    `error` ends the request if all of them are intact; None lets it go on.
     """
 
     connection: Connection
@@ -82,29 +85,38 @@ class Suspects:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A running request.
+    """The state of one request. Only the engine's thread uses it after `Engine.post`.
 
     The lifecycle, in order:
-      1. admitted   pages are claimed; the store was asked for its prefix (`match`)
-      2. restored   [0, computed) has K and V on the device or in the store
-      3. prefill    computed < len(tokens) - 1
-      4. decode     computed == len(tokens) - 1: each step computes and samples one
-      5. finished   the tail is written back, then pages and leases are given up
+      1. waiting    the store was asked for its prefix (`match`)
+      2. admitted   pages are claimed
+      3. restored   [0, computed) has K and V on the device or in the store
+      4. prefill    computed < len(tokens) - 1
+      5. decode     computed == len(tokens) - 1: each step computes and samples one
+      6. finished   the tail is written back, then pages and leases are released
 
-    Chunk i is on the device when `pages[i]` is not None, and in the store when
-    `i < len(stored)`. A resident sequence keeps every page; a streamed one keeps the
-    first `kept_chunks` and gives any other up as soon as its chunk is sealed. Of the first
-    `kept_inputs` it keeps X instead: that of chunk i in half `i % 2` of `row_pages[i // 2]`.
+    Chunk i is on the device if `pages[i]` is not None, and in the store if
+    `i < len(stored)`. A resident sequence keeps every page. A streamed one keeps the first
+    `kept_chunks` and frees any other as soon as its chunk is sealed. Of the first
+    `kept_inputs` it keeps X instead: chunk i's in half `i % 2` of `row_pages[i // 2]`.
     """
 
     admission: Admission
-    tokens: list[int]
-    claimed_pages: int
-    text: TextStream | None
+    # The leased prefix; None without a store.
+    match: Match | None = None
+    # None if the request is not traced.
+    spans: RequestSpans | None = None
+    tokens: list[int] = field(init=False)
+    # Streamed: the split of each step by length; the engine redraws it.
+    split_line: SplitLine | None = field(init=False)
+    # Write-back holds a chain (and the lease) for it.
+    chain_is_open: bool = field(init=False)
+    claimed_pages: int = 0
     kept_chunks: int = 0
     kept_inputs: int = 0
-    match: Match | None = None
-    # Reads the arena its stored chunks are in; another one after the store restarts.
+    # Looks for stop strings; None if there are none.
+    text: TextStream | None = None
+    # Reads the arena that holds its stored chunks; another one after the store restarts.
     transfer: CacheTransfer | None = None
     computed: int = 0
     pages: list[int | None] = field(default_factory=list)
@@ -119,17 +131,20 @@ class Sequence:
     restored: bool = False
     # Its prefix is being looked up again after a chunk was lost.
     awaits_match: bool = False
-    # Of what its restore read; to be waited for before anything of it is used.
+    # Compares what its restore read; waited for before any result is used.
     check: Check | None = None
-    # For the store to inspect before it is asked for the prefix again.
+    # Chunks that the store inspects before it is asked for the prefix again.
     suspects: Suspects | None = None
-    # Write-back holds a chain (and the lease) for it.
-    chain_is_open: bool = False
     losses: int = 0
-    # Of the steps that decoded it, while it was streamed.
+    # Steps that decoded it while it was streamed.
     step_count: int = 0
     step_seconds: float = 0.0
     _stored_end: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = self.admission.tokens
+        self.split_line = self.admission.split_line
+        self.chain_is_open = self.match is not None
 
     @property
     def key(self) -> tuple[str, int]:
@@ -144,15 +159,25 @@ class Sequence:
         return self.admission.residency is Residency.STREAMED
 
     @property
+    def can_run(self) -> bool:
+        return self.restored and not self.paused and not self.awaits_match
+
+    @property
     def mean_step_seconds(self) -> float | None:
-        """None: no step decoded it, or it is resident."""
+        """None if no step decoded it, or if it is resident."""
         return self.step_seconds / self.step_count if self.step_count else None
+
+    def step_split(self, chunk_tokens: int) -> int:
+        """Return the split of a step that streams the computed tokens."""
+        if self.split_line is None:
+            return self.admission.split_tokens
+        return self.split_line.at(self.computed, chunk_tokens)
 
     @property
     def stored_range(self) -> range:
-        """The chunks whose K,V are not on the device, between those whose are."""
+        """The chunks in the middle whose K and V are not on the device."""
         start = min(self.kept_chunks, len(self.pages))
-        # Pages are given up front to back, so the end only ever moves on.
+        # Pages are freed front to back, so the end only ever moves on.
         end = max(self._stored_end, start)
         while end < len(self.pages) and self.pages[end] is None:
             end += 1
@@ -167,13 +192,13 @@ class Sequence:
 
     @property
     def read_chunks(self) -> list[StoredChunk]:
-        """What each step reads from the store."""
+        """The chunks that each step reads from the store."""
         stored = self.stored_range
         return self.stored[max(stored.start, self.kept_inputs) : stored.stop]
 
     @property
     def cached_chunks(self) -> tuple[StoredChunk, ...]:
-        """Everything that it may have read from the store, or may still read."""
+        """All chunks that it may have read from the store, or may still read."""
         matched = self.match.chunks if self.match is not None and self.restored else ()
         return tuple(dict.fromkeys((*matched, *self.stored)))
 
@@ -182,14 +207,14 @@ class Sequence:
         return len(self.pages) - len(self.stored_range) + len(self.row_pages)
 
     def page(self, chunk_index: int) -> int:
-        """The device page of a chunk that must be there."""
+        """Return the device page of a chunk that must be there."""
         page = self.pages[chunk_index]
         if page is None:
             raise RuntimeError(f"chunk {chunk_index} is needed on the device but is in the store")
         return page
 
-    def forget(self) -> None:
-        """Back to step 1, tokens kept: nothing of it is computed or restored."""
+    def reset(self) -> None:
+        """Return to step 2 with the tokens kept: nothing is computed or restored."""
         self.computed = 0
         self._stored_end = 0
         self.stored = []

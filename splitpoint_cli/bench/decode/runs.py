@@ -24,7 +24,6 @@ from worker_service.checkpoint.config import plain_config
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
 from worker_service.device.memory import divide
 from worker_service.engine.engine import Engine
-from worker_service.engine.messages import Admit
 from worker_service.engine.sampling import Sampling
 from worker_service.engine.sequence import Admission
 from worker_service.model.decoder import Decoder
@@ -91,7 +90,7 @@ class OurWorker:
                 split_tokens=0,
                 salt=b"",
             )
-            engine.post(Admit(admission, None))
+            engine.admit(admission)
         while True:
             output = engine.step()
             for event in output.tokens:

@@ -26,14 +26,14 @@ from worker_service.checkpoint.config import DecoderConfig
 from worker_service.checkpoint.tensors import TensorSource
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
 from worker_service.device.memory import STAGING_PAGES, MemoryPlan, divide, staging_pages_on_gpu
-from worker_service.device.profiler import measure
 from worker_service.engine.engine import Engine
-from worker_service.engine.messages import Admit, StepOutput
+from worker_service.engine.messages import StepOutput
 from worker_service.engine.sampling import Sampling
 from worker_service.engine.sequence import Admission
 from worker_service.lanes.lanes import EmulatedLink, lanes_of
 from worker_service.lanes.timeline import StepTimes, Trace
 from worker_service.model.decoder import Decoder
+from worker_service.profiling.profiler import measure
 from worker_service.startup import choose_device, describe_device
 from worker_service.store.write_back import BATCH_CHUNKS
 
@@ -174,7 +174,7 @@ class OffloadHost:
                 split_line=order.split_line,
                 salt=b"",
             )
-            engine.post(Admit(admission, self.store.match(admission.key, prompt)))
+            engine.admit(admission, self.store.match(admission.key, prompt))
         tokens: dict[str, list[int]] = {name: [] for name in names}
         steps: list[Step] = []
         times: list[StepTimes] = []

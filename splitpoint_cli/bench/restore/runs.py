@@ -44,7 +44,6 @@ from splitpoint_cli.bench.restore.workload import (
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.device.memory import STAGING_PAGES
-from worker_service.device.profiler import measure
 from worker_service.lanes.lanes import EmulatedLink, Lanes, lanes_of
 from worker_service.lanes.timeline import Span, Trace
 from worker_service.model.decoder import Decoder
@@ -53,6 +52,7 @@ from worker_service.pipeline.gather import gatherer_of
 from worker_service.pipeline.restore import restore
 from worker_service.pipeline.staging import Staging
 from worker_service.pipeline.transfer import CacheTransfer
+from worker_service.profiling.profiler import measure
 from worker_service.startup import choose_device, describe_device
 
 # Without a sweep the best split is looked for about where it was predicted.

@@ -9,8 +9,8 @@ import torch
 from engine_runner import admission, make_engine, run_all
 from tiny_models import FAMILY_CASES, build_tiny, clear_prompt, write_tiny
 
-from worker_service.device.profiler import measure
 from worker_service.engine.sampling import Sampling
+from worker_service.profiling.profiler import measure
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,7 +20,7 @@ from splitpoint.planning.planner import RestoreMethod
 from splitpoint.planning.schedule import Lane
 from splitpoint.planning.split_line import SplitLine
 from splitpoint.shapes import ArenaLayout
-from worker_service.device.cost_watch import CostWatch
+from worker_service.engine.cost_watch import CostWatch
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import RestoreEvent
 from worker_service.engine.sampling import Sampling
@@ -194,7 +194,7 @@ def test_whoever_joins_a_step_is_planned_with_those_who_share_it(
     start = SplitLine(0.0, 0.0, 0)
 
     def lines() -> list[SplitLine | None]:
-        return [each.admission.split_line for each in engine.queues.running]
+        return [each.split_line for each in engine.queues.running]
 
     runner.admit(engine, streamed("0", PROMPT, sampling, split=start))
     runner.step(engine)

@@ -11,7 +11,7 @@ from tiny_models import CASES, VOCABULARY, build_tiny, clear_prompt, write_tiny
 
 from splitpoint.errors import Internal, ResourceExhausted
 from worker_service.device.cache import PageAllocator
-from worker_service.engine.messages import Admit, Cancel, SetPaused
+from worker_service.engine.messages import Cancel, SetPaused
 from worker_service.engine.sampling import Sampling
 
 GREEDY_64 = Sampling(max_tokens=64, ignore_eos=True)
@@ -116,7 +116,7 @@ def test_cancel_and_pause_touch_only_their_request(llama: Path) -> None:
     clear = {name: clear_prompt(reference, 20, 64, seed=len(name)) for name in ("kept", "paused")}
     for name in ("kept", "cancelled", "paused"):
         prompt, _ = clear.get(name, (prompt_of(20), None))
-        engine.post(Admit(admission(name, prompt, GREEDY_64), None))
+        engine.admit(admission(name, prompt, GREEDY_64))
     transcript = Transcript()
     for _ in range(5):
         transcript.add(engine.step())

@@ -18,7 +18,8 @@ from tiny_models import VOCABULARY, write_tiny
 from splitpoint.planning.schedule import Lane, Schedule
 from worker_service.engine.sampling import Sampling
 from worker_service.engine.sequence import Sequence as Running
-from worker_service.engine.streamed import StreamedBuilder, StreamedStep
+from worker_service.engine.streamed import StreamedStep
+from worker_service.engine.streamed_builder import StreamedBuilder
 from worker_service.lanes.lanes import Event, Lanes, SerialLanes, StreamLanes, Work
 from worker_service.model.decoder import Decoder
 from worker_service.pipeline.prefetch import Prefetcher, TileTransfer
@@ -74,12 +75,11 @@ class Setting:
     ) -> Setting:
         engine = make_engine(stored.model, has_activations=True, staging_pages=staging_pages)
         staging, cache = engine.staging, engine.cache
-        admission = streamed("a", stored.token_ids, Sampling(), split=split, schedule=Schedule.ROW)
+        admission = streamed(
+            "a", [*stored.token_ids, 5], Sampling(), split=split, schedule=Schedule.ROW
+        )
         sequence = Running(
             admission=admission,
-            tokens=[*stored.token_ids, 5],
-            claimed_pages=0,
-            text=None,
             kept_inputs=kept_inputs,
             transfer=CacheTransfer(stored.model, stored.tensors, staging),
             computed=len(stored.token_ids),

@@ -1,8 +1,7 @@
-"""Watches what restores and streamed steps took, and says beforehand what the next will.
+"""Learns costs from the spans of restores and streamed steps, and predicts the next ones.
 
-Between spans and `splitpoint.costs.tracker`: which piece of work is a measurement of
-which cost. Belongs to the engine's thread. Knows no requests; who hears of a new
-profile is the caller's business.
+It decides which piece of work is a measurement of which cost; `splitpoint.costs.tracker`
+fits them. Used by the engine's thread only.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from splitpoint.costs.tracker import CostTracker, MeanTracker, Observation
 from splitpoint.planning.schedule import Lane, Schedule
 from splitpoint.planning.split_costs import PipelineOptions, SplitCosts
 from splitpoint.shapes import ArenaLayout, ModelShape
-from worker_service.lanes.timeline import REBUILDING, Span, StepTimes
+from worker_service.lanes.timeline import REBUILDING, Span, StepTimes, Trace
 
 # In a restore that takes longer, what its operations took is less than what the rates
 # of link and device are wrong by.
@@ -25,34 +24,34 @@ _LEAST_SECONDS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class StepTraffic:
-    """What a step will move and rebuild: bytes of each copy, FLOP of each product."""
+    """Work of a step before it runs: bytes of each copy, FLOP of each product."""
 
     copies: tuple[float, ...]
     rebuilds: tuple[float, ...]
 
 
 class CostWatch:
-    """One worker's costs, as they are now."""
+    """The present costs of one worker."""
 
     def __init__(self, profile: Profile) -> None:
         self._tracker = CostTracker(profile)
-        # What a step takes beyond the longer of link and device: laying it out, the
-        # first tile's way, sampling.
+        # Seconds of a step beyond the busier of link and device: its layout, the first
+        # tile's copy, sampling.
         self._beyond = MeanTracker()
 
     @property
     def profile(self) -> Profile:
-        """The latest one worth telling."""
+        """The latest profile that was reported."""
         return self._tracker.profile
 
     def restored(self, spans: Iterable[Span]) -> None:
-        """A restore ran."""
+        """Learn from a restore."""
         self._observe(list(spans))
 
     def took(self, seconds: float, spans: Iterable[Span], schedule: Schedule) -> None:
-        """How long a restore with these spans, each handed to its lane, took in all.
+        """Learn the overhead of a restore from its time in all and its spans on lanes.
 
-        What it took beside its copies and products is told by short restores only.
+        Only short restores show what they took beside their copies and products.
         """
         if seconds > _TELLING_SECONDS:
             return
@@ -64,7 +63,7 @@ class CostWatch:
         self._tracker.restore.observe([Observation(len(listed), beside)])
 
     def stepped(self, times: StepTimes, spans: Iterable[Span], *, only_decodes: bool) -> None:
-        """A streamed step ran. Prefills in it say nothing of what a decode step computes."""
+        """Learn from a streamed step; only one without prefills shows a decode step's compute."""
         listed = list(spans)
         self._observe(listed)
         if only_decodes:
@@ -73,13 +72,13 @@ class CostWatch:
             self._beyond.observe(max(0.0, times.seconds - max(times.link_busy, times.compute_busy)))
 
     def settle(self) -> Profile | None:
-        """The profile, if it moved enough to be told; None: nothing new."""
+        """Return the profile if it changed enough to be reported, else None."""
         return self._tracker.profile if self._tracker.settle() else None
 
     # -- predictions -------------------------------------------------------------------
 
     def step_seconds(self, traffic: StepTraffic) -> float | None:
-        """Of a decode step with this traffic; None before any step was seen."""
+        """Predict a decode step with this traffic; None before the first step was measured."""
         own, beyond = self._tracker.step_compute.seconds, self._beyond.seconds
         if own is None or beyond is None:
             return None
@@ -100,23 +99,23 @@ class CostWatch:
         slots: int,
         extra_operations: int = 0,
     ) -> float:
-        """Of a restore of `cached` tokens, `split` of them rebuilt; see `PipelineOptions`."""
+        """Predict a restore of `cached` tokens, `split` of them rebuilt; see `PipelineOptions`."""
         costs = SplitCosts.of(shape, self.fits, layout.encoding)
         options = PipelineOptions(schedule, tile_tokens, slots, extra_operations=extra_operations)
         return costs.seconds(split, cached, options)
 
     @property
     def fits(self) -> Profile:
-        """The present fits, whether or not they were told."""
+        """The present fits, reported or not."""
         return self._tracker.fits
 
     # -- measurements --------------------------------------------------------------------
 
     def computed(self, spans: Iterable[Span]) -> None:
-        """Products of a restore whose copies say nothing of the link."""
+        """Learn from the products of a restore whose copies do not show the link's rate."""
         spans = list(spans)
         self._tracker.rebuild.observe(_of(spans, Lane.COMPUTE, "rebuild"))
-        # Of a prefill that waited for its weights nobody knows what it computed.
+        # The time of a prefill that waited for its weights does not show the device's rate.
         if not self.profile.host_weight_bytes:
             self._tracker.prefill.observe(_of(spans, Lane.COMPUTE, "prefill"))
 
@@ -125,8 +124,16 @@ class CostWatch:
         self.computed(spans)
 
 
+@dataclass(slots=True)
+class Observers:
+    """Receivers of the spans of restores and steps; each is None if it is off."""
+
+    trace: Trace | None = None
+    costs: CostWatch | None = None
+
+
 def _of(spans: Iterable[Span], lane: Lane, name: str | None = None) -> list[Observation]:
-    """Each piece with an amount. A copy of many planes at once counts as one."""
+    """Return each piece with an amount; a copy of many planes at once counts as one."""
     return [
         Observation(span.amount, span.seconds)
         for span in spans

@@ -15,7 +15,7 @@ import torch
 
 from splitpoint.costs.profile import Profile
 from splitpoint.shapes import ArenaLayout
-from worker_service.device.cost_watch import CostWatch
+from worker_service.engine.cost_watch import CostWatch
 from worker_service.engine.engine import Engine
 from worker_service.engine.restorer import TILE_PAGES
 from worker_service.lanes.timeline import Span

@@ -1,0 +1,207 @@
+"""Runs the model on a batch: its cache reads and writes, the layers, and the choice of tokens."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from splitpoint.errors import ChunkLost
+from splitpoint.planning.schedule import Lane
+from worker_service.device.cache import DeviceCache
+from worker_service.engine.batch import Batch
+from worker_service.engine.sampling import Choice, NonFiniteLogits, SamplingRow, choose
+from worker_service.engine.sequence import Sequence
+from worker_service.engine.streamed import LostSequence
+from worker_service.lanes.lanes import Lanes
+from worker_service.lanes.timeline import Span
+from worker_service.model.decoder import Decoder
+from worker_service.model.forward import through_layers
+from worker_service.model.layer import DecoderLayer
+from worker_service.pipeline.prefetch import Prefetcher, compute
+from worker_service.pipeline.staging import Staging
+from worker_service.store.verifier import Check, Verifier
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What running the model on a batch gave.
+
+    Attributes:
+        lane_spans: work of the lanes.
+        compute_spans: the whole step as one span, if nothing ran on lanes.
+        choices: for each sequence of the batch its next token; None if some of its prompt
+            is still to be computed.
+        lost: sequences that computed with bytes that must not be used. If there are any,
+            no token was chosen.
+    """
+
+    batch: Batch
+    lane_spans: list[Span]
+    compute_spans: list[Span] = field(default_factory=list)
+    choices: list[Choice | NonFiniteLogits | None] = field(default_factory=list)
+    lost: list[LostSequence] = field(default_factory=list)
+
+    @property
+    def spans(self) -> list[Span]:
+        return self.lane_spans + self.compute_spans
+
+
+class ModelRunner:
+    """Runs batches on one device. All but `computing_seconds` belongs to the engine's thread."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        cache: DeviceCache,
+        lanes: Lanes,
+        staging: Staging,
+        *,
+        eos_token_ids: tuple[int, ...],
+        verifier: Verifier | None,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._lanes = lanes
+        self._staging = staging
+        self._eos_token_ids = eos_token_ids
+        self._verifier = verifier
+        # Start of a step under way that will leave a single span.
+        self._computing_since: float | None = None
+
+    @property
+    def computing_seconds(self) -> float:
+        """Seconds of the step under way that no span shows yet; from any thread."""
+        since = self._computing_since
+        return 0.0 if since is None else max(0.0, time.perf_counter() - since)
+
+    def run(self, batch: Batch) -> StepResult:
+        """Run the model and choose a token for each sequence that has computed all it has."""
+        checks: list[Check] = []
+        if batch.streamed is not None and self._verifier is not None:
+            checks = batch.streamed.begin_checks(self._verifier)
+        prefetcher = self._start_prefetcher(batch)
+        began = time.perf_counter()
+        self._computing_since = began if prefetcher is None else None
+        try:
+            logits, finite = self._forward(batch, prefetcher)
+            # Weights may be on their way for the next step; everything else is done.
+            spans = self._lanes.collect()
+        except BaseException:
+            # Between steps no copy may be under way, also when the engine ends here.
+            self._lanes.settle()
+            raise
+        lost = _lost(batch, checks)
+        if lost:
+            # No token is counted yet: the other sequences run again in the next step.
+            self._computing_since = None
+            return StepResult(batch, spans, lost=lost)
+        choices = self._choose(batch, logits, finite)
+        whole = []
+        if prefetcher is None:
+            whole = self._lanes.counted([_step_span(batch, began, time.perf_counter())])
+        self._computing_since = None
+        return StepResult(batch, spans, whole, choices)
+
+    def _start_prefetcher(self, batch: Batch) -> Prefetcher | None:
+        """Fill staging slots while the step begins to compute; None if nothing is streamed.
+
+        Without tiles it still leaves a span of each part, beside weights that come.
+        """
+        streamed = batch.streamed
+        if streamed is not None:
+            prefetcher = Prefetcher(
+                self._lanes, self._staging, streamed.tile_pages, streamed.layers
+            )
+        elif not self._model.is_resident:
+            prefetcher = Prefetcher(self._lanes, self._staging, 1, ())
+        else:
+            return None
+        prefetcher.start()
+        return prefetcher
+
+    def _forward(
+        self, batch: Batch, prefetcher: Prefetcher | None
+    ) -> tuple[torch.Tensor, list[bool]]:
+        """Return logits `[sampled, vocabulary]`, and for each row whether it is finite.
+
+        A NaN stays in its token's row from the layer where it arises to the end.
+        """
+        model, cache = self._model, self._cache
+
+        def attend(
+            index: int,
+            layer: DecoderLayer,
+            inputs: torch.Tensor,
+            queries: torch.Tensor,
+            keys: torch.Tensor,
+            values: torch.Tensor,
+        ) -> torch.Tensor:
+            write = partial(batch.write, cache, index, inputs, keys, values)
+            compute(prefetcher, "write", index, write)
+            return batch.attend(cache, index, layer, queries, keys, values, prefetcher)
+
+        hidden = model.embed(batch.token_ids, batch.positions)
+        hidden = through_layers(
+            model.visit(),
+            hidden,
+            model.rotary(batch.positions),
+            attend,
+            partial(compute, prefetcher),
+        )
+        finite = hidden.isfinite().all(dim=1)
+        logits = model.logits(hidden[batch.logit_rows])
+        return logits, finite.tolist()
+
+    def _choose(
+        self, batch: Batch, logits: torch.Tensor, finite: list[bool]
+    ) -> list[Choice | NonFiniteLogits | None]:
+        """Return `StepResult.choices`."""
+        choices: list[Choice | NonFiniteLogits | None] = []
+        rows: list[int] = []
+        sampled: list[int] = []
+        first_row = logit_row = 0
+        for index, (sequence, count) in enumerate(zip(batch.sequences, batch.counts, strict=True)):
+            is_finite = all(finite[first_row : first_row + count])
+            first_row += count
+            is_whole = sequence.computed + count == len(sequence.tokens)
+            if is_finite and is_whole:
+                rows.append(logit_row)
+                sampled.append(index)
+            choices.append(None if is_finite else NonFiniteLogits())
+            logit_row += is_whole
+        if sampled:
+            used = logits if len(rows) == len(logits) else logits[rows]
+            listed = [self._sampling_row(batch.sequences[index]) for index in sampled]
+            for index, choice in zip(sampled, choose(used, listed), strict=True):
+                choices[index] = choice
+        return choices
+
+    def _sampling_row(self, sequence: Sequence) -> SamplingRow:
+        admission = sequence.admission
+        return SamplingRow(
+            admission.sampling, sequence.tokens, len(admission.prompt), self._eos_token_ids
+        )
+
+
+def _lost(batch: Batch, checks: list[Check]) -> list[LostSequence]:
+    """Wait for the checks; return sequences that computed with bytes that must not be used."""
+    lost = [] if batch.streamed is None else batch.streamed.lost(checks)
+    for sequence in batch.sequences:
+        check, sequence.check = sequence.check, None
+        if check is None:
+            continue
+        try:
+            check.wait()
+        except ChunkLost as error:
+            if all(each.sequence is not sequence for each in lost):
+                lost.append(LostSequence(sequence, error))
+    return lost
+
+
+def _step_span(batch: Batch, start: float, end: float) -> Span:
+    """Return the span of a step that only computes: the model and sampling."""
+    kind = "decode" if not batch.prefills else "mixed" if batch.decode_count else "prefill"
+    return Span(Lane.COMPUTE, f"{kind} step", start, end, tokens=sum(batch.counts))

@@ -1,0 +1,255 @@
+"""Lays out what one step reads from the store: tiles, and what each transfer needs.
+
+Layers with a sliding window read only what some query sees. Built once per step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from worker_service.device.cache import DeviceCache
+from worker_service.device.memory import PREFILL_TILE_PAGES, largest_tile
+from worker_service.engine.sequence import Segment, Sequence
+from worker_service.engine.streamed import (
+    DevicePages,
+    StreamedPrefill,
+    StreamedStep,
+    Window,
+    is_seen,
+    transfer_of,
+)
+from worker_service.model.attention_plan import DecodePlan
+from worker_service.pipeline.prefetch import TileTransfer
+from worker_service.pipeline.tiles import (
+    StoredPage,
+    StreamedTokens,
+    Tile,
+    decode_tiles,
+    prefill_tiles,
+)
+from worker_service.pipeline.transfer import CacheTransfer, Part
+
+Result = TypeVar("Result")
+MakeTiles = Callable[[list[StoredPage], int, int], list[Tile]]
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptInputs:
+    """X of a tile's pages that is kept on the device.
+
+    Attributes:
+        halves: for each half of the pages that hold X: its number, the places in the tile,
+            and the pages; int64.
+    """
+
+    cache: DeviceCache
+    halves: list[tuple[int, torch.Tensor, torch.Tensor]]
+
+    def copy(self, layer: int, staging: torch.Tensor) -> None:
+        """Copy the layer's X into staging pages `[tile pages, C, h]`."""
+        planes = self.cache.inputs_in_pages(layer)
+        for half, places, pages in self.halves:
+            staging.index_copy_(0, places, planes[half].index_select(0, pages))
+
+
+class StreamedBuilder:
+    """Lays out what a step reads from the store."""
+
+    def __init__(
+        self,
+        cache: DeviceCache,
+        windows: Rows[Window],
+        tile_pages: int,
+    ) -> None:
+        self._cache = cache
+        self._chunk = cache.layout.chunk_tokens
+        self._device = cache.device
+        # The window of each layer.
+        self._windows = windows
+        self._tile_pages = min(tile_pages, largest_tile(cache.plan.staging_pages))
+
+    def step(
+        self, decodes: Rows[Sequence], prefills: Rows[tuple[Sequence, StreamedPrefill]]
+    ) -> StreamedStep | None:
+        """Return what the step reads from the store; None if that is nothing."""
+        planned = self._decodes(decodes)
+        layers = [
+            [
+                *(tile_transfer for tile_transfer, _ in planned[window]),
+                *(
+                    tile_transfer
+                    for _, prefill in prefills
+                    for tile_transfer in prefill.tile_transfers[window]
+                ),
+            ]
+            for window in self._windows
+        ]
+        if not any(layers):
+            return None
+        sequences = [sequence for sequence in decodes if sequence.stored_range]
+        sequences += [sequence for sequence, _ in prefills]
+        # A layer without a window sees everything.
+        widest = max(range(len(layers)), key=lambda layer: self._windows[layer] or math.inf)
+        tiles = (tile_transfer.tile for tile_transfer in layers[widest])
+        tokens = StreamedTokens.of(tiles, self._chunk)
+        return StreamedStep(sequences, self._tile_pages, layers, tokens, planned)
+
+    def prefill(self, segment: Segment, first_row: int) -> StreamedPrefill:
+        sequence = segment.sequence
+        tile_pages = min(self._tile_pages, PREFILL_TILE_PAGES)
+        pages = self._stored_pages(sequence, 0)
+        tile_transfers = self._by_window(
+            pages,
+            [segment.start],
+            lambda seen: self._ship(seen, [sequence], tile_pages, prefill_tiles),
+        )
+        return StreamedPrefill(
+            first_row,
+            segment.count,
+            segment.start,
+            self._kept(sequence, segment.start + segment.count),
+            tile_transfers,
+        )
+
+    # -- decodes ---------------------------------------------------------------------------
+
+    def _decodes(
+        self, decodes: Rows[Sequence]
+    ) -> Mapping[Window, list[tuple[TileTransfer, DecodePlan]]]:
+        pages = [
+            page
+            for row, sequence in enumerate(decodes)
+            for page in self._stored_pages(sequence, row)
+        ]
+        queries = [sequence.computed for sequence in decodes]
+
+        def ship(seen: list[StoredPage]) -> list[tuple[TileTransfer, DecodePlan]]:
+            tile_transfers = self._ship(seen, decodes, self._tile_pages, decode_tiles)
+            return [(each, self._plan_of(each.tile, queries)) for each in tile_transfers]
+
+        return self._by_window(pages, queries, ship)
+
+    def _plan_of(self, tile: Tile, queries: list[int]) -> DecodePlan:
+        return DecodePlan.of_pages(
+            range(len(tile.pages)),
+            owners=[page.reader for page in tile.pages],
+            first_positions=[page.first_position for page in tile.pages],
+            query_positions=queries,
+            chunk_tokens=self._chunk,
+            windows=set(self._windows),
+            device=self._device,
+        )
+
+    # -- both ----------------------------------------------------------------------------
+
+    def _stored_pages(self, sequence: Sequence, reader: int) -> list[StoredPage]:
+        chunk, split = self._chunk, sequence.step_split(self._chunk)
+        pages = []
+        for index in sequence.stored_range:
+            is_kept = index < sequence.kept_inputs
+            rebuilt_rows = chunk if is_kept else min(max(split - index * chunk, 0), chunk)
+            stored = sequence.stored[index]
+            pages.append(StoredPage(reader, stored, index * chunk, rebuilt_rows, is_kept=is_kept))
+        return pages
+
+    def _by_window(
+        self,
+        pages: list[StoredPage],
+        queries: Rows[int],
+        make: Callable[[list[StoredPage]], Result],
+    ) -> dict[Window, Result]:
+        """Return `make` of the pages that queries see in layers of each window.
+
+        Called once for windows that see the same pages.
+        """
+        made: dict[int, Result] = {}
+        by_window: dict[Window, Result] = {}
+        for window in set(self._windows):
+            seen = [
+                page
+                for page in pages
+                if is_seen(window, queries[page.reader], page.first_position + self._chunk - 1)
+            ]
+            # A larger window sees more of each sequence, so equal counts are equal pages.
+            if len(seen) not in made:
+                made[len(seen)] = make(seen)
+            by_window[window] = made[len(seen)]
+        return by_window
+
+    def _ship(
+        self,
+        pages: list[StoredPage],
+        sequences: Rows[Sequence],
+        tile_pages: int,
+        make_tiles: MakeTiles,
+    ) -> list[TileTransfer]:
+        """Return tiles with what their transfers need. A tile's chunks are of one arena.
+
+        There are two arenas while a replaced store is still read from.
+        """
+        by_transfer: dict[int, list[StoredPage]] = {}
+        transfers: dict[int, CacheTransfer] = {}
+        for page in pages:
+            transfer = transfer_of(sequences[page.reader])
+            transfers[id(transfer)] = transfer
+            by_transfer.setdefault(id(transfer), []).append(page)
+        return [
+            self._tile_transfer(tile, transfers[key], sequences)
+            for key, listed in by_transfer.items()
+            for tile in make_tiles(listed, tile_pages, self._chunk)
+        ]
+
+    def _tile_transfer(
+        self, tile: Tile, transfer: CacheTransfer, sequences: Rows[Sequence]
+    ) -> TileTransfer:
+        chunks = tuple(page.chunk for page in tile.pages)
+        places = tuple(range(len(chunks)))
+        loaded = None
+        if tile.is_loaded:
+            loaded = Part(chunks, places, len(chunks) * self._chunk)
+        if not tile.rebuilt_rows:
+            return TileTransfer(tile, transfer, loaded, None, None)
+        positions: list[int] = []
+        token_ids: list[int] = []
+        for page in tile.pages:
+            span = slice(page.first_position, page.first_position + page.rebuilt_rows)
+            positions += range(span.start, span.stop)
+            token_ids += sequences[page.reader].tokens[span]
+        rebuilt = Part(chunks, places, len(positions), self._tensor(positions))
+        copy_inputs = self._kept_inputs(tile, sequences).copy if tile.is_kept else None
+        return TileTransfer(tile, transfer, loaded, rebuilt, self._tensor(token_ids), copy_inputs)
+
+    def _kept_inputs(self, tile: Tile, sequences: Rows[Sequence]) -> _KeptInputs:
+        halves = []
+        for half in (0, 1):
+            places, pages = [], []
+            for place, page in enumerate(tile.pages):
+                chunk = page.first_position // self._chunk
+                if chunk % 2 == half:
+                    places.append(place)
+                    pages.append(sequences[page.reader].row_pages[chunk // 2])
+            if places:
+                halves.append((half, self._tensor(places), self._tensor(pages)))
+        return _KeptInputs(self._cache, halves)
+
+    def _kept(self, sequence: Sequence, end: int) -> list[DevicePages]:
+        """Return device pages up to position `end`, in pieces that fit a tile's scores."""
+        stored = sequence.stored_range
+        pieces = []
+        for span in (range(stored.start), range(stored.stop, len(sequence.pages))):
+            for first in range(span.start, span.stop, PREFILL_TILE_PAGES):
+                last = min(first + PREFILL_TILE_PAGES, span.stop)
+                rows = min(last * self._chunk, end) - first * self._chunk
+                pages = [sequence.page(index) for index in range(first, last)]
+                if rows > 0:
+                    pieces.append(DevicePages(first * self._chunk, rows, self._tensor(pages)))
+        return pieces
+
+    def _tensor(self, values: Iterable[int]) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=torch.int64, device=self._device)
