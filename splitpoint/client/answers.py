@@ -1,7 +1,4 @@
-"""What the clients return: plain dataclasses made from the wire's messages.
-
-Knows no channel and no call; the blocking and the asyncio client share it.
-"""
+"""The clients' return values: plain dataclasses made from messages. Knows no channel."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ _FINISH_REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Natural log-probabilities at one position; `top` is (token id, logprob), likeliest first."""
+    """Natural log-probabilities at one position; `top`: (token id, logprob), likeliest first."""
 
     chosen: float
     top: tuple[tuple[int, float], ...]
@@ -46,11 +43,11 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Some generated tokens, and the text that became certain with them.
+    """Generated tokens, and the text that became final with them.
 
-    `index` is that of the first token, counted from 0. Text may lag behind
-    the tokens; the concatenation over all events is the answer. `token_ids`
-    is empty when only held-back text follows.
+    `index` is that of the first token, counted from 0. Text may lag behind the tokens;
+    the concatenation over all events is the answer. `token_ids` is empty if only text
+    follows that was held back.
     """
 
     index: int
@@ -61,7 +58,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts; `cached_tokens` of the prompt came from the store, not from a prefill."""
+    """Token counts; `cached_tokens` of the prompt came from the store instead of a prefill."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -70,10 +67,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer. Seconds are the scheduler's, from the arrival of the request.
+    """A whole answer. The scheduler measures the seconds, from the request's arrival.
 
-    `step_seconds`: of a streamed request's mean decode step, by its worker; None: it was
-    resident, or no token was decoded.
+    `step_seconds` is the mean decode step of a streamed request, measured by its worker;
+    None if it was resident or no token was decoded.
     """
 
     token_ids: tuple[int, ...]
@@ -94,22 +91,29 @@ class Completion:
 
 
 class CompletionBuilder:
-    """Puts the messages of one Generate call together and checks that none is missing."""
+    """Join the messages of one Generate call and check that none is missing."""
 
     def __init__(self) -> None:
         self._token_ids: list[int] = []
         self._text: list[str] = []
         self._logprobs: list[Logprobs] = []
+        self._completion: Completion | None = None
 
-    def events(self, message: scheduler_pb2.GenerateResponse) -> Iterator[Tokens | Completion]:
-        """The events of one message. Raises Internal for a gap in the token indices."""
+    def events(self, message: scheduler_pb2.GenerateResponse) -> Iterator[Tokens]:
+        """Yield the tokens of one message. Raises Internal for a gap in the token indices."""
         if message.HasField("chunk"):
             yield self._tokens(message.chunk)
         elif message.HasField("complete"):
             if message.complete.text:
                 self._text.append(message.complete.text)
                 yield Tokens(len(self._token_ids), (), message.complete.text)
-            yield self._completion(message.complete)
+            self._completion = self._complete(message.complete)
+
+    def completion(self) -> Completion:
+        """Return the whole answer. Raises Internal if the final message is missing."""
+        if self._completion is None:
+            raise Internal("the stream ended without its final message")
+        return self._completion
 
     def _tokens(self, chunk: scheduler_pb2.GenerateChunk) -> Tokens:
         if chunk.index != len(self._token_ids):
@@ -133,36 +137,28 @@ class CompletionBuilder:
         self._logprobs += tokens.logprobs
         return tokens
 
-    def _completion(self, message: scheduler_pb2.GenerateComplete) -> Completion:
+    def _complete(self, message: scheduler_pb2.GenerateComplete) -> Completion:
         reason = _FINISH_REASONS.get(message.finish_reason)
         if reason is None:
             raise Internal(f"unknown finish reason {message.finish_reason}")
-        return Completion(
+        return convert.from_message(
+            Completion,
+            message,
             token_ids=tuple(self._token_ids),
             text="".join(self._text),
             finish_reason=reason,
             matched_stop=message.matched_stop or None,
-            usage=Usage(
-                message.usage.prompt_tokens,
-                message.usage.completion_tokens,
-                message.usage.cached_tokens,
-            ),
-            seed=message.seed,
+            usage=convert.from_message(Usage, message.usage),
             plan=convert.plan_from_proto(message.plan) if message.HasField("plan") else None,
             worker=message.worker_id,
-            request_id=message.request_id,
             logprobs=tuple(self._logprobs),
-            queue_seconds=message.queue_seconds,
-            restore_seconds=message.restore_seconds,
-            ttft_seconds=message.ttft_seconds,
             seconds=message.total_seconds,
-            step_seconds=message.step_seconds if message.HasField("step_seconds") else None,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Tokenization:
-    """Token ids and, in the same order, the tokens' own spelling."""
+    """Token ids and, in the same order, the tokens' text in the vocabulary."""
 
     token_ids: tuple[int, ...]
     tokens: tuple[str, ...]
@@ -183,7 +179,7 @@ class Model:
     has_tokenizer: bool
     has_activations: bool
     chunk_tokens: int
-    # How the store keeps the cache; unless native, what follows a reused prefix is
+    # Encoding of the stored cache. Unless native, tokens after a reused prefix are
     # approximate.
     kv_encoding: Encoding = Encoding.NATIVE
 
@@ -197,21 +193,12 @@ def models(message: scheduler_pb2.ListModelsResponse) -> tuple[Model, ...]:
 
 
 def _model(message: scheduler_pb2.Model) -> Model:
-    return Model(
-        name=message.name,
-        shape=convert.shape_from_proto(message.shape),
-        ready_worker_count=message.ready_worker_count,
-        context_length=message.context_length,
-        has_tokenizer=message.has_tokenizer,
-        has_activations=message.has_activations,
-        chunk_tokens=message.chunk_tokens,
-        kv_encoding=convert.encoding_from_proto(message.kv_encoding),
-    )
+    return convert.from_message(Model, message, shape=convert.shape_from_proto(message.shape))
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """What one worker would do; without a plan, `rejection` says why it never could."""
+    """The plan of one worker; without a plan, `rejection` says why it cannot run."""
 
     worker: str
     plan: Plan | None
@@ -231,12 +218,15 @@ def worker_plans(message: scheduler_pb2.ExplainPlanResponse) -> tuple[WorkerPlan
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One worker as the scheduler sees it. Bytes of device memory for caches.
+    """One worker as the scheduler sees it. Cache sizes are bytes of device memory.
 
-    `emulated_link_bytes_per_second`: None: its link is what it is. `weights`: which are
-    on the host, and why; empty: none. `telemetry`: the latest; None: none yet, or it is
-    lost. `kappa_crit`: cached over new tokens above which its link is the limit; None:
-    not known.
+    Attributes:
+        emulated_link_bytes_per_second: None if the link is real.
+        weights: the weights on the host, and the reason; empty if all are on the device.
+        telemetry: the latest; None if none came yet or the worker is lost.
+        loss_count: times its stream broke without a drain before.
+        kappa_crit: ratio of cached to new tokens above which the link is the limit;
+            None if unknown.
     """
 
     id: str
@@ -254,7 +244,6 @@ class Worker:
     emulated_link_bytes_per_second: float | None = None
     weights: str = ""
     telemetry: Telemetry | None = None
-    # Times its stream broke, no drain announcing it, and how long ago it last did.
     loss_count: int = 0
     last_lost_seconds_ago: float | None = None
     kappa_crit: float | None = None
@@ -262,30 +251,17 @@ class Worker:
 
 def workers(message: scheduler_pb2.ListWorkersResponse) -> tuple[Worker, ...]:
     return tuple(
-        Worker(
+        convert.from_message(
+            Worker,
+            entry,
             id=entry.worker_id,
-            address=entry.address,
-            ready=entry.ready,
-            draining=entry.draining,
-            device=entry.device,
-            cache_capacity_bytes=entry.cache_capacity_bytes,
-            cache_charged_bytes=entry.cache_charged_bytes,
-            running_count=entry.running_count,
-            # A worker that never answered has not measured anything.
+            # A worker that never answered has no measurements.
             profile=convert.profile_from_proto(entry.profile)
             if entry.profile.link_bytes_per_second
             else None,
-            kvstore_address=entry.kvstore_address,
-            message=entry.message,
-            schedule=convert.schedule_from_proto(entry.schedule),
             emulated_link_bytes_per_second=entry.emulated_link_bytes_per_second or None,
-            weights=entry.weights,
             telemetry=telemetry_from_proto(entry.telemetry)
             if entry.HasField("telemetry")
-            else None,
-            loss_count=entry.loss_count,
-            last_lost_seconds_ago=entry.last_lost_seconds_ago
-            if entry.HasField("last_lost_seconds_ago")
             else None,
             kappa_crit=entry.kappa_crit or None,
         )
@@ -302,13 +278,13 @@ class QueuedRequest:
     footprint_bytes: int
     waited_seconds: float
     reason: str
-    # Whose it is; request ids are unique within a tenant.
+    # Request ids are unique within a tenant.
     tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """The waiting requests, first one first, and how many there may be."""
+    """The waiting requests in order, and the most that may wait."""
 
     requests: tuple[QueuedRequest, ...]
     capacity: int
@@ -317,13 +293,10 @@ class Queue:
 def queue(message: scheduler_pb2.GetQueueResponse) -> Queue:
     return Queue(
         tuple(
-            QueuedRequest(
-                entry.request_id,
-                entry.position,
-                entry.footprint_bytes,
-                entry.waited_duration.ToNanoseconds() / 1e9,
-                entry.reason,
-                entry.tenant,
+            convert.from_message(
+                QueuedRequest,
+                entry,
+                waited_seconds=entry.waited_duration.ToNanoseconds() / 1e9,
             )
             for entry in message.requests
         ),

@@ -1,6 +1,6 @@
-"""A span around each generation of a program that uses OpenTelemetry itself; else nothing.
+"""A span around each generation of a program that uses OpenTelemetry; else nothing.
 
-The client never loads OpenTelemetry: it only asks whether somebody else has.
+The client never loads OpenTelemetry. It only checks whether the program has.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from splitpoint.observe.tracing import TRACEPARENT, traceparent_of
 
 
 def generate(method: Any, request: Any, timeout: float | None) -> Any:
-    """Call `method`; the call carries the context of a span that ends when the call does."""
+    """Call `method` within a span that ends with the call."""
     api: Any = sys.modules.get("opentelemetry.trace")
     if api is None:
         return method(request, timeout=timeout)
@@ -38,7 +38,7 @@ def _end(api: Any, span: Any, call: Any) -> None:
     if not inspect.isawaitable(code):
         _end_as(api, span, code)
         return
-    # An asyncio call knows how it ended, but only tells whoever awaits it.
+    # The status of an asyncio call must be awaited.
     asking = asyncio.ensure_future(code)
     asking.add_done_callback(
         lambda told: _end_as(api, span, None if told.cancelled() else told.result())

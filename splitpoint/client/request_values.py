@@ -1,14 +1,13 @@
 """Python values as fields of requests: each type is checked, and an error names the argument.
 
-Protobuf takes a string where several are wanted, letter by letter, and True for 1. Knows
-no request: what a field holds is read from its descriptor. Whether a value makes sense
-is the server's to say.
+Protobuf would take a string as several strings, letter by letter, and True as 1. The types
+come from the fields' descriptors. The server checks the ranges.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from numbers import Real
 from types import MappingProxyType
@@ -29,13 +28,15 @@ _INTEGER_BITS = {FieldDescriptor.CPPTYPE_INT32: 31, FieldDescriptor.CPPTYPE_INT6
 def filled(
     kind: type[_Message], values: Mapping[str, Any], names: Mapping[str, str] = MappingProxyType({})
 ) -> _Message:
-    """A message with these values in the fields of their names; None is left out.
+    """Return a message with these values in the fields of their names; None is left out.
 
-    Repeated fields take one value or an iterable of them, maps any mapping. `names`: the
-    fields of values that the caller knows by another name.
+    Repeated fields take one value or an iterable of them, maps any mapping.
 
     Raises TypeError for a value of the wrong type, InvalidArgument for one that its field
-    cannot hold. Both say the caller's name.
+    cannot hold. Both give the argument's name.
+
+    Args:
+        names: fields of arguments that have another name.
     """
     fields: Mapping[str, Any] = kind.DESCRIPTOR.fields_by_name
     converted = {}
@@ -47,25 +48,32 @@ def filled(
 
 
 def field_value(name: str, value: Any, field: FieldDescriptor) -> Any:
-    """The value as `field` holds it. `name`: what the caller calls it. Raises as `filled`."""
+    """Return the value as `field` holds it. `name`: the argument. Raises as `filled`."""
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         return _mapping(name, value, field)
     convert = _conversion(field)
-    # [] for repeated fields alone; `is_repeated` is younger than the oldest protobuf that we take.
+    # Only repeated fields have the default []. The oldest supported protobuf has no `is_repeated`.
     if field.default_value != []:
         return convert(name, value)
-    return [convert(f"{name}[{index}]", item) for index, item in enumerate(_items(name, value))]
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | bytearray | Mapping):
+        return [convert(f"{name}[{index}]", item) for index, item in enumerate(value)]
+    try:
+        return [convert(name, value)]
+    except TypeError:
+        is_text = field.cpp_type == FieldDescriptor.CPPTYPE_STRING
+        wanted = "a string or a list of strings" if is_text else "an int or a list of ints"
+        raise _wrong_type(name, value, wanted) from None
 
 
 def token_ids(name: str, value: Any) -> list[int]:
-    """Token ids: any ordered iterable of integers. Raises as `filled`."""
+    """Return token ids from any ordered iterable of integers. Raises as `filled`."""
     if isinstance(value, _NO_IDS) or not isinstance(value, Iterable):
         raise _wrong_type(name, value, "text or a sequence of token ids")
     return [_integer(f"{name}[{index}]", item, 31) for index, item in enumerate(value)]
 
 
 def text(name: str, value: Any) -> str:
-    """Text that UTF-8 can encode. Raises as `filled`."""
+    """Return text that UTF-8 can encode. Raises as `filled`."""
     if not isinstance(value, str):
         raise _wrong_type(name, value, "a str")
     try:
@@ -79,7 +87,7 @@ def text(name: str, value: Any) -> str:
 
 
 def choice(name: str, value: Any, kind: type[_Enum]) -> _Enum:
-    """A member of an enumeration, or its value. Raises as `filled`."""
+    """Return the member from a member or its value. Raises as `filled`."""
     if not isinstance(value, str | kind):
         raise _wrong_type(name, value, f"a {kind.__name__} or its value")
     try:
@@ -90,7 +98,7 @@ def choice(name: str, value: Any, kind: type[_Enum]) -> _Enum:
 
 
 def seconds(name: str, value: Any) -> float | None:
-    """A time limit; None: there is none. Raises as `filled`."""
+    """Return a time limit; None: no limit. Raises as `filled`."""
     if value is None:
         return None
     number = _number(name, value)
@@ -111,17 +119,8 @@ def _conversion(field: FieldDescriptor) -> Callable[[str, Any], Any]:
         return lambda name, value: _instance(name, value, bool)
     if field.cpp_type == FieldDescriptor.CPPTYPE_DOUBLE:
         return _number
-    # Messages and numbers of enumerations, made by this project.
+    # Messages and numbers of enumerations: the clients made them.
     return lambda name, value: value
-
-
-def _items(name: str, value: Any) -> Collection[Any]:
-    """What a repeated field is to hold: one value by itself is one, too."""
-    if isinstance(value, Mapping):
-        raise _wrong_type(name, value, "one value or a sequence of them")
-    if isinstance(value, str | bytes | bytearray) or not isinstance(value, Iterable):
-        return [value]
-    return list(value)
 
 
 def _mapping(name: str, value: Any, field: FieldDescriptor) -> dict[Any, Any]:
@@ -136,7 +135,7 @@ def _mapping(name: str, value: Any, field: FieldDescriptor) -> dict[Any, Any]:
 
 
 def _integer(name: str, value: Any, bits: int) -> int:
-    """Anything that can be an index, such as NumPy's integers; never a bool."""
+    """Return an int from anything that can be an index, such as NumPy's; never from a bool."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -164,6 +163,6 @@ def _instance(name: str, value: Any, kind: type) -> Any:
 
 
 def _wrong_type(name: str, value: Any, wanted: str) -> TypeError:
-    """Names the type only: a prompt is never shown."""
+    """Return an error that names the type only: a prompt is never shown."""
     article = "an" if type(value).__name__[0].lower() in "aeiou" else "a"
     return TypeError(f"{name} must be {wanted}, not {article} {type(value).__name__}")

@@ -1,6 +1,6 @@
-"""What clients send: messages from the arguments of their methods, and how large one may be.
+"""Requests from the arguments of the clients' methods, and the limit of their size.
 
-Knows no channel and no call; the blocking and the asyncio client share it.
+Knows no channel and no call.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ Prompt = str | Iterable[int]
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Keyword arguments of `generate`; what is absent or None keeps the server's default.
+    """Keyword arguments of `generate`; absent or None keeps the server's default.
 
-    Ranges and meanings are those of SamplingParams and GenerateRequest in
-    the proto files.
+    SamplingParams and GenerateRequest in the proto files give ranges and meanings.
     """
 
     max_tokens: int | None
@@ -41,7 +40,7 @@ class GenerateOptions(TypedDict, total=False):
     frequency_penalty: float | None
     repetition_penalty: float | None
     logit_bias: Mapping[int, float] | None
-    # One, or several.
+    # One string or several.
     stop: str | Iterable[str] | None
     stop_token_ids: int | Iterable[int] | None
     min_tokens: int | None
@@ -49,7 +48,7 @@ class GenerateOptions(TypedDict, total=False):
     logprobs: int | None
     # Served model; needed only when there are several.
     model: str | None
-    # Drawn when absent. The same id with the same body attaches to one generation.
+    # Random if absent. The same id with the same body attaches to one generation.
     request_id: str | None
     # Narrows prefix sharing to requests with the same salt.
     cache_salt: bytes | None
@@ -65,16 +64,15 @@ class GenerateOptions(TypedDict, total=False):
 
 
 _SAMPLING_FIELDS = frozenset(field.name for field in types_pb2.SamplingParams.DESCRIPTOR.fields)
-# What arguments of `generate` are called on the wire, where that differs.
+# Arguments of `generate` that have another name on the wire.
 _REQUEST_FIELDS = {"worker": "worker_id", "split": "split_tokens"}
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
-    """The message for a prompt (text or token ids) and options.
+    """Return the message for a prompt (text or token ids) and options.
 
     Raises TypeError for a value of the wrong type, InvalidArgument for one that its field
-    cannot hold; both name the argument. Whether the values make sense is the scheduler's
-    to say.
+    cannot hold; both name the argument. The scheduler checks the ranges.
     """
     given = _known("generate", options, GenerateOptions)
     given.pop("timeout", None)
@@ -90,13 +88,13 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
     if isinstance(prompt, str):
         request.text = request_values.text("prompt", prompt)
     else:
-        request.token_ids.SetInParent()  # no ids are not the same as no prompt
+        request.token_ids.SetInParent()  # an empty prompt is not a missing one
         request.token_ids.ids.extend(request_values.token_ids("prompt", prompt))
     return request
 
 
 def _known(method: str, options: Mapping[str, Any], kind: Any) -> dict[str, Any]:
-    """Those that are not None. Raises TypeError for what `kind` does not list."""
+    """Return the options that are not None. Raises TypeError for one that `kind` lacks."""
     unknown = sorted(options.keys() - kind.__optional_keys__)
     if unknown:
         raise TypeError(f"{method}() got unexpected keyword arguments: {', '.join(unknown)}")
@@ -115,7 +113,7 @@ class ExplainOptions(TypedDict, total=False):
     model: str | None
     residency: Residency | None
     objective: Objective | None
-    # What another host's store holds, for whether fetching it pays.
+    # Cached tokens in another host's store, and its address: does fetching them pay?
     remote_cached_tokens: int | None
     remote_store_address: str | None
 
@@ -142,7 +140,7 @@ def model_request(name: str) -> pb.GetModelRequest:
 
 
 def check_size(request: Message) -> None:
-    """Raises ResourceExhausted for what gRPC would refuse with less to say."""
+    """Raise ResourceExhausted for a request that gRPC would refuse with a poorer message."""
     size = request.ByteSize()
     if size > MESSAGE_LIMIT_BYTES:
         raise ResourceExhausted(

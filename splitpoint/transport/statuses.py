@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import grpc
@@ -18,7 +19,6 @@ from splitpoint.errors import (
     Unavailable,
     from_code,
 )
-from splitpoint.transport.tls import explain_failure
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def error_of(error: grpc.RpcError) -> SplitpointError:
     if code is grpc.StatusCode.INTERNAL and call.details() == _SEND_FAILED:
         return Unavailable("the call ended while a message was being sent", reason="CALL_ENDED")
     number: int = code.value[0]
-    result = from_code(number, explain_failure(str(call.details() or code.name)))
+    result = from_code(number, _explain_failure(str(call.details() or code.name)))
     for key, value in call.trailing_metadata() or ():
         if key == _DETAILS_KEY and isinstance(value, bytes):
             _apply_details(result, value)
@@ -112,3 +112,38 @@ def trailers_of(error: SplitpointError, status: status_pb2.Status) -> tuple[tupl
         pushback = -1 if retry_after is None else int(retry_after * 1000)
         trailers.append((_PUSHBACK_KEY, str(pushback)))
     return tuple(trailers)
+
+
+# gRPC gives no cause with these words.
+_UNEXPLAINED = "handshake failed"
+# Words of gRPC about a connection that failed, and what they mean.
+_FAILURES = (
+    ("certificate has expired", "the server's certificate has expired"),
+    ("certificate is not yet valid", "the server's certificate is not valid yet: check the clocks"),
+    ("CERTIFICATE_VERIFY_FAILED", "the server's certificate is not of the authority given here"),
+    ("WRONG_VERSION_NUMBER", "this client speaks TLS, the server does not"),
+    ("Hostname Verification", "the server's certificate is not for the host that was called"),
+    ("not in peer certificate", "the server's certificate is not for the host that was called"),
+    (_UNEXPLAINED, "the TLS handshake failed"),
+    (
+        "Socket closed",
+        "the server closed the connection at once; most likely it speaks TLS (name its authority), "
+        "or it wants a client certificate of its own authority that has not expired",
+    ),
+)
+
+
+# gRPC's text differs with its resolver.
+_UNRESOLVED = re.compile(r"(?:errors resolving|DNS resolution failed for) (\S+): ")
+
+
+def _explain_failure(text: str) -> str:
+    """Return the likely cause of a connection that failed, else gRPC's own text."""
+    if match := _UNRESOLVED.match(text):
+        return f"cannot resolve the host name of {match[1]}"
+    if text.startswith("failed to connect"):
+        for words, cause in _FAILURES:
+            if words in text:
+                details = f" ({text})" if words == _UNEXPLAINED else ""
+                return f"no TLS connection: {cause}{details}"
+    return text

@@ -192,35 +192,6 @@ def is_private(found: os.stat_result, *, user: int, groups: Collection[int]) -> 
     return found.st_uid == 0 and found.st_gid in groups and not mode & 0o137
 
 
-# Says nothing of the cause.
-_UNEXPLAINED = "handshake failed"
-# What gRPC says when a secured connection does not come about, and what it means.
-_FAILURES = (
-    ("certificate has expired", "the server's certificate has expired"),
-    ("certificate is not yet valid", "the server's certificate is not valid yet: check the clocks"),
-    ("CERTIFICATE_VERIFY_FAILED", "the server's certificate is not of the authority given here"),
-    ("WRONG_VERSION_NUMBER", "this client speaks TLS, the server does not"),
-    ("Hostname Verification", "the server's certificate is not for the host that was called"),
-    ("not in peer certificate", "the server's certificate is not for the host that was called"),
-    (_UNEXPLAINED, "the TLS handshake failed"),
-    (
-        "Socket closed",
-        "the server closed the connection at once; most likely it speaks TLS (name its authority), "
-        "or it wants a client certificate of its own authority that has not expired",
-    ),
-)
-
-
-def explain_failure(text: str) -> str:
-    """The likely cause of a connection that was never made, else gRPC's own words."""
-    if text.startswith("failed to connect"):
-        for words, cause in _FAILURES:
-            if words in text:
-                details = f" ({text})" if words == _UNEXPLAINED else ""
-                return f"no TLS connection: {cause}{details}"
-    return text
-
-
 def _read(path: str | Path, what: str) -> bytes:
     try:
         return Path(path).read_bytes()
