@@ -26,7 +26,8 @@ from splitpoint.transport.tls import PLAIN, Identity
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
 from worker_service.device.memory import STAGING_PAGES, divide, place, staging_pages_on_gpu
-from worker_service.device.pinning import PROGRESS_SECONDS, CudaRegistrar, Pinning
+from worker_service.device.pinning import PROGRESS_SECONDS, Pinning
+from worker_service.device.registrar import CudaRegistrar
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import StepOutput
 from worker_service.hardware.monitor import DeviceMonitor, monitor_of

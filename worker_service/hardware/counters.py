@@ -1,34 +1,32 @@
-"""Totals of counters that others keep: they wrap, they are reset, and they are read now and then.
+"""Totals of foreign counters, which wrap, are reset, and are read only now and then.
 
-Pure policy. A total never shrinks and never jumps: what cannot be explained by a wrap
-within what the time allows is a new beginning, of which nothing is counted.
+Pure policy. A total never shrinks and never jumps: a change that no wrap explains in the
+time that passed is a reset, and adds nothing.
 """
 
 from __future__ import annotations
 
-# A driver's counter that has never shown more than this many bits may have no more,
-# whatever type it is given as.
+# A driver's counter may wrap at this many bits, whatever its type, until it exceeds them.
 NARROW_BITS = 32
 
 
 def growth(before: int, now: int, modulus: int, most: float) -> int | None:
-    """What a counter of [0, modulus) gained between two readings; None: it began anew.
+    """Return the growth of a counter of [0, modulus) between two readings; None: a reset.
 
-    `most`: what it could gain in between. Where that is above `modulus` the answer is the
-    least that explains both readings.
+    `most` is the largest possible growth in between. If it exceeds `modulus`, the result
+    is the least growth that explains both readings.
     """
     gained = now - before if now >= before else now - before + modulus
     return gained if 0 <= gained <= most else None
 
 
 class CounterTotal:
-    """Sums one counter. `total` counts from the first reading on, in the counter's unit.
+    """Sums one counter, in its unit, from the first reading on.
 
     Attributes:
-        is_narrow: it may wrap at 32 bits: until it has shown more, whatever its type.
-        resets: readings that were taken for a new beginning.
-        gaps: readings that came so late that a wrap may be missing: the total is the
-            least that it can be.
+        is_narrow: the counter may wrap at 32 bits: it has not exceeded them yet.
+        resets: readings that were treated as resets.
+        gaps: readings so late that a wrap may be missing: the total is a lower bound.
     """
 
     def __init__(self) -> None:
@@ -42,10 +40,10 @@ class CounterTotal:
     def see(
         self, value: int, modulus: int, now: float, most_per_second: float, slack: float = 0.0
     ) -> None:
-        """A reading at `now` seconds of a counter that goes from modulus - 1 to 0.
+        """Add a reading at `now` seconds of a counter that wraps from modulus - 1 to 0.
 
-        It gains at most `most_per_second` times the seconds since the reading before,
-        plus `slack`, for readings whose times are not exact.
+        It grows at most by `most_per_second` times the seconds since the last reading,
+        plus `slack`, because the times of readings are not exact.
         """
         if self._before is not None:
             most = most_per_second * (now - self._read_at) + slack
@@ -60,12 +58,12 @@ class CounterTotal:
     def see_bits(
         self, value: int, bits: int, now: float, most_per_second: float, slack: float = 0.0
     ) -> None:
-        """The same of a counter that has a type of `bits` bits, and perhaps fewer that count."""
+        """Add a reading of a counter whose type has `bits` bits, but which may wrap earlier."""
         if bits > NARROW_BITS and value >> NARROW_BITS:
             self.is_narrow = False
         modulus = 1 << (NARROW_BITS if self.is_narrow else bits)
         self.see(value, modulus, now, most_per_second, slack)
 
     def forget(self) -> None:
-        """The next reading is a new beginning: nobody knows what happened before it."""
+        """Treat the next reading as the first: the growth until then is unknown."""
         self._before = None

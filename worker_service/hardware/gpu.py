@@ -1,8 +1,8 @@
-"""One GPU as its driver tells it: asked again and again, lost and found, never guessed.
+"""Reads one GPU through its driver, again and again, and reconnects after it was lost.
 
-`GpuWatch.step` is called by one thread and may take as long as the driver does. What it
-learned is in `sample`, a value that is replaced as a whole: readers never wait. A field
-that is not told is absent, with the reason; none is worked out from another one.
+One thread calls `GpuWatch.step`, which may take as long as the driver does. The result is
+`sample`, which is replaced as a whole, so that readers never wait. A field that the driver
+does not report is absent, with the reason; no field is derived from another one.
 """
 
 from __future__ import annotations
@@ -35,72 +35,73 @@ from worker_service.hardware.nvml import Count, FieldFailed, FieldUnsupported, G
 
 log = logging.getLogger(__name__)
 
-# Between two looks at everything.
+# Between two readings of all fields.
 PERIOD_SECONDS = 1.0
-# A sample older than this says nothing of now: the driver hangs.
+# A sample older than this is stale: the driver hangs.
 STALE_SECONDS = 5.0
-# Before the driver is tried again; doubles up to the longest.
+# Pause before the driver is tried again; it doubles up to the longest.
 FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 30.0
-# Above any card's, so that only what is no reading at all is left out.
+# Above any card's power, so that only impossible readings are dropped.
 _MOST_MILLIWATTS = 1e7
-# Drivers refresh some values only now and then: a reading may hold what was gained that
-# much earlier than it was asked for.
+# Drivers refresh some values only now and then: a reading may be this old.
 _PCIE_SLACK_SECONDS = 0.025
 _ENERGY_SLACK_SECONDS = 0.2
 _PCIE = "pcie_bytes"
 _CEILING = "link_ceiling"
 
-# What a field told, or why it told nothing.
-Told: TypeAlias = "tuple[Reading, ...] | str"
+# A field's readings, or the reason why there are none.
+FieldResult: TypeAlias = "tuple[Reading, ...] | str"
 
 
 @dataclass(frozen=True, slots=True)
 class GpuSample:
-    """What was known at `taken_at`. `fields`: every field by name, in the order of asking.
+    """The state of a GPU at `taken_at`; `fields` has every field by name.
 
     Attributes:
-        reason: why the GPU does not answer; empty: it does.
-        note: what to know of all of it; empty: nothing.
+        reason: why the GPU does not answer; empty if it does.
+        note: a remark about all fields; may be empty.
     """
 
     taken_at: float
     reason: str
     note: str = ""
-    fields: Mapping[str, Told] = field(default_factory=dict)
+    fields: Mapping[str, FieldResult] = field(default_factory=dict)
 
     def message_at(self, now: float) -> str:
-        """Why something is absent, in one line; empty: nothing is."""
+        """Return in one line why fields are absent; empty if none is."""
         if self.reason:
             return self.reason
         if self._is_stale(now):
             return f"the GPU's driver has not answered for {now - self.taken_at:.0f} s"
-        absent = [f"{name}: {told}" for name, told in self.fields.items() if isinstance(told, str)]
+        absent = [
+            f"{name}: {result}" for name, result in self.fields.items() if isinstance(result, str)
+        ]
         return "; ".join(([self.note] if self.note else []) + absent)
 
     def readings(self, now: float) -> Iterator[Reading]:
-        """What is to be told at `now`: all of it, or, of a GPU that is gone, its totals."""
+        """Yield the readings at `now`; of a GPU that is gone only its totals."""
         is_up = not self.reason and not self._is_stale(now)
         yield Reading(GPU_UP, float(is_up))
-        for name, told in self.fields.items():
-            yield Reading(GPU_FIELD_SUPPORTED, float(not isinstance(told, str)), (name,))
-            if not isinstance(told, str):
-                yield from (reading for reading in told if is_up or _outlives(reading))
+        for name, result in self.fields.items():
+            yield Reading(GPU_FIELD_SUPPORTED, float(not isinstance(result, str)), (name,))
+            if not isinstance(result, str):
+                yield from (reading for reading in result if is_up or _outlives(reading))
 
     def _is_stale(self, now: float) -> bool:
         return now - self.taken_at > STALE_SECONDS
 
 
 def _outlives(reading: Reading) -> bool:
-    """Totals stay true while the GPU is away, and so does what its slot can carry."""
+    """Return True for totals and the ceiling of the slot, which stay true without the GPU."""
     return reading.metric.kind is Kind.COUNTER or reading.metric is LINK_CEILING
 
 
 class GpuWatch:
-    """Asks one GPU, through `connect`, which raises GpuGone until there is one.
+    """Reads one GPU through `connect`, which raises GpuGone while there is none.
 
     Attributes:
-        sample: what is known; replaced by `step`, read by whomever.
+        sample: the latest state; `step` replaces it, any thread may read it.
     """
 
     def __init__(self, connect: Callable[[], Gpu], clock: Callable[[], float]) -> None:
@@ -110,8 +111,8 @@ class GpuWatch:
         self._gpu: Gpu | None = None
         self._pause = FIRST_PAUSE_SECONDS
         self._all_due = 0.0
-        self._fields: dict[str, Told] = {}
-        # Never asked again of this connection.
+        self._fields: dict[str, FieldResult] = {}
+        # Not asked again on this connection.
         self._unsupported: set[str] = set()
         self._said: set[str] = set()
         self._received, self._sent, self._energy = CounterTotal(), CounterTotal(), CounterTotal()
@@ -129,7 +130,7 @@ class GpuWatch:
         }
 
     def step(self) -> float:
-        """Ask what is due; returns after how many seconds to call again."""
+        """Read the fields that are due; return the seconds until the next call."""
         started = self._clock()
         try:
             if self._gpu is None:
@@ -143,7 +144,7 @@ class GpuWatch:
         except GpuGone as error:
             return self._lose(str(error))
         except Exception as error:
-            # A binding that is no binding: the service goes on without it.
+            # The service goes on without a GPU whose binding is broken.
             reason = f"asking the GPU's driver failed: {type(error).__name__}"
             if reason not in self._said:
                 self._said.add(reason)
@@ -159,7 +160,7 @@ class GpuWatch:
         return max(0.0, started + self._period() - self._clock())
 
     def close(self) -> None:
-        """In the thread that called `step`."""
+        """Disconnect; to be called in the thread of `step`."""
         gpu, self._gpu = self._gpu, None
         if gpu is not None:
             gpu.close()
@@ -175,7 +176,7 @@ class GpuWatch:
             log.warning("no metrics of the GPU for now: %s", reason)
         try:
             self.close()
-        except Exception:  # what broke once may break again, and there is nothing left to do
+        except Exception:  # the driver broke before; nothing else can be done
             log.exception("letting go of the GPU's driver failed")
         self.sample = replace(self.sample, taken_at=self._clock(), reason=reason)
         pause = self._pause
@@ -183,7 +184,7 @@ class GpuWatch:
         return pause
 
     def _period(self) -> float:
-        """Counters that may wrap are read twice in the time that a full link takes to wrap them."""
+        """Return the period that reads counters twice before a full link can wrap them."""
         if _PCIE in self._unsupported or not self._received.is_narrow:
             return PERIOD_SECONDS
         return min(PERIOD_SECONDS, (1 << NARROW_BITS) / self._ceiling / 2)
@@ -195,7 +196,7 @@ class GpuWatch:
             raise GpuGone(reasons[0])
 
     def _ask(self, name: str) -> str:
-        """One field; returns why it failed this time, or nothing."""
+        """Read one field; return why it failed this time, or an empty string."""
         gpu = self._gpu
         if gpu is None or name in self._unsupported:
             return ""
@@ -214,7 +215,7 @@ class GpuWatch:
         self._say(f"not told by the GPU's driver: {name}: {reason}")
 
     def _say(self, text: str) -> None:
-        """Once."""
+        """Log a text once."""
         if text not in self._said:
             self._said.add(text)
             log.info("%s", text)
@@ -224,7 +225,7 @@ class GpuWatch:
     def _link(self, gpu: Gpu) -> tuple[Reading, ...]:
         link = gpu.link()
         try:
-            # An idle link rests at a lower generation: what it can reach is its maximum.
+            # An idle link runs at a lower generation; its maximum is what it can reach.
             self._ceiling = link_ceiling(link.max_generation, link.max_lanes)
         except ValueError as error:
             self._leave_out(_CEILING, str(error))
@@ -242,7 +243,7 @@ class GpuWatch:
         now = self._clock()
         self._count(self._received, received, now)
         self._count(self._sent, sent, now)
-        # They are of one kind: what one of them has shown holds for both.
+        # Both are of the same kind: if one exceeds 32 bits, so can the other.
         if not (self._received.is_narrow and self._sent.is_narrow):
             self._received.is_narrow = self._sent.is_narrow = False
         return (

@@ -1,8 +1,8 @@
-"""What the hardware under a worker does: link, power and energy, for /metrics and Telemetry.
+"""Monitors the hardware under a worker: link, power and energy, for /metrics and Telemetry.
 
-Each source is asked in a thread of its own, so that a driver that takes seconds delays
-neither a scrape nor a step; who reads gets the latest sample. A CPU worker has the CPU's
-energy only, where that is readable, and asks no GPU driver.
+Each source is read in a thread of its own, so that a driver that takes seconds delays
+neither a scrape nor a step; readers get the latest sample. A CPU worker reads only the
+CPU's energy, where permitted, and no GPU driver.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ from splitpoint.observe.metrics import (
 )
 from splitpoint.v1 import types_pb2
 from worker_service.hardware.gpu import GpuWatch
-from worker_service.hardware.nvml import binding, identity_of, open_gpu
+from worker_service.hardware.nvml import binding, identity_from, open_gpu
 from worker_service.hardware.rapl import POWERCAP, RaplWatch, packages
 
 log = logging.getLogger(__name__)
 
-# A driver's call that hangs cannot be ended: its thread is left behind, and ends with the
-# process.
+# A driver's call that hangs cannot be interrupted: its thread ends with the process.
 STOP_SECONDS = 2.0
 # Telemetry's fields that are readings.
 _RATES: dict[tuple[Metric, tuple[str, ...]], str] = {
@@ -51,13 +50,13 @@ _COUNTS: dict[tuple[Metric, tuple[str, ...]], str] = {
 
 
 class _Watch(Protocol):
-    """What is asked again and again, by one thread."""
+    """A source that one thread reads again and again."""
 
     def step(self) -> float:
-        """Ask; returns after how many seconds to call again."""
+        """Read the source; return the seconds until the next call."""
 
     def close(self) -> None:
-        """After the last step, in its thread."""
+        """Release the source, in the thread of `step`."""
 
 
 class DeviceMonitor:
@@ -84,7 +83,7 @@ class DeviceMonitor:
                 thread.start()
 
     def stop(self) -> None:
-        """Returns within STOP_SECONDS; what was learned can still be read."""
+        """Stop within STOP_SECONDS; the latest sample can still be read."""
         self._stopping.set()
         deadline = time.monotonic() + STOP_SECONDS
         for thread in self._threads:
@@ -94,14 +93,14 @@ class DeviceMonitor:
         self._threads.clear()
 
     def readings(self) -> Iterator[Reading]:
-        """Of the latest sample; never waits."""
+        """Yield the readings of the latest sample; never waits."""
         if self._gpu is not None:
             yield from self._gpu.sample.readings(self._clock())
         if self._rapl is not None:
             yield from self._rapl.readings()
 
     def fill(self, telemetry: types_pb2.Telemetry) -> None:
-        """The fields of a message that the hardware tells; others are left alone."""
+        """Set the fields of the message that the hardware reports."""
         if self._gpu is not None:
             sample, now = self._gpu.sample, self._clock()
             for reading in sample.readings(now):
@@ -121,11 +120,11 @@ class DeviceMonitor:
 
 
 def monitor_of(device: torch.device, powercap: Path = POWERCAP) -> DeviceMonitor:
-    """For a worker on `device`; not started yet."""
+    """Return the monitor of a worker on `device`, not started yet."""
     clock = time.monotonic
     zones = packages(powercap)
     rapl = RaplWatch(zones, clock) if zones else None
     if device.type != "cuda":
         return DeviceMonitor(rapl=rapl, clock=clock)
-    identity = identity_of(device)
+    identity = identity_from(torch.cuda.get_device_properties(device))
     return DeviceMonitor(GpuWatch(lambda: open_gpu(binding(), identity), clock), rapl, clock)

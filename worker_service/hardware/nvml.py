@@ -1,26 +1,25 @@
-"""What the NVIDIA driver tells about one GPU: NVML through its Python binding, typed.
+"""One GPU as the NVIDIA driver reports it: NVML through its Python binding, typed.
 
-Every question may be answered by an error. They are sorted into three: the GPU or the
-driver is gone, it cannot tell this, or it did not tell this time. Knows neither metrics
-nor threads; calls take microseconds to seconds. docs/gpu.md lists what is asked.
+Every call may fail. Errors are sorted into three kinds: the GPU or its driver is gone,
+it never answers this question, or it did not answer this time. This module knows no
+metrics and no threads; calls take microseconds to seconds. docs/gpu.md lists them.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, cast
-
-import torch
+from typing import Any, ParamSpec, TypeVar
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
-# Of nvml.h, by number: older bindings lack the names. "PCIe transmit bytes. Value can be
-# wrapped.", and the same of received ones, both as the GPU sees it.
+# Numbers of nvml.h, because older bindings lack the names: "PCIe transmit bytes. Value can
+# be wrapped.", and the same of received bytes, both seen from the GPU.
 PCIE_TX_BYTES = 197
 PCIE_RX_BYTES = 198
-# What of a value's union is set, by its valueType; and its bits.
+# Member of a value's union, and its bits, by valueType.
 _VALUES = {
     1: ("uiVal", 32),
     2: ("ulVal", 64),
@@ -31,14 +30,14 @@ _VALUES = {
 }
 _CLOCK_SM, _CLOCK_MEMORY = 1, 2
 _TEMPERATURE_OF_DIE = 0
-# NVML_ERROR_*. The process must connect anew: not initialised, no driver, a GPU that fell
-# off the bus or wants a reset, a driver that was exchanged under it, a handle of before.
+# NVML_ERROR_* after which the process must connect anew: not initialised, no driver, a GPU
+# that fell off the bus or needs a reset, a driver that was replaced, an outdated handle.
 _GONE = {1, 9, 15, 16, 18, 28}
 _LIBRARY_NOT_FOUND = 12
-# It will not tell, however often it is asked: not supported, no permission, no such
+# NVML_ERROR_* of questions that are never answered: not supported, no permission, no such
 # function in this driver, or not in this version, or no longer.
-_UNTOLD = {3, 4, 13, 25, 26}
-# Of a field's value: this driver does not know the field's number.
+_UNSUPPORTED = {3, 4, 13, 25, 26}
+# As a field's nvmlReturn: this driver does not know the field's number.
 _INVALID_ARGUMENT = 2
 
 
@@ -58,54 +57,13 @@ class FieldFailed(NvmlFailure):
     """No answer this time."""
 
 
-class _Utilization(Protocol):
-    gpu: int
-
-
-class _Memory(Protocol):
-    total: int
-    used: int
-
-
-class _FieldValue(Protocol):
-    valueType: int
-    nvmlReturn: int
-    value: object  # a ctypes union
-
-
-class Binding(Protocol):
-    """The functions of `pynvml` that are called here; errors are its NVMLError."""
-
-    NVMLError: Callable[[int], Exception]
-
-    def nvmlInit(self) -> None: ...
-    def nvmlShutdown(self) -> None: ...
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> object: ...
-    def nvmlDeviceGetHandleByPciBusId(self, pciBusId: str) -> object: ...
-    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, migDevice: object) -> object: ...
-    def nvmlDeviceGetFieldValues(
-        self, handle: object, fieldIds: Sequence[int]
-    ) -> Sequence[_FieldValue]: ...
-    def nvmlDeviceGetCurrPcieLinkGeneration(self, handle: object) -> int: ...
-    def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: object) -> int: ...
-    def nvmlDeviceGetCurrPcieLinkWidth(self, handle: object) -> int: ...
-    def nvmlDeviceGetMaxPcieLinkWidth(self, handle: object) -> int: ...
-    def nvmlDeviceGetPowerUsage(self, handle: object) -> int: ...
-    def nvmlDeviceGetEnforcedPowerLimit(self, handle: object) -> int: ...
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: object) -> int: ...
-    def nvmlDeviceGetUtilizationRates(self, handle: object) -> _Utilization: ...
-    def nvmlDeviceGetMemoryInfo(self, handle: object) -> _Memory: ...
-    def nvmlDeviceGetClockInfo(self, handle: object, type: int) -> int: ...
-    def nvmlDeviceGetTemperature(self, handle: object, sensor: int) -> int: ...
-
-
 @dataclass(frozen=True, slots=True)
 class GpuIdentity:
-    """Which GPU, in names that CUDA_VISIBLE_DEVICES does not renumber.
+    """A GPU's names, which CUDA_VISIBLE_DEVICES does not renumber.
 
     Attributes:
-        uuid: hexadecimal, with hyphens, as CUDA has it; of a slice (MIG) where it is one.
-        pci_bus_id: domain:bus:device.function; empty: unknown.
+        uuid: hexadecimal, with hyphens, as CUDA has it; that of the slice (MIG) if it is one.
+        pci_bus_id: domain:bus:device.function; empty if unknown.
     """
 
     uuid: str
@@ -114,7 +72,7 @@ class GpuIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """A counter's value, and the bits of the type that it came as."""
+    """A counter's value, and the bits of its type."""
 
     value: int
     bits: int
@@ -122,7 +80,7 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The PCIe link now, and what it may become under load."""
+    """The PCIe link now, and its maximum under load."""
 
     generation: int
     lanes: int
@@ -131,76 +89,72 @@ class Link:
 
 
 class Gpu:
-    """One GPU of an initialised NVML. Every method raises an NvmlFailure, or answers.
+    """One GPU of an initialised NVML. Every method may raise an NvmlFailure.
 
     Attributes:
-        is_slice: the worker has a slice of a card (MIG): memory is the slice's, all else
-            but the utilisation, which slices have none of, is the whole card's.
+        is_slice: the worker has a slice of a card (MIG). Memory is the slice's; everything
+            else is the whole card's, except utilization, which slices do not have.
     """
 
-    def __init__(self, binding: Binding, device: object, card: object, *, is_slice: bool) -> None:
+    def __init__(self, binding: Any, device: object, card: object, *, is_slice: bool) -> None:
         self.is_slice = is_slice
         self._nvml = binding
         self._device = device
         self._card = card
 
     def pcie_bytes(self) -> tuple[Count, Count]:
-        """Received by the GPU, and sent by it. Together: a call costs as much as both."""
+        """Return bytes received and sent by the GPU, in one call, as it costs as much as both."""
         ids = [PCIE_RX_BYTES, PCIE_TX_BYTES]
-        received, sent = self._ask(lambda: self._nvml.nvmlDeviceGetFieldValues(self._card, ids))
+        received, sent = self._ask(self._nvml.nvmlDeviceGetFieldValues, self._card, ids)
         return self._count(received), self._count(sent)
 
     def link(self) -> Link:
-        nvml, card = self._nvml, self._card
-        return self._ask(
-            lambda: Link(
-                nvml.nvmlDeviceGetCurrPcieLinkGeneration(card),
-                nvml.nvmlDeviceGetCurrPcieLinkWidth(card),
-                nvml.nvmlDeviceGetMaxPcieLinkGeneration(card),
-                nvml.nvmlDeviceGetMaxPcieLinkWidth(card),
-            )
+        return Link(
+            self._ask(self._nvml.nvmlDeviceGetCurrPcieLinkGeneration, self._card),
+            self._ask(self._nvml.nvmlDeviceGetCurrPcieLinkWidth, self._card),
+            self._ask(self._nvml.nvmlDeviceGetMaxPcieLinkGeneration, self._card),
+            self._ask(self._nvml.nvmlDeviceGetMaxPcieLinkWidth, self._card),
         )
 
     def power_watts(self) -> float:
-        return self._ask(lambda: self._nvml.nvmlDeviceGetPowerUsage(self._card)) / 1e3
+        return float(self._ask(self._nvml.nvmlDeviceGetPowerUsage, self._card) / 1e3)
 
     def power_limit_watts(self) -> float:
-        return self._ask(lambda: self._nvml.nvmlDeviceGetEnforcedPowerLimit(self._card)) / 1e3
+        return float(self._ask(self._nvml.nvmlDeviceGetEnforcedPowerLimit, self._card) / 1e3)
 
     def energy_millijoules(self) -> int:
-        """Since the driver was loaded."""
-        return self._ask(lambda: self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._card))
+        """Return the energy used since the driver was loaded."""
+        return int(self._ask(self._nvml.nvmlDeviceGetTotalEnergyConsumption, self._card))
 
     def utilization(self) -> float:
-        """0 to 1."""
-        return self._ask(lambda: self._nvml.nvmlDeviceGetUtilizationRates(self._device)).gpu / 100
+        """Return a ratio from 0 to 1."""
+        rates = self._ask(self._nvml.nvmlDeviceGetUtilizationRates, self._device)
+        return float(rates.gpu / 100)
 
     def memory(self) -> tuple[int, int]:
-        """Bytes in use, by whomever, and of all."""
-        memory = self._ask(lambda: self._nvml.nvmlDeviceGetMemoryInfo(self._device))
+        """Return the bytes that all processes use, and the bytes of all memory."""
+        memory = self._ask(self._nvml.nvmlDeviceGetMemoryInfo, self._device)
         return memory.used, memory.total
 
     def clocks(self) -> tuple[float, float]:
-        """Hertz of the multiprocessors and of the memory."""
-        nvml, card = self._nvml, self._card
-        sm = self._ask(lambda: nvml.nvmlDeviceGetClockInfo(card, _CLOCK_SM))
-        memory = self._ask(lambda: nvml.nvmlDeviceGetClockInfo(card, _CLOCK_MEMORY))
+        """Return hertz of the multiprocessors and of the memory."""
+        sm = self._ask(self._nvml.nvmlDeviceGetClockInfo, self._card, _CLOCK_SM)
+        memory = self._ask(self._nvml.nvmlDeviceGetClockInfo, self._card, _CLOCK_MEMORY)
         return sm * 1e6, memory * 1e6
 
     def temperature(self) -> int:
-        """Degrees Celsius."""
-        return self._ask(
-            lambda: self._nvml.nvmlDeviceGetTemperature(self._card, _TEMPERATURE_OF_DIE)
-        )
+        """Return degrees Celsius."""
+        get = self._nvml.nvmlDeviceGetTemperature
+        return int(self._ask(get, self._card, _TEMPERATURE_OF_DIE))
 
     def close(self) -> None:
-        with contextlib.suppress(NvmlFailure):  # a driver that is gone needs no goodbye
+        with contextlib.suppress(NvmlFailure):  # the driver may be gone
             self._ask(self._nvml.nvmlShutdown)
 
-    def _ask(self, question: Callable[[], T]) -> T:
-        return ask(self._nvml, question)
+    def _ask(self, function: Callable[P, T], *values: P.args, **named: P.kwargs) -> T:
+        return ask(self._nvml, function, *values, **named)
 
-    def _count(self, answer: _FieldValue) -> Count:
+    def _count(self, answer: Any) -> Count:
         if answer.nvmlReturn == _INVALID_ARGUMENT:
             raise FieldUnsupported("NVML: this driver does not know the field")
         if answer.nvmlReturn != 0:
@@ -211,8 +165,8 @@ class Gpu:
         return Count(getattr(answer.value, name), bits)
 
 
-def open_gpu(binding: Binding, identity: GpuIdentity) -> Gpu:
-    """Initialises NVML and finds the GPU. Raises GpuGone, whatever is in the way."""
+def open_gpu(binding: Any, identity: GpuIdentity) -> Gpu:
+    """Initialise NVML and find the GPU. Raises GpuGone for every failure."""
     try:
         ask(binding, binding.nvmlInit)
         try:
@@ -225,42 +179,43 @@ def open_gpu(binding: Binding, identity: GpuIdentity) -> Gpu:
         raise GpuGone(str(error)) from error
 
 
-def _find(binding: Binding, identity: GpuIdentity) -> Gpu:
+def _find(binding: Any, identity: GpuIdentity) -> Gpu:
+    by_uuid = binding.nvmlDeviceGetHandleByUUID
     try:
-        card = ask(binding, lambda: binding.nvmlDeviceGetHandleByUUID(f"GPU-{identity.uuid}"))
+        card = ask(binding, by_uuid, f"GPU-{identity.uuid}")
         return Gpu(binding, card, card, is_slice=False)
     except NvmlFailure as error:
         unknown = error
     try:
-        part = ask(binding, lambda: binding.nvmlDeviceGetHandleByUUID(f"MIG-{identity.uuid}"))
+        part = ask(binding, by_uuid, f"MIG-{identity.uuid}")
     except NvmlFailure:
         pass
     else:
-        card = ask(binding, lambda: binding.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part))
+        card = ask(binding, binding.nvmlDeviceGetDeviceHandleFromMigDeviceHandle, part)
         return Gpu(binding, part, card, is_slice=True)
     if not identity.pci_bus_id:
         raise unknown
-    card = ask(binding, lambda: binding.nvmlDeviceGetHandleByPciBusId(identity.pci_bus_id))
+    card = ask(binding, binding.nvmlDeviceGetHandleByPciBusId, identity.pci_bus_id)
     return Gpu(binding, card, card, is_slice=False)
 
 
-def ask(binding: Binding, question: Callable[[], T]) -> T:
-    """The answer, or the NvmlFailure that the binding's error means."""
+def ask(binding: Any, function: Callable[P, T], *values: P.args, **named: P.kwargs) -> T:
+    """Call a function of the binding; raise the NvmlFailure that its NVMLError means."""
     try:
-        return question()
+        return function(*values, **named)
     except Exception as error:
-        if not isinstance(error, cast(type[Exception], binding.NVMLError)):
+        if not isinstance(error, binding.NVMLError):
             raise
         raise failure_of(error) from error
 
 
 def failure_of(error: Exception) -> NvmlFailure:
-    """Of an NVMLError, by its code."""
+    """Sort an NVMLError by its code."""
     code = getattr(error, "value", None)
     reason = f"NVML: {error}"
     if code in _GONE:
         return GpuGone(reason)
-    if code in _UNTOLD:
+    if code in _UNSUPPORTED:
         return FieldUnsupported(reason)
     if code == _LIBRARY_NOT_FOUND:
         return GpuGone(
@@ -270,25 +225,23 @@ def failure_of(error: Exception) -> NvmlFailure:
     return FieldFailed(reason)
 
 
-def binding() -> Binding:
-    """The real one. It loads without NVML; `nvmlInit` is what needs the driver's library.
+def binding() -> Any:
+    """Import pynvml. It loads without NVML; `nvmlInit` needs the driver's library.
 
-    Raises GpuGone where the package is missing.
+    Raises GpuGone if the package is missing.
     """
     try:
-        import pynvml  # only where there is a GPU to ask about
+        import pynvml  # only needed where there is a GPU
     except ImportError as error:
         raise GpuGone(f"the package nvidia-ml-py is missing: {error}") from error
-    return cast(Binding, pynvml)
-
-
-def identity_of(device: torch.device) -> GpuIdentity:
-    """Of a CUDA device of this process, as PyTorch numbers them."""
-    return identity_from(torch.cuda.get_device_properties(device))
+    return pynvml
 
 
 def identity_from(properties: object) -> GpuIdentity:
-    """Of what PyTorch says of a device: its `uuid`, and since 2.8 its place on the bus."""
+    """Read a GPU's names from `torch.cuda.get_device_properties`.
+
+    PyTorch has `uuid`, and since 2.8 the place on the bus.
+    """
     uuid = str(getattr(properties, "uuid", "")).removeprefix("GPU-").removeprefix("MIG-")
     place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     if None in place:

@@ -1,7 +1,7 @@
-"""Energy of the host's CPU packages, as Linux shows it: RAPL under /sys/class/powercap.
+"""Energy of the host's CPU packages: RAPL counters under /sys/class/powercap.
 
-AMD's counters are in the same tree, under Intel's name. Since 2020 the kernel lets only
-root read them, unless an administrator allows more (docs/operations.md).
+AMD's counters are in the same tree, under Intel's name. Since 2020 only root may read
+them, unless an administrator allows more (docs/operations.md).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 POWERCAP = Path("/sys/class/powercap")
 PERIOD_SECONDS = 1.0
-# Not its parts (intel-rapl:0:1), and not the same once more (intel-rapl-mmio:0).
+# Neither parts of a package (intel-rapl:0:1) nor its duplicate (intel-rapl-mmio:0).
 _ZONE = re.compile(r"intel-rapl:\d+")
 # Above any package's. A counter wraps after some 260 kJ: minutes at full power.
 _MOST_MICROWATTS = 1e10
@@ -41,7 +41,7 @@ class Zone:
 
 
 def packages(folder: Path = POWERCAP) -> list[Zone]:
-    """Those that this process may read; why it may not read others is in the log, once."""
+    """Return the packages that this process may read; log why others cannot be read."""
     zones, hidden = [], []
     for entry in sorted(folder.glob("intel-rapl:*")):
         if _ZONE.fullmatch(entry.name) is None:
@@ -67,10 +67,10 @@ def packages(folder: Path = POWERCAP) -> list[Zone]:
 
 
 class RaplWatch:
-    """Totals of zones since the first look. `step` is called by one thread.
+    """Totals of zones since the first reading. One thread calls `step`.
 
     Attributes:
-        joules: by zone; replaced as a whole, read by whomever.
+        joules: by zone; replaced as a whole, so that any thread may read it.
     """
 
     def __init__(self, zones: list[Zone], clock: Callable[[], float]) -> None:
@@ -79,7 +79,7 @@ class RaplWatch:
         self._totals = {zone: CounterTotal() for zone in zones}
 
     def step(self) -> float:
-        """Look at every zone; returns after how many seconds to call again."""
+        """Read every zone; return the seconds until the next call."""
         for zone, total in list(self._totals.items()):
             try:
                 value = zone.read()
@@ -95,12 +95,12 @@ class RaplWatch:
                 _SLACK_SECONDS * _MOST_MICROWATTS,
             )
         told = {zone.name: total.total / 1e6 for zone, total in self._totals.items()}
-        # What a zone gave before it fell silent stays counted: sums never shrink.
+        # The total of a zone that became unreadable stays: sums never shrink.
         self.joules = {**self.joules, **told}
         return PERIOD_SECONDS
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to release."""
 
     def readings(self) -> Iterator[Reading]:
         return (Reading(CPU_ENERGY_JOULES, joules, (name,)) for name, joules in self.joules.items())

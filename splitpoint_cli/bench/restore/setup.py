@@ -28,7 +28,7 @@ from splitpoint_cli.bench.restore.workload import (
     TOLERANCES,
     RestoreWorkload,
 )
-from worker_service.device.pinning import CudaRegistrar, PinningFailed
+from worker_service.device.registrar import CudaRegistrar, PinningFailed
 from worker_service.model.attention import prefill
 from worker_service.model.attention_plan import PrefillPlan
 from worker_service.model.decoder import Decoder
