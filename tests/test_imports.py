@@ -196,6 +196,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "recovery",
         "integrity",
     ),
+    "worker_service": (
+        *("checkpoint", "hardware", "lanes", "device", "weights", "model"),
+        *("store", "pipeline", "engine", "profiling"),
+    ),
 }
 MOST_MODULES = 15
 
