@@ -1,10 +1,9 @@
-"""Who takes which chunks when a prefix comes back from both ends at once.
+"""Divides the chunks of a prefix between recomputing from the front and loading from the back.
 
-One side computes K and V from token ids, front first; the other loads chunks, back
-first. Each asks for its next piece when it is about to have nothing to do, and the
-pieces shrink towards the meeting point, which nobody has to know beforehand: how far
-both have come says how fast they are. No clock, no tensors, no lock: asking is for
-one caller at a time.
+One side computes K and V from token ids, front first; the other loads chunks, back first.
+Each asks for its next piece before it runs out of work. Pieces shrink towards the meeting
+point, which need not be known beforehand: the progress of both sides tells their speeds. No
+clock, no tensors and no lock: one caller at a time.
 """
 
 from __future__ import annotations
@@ -14,36 +13,33 @@ from dataclasses import dataclass, field
 from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import chunks_of
 
-# What the plan expects counts as much as the first chunks that were seen to be done.
+# Weight of the plan's expectation, in chunks that were seen to be done.
 _EXPECTED_CHUNKS = 2.0
-# A plan may be wrong about a side, but not so sure that the side is never tried at
-# all when there is a lot to do.
+# Least share expected of a side: a plan may be wrong, so both sides are tried.
 _LEAST_SHARE = 0.02
-
-
 # Rows that products need to run at nearly full speed: on an AVX-512 core, in fp32 with
 # layers of 768, a token in a block of 64 takes a tenth more than in one of 256, in one
 # of 16 twice as much.
 LEAST_BLOCK_TOKENS = 64
-# A piece on the link has a copy for each layer's K and V: with this many chunks in a
-# run, what the host spends on starting copies does not count.
+# A piece on the link has a copy for each layer's K and V: in runs of this many chunks, the
+# host's time for starting copies does not count.
 MOST_CHUNKS_LOADED = 16
 
 
 @dataclass(frozen=True, slots=True)
 class PieceSize:
-    """Chunks of one piece: the fewest that are worth an operation, and the most."""
+    """Bounds of one piece in chunks: the fewest worth an operation, and the most."""
 
     least: int
     most: int
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
-            raise ValueError("a piece has at least one chunk, and no fewer than its least")
+            raise ValueError("a piece has at least 1 chunk, and `most` is at least `least`")
 
 
 def piece_sizes(chunk_tokens: int, block_tokens: int) -> tuple[PieceSize, PieceSize]:
-    """What the front computes at once, at most `block_tokens`, and what the back loads."""
+    """Return the sizes of pieces to compute, of at most `block_tokens`, and of pieces to load."""
     most = max(1, block_tokens // chunk_tokens)
     least = min(chunks_of(LEAST_BLOCK_TOKENS, chunk_tokens), most)
     return PieceSize(least, most), PieceSize(1, MOST_CHUNKS_LOADED)
@@ -51,27 +47,30 @@ def piece_sizes(chunk_tokens: int, block_tokens: int) -> tuple[PieceSize, PieceS
 
 @dataclass(slots=True)
 class _Side:
-    stride: PieceSize
-    expected: float  # its share of the work
+    piece_size: PieceSize
+    expected: float  # share of the work
     pieces: list[int] = field(default_factory=list)
-    taken: int = 0
-    retired: bool = False
+    popped: int = 0
+    ended: bool = False
 
     def pending(self, under_way: int, begun: float = 0.0) -> float:
-        """Chunks not done of its last `under_way` pieces, the first of which is `begun` so far."""
+        """Return the chunks not done in the last `under_way` pieces.
+
+        `begun`: the part of the first of them that is done.
+        """
         last = self.pieces[-under_way:] if under_way else []
         return sum(last) - (begun * last[0] if last else 0.0)
 
     def speed(self, pending: float) -> float:
-        """Chunks it got done since both began; only the ratio of two speeds means anything."""
-        return self.taken - pending + _EXPECTED_CHUNKS * self.expected
+        """Return the chunks done since both sides began; only the ratio of two speeds counts."""
+        return self.popped - pending + _EXPECTED_CHUNKS * self.expected
 
 
 class BidirectionalQueue:
-    """Hands out `[0, chunk_count)` from both ends, each chunk once.
+    """A queue of chunks `[0, chunk_count)` that is popped from both ends, each chunk once.
 
     Attributes:
-        front, back: chunks [0, front) and [back, chunk_count) are taken.
+        front, back: chunks [0, front) and [back, chunk_count) have been popped.
     """
 
     def __init__(
@@ -83,8 +82,11 @@ class BidirectionalQueue:
         expected_share: float = 0.5,
         ahead: int = 0,
     ) -> None:
-        """`expected_share`: of the front; `ahead`: pieces that are still under way when a
-        side asks for its next one. Raises InvalidArgument for a share outside [0, 1].
+        """Prepare the queue.
+
+        Args:
+            expected_share: of the front, in [0, 1]; InvalidArgument otherwise.
+            ahead: pieces that are still under way when a side asks for its next one.
         """
         if not 0 <= expected_share <= 1:
             raise InvalidArgument("a share must be in [0, 1]", field="expected_share")
@@ -97,58 +99,58 @@ class BidirectionalQueue:
         self._loads = _Side(back, 1 - share)
 
     def pop_front(self) -> range | None:
-        """The chunks to compute next; None: no more, ever."""
-        count = self._take(self._computes, self._loads)
+        """Return the chunks to compute next; None: there are no more."""
+        count = self._pop(self._computes, self._loads)
         self.front += count
         return range(self.front - count, self.front) if count else None
 
     def pop_back(self) -> range | None:
-        """The chunks to load next; None: no more, ever."""
-        count = self._take(self._loads, self._computes)
+        """Return the chunks to load next; None: there are no more."""
+        count = self._pop(self._loads, self._computes)
         self.back -= count
         return range(self.back, self.back + count) if count else None
 
     def pop_back_in_turn(self) -> range | None:
-        """`pop_back` of a serial twin, where the back is done before the front begins.
+        """Return the chunks to load next in a serial twin, where loading ends before computing.
 
-        How far the other side has come says nothing then, so it ends where the two were
-        expected to meet, and the front gets all the rest.
+        The front's progress tells nothing then, so loading ends at the expected meeting
+        point, and the front gets the rest.
         """
-        count = min(self.back - self._expected, self._loads.stride.most)
-        if self._loads.retired or not count:
-            self._loads.retired = True
+        count = min(self.back - self._expected, self._loads.piece_size.most)
+        if self._loads.ended or not count:
+            self._loads.ended = True
             return None
         self.back -= count
         return range(self.back, self.back + count)
 
     def close(self) -> None:
-        """Nobody gets anything more."""
-        self._computes.retired = self._loads.retired = True
+        """Return None from now on, from both ends."""
+        self._computes.ended = self._loads.ended = True
 
-    def _take(self, mine: _Side, other: _Side) -> int:
-        """How many chunks the asking side gets.
+    def _pop(self, mine: _Side, other: _Side) -> int:
+        """Return how many chunks the asking side gets.
 
-        Half of its share of what is left, as guided self-scheduling does, so that
-        both find their last pieces small; and no more than it has done so far, so
-        that a side that turns out to be slow holds little when that shows.
+        Half of its share of the remaining chunks, as in guided self-scheduling, so that the
+        last pieces of both sides are small; and no more than it has done so far, so that a
+        slow side holds few chunks when that becomes known.
         """
         left = self.back - self.front
-        if mine.retired or not left:
-            mine.retired = True
+        if mine.ended or not left:
+            mine.ended = True
             return 0
-        count = min(left, mine.stride.most)
-        if not other.retired:
+        count = min(left, mine.piece_size.most)
+        if not other.ended:
             pending = mine.pending(self._ahead)
-            # Nobody knows how far the other side's running piece is: half, on average.
+            # The progress of the other side's running piece is unknown: half, on average.
             others = other.pending(self._ahead + 1, begun=0.5)
             speed, other_speed = mine.speed(pending), other.speed(others)
-            least = min(mine.stride.least, left)
-            # By the time one more piece was done here, the other side has done everything.
+            least = min(mine.piece_size.least, left)
+            # The other side would finish everything before one more piece ends here.
             if (left + others) * speed < (least + pending) * other_speed:
-                mine.retired = True
+                mine.ended = True
                 return 0
             guided = int(left * speed / (speed + other_speed) / 2)
-            count = min(count, max(least, min(guided, mine.taken + least)))
+            count = min(count, max(least, min(guided, mine.popped + least)))
         mine.pieces.append(count)
-        mine.taken += count
+        mine.popped += count
         return count

@@ -1,4 +1,4 @@
-"""A request as the planner sees it, and the plan it answers with: data only."""
+"""The planner's input and its answer: data only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RestoreMethod(Enum):
 
     @classmethod
     def of(cls, split_tokens: int, cached_tokens: int) -> RestoreMethod:
-        """The method of a split, TOKENS apart."""
+        """Return the method of a split, which is never TOKENS."""
         if cached_tokens == 0:
             return cls.NONE
         if split_tokens == 0:
@@ -37,13 +37,13 @@ class RestoreMethod(Enum):
 
 
 class Objective(Enum):
-    """What a plan is to be best at; see planner.py."""
+    """What a plan minimizes; see choices.py."""
 
     LATENCY = "latency"
     THROUGHPUT = "throughput"
 
 
-# What a client may ask for by name; a split is asked for by its tokens.
+# Methods that a client may ask for by name; it asks for a split by its tokens.
 FORCED_METHODS = (RestoreMethod.LOAD, RestoreMethod.TOKENS)
 
 
@@ -58,24 +58,24 @@ class PlanInput:
     residency: Residency = Residency.RESIDENT
     footprint_bytes: int = 0
     forced_split_tokens: int | None = None
-    # Said after the split's reason: why this residency.
+    # Why this residency; appended to the split's reason.
     residency_reason: str = ""
     objective: Objective = Objective.LATENCY
     # One of FORCED_METHODS. None: the planner chooses.
     forced_method: RestoreMethod | None = None
-    # What is stored at once: a split is a multiple of it, or everything.
+    # Tokens that are stored at once: a split is a multiple of it, or everything.
     chunk_tokens: int = 1
     # Tokens of X that fit the staging memory, of which a tile takes at most half; 0: no bound.
     staging_tokens: int = 0
     # Most tokens of a prefill in one piece; 0: no bound.
     prefill_tokens: int = 0
-    # How the store keeps K, V and X: what crosses the link.
+    # How the store keeps K, V and X, and so the bytes that cross the link.
     encoding: Encoding = Encoding.NATIVE
-    # Streamed: device memory for a part of the prefix that need not be pulled.
+    # Streamed: device memory for a part of the prefix that stays there.
     spare_bytes: int = 0
-    # Whether X may be what stays there (schedule ROW), not only K and V.
+    # True if X may stay there (schedule ROW), not only K and V.
     keeps_activations: bool = False
-    # Of a decode step, its cache traffic left out. None: the profile's.
+    # Seconds of a decode step without its cache traffic. None: the profile's.
     step_compute_seconds: float | None = None
 
     @property
@@ -98,7 +98,7 @@ class PlanInput:
 
 
 def check_forced_split(split_tokens: int, *, has_activations: bool) -> None:
-    """Raises InvalidArgument for a split that no store could serve."""
+    """Raise InvalidArgument for a split that no store could serve."""
     if split_tokens < 0:
         raise InvalidArgument("split_tokens must be at least 0", field="split_tokens")
     if split_tokens > 0 and not has_activations:
@@ -113,7 +113,7 @@ def check_forced_split(split_tokens: int, *, has_activations: bool) -> None:
 def check_forced_method(
     method: RestoreMethod, split_tokens: int | None, residency: Residency | None
 ) -> None:
-    """Raises InvalidArgument for a method that cannot be asked for, or not so."""
+    """Raise InvalidArgument for a method that cannot be asked for, at all or in this way."""
     if method not in FORCED_METHODS:
         names = " or ".join(kind.value for kind in FORCED_METHODS)
         raise InvalidArgument(
@@ -127,15 +127,15 @@ def check_forced_method(
         )
     if method is RestoreMethod.TOKENS and residency is Residency.STREAMED:
         raise InvalidArgument(
-            "a streamed prefix is pulled in every step, so recomputing it from token ids "
-            "can only be asked for with resident residency",
+            "a streamed prefix is loaded or rebuilt in every step, so recomputing it from token "
+            "ids can only be asked for with resident residency",
             field="restore_method",
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The planner's immutable answer; the fields of types.proto's Plan."""
+    """The planner's answer; the fields of types.proto's Plan."""
 
     residency: Residency
     method: RestoreMethod
@@ -151,8 +151,8 @@ class Plan:
     split_slope: float = 0.0
     split_intercept: float = 0.0
     split_cap: int = 0
-    # Of the cached tokens, those that come from another host's store first, and
-    # the predicted seconds for that (part of predicted_ttft_seconds).
+    # Cached tokens that are fetched from another host's store first, and the predicted
+    # seconds of that (part of predicted_ttft_seconds).
     fetched_tokens: int = 0
     predicted_fetch_seconds: float = 0.0
     schedule: Schedule = Schedule.SERIAL
@@ -169,5 +169,5 @@ class Plan:
 
     @property
     def kappa_ratio(self) -> float:
-        """K / T, cached over new tokens."""
+        """K / T: cached over new tokens."""
         return self.cached_tokens / self.new_tokens

@@ -1,21 +1,20 @@
-"""A restore as data: which copies and products there are, on which lane, after which others.
+"""A restore as a list of tasks: copies and products, their lanes and their dependencies.
 
-The worker carries a task list out, the planner lets `simulate` work out how long it
-will take, and tests compare the two. Costs are arguments: what a task takes, and
-what bytes it moves, is not known here.
+The worker runs the task list, and `simulate` predicts its seconds. The seconds of a task are
+arguments.
 
 The schedules, for one layer with [0, l) rebuilt and [l, s) loaded:
 
     SERIAL     send X[0:l]; rebuild; load K,V[l:s]; one after the other
-    COLUMN     send X[0:l]; then rebuild beside load: KVPR's order (Eq. 10 there),
+    COLUMN     send X[0:l]; then rebuild while loading: KVPR's order (Eq. 10 there),
                each layer after the one before
-    ROW        X[0:l] is on the device already: rebuild beside load
+    ROW        X[0:l] is on the device already: rebuild while loading
     PIPELINED  X in tiles: tile k is rebuilt while tile k+1 and a share of K,V[l:s]
                are on the link; no layer waits for the one before
 
-Layer 0's X comes from token ids, so its products keep step with nothing on the link.
-PIPELINED has them evenly among those of the other layers: all at once, while X of the
-next layer fills the staging slots and then waits, they would leave the link idle.
+Layer 0's X is computed from token ids, so its products wait for nothing on the link.
+PIPELINED spreads them evenly among those of the other layers. All at once, they would leave
+the link idle: X of the next layer fills the staging slots and then waits.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from typing import Protocol, TypeVar
 
 
 class Lane(Enum):
-    """An ordered queue of work: its tasks run in the order they were given."""
+    """An ordered queue of work, such as a CUDA stream or a thread."""
 
     LINK_IN = "link in"
     LINK_OUT = "link out"
@@ -36,12 +35,12 @@ class Lane(Enum):
 
     @property
     def resource(self) -> str:
-        """What the lane keeps busy: both lanes towards the device share one link."""
+        """The resource that the lane uses: both lanes towards the device share one link."""
         return "link in" if self is Lane.WEIGHTS_IN else self.value
 
 
 class Schedule(Enum):
-    """What overlaps with what; see the module's text."""
+    """How copies and products overlap; see the module's text."""
 
     SERIAL = "serial"
     COLUMN = "column"
@@ -50,11 +49,11 @@ class Schedule(Enum):
 
 
 class TaskKind(Enum):
-    """What a task does with its tokens in its layer."""
+    """The operation of a task, on its tokens in its layer."""
 
     SEND = "send X"  # X into a staging slot, over the link
-    EMBED = "embed"  # layer 0's X from token ids, for the REBUILD that comes next
-    REBUILD = "rebuild"  # K and V from X: a staging slot's, or what was embedded
+    EMBED = "embed"  # layer 0's X from token ids, for the next REBUILD
+    REBUILD = "rebuild"  # K and V from X in a staging slot, or from EMBED
     LOAD = "load"  # K and V, over the link
     WEIGHTS = "weights"  # W_K and W_V of a layer on the host into a weight slot
 
@@ -67,10 +66,12 @@ class TaskKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One copy or one product. `after`: indices of earlier tasks that must be done.
+    """One copy or one product.
 
-    `[first, last)` are positions of the prefix; `slot` is the X staging slot of
-    SEND and REBUILD, the weight slot of WEIGHTS; None: none is needed.
+    Attributes:
+        first, last: positions [first, last) of the prefix.
+        slot: X staging slot of SEND and REBUILD, weight slot of WEIGHTS; None: not needed.
+        after: indices of earlier tasks that must have ended.
     """
 
     kind: TaskKind
@@ -91,7 +92,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class RestoreWork:
-    """What is to be restored, and how finely.
+    """A restore, and the sizes of its pieces.
 
     Attributes:
         first, split, cached: tokens [first, split) are rebuilt, [split, cached) loaded.
@@ -99,8 +100,8 @@ class RestoreWork:
         tile_tokens: tokens of one staging slot, a multiple of chunk_tokens.
         slots: staging slots for X.
         embeds: layer 0's X is computed from token ids instead of sent.
-        host_layers: whose W_K and W_V must come over the link before K and V can be rebuilt.
-        weight_slots: layers whose weights can be on the device or on their way.
+        host_layers: layers whose W_K and W_V must cross the link before K and V are rebuilt.
+        weight_slots: layers whose weights can be on the device or on the link at once.
     """
 
     layer_count: int
@@ -124,12 +125,12 @@ class RestoreWork:
 
 
 def restore_tasks(work: RestoreWork, schedule: Schedule) -> list[Task]:
-    """The tasks of a restore in the order they are given to the lanes."""
+    """Return the tasks of a restore in the order in which the lanes receive them."""
     builder = _Builder(work, schedule)
     for layer in range(work.layer_count):
         builder.add_layer(layer)
     embeds = any(task.kind is TaskKind.EMBED for task in builder.tasks)
-    # Spread, it would keep a weight slot until the end.
+    # A layer 0 with weights on the host would keep a weight slot until the end.
     if schedule is Schedule.PIPELINED and embeds and 0 not in work.host_layers:
         return _with_first_layer_spread(builder.tasks)
     return builder.tasks
@@ -137,7 +138,7 @@ def restore_tasks(work: RestoreWork, schedule: Schedule) -> list[Task]:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """When each task runs, in seconds from the start; tasks as in the list simulated."""
+    """Start and end of each task, in seconds, in the order of the simulated list."""
 
     starts: tuple[float, ...]
     ends: tuple[float, ...]
@@ -145,12 +146,12 @@ class Simulation:
 
     @property
     def seconds(self) -> float:
-        """From the start to the end of the last task; 0 for no tasks."""
+        """End of the last task; 0 for no tasks."""
         return max(self.ends, default=0.0)
 
 
-class Queued(Protocol):
-    """Anything that takes its turn on a lane; see `Task`."""
+class LaneTask(Protocol):
+    """A task of any kind; see `Task`."""
 
     @property
     def lane(self) -> Lane: ...
@@ -159,13 +160,13 @@ class Queued(Protocol):
     def after(self) -> tuple[int, ...]: ...
 
 
-AnyTask = TypeVar("AnyTask", bound=Queued)
+AnyTask = TypeVar("AnyTask", bound=LaneTask)
 
 
 def simulate(tasks: Sequence[AnyTask], seconds: Callable[[AnyTask], float]) -> Simulation:
-    """Run the lanes on paper: each resource takes its tasks in order, one at a time.
+    """Simulate the lanes: each resource runs its tasks in order, one at a time.
 
-    A task begins when its resource is free and everything in `after` has ended.
+    A task begins when its resource is free and all tasks in `after` have ended.
     """
     free: dict[str, float] = {}
     busy: dict[str, float] = {}
@@ -188,15 +189,15 @@ class _Builder:
         self.tasks: list[Task] = []
         self._work = work
         self._schedule = schedule
-        # The last REBUILD from each slot: after it, the slot may be filled again.
+        # The last REBUILD of each slot: after it, the slot may be filled again.
         self._readers: dict[int, int] = {}
         self._filled = 0
-        # Of each layer whose weights came over the link, its last REBUILD.
+        # The last REBUILD of each layer whose weights crossed the link.
         self._weight_readers: list[int] = []
         self._tiles = _ranges(work.first, work.split, work.tile_tokens)
         self._shares = self._load_shares()
-        # The chunk in which the split lies is loaded whole, by the first load, and
-        # its rebuilt rows are written over it.
+        # The first load brings the chunk in which the split lies as a whole; rebuilt rows are
+        # written over it.
         inside = work.first < work.split < work.cached and work.split % work.chunk_tokens
         self._boundary = work.split - inside if inside else None
 
@@ -221,7 +222,7 @@ class _Builder:
             self._weight_readers.append(rebuild)
 
     def _add_weights(self, layer: int) -> int | None:
-        """W_K and W_V, on the link ahead of the layer's X: nothing is rebuilt without them."""
+        """Add W_K and W_V, on the link ahead of the layer's X; None if they are on the device."""
         if layer not in self._work.host_layers or not self._tiles:
             return None
         after, readers, slots = self._barrier(), self._weight_readers, self._work.weight_slots
@@ -230,9 +231,9 @@ class _Builder:
         return self._add(TaskKind.WEIGHTS, layer, (0, 0), slot=len(readers) % slots, after=after)
 
     def _barrier(self) -> tuple[int, ...]:
-        """What a block waits for: all of the block before, which is KVPR's order, or nothing.
+        """Return all tasks of the block before, as in KVPR's order; PIPELINED: none.
 
-        Whatever came earlier ended before that block began.
+        Earlier tasks ended before that block began.
         """
         if self._schedule is Schedule.PIPELINED or not self.tasks:
             return ()
@@ -245,7 +246,7 @@ class _Builder:
     def _add_source(
         self, layer: int, tile: tuple[int, int], barrier: tuple[int, ...]
     ) -> int | None:
-        """X of a tile into the next staging slot; None: it lies on the device."""
+        """Add the copy of X into the next staging slot; None: X is on the device."""
         if self._schedule is Schedule.ROW:
             return None
         if layer == 0 and self._work.embeds:
@@ -276,10 +277,10 @@ class _Builder:
         return rebuild
 
     def _load_shares(self) -> list[tuple[int, int] | None]:
-        """K,V[l:s] in as many pieces as there are tiles, front first: each block's, or None.
+        """Return each block's part of K,V[l:s], front first; None: the block loads nothing.
 
-        Fewer chunks than tiles are spread over the blocks, so that the link has about
-        as much to do beside each rebuild.
+        Fewer chunks than tiles are spread over the blocks, so that the link has about as
+        much to do during each rebuild.
         """
         work = self._work
         if work.split >= work.cached:
@@ -310,9 +311,9 @@ class _Builder:
 
 
 def _with_first_layer_spread(tasks: Sequence[Task]) -> list[Task]:
-    """The same tasks, layer 0's blocks evenly among the others, beginning with one of them.
+    """Return the same tasks with layer 0's blocks spread evenly among the others.
 
-    Neither waits for the other: layer 0 takes no staging slots.
+    Neither waits for the other, since layer 0 needs no staging slots.
     """
     first = _blocks([index for index, task in enumerate(tasks) if task.layer == 0], tasks)
     others = _blocks([index for index, task in enumerate(tasks) if task.layer], tasks)
@@ -329,7 +330,7 @@ def _with_first_layer_spread(tasks: Sequence[Task]) -> list[Task]:
 
 
 def _blocks(indices: Sequence[int], tasks: Sequence[Task]) -> list[list[int]]:
-    """Tasks up to and with each REBUILD."""
+    """Cut the tasks after each REBUILD."""
     blocks: list[list[int]] = [[]]
     for index in indices:
         blocks[-1].append(index)
@@ -339,5 +340,5 @@ def _blocks(indices: Sequence[int], tasks: Sequence[Task]) -> list[list[int]]:
 
 
 def _ranges(first: int, last: int, size: int) -> list[tuple[int, int]]:
-    """[first, last) in pieces of `size`, the last one perhaps smaller."""
+    """Cut [first, last) into pieces of `size`; the last one may be smaller."""
     return [(start, min(start + size, last)) for start in range(first, last, size)]

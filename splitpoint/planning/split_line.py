@@ -1,7 +1,7 @@
-"""The split point as a line in the sequence's length: what a worker follows as it grows.
+"""The split point as a line in the sequence's length, which a worker follows as it grows.
 
-The best split is affine in the length, so a plan carries a line and nobody has to be
-asked for each token. Pure arithmetic; where the line comes from is the planner's business.
+The best split is affine in the length, so a plan carries a line, and no new plan is needed
+for each token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from splitpoint.errors import InvalidArgument
 class SplitLine:
     """l(s) = clamp(slope * s + intercept, 0, cap), all in tokens.
 
-    Raises InvalidArgument for a line that is none.
+    Raises InvalidArgument for values that are not finite, and for a negative cap.
     """
 
     slope: float
@@ -33,11 +33,11 @@ class SplitLine:
 
     @classmethod
     def fixed(cls, split_tokens: int) -> SplitLine:
-        """The same split at every length that reaches it."""
+        """Return a line with the same split at every length that reaches it."""
         return cls(0.0, float(split_tokens), split_tokens)
 
     def at(self, tokens: int, quantum: int) -> int:
-        """The split of so many tokens: a multiple of the quantum, or all of them."""
+        """Return the split of so many tokens: a multiple of the quantum, or all of them."""
         wanted = min(max(self.slope * tokens + self.intercept, 0.0), float(self.cap))
         if wanted >= tokens:
             return tokens

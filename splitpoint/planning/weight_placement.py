@@ -1,16 +1,16 @@
-"""Which weights of a model lie on the device and which on the host: pure arithmetic.
+"""Which weights of a model are on the device and which on the host: pure arithmetic.
 
-Streaming weights costs link time in every step, so everything stays on the device if
-it fits. If not, what is on the host is spread evenly among the layers, so that the
-link brings one while others compute. Knows no device, no tensors, no clock.
+Streamed weights cost link time in every step, so all weights stay on the device if they
+fit. If not, the layers on the host are spread evenly, so that the link brings one while
+others compute.
 
-What else is in the budget decides how much stays. With W bytes of weights, F bytes
-free for weights and cache, and c of them given to the cache, some W - F + c bytes cross
-the link in each step. Latency is that; throughput is the batch it serves, which grows
-with c, divided by that. Of all placements the one with the greatest throughput over
-latency is taken, c / streamed^2. So the cache gets about as much as the weights exceed
-the memory (c = W - F), but never less than it must have, and what is beyond full
-batches of the longest sequences does not count.
+The cache shares the budget. With W bytes of weights, F bytes free for weights and cache, and
+c of them given to the cache, about W - F + c bytes cross the link in each step. A step's
+latency is proportional to these bytes; its throughput is the batch that it serves, which
+grows with c, over its latency. The placement with the greatest throughput over latency is
+chosen: c / streamed^2. So the cache gets about as much as the weights exceed the memory
+(c = W - F), but never less than its minimum, and no credit for more than full batches of the
+longest sequences.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ from splitpoint.config import format_size
 from splitpoint.planning.weight_schedule import WeightPiece
 from splitpoint.shapes import ModelShape
 
-# Layers that are on their way or being read: one each.
+# One layer on the link, and one being read.
 WEIGHT_SLOTS = 2
-# The head comes in pieces of at most this, and of an eighth of it: two are held at once.
+# The head crosses the link in pieces of at most this many bytes, and at least this many
+# pieces, two of which are held at once.
 HEAD_PIECE_BYTES = 32 << 20
 HEAD_PIECES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSizes:
-    """Bytes of a model's weights as a worker holds them. All layers are alike.
+    """Bytes of a model's weights as a worker holds them; all layers have the same.
 
     Attributes:
         pieces: matrices of one layer, by piece.
         fixed: norms, biases, small projections: always on the device.
         table: rows by token id, and by position where they are learned.
         head: the output matrix.
-        head_piece, head_pieces: each of the pieces it can come in, and how many.
-        head_is_table: tied, and held once.
+        head_piece, head_pieces: bytes of each of its pieces, and their number.
+        head_is_table: True if it is tied to the table and held once.
     """
 
     layer_count: int
@@ -54,7 +55,7 @@ class WeightSizes:
 
     @classmethod
     def of(cls, shape: ModelShape) -> WeightSizes:
-        """A shape's matrices without padding, biases and norms: for planning."""
+        """Return the sizes of a shape's matrices, without padding, biases and norms."""
         head = shape.embedding_bytes
         count = head_piece_count(head)
         return cls(
@@ -79,7 +80,7 @@ class WeightSizes:
 
     @property
     def total(self) -> int:
-        """All on the device."""
+        """Bytes of all weights on the device."""
         head = 0 if self.head_is_table else self.head
         return self.fixed + self.table + head + self.layer_count * self.layer
 
@@ -89,9 +90,9 @@ class OnHost:
     """Which weights are on the host.
 
     Attributes:
-        layers: whose matrices come over the link in each step; ascending.
-        table: embedding rows are gathered there.
-        head: comes in pieces, as layers do.
+        layers: layers whose matrices cross the link in each step; ascending.
+        table: embedding rows are gathered on the host.
+        head: the output matrix crosses the link in pieces.
     """
 
     layers: tuple[int, ...] = ()
@@ -104,12 +105,12 @@ NOTHING_ON_HOST = OnHost()
 
 @dataclass(frozen=True, slots=True)
 class WeightPlacement:
-    """What is where, and what that means.
+    """A placement and its consequences.
 
     Attributes:
-        device_bytes: what the weights occupy there, slots included.
-        streamed_bytes: over the link in a step that computes logits.
-        reason: for people.
+        device_bytes: memory that the weights occupy on the device, slots included.
+        streamed_bytes: bytes over the link in a step that computes logits.
+        reason: the placement in words.
     """
 
     on_host: OnHost
@@ -121,11 +122,13 @@ class WeightPlacement:
 def place_weights(
     sizes: WeightSizes, *, free_bytes: int, least_cache_bytes: int, most_cache_bytes: int
 ) -> WeightPlacement:
-    """Of `free_bytes` for weights and cache; the cache's bounds are what it must have
-    and what it could use.
+    """Return the best placement for a device with `free_bytes` for weights and cache.
 
-    What does not fit even with everything on the host is placed so that it needs least:
-    the caller compares `device_bytes`, and has the numbers.
+    If no placement fits, return the one that needs the least memory; the caller compares
+    its `device_bytes`.
+
+    Args:
+        least_cache_bytes, most_cache_bytes: what the cache must have, and what it can use.
     """
     if sizes.total + least_cache_bytes <= free_bytes:
         return _placement(sizes, NOTHING_ON_HOST)
@@ -152,10 +155,10 @@ def place_weights(
 
 
 def spread(count: int, layer_count: int) -> tuple[int, ...]:
-    """`count` of the layers, as evenly as can be, the last one among them.
+    """Return `count` of the layers, spread as evenly as possible, the last one among them.
 
-    The first layers rather stay on the device: while they compute, the link brings
-    the first from the host.
+    The first layers stay on the device: while they compute, the link brings the first layer
+    from the host.
     """
     return tuple(
         layer
@@ -165,7 +168,7 @@ def spread(count: int, layer_count: int) -> tuple[int, ...]:
 
 
 def head_piece_count(head_bytes: int) -> int:
-    """In how many pieces a head comes over the link."""
+    """Return the number of pieces in which a head crosses the link."""
     return max(HEAD_PIECES, -(-head_bytes // HEAD_PIECE_BYTES))
 
 
@@ -194,4 +197,4 @@ def _reason(sizes: WeightSizes, on_host: OnHost, streamed: int) -> str:
     parts += ["the head"] * on_host.head + ["the embedding table"] * on_host.table
     listed = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
     moved = f", {format_size(streamed)} over the link in each step" if streamed else ""
-    return f"{total} of weights do not fit beside a cache: {listed} on the host{moved}"
+    return f"{total} of weights do not fit with a cache: {listed} on the host{moved}"

@@ -1,18 +1,18 @@
-"""The weights of a step whose layers lie on the host, as data: pieces, their order, their tasks.
+"""A step whose layers' weights are on the host, as a list of tasks.
 
 A step visits the layers once, for all sequences of the batch together (KVPR's column
-schedule). Layers on the host come over the link in pieces, into two slots in turn.
-Costs are arguments; what a worker does with the tasks is not known here.
+schedule). Layers on the host cross the link in pieces, into two slots in turn. The seconds
+of a task are arguments.
 
     FINE    W_K W_V; W_Q; X; K,V; W_O; MLP: rebuilding starts while most of the layer
             is still on the link
-    COARSE  all weights of the layer as one piece, then X and K,V: the order to beat
+    COARSE  all weights of the layer as one piece, then X and K,V: the baseline
 
-X and K,V go in between only where that is free: where the staging memory they wait
-for is sure to be empty by the time the layer's first weights may come, which is the case
-when the two layers before are on the host too. Elsewhere all four pieces go first.
-So FINE is never slower than COARSE, whatever the costs: on the link it sends the same
-bytes with the same waits, and each computation finds its inputs no later.
+X and K,V go in between only where that cannot delay the weights: the staging memory they
+wait for is empty by the time the layer's first weights arrive if the two layers before are
+on the host, too. Elsewhere all four pieces go first. So FINE is never slower than COARSE,
+whatever the costs: it sends the same bytes over the link with the same waits, and each
+computation has its inputs no later.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from splitpoint.planning.schedule import Lane, Simulation, simulate
 
 
 class WeightPiece(Enum):
-    """What of a layer comes over the link as one; the value is its name in traces."""
+    """Matrices that cross the link as one; the value is their name in traces."""
 
     KEY_VALUE = "W_K W_V"
     QUERY = "W_Q"
     OUTPUT = "W_O"
     MLP = "MLP"
-    HEAD = "head"  # of the output matrix, which is no layer's
+    HEAD = "head"  # a piece of the output matrix, which belongs to no layer
 
 
 LAYER_PIECES = (
@@ -43,21 +43,21 @@ LAYER_PIECES = (
 
 
 class WeightOrder(Enum):
-    """In which portions a layer's pieces come; see the module's text."""
+    """How a layer's pieces are grouped into copies; see the module's text."""
 
     FINE = "fine"
     COARSE = "coarse"
 
     @property
     def portions(self) -> tuple[tuple[WeightPiece, ...], ...]:
-        """Pieces that come as one, first ones first."""
+        """Pieces of each copy, in order."""
         if self is WeightOrder.COARSE:
             return (LAYER_PIECES,)
         return tuple((piece,) for piece in LAYER_PIECES)
 
 
 class PassKind(Enum):
-    """One kind of task of a step. Those of the compute lane are in the order they run."""
+    """The kind of a step's task; those of the compute lane in the order they run."""
 
     WEIGHTS = "weights"
     SEND = "send X"
@@ -75,7 +75,7 @@ class PassKind(Enum):
         return Lane.LINK_IN if self in (PassKind.SEND, PassKind.LOAD) else Lane.COMPUTE
 
 
-# What of the weights each computation reads.
+# The weights that each computation reads.
 _READS: Mapping[PassKind, tuple[WeightPiece, ...]] = {
     PassKind.PROJECT: (WeightPiece.KEY_VALUE, WeightPiece.QUERY),
     PassKind.REBUILD: (WeightPiece.KEY_VALUE,),
@@ -100,14 +100,15 @@ class PassTask:
 
 @dataclass(frozen=True, slots=True)
 class PassWork:
-    """What a step does in every layer.
+    """The work of a step in every layer.
 
     Attributes:
-        host_layers: those whose weights come over the link.
+        host_layers: layers whose weights cross the link.
         rebuilds, loads: stored tokens are rebuilt from X, loaded as K,V (a streamed
             cache); both False: the cache is on the device.
-        slots: for weights of a layer, and staging memory for X and for K,V of one, each.
-        tiles: in which X comes, each with a share of K,V behind it.
+        slots: layers that fit the memory for weights, the staging memory for X, and that
+            for K,V, each.
+        tiles: copies of X, each followed by a share of K,V.
     """
 
     layer_count: int
@@ -119,7 +120,7 @@ class PassWork:
 
 
 def pass_tasks(work: PassWork, order: WeightOrder) -> list[PassTask]:
-    """One step's tasks in the order they are given to the lanes."""
+    """Return one step's tasks in the order in which the lanes receive them."""
     builder = _Builder(work)
     for layer in range(work.layer_count):
         builder.add_layer(layer, order)
@@ -128,12 +129,13 @@ def pass_tasks(work: PassWork, order: WeightOrder) -> list[PassTask]:
 
 @dataclass(frozen=True, slots=True)
 class PassCosts:
-    """Seconds of one layer's tasks (of X and K,V: of one tile); what is missing takes none."""
+    """Seconds of one layer's tasks (of X and K,V: of one tile); a missing key means 0."""
 
     pieces: Mapping[WeightPiece, float]
     kinds: Mapping[PassKind, float] = field(default_factory=dict)
 
     def of(self, task: PassTask) -> float:
+        """Return the seconds of a task."""
         if task.kind is PassKind.WEIGHTS:
             return sum(self.pieces.get(piece, 0.0) for piece in task.pieces)
         return self.kinds.get(task.kind, 0.0)
@@ -142,7 +144,7 @@ class PassCosts:
 def simulate_pass(
     work: PassWork, costs: PassCosts, order: WeightOrder = WeightOrder.FINE
 ) -> Simulation:
-    """When each task of a step runs, from a start with empty slots."""
+    """Simulate a step that starts with empty slots."""
     return simulate(pass_tasks(work, order), costs.of)
 
 
@@ -150,7 +152,7 @@ class _Builder:
     def __init__(self, work: PassWork) -> None:
         self.tasks: list[PassTask] = []
         self._work = work
-        # Last readers, oldest first, of what has slots: weights, X, K,V.
+        # The last readers, oldest first, of each kind that has slots: weights, X, K,V.
         self._readers: dict[PassKind, list[int]] = {
             PassKind.WEIGHTS: [],
             PassKind.SEND: [],
@@ -182,7 +184,7 @@ class _Builder:
             arrivals.update(dict.fromkeys(pieces, index))
 
     def _add_moves(self, layer: int) -> dict[PassKind, list[int]]:
-        """X and K,V of stored tokens, where there are any, tile by tile."""
+        """Add the copies of X and K,V of stored tokens, tile by tile."""
         wanted = {PassKind.SEND: self._work.rebuilds, PassKind.LOAD: self._work.loads}
         moved: dict[PassKind, list[int]] = {PassKind.SEND: [], PassKind.LOAD: []}
         free = {kind: self._free(kind) for kind in wanted}
@@ -204,14 +206,14 @@ class _Builder:
         attended = add(PassKind.ATTEND, moved[PassKind.LOAD])
         add(PassKind.OUTPUT, [])
         last = add(PassKind.MLP, [])
-        # Who comes last gives the slot back.
+        # The last reader frees the slot.
         self._readers[PassKind.SEND] += rebuilt[-1:]
         self._readers[PassKind.LOAD].append(attended)
         if arrivals:
             self._readers[PassKind.WEIGHTS].append(last)
 
     def _free(self, kind: PassKind) -> tuple[int, ...]:
-        """Whose end gives back the slot that is filled next."""
+        """Return the task whose end frees the slot that is filled next, if it is in use."""
         readers = self._readers[kind]
         return (readers[-self._work.slots],) if len(readers) >= self._work.slots else ()
 

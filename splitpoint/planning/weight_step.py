@@ -1,8 +1,6 @@
-"""Seconds of a decode step whose weights cross the link, by its simulated lanes.
+"""Predicted seconds of a decode step whose weights cross the link, by simulating its lanes.
 
-For planning without a worker: bytes from the shape, rates from a profile. The same
-tasks in the order that a worker keeps and in the coarse one, so that what pieces are
-worth can be seen. Knows no requests but what a step pulls of them.
+For planning without a worker: bytes from the shape, rates from a profile.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from splitpoint.shapes import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class WeightStep:
-    """Seconds of one step: as a worker does it, with whole layers in turn, and of the link."""
+    """Seconds of one step: in the worker's order, with whole layers in turn, and of the link."""
 
     fine: float
     coarse: float
@@ -34,7 +32,7 @@ class WeightStep:
 
 
 def with_weights(profile: Profile, sizes: WeightSizes, placement: WeightPlacement) -> Profile:
-    """The profile of a worker that keeps these weights on the host."""
+    """Return the profile of a worker that keeps these weights on the host."""
     layers = len(placement.on_host.layers)
     return replace(
         profile,
@@ -51,21 +49,21 @@ def weight_step(
     plan: Plan,
     step_compute_seconds: float,
 ) -> WeightStep:
-    """Of a step that computes `step_compute_seconds` beside what the plan has it pull.
+    """Return the seconds of a step that computes `step_compute_seconds` and streams by `plan`.
 
     Computing is divided among a layer's products by their weights. The head follows the
-    layers, and takes what the link needs for it.
+    layers and takes its time on the link.
     """
     costs = SplitCosts.of(shape, profile)
     is_streamed = plan.residency is Residency.STREAMED
-    pulled = plan.cached_tokens - plan.resident_tokens if is_streamed else 0
+    streamed = plan.cached_tokens - plan.resident_tokens if is_streamed else 0
     rebuilt = max(0, plan.split_tokens - plan.resident_tokens) if is_streamed else 0
     tiles = max(1, tiles_of(rebuilt, plan.tile_tokens))
     work = PassWork(
         shape.layer_count,
         frozenset(placement.on_host.layers),
         rebuilds=rebuilt > 0,
-        loads=pulled > rebuilt,
+        loads=streamed > rebuilt,
         tiles=tiles,
     )
     compute = step_compute_seconds / shape.layer_count / sizes.layer
@@ -77,7 +75,7 @@ def weight_step(
         },
         {
             PassKind.SEND: costs.copy_overhead + costs.activation * rebuilt / tiles,
-            PassKind.LOAD: costs.copy_overhead + costs.load * (pulled - rebuilt) / tiles,
+            PassKind.LOAD: costs.copy_overhead + costs.load * (streamed - rebuilt) / tiles,
             PassKind.REBUILD: costs.rebuild_overhead + costs.rebuild * rebuilt / tiles,
             PassKind.PROJECT: compute * (piece[WeightPiece.KEY_VALUE] + piece[WeightPiece.QUERY]),
             PassKind.OUTPUT: compute * piece[WeightPiece.OUTPUT],

@@ -101,7 +101,7 @@ def test_a_quarter_of_the_weights_holds_slots_and_cache() -> None:
     assert placement.device_bytes <= (124 - 40) * MIB
     assert placement.device_bytes >= WEIGHT_SLOTS * 10 * MIB
     assert placement.reason == (
-        "497 MiB of weights do not fit beside a cache: 48 of 48 layers, the head and the "
+        "497 MiB of weights do not fit with a cache: 48 of 48 layers, the head and the "
         "embedding table on the host, 488 MiB over the link in each step"
     )
 
