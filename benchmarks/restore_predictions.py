@@ -25,7 +25,8 @@ from splitpoint.planning.planner import Residency, RestoreMethod
 from splitpoint_cli.bench.decode.report import commit, hardware
 from splitpoint_cli.bench.ending import run_until_signal
 from splitpoint_cli.report import add_report_arguments, hand_over
-from splitpoint_cli.stack.plan import StackOptions, plan_stack
+from splitpoint_cli.stack.options import StackOptions
+from splitpoint_cli.stack.plan import plan_stack
 from splitpoint_cli.stack.runner import StackRunner
 
 LENGTHS = (16, 32, 64, 100, 128, 200, 320, 512, 700, 1000)

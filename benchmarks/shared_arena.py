@@ -27,7 +27,8 @@ from splitpoint.config import format_size
 from splitpoint_cli.bench.ending import run_until_signal
 from splitpoint_cli.bench.progress import Progress
 from splitpoint_cli.report import add_report_arguments, hand_over
-from splitpoint_cli.stack.plan import Stack, StackOptions, plan_stack
+from splitpoint_cli.stack.options import StackOptions
+from splitpoint_cli.stack.plan import Stack, plan_stack
 from splitpoint_cli.stack.runner import StackRunner
 
 PROMPT_TOKENS = 1500

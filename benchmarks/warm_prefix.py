@@ -24,7 +24,8 @@ from splitpoint.client.answers import Completion
 from splitpoint_cli.bench.ending import run_until_signal
 from splitpoint_cli.bench.progress import Progress
 from splitpoint_cli.report import add_report_arguments, hand_over
-from splitpoint_cli.stack.plan import StackOptions, plan_stack
+from splitpoint_cli.stack.options import StackOptions
+from splitpoint_cli.stack.plan import plan_stack
 from splitpoint_cli.stack.runner import StackRunner
 
 PREFIX_TOKENS = 1000

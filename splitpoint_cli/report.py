@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,6 +69,16 @@ def hand_over(
         print_json(report, indent=indent)
     else:
         show()
+
+
+def facts_table(rows: Iterable[tuple[str, str]]) -> Table:
+    """Return a table of names and values."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="dim")
+    table.add_column()
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
 
 
 def print_table(table: Table) -> None:

@@ -129,15 +129,3 @@ def check_values(sections: Iterable[Section], values: Mapping[str, object]) -> N
     """Check every value that an option of the sections has. Raises InvalidArgument."""
     for option in all_options(sections):
         option.check(values.get(option.field))
-
-
-def given(options: Iterable[Option[object]], values: Mapping[str, object]) -> list[str]:
-    """Return the command line that passes these options on, without those that are None."""
-    words: list[str] = []
-    for option in options:
-        value = values[option.field]
-        if option.kind is bool:
-            words += [option.flag] if value else []
-        elif value is not None:
-            words += [option.flag, str(value)]
-    return words

@@ -1,7 +1,6 @@
-"""`splitpoint doctor`: what would keep `splitpoint up` from starting, or make it slow, said before.
+"""`splitpoint doctor`: what would keep `splitpoint up` from starting, or make it slow.
 
-Takes the options of `up` that matter and starts nothing. The checks are in
-`splitpoint_cli.checks`; here are the options and the report.
+Starts nothing. The checks are in `splitpoint_cli.checks`; here is the report.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from splitpoint import config
+from splitpoint_cli.doctor.options import DoctorOptions
+from splitpoint_cli.options import takes_options
 from splitpoint_cli.output import out, picture, save_picture
 from splitpoint_cli.report import AsJson, OutputFile, hand_over
-from splitpoint_cli.stack.up import Device, Dtype, HugePages
 
 if TYPE_CHECKING:
-    from splitpoint_cli.doctor.finding import Finding
+    from splitpoint_cli.checks.finding import Finding
 
 # Verdict: its sign, the same where a terminal knows no more than ASCII, its colour.
 _SIGNS = {
@@ -36,35 +35,9 @@ _NAME_WIDTH = 18
 _PICTURE_COLUMNS = 100
 
 
+@takes_options
 def doctor(
-    model: Annotated[str | None, typer.Option(help="As of `up`.", metavar="DIR|NAME")] = None,
-    workers: Annotated[int | None, typer.Option(help="As of `up`.", min=1)] = None,
-    device: Annotated[Device, typer.Option(help="As of `up`.")] = Device.AUTO,
-    dtype: Annotated[Dtype, typer.Option(help="As of `up`.")] = Dtype.AUTO,
-    device_memory: Annotated[str | None, typer.Option(help="As of `up`.", metavar="SIZE")] = None,
-    host_memory: Annotated[
-        str | None, typer.Option(help="Size of the arena, as of `up`.", metavar="SIZE")
-    ] = None,
-    huge_pages: Annotated[HugePages, typer.Option(help="As of `up`.")] = HugePages.AUTO,
-    numa_node: Annotated[str, typer.Option(help="As of `up`.", metavar="auto|none|N")] = "auto",
-    pin_limit: Annotated[str | None, typer.Option(help="As of `up`.", metavar="SIZE")] = None,
-    listen: Annotated[
-        str, typer.Option(help="As of `up`.", metavar="ADDRESS")
-    ] = config.DEFAULT_ADDRESS,
-    instance: Annotated[str | None, typer.Option(help="As of `up`.")] = None,
-    metrics: Annotated[
-        str | None,
-        typer.Option(help="As of `up`, or as of a service: HOST:PORT.", metavar="PORT|HOST:PORT"),
-    ] = None,
-    redis: Annotated[str | None, typer.Option(help="As of `up`.", metavar="URL")] = None,
-    redis_password_file: Annotated[
-        str | None, typer.Option(help="As of `up`.", metavar="PATH")
-    ] = None,
-    redis_ca: Annotated[str | None, typer.Option(help="As of `up`.", metavar="PATH")] = None,
-    tls_cert: Annotated[str | None, typer.Option(help="As of `up`.", metavar="PATH")] = None,
-    tls_key: Annotated[str | None, typer.Option(help="As of `up`.", metavar="PATH")] = None,
-    tls_ca: Annotated[str | None, typer.Option(help="As of `up`.", metavar="PATH")] = None,
-    tokens: Annotated[str | None, typer.Option(help="As of `up`.", metavar="FILE")] = None,
+    options: DoctorOptions,
     as_json: AsJson = False,
     output: OutputFile = None,
     svg: Annotated[str | None, typer.Option(hidden=True, metavar="FILE")] = None,
@@ -75,35 +48,11 @@ def doctor(
     Exit codes: 0 no problem, notes and warnings included; 1 a problem: the stack would not
     start, or something that was asked for would not work.
     """
-    from splitpoint_cli.doctor.checklist import Wishes, examine
+    from splitpoint_cli.doctor.checklist import examine
 
-    # What the shared code warns of is a finding here, and would be said twice.
+    # Warnings of the shared code are findings here, and would be shown twice.
     logging.getLogger().addHandler(logging.NullHandler())
-    findings = tuple(
-        examine(
-            Wishes(
-                model=model,
-                workers=workers,
-                device=device.value,
-                dtype=dtype.value,
-                device_memory=device_memory,
-                host_memory=host_memory,
-                huge_pages=huge_pages.value,
-                numa_node=numa_node,
-                pin_limit=pin_limit,
-                listen=listen,
-                instance=instance,
-                metrics=metrics,
-                redis=redis,
-                redis_password_file=redis_password_file,
-                redis_ca=redis_ca,
-                tls_cert=tls_cert,
-                tls_key=tls_key,
-                tls_ca=tls_ca,
-                tokens=tokens,
-            )
-        )
-    )
+    findings = tuple(examine(options))
     if svg is not None:
         console = picture(_PICTURE_COLUMNS)
         print_findings(console, findings)

@@ -1,4 +1,4 @@
-"""What `splitpoint plan --device-memory` adds: which weights stay, and what a step takes then."""
+"""The part of `splitpoint plan --device-memory`: which weights stay, and the time of a step."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from worker_service.device.memory import divide, place
 
 @dataclass(frozen=True, slots=True)
 class PlannedWeights:
-    """Where a worker with so much device memory puts a model's weights.
+    """Places of a model's weights in a worker with limited device memory.
 
     Attributes:
-        profile: with the bytes that its steps bring.
+        profile: the costs, with the bytes of weights that each step copies.
     """
 
     sizes: WeightSizes
@@ -37,7 +37,7 @@ def plan_weights(
     max_batch: int,
     max_batched_tokens: int,
 ) -> PlannedWeights:
-    """As a worker does at its start. Raises ResourceExhausted where it would."""
+    """Divide the memory as a worker does at its start. Raises ResourceExhausted as it would."""
     sizes = WeightSizes.of(shape)
     layout = ArenaLayout.of(shape, chunk_tokens=chunk_tokens, has_activations=has_activations)
     placement = place(
@@ -62,14 +62,14 @@ def plan_weights(
 def step_of(
     shape: ModelShape, planned: PlannedWeights, request: PlanInput, answer: Plan
 ) -> WeightStep:
-    """One decode step of the planned request by itself."""
+    """Return one decode step of the planned request alone."""
     given = request.step_compute_seconds
     compute = planned.profile.step_compute_seconds if given is None else given
     return weight_step(shape, planned.profile, planned.sizes, planned.placement, answer, compute)
 
 
-def report(planned: PlannedWeights, step: WeightStep) -> dict[str, object]:
-    """For `--json`: bytes and seconds."""
+def weights_report(planned: PlannedWeights, step: WeightStep) -> dict[str, object]:
+    """Return the part for `--json`: bytes and seconds."""
     return {
         "host_layers": list(planned.placement.on_host.layers),
         "table_on_host": planned.placement.on_host.table,
@@ -81,8 +81,8 @@ def report(planned: PlannedWeights, step: WeightStep) -> dict[str, object]:
     }
 
 
-def rows(planned: PlannedWeights, step: WeightStep) -> list[tuple[str, str]]:
-    """For the table."""
+def weights_rows(planned: PlannedWeights, step: WeightStep) -> list[tuple[str, str]]:
+    """Return the rows for the table."""
     listed = [("weights", planned.placement.reason)]
     if planned.placement.streamed_bytes:
         listed.append(

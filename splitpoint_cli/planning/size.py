@@ -10,72 +10,28 @@ from collections.abc import Iterator
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from splitpoint.config import format_size, parse_size
 from splitpoint.costs.profile import BUILT_IN_PROFILES, load_profile
 from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import Encoding, ModelShape
 from splitpoint.words import counted
+from splitpoint_cli.models import find_shape
+from splitpoint_cli.options import takes_options
 from splitpoint_cli.output import EXIT_HELP, seconds_text
-from splitpoint_cli.planning.plan import find_shape
+from splitpoint_cli.planning.options import SizeOptions
 from splitpoint_cli.planning.size_examples import DEVICE_MEMORY, examples_table, restore_words
 from splitpoint_cli.planning.sizing import Load, Node, Sizing, host_memory_of, size_up
-from splitpoint_cli.report import AsJson, OutputFile, hand_over, print_table
-from splitpoint_cli.stack.up import Dtype, KvEncoding
+from splitpoint_cli.report import AsJson, OutputFile, facts_table, hand_over, print_table
 from splitpoint_cli.top.bars import amount
 
 # Copies to a GPU below this reach a fraction of the link; neighbouring chunks go as one.
 LEAST_PIECE = 64 << 10
 
 
+@takes_options
 def size(
-    model: Annotated[
-        str, typer.Option(help="A checkpoint folder or a built-in shape.", metavar="DIR|SHAPE")
-    ] = "llama-3.1-8b",
-    profile: Annotated[
-        str,
-        typer.Option(
-            help=f"A JSON file with measured costs, or one of {', '.join(BUILT_IN_PROFILES)}.",
-            metavar="NAME|FILE",
-        ),
-    ] = "h100-pcie5",
-    device_memory: Annotated[
-        str | None,
-        typer.Option(
-            help="Of the worker: weights, cache and workspace. With a built-in profile 72GiB, "
-            "unless it is given; with measured costs it must be.",
-            metavar="SIZE",
-        ),
-    ] = None,
-    tokens: Annotated[int, typer.Option(help="Of one request: prompt and answer.", min=2)] = 32768,
-    new: Annotated[int, typer.Option(help="Of its prompt, what no store holds.", min=1)] = 512,
-    max_tokens: Annotated[int, typer.Option(help="Of its answer.", min=1)] = 256,
-    prefixes: Annotated[
-        int, typer.Option(help="Cached prefixes to keep beside what runs.", min=0)
-    ] = 100,
-    streamed: Annotated[
-        int | None,
-        typer.Option(help="Streamed requests at once; absent: none unless they must be.", min=0),
-    ] = None,
-    kv_encoding: Annotated[KvEncoding, typer.Option(help="How the store keeps the cache.")] = (
-        KvEncoding.NATIVE
-    ),
-    step_ms: Annotated[
-        float | None,
-        typer.Option(
-            help="What a decode step takes beside its cache traffic; absent: the profile's.",
-            metavar="MS",
-            min=0,
-        ),
-    ] = None,
-    max_batch: Annotated[int, typer.Option(help="As the worker's.", min=1)] = 32,
-    max_batched_tokens: Annotated[
-        int,
-        typer.Option("--max-batched-tokens", "--prefill-chunk", help="As the worker's.", min=1),
-    ] = 512,
-    chunk_tokens: Annotated[int, typer.Option(help="As the store's.", min=1, max=4096)] = 64,
-    dtype: Annotated[Dtype, typer.Option(help="Element type; auto: the model's.")] = Dtype.AUTO,
+    options: SizeOptions,
     as_json: AsJson = False,
     output: OutputFile = None,
     examples: Annotated[
@@ -83,24 +39,16 @@ def size(
         typer.Option("--examples", help="Print a table of known models; takes no options."),
     ] = False,
 ) -> None:
-    """How much host memory, how many requests at once, which split. Needs no GPU."""
+    """Print how much host memory, how many requests at once, which split. Needs no GPU."""
     if examples:
         print(examples_table())
         return
-    shape = find_shape(model, dtype.value)
-    node = Node(
-        load_profile(profile),
-        _device_memory(device_memory, profile),
-        max_batch=max_batch,
-        max_batched_tokens=max_batched_tokens,
-        chunk_tokens=chunk_tokens,
-        encoding=Encoding(kv_encoding.value),
-        step_compute_seconds=None if step_ms is None else step_ms / 1e3,
-    )
-    load = Load(tokens, new, max_tokens)
+    shape = find_shape(options.model, options.dtype)
+    node = _node(options)
+    load = Load(options.tokens, options.new, options.max_tokens)
     found = size_up(shape, node, load)
-    count = _streamed_wanted(found, streamed)
-    host = host_memory_of(found, streamed_count=count, prefix_count=prefixes)
+    streamed = _streamed_count(found, options.streamed)
+    host = host_memory_of(found, streamed_count=streamed, prefix_count=options.prefixes)
     report = {
         "model": shape.name,
         "profile": node.profile.description,
@@ -113,27 +61,35 @@ def size(
             "objective": found.restore.objective.value,
         },
         "host_memory_bytes": host,
-        "streamed_wanted": count,
-        "prefix_count": prefixes,
+        "streamed_wanted": streamed,
+        "prefix_count": options.prefixes,
     }
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="dim")
-    table.add_column()
-    for name, text in _rows(shape, node, load, found):
-        table.add_row(name, text)
-    table.add_row(
-        "--host-memory",
-        f"{format_size(host)}: {counted(prefixes, 'cached prefix', 'cached prefixes')} and "
-        f"{counted(count, 'streamed request')}, and a tenth more",
-    )
-    hand_over(report, lambda: print_table(table), as_json=as_json, output=output)
+    prefixes = counted(options.prefixes, "cached prefix", "cached prefixes")
+    needed = f"{prefixes} and {counted(streamed, 'streamed request')}, and a tenth more"
+    rows = [
+        *_rows(shape, node, load, found),
+        ("--host-memory", f"{format_size(host)}: {needed}"),
+    ]
+    hand_over(report, lambda: print_table(facts_table(rows)), as_json=as_json, output=output)
 
 
 size.__doc__ = f"{size.__doc__}\n\n{EXIT_HELP}"
 
 
+def _node(options: SizeOptions) -> Node:
+    return Node(
+        load_profile(options.profile),
+        _device_memory(options.device_memory, options.profile),
+        max_batch=options.max_batch,
+        max_batched_tokens=options.max_batched_tokens,
+        chunk_tokens=options.chunk_tokens,
+        encoding=Encoding(options.kv_encoding),
+        step_compute_seconds=None if options.step_ms is None else options.step_ms / 1e3,
+    )
+
+
 def _device_memory(text: str | None, profile: str) -> int:
-    """Raises InvalidArgument where nobody can know it."""
+    """Return bytes. Raises InvalidArgument for measured costs without a size."""
     if text is not None:
         return parse_size(text, field="device_memory")
     if profile.lower() in BUILT_IN_PROFILES:
@@ -145,8 +101,8 @@ def _device_memory(text: str | None, profile: str) -> int:
     )
 
 
-def _streamed_wanted(found: Sizing, wanted: int | None) -> int:
-    """Raises InvalidArgument for more than can run at once."""
+def _streamed_count(found: Sizing, wanted: int | None) -> int:
+    """Return the number of streamed requests. Raises InvalidArgument if too many are wanted."""
     if wanted is None:
         return 0 if found.resident_count else found.streamed_count
     if wanted > found.streamed_count:

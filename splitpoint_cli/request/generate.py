@@ -27,7 +27,6 @@ from splitpoint_cli.request.generate_output import (
     logprobs_table,
     summary,
 )
-from splitpoint_cli.stack.up import ResidencyChoice
 
 
 def generate(
@@ -51,7 +50,7 @@ def generate(
     worker: options.WorkerId = "",
     split: options.Split = "auto",
     restore: options.Restore = options.RestoreChoice.AUTO,
-    residency: options.ResidencyOption = ResidencyChoice.AUTO,
+    residency: options.ResidencyOption = options.ResidencyChoice.AUTO,
     cache_salt: options.CacheSalt = "",
     model: options.ModelName = "",
     request_id: options.RequestId = None,
@@ -83,7 +82,9 @@ def generate(
         "worker": worker,
         "split": options.parse_split(split),
         "restore": None if restore is options.RestoreChoice.AUTO else RestoreMethod(restore.value),
-        "residency": None if residency is ResidencyChoice.AUTO else Residency(residency.value),
+        "residency": None
+        if residency is options.ResidencyChoice.AUTO
+        else Residency(residency.value),
         "cache_salt": os.fsencode(cache_salt),
         "model": model,
         "request_id": request_id,

@@ -10,9 +10,14 @@ import typer
 
 from splitpoint.client.requests import Prompt
 from splitpoint.errors import InvalidArgument
-from splitpoint_cli.stack.up import ResidencyChoice
 
 _SAMPLING = "Sampling"
+
+
+class ResidencyChoice(enum.StrEnum):
+    AUTO = "auto"
+    RESIDENT = "resident"
+    STREAMED = "streamed"
 
 
 class RestoreChoice(enum.StrEnum):

@@ -12,9 +12,9 @@ import typer
 
 from splitpoint import config
 from splitpoint.errors import DeadlineExceeded, InvalidArgument, NotFound
+from splitpoint_cli.checks.ports import bind_error
 from splitpoint_cli.output import err
 from splitpoint_cli.stack.instance import clear_leftovers, running_process
-from splitpoint_cli.stack.metrics_ports import bind_error
 from splitpoint_cli.stack.plan import instance_of
 
 _STOP_SECONDS = 90.0

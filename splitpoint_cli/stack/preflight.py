@@ -1,4 +1,4 @@
-"""What `splitpoint up` makes sure of before it starts a process: options, ports, memory, weights.
+"""Checks of `splitpoint up` before it starts a process: options, ports, memory, weights.
 
 The findings are those of `splitpoint doctor`; here problems become errors. A service that
 meets one later (a port was taken meanwhile) says so by itself.
@@ -7,24 +7,19 @@ meets one later (a port was taken meanwhile) says so by itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from splitpoint import config
 from splitpoint.errors import InvalidArgument, ResourceExhausted, SplitpointError, Unavailable
 from splitpoint.host.memory import memory_facts
-from splitpoint_cli.stack.metrics_ports import check_free
-from splitpoint_cli.stack.plan import Stack
-
-if TYPE_CHECKING:
-    from splitpoint_cli.doctor.finding import Finding
-
-# The checks are loaded when they run: what they look at comes with extras of the installation.
+from splitpoint_cli.checks import memory, ports
+from splitpoint_cli.checks.finding import Finding
+from splitpoint_cli.stack.plan import Stack, arena_bytes
 
 Say = Callable[[str, str], None]
 
 
-def check_options(stack: Stack) -> None:
-    """What the store would refuse about its arguments. Raises InvalidArgument."""
+def check_store_arguments(stack: Stack) -> None:
+    """Raise InvalidArgument for arguments that the store would refuse."""
     # Loads the store's modules, which no other command needs.
     from kvstore_service.__main__ import check_arguments, parse_arguments
 
@@ -33,14 +28,15 @@ def check_options(stack: Stack) -> None:
 
 
 def check_machine(stack: Stack, say: Say) -> None:
-    """Whether this machine and the checkpoint are fit for the stack; warnings go to `say`.
+    """Check that this machine and the checkpoint are fit for the stack; warnings go to `say`.
 
     Raises Unavailable (a port is taken), ResourceExhausted (memory), InvalidArgument (weights
     or tokenizer).
     """
-    from splitpoint_cli.doctor.checks import model, ports
+    from splitpoint_cli.checks import model  # loads what extras of the installation bring
 
-    check_free(stack.metrics)
+    if stack.metrics:
+        _judge(ports.check_metrics(stack.metrics), Unavailable, say, reason="METRICS_PORT")
     has_tls = stack.identity.serves_tls
     listen = ports.check_listen(stack.listen, has_tls=has_tls, has_tokens=stack.has_tokens)
     _judge(listen, Unavailable, say)
@@ -53,9 +49,7 @@ def check_machine(stack: Stack, say: Say) -> None:
 
 
 def _memory(stack: Stack) -> Iterator[Finding]:
-    from splitpoint_cli.doctor.checks import memory
-
-    there = stack.arena.stat().st_size if stack.arena.exists() else 0
+    there = arena_bytes(stack.arena)
     yield memory.check_shared_memory(
         config.SHARED_MEMORY, stack.host_memory_bytes, is_chosen=False, there_bytes=there
     )
@@ -64,9 +58,11 @@ def _memory(stack: Stack) -> Iterator[Finding]:
     yield memory.check_memory(memory_facts(), needed, weights)
 
 
-def _judge(finding: Finding, kind: type[SplitpointError], say: Say) -> None:
+def _judge(
+    finding: Finding, kind: type[SplitpointError], say: Say, *, reason: str = "NOT_FIT"
+) -> None:
     advice = f" ({finding.advice})" if finding.advice else ""
     if finding.verdict == "problem":
-        raise kind(f"{finding.found}{advice}", reason="NOT_FIT")
+        raise kind(f"{finding.found}{advice}", reason=reason)
     if finding.verdict == "warning":
         say(finding.name, f"{finding.found}{advice}")

@@ -29,7 +29,7 @@ from splitpoint_cli.bench.options import (
 from splitpoint_cli.bench.progress import Progress
 from splitpoint_cli.bench.restore.workload import check_data_type
 from splitpoint_cli.files import check_output
-from splitpoint_cli.planning.plan import find_shape
+from splitpoint_cli.models import find_shape
 from splitpoint_cli.plots import check_picture
 from splitpoint_cli.report import AsJson, OutputFile, hand_over, print_table
 

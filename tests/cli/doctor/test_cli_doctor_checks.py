@@ -15,7 +15,7 @@ from own_names import instance_name
 from splitpoint.config import remove_tree, runtime_directory
 from splitpoint.errors import InvalidArgument
 from splitpoint.host.memory import MemoryFacts
-from splitpoint_cli.doctor.checks import (
+from splitpoint_cli.checks import (
     gpu,
     kernel,
     limits,
@@ -25,8 +25,8 @@ from splitpoint_cli.doctor.checks import (
     redis,
     security,
 )
-from splitpoint_cli.doctor.checks.arenas import check_arenas, find_arenas
-from splitpoint_cli.doctor.checks.gpu_facts import (
+from splitpoint_cli.checks.finding import Check, Finding, Places, Verdict, run_check
+from splitpoint_cli.checks.gpu_facts import (
     Driver,
     Gpu,
     Link,
@@ -35,8 +35,8 @@ from splitpoint_cli.doctor.checks.gpu_facts import (
     pci_gpu_count,
     read_driver,
 )
-from splitpoint_cli.doctor.checks.software import check_packages, check_python, own_requirements
-from splitpoint_cli.doctor.finding import Check, Finding, Places, Verdict, run_check
+from splitpoint_cli.checks.software import check_packages, check_python, own_requirements
+from splitpoint_cli.doctor.arenas import check_arenas, find_arenas
 from splitpoint_cli.stack.instance import exclusive
 
 GIB = 1 << 30

@@ -15,7 +15,8 @@ from own_names import instance_name
 from up_process import free_ports, up_process, wait_until_up
 
 from splitpoint.config import arena_path, remove_tree, runtime_directory
-from splitpoint_cli.stack.plan import StackOptions, plan_stack
+from splitpoint_cli.stack.options import StackOptions
+from splitpoint_cli.stack.plan import plan_stack
 from splitpoint_cli.stack.restart_policy import RestartLimits
 from splitpoint_cli.stack.runner import run_stack
 

@@ -13,17 +13,24 @@ from typer.testing import CliRunner
 from kvstore_service.__main__ import layout_of
 from kvstore_service.__main__ import parse_arguments as parse_store
 from kvstore_service.eviction.cache_admission import ADMISSIONS
-from kvstore_service.eviction.policies import POLICIES
+from kvstore_service.eviction.policies import DEFAULT_POLICY, POLICIES
+from kvstore_service.integrity.scrubber import DEFAULT_PASS_SECONDS, LEAST_PASS_SECONDS
 from scheduler_service.__main__ import parse_arguments as parse_scheduler
+from scheduler_service.limits import Limits
 from splitpoint.config import remove_tree, runtime_directory
 from splitpoint.errors import InvalidArgument, PermissionDenied, SplitpointError
-from splitpoint.host.huge_pages import WISHES
-from splitpoint.planning.planner import Objective
+from splitpoint.options import scheduler as scheduler_options
+from splitpoint.options import store as store_options
+from splitpoint.options import worker as worker_options
 from splitpoint.shapes import Encoding
 from splitpoint_cli.main import app
 from splitpoint_cli.stack import up
-from splitpoint_cli.stack.plan import Stack, StackOptions, plan_stack
+from splitpoint_cli.stack.options import StackOptions
+from splitpoint_cli.stack.plan import Stack, plan_stack
 from worker_service.__main__ import parse_arguments as parse_worker
+from worker_service.device.pinning import PROGRESS_SECONDS
+from worker_service.startup import DEFAULT_CHUNK_TOKENS
+from worker_service.store.verifier import DEFAULT_VERIFY_RATE
 
 INSTANCE = instance_name("options")
 
@@ -77,7 +84,6 @@ def test_the_scheduler_gets_its_objective(monkeypatch: pytest.MonkeyPatch) -> No
         stack = planned(monkeypatch, *arguments)
         scheduler = parse_scheduler(list(stack.scheduler.arguments[2:]))
         assert scheduler.objective == expected
-    assert {choice.value for choice in up.ObjectiveChoice} == {kind.value for kind in Objective}
 
 
 def test_the_workers_get_what_is_said_of_their_lanes(
@@ -97,19 +103,24 @@ def test_the_workers_get_what_is_said_of_their_lanes(
 def test_what_is_not_given_is_left_to_the_services(monkeypatch: pytest.MonkeyPatch) -> None:
     stack = planned(monkeypatch)
     arguments = list(stack.store.arguments[2:])
-    kept = {"--listen", "--model", "--dtype", "--activations", "--chunk-tokens", "--host-memory"}
     flags = {word for word in arguments if word.startswith("--")}
-    assert flags == kept | {"--arena", "--replace-arena"}
+    given = {"--listen", "--model", "--dtype", "--host-memory"}
+    assert flags == given | {"--arena", "--replace-arena"}
     worker = parse_worker(list(stack.workers[0].arguments[2:]))
     assert worker.pin_limit is worker.link_rate is worker.trace is None
     assert not worker.serial
 
 
-def test_choices_are_those_of_the_store() -> None:
-    assert set(up.Eviction) == set(POLICIES)
-    assert list(up.KvEncoding) == [encoding.value for encoding in Encoding]
-    assert set(up.Admission) == set(ADMISSIONS)
-    assert set(up.HugePages) == set(WISHES)
+def test_choices_and_defaults_are_those_of_the_services() -> None:
+    assert set(store_options.EVICTION.choices) == set(POLICIES)
+    assert store_options.EVICTION.default == DEFAULT_POLICY
+    assert store_options.ADMISSION.choices == ADMISSIONS
+    assert store_options.SCRUB_SECONDS.default == DEFAULT_PASS_SECONDS
+    assert store_options.LEAST_SCRUB_SECONDS == LEAST_PASS_SECONDS
+    assert worker_options.VERIFY_RATE.default == DEFAULT_VERIFY_RATE
+    assert worker_options.CHUNK_TOKENS.default == DEFAULT_CHUNK_TOKENS
+    assert worker_options.PROGRESS_SECONDS.default == PROGRESS_SECONDS
+    assert scheduler_options.QUEUE_CAPACITY.default == Limits().queue_capacity
 
 
 def test_redis_is_for_every_service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

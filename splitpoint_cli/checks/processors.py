@@ -7,7 +7,7 @@ from collections.abc import Collection
 from splitpoint.errors import InvalidArgument
 from splitpoint.host.numa import choose_node, gpu_nodes, parse_nodes
 from splitpoint.host.openmp import LONG, spin_count
-from splitpoint_cli.doctor.finding import Finding, Places, Verdict, read_text
+from splitpoint_cli.checks.finding import Finding, Places, Verdict, read_text
 
 
 def check_cores(

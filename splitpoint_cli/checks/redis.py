@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from splitpoint.discovery.redis_options import RedisOptions, read_redis_options
 from splitpoint.errors import PermissionDenied, SplitpointError, Unavailable
-from splitpoint_cli.doctor.finding import Finding, Verdict, one_line
+from splitpoint_cli.checks.finding import Finding, Verdict, one_line
 from splitpoint_cli.output import seconds_text
 
 _NAME = "Redis"

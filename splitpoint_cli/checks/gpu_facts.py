@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from splitpoint_cli.doctor.finding import Places, read_text
+from splitpoint_cli.checks.finding import Places, read_text
 
 _NVIDIA = "0x10de"
 _DISPLAY = "0x03"

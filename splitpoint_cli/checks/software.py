@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from splitpoint.extras import SERVICES
-from splitpoint_cli.doctor.finding import Finding, Verdict
+from splitpoint_cli.checks.finding import Finding, Verdict
 
 _LEAST_PYTHON = (3, 11)
 # "grpcio>=1.70,<2" or "redis[hiredis]>=5.2"; what is behind a ";" is for extras.

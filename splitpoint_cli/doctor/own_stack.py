@@ -8,7 +8,7 @@ from splitpoint.client import INFERENCE_SERVICE
 from splitpoint.config import reachable_address, runtime_path
 from splitpoint.errors import SplitpointError
 from splitpoint.transport.tls import read_identity, trusting_own_server
-from splitpoint_cli.doctor.finding import Finding, Verdict
+from splitpoint_cli.checks.finding import Finding, Verdict
 from splitpoint_cli.request.probe import obstacle_of
 from splitpoint_cli.stack.instance import running_process
 

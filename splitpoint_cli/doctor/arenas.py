@@ -11,7 +11,7 @@ from pathlib import Path
 from splitpoint.arena.files import lock_path_of
 from splitpoint.config import format_size, runtime_path
 from splitpoint.errors import InvalidArgument
-from splitpoint_cli.doctor.finding import Finding, Verdict
+from splitpoint_cli.checks.finding import Finding, Verdict
 from splitpoint_cli.stack.instance import running_process
 
 _NAME = "arenas"

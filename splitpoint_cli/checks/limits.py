@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 
 from splitpoint.config import format_size
-from splitpoint_cli.doctor.finding import Finding, Verdict
+from splitpoint_cli.checks.finding import Finding, Verdict
 
 # Connections, mapped checkpoint files, the arena: far below, and a limit under it is odd.
 _OPEN_FILES = 1024

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from splitpoint_cli.doctor.finding import Finding, Places, Verdict
+from splitpoint_cli.checks.finding import Finding, Places, Verdict
 
 
 def check_rapl(places: Places) -> Finding:

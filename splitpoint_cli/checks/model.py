@@ -15,8 +15,8 @@ from splitpoint.checkpoint.tensors import read_header
 from splitpoint.config import format_size
 from splitpoint.errors import InvalidArgument, NotFound, SplitpointError
 from splitpoint.shapes import ModelShape
-from splitpoint_cli.doctor.finding import Finding, Verdict, one_line
-from splitpoint_cli.stack.plan import model_shape
+from splitpoint_cli.checks.finding import Finding, Verdict, one_line
+from splitpoint_cli.models import model_shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from splitpoint.config import format_rate, format_size
 from splitpoint.costs.pcie import link_ceiling
-from splitpoint_cli.doctor.checks.gpu_facts import Driver, Gpu, Link, TorchBuild
-from splitpoint_cli.doctor.finding import Finding, Verdict
+from splitpoint_cli.checks.finding import Finding, Verdict
+from splitpoint_cli.checks.gpu_facts import Driver, Gpu, Link, TorchBuild
 
 _TORCH_ADVICE = (
     "Install its CUDA build: python -m pip install --force-reinstall torch "

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from splitpoint.arena import presence
-from splitpoint_cli.doctor.finding import Finding, Verdict
+from splitpoint_cli.checks.finding import Finding, Verdict
 
 # Open file description locks, by which a store knows that a worker is gone.
 _LEAST = (3, 15)

@@ -11,7 +11,7 @@ from pathlib import Path
 from splitpoint.errors import PermissionDenied, SplitpointError
 from splitpoint.transport.access import Role, read_tokens
 from splitpoint.transport.tls import read_identity
-from splitpoint_cli.doctor.finding import Finding, Verdict
+from splitpoint_cli.checks.finding import Finding, Verdict
 
 _SOON = timedelta(days=14)
 _EVERYWHERE = {"0.0.0.0", "::"}

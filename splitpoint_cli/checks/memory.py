@@ -11,7 +11,7 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.host.huge_pages import probe
 from splitpoint.host.memory import MemoryFacts
 from splitpoint.shapes import ArenaLayout
-from splitpoint_cli.doctor.finding import Finding, Places, Verdict
+from splitpoint_cli.checks.finding import Finding, Places, Verdict
 
 # Less than this holds a few prompts of a small model at best.
 _LITTLE_ARENA_BYTES = 128 << 20

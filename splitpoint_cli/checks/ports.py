@@ -1,4 +1,4 @@
-"""Whether the addresses to listen at are free, and allowed."""
+"""Ports: which ones a stack's metrics get, and whether addresses to listen at are free."""
 
 from __future__ import annotations
 
@@ -10,12 +10,36 @@ from pathlib import Path
 
 from splitpoint.config import check_address, check_listen_address
 from splitpoint.errors import InvalidArgument
-from splitpoint_cli.doctor.finding import Finding, Verdict
-from splitpoint_cli.stack import metrics_ports
+from splitpoint_cli.checks.finding import Finding, Verdict
 
-# Others are tried for the advice, the next ones first.
+# Ports above a taken one that are tried for the advice: for one port, and for several in a row.
 _NEIGHBOURS = 20
+_ROW_NEIGHBOURS = 1000
 _ANSWER_SECONDS = 0.5
+
+
+def metrics_addresses(port: int | None, listen: str, workers: int) -> tuple[str, ...]:
+    """Return the addresses of the scheduler's, the store's and each worker's metrics.
+
+    They are `port` and the ports after it; empty if `port` is None. Raises InvalidArgument for
+    a port above 65535 and for that of `listen`.
+    """
+    if port is None:
+        return ()
+    ports = range(port, port + 2 + workers)
+    if not 1 <= ports[0] <= ports[-1] <= 65535:
+        raise InvalidArgument(
+            f"--metrics: {len(ports)} ports from {port} on are not all between 1 and 65535",
+            field="metrics",
+        )
+    listening = listen.rpartition(":")[2]
+    if not listen.startswith("unix:") and int(listening) in ports:
+        raise InvalidArgument(
+            f"--metrics: ports {ports[0]} to {ports[-1]} would be for metrics, but clients "
+            f"connect to {listening} (--listen)",
+            field="metrics",
+        )
+    return tuple(f"127.0.0.1:{each}" for each in ports)
 
 
 def check_listen(address: str, *, has_tls: bool, has_tokens: bool) -> Finding:
@@ -35,9 +59,9 @@ def check_listen(address: str, *, has_tls: bool, has_tokens: bool) -> Finding:
 
 def check_metrics(addresses: Sequence[str]) -> Finding:
     """As of `up --metrics`: a port for each service."""
-    found = metrics_ports.obstacle(addresses)
+    found = _first_obstacle(addresses)
     if found is not None:
-        return Finding("metrics", Verdict.PROBLEM, found, metrics_ports.advice(addresses))
+        return Finding("metrics", Verdict.PROBLEM, found, _row_advice(addresses))
     return Finding("metrics", Verdict.OK, f"{addresses[0]} to {addresses[-1]} are free")
 
 
@@ -52,7 +76,7 @@ def check_free(name: str, address: str, option: str) -> Finding:
     host, _, port_text = address.rpartition(":")
     host, port = host.strip("[]"), int(port_text)
     try:
-        obstacle = metrics_ports.bind_error(host, port)
+        obstacle = bind_error(host, port)
     except socket.gaierror as error:
         return Finding(
             name,
@@ -87,10 +111,45 @@ def check_free(name: str, address: str, option: str) -> Finding:
     return Finding(name, Verdict.PROBLEM, f"{address}: {obstacle.strerror}")
 
 
+def _first_obstacle(addresses: Sequence[str]) -> str | None:
+    """Return why the first address that is not free cannot be used; None if all are free."""
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        error = bind_error(host, int(port))
+        if error is not None:
+            return f"{address} cannot be used: {error.strerror}"
+    return None
+
+
+def _row_advice(addresses: Sequence[str]) -> str:
+    """Return how to get as many free ports in a row."""
+    count, first = len(addresses), int(addresses[0].rpartition(":")[2])
+    for port in range(first + 1, min(first + _ROW_NEIGHBOURS, 65536 - count)):
+        if _first_obstacle([f"127.0.0.1:{port + more}" for more in range(count)]) is None:
+            return f"{count} ports in a row are needed: --metrics {port}"
+    return f"{count} ports in a row are needed"
+
+
+def bind_error(host: str, port: int) -> OSError | None:
+    """Return the error of binding, if any. Raises socket.gaierror for an unknown host."""
+    family, kind, protocol, _, where = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    with socket.socket(family, kind, protocol) as listener:
+        # As servers do: ports of connections that ended a moment ago can be used.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(where)
+            listener.listen(1)
+        except OSError as error:
+            return error
+    return None
+
+
 def _free_port(host: str, port: int) -> int:
     """A port near the taken one; 0 (any) when all of them are taken."""
     for other in range(port + 1, min(port + 1 + _NEIGHBOURS, 65536)):
-        if metrics_ports.bind_error(host, other) is None:
+        if bind_error(host, other) is None:
             return other
     return 0
 

@@ -1,0 +1,119 @@
+"""Options of commands: a dataclass names the declared options, and Typer gets a signature of them.
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    chunk_tokens: int = of(store.CHUNK_TOKENS, "Arena")
+
+@takes_options
+def command(options: Options) -> None: ...
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import field, fields
+from enum import Enum
+from inspect import Parameter, Signature
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from splitpoint.options.option import Option
+
+T = TypeVar("T")
+
+
+def of(option: Option[T], panel: str | None = None) -> T:
+    """Declare a field as the value of an option; `panel` is its group in `--help`."""
+    metadata = {"option": option, "panel": panel}
+    declared: Any = (
+        field(metadata=metadata)
+        if option.is_required
+        else field(default=option.default, metadata=metadata)
+    )
+    value: T = declared
+    return value
+
+
+def declared_options(kind: Any) -> Iterator[tuple[str, Option[Any]]]:
+    """Yield name and option of each field that a dataclass, or an object of one, declares."""
+    for each in fields(kind):
+        if "option" in each.metadata:
+            yield each.name, each.metadata["option"]
+
+
+def check_options(values: Any) -> None:
+    """Check every declared option of a dataclass object. Raises InvalidArgument."""
+    for name, option in declared_options(values):
+        option.check(getattr(values, name))
+
+
+def arguments_of(options: Iterable[Option[object]], values: Any) -> list[str]:
+    """Return the command line that gives a service these options with an object's values.
+
+    Options that are None or have their default are left out.
+    """
+    words: list[str] = []
+    for option in options:
+        value = getattr(values, option.field)
+        if value is not None and value != option.default:
+            words += [option.flag] if option.kind is bool else [option.flag, str(value)]
+    return words
+
+
+def takes_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command for Typer with the options of its first parameter, a dataclass, as its own.
+
+    The other parameters are Typer's as usual.
+    """
+    first, *rest = inspect.signature(command, eval_str=True).parameters.values()
+    kind = first.annotation
+    parameters = [_parameter(each.name, each.metadata) for each in fields(kind) if each.metadata]
+    names = [each.name for each in parameters]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        values = {name: _plain(given.pop(name)) for name in names}
+        command(kind(**values), **given)
+
+    all_parameters = [*parameters, *(each.replace(kind=Parameter.KEYWORD_ONLY) for each in rest)]
+    run.__dict__["__signature__"] = Signature(all_parameters)
+    run.__annotations__ = {each.name: each.annotation for each in all_parameters}
+    return run
+
+
+def _parameter(name: str, metadata: Any) -> Parameter:
+    option: Option[Any] = metadata["option"]
+    decls = list(option.flags)
+    if option.kind is bool and option.default:
+        decls = [f"{option.flag}/--no-{option.name}"]
+    is_number = option.kind in (int, float)
+    declared = typer.Option(
+        *decls,
+        help=option.help,
+        metavar=option.unit or None,
+        min=option.least if is_number else None,
+        max=option.most if is_number else None,
+        rich_help_panel=metadata["panel"],
+    )
+    kind: Any = option.kind
+    if option.choices:
+        kind = _choice_type(name, option.choices)
+    default = Parameter.empty if option.is_required else option.default
+    if default is None:
+        kind = kind | None
+    return Parameter(
+        name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, declared]
+    )
+
+
+def _choice_type(name: str, choices: Iterable[str]) -> Any:
+    """Return a type for Typer whose values are these."""
+    new_enum: Any = Enum
+    return new_enum(name, {choice: choice for choice in choices})
+
+
+def _plain(value: object) -> object:
+    return value.value if isinstance(value, Enum) else value

@@ -1,0 +1,176 @@
+"""Options of `splitpoint plan` and `splitpoint size`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from splitpoint.costs.profile import BUILT_IN_PROFILES
+from splitpoint.options import scheduler, store, worker
+from splitpoint.options.option import SIZE, Option
+from splitpoint.planning.planner import Residency
+from splitpoint.planning.schedule import Schedule
+from splitpoint.shapes import BUILT_IN_SHAPES, Encoding
+from splitpoint_cli.options import of
+
+_MODEL: Option[str] = Option(
+    "model",
+    str,
+    "",
+    "Checkpoint folder, a hub name that was downloaded before, or one of "
+    f"{', '.join(BUILT_IN_SHAPES)}.",
+    unit="DIR|SHAPE",
+    is_required=True,
+)
+_PROFILE: Option[str] = Option(
+    "profile",
+    str,
+    "",
+    f"JSON file with measured costs, or one of {', '.join(BUILT_IN_PROFILES)}.",
+    unit="NAME|FILE",
+    is_required=True,
+)
+_CACHED: Option[int] = Option(
+    "cached", int, 0, "Number of cached prefix tokens (K).", unit="K", is_required=True
+)
+_NEW: Option[int] = Option(
+    "new", int, 0, "Number of new prompt tokens (T).", unit="T", is_required=True
+)
+_MAX_TOKENS: Option[int] = Option(
+    "max-tokens", int, 128, "Number of generated tokens, for the footprint.", unit="N", least=1
+)
+_SCHEDULE: Option[str] = Option(
+    "schedule",
+    str,
+    Schedule.PIPELINED.value,
+    "Overlap of copies and compute: pipelined (X in tiles, rebuilt while the rest is on the link), "
+    "serial (X, rebuild, load in turn: workers with --serial), column (X, then rebuild beside "
+    "load: KVPR), row (X already on the device).",
+    choices=tuple(schedule.value for schedule in Schedule),
+)
+_RESIDENCY: Option[str] = Option(
+    "residency",
+    str,
+    Residency.RESIDENT.value,
+    "Place of the cache: resident, restored once; streamed, pulled in each decode step.",
+    choices=tuple(residency.value for residency in Residency),
+)
+_SPARE: Option[str] = Option(
+    "spare",
+    str,
+    "0",
+    "Device memory in bytes in which a part of a streamed prefix may stay.",
+    unit=SIZE,
+)
+_KEEP_ACTIVATIONS = Option(
+    "keep-activations",
+    bool,
+    True,
+    "Let X stay on the device, instead of keys and values, for a streamed request.",
+)
+_STEP_MS: Option[float | None] = Option(
+    "step-ms",
+    float,
+    None,
+    "Milliseconds of a streamed decode step beside its cache traffic; absent: the profile's.",
+    unit="MS",
+    least=0,
+)
+_ENCODING: Option[str] = Option(
+    "encoding",
+    str,
+    Encoding.NATIVE.value,
+    "Encoding of stored keys, values and activations.",
+    choices=store.KV_ENCODING.choices,
+)
+_ACTIVATIONS = Option("activations", bool, True, "The store holds activations.")
+_WORKER_MEMORY: Option[str | None] = replace(
+    worker.DEVICE_MEMORY,
+    help="Bytes of device memory of the worker; weights that do not fit stay on the host; "
+    "absent: all weights fit.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """Values of the options of `splitpoint plan`."""
+
+    model: str = of(_MODEL)
+    profile: str = of(_PROFILE)
+    cached: int = of(_CACHED)
+    new: int = of(_NEW)
+    max_tokens: int = of(_MAX_TOKENS)
+    schedule: str = of(_SCHEDULE)
+    objective: str = of(scheduler.OBJECTIVE)
+    residency: str = of(_RESIDENCY)
+    spare: str = of(_SPARE)
+    keep_activations: bool = of(_KEEP_ACTIVATIONS)
+    step_ms: float | None = of(_STEP_MS)
+    encoding: str = of(_ENCODING)
+    chunk_tokens: int = of(store.CHUNK_TOKENS)
+    activations: bool = of(_ACTIVATIONS)
+    device_memory: str | None = of(_WORKER_MEMORY)
+    max_batch: int = of(worker.MAX_BATCH)
+    max_batched_tokens: int = of(worker.MAX_BATCHED_TOKENS)
+    dtype: str = of(store.DTYPE)
+
+    @property
+    def token_count(self) -> int:
+        return self.cached + self.new + self.max_tokens
+
+    @property
+    def step_seconds(self) -> float | None:
+        return None if self.step_ms is None else self.step_ms / 1e3
+
+
+_SIZED_MODEL = replace(_MODEL, default="llama-3.1-8b", is_required=False)
+_SIZED_PROFILE = replace(_PROFILE, default="h100-pcie5", is_required=False)
+_SIZED_MEMORY: Option[str | None] = replace(
+    worker.DEVICE_MEMORY,
+    help="Bytes of device memory for weights, cache and workspace; absent: 72GiB with a built-in "
+    "profile; required with measured costs.",
+)
+_TOKENS: Option[int] = Option(
+    "tokens", int, 32768, "Tokens of one request, prompt and answer.", unit="N", least=2
+)
+_PROMPT_NEW: Option[int] = Option(
+    "new", int, 512, "Prompt tokens of one request that the store lacks.", unit="N", least=1
+)
+_ANSWER_TOKENS: Option[int] = Option(
+    "max-tokens", int, 256, "Generated tokens of one request.", unit="N", least=1
+)
+_PREFIXES: Option[int] = Option(
+    "prefixes",
+    int,
+    100,
+    "Number of cached prefixes to keep in addition to those of running requests.",
+    unit="N",
+    least=0,
+)
+_STREAMED: Option[int | None] = Option(
+    "streamed",
+    int,
+    None,
+    "Number of streamed requests at once; absent: none unless no request fits as resident.",
+    unit="N",
+    least=0,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SizeOptions:
+    """Values of the options of `splitpoint size`."""
+
+    model: str = of(_SIZED_MODEL)
+    profile: str = of(_SIZED_PROFILE)
+    device_memory: str | None = of(_SIZED_MEMORY)
+    tokens: int = of(_TOKENS)
+    new: int = of(_PROMPT_NEW)
+    max_tokens: int = of(_ANSWER_TOKENS)
+    prefixes: int = of(_PREFIXES)
+    streamed: int | None = of(_STREAMED)
+    kv_encoding: str = of(store.KV_ENCODING)
+    step_ms: float | None = of(_STEP_MS)
+    max_batch: int = of(worker.MAX_BATCH)
+    max_batched_tokens: int = of(worker.MAX_BATCHED_TOKENS)
+    chunk_tokens: int = of(store.CHUNK_TOKENS)
+    dtype: str = of(store.DTYPE)

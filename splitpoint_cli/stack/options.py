@@ -1,0 +1,155 @@
+"""Options of `splitpoint up`: those of the services that it passes on, and its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from splitpoint import config
+from splitpoint.options import scheduler, service, store, worker
+from splitpoint.options.option import SIZE, Option
+from splitpoint_cli.options import of
+
+# Groups of --help.
+_SERVING = "Serving"
+_ARENA = "Arena"
+_LIMITS = "Limits of workers and scheduler"
+_SECURITY = "Security"
+_LANES = "Copies beside compute (docs/pipeline.md)"
+_REDIS = "Redis"
+_LOGS = "Logs and traces"
+
+MODEL: Option[str | None] = Option(
+    "model",
+    str,
+    None,
+    "Checkpoint folder, or a name on the Hugging Face hub (owner/name or owner/name@revision); "
+    "absent: the bundled model.",
+    unit="DIR|NAME",
+)
+WORKERS: Option[int | None] = Option(
+    "workers",
+    int,
+    None,
+    "Number of workers; absent: one per GPU, or one on the CPU.",
+    unit="N",
+    least=1,
+)
+DEVICE: Option[str] = Option(
+    "device",
+    str,
+    "auto",
+    "Device of the workers; cuda spreads them over the GPUs in turn; auto: cuda if there is a GPU.",
+    choices=("auto", "cpu", "cuda"),
+)
+HOST_MEMORY: Option[str | None] = Option(
+    "host-memory",
+    str,
+    None,
+    "Size of the arena in bytes; absent: a quarter of the available memory, at most 8 GiB and "
+    "half of the free space of /dev/shm.",
+    unit=SIZE,
+)
+LISTEN: Option[str] = Option(
+    "listen",
+    str,
+    config.DEFAULT_ADDRESS,
+    "Address for clients: a loopback port or unix:/path; any interface with TLS and tokens.",
+    unit="ADDRESS",
+)
+INSTANCE: Option[str | None] = Option(
+    "instance",
+    str,
+    None,
+    "Name of this stack's sockets and arena; absent: derived from the port.",
+    unit="NAME",
+)
+GRACE: Option[float] = replace(
+    scheduler.GRACE_SECONDS,
+    name="grace",
+    help="Seconds that running requests may take to finish after Ctrl-C.",
+)
+METRICS: Option[int | None] = Option(
+    "metrics",
+    int,
+    None,
+    "Serve Prometheus metrics on 127.0.0.1: the scheduler's at this port, the store's at the "
+    "next, then those of workers 0, 1, ...; absent: nowhere (docs/metrics.md).",
+    unit="PORT",
+    least=1,
+    most=65535,
+)
+TRACE: Option[str | None] = Option(
+    "trace",
+    str,
+    None,
+    "File for a timeline of copies and compute, written at the stop for `splitpoint trace`: "
+    "out.json becomes out-0.json of worker 0, and so on; absent: none.",
+    unit="FILE",
+)
+LOG_LEVEL: Option[str | None] = Option(
+    "log-level",
+    str,
+    None,
+    "Lowest level of log lines that are shown; absent: warning.",
+    choices=service.LOG_LEVEL.choices,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StackOptions:
+    """Values of the options of `splitpoint up`."""
+
+    model: str | None = of(MODEL)
+    workers: int | None = of(WORKERS)
+    device: str = of(DEVICE)
+    dtype: str = of(store.DTYPE)
+    listen: str = of(LISTEN)
+
+    residency: str = of(scheduler.RESIDENCY, _SERVING)
+    objective: str = of(scheduler.OBJECTIVE, _SERVING)
+    grace_seconds: float = of(GRACE, _SERVING)
+    instance: str | None = of(INSTANCE, _SERVING)
+    reflection: bool = of(service.REFLECTION, _SERVING)
+    metrics: int | None = of(METRICS, _SERVING)
+
+    host_memory: str | None = of(HOST_MEMORY, _ARENA)
+    chunk_tokens: int = of(store.CHUNK_TOKENS, _ARENA)
+    activations: str = of(store.ACTIVATIONS, _ARENA)
+    kv_encoding: str = of(store.KV_ENCODING, _ARENA)
+    keep_arena: bool = of(store.KEEP_ARENA, _ARENA)
+    eviction: str = of(store.EVICTION, _ARENA)
+    evict_above: float | None = of(store.EVICT_ABOVE, _ARENA)
+    evict_to: float | None = of(store.EVICT_TO, _ARENA)
+    admission: str = of(store.ADMISSION, _ARENA)
+    lease_seconds: float = of(store.LEASE_SECONDS, _ARENA)
+    scrub_seconds: float = of(store.SCRUB_SECONDS, _ARENA)
+    scrub_rate: str = of(store.SCRUB_RATE, _ARENA)
+    verify_rate: float = of(worker.VERIFY_RATE, _ARENA)
+    huge_pages: str = of(store.HUGE_PAGES, _ARENA)
+    numa_node: str = of(store.NUMA_NODE, _ARENA)
+    pin_limit: str | None = of(worker.PIN_LIMIT, _ARENA)
+
+    device_memory: str | None = of(worker.DEVICE_MEMORY, _LIMITS)
+    threads: int | None = of(worker.THREADS, _LIMITS)
+    max_batched_tokens: int = of(worker.MAX_BATCHED_TOKENS, _LIMITS)
+    max_batch: int = of(worker.MAX_BATCH, _LIMITS)
+    queue_capacity: int = of(scheduler.QUEUE_CAPACITY, _LIMITS)
+
+    serial: bool = of(worker.SERIAL, _LANES)
+    link_rate: str | None = of(worker.LINK_RATE, _LANES)
+    trace: str | None = of(TRACE, _LANES)
+
+    # For the scheduler only: store and workers listen in a private folder.
+    tls_cert: str | None = of(service.TLS_CERT, _SECURITY)
+    tls_key: str | None = of(service.TLS_KEY, _SECURITY)
+    tls_ca: str | None = of(service.TLS_CA, _SECURITY)
+    tokens: str | None = of(service.TOKENS, _SECURITY)
+    tenant_requests: int | None = of(scheduler.TENANT_REQUESTS, _SECURITY)
+
+    redis: str | None = of(service.REDIS, _REDIS)
+    redis_password_file: str | None = of(service.REDIS_PASSWORD_FILE, _REDIS)
+    redis_ca: str | None = of(service.REDIS_CA, _REDIS)
+
+    log_format: str = of(service.LOG_FORMAT, _LOGS)
+    log_level: str | None = of(LOG_LEVEL, _LOGS)
+    otlp_endpoint: str | None = of(service.OTLP_ENDPOINT, _LOGS)
