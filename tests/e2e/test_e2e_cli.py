@@ -59,7 +59,8 @@ def service_processes(instance: str) -> dict[int, str]:
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            command = (entry / "cmdline").read_bytes().decode().split("\0")
+            # Another program's arguments may be no UTF-8.
+            command = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
         except (FileNotFoundError, ProcessLookupError):
             continue
         if any(f"/{instance}/" in part or f"-{instance}/" in part for part in command):

@@ -193,7 +193,7 @@ asyncio.run(main())
 
 def test_children_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    script = _PARENT.format(folder=str(Path(__file__).parents[1]), log=str(log))
+    script = _PARENT.format(folder=str(Path(__file__).parent), log=str(log))
     with subprocess.Popen(
         [sys.executable, "-c", script],
         stdout=subprocess.PIPE,
