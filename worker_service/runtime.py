@@ -103,8 +103,10 @@ class Runtime:
         if store is not None:
             layout, fetched = engine.cache.layout, self.account.fetched
             self.fetcher = PrefixFetcher(store, layout, self._on_rates, fetched)
-            store.quiesce = self._quiesce
-            store.reattached = lambda: engine.post(Call(engine.restorer.forget_arena))
+            store.on_reattach(
+                quiesce=self._quiesce,
+                reattached=lambda: engine.post(Call(engine.restorer.forget_arena)),
+            )
             if store.pinning is not None:
                 store.pinning.between_steps = self._between_steps
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)

@@ -171,22 +171,26 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
             layout = ArenaLayout.of(shape, chunk_tokens=options.chunk_tokens, has_activations=False)
         else:
             name, identity = f"worker-{options.worker_id}", options.identity
+            pinning = None
+            if device.type == "cuda" and options.pin_limit_bytes != 0:
+                pinning = Pinning(
+                    CudaRegistrar(device),
+                    limit_bytes=options.pin_limit_bytes,
+                    progress_seconds=options.progress_seconds,
+                )
             if options.mirror_memory_bytes is not None:
                 store = RemoteStoreClient(
                     options.kvstore_address,
                     name,
                     identity=identity,
                     mirror_bytes=options.mirror_memory_bytes,
+                    pinning=pinning,
                 )
             else:
-                store = StoreClient(options.kvstore_address, name, identity=identity)
-            on_failure.push_async_callback(store.close)
-            if device.type == "cuda" and options.pin_limit_bytes != 0:
-                store.pinning = Pinning(
-                    CudaRegistrar(device),
-                    limit_bytes=options.pin_limit_bytes,
-                    progress_seconds=options.progress_seconds,
+                store = StoreClient(
+                    options.kvstore_address, name, identity=identity, pinning=pinning
                 )
+            on_failure.push_async_callback(store.close)
             layout = await store.layout()
             await asyncio.to_thread(_check_layout, layout, shape, options.model_folder)
         engine, profile, description, weights = await asyncio.to_thread(

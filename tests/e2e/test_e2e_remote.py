@@ -19,7 +19,6 @@ from splitpoint.errors import FailedPrecondition
 from splitpoint.transport.channels import open_channel
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from worker_service.startup import LoadedWorker
-from worker_service.store.fetch import PrefixFetcher
 
 MODEL = build_tiny("llama")
 NEW_TOKENS = 12
@@ -327,31 +326,6 @@ async def test_a_fetch_cancelled_while_its_own_store_is_slow_leaves_nothing(
             second.process.send_signal(signal.SIGCONT)
         await second.results(name)
     await second.assert_clean()
-
-
-async def test_what_comes_for_nobody_is_given_back() -> None:
-    """A call that is cancelled may have been carried out: its grant must not be lost."""
-    fetcher = PrefixFetcher.__new__(PrefixFetcher)
-    fetcher._cleanups = set()
-    granted = asyncio.Event()
-    given_back: list[str] = []
-
-    async def call() -> str:
-        await granted.wait()
-        return "slots"
-
-    async def give_back(what: str) -> None:
-        given_back.append(what)
-
-    waiting = asyncio.create_task(fetcher._obtained(call(), give_back))
-    await asyncio.sleep(0)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    assert given_back == []
-    granted.set()
-    await asyncio.gather(*fetcher._cleanups)
-    assert given_back == ["slots"]
 
 
 async def test_rates_are_measured_and_told(hosts: tuple[Host, Host]) -> None:

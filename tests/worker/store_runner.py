@@ -31,7 +31,8 @@ from worker_service.engine.messages import Matched, StepOutput
 from worker_service.engine.sampling import Sampling
 from worker_service.engine.sequence import Admission, Suspects
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
-from worker_service.store.client import Connection, Match
+from worker_service.store.client import Match
+from worker_service.store.session import Connection
 from worker_service.store.write_back import (
     ChunksStored,
     Flushed,

@@ -13,8 +13,9 @@ from worker_service.engine.sampling import Sampling
 from worker_service.lanes.spans import RequestSpans
 from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.store.arena_tensors import StoredChunk
-from worker_service.store.client import Connection, Match
+from worker_service.store.client import Match
 from worker_service.store.fetch import FetchSource
+from worker_service.store.session import Connection
 from worker_service.store.verifier import Check
 
 

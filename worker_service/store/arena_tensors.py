@@ -14,22 +14,17 @@ from worker_service.store.codec import ChunkCodec
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """A sealed chunk as a reader names it."""
+    """The handle of a sealed chunk. `checksum`: XXH3-64 of the payload, from the store."""
 
     slot: int
     generation: int
     token_count: int
     key: bytes
-    # XXH3-64 of the payload, as the store gave it.
     checksum: int
 
 
 class SuspectChunks(ChunkLost):
-    """Chunks whose commit word is not what their handle says.
-
-    Attributes:
-        chunks: which.
-    """
+    """`chunks` are no longer sealed under their generations."""
 
     def __init__(self, message: str, chunks: Sequence[StoredChunk]) -> None:
         super().__init__(message, reason="CHUNK_LOST")
@@ -37,17 +32,17 @@ class SuspectChunks(ChunkLost):
 
 
 class DamagedChunks(SuspectChunks):
-    """Chunks whose payload differs from its checksum."""
+    """The payloads of `chunks` differ from their checksums."""
 
 
 class ArenaTensors:
     """Views of one attached arena.
 
     Attributes:
-        codec: what the planes' elements mean; encoded ones are raw bytes here.
-        keys, values: per layer `[slots, n_kv, chunk_tokens, d]`, or row bytes for d.
-        inputs: per layer `[slots, chunk_tokens, h]`, or row bytes for h; empty
-            without activations.
+        codec: the encoding of the planes. Encoded planes are raw bytes here.
+        keys, values: per layer `[slots, n_kv, chunk_tokens, d]`; encoded: row bytes for d.
+        inputs: per layer `[slots, chunk_tokens, h]`; encoded: row bytes for h. Empty without
+            activations.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -67,14 +62,20 @@ class ArenaTensors:
         self.inputs = views("X") if layout.has_activations else []
 
     def plane(self, layer: int, tensor: str) -> torch.Tensor:
-        """All slots of "K", "V" or "X" in one layer."""
+        """Return all slots of "K", "V" or "X" in one layer."""
         return {"K": self.keys, "V": self.values, "X": self.inputs}[tensor][layer]
+
+    def zero_rows(self, slot: int, first_row: int) -> None:
+        """Zero the rows of a slot from `first_row` on, in all planes."""
+        if first_row < self.layout.chunk_tokens:
+            for plane in (*self.keys, *self.values, *self.inputs):
+                plane[slot, ..., first_row:, :] = 0
 
     def check_current(self, chunks: Sequence[StoredChunk]) -> None:
         """Raise SuspectChunks unless every chunk is still sealed under its generation.
 
-        Readers call it after the last byte was copied. Generations only grow: a chunk
-        that is current then was current all the time.
+        Readers call it after the last byte was copied. Generations only grow, so a chunk that
+        is current then did not change during the copy.
         """
         slots = [chunk.slot for chunk in chunks]
         if self.arena.is_current(slots, [chunk.generation for chunk in chunks]):

@@ -1,8 +1,7 @@
-"""Both directions of chunk streams from the client's side: ReadChunks into slots,
-WriteChunks out of them.
+"""The client's side of chunk streams: ReadChunks into slots, WriteChunks out of slots.
 
-Copies and hashes run on a lane, a single thread, off the event loop. Knows no
-session's life: whoever calls decides what may be read and where it may go.
+Copies and hashes run on a lane, a single thread, off the event loop. Callers decide what may be
+read, and which slots may be written.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -21,32 +21,45 @@ from splitpoint.transport.statuses import error_of
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import types_pb2
 
-# How long a peer may be silent in the middle of a stream.
+# Time limit between two pieces of a stream.
 SILENCE_SECONDS = 10.0
-# Moved together: large enough for a link's full speed, small enough that what a peer
-# that dies had sent is not all lost.
+# Bytes per call: enough for a link's full speed, few enough that not all is lost if the
+# peer dies.
 BATCH_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTarget:
+    """Where read chunks go.
+
+    Attributes:
+        lane: single thread that copies.
+        check: raises if the slots may not be written any more. Nothing awaits between a
+            check and a copy's place in the lane.
+    """
+
+    payload: Payload
+    slots: Sequence[int]
+    lane: ThreadPoolExecutor
+    check: Callable[[], None] = lambda: None
 
 
 async def read_chunks(
     stub: Any,
     session_id: bytes,
     handles: Sequence[types_pb2.SlotHandle],
-    payload: Payload,
-    slots: Sequence[int],
-    lane: ThreadPoolExecutor,
-    check: Callable[[], None],
+    target: ReadTarget,
 ) -> None:
-    """Fill `slots[i]` with the chunk of `handles[i]`, and compare its checksum.
+    """Fill `target.slots[i]` with the chunk of `handles[i]`, and compare its checksum.
 
-    `check` raises when the slots may not be written any more; nothing awaits
-    between it and a copy's place in the lane. When this returns or raises, the lane
-    may hold one last copy: go through the lane before giving the slots up.
+    When this returns or raises, the lane may hold one last copy: wait for the lane before you
+    give the slots up.
 
-    Raises DataLoss when a payload differs from its handle's checksum, Internal when
-    the pieces are not those asked for, and what the store answers.
+    Raises DataLoss if a payload differs from its handle's checksum, Internal if the store
+    sends other pieces, and what the store answers.
     """
     loop = asyncio.get_running_loop()
+    payload, slots = target.payload, target.slots
     call = stub.ReadChunks(pb.ReadChunksRequest(session_id=session_id, chunks=handles))
     index = offset = 0
     digest = xxhash.xxh3_64()
@@ -60,7 +73,7 @@ async def read_chunks(
         while True:
             async with asyncio.timeout(SILENCE_SECONDS):
                 response = await call.read()
-            # One copy at a time, while the next piece is on its way.
+            # One copy at a time, while the next piece arrives.
             if copying is not None:
                 await copying
             if offset == payload.size_bytes:
@@ -78,8 +91,8 @@ async def read_chunks(
                 or not offset < end <= payload.size_bytes
             ):
                 raise Internal("the store sent other pieces than were asked for")
-            check()
-            copying = loop.run_in_executor(lane, copy, slots[index], offset, data)
+            target.check()
+            copying = loop.run_in_executor(target.lane, copy, slots[index], offset, data)
             offset = end
         if index < len(slots):
             raise Unavailable(f"the stream ended in chunk {index} of {len(slots)}")
@@ -99,7 +112,7 @@ async def write_chunks(
     lane: ThreadPoolExecutor,
     timeout: float,
 ) -> pb.WriteChunksResponse:
-    """Send the chunks of the header from `slots`. Raises what the store answers."""
+    """Send the header's chunks from `slots`. Raises what the store answers."""
     loop = asyncio.get_running_loop()
 
     async def parts() -> AsyncIterator[pb.WriteChunksRequest]:

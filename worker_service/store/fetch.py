@@ -1,21 +1,19 @@
-"""Brings a prefix from another host's store into the worker's own, before it is matched there.
+"""Fetches a prefix from another host's store into the worker's own store, before its match.
 
-Whatever fails costs reuse, never a request: the chunks that were sealed until then
-stay, the rest is computed. Runs on the event loop; copies have a lane.
+A failed fetch costs reuse, never a request: chunks that were sealed before it failed stay, and
+the rest is computed. Fetches run on the event loop. Copies run on a lane.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from splitpoint.arena.payload import Payload
 from splitpoint.errors import DataLoss, SplitpointError, Unavailable
@@ -24,29 +22,30 @@ from splitpoint.observe import tracing
 from splitpoint.observe.tracing import NO_SPAN
 from splitpoint.shapes import ArenaLayout
 from splitpoint.v1 import kvstore_pb2 as pb
+from splitpoint.v1 import types_pb2
 from worker_service.lanes.lanes import passed
 from worker_service.lanes.spans import TRACED_BATCHES
 from worker_service.store.arena_tensors import ArenaTensors
-from worker_service.store.chunk_streams import BATCH_BYTES
-from worker_service.store.client import Connection, Match, StoreClient, WrittenChunk
+from worker_service.store.chunk_streams import BATCH_BYTES, ReadTarget, read_chunks
+from worker_service.store.cleanups import Cleanups
+from worker_service.store.client import Match, StoreClient, WrittenChunk
 from worker_service.store.remote_session import RemoteSession, remote_session
+from worker_service.store.session import Connection
 
 log = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
-
-# Below this a fetch measures round trips, not the link.
+# Smaller fetches measure round trips, not the link.
 MEASURABLE_BYTES = 1 << 20
-# Weight of a new rate in the average.
+# Weight of a new rate in the moving average.
 NEW_RATE_SHARE = 0.3
 LONGEST_SECONDS = 30.0
-# For releases when the worker stops; the session's end does what is left.
+# Time for releases when the worker stops. The end of its session releases the rest.
 CLOSE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class FetchSource:
-    """Where the scheduler thinks more of a prefix is. `predicted_seconds` 0: it cannot tell."""
+    """A store that holds more of a prefix. `predicted_seconds` is 0 if unknown."""
 
     address: str
     cached_tokens: int
@@ -61,7 +60,7 @@ class FetchSource:
 
 @dataclass(slots=True)
 class FetchResult:
-    """What a fetch brought, also while it runs. Tokens are of the prefix."""
+    """What a fetch has brought so far."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -70,8 +69,21 @@ class FetchResult:
 
 
 @dataclass(slots=True)
+class _Fetch:
+    """One fetch under way. `parent` is the key of the chunk before the next batch."""
+
+    session: RemoteSession
+    found: pb.MatchResponse
+    connection: Connection
+    salt: bytes
+    lease_ids: list[int]
+    result: FetchResult
+    parent: bytes = b""
+
+
+@dataclass(slots=True)
 class FetchTotals:
-    """Of all fetches, those included that failed or were cancelled."""
+    """Totals of all fetches, failed and cancelled ones included."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -81,8 +93,8 @@ class PrefixFetcher:
     """All fetches of one worker.
 
     Attributes:
-        rates: measured bytes per second by the source's address.
-        totals: kept on the event loop.
+        rates: measured bytes per second by source address.
+        totals: updated on the event loop.
     """
 
     def __init__(
@@ -97,14 +109,14 @@ class PrefixFetcher:
         self._layout = layout
         self._rate_changed = rate_changed
         self.rates: dict[str, float] = {}
-        self._cleanups: set[asyncio.Task[None]] = set()
+        self._cleanups = Cleanups()
         self._lane = ThreadPoolExecutor(1, thread_name_prefix="fetch")
-        # Fetches of sequences that begin alike take turns: the second one finds
-        # in the own store what the first one brought.
+        # Fetches of sequences with the same first chunk take turns: the second one finds the
+        # chunks of the first one in the own store.
         self._turns: dict[bytes, tuple[asyncio.Lock, list[None]]] = {}
 
     async def fetch(self, source: FetchSource, salt: bytes, tokens: Sequence[int]) -> FetchResult:
-        """Bring what the source has more of. Never raises but when cancelled."""
+        """Fetch what the source has more of. Raises only CancelledError."""
         result = FetchResult()
         began = time.monotonic()
         try:
@@ -115,7 +127,7 @@ class PrefixFetcher:
         except SplitpointError as error:
             log.warning("not fetched from %s: %s", source.address, error.message)
         except Exception:
-            # Without its prefix the request can still run; without an answer it hangs.
+            # The request can run without its prefix.
             log.exception("fetching from %s failed", source.address)
         finally:
             result.seconds = time.monotonic() - began
@@ -125,13 +137,12 @@ class PrefixFetcher:
         return result
 
     async def quiesce(self) -> None:
-        """Return once no copy that was begun is under way any more."""
+        """Return when all copies that had begun are done."""
         await passed(self._lane)
 
     async def close(self) -> None:
-        """No fetch may run any more."""
-        if self._cleanups:
-            await asyncio.wait(self._cleanups, timeout=CLOSE_SECONDS)
+        """Release resources. No fetch may run any more."""
+        await self._cleanups.wait(CLOSE_SECONDS)
         self._lane.shutdown()
 
     # -- one fetch ----------------------------------------------------------------
@@ -142,7 +153,10 @@ class PrefixFetcher:
         chunk_tokens = self._layout.chunk_tokens
         first = chunk_key(self._layout.layout_hash, salt, b"", tokens[:chunk_tokens])
         async with self._turn(first):
-            own = await self._obtained(self._store.match(salt, tokens), self._give_back_match)
+            own = await self._cleanups.obtain(
+                self._store.match(salt, tokens),
+                lambda match: self._store.release(match.connection, lease_ids=[match.lease_id]),
+            )
             lease_ids = [own.lease_id]
             try:
                 if own.cached_tokens >= min(source.cached_tokens, len(tokens) - 1):
@@ -153,27 +167,21 @@ class PrefixFetcher:
                 ) as session:
                     found = await session.match(salt, tokens)
                     if found.cached_tokens > own.cached_tokens:
-                        await self._bring(session, found, own, salt, tokens, lease_ids, result)
+                        fetch = _Fetch(session, found, own.connection, salt, lease_ids, result)
+                        await self._fetch_chunks(fetch, own, tokens)
             finally:
-                await self._undisturbed(self._store.release(own.connection, lease_ids=lease_ids))
+                await self._cleanups.finish(
+                    self._store.release(own.connection, lease_ids=lease_ids)
+                )
 
-    async def _bring(
-        self,
-        session: RemoteSession,
-        found: pb.MatchResponse,
-        own: Match,
-        salt: bytes,
-        tokens: Sequence[int],
-        lease_ids: list[int],
-        result: FetchResult,
-    ) -> None:
-        """The chunks behind the own full ones, batch by batch."""
+    async def _fetch_chunks(self, fetch: _Fetch, own: Match, tokens: Sequence[int]) -> None:
+        """Fetch the chunks after the own full ones, batch by batch."""
         size = self._layout.chunk_tokens
+        found = fetch.found
         start = own.cached_tokens // size
-        parent = own.chunks[start - 1].key if start else b""
+        fetch.parent = own.chunks[start - 1].key if start else b""
         batch = max(1, BATCH_BYTES // self._layout.chunk_bytes)
-        had = own.cached_tokens
-        # The store's part in a long fetch is traced for its first batches only.
+        # Only the first batches of a long fetch are traced in the store.
         spans = itertools.chain([tracing.current()] * TRACED_BATCHES, itertools.repeat(NO_SPAN))
         while start < len(found.chunks):
             end = min(start + batch, len(found.chunks))
@@ -183,101 +191,71 @@ class PrefixFetcher:
                 for index in range(start, end)
             ]
             with next(spans).current():
-                parent = await self._bring_batch(
-                    session, found, own.connection, salt, start, pieces, parent, lease_ids, result
-                )
-            result.tokens = last - had
+                await self._fetch_batch(fetch, found.chunks[start:end], pieces)
+            fetch.result.tokens = last - own.cached_tokens
             start = end
 
-    async def _bring_batch(
+    async def _fetch_batch(
         self,
-        session: RemoteSession,
-        found: pb.MatchResponse,
-        connection: Connection,
-        salt: bytes,
-        first: int,
+        fetch: _Fetch,
+        handles: Sequence[types_pb2.SlotHandle],
         pieces: Sequence[tuple[int, ...]],
-        parent: bytes,
-        lease_ids: list[int],
-        result: FetchResult,
-    ) -> bytes:
-        """Reserve, read, seal; returns the key of the last chunk."""
-        handles = found.chunks[first : first + len(pieces)]
+    ) -> None:
+        """Reserve slots, read the chunks of `handles` with the tokens `pieces`, and seal them."""
+        connection = fetch.connection
         self._check_session(connection)
-        granted = await self._obtained(
-            self._store.reserve(connection, salt, len(pieces)),
+        granted = await self._cleanups.obtain(
+            self._store.reserve(connection, fetch.salt, len(pieces)),
             lambda granted: self._store.release(connection, slots=granted),
         )
-        slots = [slot for slot, _ in granted]
         try:
-            began = time.monotonic()
-            payload = Payload(connection.tensors.arena)
-            await session.read(
-                handles, payload, slots, self._lane, lambda: self._check_session(connection)
-            )
-            result.streaming_seconds += time.monotonic() - began
-            result.bytes += len(slots) * payload.size_bytes
-            checksums = [handle.checksum for handle in handles]
-            if len(pieces[-1]) < handles[-1].token_count:
-                # Only its beginning is ours: the rest belongs to another sequence.
-                self._check_session(connection)
-                checksums[-1] = await asyncio.get_running_loop().run_in_executor(
-                    self._lane, cut_tail, connection.tensors, slots[-1], len(pieces[-1])
-                )
+            checksums = await self._read(fetch, handles, [slot for slot, _ in granted], pieces)
             written = []
+            parent = fetch.parent
             for (slot, generation), piece, checksum in zip(granted, pieces, checksums, strict=True):
                 written.append(WrittenChunk(slot, generation, parent, piece, checksum))
-                parent = chunk_key(self._layout.layout_hash, salt, parent, piece)
-            sealed = await self._obtained(
-                self._store.seal(connection, salt, written, lease_ids[-1]),
+                parent = chunk_key(self._layout.layout_hash, fetch.salt, parent, piece)
+            sealed = await self._cleanups.obtain(
+                self._store.seal(connection, fetch.salt, written, fetch.lease_ids[-1]),
                 lambda sealed: self._store.release(connection, lease_ids=[sealed.lease_id]),
             )
         except BaseException:
-            await self._undisturbed(self._give_up(connection, granted))
+            await self._cleanups.finish(self._give_up(connection, granted))
             raise
-        if sealed.lease_id not in lease_ids:
-            lease_ids.append(sealed.lease_id)
+        if sealed.lease_id not in fetch.lease_ids:
+            fetch.lease_ids.append(sealed.lease_id)
         if sealed.chunks[-1].key != parent:
             raise DataLoss("the own store names a fetched chunk by another key")
-        return parent
+        fetch.parent = parent
 
-    async def _obtained(
+    async def _read(
         self,
-        call: Coroutine[Any, Any, Result],
-        give_back: Callable[[Result], Coroutine[Any, Any, None]],
-    ) -> Result:
-        """What a call grants; if nobody waits for it any more, it is given back when it comes.
-
-        A call that is cancelled may have been carried out all the same.
-        """
-        task = asyncio.create_task(call)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-
-            async def afterwards() -> None:
-                with contextlib.suppress(SplitpointError):
-                    await give_back(await task)
-
-            cleanup = asyncio.create_task(afterwards())
-            self._cleanups.add(cleanup)
-            cleanup.add_done_callback(self._cleanups.discard)
-            raise
-
-    async def _give_back_match(self, match: Match) -> None:
-        await self._store.release(match.connection, lease_ids=[match.lease_id])
+        fetch: _Fetch,
+        handles: Sequence[types_pb2.SlotHandle],
+        slots: Sequence[int],
+        pieces: Sequence[tuple[int, ...]],
+    ) -> list[int]:
+        """Read chunks into own slots. Return their checksums."""
+        connection, session = fetch.connection, fetch.session
+        began = time.monotonic()
+        payload = Payload(connection.tensors.arena)
+        target = ReadTarget(payload, slots, self._lane, lambda: self._check_session(connection))
+        await read_chunks(session.stub, session.session_id, handles, target)
+        fetch.result.streaming_seconds += time.monotonic() - began
+        fetch.result.bytes += len(slots) * payload.size_bytes
+        checksums = [handle.checksum for handle in handles]
+        if len(pieces[-1]) < handles[-1].token_count:
+            # Keep only the beginning: the rest belongs to another sequence.
+            self._check_session(connection)
+            checksums[-1] = await asyncio.get_running_loop().run_in_executor(
+                self._lane, cut_tail, connection.tensors, slots[-1], len(pieces[-1])
+            )
+        return checksums
 
     async def _give_up(self, connection: Connection, slots: Sequence[tuple[int, int]]) -> None:
         await self.quiesce()  # a copy may still be writing
         # Sealed slots among them are no longer granted: releasing is idempotent.
         await self._store.release(connection, slots=slots)
-
-    async def _undisturbed(self, cleanup: Coroutine[Any, Any, None]) -> None:
-        """To its end, even if the fetch is cancelled once more."""
-        task = asyncio.create_task(cleanup)
-        self._cleanups.add(task)
-        task.add_done_callback(self._cleanups.discard)
-        await asyncio.shield(task)
 
     def _check_session(self, connection: Connection) -> None:
         if self._store.connection is not connection:
@@ -305,9 +283,6 @@ class PrefixFetcher:
 
 
 def cut_tail(tensors: ArenaTensors, slot: int, token_count: int) -> int:
-    """Zero the rows from `token_count` on; returns the slot's checksum then."""
-    for plane in (*tensors.keys, *tensors.values):
-        plane[slot, :, token_count:] = 0
-    for plane in tensors.inputs:
-        plane[slot, token_count:] = 0
+    """Zero the rows from `token_count` on. Return the slot's new checksum."""
+    tensors.zero_rows(slot, token_count)
     return tensors.arena.checksum(slot)

@@ -1,9 +1,9 @@
-"""Private memory laid out like an arena: where a worker keeps chunks of a remote store.
+"""The mirror: a worker's cache of a remote store's chunks, in memory laid out like an arena.
 
-Every slot is free, granted (being filled) or holds a chunk; a chunk stays, also
-when nobody holds it, until its slot is needed. Chunks are named by their keys,
-which stand for their contents, so they outlive the remote store's sessions. Runs
-on the event loop; commit words let the engine's thread check what it reads.
+A slot is free, granted (being filled), or holds a chunk. Unreferenced chunks are evicted, least
+recently used first, when their slots are needed. Chunks are named by their keys and checksums,
+so they outlive the remote store's sessions. The mirror runs on the event loop. Commit words let
+the engine's thread check what it reads.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ from splitpoint.host.memory import memory_facts
 from splitpoint.shapes import ArenaLayout
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
 
-# How long a caller should wait for sequences to end.
+# Retry delay while running sequences use the mirror.
 _RETRY_SECONDS = 0.25
 
 
 def name_of(key: bytes, checksum: int) -> bytes:
-    """What a chunk is called in a mirror: its bytes count, so that two chunks whose
-    keys collide are never taken for each other."""
+    """Return the name of a chunk in a mirror. The checksum tells chunks with equal keys apart."""
     return key + checksum.to_bytes(8, "little")
 
 
@@ -44,7 +43,7 @@ def checksum_of(name: bytes) -> int:
 
 
 class MirrorCache:
-    """The slots. Raises ResourceExhausted when there is not that much memory."""
+    """All slots. Raises ResourceExhausted if there is not enough memory."""
 
     def __init__(self, layout: ArenaLayout, size_bytes: int) -> None:
         geometry = Geometry.fitting(layout, size_bytes)
@@ -84,19 +83,19 @@ class MirrorCache:
         self._granted: dict[int, int] = {}  # slot -> generation
         # Least recently used first.
         self._chunks: OrderedDict[bytes, StoredChunk] = OrderedDict()
-        self._holders: Counter[bytes] = Counter()
-        # Slots of damaged chunks that are held under these names: not to be used again yet.
-        self._condemned: dict[bytes, list[int]] = {}
+        self._references: Counter[bytes] = Counter()
+        # Slots of damaged chunks that are still referenced under these names.
+        self._quarantined: dict[bytes, list[int]] = {}
 
     @property
     def free_count(self) -> int:
-        """Slots that a grant could have, those of chunks that nobody holds included."""
-        held = sum(1 for name in +self._holders if name in self._chunks)
-        condemned = sum(len(slots) for slots in self._condemned.values())
-        return self.slot_count - len(self._granted) - held - condemned
+        """Slots that can be granted, those of unreferenced chunks included."""
+        referenced = sum(1 for name in +self._references if name in self._chunks)
+        quarantined = sum(len(slots) for slots in self._quarantined.values())
+        return self.slot_count - len(self._granted) - referenced - quarantined
 
     def grant(self, count: int) -> list[tuple[int, int]]:
-        """(slot, generation) pairs to fill. All or nothing; raises ResourceExhausted."""
+        """Grant all of `count` slots. Return (slot, generation) pairs. Raises ResourceExhausted."""
         if count > self.free_count:
             raise ResourceExhausted(
                 f"{count} slots of the mirror were asked for; {self.free_count} of "
@@ -105,8 +104,8 @@ class MirrorCache:
                 reason="MIRROR_FULL",
             )
         while len(self._free) < count:
-            name = next(name for name in self._chunks if not self._holders[name])
-            self._forget(self._chunks.pop(name).slot)
+            name = next(name for name in self._chunks if not self._references[name])
+            self._free_slot(self._chunks.pop(name).slot)
         slots = sorted(self._free.pop() for _ in range(count))
         for slot in slots:
             self._generations[slot] += 1
@@ -115,19 +114,18 @@ class MirrorCache:
         return [(slot, self._generations[slot]) for slot in slots]
 
     def give_back(self, slots: Iterable[tuple[int, int]]) -> None:
-        """Free granted slots; those that are no longer granted are passed over."""
+        """Free granted slots. Slots that are no longer granted are ignored."""
         for slot, generation in slots:
             if self._granted.get(slot) == generation:
                 del self._granted[slot]
-                self._forget(slot)
+                self._free_slot(slot)
 
     def publish(
         self, place: tuple[int, int], name: bytes, key: bytes, token_count: int
     ) -> StoredChunk:
-        """A granted (slot, generation) is filled. A chunk that is there already counts.
+        """Publish a filled slot (slot, generation). Return the existing chunk of this name, if any.
 
-        `name` tells chunks apart here; see `name_of`. Raises FailedPrecondition when the
-        slot was given back meanwhile: it may be somebody else's.
+        `name`: see `name_of`. Raises FailedPrecondition if the slot was given back meanwhile.
         """
         slot, generation = place
         if self._granted.get(slot) != generation:
@@ -135,7 +133,7 @@ class MirrorCache:
         del self._granted[slot]
         existing = self._chunks.get(name)
         if existing is not None:
-            self._forget(slot)
+            self._free_slot(slot)
             return existing
         self._commit(slot, SlotState.SEALED)
         chunk = self._chunks[name] = StoredChunk(
@@ -146,22 +144,25 @@ class MirrorCache:
     def find(self, name: bytes) -> StoredChunk | None:
         return self._chunks.get(name)
 
-    def hold(self, names: Iterable[bytes]) -> None:
-        """Keep these chunks until they are dropped as often as they were held."""
+    def retain(self, names: Iterable[bytes]) -> None:
+        """Protect chunks until they are released as often as they were retained."""
         for name in names:
-            self._holders[name] += 1
+            self._references[name] += 1
             self._chunks.move_to_end(name)
 
-    def drop(self, names: Iterable[bytes]) -> None:
+    def release(self, names: Iterable[bytes]) -> None:
         for name in names:
-            self._holders[name] -= 1
-            if not self._holders[name]:
-                del self._holders[name]
-                for slot in self._condemned.pop(name, ()):
-                    self._forget(slot)
+            self._references[name] -= 1
+            if not self._references[name]:
+                del self._references[name]
+                for slot in self._quarantined.pop(name, ()):
+                    self._free_slot(slot)
 
     def damaged(self, chunks: Iterable[StoredChunk]) -> list[StoredChunk]:
-        """Those whose commit word or payload is not what it was. Slow, for any thread."""
+        """Return the chunks whose commit word or payload changed.
+
+        Slow; any thread may call it.
+        """
         arena = self.arena
         return [
             chunk
@@ -171,22 +172,22 @@ class MirrorCache:
         ]
 
     def has(self, chunk: StoredChunk) -> bool:
-        """Whether this very chunk can be found."""
+        """Return True if this chunk can still be found."""
         return self._chunks.get(name_of(chunk.key, chunk.checksum)) == chunk
 
     def discard(self, chunk: StoredChunk) -> None:
-        """A chunk proved damaged: it is found no more, its slot free once it is not held."""
+        """Remove a damaged chunk. Its slot is freed when it is no longer referenced."""
         if not self.has(chunk):
             return
         name = name_of(chunk.key, chunk.checksum)
         del self._chunks[name]
-        if self._holders[name]:
-            self._condemned.setdefault(name, []).append(chunk.slot)
+        if self._references[name]:
+            self._quarantined.setdefault(name, []).append(chunk.slot)
             self._commit(chunk.slot, SlotState.QUARANTINED)
         else:
-            self._forget(chunk.slot)
+            self._free_slot(chunk.slot)
 
-    def _forget(self, slot: int) -> None:
+    def _free_slot(self, slot: int) -> None:
         self._commit(slot, SlotState.FREE)
         self._free.append(slot)
 

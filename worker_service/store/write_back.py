@@ -1,9 +1,9 @@
-"""Writes finished chunks back to the store in the background, in order.
+"""Write-back: stores finished chunks in the background, in the order of their sequence.
 
-Each sequence has a chain: its chunks are reserved, copied, checksummed and
-sealed front to back, since a chunk's key contains its parent's. Copies run on
-one thread off the event loop. A chain that fails stops storing and says why;
-the request goes on without reuse. So does one past what the store wants to keep.
+Each sequence has a chain. Its chunks are reserved, copied, checksummed and sealed front to back,
+since a chunk's key contains its parent's. Copies run on one thread off the event loop. A chain
+that fails, or that reaches the limit of what the store accepts, stores nothing more. Its request
+goes on without reuse.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ from worker_service.lanes.lanes import Lanes, Work, passed
 from worker_service.lanes.spans import WriteBackSpans
 from worker_service.lanes.timeline import Span, Trace
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
-from worker_service.store.client import Connection, Match, StoreClient, WrittenChunk
+from worker_service.store.client import Match, StoreClient, WrittenChunk
+from worker_service.store.session import Connection
 
 log = logging.getLogger(__name__)
 
-# Chunks per Reserve/Seal: enough to amortise the calls, few enough that a long
-# prefill's first chunks are sealed while its last ones are computed.
+# Chunks per Reserve and Seal: enough to amortise the calls, few enough that the first chunks of
+# a long prefill are sealed while its last ones are computed.
 BATCH_CHUNKS = 32
-# How long a streamed request's chunks wait for slots in an arena full of leases.
+# How long chunks of a streamed request wait for slots while leases fill the arena.
 RESERVE_SECONDS = 30.0
-# For everything queued when the worker stops; what is not stored then is not reused.
+# Time to store what is queued when the worker stops.
 CLOSE_SECONDS = 5.0
 
 SequenceKey = tuple[str, int]
@@ -55,7 +56,7 @@ SequenceKey = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class WriteJob:
-    """One chunk that is complete on the device, in a page nobody writes any more."""
+    """One chunk that is complete on the device. Its pages do not change any more."""
 
     chunk_index: int
     page: int
@@ -64,7 +65,7 @@ class WriteJob:
 
 
 class WriteResult(enum.StrEnum):
-    """How a chunk ended that was handed to write-back."""
+    """What became of a chunk that was submitted to write-back."""
 
     STORED = "stored"
     FAILED = "failed"
@@ -73,7 +74,7 @@ class WriteResult(enum.StrEnum):
 
 @dataclass(slots=True)
 class WriteTotals:
-    """What write-back has done: chunks by how they ended; bytes copied, and the seconds of it."""
+    """Chunks by result, bytes copied, and seconds spent copying."""
 
     chunks: dict[WriteResult, int] = field(default_factory=lambda: dict.fromkeys(WriteResult, 0))
     bytes: int = 0
@@ -99,7 +100,7 @@ class WriteFailed:
 
 @dataclass(frozen=True, slots=True)
 class WriteEnded:
-    """Command to the engine: the store wants no more of this sequence; nothing failed."""
+    """Command to the engine: the store accepts no more of this sequence. Nothing failed."""
 
     key: SequenceKey
 
@@ -124,15 +125,15 @@ class _Chain:
     connection: Connection
     parent_key: bytes
     lease_ids: list[int]
-    # A streamed request cannot go on without the store; any other only loses reuse.
+    # A streamed request cannot go on without the store. Any other only loses reuse.
     must_store: bool
-    # Chunks from here on are not wanted by the store; None: all are.
+    # The store does not accept chunks from here on. None if it accepts all.
     first_unwanted_chunk: int | None
     jobs: deque[WriteJob] = field(default_factory=deque)
     writer: asyncio.Task[None] | None = None
-    # Failed, or past what the store wants: what becomes of all that comes yet.
+    # The result of all further chunks, if the chain failed or reached the store's limit.
     ended: WriteResult | None = None
-    # None: nobody traces the request.
+    # None if the request is not traced.
     spans: WriteBackSpans | None = None
 
 
@@ -140,9 +141,10 @@ class WriteBack:
     """All chains of one worker. Methods run on the event loop, except the copies.
 
     Attributes:
-        copy: how chunks get into their slots, on the lane; replaced to inject
-            slow or broken copies.
-        totals: kept on the event loop.
+        copy: copies chunks into their slots, on the lane. Tests replace it with slow or
+            failing copies.
+        totals: updated on the event loop.
+        trace: gets the spans of copies from the device. None if copies are not traced.
     """
 
     def __init__(
@@ -158,7 +160,6 @@ class WriteBack:
         self._cache = cache
         self._post = post
         self._lanes = lanes
-        # Gets the spans of what leaves the device; None: nobody wants them.
         self.trace: Trace | None = None
         self.copy: CopyChunks = copy_chunks
         self._chains: dict[SequenceKey, _Chain] = {}
@@ -175,10 +176,10 @@ class WriteBack:
         must_store: bool,
         spans: WriteBackSpans | None = None,
     ) -> None:
-        """Begin a chain after the first `cached_tokens`, which the match holds."""
+        """Begin a chain after the first `cached_tokens`, which the match has leased."""
         chunk_tokens = self._cache.layout.chunk_tokens
         full = cached_tokens // chunk_tokens
-        # What the store keeps out costs others reuse; a streamed request needs it to run.
+        # A streamed request needs all its chunks stored, also those past the limit.
         limit = None if must_store else match.storable_tokens
         self._chains[key] = _Chain(
             key=key,
@@ -192,7 +193,7 @@ class WriteBack:
         )
 
     def submit(self, key: SequenceKey, jobs: Sequence[WriteJob]) -> None:
-        """Queue chunks, in sequence order. A chain that ended drops them: it said so."""
+        """Queue chunks, in sequence order. A chain that ended only counts them."""
         chain = self._chains[key]
         if chain.ended is not None:
             self.totals.chunks[chain.ended] += len(jobs)
@@ -204,7 +205,7 @@ class WriteBack:
                 chain.writer = asyncio.create_task(writing, name=f"write-back {key[0]}")
 
     def flush(self, key: SequenceKey) -> None:
-        """Write what is queued, end the chain, release its leases, then say Flushed."""
+        """Write what is queued, end the chain, release its leases, then post Flushed."""
         with for_request(key[0]):
             task = asyncio.create_task(self._close_chain(key), name=f"flush {key[0]}")
         self._closers.add(task)
@@ -212,9 +213,9 @@ class WriteBack:
         task.add_done_callback(log_failure)
 
     async def close(self) -> None:
-        """Write everything queued, within CLOSE_SECONDS; the session's end frees the rest.
+        """Write everything queued within CLOSE_SECONDS. The session's end frees the rest.
 
-        No copy is under way any more when this returns.
+        All copies are done when this returns.
         """
         for key in list(self._chains):
             self.flush(key)
@@ -227,10 +228,7 @@ class WriteBack:
         await asyncio.to_thread(self._lane.shutdown)
 
     async def quiesce(self) -> None:
-        """Return once no copy that was begun is under way any more.
-
-        The lane is one thread, first come first served: behind them is after them.
-        """
+        """Return when all copies that had begun are done."""
         await passed(self._lane)
 
     async def _close_chain(self, key: SequenceKey) -> None:
@@ -246,7 +244,7 @@ class WriteBack:
         finally:
             if chain is not None and chain.spans is not None:
                 chain.spans.end()
-            # Whatever happened, the engine waits for this to free the pages.
+            # The engine waits for this before it frees the pages.
             self._post(Flushed(key))
 
     async def _write(self, chain: _Chain) -> None:
@@ -268,7 +266,7 @@ class WriteBack:
                 self._fail(chain, jobs, error)
                 return
             except Exception:
-                # A bug or a broken device; the request must hear of it all the same.
+                # A bug or a broken device: the request must still be told.
                 log.exception("write-back failed")
                 failure = Internal("write-back failed", reason="WRITE_BACK_FAILED")
                 self._fail(chain, jobs, failure)
@@ -277,7 +275,7 @@ class WriteBack:
             self._post(ChunksStored(chain.key, jobs[0].chunk_index, stored))
 
     def _wanted(self, chain: _Chain) -> int:
-        """How many of the queued chunks, which are consecutive, the store wants."""
+        """Count the queued chunks that the store accepts; they are consecutive."""
         if chain.first_unwanted_chunk is None:
             return len(chain.jobs)
         wanted = chain.first_unwanted_chunk - chain.jobs[0].chunk_index
@@ -297,8 +295,8 @@ class WriteBack:
     ) -> tuple[StoredChunk, ...]:
         granted = await self._reserve(chain, len(jobs))
         try:
-            # Between this check and the copy's turn on the lane nothing awaits:
-            # a session that is given up waits for the lane before its slots go.
+            # Nothing awaits between this check and the copy's place in the lane: a session
+            # that is given up waits for the lane before its slots are freed.
             self._check_session(chain)
             checksums, span = await asyncio.get_running_loop().run_in_executor(
                 self._lane,
@@ -328,7 +326,7 @@ class WriteBack:
     def _send_out(
         self, tensors: ArenaTensors, jobs: Sequence[WriteJob], slots: Sequence[int]
     ) -> tuple[list[int], Span]:
-        """Copy chunks into their slots; this thread is the lane out of the device."""
+        """Copy chunks into their slots, on the lane's thread. Return checksums and the span."""
         checksums: list[int] = []
 
         def call() -> None:
@@ -347,7 +345,7 @@ class WriteBack:
             raise FailedPrecondition("the KV store session changed", reason="STORE_LOST")
 
     async def _reserve(self, chain: _Chain, slot_count: int) -> list[tuple[int, int]]:
-        """Granted slots; a full arena is asked again until its leases had time to go."""
+        """Reserve slots. Retry while the arena is full, until RESERVE_SECONDS have passed."""
         deadline = time.monotonic() + RESERVE_SECONDS
         while True:
             self._check_session(chain)
@@ -366,7 +364,7 @@ class WriteBack:
         granted: Sequence[tuple[int, int]],
         checksums: Sequence[int],
     ) -> list[WrittenChunk]:
-        """Name each chunk's parent; the store works the keys out again and compares."""
+        """Name each chunk's parent. The store computes the keys again and compares them."""
         parent = chain.parent_key
         written = []
         for job, (slot, generation), checksum in zip(jobs, granted, checksums, strict=True):
@@ -378,21 +376,20 @@ class WriteBack:
 def copy_chunks(
     cache: DeviceCache, tensors: ArenaTensors, jobs: Sequence[WriteJob], slots: Sequence[int]
 ) -> list[int]:
-    """Copy pages into granted slots, all planes; returns each slot's checksum.
+    """Copy pages into granted slots, all planes. Return each slot's checksum.
 
-    What an arena keeps encoded is encoded on the device, so that only its bytes
-    cross the link. Rows past a chunk's tokens are written as zeros: a slot holds
-    nothing of the chunk before. The pages are complete: a step hands chunks over
-    only after it read its logits back, which waits for its kernels. So on a GPU the
-    copies need wait for nothing, and run beside what is computed meanwhile.
+    Encoded chunks are encoded on the device, so that fewer bytes cross the link. Rows past a
+    chunk's tokens are written as zeros, since a slot may hold another chunk's bytes. The pages
+    are complete: a step submits chunks only after it read its logits back, which waits for its
+    kernels. So on a GPU the copies wait for nothing and overlap with compute.
 
-    Raises Unencodable for what the arena's encoding has no bytes for.
+    Raises Unencodable for values that the arena's encoding cannot represent.
     """
     is_native = tensors.codec.is_native
     store = _copy_pages if is_native else _encode_pages
     pages = [job.page for job in jobs]
     rows = [len(job.token_ids) for job in jobs]
-    with _beside_compute(cache.device):
+    with _copy_stream(cache.device):
         for layer in range(tensors.layout.layer_count):
             store(tensors, "K", layer, cache.keys[layer], pages, slots, rows)
             store(tensors, "V", layer, cache.values[layer], pages, slots, rows)
@@ -400,14 +397,15 @@ def copy_chunks(
                 input_pages = [_input_page(job) for job in jobs]
                 store(tensors, "X", layer, cache.inputs[layer], input_pages, slots, rows)
     if is_native:
-        # Only now that every row has come: a copy would bring back what is wiped.
-        _wipe_spare_rows(tensors, slots, rows)
+        # After the copies are complete, since these would overwrite the zeros.
+        for slot, row_count in zip(slots, rows, strict=True):
+            tensors.zero_rows(slot, row_count)
     return [tensors.arena.checksum(slot) for slot in slots]
 
 
 @contextmanager
-def _beside_compute(device: torch.device) -> Iterator[None]:
-    """On a GPU a stream of its own; what was begun in it has ended when this does."""
+def _copy_stream(device: torch.device) -> Iterator[None]:
+    """Use a CUDA stream of its own on a GPU, and wait for it at the end of the block."""
     if device.type != "cuda":
         yield
         return
@@ -421,7 +419,7 @@ def _beside_compute(device: torch.device) -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def _out_stream(device: torch.device) -> Any:
-    """One for each device: memory that it frees is its own to use again."""
+    """Return the device's copy stream. It reuses the memory that its copies freed."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
@@ -440,19 +438,10 @@ def _copy_pages(
     slots: Sequence[int],
     rows: Sequence[int],
 ) -> None:
-    """One tensor of one layer as it is, rows that are not in use included."""
+    """Copy one tensor of one layer as it is, unused rows included."""
     plane = tensors.plane(layer, tensor)
     for slot, page in zip(slots, pages, strict=True):
         plane[slot].copy_(source[page], non_blocking=True)
-
-
-def _wipe_spare_rows(tensors: ArenaTensors, slots: Sequence[int], rows: Sequence[int]) -> None:
-    """Zeros from row `rows[i]` of slot i on, in all planes."""
-    for slot, count in zip(slots, rows, strict=True):
-        if count < tensors.layout.chunk_tokens:
-            for layer in range(tensors.layout.layer_count):
-                for tensor in tensors.layout.tensors:
-                    tensors.plane(layer, tensor)[slot, ..., count:, :].zero_()
 
 
 def _encode_pages(
@@ -464,13 +453,13 @@ def _encode_pages(
     slots: Sequence[int],
     rows: Sequence[int],
 ) -> None:
-    """The same, encoded: as many pages at once as the workspace was planned for."""
+    """Encode and copy one tensor of one layer, STAGING_PAGES pages at a time."""
     plane = tensors.plane(layer, tensor)
     for first in range(0, len(pages), STAGING_PAGES):
         batch = slice(first, first + STAGING_PAGES)
         native = source[torch.as_tensor(pages[batch], device=source.device)]
         for index, count in enumerate(rows[batch]):
-            # Zeros are encoded as zeros; what lies there may be anything.
+            # Unused rows may hold anything. Zeros are encoded as zeros.
             native[index, ..., count:, :] = 0
         stored = tensors.codec.encode(native)
         for slot, chunk in zip(slots[batch], stored, strict=True):

@@ -30,7 +30,8 @@ from worker_service.device.pinning import pieces_of
 from worker_service.device.registrar import CudaRegistrar
 from worker_service.engine.messages import Command, StepOutput
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
-from worker_service.store.client import Connection, Match, process_start_ticks
+from worker_service.store.client import Match
+from worker_service.store.session import Connection, process_start_ticks
 from worker_service.store.write_back import (
     BATCH_CHUNKS,
     ChunksStored,

@@ -15,7 +15,8 @@ from splitpoint.keys import chunk_key
 from splitpoint_cli.bench.progress import Progress
 from splitpoint_cli.bench.store.report import BatchResult, CallsResult
 from splitpoint_cli.bench.store.workload import SALT
-from worker_service.store.client import Connection, StoreClient, WrittenChunk
+from worker_service.store.client import StoreClient, WrittenChunk
+from worker_service.store.session import Connection
 
 Answer = TypeVar("Answer")
 

@@ -39,7 +39,8 @@ from splitpoint_cli.bench.store.workload import (
 )
 from splitpoint_cli.stack.child import LogLine, ServiceCommand
 from splitpoint_cli.stack.supervisor import Supervisor
-from worker_service.store.client import Connection, StoreClient, WrittenChunk
+from worker_service.store.client import StoreClient, WrittenChunk
+from worker_service.store.session import Connection
 
 _LEASE_SECONDS = 60.0
 # What one pass of a remote reader reads.

@@ -33,7 +33,7 @@ def test_a_damaged_chunk_is_found_no_more() -> None:
     first, second = filled(mirror, b"a" * 32), filled(mirror, b"b" * 32)
     assert mirror.damaged([first, second]) == []
     name = name_of(first.key, first.checksum)
-    mirror.hold([name])
+    mirror.retain([name])
     mirror.arena.plane(1, "X")[first.slot, 5] ^= 1
     assert mirror.damaged([first, second]) == [first]
     mirror.discard(first)
@@ -46,6 +46,6 @@ def test_a_damaged_chunk_is_found_no_more() -> None:
     again = filled(mirror, b"a" * 32)
     assert again.slot != first.slot
     assert mirror.has(again)
-    mirror.drop([name])
+    mirror.release([name])
     assert mirror.free_count == mirror.slot_count
     assert len(mirror.grant(mirror.slot_count)) == mirror.slot_count

@@ -29,6 +29,7 @@ from worker_service.engine.messages import Call
 from worker_service.lanes.lanes import SerialLanes
 from worker_service.runtime import Runtime
 from worker_service.store.arena_tensors import ArenaTensors
+from worker_service.store.cleanups import Cleanups
 from worker_service.store.client import StoreClient, WrittenChunk
 from worker_service.store.remote_client import RemoteStoreClient
 from worker_service.store.write_back import (
@@ -169,7 +170,7 @@ async def store_one(client: StoreClient, **options: Any) -> None:
 async def test_a_session_whose_grants_are_not_known_is_given_up(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker_service.store.client.CALL_SECONDS", 0.2)
+    monkeypatch.setattr("worker_service.store.session.CALL_SECONDS", 0.2)
     async with setup.client() as client:
         before = client.connection
         assert before is not None
@@ -202,8 +203,7 @@ async def test_whatever_goes_wrong_it_attaches_again(setup: Setup, where: str) -
     async with setup.client() as client:
         before = client.connection
         assert before is not None
-        client.quiesce = quiesce
-        client.reattached = lambda: break_once("reattached")
+        client.on_reattach(quiesce=quiesce, reattached=lambda: break_once("reattached"))
         setup.servicer.store.sessions.end(before.session_id)
         await until(lambda: client.connection not in (None, before))
         await until(lambda: not broken)
@@ -409,3 +409,27 @@ async def test_equal_hashes_bring_no_bytes_of_another_tenant(
             assert np.all(plane[chunk.slot] == seed)
             await reader.release(reader.connection, lease_ids=[match.lease_id])
             assert setup.servicer.store.pool.evict_all() == 1
+
+
+async def test_what_a_cancelled_call_is_granted_is_given_back() -> None:
+    """The store may carry out a call that is cancelled here: its grant must not be lost."""
+    cleanups = Cleanups()
+    granted, released = asyncio.Event(), asyncio.Event()
+
+    async def call() -> str:
+        await granted.wait()
+        return "slots"
+
+    async def give_back(what: str) -> None:
+        assert what == "slots"
+        released.set()
+
+    waiting = asyncio.create_task(cleanups.obtain(call(), give_back))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert not released.is_set()
+    granted.set()
+    await cleanups.wait(10.0)
+    assert released.is_set()
