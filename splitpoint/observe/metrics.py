@@ -1,10 +1,9 @@
-"""Every metric of every service, as data: names, units, labels, and what each one tells.
+"""Every metric of every service, as data: name, unit, labels and meaning.
 
-The one list that services measure by, docs/metrics.md is written from, and dashboards
-and alerts are checked against. Names follow Prometheus: base units, `_total` for
-counters; shares are divided where they are looked at, except for the cache usage, which
-autoscalers read without a query language. Knows neither how values come about
-(splitpoint/observe/meters.py) nor who asks for them.
+Services measure by this list, docs/metrics.md is generated from it, and dashboards and
+alerts are checked against it. Names follow Prometheus: base units, `_total` for counters.
+Queries divide shares, except for the cache usage, which autoscalers read without a query
+language. splitpoint/observe/meters.py holds the values.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 
 
 class Kind(enum.StrEnum):
-    """How Prometheus reads a metric."""
+    """Prometheus's type of a metric."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -23,7 +22,7 @@ class Kind(enum.StrEnum):
 
 
 class Service(enum.StrEnum):
-    """Whose process a metric is measured in."""
+    """The kind of process that measures a metric."""
 
     KVSTORE = "kvstore"
     WORKER = "worker"
@@ -31,7 +30,7 @@ class Service(enum.StrEnum):
 
 
 class Needs(enum.StrEnum):
-    """What must be there for a metric to have values at all."""
+    """A condition for a metric to have values."""
 
     REDIS = "a Redis"
     STORE = "a KV store"
@@ -42,12 +41,13 @@ class Needs(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One family. `name` as Prometheus prints it, `_total` of counters included.
+    """One metric family.
 
     Attributes:
-        labels: names, in the order in which values are given.
-        buckets: upper bounds of a histogram, ascending, infinity left out.
-        needs: absent where that is; None: always there.
+        name: as Prometheus prints it, with the `_total` of counters.
+        labels: names, in the order of their values.
+        buckets: upper bounds of a histogram, ascending, without infinity.
+        needs: the metric is absent without this; None: it is always there.
     """
 
     name: str
@@ -88,338 +88,300 @@ _PREDICTION_BUCKETS = (0.5, 0.67, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0
 _KAPPA_BUCKETS = (0.0, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 1024.0)
 _TOKEN_BUCKETS = (0.0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
-_ALL = (Service.KVSTORE, Service.WORKER, Service.SCHEDULER)
-_STORE = (Service.KVSTORE,)
-_WORKER = (Service.WORKER,)
-_SCHEDULER = (Service.SCHEDULER,)
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Declares metrics of these services. `labels` are separated by spaces."""
+
+    services: tuple[Service, ...]
+    needs: Needs | None = None
+
+    def counter(
+        self, name: str, help: str, labels: str = "", *, needs: Needs | None = None
+    ) -> Metric:
+        return self._metric(Kind.COUNTER, name, help, labels, needs)
+
+    def gauge(
+        self, name: str, help: str, labels: str = "", *, needs: Needs | None = None
+    ) -> Metric:
+        return self._metric(Kind.GAUGE, name, help, labels, needs)
+
+    def histogram(
+        self, name: str, help: str, buckets: tuple[float, ...], labels: str = ""
+    ) -> Metric:
+        return self._metric(Kind.HISTOGRAM, name, help, labels, None, buckets)
+
+    def _metric(
+        self,
+        kind: Kind,
+        name: str,
+        help: str,
+        labels: str,
+        needs: Needs | None,
+        buckets: tuple[float, ...] = (),
+    ) -> Metric:
+        full_name = f"splitpoint_{name}"
+        names = tuple(labels.split())
+        return Metric(full_name, kind, help, self.services, names, buckets, needs or self.needs)
 
 
-def _counter(
-    services: tuple[Service, ...], name: str, text: str, *labels: str, needs: Needs | None = None
-) -> Metric:
-    return Metric(f"splitpoint_{name}", Kind.COUNTER, text, services, labels, needs=needs)
-
-
-def _gauge(
-    services: tuple[Service, ...], name: str, text: str, *labels: str, needs: Needs | None = None
-) -> Metric:
-    return Metric(f"splitpoint_{name}", Kind.GAUGE, text, services, labels, needs=needs)
-
-
-def _histogram(
-    services: tuple[Service, ...], name: str, text: str, buckets: tuple[float, ...], *labels: str
-) -> Metric:
-    return Metric(f"splitpoint_{name}", Kind.HISTOGRAM, text, services, labels, buckets)
-
+_all = _Group((Service.KVSTORE, Service.WORKER, Service.SCHEDULER))
+_serving = _Group((Service.WORKER, Service.SCHEDULER))
+_store = _Group((Service.KVSTORE,))
+_worker = _Group((Service.WORKER,))
+_gpu = _Group((Service.WORKER,), Needs.GPU)
+_scheduler = _Group((Service.SCHEDULER,))
 
 # -- all services ---------------------------------------------------------------------
 
-BUILD_INFO = _gauge(_ALL, "build_info", "Always 1; the release.", "service", "version")
-RPC_CALLS = _counter(
-    _ALL,
+BUILD_INFO = _all.gauge("build_info", "Always 1; the release of this process.", "service version")
+RPC_CALLS = _all.counter(
     "rpc_calls_total",
-    "gRPC calls that ended, by method and status; given up by their caller, or late: CANCELLED.",
-    *("method", "code"),
+    "gRPC calls that ended, by method and status. CANCELLED: given up by the caller, or late.",
+    "method code",
 )
-REDIS_UP = _gauge(
-    _ALL,
-    "redis_up",
-    "1 while Redis answers, 0 while the service goes on without it.",
-    needs=Needs.REDIS,
+REDIS_UP = _all.gauge(
+    "redis_up", "1 while Redis answers, 0 while the service works without it.", needs=Needs.REDIS
 )
-
-MODEL_INFO = _gauge(
-    (Service.WORKER, Service.SCHEDULER),
-    "model_info",
-    "Always 1; the model that a worker or the scheduler serves.",
-    "model_name",
+MODEL_INFO = _serving.gauge(
+    "model_info", "Always 1; the model that the process serves.", "model_name"
 )
 
 # -- the store --------------------------------------------------------------------------
 
-STORE_INFO = _gauge(
-    _STORE,
+STORE_INFO = _store.gauge(
     "store_info",
-    "Always 1; how the cache is kept, who is evicted, what the arena's memory is.",
-    *("encoding", "eviction_policy", "chunk_tokens", "activations", "memory"),
+    "Always 1; the store's encoding, eviction policy, chunk size and kind of memory.",
+    "encoding eviction_policy chunk_tokens activations memory",
 )
-STORE_ARENA_BYTES = _gauge(_STORE, "store_arena_bytes", "Size of the arena's file.")
-STORE_EPOCH = _gauge(_STORE, "store_epoch", "Starts on this arena; grows by 1 with each.")
-STORE_SLOTS = _gauge(
-    _STORE,
+STORE_ARENA_BYTES = _store.gauge("store_arena_bytes", "Size of the arena file.")
+STORE_EPOCH = _store.gauge("store_epoch", "Number of store starts on this arena.")
+STORE_SLOTS = _store.gauge(
     "store_slots",
-    "Slots by state (free, writing, sealed, quarantined); together the whole arena.",
+    "Slots by state (free, writing, sealed, quarantined); their sum is the whole arena.",
     "state",
 )
-STORE_LEASED_SLOTS = _gauge(
-    _STORE, "store_leased_slots", "Sealed slots that at least one lease keeps from eviction."
+STORE_LEASED_SLOTS = _store.gauge(
+    "store_leased_slots", "Sealed slots that at least one lease protects from eviction."
 )
-STORE_LEASES = _gauge(_STORE, "store_leases", "Open leases.")
-STORE_SESSIONS = _gauge(_STORE, "store_sessions", "Attached workers.")
-STORE_MATCHES = _counter(_STORE, "store_matches_total", "Prefix look-ups that ask for a lease.")
-STORE_MATCH_HITS = _counter(
-    _STORE, "store_match_hits_total", "Of these, those that found a prefix."
+STORE_LEASES = _store.gauge("store_leases", "Open leases.")
+STORE_SESSIONS = _store.gauge("store_sessions", "Attached workers.")
+STORE_MATCHES = _store.counter("store_matches_total", "Prefix look-ups that asked for a lease.")
+STORE_MATCH_HITS = _store.counter("store_match_hits_total", "Prefix look-ups that found a prefix.")
+STORE_QUERY_TOKENS = _store.counter("store_query_tokens_total", "Tokens looked up.")
+STORE_HIT_TOKENS = _store.counter("store_hit_tokens_total", "Tokens found, of those looked up.")
+STORE_SEALED_CHUNKS = _store.counter(
+    "store_sealed_chunks_total", "Chunks sealed, and so published."
 )
-STORE_QUERY_TOKENS = _counter(_STORE, "store_query_tokens_total", "Tokens that were looked up.")
-STORE_HIT_TOKENS = _counter(_STORE, "store_hit_tokens_total", "Tokens found, of those looked up.")
-STORE_SEALED_CHUNKS = _counter(_STORE, "store_sealed_chunks_total", "Chunks published.")
-STORE_DUPLICATE_CHUNKS = _counter(
-    _STORE, "store_duplicate_chunks_total", "Chunks that were there already when sealed."
+STORE_DUPLICATE_CHUNKS = _store.counter(
+    "store_duplicate_chunks_total", "Chunks that were already stored when they were sealed."
 )
-STORE_UNADMITTED_CHUNKS = _counter(
-    _STORE, "store_unadmitted_chunks_total", "Chunks that store-on-second-use kept out."
+STORE_UNADMITTED_CHUNKS = _store.counter(
+    "store_unadmitted_chunks_total", "Chunks that store-on-second-use did not store."
 )
-STORE_EVICTIONS = _counter(
-    _STORE,
+STORE_EVICTIONS = _store.counter(
     "store_evictions_total",
-    "Chunks evicted: for room that was needed at once, by the watermark beforehand, or because "
-    "an operator asked (room, watermark, request).",
-    *("policy", "cause"),
+    "Chunks evicted, by cause: room for a reservation, the watermark, or an operator's request.",
+    "policy cause",
 )
-STORE_EVICTED_AGE_SECONDS = _counter(
-    _STORE, "store_evicted_age_seconds_total", "Age of evicted chunks since sealing, summed."
+STORE_EVICTED_AGE_SECONDS = _store.counter(
+    "store_evicted_age_seconds_total", "Sum of the ages of evicted chunks, since they were sealed."
 )
-STORE_EVICTED_BY_USE = _counter(
-    _STORE,
+STORE_EVICTED_BY_USE = _store.counter(
     "store_evicted_by_use_total",
-    "Chunks evicted, by how often they were used after sealing (0, 1, 2-3, 4-7, 8-15, 16+); "
-    "many at 0: one-shot traffic.",
+    "Chunks evicted, by number of uses after sealing (0, 1, 2-3, 4-7, 8-15, 16+). Many at 0: "
+    "the traffic has no reuse.",
     "uses",
 )
-STORE_REFUSED_RESERVATIONS = _counter(
-    _STORE,
+STORE_REFUSED_RESERVATIONS = _store.counter(
     "store_refused_reservations_total",
-    "Reservations refused because nothing more could be evicted: the arena is too small.",
+    "Reservations refused because nothing could be evicted: the arena is too small.",
 )
-STORE_CHECKSUM_FAILURES = _counter(
-    _STORE, "store_checksum_failures_total", "Chunks whose bytes differ from their checksum."
+STORE_CHECKSUM_FAILURES = _store.counter(
+    "store_checksum_failures_total", "Chunks whose bytes differ from their checksum."
 )
-STORE_DAMAGED_CHUNKS = _counter(
-    _STORE,
+STORE_DAMAGED_CHUNKS = _store.counter(
     "store_damaged_chunks_total",
-    "Sealed chunks that changed while the store ran, by what found them (scrub, report); dropped.",
+    "Sealed chunks dropped because their bytes changed, by detection (scrub, report).",
     "found_by",
 )
-STORE_SCRUBBED_BYTES = _counter(
-    _STORE, "store_scrubbed_bytes_total", "Payload that the scrubber read back."
+STORE_SCRUBBED_BYTES = _store.counter(
+    "store_scrubbed_bytes_total", "Payload bytes that the scrubber read."
 )
-STORE_SCRUB_PROGRESS = _gauge(
-    _STORE,
-    "store_scrub_progress_ratio",
-    "Share of the arena that the present scrub pass has seen, 0 to 1.",
+STORE_SCRUB_PROGRESS = _store.gauge(
+    "store_scrub_progress_ratio", "Share of the arena that the current scrub pass has read, 0 to 1."
 )
-STORE_SCRUB_PASS_SECONDS = _gauge(
-    _STORE,
-    "store_scrub_pass_seconds",
-    "How long the last complete scrub pass took; 0: none is complete, or none is wanted.",
+STORE_SCRUB_PASS_SECONDS = _store.gauge(
+    "store_scrub_pass_seconds", "Duration of the last complete scrub pass; 0 if there was none."
 )
-STORE_INTEGRITY_VIOLATIONS = _gauge(
-    _STORE, "store_integrity_violations", "Invariants that the last check found broken; 0 is right."
+STORE_INTEGRITY_VIOLATIONS = _store.gauge(
+    "store_integrity_violations", "Invariants that the last check found broken; 0 is correct."
 )
-STORE_RECOVERED_CHUNKS = _gauge(
-    _STORE,
+STORE_RECOVERED_CHUNKS = _store.gauge(
     "store_recovered_chunks",
-    "What this start found in the arena: adopted, refused (damaged), quarantined.",
+    "Chunks that this start found in the arena: adopted, refused (damaged), quarantined.",
     "result",
 )
-STORE_RECOVERY_SECONDS = _gauge(
-    _STORE, "store_recovery_seconds", "How long reading the arena's records took at the start."
+STORE_RECOVERY_SECONDS = _store.gauge(
+    "store_recovery_seconds", "Time to read the arena's records at the start."
 )
-STORE_FORMER_ARENA_LOST = _gauge(
-    _STORE,
+STORE_FORMER_ARENA_LOST = _store.gauge(
     "store_former_arena_lost",
-    "1 if this store began with an empty arena because the one before was lost, by how: removed, "
-    "truncated, damaged; else 0.",
+    "1 if this store started with an empty arena because the former one was removed, "
+    "truncated or damaged; else 0.",
     "loss",
 )
-STORE_REMOTE_BYTES = _counter(
-    _STORE,
+STORE_REMOTE_BYTES = _store.counter(
     "store_remote_bytes_total",
-    "Payload that went over gRPC to and from other hosts (read, written).",
+    "Payload bytes read and written over gRPC by other hosts.",
     "direction",
 )
 
 # -- workers: steps and their requests -----------------------------------------------------
 
-WORKER_INFO = _gauge(
-    _WORKER,
+WORKER_INFO = _worker.gauge(
     "worker_info",
-    "Always 1; who this worker is and how it moves the cache.",
-    *("worker_id", "device", "schedule", "weights"),
+    "Always 1; the worker's name, device, restore schedule and place of the weights.",
+    "worker_id device schedule weights",
 )
-WORKER_RUNNING = _gauge(_WORKER, "worker_running_requests", "Requests that the engine runs.")
-WORKER_CACHE_BYTES = _gauge(
-    _WORKER, "worker_cache_bytes", "Device memory for the cache: used, capacity.", "kind"
+WORKER_RUNNING = _worker.gauge("worker_running_requests", "Requests in the engine.")
+WORKER_CACHE_BYTES = _worker.gauge(
+    "worker_cache_bytes", "Device memory for the cache: used, capacity.", "kind"
 )
-WORKER_CACHE_USAGE = _gauge(
-    _WORKER,
-    "worker_cache_usage_ratio",
-    "Used share of the device memory for the cache, 0 to 1.",
+WORKER_CACHE_USAGE = _worker.gauge(
+    "worker_cache_usage_ratio", "Used share of the device memory for the cache, 0 to 1."
 )
-WORKER_STEPS = _counter(
-    _WORKER, "worker_steps_total", "Engine steps: prefill, decode, or mixed.", "kind"
+WORKER_STEPS = _worker.counter(
+    "worker_steps_total", "Engine steps by kind: prefill, decode, mixed.", "kind"
 )
-WORKER_STEP_SECONDS = _histogram(
-    _WORKER, "worker_step_seconds", "One engine step, from its batch to its tokens.", ITL_BUCKETS
+WORKER_STEP_SECONDS = _worker.histogram(
+    "worker_step_seconds", "Duration of one engine step, from its batch to its tokens.", ITL_BUCKETS
 )
-WORKER_SCHEDULED_TOKENS = _counter(
-    _WORKER, "worker_scheduled_tokens_total", "Tokens that steps computed, by phase.", "phase"
+WORKER_SCHEDULED_TOKENS = _worker.counter(
+    "worker_scheduled_tokens_total", "Tokens that steps computed, by phase.", "phase"
 )
-WORKER_STEP_TOKEN_BUDGET = _gauge(
-    _WORKER,
+WORKER_STEP_TOKEN_BUDGET = _worker.gauge(
     "worker_step_token_budget",
-    "Most tokens of one step: a piece of a prefill for one request of a full batch, and one "
-    "token for each of the others.",
+    "Most tokens of one step: a piece of a prefill for one request, and one token for each "
+    "other request of a full batch.",
 )
-WORKER_GENERATED_TOKENS = _counter(
-    _WORKER, "worker_generated_tokens_total", "Tokens sampled; the divisor of joules per token."
+WORKER_GENERATED_TOKENS = _worker.counter(
+    "worker_generated_tokens_total", "Tokens sampled; divide joules by this."
 )
-WORKER_STORE_UP = _gauge(
-    _WORKER,
+WORKER_STORE_UP = _worker.gauge(
     "worker_store_up",
-    "1 while the worker is attached to its KV store; 0: no reuse, no streaming.",
+    "1 while the worker is attached to its KV store; 0: no reuse and no streaming.",
     needs=Needs.STORE,
 )
-WORKER_CHUNK_LOSSES = _counter(
-    _WORKER, "worker_chunk_losses_total", "Sequences that lost chunks under them and began anew."
+WORKER_CHUNK_LOSSES = _worker.counter(
+    "worker_chunk_losses_total", "Sequences that lost a chunk while running and started again."
 )
-WORKER_VERIFIED_CHUNKS = _counter(
-    _WORKER,
+WORKER_VERIFIED_CHUNKS = _worker.counter(
     "worker_verified_chunks_total",
     "Chunks read from the arena whose checksum was compared: intact, damaged.",
     "result",
 )
-WORKER_WRITE_BACK_CHUNKS = _counter(
-    _WORKER,
+WORKER_WRITE_BACK_CHUNKS = _worker.counter(
     "worker_write_back_chunks_total",
-    "Chunks handed to write-back: stored, failed, or unwanted by the store.",
+    "Chunks given to write-back: stored, failed, or unwanted by the store.",
     "result",
 )
-WORKER_PINNED_BYTES = _gauge(
-    _WORKER, "worker_pinned_bytes", "Arena memory page-locked for the GPU.", needs=Needs.GPU
+WORKER_PINNED_BYTES = _gpu.gauge(
+    "worker_pinned_bytes", "Arena bytes that are page-locked for the GPU."
 )
 
 # -- workers: the link, and what is done instead of using it ---------------------------------
 
-LINK_BYTES = _counter(
-    _WORKER,
+LINK_BYTES = _worker.counter(
     "link_bytes_total",
     "Bytes over the link to the device. in: kv, activations, weights; out: write_back.",
-    *("direction", "method"),
+    "direction method",
 )
-LINK_BUSY_SECONDS = _counter(
-    _WORKER,
+LINK_BUSY_SECONDS = _worker.counter(
     "link_busy_seconds_total",
-    "Seconds that copies of a direction took, each by itself: weights come beside the cache, so "
-    "these may grow by more than 1 a second.",
+    "Seconds of copies, by direction, each copy counted alone. Copies of weights and cache "
+    "overlap, so this may grow by more than 1 a second.",
     "direction",
 )
-LINK_RATE = _gauge(
-    _WORKER, "link_rate_bytes_per_second", "What copies reach, as fitted from their own times."
+LINK_RATE = _worker.gauge(
+    "link_rate_bytes_per_second", "Rate of copies, fitted from their measured times."
 )
-LINK_CEILING = _gauge(
-    _WORKER,
+LINK_CEILING = _worker.gauge(
     "link_ceiling_bytes_per_second",
-    "What the link can reach: PCIe generation times width, or the emulated rate.",
+    "Greatest rate of the link: PCIe generation times width, or the emulated rate.",
     needs=Needs.EMULATED_LINK,
 )
-COMPUTE_BUSY_SECONDS = _counter(
-    _WORKER,
-    "compute_busy_seconds_total",
-    "Seconds of device work: prefill and decode steps, and restores.",
+COMPUTE_BUSY_SECONDS = _worker.counter(
+    "compute_busy_seconds_total", "Seconds of device work: prefill and decode steps, and restores."
 )
-RECOMPUTE_SECONDS = _counter(
-    _WORKER,
+RECOMPUTE_SECONDS = _worker.counter(
     "recompute_seconds_total",
     "Seconds of rebuilding K,V instead of loading it: from activations or from tokens.",
     "method",
 )
-CACHE_TOKENS = _counter(
-    _WORKER,
+CACHE_TOKENS = _worker.counter(
     "cache_tokens_total",
-    "Cached tokens by how they came to the device: loaded, rebuilt (from activations), "
-    "recomputed (from token ids). Restores count tokens, streamed steps tokens of each step.",
-    *("residency", "method"),
+    "Cached tokens by source: loaded, rebuilt (from activations), recomputed (from token "
+    "ids). Restores count each token once, streamed requests in every step.",
+    "residency method",
 )
-FETCHED_TOKENS = _counter(
-    _WORKER, "fetched_tokens_total", "Tokens brought from other hosts' stores."
+FETCHED_TOKENS = _worker.counter("fetched_tokens_total", "Tokens copied from other hosts' stores.")
+FETCH_SECONDS = _worker.counter("fetch_seconds_total", "Seconds of these copies.")
+RESTORES = _worker.counter("restores_total", "Prefixes restored, by method.", "method")
+RESTORE_SECONDS = _worker.histogram(
+    "restore_seconds", "Duration of restoring one prefix, by method.", TTFT_BUCKETS, "method"
 )
-FETCH_SECONDS = _counter(_WORKER, "fetch_seconds_total", "Seconds of these fetches.")
-RESTORES = _counter(_WORKER, "restores_total", "Prefixes brought back, by method.", "method")
-RESTORE_SECONDS = _histogram(
-    _WORKER, "restore_seconds", "Bringing one prefix back, by method.", TTFT_BUCKETS, "method"
+SPLIT_TOKENS = _worker.histogram(
+    "split_tokens", "Split point l of restores: the tokens before it are rebuilt.", _TOKEN_BUCKETS
 )
-SPLIT_TOKENS = _histogram(
-    _WORKER,
-    "split_tokens",
-    "Split point l of restores: tokens before it are rebuilt.",
-    _TOKEN_BUCKETS,
-)
-PREDICTION_RATIO = _histogram(
-    _WORKER,
+PREDICTION_RATIO = _worker.histogram(
     "prediction_ratio",
-    "Measured over predicted seconds, of restores and of streamed steps; 1 is right.",
+    "Measured over predicted seconds of restores and streamed steps; 1 is exact.",
     _PREDICTION_BUCKETS,
     "what",
 )
-PREDICTED_SECONDS = _counter(
-    _WORKER, "predicted_seconds_total", "Predicted, of what was predicted at all.", "what"
+PREDICTED_SECONDS = _worker.counter(
+    "predicted_seconds_total",
+    "Predicted seconds of restores and streamed steps, where there was a prediction.",
+    "what",
 )
-MEASURED_SECONDS = _counter(
-    _WORKER, "measured_seconds_total", "Measured, of the same restores and steps.", "what"
+MEASURED_SECONDS = _worker.counter(
+    "measured_seconds_total", "Measured seconds of the same restores and steps.", "what"
 )
-PROFILE_FLOPS = _gauge(
-    _WORKER,
-    "profile_flops_per_second",
-    "Fitted rates of the device: rebuild (K,V from X), prefill.",
-    "work",
+PROFILE_FLOPS = _worker.gauge(
+    "profile_flops_per_second", "Fitted rates of the device: rebuild (K,V from X), prefill.", "work"
 )
 
 # -- workers: power ------------------------------------------------------------------------
 
-GPU_UP = _gauge(
-    _WORKER, "gpu_up", "1 while the driver answers for this worker's GPU.", needs=Needs.GPU
-)
-GPU_FIELD_SUPPORTED = _gauge(
-    _WORKER,
+GPU_UP = _gpu.gauge("gpu_up", "1 while the driver answers for this worker's GPU.")
+GPU_FIELD_SUPPORTED = _gpu.gauge(
     "gpu_field_supported",
-    "1 for what this GPU and driver can tell, 0 for what they cannot; its metric is absent then.",
+    "1 if this GPU and driver report the field, else 0; its metric is absent then.",
     "field",
-    needs=Needs.GPU,
 )
-GPU_PCIE_BYTES = _counter(
-    _WORKER,
+GPU_PCIE_BYTES = _gpu.counter(
     "gpu_pcie_bytes_total",
-    "All PCIe traffic of the GPU by the driver's counters: rx (to the GPU), tx (from it).",
+    "PCIe traffic of the GPU by the driver's counters: rx (to the GPU), tx (from it).",
     "direction",
-    needs=Needs.GPU,
 )
-GPU_PCIE_GENERATION = _gauge(
-    _WORKER, "gpu_pcie_generation", "Of the link: current, and max.", "kind", needs=Needs.GPU
+GPU_PCIE_GENERATION = _gpu.gauge(
+    "gpu_pcie_generation", "PCIe generation of the link: current, max.", "kind"
 )
-GPU_PCIE_LANES = _gauge(
-    _WORKER, "gpu_pcie_lanes", "Width of the link: current, and max.", "kind", needs=Needs.GPU
+GPU_PCIE_LANES = _gpu.gauge("gpu_pcie_lanes", "Width of the PCIe link: current, max.", "kind")
+GPU_POWER_WATTS = _gpu.gauge("gpu_power_watts", "Power draw.")
+GPU_POWER_LIMIT_WATTS = _gpu.gauge(
+    "gpu_power_limit_watts", "Enforced power limit; the TDP unless lowered."
 )
-GPU_POWER_WATTS = _gauge(_WORKER, "gpu_power_watts", "Power drawn.", needs=Needs.GPU)
-GPU_POWER_LIMIT_WATTS = _gauge(
-    _WORKER, "gpu_power_limit_watts", "Enforced power limit (TDP unless lowered).", needs=Needs.GPU
-)
-GPU_ENERGY_JOULES = _counter(
-    _WORKER, "gpu_energy_joules_total", "Energy since the worker started.", needs=Needs.GPU
-)
-GPU_UTILIZATION = _gauge(
-    _WORKER,
+GPU_ENERGY_JOULES = _gpu.counter("gpu_energy_joules_total", "Energy since the worker started.")
+GPU_UTILIZATION = _gpu.gauge(
     "gpu_utilization_ratio",
     "Share of the driver's last sampling period in which a kernel ran, 0 to 1.",
-    needs=Needs.GPU,
 )
-GPU_MEMORY_BYTES = _gauge(
-    _WORKER, "gpu_memory_bytes", "Memory of the GPU: used, total.", "kind", needs=Needs.GPU
-)
-GPU_CLOCK_HERTZ = _gauge(_WORKER, "gpu_clock_hertz", "Clocks: sm, memory.", "kind", needs=Needs.GPU)
-GPU_TEMPERATURE = _gauge(_WORKER, "gpu_temperature_celsius", "Of the die.", needs=Needs.GPU)
-CPU_ENERGY_JOULES = _counter(
-    _WORKER,
+GPU_MEMORY_BYTES = _gpu.gauge("gpu_memory_bytes", "Memory of the GPU: used, total.", "kind")
+GPU_CLOCK_HERTZ = _gpu.gauge("gpu_clock_hertz", "Clocks: sm, memory.", "kind")
+GPU_TEMPERATURE = _gpu.gauge("gpu_temperature_celsius", "Temperature of the die.")
+CPU_ENERGY_JOULES = _worker.counter(
     "cpu_energy_joules_total",
     "Energy of the whole host's CPU packages since the worker started, by RAPL zone.",
     "zone",
@@ -428,134 +390,110 @@ CPU_ENERGY_JOULES = _counter(
 
 # -- the scheduler ---------------------------------------------------------------------------
 
-REQUESTS_RUNNING = _gauge(_SCHEDULER, "requests_running", "Requests placed on a worker.")
-REQUESTS_WAITING = _gauge(_SCHEDULER, "requests_waiting", "Requests in the queue.")
-QUEUE_CAPACITY = _gauge(_SCHEDULER, "queue_capacity", "Most requests that may wait.")
-REQUESTS_FINISHED = _counter(
-    _SCHEDULER,
+REQUESTS_RUNNING = _scheduler.gauge("requests_running", "Requests placed on a worker.")
+REQUESTS_WAITING = _scheduler.gauge("requests_waiting", "Requests in the queue.")
+QUEUE_CAPACITY = _scheduler.gauge("queue_capacity", "Most requests that the queue holds.")
+REQUESTS_FINISHED = _scheduler.counter(
     "requests_finished_total",
-    "Requests that were accepted and ended: stop, length, error, or abandoned by their reader.",
+    "Accepted requests that ended: stop, length, error, or abandoned (cancelled by the client).",
     "outcome",
 )
-REQUESTS_REJECTED = _counter(
-    _SCHEDULER,
+REQUESTS_REJECTED = _scheduler.counter(
     "requests_rejected_total",
-    "Requests turned away, by the error's reason (QUEUE_FULL, NEVER_FITS, TENANT_QUOTA, ...).",
+    "Requests rejected, by the error's reason (QUEUE_FULL, NEVER_FITS, TENANT_QUOTA, ...).",
     "reason",
 )
-PROMPT_TOKENS = _counter(_SCHEDULER, "prompt_tokens_total", "Prompt tokens of completed requests.")
-CACHED_TOKENS = _counter(
-    _SCHEDULER, "cached_tokens_total", "Of these, tokens that a store had, however they came back."
+PROMPT_TOKENS = _scheduler.counter("prompt_tokens_total", "Prompt tokens of completed requests.")
+CACHED_TOKENS = _scheduler.counter(
+    "cached_tokens_total",
+    "Prompt tokens of completed requests that a store had, by any restore method.",
 )
-GENERATED_TOKENS = _counter(
-    _SCHEDULER, "generated_tokens_total", "Tokens taken from workers for clients."
+GENERATED_TOKENS = _scheduler.counter(
+    "generated_tokens_total", "Tokens received from workers for clients."
 )
-TTFT_SECONDS = _histogram(
-    _SCHEDULER, "ttft_seconds", "Arrival to first token, queueing included.", TTFT_BUCKETS
+TTFT_SECONDS = _scheduler.histogram(
+    "ttft_seconds", "Arrival to first token, queueing included.", TTFT_BUCKETS
 )
-ITL_SECONDS = _histogram(
-    _SCHEDULER,
+ITL_SECONDS = _scheduler.histogram(
     "itl_seconds",
-    "Gaps between a request's tokens as workers send them. Tokens that come together count once; "
-    "pauses that a slow reader caused do not.",
+    "Gaps between a request's tokens as workers send them. Tokens that arrive together count "
+    "once; pauses that a slow client causes do not count.",
     ITL_BUCKETS,
 )
-QUEUE_SECONDS = _histogram(
-    _SCHEDULER, "queue_seconds", "Arrival to placement on a worker.", TTFT_BUCKETS
+QUEUE_SECONDS = _scheduler.histogram(
+    "queue_seconds", "Arrival to placement on a worker.", TTFT_BUCKETS
 )
-REQUEST_SECONDS = _histogram(
-    _SCHEDULER, "request_seconds", "Arrival to last token, of completed requests.", REQUEST_BUCKETS
+REQUEST_SECONDS = _scheduler.histogram(
+    "request_seconds", "Arrival to last token, of completed requests.", REQUEST_BUCKETS
 )
-PREFILL_SECONDS = _histogram(
-    _SCHEDULER,
+PREFILL_SECONDS = _scheduler.histogram(
     "prefill_seconds",
-    "Placement on a worker to first token, of completed requests; restoring a prefix included.",
+    "Placement on a worker to first token, restore included, of completed requests.",
     TTFT_BUCKETS,
 )
-DECODE_SECONDS = _histogram(
-    _SCHEDULER,
-    "decode_seconds",
-    "First to last token, of completed requests.",
-    REQUEST_BUCKETS,
+DECODE_SECONDS = _scheduler.histogram(
+    "decode_seconds", "First to last token, of completed requests.", REQUEST_BUCKETS
 )
-TPOT_SECONDS = _histogram(
-    _SCHEDULER,
+TPOT_SECONDS = _scheduler.histogram(
     "tpot_seconds",
-    "Time per output token: first to last token over the tokens after the first, one value for "
-    "each completed request of at least two tokens.",
+    "Time per output token of a completed request with at least two tokens: first to last "
+    "token, over the tokens after the first.",
     ITL_BUCKETS,
 )
-REQUEST_PROMPT_TOKENS = _histogram(
-    _SCHEDULER, "request_prompt_tokens", "Prompt tokens of a completed request.", LENGTH_BUCKETS
+REQUEST_PROMPT_TOKENS = _scheduler.histogram(
+    "request_prompt_tokens", "Prompt tokens of a completed request.", LENGTH_BUCKETS
 )
-REQUEST_GENERATED_TOKENS = _histogram(
-    _SCHEDULER,
-    "request_generated_tokens",
-    "Generated tokens of a completed request.",
-    LENGTH_BUCKETS,
+REQUEST_GENERATED_TOKENS = _scheduler.histogram(
+    "request_generated_tokens", "Generated tokens of a completed request.", LENGTH_BUCKETS
 )
-PLANS = _counter(
-    _SCHEDULER,
-    "plans_total",
-    "Plans sent to workers, by what they chose.",
-    *("residency", "method"),
+PLANS = _scheduler.counter(
+    "plans_total", "Plans sent to workers, by their choices.", "residency method"
 )
-KAPPA_RATIO = _histogram(
-    _SCHEDULER,
+KAPPA_RATIO = _scheduler.histogram(
     "kappa_ratio",
     "Cached over new tokens of placed requests; above kappa_crit the link is the limit.",
     _KAPPA_BUCKETS,
 )
-KAPPA_CRIT = _gauge(
-    _SCHEDULER,
+KAPPA_CRIT = _scheduler.gauge(
     "kappa_crit",
-    "Where loading K cached tokens takes as long as prefilling T new ones, per worker.",
+    "Ratio of cached to new tokens at which loading takes as long as prefilling, per worker.",
     "worker",
 )
-WORKER_KNOWN = _gauge(
-    _SCHEDULER,
+WORKER_KNOWN = _scheduler.gauge(
     "worker_known",
-    "Always 1; a worker that the scheduler was told of or found, by its name, or by its address "
-    "until it has answered.",
+    "Always 1; a configured or discovered worker, by its name, or by its address until it answers.",
     "worker",
 )
-WORKER_READY = _gauge(
-    _SCHEDULER,
+WORKER_READY = _scheduler.gauge(
     "worker_ready",
-    "1 for a worker that takes requests, 0 for one that is lost, loading or draining.",
+    "1 if the worker takes requests, 0 if it is lost, loading or draining.",
     "worker",
 )
-WORKER_LOSSES = _counter(
-    _SCHEDULER,
-    "worker_losses_total",
-    "Times a worker's stream broke, no drain announcing it.",
-    "worker",
+WORKER_LOSSES = _scheduler.counter(
+    "worker_losses_total", "Times a worker's stream broke without a drain before.", "worker"
 )
-FAILOVERS = _counter(
-    _SCHEDULER, "failovers_total", "Requests that were placed again after a worker was lost."
+FAILOVERS = _scheduler.counter(
+    "failovers_total", "Requests placed again after their worker was lost."
 )
-DROPPED_RESULTS = _counter(
-    _SCHEDULER,
+DROPPED_RESULTS = _scheduler.counter(
     "dropped_results_total",
-    "Worker messages not taken: late (of an attempt that no longer counts), duplicate.",
+    "Worker messages ignored: late (from an attempt that was replaced), duplicate.",
     "cause",
 )
-LEDGER_BYTES = _gauge(
-    _SCHEDULER,
+LEDGER_BYTES = _scheduler.gauge(
     "ledger_bytes",
-    "Device cache by the scheduler's books: charged to requests, and capacity.",
-    *("worker", "kind"),
+    "Device memory for the cache in the scheduler's accounts: charged to requests, capacity.",
+    "worker kind",
 )
-LEDGER_SLOTS = _gauge(
-    _SCHEDULER,
+LEDGER_SLOTS = _scheduler.gauge(
     "ledger_slots",
-    "Slots of a store: charged to streamed requests, and capacity.",
-    *("store", "kind"),
+    "Slots of a store in the scheduler's accounts: charged to streamed requests, capacity.",
+    "store kind",
 )
 
 
 def all_metrics() -> Iterator[Metric]:
-    """In the order of this file."""
+    """Yield all metrics in the order of this file."""
     return (value for value in globals().values() if isinstance(value, Metric))
 
 
