@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from worker_service.model.attention import DecodePlan, PrefillPlan, decode, prefill
+from worker_service.model.attention import decode, prefill
+from worker_service.model.attention_plan import DecodePlan, PrefillPlan
 from worker_service.model.decoder import Decoder
 
 CHUNK = 8
@@ -72,15 +73,15 @@ class PagedRunner:
 
     @torch.inference_mode()
     def decode(
-        self, tokens: list[int], page_lists: list[list[int]], lengths: list[int]
+        self, tokens: list[int], page_tables: list[list[int]], lengths: list[int]
     ) -> torch.Tensor:
         """One token for each sequence, the b-th at position `lengths[b]`: `[B, vocabulary]`."""
         model = self.model
-        for pages, length in zip(page_lists, lengths, strict=True):
+        for pages, length in zip(page_tables, lengths, strict=True):
             self.grow(pages, length + 1)
         positions = torch.tensor(lengths)
         plan = DecodePlan.of_sequences(
-            page_lists,
+            page_tables,
             [length + 1 for length in lengths],
             chunk_tokens=CHUNK,
             windows=model.config.windows,
@@ -90,7 +91,7 @@ class PagedRunner:
         rotary = model.rotary(positions)
         for index, layer in enumerate(model.layers):
             queries, keys, values = layer.project(layer.attention_input(hidden), rotary)
-            for row, (pages, length) in enumerate(zip(page_lists, lengths, strict=True)):
+            for row, (pages, length) in enumerate(zip(page_tables, lengths, strict=True)):
                 self._write(index, pages, length, keys[row : row + 1], values[row : row + 1])
             attended = decode(
                 queries,

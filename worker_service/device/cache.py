@@ -1,8 +1,8 @@
 """Device memory for the cache: pages in the arena's own layout.
 
-A page is what a slot is in the arena: room for `chunk_tokens` tokens, K and V
-of one layer as `[n_kv, chunk_tokens, d]`, the same page number in every layer.
-Restore and write-back are then plain copies. It knows nothing of requests.
+A page corresponds to a slot of the arena: `chunk_tokens` tokens, with K and V of one
+layer as `[n_kv, chunk_tokens, d]`, and the same page number in every layer. Restore and
+write-back are therefore plain copies. This module knows no requests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TORCH_TYPES = {
 
 
 class PageAllocator:
-    """Hands out page numbers, lowest first, so that live pages stay close together.
+    """Allocates the lowest free page, so that live pages stay close together.
 
     Attention reads a nearly contiguous range of pages without gathering them.
     """
@@ -33,7 +33,7 @@ class PageAllocator:
     def __init__(self, page_count: int) -> None:
         self.page_count = page_count
         self._free = list(range(page_count))
-        self._taken: set[int] = set()
+        self._used: set[int] = set()
 
     @property
     def free_count(self) -> int:
@@ -41,31 +41,31 @@ class PageAllocator:
 
     @property
     def used_count(self) -> int:
-        return len(self._taken)
+        return len(self._used)
 
     def allocate(self) -> int:
-        """One page. Raises ResourceExhausted when none is free."""
+        """Return a free page. Raises ResourceExhausted if there is none."""
         if not self._free:
             raise ResourceExhausted(f"all {self.page_count} pages are in use", reason="NO_PAGE")
         page = heapq.heappop(self._free)
-        self._taken.add(page)
+        self._used.add(page)
         return page
 
     def free(self, page: int) -> None:
-        """Take a page back. Raises ValueError for a page that is not out."""
-        if page not in self._taken:
+        """Free a page. Raises ValueError if it is not in use."""
+        if page not in self._used:
             raise ValueError(f"page {page} is not in use")
-        self._taken.remove(page)
+        self._used.remove(page)
         heapq.heappush(self._free, page)
 
 
 class DeviceCache:
     """K and V pages of all layers, X pages of chunks not sealed yet, and claims.
 
-    A claim is a request's right to pages: pages are taken one by one as the
-    sequence grows, claims are made once, so that an admitted request can never
-    find the memory gone. Zero-filled: a masked row may hold old values but
-    never a NaN, and 0 * NaN would be NaN.
+    A claim reserves pages for a request once, at admission; the pages themselves are
+    allocated one by one as the sequence grows, and can then never be missing. Memory is
+    filled with zeros: a masked row may have old values but never a NaN, since 0 * NaN
+    would be NaN.
 
     Attributes:
         keys, values: per layer `[page_count, n_kv, chunk_tokens, d]`.
@@ -99,7 +99,7 @@ class DeviceCache:
         return self.pages.used_count * self.plan.page_bytes
 
     def try_claim(self, page_count: int) -> bool:
-        """Claim pages if that many are unclaimed."""
+        """Claim pages; return False if too few are unclaimed."""
         if self._claimed + page_count > self.plan.page_count:
             return False
         self._claimed += page_count
@@ -123,15 +123,15 @@ class DeviceCache:
         self.values[layer][pages, :, rows] = values
 
     def inputs_in_pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pages seen as room for X, `[page_count, chunk_tokens, h]`: in the place of K, of V.
+        """Return the pages' memory as two planes for X, `[page_count, chunk_tokens, h]`.
 
-        The same memory; only where h is n_kv * d.
+        The planes take the place of K and of V, so h must be n_kv * d.
         """
         page = (-1, self.layout.chunk_tokens, self.layout.hidden_size)
         return self.keys[layer].view(page), self.values[layer].view(page)
 
     def keep_inputs(self, input_page: int, page: int, half: int) -> None:
-        """X of all layers from an input page into half 0 or 1 of a cache page."""
+        """Copy X of all layers from an input page into half 0 (K) or 1 (V) of a cache page."""
         for layer, inputs in enumerate(self.inputs):
             self.inputs_in_pages(layer)[half][page].copy_(inputs[input_page])
 
@@ -143,10 +143,10 @@ class DeviceCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros; on a CPU as fresh pages of the kernel, which take memory when first touched.
+    """Return zeros; on a CPU as fresh pages of the kernel, which take memory when touched.
 
-    `torch.zeros` writes every byte: a worker with a large budget would take its
-    whole cache, and seconds, before its first request.
+    `torch.zeros` writes every byte: a worker with a large budget would need its whole
+    cache, and seconds, before its first request.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

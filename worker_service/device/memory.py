@@ -2,9 +2,8 @@
 
     budget = weights + workspace + input pages + cache pages
 
-Weights that do not fit stay on the host (`place`), and what is then counted as weights
-are those on the device and the slots for the others. Pure arithmetic over
-`splitpoint.shapes`; allocates nothing.
+Weights that do not fit stay on the host (`place`); `weights` then counts those on the
+device and the slots for the others. This is pure arithmetic and allocates nothing.
 """
 
 from __future__ import annotations
@@ -16,31 +15,31 @@ from splitpoint.errors import ResourceExhausted
 from splitpoint.planning.weight_placement import WeightPlacement, WeightSizes, place_weights
 from splitpoint.shapes import ArenaLayout, ModelShape, chunks_of
 
-# Chunks of one layer that tiles land in. More of them make larger tiles, and copies
-# that go further ahead.
+# Staging memory, in chunks of one layer. More of it makes larger tiles, and copies that go
+# further ahead.
 STAGING_PAGES = 16
-# K and V of a tile on a GPU: what its copies take on the link must outlast what
-# launching them, and the attention over it, takes on the host.
+# K and V of a tile on a GPU: its copies must take longer on the link than the host takes
+# to launch them and the attention over the tile.
 GPU_TILE_BYTES = 64 << 20
-# Of the budget, what larger tiles may take.
+# Share of the budget that larger tiles may take.
 STAGING_SHARE = 0.03
-# What encoding (four float32 copies and two of bytes) and decoding (one of bytes) hold
-# for each element at once, at most; write-back encodes while a restore decodes.
+# Peak of encoding (four float32 copies and two of bytes) and decoding (one of bytes), for
+# each element; write-back encodes while a restore decodes.
 CODEC_BYTES_PER_ELEMENT = 20
-# The largest tile of a streamed prefill: its scores grow with the new tokens, too.
+# The largest tile of a streamed prefill, whose scores grow with the new tokens, too.
 PREFILL_TILE_PAGES = 16
 
 
 def largest_tile(staging_pages: int) -> int:
-    """Pages of the largest tile that leaves room for three in the staging memory.
+    """Return the pages of the largest tile of which the staging memory holds three.
 
-    Two come over the link while one is read, or one while the third holds what is rebuilt.
+    Two come over the link while one is read, or one while the third is rebuilt.
     """
     return max(1, staging_pages // 3)
 
 
 def staging_pages_on_gpu(shape: ModelShape, layout: ArenaLayout, budget_bytes: int) -> int:
-    """Staging pages whose tiles are large enough for a GPU's link, within a share of the budget."""
+    """Return staging pages for tiles that suit a GPU's link, within STAGING_SHARE."""
     page_bytes = layout.chunk_tokens * shape.kv_bytes_per_token_layer
     wanted = 3 * -(-GPU_TILE_BYTES // page_bytes)
     room = int(STAGING_SHARE * budget_bytes) // staging_bytes(shape, layout, 1)
@@ -49,7 +48,7 @@ def staging_pages_on_gpu(shape: ModelShape, layout: ArenaLayout, budget_bytes: i
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes and pages of one worker; all of it is charged against the budget."""
+    """Bytes and pages of one worker, all charged against the budget."""
 
     budget_bytes: int
     weight_bytes: int
@@ -62,7 +61,7 @@ class MemoryPlan:
 
     @property
     def cache_capacity_bytes(self) -> int:
-        """What admission may hand out: the ledger's capacity."""
+        """Capacity of the scheduler's ledger for this worker."""
         return self.page_count * self.page_bytes
 
 
@@ -76,8 +75,10 @@ def place(
     max_batched_tokens: int,
     staging_pages: int = STAGING_PAGES,
 ) -> WeightPlacement:
-    """Where the weights go so that a cache fits beside them; its `device_bytes` are what
-    `divide` is then given, which raises if even that is too much."""
+    """Place the weights so that a cache fits beside them.
+
+    `divide` receives the placement's `device_bytes`, and raises if even they are too many.
+    """
     needs = _needs(shape, layout, max_batch_size, max_batched_tokens, staging_pages)
     longest = chunks_of(shape.context_length, layout.chunk_tokens)
     return place_weights(
@@ -98,7 +99,7 @@ def divide(
     max_batched_tokens: int,
     staging_pages: int = STAGING_PAGES,
 ) -> MemoryPlan:
-    """Split the budget; raises ResourceExhausted with the numbers when it is too small."""
+    """Divide the budget. Raises ResourceExhausted with the numbers if it is too small."""
     needs = _needs(shape, layout, max_batch_size, max_batched_tokens, staging_pages)
     page_bytes, streamed_pages = needs.page_bytes, needs.streamed_pages
     workspace = needs.workspace_bytes
@@ -128,15 +129,14 @@ def divide(
 
 @dataclass(frozen=True, slots=True)
 class _Needs:
-    """What a worker needs whatever its budget is.
+    """The needs of a worker that do not depend on its budget.
 
     Attributes:
         workspace_bytes: input pages included.
-        input_pages: hold X of chunks that are not sealed yet: one tail for each request
-            in a batch, and two prefill chunks (one being computed while the other is
-            written back).
-        streamed_pages: what a streamed request keeps until it is sealed: the prefill
-            chunk at hand, the one being written back, and its tail.
+        input_pages: X of chunks that are not sealed yet: one tail for each request of a
+            batch, and two steps' tokens (one computed while the other is written back).
+        streamed_pages: pages that a streamed request keeps until they are sealed: the
+            present step's tokens, those being written back, and its tail.
     """
 
     workspace_bytes: int
@@ -172,7 +172,7 @@ def _needs(
 
 
 def staging_bytes(shape: ModelShape, layout: ArenaLayout, pages: int) -> int:
-    """K, V and, where the arena has it, X of so many chunks in one layer."""
+    """Return the bytes of K, V and, if the arena has it, X of `pages` chunks in one layer."""
     per_token = shape.kv_bytes_per_token_layer
     if layout.has_activations:
         per_token += shape.activation_bytes_per_token_layer
@@ -180,7 +180,7 @@ def staging_bytes(shape: ModelShape, layout: ArenaLayout, pages: int) -> int:
 
 
 def _decoding_bytes(shape: ModelShape, layout: ArenaLayout, pages: int) -> int:
-    """Where encoded chunks land, and what making elements of them takes."""
+    """Return the bytes of the buffers for encoded chunks, and of decoding them."""
     if not layout.encoding.is_lossy:
         return 0
     return (
@@ -195,7 +195,7 @@ def _decoding_bytes(shape: ModelShape, layout: ArenaLayout, pages: int) -> int:
 
 
 def _step_bytes(shape: ModelShape, max_batch_size: int, max_batched_tokens: int) -> int:
-    """The tensors of the largest step, attention left out."""
+    """Return the bytes of the largest step's tensors, without attention."""
     rows = max_batch_size + max_batched_tokens
     widest = max(shape.intermediate_size * 2, shape.query_width + 2 * shape.kv_width)
     step = rows * (4 * shape.hidden_size + widest + shape.intermediate_size) * shape.data_type.size
@@ -210,20 +210,20 @@ def _streamed_bytes(
     max_batched_tokens: int,
     staging_pages: int,
 ) -> int:
-    """What rebuilding and attending the largest tile of a streamed step takes at once."""
+    """Return the peak bytes of rebuilding and attending the largest tile of a streamed step."""
     size, width, chunk = shape.data_type.size, shape.query_width, layout.chunk_tokens
     tile_pages = largest_tile(staging_pages)
     rows = tile_pages * chunk
     # Scores as computed, in fp32 and as weights; each page's queries and results.
     scores = rows * shape.query_head_count * (4 + 2 * size)
     decode = scores + tile_pages * width * (4 + 2 * size)
-    # What was merged so far, the tile's share and their sum: fp32, with peaks and totals.
+    # The merged state, the tile's and their sum, in fp32, with peaks and totals.
     partials = 3 * (max_batch_size + 1) * 4 * (width + 2 * shape.query_head_count)
-    # The product, keys being normed and rotated, angles, X where it was kept; X from
-    # token ids, half in fp32.
+    # The product, normed and rotated keys, angles, X that was kept; or X from token ids,
+    # half of it in fp32.
     rebuild = rows * size * (6 * shape.kv_width + 4 * shape.head_dim + shape.hidden_size)
     embed = rows * shape.hidden_size * (3 * size + 8)
-    # Scores twice, queries, results and partials; K and V as taken and in order.
+    # Scores twice, queries, results and partials; K and V as gathered and in order.
     keys = PREFILL_TILE_PAGES * chunk
     prefill = (
         max_batched_tokens * (2 * 4 * shape.query_head_count * keys + 4 * 5 * width)

@@ -1,12 +1,12 @@
-"""Attention over pages in the arena's own layout, `[pages, n_kv, chunk_tokens, d]`.
+"""Paged attention in the arena's own layout, `[pages, n_kv, chunk_tokens, d]`.
 
-Every page is attended by itself, all pages of all requests at once, and the
-pages' results are merged with the rule of online softmax. Requests of any
-lengths are one handful of operations per layer, and what streamed residency
-attends tile by tile merges with what is on the device. Which pages belong to
-whom comes in plans (attention_plan.py). It knows nothing of requests or stores.
+Each page is attended separately, all pages of all requests at once, and the results of
+pages are merged by online softmax. Requests of any lengths thus take a handful of
+operations per layer, and tiles that stream from the host merge with the pages on the
+device. Plans (attention_plan.py) say which query reads which pages. This module knows no
+requests and no stores.
 
-Softmax and every sum over pages are fp32, whatever the pages hold.
+Softmax and all sums over pages are fp32, whatever the type of the pages.
 """
 
 from __future__ import annotations
@@ -21,41 +21,26 @@ from splitpoint.host.processor import AMX_BF16, instruction_sets
 from worker_service.model.attention_plan import (
     LEAST,
     DecodePlan,
-    PageView,
     PrefillPlan,
     PrefillView,
-    hidden_rows,
+    masked_keys,
 )
 
-__all__ = [
-    "DecodePlan",
-    "PageView",
-    "Partial",
-    "PrefillPlan",
-    "PrefillView",
-    "decode",
-    "decode_partial",
-    "prefill",
-    "prefill_partial",
-    "prefills_in_blocks",
-    "tile_rows",
-]
-
-# Rows of queries that half-precision prefill on a CPU attends with at once: with
-# 512 tokens, 12 heads of 64 (32 on 8 of 128) a layer takes 3.1 (11) ms, with
-# blocks of 128 4.5 (15), of 256 5.7 (21), with SDPA 5.7 (28). fp32 gains nothing.
+# Query rows of one block of a half-precision prefill on a CPU. With 512 tokens and 12 heads
+# of 64 (32 on 8 of 128) a layer takes 3.1 (11) ms; with blocks of 128 4.5 (15), of 256 5.7
+# (21), with SDPA 5.7 (28). fp32 gains nothing.
 _BLOCK = 64
 _LEAST = float(LEAST)
 
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Attention of N query tokens over some of their keys, not yet normalised.
+    """Attention of N query tokens over some of their keys, not normalised yet.
 
     Attributes:
-        weighted: fp32 `[N, n_q, d]`, sum of `exp(score - peak) * value`.
-        peak: fp32 `[N, n_q]`, largest score; the least finite number where no key was seen.
-        total: fp32 `[N, n_q]`, sum of `exp(score - peak)`.
+        weighted: fp32 `[N, n_q, d]`, the sum of `exp(score - peak) * value`.
+        peak: fp32 `[N, n_q]`, the largest score; the least finite number without keys.
+        total: fp32 `[N, n_q]`, the sum of `exp(score - peak)`.
     """
 
     weighted: torch.Tensor
@@ -63,7 +48,7 @@ class Partial:
     total: torch.Tensor
 
     def merge(self, other: Partial) -> Partial:
-        """Attention over the keys of both (online softmax)."""
+        """Return the attention over the keys of both (online softmax)."""
         peak = torch.maximum(self.peak, other.peak)
         mine, theirs = (self.peak - peak).exp_(), (other.peak - peak).exp_()
         return Partial(
@@ -75,9 +60,9 @@ class Partial:
         )
 
     def attended(self, dtype: torch.dtype) -> torch.Tensor:
-        """The normalised result `[N, n_q * d]`, as `DecoderLayer.finish` takes it.
+        """Return the normalised result `[N, n_q * d]`, the input of `DecoderLayer.finish`.
 
-        Every query must have seen at least one key by now.
+        Each query must have seen at least one key.
         """
         return (self.weighted / self.total.unsqueeze(-1)).flatten(1).to(dtype)
 
@@ -92,17 +77,17 @@ def decode_partial(
     scale: float,
     cap: float | None = None,
 ) -> Partial:
-    """One query token each of B sequences, over one layer's pages.
+    """Attend one layer's pages with one query token of each of B sequences.
 
     Args:
         queries: `[B, n_q, d]`, after RoPE.
-        keys, values: the pool (or staging tile) the plan's page numbers mean,
-            `[pages, n_kv, C, d]`. Hidden rows may hold anything finite.
-        window: the layer's; one of the plan's windows.
-        cap: a score s becomes `cap * tanh(s / cap)`, as in all functions here; None: it stays.
+        keys, values: the pool or staging tile that the plan's page numbers refer to,
+            `[pages, n_kv, C, d]`. Masked rows may have any finite values.
+        window: the layer's sliding window; one of the plan's windows.
+        cap: in all functions here a score s becomes `cap * tanh(s / cap)`; None: no cap.
 
-    The group of query heads that shares a KV head is folded into the rows of
-    one product, `[n_kv, g, d] x [n_kv, d, C]`: keys are never repeated.
+    Query heads that share a KV head are folded into the rows of one product,
+    `[n_kv, g, d] x [n_kv, d, C]`, so keys are never repeated.
     """
     view = plan.views[window]
     count, query_heads, head_dim = queries.shape
@@ -117,11 +102,11 @@ def decode_partial(
     )
     if cap is not None:
         scores = _capped(scores.to(torch.float32), cap)
-    # To fp32 and hidden in one pass; an overflow in a hidden row goes as well.
+    # Cast to fp32 and mask in one pass, which also removes overflows of masked rows.
     scores = torch.minimum(scores.view(pages, query_heads, rows), view.limit)
-    # One row more than queries: what foreign pages of the range add up to. Every
-    # other page has a row its reader sees (plans drop the rest), so each peak is
-    # a real score and hidden rows weigh exp(least - peak) = 0.
+    # One row more than queries, for the foreign pages of the range. Every other page has a
+    # row that its reader sees (plans drop the rest), so each peak is a real score and
+    # masked rows weigh exp(least - peak) = 0.
     peak = queries.new_full((count + 1, query_heads), _LEAST, dtype=torch.float32)
     peak.scatter_reduce_(0, owner.unsqueeze(1).expand(pages, query_heads), scores.amax(-1), "amax")
     scores.sub_(peak.index_select(0, owner).unsqueeze(-1)).exp_()
@@ -145,7 +130,7 @@ def decode(
     scale: float,
     cap: float | None = None,
 ) -> torch.Tensor:
-    """`decode_partial` when the plan covers everything: `[B, n_q * d]`."""
+    """Normalise `decode_partial` of a plan that covers all keys: `[B, n_q * d]`."""
     partial = decode_partial(queries, keys, values, plan, window=window, scale=scale, cap=cap)
     return partial.attended(queries.dtype)
 
@@ -163,12 +148,12 @@ def prefill(
     cap: float | None = None,
     flags: Collection[str] | None = None,
 ) -> torch.Tensor:
-    """T new tokens of one request over its prefix's pages and themselves.
+    """Attend the prefix's pages and the new tokens with T new tokens of one request.
 
     Args:
         queries: `[T, n_q, d]`; new_keys, new_values: `[T, n_kv, d]`.
         keys, values: the pool, `[pages, n_kv, C, d]`.
-        flags: instruction sets to choose the kernel by; None: this processor's.
+        flags: the instruction sets that decide the kernel; None: this processor's.
 
     Returns `[T, n_q * d]`.
     """
@@ -195,11 +180,11 @@ def prefill(
 def prefills_in_blocks(
     device: torch.device, dtype: torch.dtype, cap: float | None, flags: Collection[str]
 ) -> bool:
-    """True if plain products prefill faster than SDPA, or SDPA cannot: it cannot cap scores.
+    """Return True if plain products prefill faster than SDPA, or if scores are capped.
 
-    `flags`: instruction sets of the host's processor. 8 sequences x 12 heads x 512 x 64 in
-    bfloat16, a layer, products / SDPA: 3.1 / 5.7 ms on an EPYC, 56 / 10.7 ms (all eight) on a
-    Xeon with AMX. fp32 gains nothing from blocks on either.
+    SDPA cannot cap scores. `flags` are instruction sets of the host's processor. A layer of
+    8 sequences x 12 heads x 512 x 64 in bfloat16 takes, by products / SDPA, 3.1 / 5.7 ms on
+    an EPYC, and 56 / 10.7 ms (all eight) on a Xeon with AMX. fp32 gains nothing from blocks.
     """
     if cap is not None:
         return True
@@ -219,12 +204,12 @@ def prefill_partial(
     scale: float,
     cap: float | None = None,
 ) -> Partial:
-    """T consecutive queries over S consecutive keys: one tile of a streamed prefill.
+    """Attend S consecutive keys, one tile of a streamed prefill, with T consecutive queries.
 
     Args:
         queries: `[T, n_q, d]`, the first one at `query_position`.
-        keys, values: `[n_kv, S, d]` (see `tile_rows`; transposed new K and V for
-            the tokens' own part), the first one at `key_position`.
+        keys, values: `[n_kv, S, d]`, the first one at `key_position`: the result of
+            `tile_rows`, or the transposed K and V of the new tokens themselves.
     """
     count, query_heads, head_dim = queries.shape
     kv_heads, rows, _ = keys.shape
@@ -237,13 +222,13 @@ def prefill_partial(
     if cap is not None:
         scores = _capped(scores, cap)
     by_query = scores.view(kv_heads, group, count, rows)
-    hidden = hidden_rows(query_position, count, key_position, rows, window, queries.device)
-    if hidden is not None:
-        by_query.masked_fill_(hidden, _LEAST)
+    masked = masked_keys(query_position, count, key_position, rows, window, queries.device)
+    if masked is not None:
+        by_query.masked_fill_(masked, _LEAST)
     peak = by_query.amax(-1)
     by_query.sub_(peak.unsqueeze(-1)).exp_()
-    if hidden is not None:
-        by_query.masked_fill_(hidden, 0.0)
+    if masked is not None:
+        by_query.masked_fill_(masked, 0.0)
     total = by_query.sum(-1)
     weighted = torch.bmm(scores.to(values.dtype), values).to(torch.float32)
     weighted = weighted.view(kv_heads, group, count, head_dim)
@@ -255,7 +240,7 @@ def prefill_partial(
 
 
 def tile_rows(pages: torch.Tensor, row_count: int) -> torch.Tensor:
-    """The first `row_count` rows of consecutive pages `[P, n_kv, C, d]` as `[n_kv, rows, d]`."""
+    """Return the first `row_count` rows of pages `[P, n_kv, C, d]` as `[n_kv, rows, d]`."""
     count, kv_heads, rows, head_dim = pages.shape
     return pages.transpose(0, 1).reshape(kv_heads, count * rows, head_dim)[:, :row_count]
 
@@ -268,7 +253,7 @@ def _prefill_in_blocks(
     scale: float,
     cap: float | None,
 ) -> torch.Tensor:
-    """`prefill` by plain products; keys and values `[n_kv, rows + T, d]` with their prefix."""
+    """Prefill by plain products, where keys and values `[n_kv, rows + T, d]` have the prefix."""
     count, query_heads, head_dim = queries.shape
     kv_heads = keys.shape[0]
     group = query_heads // kv_heads
@@ -295,14 +280,14 @@ def _prefill_in_blocks(
 
 
 def _capped(scores: torch.Tensor, cap: float) -> torch.Tensor:
-    """Softly capped, in place."""
+    """Cap scores softly, in place."""
     return scores.div_(cap).tanh_().mul_(cap)
 
 
 def _scores(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """`[n, g, d]` and `[n, C, d]` to `[n, g, C]`.
+    """Multiply `[n, g, d]` by `[n, C, d]` to `[n, g, C]`.
 
-    For groups in fp32 on a CPU, `K Q^T` runs at twice the speed of `Q K^T`.
+    For fp32 groups on a CPU `K Q^T` is twice as fast as `Q K^T`.
     """
     if queries.dtype == torch.float32 and queries.shape[1] > 1:
         return torch.bmm(keys, queries.transpose(1, 2)).transpose(1, 2).contiguous()
@@ -310,6 +295,6 @@ def _scores(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def _prefix(pool: torch.Tensor, pages: slice | torch.Tensor, row_count: int) -> torch.Tensor:
-    """The visible prefix of one plane as `[n_kv, rows, d]`."""
+    """Return the visible prefix of one plane as `[n_kv, rows, d]`."""
     chosen = pool[pages] if isinstance(pages, slice) else pool.index_select(0, pages)
     return tile_rows(chosen, row_count)

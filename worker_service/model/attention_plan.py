@@ -1,8 +1,8 @@
-"""What a step's tokens attend to: which pages, whose they are, which rows are hidden.
+"""Attention metadata of a step: which pages its queries read, and which rows are masked.
 
-Plans are built once per step from page numbers and positions and shared by all
-layers. Pages that lie close together become ranges of the pool, to be read in
-place. Knows nothing of keys, values or requests.
+A plan is built once per step, from page tables (vLLM's block tables) and sequence
+lengths, and is shared by all layers. Pages that lie close together become a range of the
+pool that is read in place. This module knows no keys, values or requests.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-# Reading a foreign page costs one read; gathering costs a read, a write and a
-# read for every page: so a range may hold this many pages per wanted one.
+# Reading a foreign page costs one read; gathering a page costs two reads and a write. A
+# range may therefore hold this many pages per wanted page.
 _SPREAD = 2.0
 LEAST = np.finfo(np.float32).min
 
@@ -27,17 +27,16 @@ Integers = Sequence[int] | npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PageView:
-    """The pages that B queries read in layers of one window.
+    """The pages that B queries read in the layers of one sliding window.
 
     Attributes:
         pages: a range of the pool that is read in place, or page numbers to gather.
-        reader: int64 `[P]`, the query that meets each page read.
-        owner: int64 `[P]`, where the page's result goes: its reader, or B for a
-            foreign page inside the range, so that whatever that page holds
-            (even NaN) stays away from every query.
-        limit: fp32 `[P, 1, C]`, the most that a score may be: infinity for rows
-            that the reader sees, the least finite number for the others. What a
-            hidden row holds does not matter as long as it is finite.
+        reader: int64 `[P]`, the query that attends each page.
+        owner: int64 `[P]`, the row that receives the page's result: its reader, or B
+            for a foreign page of the range, whose values (even NaN) reach no query.
+        limit: fp32 `[P, 1, C]`, the largest score of a row: infinity if the reader sees
+            it, the least finite number if it is masked. Masked rows may have any
+            finite values.
     """
 
     pages: slice | torch.Tensor
@@ -46,7 +45,7 @@ class PageView:
     limit: torch.Tensor
 
     def of(self, pool: torch.Tensor) -> torch.Tensor:
-        """The view's pages of one plane, `[P, n_kv, C, d]`."""
+        """Return the view's pages of one plane, `[P, n_kv, C, d]`."""
         if isinstance(self.pages, slice):
             return pool[self.pages]
         return pool.index_select(0, self.pages)
@@ -54,7 +53,7 @@ class PageView:
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """What B queries attend to in one step, one view per distinct window."""
+    """Pages of B decoding queries in one step: one view per distinct window."""
 
     query_count: int
     views: Mapping[int | None, PageView]
@@ -62,24 +61,24 @@ class DecodePlan:
     @classmethod
     def of_sequences(
         cls,
-        page_lists: Iterable[Sequence[int]],
+        page_tables: Iterable[Sequence[int]],
         lengths: Integers,
         *,
         chunk_tokens: int,
         windows: Iterable[int | None],
         device: torch.device,
     ) -> DecodePlan:
-        """Whole sequences: `page_lists[b][i]` holds chunk i of sequence b.
+        """Plan for whole sequences, where `page_tables[b][i]` holds chunk i of sequence b.
 
-        `lengths[b]` counts the tokens whose K and V are in place, the query's
-        own included. Pages past the length are ignored.
+        `lengths[b]` counts the tokens whose K and V are in place, the query's own
+        included. Pages past the length are ignored.
         """
         sizes = np.asarray(lengths, dtype=np.int64)
         counts = -(-sizes // chunk_tokens)
         pages = np.concatenate(
             [
                 np.asarray(listed[:count], dtype=np.int64)
-                for listed, count in zip(page_lists, counts.tolist(), strict=True)
+                for listed, count in zip(page_tables, counts.tolist(), strict=True)
             ]
         )
         ends = np.cumsum(counts)
@@ -107,12 +106,11 @@ class DecodePlan:
         device: torch.device,
         row_counts: Integers | None = None,
     ) -> DecodePlan:
-        """Any pages: a tile of one sequence, or the tails of streamed ones.
+        """Plan for any pages: a tile of one sequence, or the tails of streamed ones.
 
-        Page i belongs to query `owners[i]`; its row r is position
-        `first_positions[i] + r`, and only its first `row_counts[i]` rows are
-        in use (default: all up to the query). Query b stands at
-        `query_positions[b]` and sees no later position.
+        Page i belongs to query `owners[i]`. Its row r is position
+        `first_positions[i] + r`, and its first `row_counts[i]` rows are in use (default:
+        all up to the query). Query b is at `query_positions[b]` and sees no later one.
         """
         numbers, owner = np.asarray(pages, dtype=np.int64), np.asarray(owners, dtype=np.int64)
         rows = np.arange(chunk_tokens)
@@ -125,7 +123,7 @@ class DecodePlan:
         return cls(
             query_count=len(query),
             views={
-                window: _view(
+                window: _decode_view(
                     numbers,
                     owner,
                     seen if window is None else seen & (behind < window),
@@ -142,14 +140,14 @@ class DecodePlan:
 
 @dataclass(frozen=True, slots=True)
 class PrefillView:
-    """What T new tokens read in layers of one window.
+    """The pages that T new tokens read in the layers of one sliding window.
 
     Attributes:
-        pages: pages of the visible prefix; None when nothing of it is seen.
-        row_count: how many of the pages' rows are in use, from the first one on.
-        mask: bool `[T, rows + T]`, True where a query sees a key; None when
-            plain causal order says it all.
-        is_windowed: some earlier key is hidden too.
+        pages: pages of the visible prefix; None if no row of it is visible.
+        row_count: the pages' rows in use, from the first one on.
+        mask: bool `[T, rows + T]`, True where a query sees a key; None if a plain causal
+            mask is right.
+        is_windowed: some earlier key is masked, too.
     """
 
     pages: slice | torch.Tensor | None
@@ -160,7 +158,7 @@ class PrefillView:
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """What T new tokens after `prefix_tokens` attend to, one view per window."""
+    """Pages of T new tokens after a prefix: one view per distinct window."""
 
     views: Mapping[int | None, PrefillView]
 
@@ -175,7 +173,7 @@ class PrefillPlan:
         windows: Iterable[int | None],
         device: torch.device,
     ) -> PrefillPlan:
-        """`prefix_pages[i]` holds chunk i of the sequence; pages past the prefix are ignored."""
+        """Plan where `prefix_pages[i]` holds chunk i; pages past the prefix are ignored."""
         return cls(
             views={
                 window: _prefill_view(
@@ -189,14 +187,14 @@ class PrefillPlan:
 # -- building the views ---------------------------------------------------------------
 
 
-def _view(
+def _decode_view(
     numbers: npt.NDArray[np.int64],
     owner: npt.NDArray[np.int64],
     seen: npt.NDArray[np.bool_],
     query_count: int,
     device: torch.device,
 ) -> PageView:
-    """Reads pages in place when they lie close together, gathers them otherwise."""
+    """Read pages in place if they lie close together; otherwise gather them."""
     used = seen.any(axis=1)
     if not used.all():
         numbers, owner, seen = numbers[used], owner[used], seen[used]
@@ -237,28 +235,28 @@ def _prefill_view(
     first_row = first_chunk * chunk_tokens
     pages = _selection(listed, device) if prefix_tokens > first_seen else None
     rows = prefix_tokens - first_row if pages is not None else 0
-    # The last new token's window, against the first row that is read.
+    # The last new token masks the first row that is read.
     is_windowed = window is not None and rows + new_tokens > window
     mask = None
     if rows or is_windowed:
-        hidden = hidden_rows(
+        masked = masked_keys(
             prefix_tokens, new_tokens, prefix_tokens - rows, rows + new_tokens, window, device
         )
-        # A single new token may see everything.
+        # A single new token may see all keys.
         whole = (new_tokens, rows + new_tokens)
-        mask = torch.ones(whole, dtype=torch.bool, device=device) if hidden is None else ~hidden
+        mask = torch.ones(whole, dtype=torch.bool, device=device) if masked is None else ~masked
     return PrefillView(pages, rows, mask, is_windowed)
 
 
 def _selection(pages: Sequence[int], device: torch.device) -> slice | torch.Tensor:
-    """Page numbers in this order, as a range where they are one."""
+    """Return page numbers in this order, as a range if they are one."""
     first = pages[0]
     if list(pages) == list(range(first, first + len(pages))):
         return slice(first, first + len(pages))
     return torch.tensor(list(pages), dtype=torch.int64, device=device)
 
 
-def hidden_rows(
+def masked_keys(
     query_position: int,
     query_count: int,
     key_position: int,
@@ -266,7 +264,7 @@ def hidden_rows(
     window: int | None,
     device: torch.device,
 ) -> torch.Tensor | None:
-    """bool `[T, S]`, True where a query must not see a key; None: all is seen."""
+    """Return bool `[T, S]`, True where a query must not see a key; None if it sees all."""
     last_query = query_position + query_count - 1
     causal = key_position + key_count - 1 > query_position
     outside = window is not None and last_query - key_position >= window
@@ -274,7 +272,7 @@ def hidden_rows(
         return None
     queries = torch.arange(query_position, last_query + 1, device=device).unsqueeze(1)
     behind = queries - torch.arange(key_position, key_position + key_count, device=device)
-    hidden = behind < 0
+    masked = behind < 0
     if window is not None:
-        hidden |= behind >= window
-    return hidden
+        masked |= behind >= window
+    return masked

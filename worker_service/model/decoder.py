@@ -1,7 +1,7 @@
 """A decoder-only transformer as plain tensors, configured by data.
 
-It computes; where keys and values live, which requests its rows belong to and
-what is done with the logits is decided elsewhere.
+Its callers decide where keys and values live, which requests the rows belong to, and
+what happens to the logits.
 """
 
 from __future__ import annotations
@@ -32,25 +32,24 @@ from worker_service.weights.matrices import MatrixShape, head_rows, layer_matric
 from worker_service.weights.packing import Matrix, packs
 from worker_service.weights.stream import LentMatrix, WeightStream
 
-__all__ = ["Decoder", "DecoderConfig", "DecoderLayer", "Rotary"]
-
 _DATA_TYPES = {dtype: data_type for data_type, dtype in TORCH_TYPES.items()}
 
 
 class Decoder:
     """Embedding, layers and output head.
 
-    A step is: `hidden = embed(ids, positions)`; for each layer that `visit` gives X =
+    A step is: `hidden = embed(ids, positions)`; for each layer of `visit` X =
     `attention_input(hidden)`, `project(X, rotary)`, attention over the cache,
     `hidden = finish(hidden, attended)`; then `logits(hidden[rows])`.
 
     Attributes:
-        config, shape: what it was built from; `shape.data_type` is `dtype`.
-        layers: in order. Of one whose weights are on the host, only norms and windows
-            can be used outside of `visit`.
-        layer_weights: brings those weights over; None: all are on the device.
-        weight_bytes: bytes of all weights on the device as held, slots included (a CPU
-            holds tied embeddings twice: as the table and as the head's packed matrix).
+        config, shape: of the model; `shape.data_type` is `dtype`.
+        layers: in order. If a layer's weights are on the host, only its norms and window
+            may be used outside of `visit`.
+        layer_weights: streams the layers' weights from the host; None: all are on the
+            device.
+        weight_bytes: bytes of all weights on the device, slots included. A CPU holds tied
+            embeddings twice: as the table and as the head's packed matrix.
     """
 
     def __init__(
@@ -82,18 +81,12 @@ class Decoder:
         if config.embedding_size != config.shape.hidden_size:
             self._project_in = Linear(self._matrix([root + names.project_in]))
             self._project_out = Linear(self._matrix([root + names.project_out]))
-        self._rotary = (
-            None
-            if config.rope is None
-            else RotaryTable(config.rope, config.shape.head_dim, device, dtype)
-        )
-        self._local_rotary = (
-            None
-            if config.local_rope is None
-            else RotaryTable(config.local_rope, config.shape.head_dim, device, dtype)
+        self._rotary, self._local_rotary = (
+            None if rope is None else RotaryTable(rope, config.shape.head_dim, device, dtype)
+            for rope in (config.rope, config.local_rope)
         )
         scale = config.embedding_scale
-        # Rounded as the checkpoints were trained.
+        # Rounded as in the training of the checkpoints.
         self._embedding_scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()
         self.layer_weights = self._stream_layers(on_host.layers) if on_host.layers else None
         self.layers = [self._layer(index) for index in range(config.shape.layer_count)]
@@ -115,10 +108,10 @@ class Decoder:
         on_host: OnHost = NOTHING_ON_HOST,
         tickers: Sequence[Ticker] = (),
     ) -> Decoder:
-        """From a checkpoint folder; dtype None: the checkpoint's own.
+        """Load a checkpoint folder; dtype None means the checkpoint's own.
 
-        `on_host` says which weights stay there, `tickers` hear of the bytes read. Raises
-        InvalidArgument for an unsupported config or bad weight files.
+        `on_host` names the weights that stay on the host; `tickers` receive the bytes
+        read. Raises InvalidArgument for an unsupported config or bad weight files.
         """
         data_type = None if dtype is None else _DATA_TYPES[dtype]
         config = DecoderConfig.read(folder, data_type)
@@ -135,7 +128,7 @@ class Decoder:
         dtype: torch.dtype,
         on_host: OnHost = NOTHING_ON_HOST,
     ) -> Decoder:
-        """With weights drawn from a seed: for measurements and tests."""
+        """Make a model with random weights, for measurements and tests."""
         shape = replace(config.shape, data_type=_DATA_TYPES[dtype])
         config = replace(config, shape=shape)
         source = RandomTensors(config, seed, device, dtype)
@@ -144,17 +137,17 @@ class Decoder:
     # -- weights on the host --------------------------------------------------------
 
     def use_lanes(self, lanes: Lanes) -> None:
-        """What weights on the host come over; before the first pass."""
+        """Set the lanes that stream weights, before the first pass."""
         for stream in self._streams:
             stream.lanes = lanes
 
     def look_ahead(self) -> None:
-        """Let the first weights of the next pass come, if any are on the host."""
+        """Begin to stream the first weights of the next pass, if any are on the host."""
         for stream in self._streams:
             stream.look_ahead()
 
     def visit(self) -> Generator[DecoderLayer]:
-        """The layers in order, each to be used until the next one is asked for."""
+        """Yield the layers in order; each may be used until the next one is requested."""
         self.look_ahead()
         for index, layer in enumerate(self.layers):
             stream = self._stream_of(index)
@@ -166,20 +159,20 @@ class Decoder:
 
     @property
     def host_memory(self) -> list[torch.Tensor]:
-        """What weights come from, mapping by mapping; empty: all are on the device."""
+        """The mappings of weights on the host; empty if all are on the device."""
         return [memory for stream in self._streams for memory in stream.memory]
 
     def host_weight_bytes(self, piece: WeightPiece | None = None) -> int:
-        """What crosses the link in each step, or this piece of it."""
+        """Return the bytes that cross the link in each step, of one piece or of all."""
         return sum(stream.bytes_of(piece) for stream in self._streams)
 
     @property
     def is_resident(self) -> bool:
-        """No matrix comes over the link."""
+        """True if no matrix streams from the host."""
         return not self._streams
 
     def _stream_of(self, layer: int) -> WeightStream | None:
-        """What brings this layer's weights; None: they are on the device."""
+        """Return the stream of this layer's weights; None if they are on the device."""
         stream = self.layer_weights
         return stream if stream is not None and layer in stream else None
 
@@ -191,7 +184,7 @@ class Decoder:
     # -- computing ----------------------------------------------------------------
 
     def embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Ids and positions, int64 `[N]`, to the first hidden `[N, h]`."""
+        """Map ids and positions, int64 `[N]`, to the first hidden `[N, h]`."""
         hidden = _rows(self._embedding, token_ids)
         if self._embedding_scale is not None:
             hidden = hidden * self._embedding_scale
@@ -203,7 +196,7 @@ class Decoder:
         return hidden
 
     def rotary(self, positions: torch.Tensor) -> Rotary | None:
-        """Angles for int64 `[N]` positions, for all layers; None: the model has none."""
+        """Return the angles of int64 `[N]` positions; None if the model has no RoPE."""
         if self._rotary is None:
             return None
         rotary = self._rotary.at(positions)
@@ -212,7 +205,7 @@ class Decoder:
         return replace(rotary, local=self._local_rotary.at(positions))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Last hidden `[M, h]` to fp32 logits `[M, vocabulary]`."""
+        """Map the last hidden `[M, h]` to fp32 logits `[M, vocabulary]`."""
         if self._final_norm is not None:
             hidden = self._final_norm(hidden)
         if self._project_out is not None:
@@ -315,7 +308,7 @@ class Decoder:
         return Linear(matrix)
 
     def _matrix(self, names: Sequence[str]) -> Matrix:
-        """On the device; several stored matrices over the same input stacked into one."""
+        """Stack stored matrices over the same input into one on the device."""
         weights = [self._source.get(f"{name}.weight") for name in names]
         matrix = Matrix(weights[0] if len(weights) == 1 else torch.cat(weights))
         self.weight_bytes += matrix.size_bytes
@@ -334,9 +327,7 @@ class Decoder:
         return self._norm(name) if self.config.post_norms else None
 
     def _head_norm(self, name: str) -> NormWeights | None:
-        if not self.config.query_key_norm:
-            return None
-        return self._norm(name)
+        return self._norm(name) if self.config.query_key_norm else None
 
     def _host_table(self, name: str) -> torch.Tensor:
         size = expected_tensors(self.config)[name]
@@ -349,7 +340,7 @@ class Decoder:
 
 
 def _rows(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """`table[index]` where `index` is; a table on the host gives only those rows away."""
+    """Return `table[index]` on the device of `index`; only these rows leave a host table."""
     if table.device == index.device:
         return functional.embedding(index, table)
     return functional.embedding(index.to(table.device), table).to(index.device)

@@ -1,7 +1,6 @@
-"""Rows through decoder layers, whoever they belong to and wherever their cache is.
+"""The loop over decoder layers, for a step of the engine and a prefill during a restore.
 
-The one loop over layers that a step of the engine and a prefill during a restore
-share. Where K and V go, and what is attended to, is the caller's.
+The caller decides where K and V go, and what is attended to.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ Result = TypeVar("Result")
 
 
 class Attend(Protocol):
-    """Keeps a layer's new K and V (and X, if wanted), and attends over the cache.
+    """Stores a layer's new K and V (and X, if wanted), and attends over the cache.
 
-    Takes the layer's index, itself, X `[N, h]`, q `[N, n_q, d]`, k and v
-    `[N, n_kv, d]`; returns `[N, n_q * d]`.
+    Arguments: the layer's index, the layer, X `[N, h]`, q `[N, n_q, d]`, k and v
+    `[N, n_kv, d]`. Returns `[N, n_q * d]`.
     """
 
     def __call__(
@@ -39,13 +38,13 @@ class Attend(Protocol):
 
 
 class CarryOut(Protocol):
-    """Calls a named part of a layer, by its index, and returns what it returns."""
+    """Calls a named part of the layer with this index, and returns its result."""
 
     def __call__(self, name: str, index: int, call: Callable[[], Result], /) -> Result: ...
 
 
 def at_once(_name: str, _index: int, call: Callable[[], Result], /) -> Result:
-    """The plain way; steps that overlap with lanes keep account of each part."""
+    """Call the part directly, without a lane."""
     return call()
 
 
@@ -56,7 +55,7 @@ def through_layers(
     attend: Attend,
     carry_out: CarryOut = at_once,
 ) -> torch.Tensor:
-    """The hidden `[N, h]` after these layers, from the one before them."""
+    """Return the hidden `[N, h]` after these layers."""
     for index, layer in enumerate(layers):
         layer.await_weights(WeightPiece.KEY_VALUE, WeightPiece.QUERY)
         project = partial(_project, layer, hidden, rotary)
@@ -72,6 +71,6 @@ def through_layers(
 def _project(
     layer: DecoderLayer, hidden: torch.Tensor, rotary: Rotary | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """X, queries, keys and values."""
+    """Return X, queries, keys and values."""
     inputs = layer.attention_input(hidden)
     return inputs, *layer.project(inputs, rotary)

@@ -1,4 +1,4 @@
-"""The output matrix when it is on the host: rows of it at a time, each into its logits."""
+"""The output head whose matrix streams from the host, some rows at a time."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from worker_service.weights.stream import LentMatrix, WeightStream
 
 
 class StreamedHead:
-    """Computes what a Linear of the whole matrix would, from pieces `[rows, in]` of it."""
+    """Computes the product of a Linear from pieces `[rows, in]` of its matrix."""
 
     def __init__(
         self, stream: WeightStream, role: str, pieces: Sequence[range], *, is_packed: bool
     ) -> None:
-        """`pieces[i]`: the rows of the stream's unit i; together all, from 0 on."""
+        """`pieces[i]`: the rows of the stream's unit i; together they are all rows."""
         self._stream = stream
         self._pieces = [
             (rows, Linear(LentMatrix(stream, index, role, WeightPiece.HEAD, is_packed)))
@@ -26,7 +26,7 @@ class StreamedHead:
         self._out_features = pieces[-1].stop
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """`[M, in]` to `[M, out]`; without rows nothing comes over the link."""
+        """Map `[M, in]` to `[M, out]`; without rows nothing streams."""
         product = rows.new_empty((len(rows), self._out_features))
         if not len(rows):
             return product

@@ -1,8 +1,8 @@
-"""One decoder layer, cut where the cache is: before, at and after attention.
+"""One decoder layer, divided at the cache: before, at and after attention.
 
-The cut is what the split point needs: `attention_input` gives the X that the
-arena stores, `project_kv` rebuilds K and V from it, `finish` goes on after
-attention. Attention itself, and where K and V live, is not known here.
+`attention_input` gives the X that the arena stores, `project_kv` rebuilds K and V from
+it, and `finish` computes the rest after attention. This module knows neither attention
+nor where K and V live.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from worker_service.model.rope import Rotary
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
-    """Weights of one layer. N tokens, whatever requests they belong to.
+    """The weights of one layer. N tokens may belong to any requests.
 
     Attributes:
-        scale: what scores are multiplied by.
-        cap: what scores are capped at, softly; None: they are not.
-        window: how many tokens a query sees, itself included; None: all.
+        scale: factor of attention scores.
+        cap: soft cap of attention scores; None: no cap.
+        window: tokens that a query sees, itself included; None: all.
         norm_before: see DecoderConfig.
-        arrival: holds compute until a piece of the weights is there; None: all are.
+        arrival: lets compute wait for a piece of the weights; None: all are on the device.
     """
 
     head_dim: int
@@ -52,23 +52,22 @@ class DecoderLayer:
     arrival: Callable[[WeightPiece], None] | None = None
 
     def await_weights(self, *pieces: WeightPiece) -> None:
-        """Let what compute is given from now on begin once these are on the device.
+        """Let compute that is issued from now on begin once these are on the device.
 
-        Whatever multiplies with them waits anyway; this is for who measures how long
-        the multiplying takes.
+        Products wait for their weights anyway; waiting before keeps it out of their spans.
         """
         if self.arrival is not None:
             for piece in pieces:
                 self.arrival(piece)
 
     def attention_input(self, hidden: torch.Tensor) -> torch.Tensor:
-        """X `[N, h]`: what q, k and v are projected from, and what the arena stores."""
+        """Return X `[N, h]`: the input of the projections, which the arena stores."""
         return self.attention_norm(hidden) if self.norm_before else hidden
 
     def project(
         self, inputs: torch.Tensor, rotary: Rotary | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """X `[N, h]` to q `[N, n_q, d]`, k and v `[N, n_kv, d]`, q and k after RoPE."""
+        """Project X `[N, h]` to q `[N, n_q, d]`, k and v `[N, n_kv, d]`, q and k after RoPE."""
         queries = self.query(inputs).view(inputs.shape[0], -1, self.head_dim)
         if self.query_norm is not None:
             queries = self.query_norm(queries)
@@ -80,10 +79,10 @@ class DecoderLayer:
     def project_kv(
         self, inputs: torch.Tensor, rotary: Rotary | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """X `[N, h]` to k and v `[N, n_kv, d]`: the rebuild GEMM (KVPR Eq. 7).
+        """Project X `[N, h]` to k and v `[N, n_kv, d]`: the rebuild GEMM (KVPR Eq. 7).
 
-        `K = RoPE(norm_k(X W_K + b_K))`, `V = X W_V + b_V`, with `rotary` for the
-        tokens' own positions. The same code that `project` runs.
+        `K = RoPE(norm_k(X W_K + b_K))`, `V = X W_V + b_V`, with `rotary` of the tokens'
+        positions. `project` runs this code, too.
         """
         both = self.key_value(inputs).view(inputs.shape[0], 2, -1, self.head_dim)
         keys, values = both[:, 0], both[:, 1]
@@ -94,18 +93,18 @@ class DecoderLayer:
         return keys, values
 
     def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The rest of the layer: `attended` `[N, n_q * d]` to the next hidden `[N, h]`."""
+        """Compute the next hidden `[N, h]` from `attended` `[N, n_q * d]`."""
         return self.add_mlp(self.add_attention(hidden, attended))
 
     def add_attention(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """`attended` `[N, n_q * d]`, through W_O, onto the hidden `[N, h]`."""
+        """Add `attended` `[N, n_q * d]`, through W_O, to the hidden `[N, h]`."""
         if self.post_attention_norm is not None:
             return hidden + self.post_attention_norm(self.output(attended))
         hidden = self.output.added_to(attended, hidden)
         return hidden if self.norm_before else self.attention_norm(hidden)
 
     def add_mlp(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What follows `add_attention`: the next hidden `[N, h]`."""
+        """Compute the next hidden `[N, h]` from the result of `add_attention`."""
         if self.post_mlp_norm is not None:
             return hidden + self.post_mlp_norm(self.down(self._inner(self.mlp_norm(hidden))))
         if self.norm_before:

@@ -13,16 +13,16 @@ from torch.nn import functional
 
 from worker_service.checkpoint.config import Activation
 
-# Up to here reading the weights takes the time, whatever the count of rows.
+# Up to this many rows the time is that of reading the weights.
 _FEW_ROWS = 16
-# Counts between a power of two and the next: at most an eighth of the rows is padding.
+# Padded counts for each doubling: at most an eighth of the rows is padding.
 _COUNTS_PER_DOUBLING = 8
 
 
 def padded_count(count: int) -> int:
-    """Rows that oneDNN is given instead of `count` (at least 1), so that few counts occur.
+    """Return the rows to compute instead of `count` (at least 1), so that few counts occur.
 
-    A power of two up to 16; from there on 8 counts for each doubling.
+    A power of two up to 16; above, one of 8 counts for each doubling.
     """
     if count <= _FEW_ROWS:
         return 1 << (count - 1).bit_length()
@@ -31,20 +31,20 @@ def padded_count(count: int) -> int:
 
 
 def _padded(rows: torch.Tensor) -> torch.Tensor:
-    """`[N, n]` with zero rows up to the padded count."""
+    """Pad `[N, n]` with zero rows to the padded count."""
     missing = padded_count(len(rows)) - len(rows)
     return functional.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
 class Weight(Protocol):
-    """A matrix, or what stands for one that is somewhere else until it is read."""
+    """A matrix, or a stand-in for one that streams from the host."""
 
     @property
     def is_packed(self) -> bool: ...
 
     @property
     def weight(self) -> torch.Tensor:
-        """To be read by what compute is given next."""
+        """The tensor, to be read by the compute that is issued next."""
 
 
 class Linear:
@@ -56,7 +56,7 @@ class Linear:
         self._bias = bias
 
     def __call__(self, rows: torch.Tensor, activation: Activation | None = None) -> torch.Tensor:
-        """`[N, in]` to `[N, out]`."""
+        """Map `[N, in]` to `[N, out]`."""
         if self._packed:
             name = "none" if activation is None else activation.value
             algorithm = "tanh" if activation is Activation.GELU_TANH else ""
@@ -74,13 +74,13 @@ class Linear:
         return product
 
     def added_to(self, rows: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """`residual + self(rows)`."""
+        """Return `residual + self(rows)`."""
         if self._packed:
             return self._combined(rows, residual, "add")
         return self(rows).add_(residual)
 
     def times(self, rows: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        """`factor * self(rows)`, elementwise."""
+        """Return `factor * self(rows)`, elementwise."""
         if self._packed:
             return self._combined(rows, factor, "mul")
         return self(rows).mul_(factor)

@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm as values: weights in, normalised rows out."""
+"""Layer norm and RMS norm, with their weights as values."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from worker_service.checkpoint.config import Norm
 class NormWeights:
     """One norm over the last dimension; RMS norms have no bias.
 
-    RMS: `x / sqrt(mean(x^2) + epsilon) * weight`, the mean in fp32. RMS_PLUS_ONE: the same
-    with `1 + weight`, which is what `weight` holds then, as fp32, and rounded at the end only.
+    RMS is `x / sqrt(mean(x^2) + epsilon) * weight`, with the mean in fp32. For RMS_PLUS_ONE
+    `weight` holds `1 + weight` as fp32, and only the result is rounded.
     """
 
     kind: Norm
@@ -34,7 +34,7 @@ class NormWeights:
             return scaled.to(rows.dtype)
         if rows.dtype == torch.float32:
             return functional.rms_norm(rows, self.weight.shape, self.weight, self.epsilon)
-        # As the checkpoints were trained: normalise in fp32, round, then scale.
+        # As in the training of the checkpoints: normalise in fp32, round, then scale.
         wide = rows.to(torch.float32)
         return (
             functional.rms_norm(wide, self.weight.shape, None, self.epsilon)

@@ -1,7 +1,6 @@
-"""Rotary positions: frequencies from the config, cosines and sines per step, the rotation.
+"""Rotary positions: frequencies from the config, angles per step, and the rotation.
 
-Works in the halves convention of Hugging Face checkpoints: dimension i pairs
-with i + d/2. Knows nothing of attention or of the cache.
+Dimension i pairs with i + d/2, as in Hugging Face checkpoints.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class Rotary:
         cosine: `[N, 1, d]`.
         sine: `[N, 1, d]`, its first half negated, so that the rotation is
             `x * cosine + swap_halves(x) * sine`.
-        local: those of the layers with a window, if they differ.
+        local: angles of the layers with a window, if they differ.
     """
 
     cosine: torch.Tensor
@@ -30,7 +29,7 @@ class Rotary:
     local: Rotary | None = None
 
     def of(self, window: int | None) -> Rotary:
-        """What a layer with this window rotates by."""
+        """Return the angles of a layer with this window."""
         return self if self.local is None or window is None else self.local
 
     def rotate(self, heads: torch.Tensor) -> torch.Tensor:
@@ -41,14 +40,14 @@ class Rotary:
 
 
 class RotaryTable:
-    """Makes Rotary for any positions; holds the d/2 inverse frequencies in fp32."""
+    """Computes `Rotary` from positions and the d/2 inverse frequencies in fp32."""
 
     def __init__(self, rope: Rope, head_dim: int, device: torch.device, dtype: torch.dtype) -> None:
         self._frequencies = inverse_frequencies(rope, head_dim).to(device)
         self._dtype = dtype
 
     def at(self, positions: torch.Tensor) -> Rotary:
-        """Angles of `positions` `[N]`, computed in fp32 and rounded once."""
+        """Return the angles of `positions` `[N]`, computed in fp32 and rounded once."""
         angles = positions.to(torch.float32).unsqueeze(-1) * self._frequencies
         cosine, sine = angles.cos().to(self._dtype), angles.sin().to(self._dtype)
         return Rotary(
@@ -58,7 +57,7 @@ class RotaryTable:
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
-    """fp32 `[d/2]`, scaled as `rope` says (see its docstring)."""
+    """Return fp32 `[d/2]`, scaled as `rope` says (see its docstring)."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
@@ -69,7 +68,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
 
 
 def _llama3(frequencies: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Llama 3.1: weight 1 keeps a frequency, weight 0 divides it by `factor`."""
+    """Scale for Llama 3.1: weight 1 keeps a frequency, weight 0 divides it by `factor`."""
     wavelengths = 2 * math.pi / frequencies
     low, high = rope.low_frequency_factor, rope.high_frequency_factor
     keep = ((rope.original_context / wavelengths - low) / (high - low)).clamp(0.0, 1.0)

@@ -1,1 +1,1 @@
-"""The overlap pipeline: copies of cached chunks beside the recomputation of others."""
+"""The overlap pipeline: copies cached chunks while the device recomputes others."""

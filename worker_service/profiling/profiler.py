@@ -21,7 +21,9 @@ from splitpoint.planning.weight_schedule import WeightPiece
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.device.copies import copy
 from worker_service.lanes.lanes import Lanes, Work, lanes_of
-from worker_service.model.decoder import Decoder, DecoderLayer, Rotary
+from worker_service.model.decoder import Decoder
+from worker_service.model.layer import DecoderLayer
+from worker_service.model.rope import Rotary
 from worker_service.pipeline.transfer import put_rows
 
 COPY_BYTES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)

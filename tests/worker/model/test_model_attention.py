@@ -10,8 +10,6 @@ import torch
 
 from splitpoint.host.processor import AMX_BF16
 from worker_service.model.attention import (
-    DecodePlan,
-    PrefillPlan,
     decode,
     decode_partial,
     prefill,
@@ -19,6 +17,7 @@ from worker_service.model.attention import (
     prefills_in_blocks,
     tile_rows,
 )
+from worker_service.model.attention_plan import DecodePlan, PrefillPlan
 
 CPU = torch.device("cpu")
 CHUNK, HEAD = 8, 16
@@ -54,7 +53,7 @@ class Pool:
         generator = torch.Generator().manual_seed(5)
         self.keys = torch.full((max(order) + 1, kv_heads, CHUNK, HEAD), 1e4)
         self.values = self.keys.clone()
-        self.page_lists: list[list[int]] = []
+        self.page_tables: list[list[int]] = []
         self.sequences: list[tuple[torch.Tensor, torch.Tensor]] = []
         free = list(order)
         for length in lengths:
@@ -64,7 +63,7 @@ class Pool:
             for row in range(length):
                 self.keys[pages[row // CHUNK], :, row % CHUNK] = keys[row]
                 self.values[pages[row // CHUNK], :, row % CHUNK] = values[row]
-            self.page_lists.append(pages)
+            self.page_tables.append(pages)
             self.sequences.append((keys, values))
 
 
@@ -87,7 +86,7 @@ def test_decode(order: str, heads: tuple[int, int], window: int | None, cap: flo
         (len(LENGTHS), heads[0], HEAD), generator=torch.Generator().manual_seed(6)
     )
     plan = DecodePlan.of_sequences(
-        pool.page_lists, LENGTHS, chunk_tokens=CHUNK, windows={None, window}, device=CPU
+        pool.page_tables, LENGTHS, chunk_tokens=CHUNK, windows={None, window}, device=CPU
     )
     got = decode(queries, pool.keys, pool.values, plan, window=window, scale=SCALE, cap=cap)
     for row, (keys, values) in enumerate(pool.sequences):
@@ -99,7 +98,7 @@ def test_ranges_are_read_in_place_and_far_pages_gathered() -> None:
     def selection(order: str) -> slice | torch.Tensor:
         pool = Pool(LENGTHS, 1, ORDERS[order])
         plan = DecodePlan.of_sequences(
-            pool.page_lists, LENGTHS, chunk_tokens=CHUNK, windows=[None], device=CPU
+            pool.page_tables, LENGTHS, chunk_tokens=CHUNK, windows=[None], device=CPU
         )
         return plan.views[None].pages
 
@@ -114,7 +113,7 @@ def test_a_foreign_page_of_nan_inside_the_range_changes_nothing() -> None:
     pool.keys[2], pool.values[2] = math.nan, math.nan  # a hole of the order
     queries = torch.ones((2, 2, HEAD))
     plan = DecodePlan.of_sequences(
-        pool.page_lists, [9, 9], chunk_tokens=CHUNK, windows=[None], device=CPU
+        pool.page_tables, [9, 9], chunk_tokens=CHUNK, windows=[None], device=CPU
     )
     assert plan.views[None].pages == slice(0, 5)
     got = decode(queries, pool.keys, pool.values, plan, window=None, scale=SCALE)
@@ -129,7 +128,7 @@ def test_decode_tile_by_tile(cut: int, window: int | None, cap: float | None) ->
     """The front staged in tiles, the tail on the device, merged (streamed residency)."""
     length = 37
     pool = Pool((length,), 2, list(range(5)))
-    pages = pool.page_lists[0]
+    pages = pool.page_tables[0]
     queries = torch.randn((1, 6, HEAD), generator=torch.Generator().manual_seed(7))
 
     def part(first: int, last: int) -> DecodePlan:
@@ -194,7 +193,7 @@ def test_prefill(
         (new, 6, HEAD), generator=torch.Generator().manual_seed(8), dtype=torch.float32
     ).to(dtype)
     plan = PrefillPlan.of_prefix(
-        pool.page_lists[0], prefix, new, chunk_tokens=CHUNK, windows=[window], device=CPU
+        pool.page_tables[0], prefix, new, chunk_tokens=CHUNK, windows=[window], device=CPU
     )
     got = prefill(
         queries,

@@ -43,8 +43,8 @@ def test_prefill_and_decode_logits(case: str, order: str, folders: dict[str, Pat
     cuts = [(21, 47), (13, 13)]  # end of the first prefill chunk, of the whole prefill
     with torch.inference_mode():
         wanted = [reference(torch.tensor([text])).logits[0] for text in texts]
-    page_lists: list[list[int]] = [[], []]
-    for text, pages, (cut, end), logits in zip(texts, page_lists, cuts, wanted, strict=True):
+    page_tables: list[list[int]] = [[], []]
+    for text, pages, (cut, end), logits in zip(texts, page_tables, cuts, wanted, strict=True):
         got = runner.prefill(text[:cut], pages, 0)
         if end > cut:
             got = torch.cat((got, runner.prefill(text[cut:end], pages, cut)))
@@ -52,7 +52,7 @@ def test_prefill_and_decode_logits(case: str, order: str, folders: dict[str, Pat
     for step in range(13):
         at = [end + step for _, end in cuts]
         got = runner.decode(
-            [text[position] for text, position in zip(texts, at, strict=True)], page_lists, at
+            [text[position] for text, position in zip(texts, at, strict=True)], page_tables, at
         )
         expected = torch.stack([logits[p] for logits, p in zip(wanted, at, strict=True)])
         torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
