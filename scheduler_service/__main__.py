@@ -1,4 +1,4 @@
-"""`python -m scheduler_service`: one scheduler process, from arguments to a drained stop."""
+"""`python -m scheduler_service`: one scheduler process, from its arguments to its stop."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from scheduler_service.limits import Limits
-from scheduler_service.server import ServedModel
-from scheduler_service.service import Scheduler, SchedulerOptions
+from scheduler_service.options import SchedulerOptions, ServedModel
+from scheduler_service.service import Scheduler
 from splitpoint.checkpoint.resolve import eos_token_ids, resolve_model
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.config import check_address
@@ -38,7 +38,7 @@ _SHORTEST_KEY = 16
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0 after a stop that was asked for, 2 for wrong arguments; others by the error."""
+    """Return exit code 0 after a requested stop, 2 for wrong arguments, else the error's."""
     return run_service(
         "scheduler",
         _serve,
@@ -64,10 +64,9 @@ def _options(arguments: argparse.Namespace, setup: Setup) -> SchedulerOptions:
     shape = read_shape(folder, data_type=data_type)
     residency = None if arguments.residency == "auto" else Residency(arguments.residency)
     return SchedulerOptions(
-        model=ServedModel(shape, Tokenizer.load(folder)),
+        model=ServedModel(shape, Tokenizer.load(folder), frozenset(eos_token_ids(folder))),
         worker_addresses=arguments.worker,
         server_key=read_server_key(arguments.server_key_file),
-        eos_token_ids=frozenset(eos_token_ids(folder)),
         limits=replace(
             Limits(),
             queue_capacity=arguments.queue_capacity,
@@ -83,9 +82,9 @@ def _options(arguments: argparse.Namespace, setup: Setup) -> SchedulerOptions:
 
 
 def read_server_key(path: str | None) -> bytes:
-    """The key in a file that only this user can read; made when missing; random without a file.
+    """Return the key in a file, which is created if it is missing; a random key without a path.
 
-    Raises PermissionDenied for a file that others can read, InvalidArgument for
+    Raises PermissionDenied for a file that other users can read, and InvalidArgument for
     one that is too short to be a secret.
     """
     if path is None:
@@ -102,15 +101,15 @@ def read_server_key(path: str | None) -> bytes:
 
 
 def _make_key(path: str) -> None:
-    """A new key, whole or not at all: a half-written one would stop every later start."""
-    # Not named by the process: in a container every start may have the same id.
+    """Write a new key in one step: an incomplete one would prevent every later start."""
+    # A random name: in a container every start may have the same process id.
     fresh = f"{path}.{secrets.token_hex(8)}.new"
     try:
         made = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         try:
             with os.fdopen(made, "wb") as file:
                 file.write(secrets.token_bytes(_KEY_BYTES))
-            with suppress(FileExistsError):  # somebody else was quicker: theirs counts
+            with suppress(FileExistsError):  # another process was quicker: its key counts
                 os.link(fresh, path)
         finally:
             os.unlink(fresh)

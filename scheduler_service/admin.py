@@ -1,4 +1,4 @@
-"""What operators ask of a scheduler: its workers, its queue, what it has done. Changes nothing."""
+"""AdminService: what operators ask about workers, the queue, and totals. Changes nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from google.protobuf.duration_pb2 import Duration
 
-from scheduler_service.cluster.registry import ReadyWorker, WorkerConnection
+from scheduler_service.cluster.connection import ReadyWorker, WorkerConnection
 from scheduler_service.requests.manager import RequestManager
 from splitpoint.costs.kappa import kappa_crit
 from splitpoint.transport.convert import profile_to_proto
@@ -25,7 +25,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class AdminServicer(scheduler_pb2_grpc.AdminServiceServicer):
-    """Reads the manager's books. `link`: None without Redis."""
+    """Reads what the manager knows. `link` is None without Redis."""
 
     def __init__(
         self,
@@ -45,17 +45,16 @@ class AdminServicer(scheduler_pb2_grpc.AdminServiceServicer):
 
     async def GetQueue(self, request: pb.GetQueueRequest, context: Context) -> pb.GetQueueResponse:
         admission = self._manager.admission
-        response = pb.GetQueueResponse(capacity=admission.queue_capacity)
+        response = pb.GetQueueResponse(capacity=admission.capacity)
         now = self._clock()
-        for position, ticket in enumerate(admission.queue()):
-            waiting = self._manager.waiting_request(ticket)
+        for position, waiting in enumerate(admission.queue()):
             response.requests.add(
-                request_id=waiting.input.request_id,
-                tenant=waiting.input.tenant,
+                request_id=waiting.client_request_id,
+                tenant=waiting.tenant,
                 position=position,
-                footprint_bytes=admission.footprint_bytes(ticket),
+                footprint_bytes=admission.footprint_bytes(waiting),
                 waited_duration=_duration(now - waiting.times.arrived),
-                reason=admission.reason_to_wait(ticket),
+                reason=admission.reason_to_wait(waiting),
             )
         return response
 
@@ -106,7 +105,7 @@ class AdminServicer(scheduler_pb2_grpc.AdminServiceServicer):
 
 
 def _facts_of(worker: ReadyWorker) -> pb.WorkerStatus:
-    """What a worker said of itself last, and what follows from it."""
+    """Return what a worker last said of itself, and what follows from it."""
     info, facts = worker.info, worker.facts
     return pb.WorkerStatus(
         device=info.device,

@@ -1,4 +1,4 @@
-"""The scheduler's bounds in one place. Knows nothing of what they bound."""
+"""All bounds of the scheduler."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Counts, tokens and seconds. Tests make them small; the defaults are the contract's."""
+    """Counts, tokens and seconds. Tests use small values; the defaults are documented."""
 
     # Requests that may wait for device memory.
     queue_capacity: int = 256
-    # Requests of one tenant that may run or wait. None: as many as fit.
+    # Requests of one tenant that may run or wait. None: no such limit.
     tenant_requests: int | None = None
-    # Generate calls at a time, waiting ones included.
+    # Generate calls that may be open at a time, waiting ones included.
     concurrent_calls: int = 1024
-    # A reader this many tokens behind pauses its request; it goes on at half of it.
+    # A reader this many tokens behind pauses its request, which resumes at half of it.
     lag_tokens: int = 1024
-    # A message that a reader does not take for this long ends its call.
+    # A call ends if its client does not read a message for this long.
     stall_seconds: float = 30.0
-    # Completed requests stay known by their request_id this long, and this many of them.
+    # How long, and how many, completed requests stay known by their request_id.
     remember_seconds: float = 60.0
     remember_count: int = 1024
-    # A request waits this long for any worker that could run it.
+    # How long a request waits while no ready worker could run it.
     worker_wait_seconds: float = 10.0
-    # Workers lost under a request before it is taken for the cause.
+    # A request is not retried after this many workers were lost while they ran it.
     loss_count: int = 2
-    # The store's answer to a peek; without one nothing counts as cached.
-    peek_seconds: float = 0.25
-    # What was peeked is asked again after a wait in the queue longer than this.
-    peek_lifetime_seconds: float = 1.0
-    # Long texts that are tokenized at a time, all but one of them of one tenant; those that
-    # wait for it beside them, half of them of one tenant, and how long.
+    # A store that does not answer a prefix lookup within this time counts as empty.
+    lookup_seconds: float = 0.25
+    # A prefix lookup older than this is repeated before a worker is told.
+    lookup_lifetime_seconds: float = 1.0
+    # Long texts that are tokenized at a time; one tenant gets all of these places but one.
     text_jobs: int = max(2, len(os.sched_getaffinity(0)) // 2)
+    # Long texts that may wait for such a place, half of them of one tenant, and how long.
     text_queue: int = 64
     text_wait_seconds: float = 10.0
-    # Hint to clients that were turned away for lack of room.
+    # Hint to clients whose request was turned away for lack of room.
     retry_seconds: float = 1.0

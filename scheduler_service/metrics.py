@@ -1,4 +1,4 @@
-"""A scheduler's metrics: distributions as they happen, everything else read from its books."""
+"""The scheduler's metrics: histograms are filled as events happen, the rest is read at a scrape."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from scheduler_service.cluster.registry import Registry
-from scheduler_service.placement.admission import Admission
-from scheduler_service.requests.accounts import Accounts, Sample
+from scheduler_service.placement.admission import AdmissionQueue
+from scheduler_service.requests.accounts import Accounts
 from scheduler_service.requests.manager import RequestManager
 from splitpoint.costs.kappa import kappa_crit
 from splitpoint.observe import metrics
@@ -16,34 +16,32 @@ from splitpoint.observe.meters import Meters, Reading
 if TYPE_CHECKING:
     from splitpoint.discovery.redis_link import RedisLink
 
-_HISTOGRAMS = {
-    Sample.TTFT: metrics.TTFT_SECONDS,
-    Sample.ITL: metrics.ITL_SECONDS,
-    Sample.QUEUE: metrics.QUEUE_SECONDS,
-    Sample.PREFILL: metrics.PREFILL_SECONDS,
-    Sample.DECODE: metrics.DECODE_SECONDS,
-    Sample.TPOT: metrics.TPOT_SECONDS,
-    Sample.REQUEST: metrics.REQUEST_SECONDS,
-    Sample.KAPPA: metrics.KAPPA_RATIO,
-    Sample.PROMPT_TOKENS: metrics.REQUEST_PROMPT_TOKENS,
-    Sample.GENERATED_TOKENS: metrics.REQUEST_GENERATED_TOKENS,
-}
+_HISTOGRAMS = (
+    metrics.TTFT_SECONDS,
+    metrics.ITL_SECONDS,
+    metrics.QUEUE_SECONDS,
+    metrics.PREFILL_SECONDS,
+    metrics.DECODE_SECONDS,
+    metrics.TPOT_SECONDS,
+    metrics.REQUEST_SECONDS,
+    metrics.KAPPA_RATIO,
+    metrics.REQUEST_PROMPT_TOKENS,
+    metrics.REQUEST_GENERATED_TOKENS,
+)
 
 
 class Distributions:
-    """The listener of `Accounts`: each sample goes into its histogram."""
+    """Puts each sample of `Accounts` into its histogram."""
 
     def __init__(self, meters: Meters) -> None:
-        self._histograms = {
-            sample: meters.histogram(metric) for sample, metric in _HISTOGRAMS.items()
-        }
+        self._histograms = {metric: meters.histogram(metric) for metric in _HISTOGRAMS}
 
-    def observe(self, sample: Sample, value: float) -> None:
-        self._histograms[sample].observe(value)
+    def observe(self, metric: metrics.Metric, value: float) -> None:
+        self._histograms[metric].observe(value)
 
 
 def readings(manager: RequestManager, model_name: str, link: RedisLink | None) -> Iterator[Reading]:
-    """All there is to read at a scrape. `link`: None without Redis."""
+    """Yield everything that a scrape reads. `link` is None without Redis."""
     yield Reading(metrics.MODEL_INFO, 1, (model_name,))
     yield from _counts(manager.accounts)
     yield from _queue(manager.admission)
@@ -68,13 +66,13 @@ def _counts(accounts: Accounts) -> Iterator[Reading]:
     yield Reading(metrics.DROPPED_RESULTS, accounts.duplicate_count, ("duplicate",))
 
 
-def _queue(admission: Admission) -> Iterator[Reading]:
+def _queue(admission: AdmissionQueue) -> Iterator[Reading]:
     yield Reading(metrics.REQUESTS_RUNNING, admission.running_count)
     yield Reading(metrics.REQUESTS_WAITING, len(admission.queue()))
-    yield Reading(metrics.QUEUE_CAPACITY, admission.queue_capacity)
+    yield Reading(metrics.QUEUE_CAPACITY, admission.capacity)
 
 
-def _ledgers(admission: Admission) -> Iterator[Reading]:
+def _ledgers(admission: AdmissionQueue) -> Iterator[Reading]:
     stores: dict[str, int] = {}
     for ledger in admission.ledgers():
         facts = ledger.facts
@@ -89,7 +87,7 @@ def _ledgers(admission: Admission) -> Iterator[Reading]:
 
 
 def _workers(registry: Registry) -> Iterator[Reading]:
-    """A lost one stays, at 0; one that never answered is known by its address only."""
+    """A lost worker stays, with 0; one that never answered is named by its address."""
     losses = dict(registry.losses.counts())
     for worker in registry.connections:
         yield Reading(metrics.WORKER_KNOWN, 1, (worker.worker_id or worker.address,))

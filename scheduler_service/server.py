@@ -1,16 +1,10 @@
-"""The gRPC face of the scheduler: messages in, manager calls, messages out.
-
-Holds no state of its own but the count of open Generate calls.
-"""
+"""InferenceService: the calls of clients. It validates requests and delivers their answers."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import secrets
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
@@ -18,48 +12,30 @@ import grpc
 from scheduler_service.api.request import Request
 from scheduler_service.api.text_jobs import TextJobs
 from scheduler_service.api.validation import (
-    DEFAULT_MAX_TOKENS,
     Encode,
-    GenerateInput,
-    ModelFacts,
     check_model,
     check_text,
-    optional_residency,
     prompt_exceeds,
     validate_generate,
 )
-from scheduler_service.placement.fetch_plan import FetchSource
-from scheduler_service.placement.footprint import NeverFits, WorkerFacts
-from scheduler_service.placement.planning import Wishes, explain
+from scheduler_service.explain import explain_plans
 from scheduler_service.requests.manager import RequestManager
-from splitpoint.checkpoint.text import Tokenizer, TooManyTokens
-from splitpoint.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    InvalidArgument,
-    ResourceExhausted,
-    Unavailable,
-)
+from scheduler_service.worker_facts import WorkerFacts
+from splitpoint.checkpoint.text import TooManyTokens
+from splitpoint.errors import Cancelled, DeadlineExceeded, ResourceExhausted
 from splitpoint.observe import tracing
 from splitpoint.observe.logs import set_request
 from splitpoint.observe.tracing import Span
-from splitpoint.shapes import Encoding, ModelShape
+from splitpoint.shapes import Encoding
 from splitpoint.transport.access import current_caller
-from splitpoint.transport.convert import (
-    encoding_to_proto,
-    objective_from_proto,
-    plan_to_proto,
-    shape_to_proto,
-)
+from splitpoint.transport.convert import encoding_to_proto, shape_to_proto
 from splitpoint.transport.limits import MESSAGE_LIMIT_BYTES
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import scheduler_pb2_grpc
 
-_log = logging.getLogger(__name__)
-
 INFERENCE_SERVICE = "splitpoint.v1.InferenceService"
 
-# Each has an id, a spelling, and the two headers of the latter.
+# Each token takes at least four bytes of a Tokenize answer: id, spelling, and two headers.
 _MOST_TOKENS_OF_A_MESSAGE = MESSAGE_LIMIT_BYTES // 4
 _PIECE_TOKENS = 4096
 
@@ -67,31 +43,16 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _Result = TypeVar("_Result")
 
 
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """The one model, as its folder describes it."""
-
-    shape: ModelShape
-    tokenizer: Tokenizer | None
-
-    @property
-    def facts(self) -> ModelFacts:
-        shape = self.shape
-        return ModelFacts(shape.name, shape.vocabulary_size, shape.context_length)
-
-    @property
-    def encode(self) -> Encode | None:
-        return None if self.tokenizer is None else self.tokenizer.encode
-
-
 class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
-    """What clients call."""
+    """Keeps no state but the number of open Generate calls."""
 
-    def __init__(self, model: ServedModel, manager: RequestManager, text_jobs: TextJobs) -> None:
-        self._model = model
+    def __init__(self, manager: RequestManager, text_jobs: TextJobs) -> None:
         self._manager = manager
-        self._open_calls = 0
+        self._limits = manager.limits
+        self._shape = manager.options.model.shape
+        self._tokenizer = manager.options.model.tokenizer
         self._text_jobs = text_jobs
+        self._open_calls = 0
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         with ExitStack() as call:
@@ -101,22 +62,22 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
                 span = call.enter_context(_traced(context))
                 with span.part("validate"):
                     checked = await self._validated(request)
-                live = self._manager.start(checked, span)
+                accepted = self._manager.start(checked, span)
             except Exception as error:
                 self._manager.accounts.rejected(error)
                 raise
-            set_request(live.request_id)
-            if live.span is not span:
-                span.set(attached_to=live.request_id)
-            await self._deliver(live, context)
+            set_request(accepted.request_id)
+            if accepted.span is not span:
+                span.set(attached_to=accepted.request_id)
+            await self._deliver(accepted, context)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        check_model(request.model, self._model.facts)
+        check_model(request.model, self._shape)
         text = request.text
-        return await self._beside(request, text, lambda: self._tokenized(text))
+        return await self._run_job(request, text, lambda: self._tokenized(text))
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
-        check_model(request.model, self._model.facts)
+        check_model(request.model, self._shape)
         return pb.GetModelResponse(model=self._model_message())
 
     async def ListModels(
@@ -127,71 +88,22 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
     async def ExplainPlan(
         self, request: pb.ExplainPlanRequest, context: Context
     ) -> pb.ExplainPlanResponse:
-        check_model(request.model, self._model.facts)
-        residency = optional_residency(request.residency)
-        for field, least in (("cached_tokens", 0), ("new_tokens", 1), ("max_tokens", 0)):
-            if getattr(request, field) < least:
-                raise InvalidArgument(f"{field} must be at least {least}", field=field)
-        max_tokens = request.max_tokens or DEFAULT_MAX_TOKENS
-        context_length = self._model.shape.context_length
-        # Without max_tokens only the counts that were given must fit.
-        if request.cached_tokens + request.new_tokens + request.max_tokens > context_length:
-            raise InvalidArgument(
-                f"the tokens exceed the context of {context_length:,}",
-                field="new_tokens",
-                reason="CONTEXT_EXCEEDED",
-            )
-        wishes, sources = self._explained_wishes(request)
-        response = pb.ExplainPlanResponse()
-        for worker in self._manager.registry.ready():
-            if worker.ready is None:
-                continue
-            answer = explain(
-                worker.ready.facts,
-                cached_tokens=request.cached_tokens,
-                new_tokens=request.new_tokens,
-                max_tokens=max_tokens,
-                residency=residency,
-                wishes=wishes,
-                sources=sources,
-            )
-            entry = response.plans.add(worker_id=worker.worker_id)
-            if isinstance(answer, NeverFits):
-                entry.rejection = answer.reason
-            else:
-                entry.plan.CopyFrom(plan_to_proto(answer))
-        if not response.plans:
-            raise Unavailable(
-                "no worker is ready",
-                reason="NO_WORKER",
-                retry_after_seconds=self._manager.limits.retry_seconds,
-            )
-        return response
+        check_model(request.model, self._shape)
+        return explain_plans(request, self._manager.registry, self._manager.options)
 
     # -- below the calls ---------------------------------------------------------------
 
-    def _explained_wishes(self, request: pb.ExplainPlanRequest) -> tuple[Wishes, list[FetchSource]]:
-        """The objective, and the store to fetch from, of a plan that is only explained."""
-        objective = self._manager.objective
-        if request.objective:
-            objective = objective_from_proto(request.objective)
-        remote = request.remote_cached_tokens
-        if not 0 <= remote <= request.cached_tokens + request.new_tokens:
-            raise InvalidArgument(
-                "remote_cached_tokens must be at least 0 and at most cached + new",
-                field="remote_cached_tokens",
-            )
-        address = request.remote_store_address or "another store"
-        return Wishes(objective=objective), [FetchSource(address, remote)] if remote else []
+    @property
+    def _encode(self) -> Encode | None:
+        return None if self._tokenizer is None else self._tokenizer.encode
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        limits = self._manager.limits
-        if self._open_calls >= limits.concurrent_calls:
+        if self._open_calls >= self._limits.concurrent_calls:
             raise ResourceExhausted(
-                f"{limits.concurrent_calls} Generate calls are open",
+                f"{self._limits.concurrent_calls} Generate calls are open",
                 reason="TOO_MANY_CALLS",
-                retry_after_seconds=limits.retry_seconds,
+                retry_after_seconds=self._limits.retry_seconds,
             )
         self._open_calls += 1
         try:
@@ -199,29 +111,25 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
         finally:
             self._open_calls -= 1
 
-    async def _validated(self, request: pb.GenerateRequest) -> GenerateInput:
+    async def _validated(self, request: pb.GenerateRequest) -> Request:
         tenant = current_caller().tenant
+        return await self._run_job(
+            request,
+            request.text,
+            lambda: validate_generate(request, self._shape, self._encode, tenant=tenant),
+        )
 
-        def check() -> GenerateInput:
-            return validate_generate(
-                request,
-                self._model.facts,
-                self._model.encode,
-                draw_seed=lambda: secrets.randbelow(1 << 63),
-                draw_request_id=lambda: secrets.token_hex(16),
-                tenant=tenant,
-            )
-
-        return await self._beside(request, request.text, check)
-
-    async def _beside(
+    async def _run_job(
         self,
         request: pb.GenerateRequest | pb.TokenizeRequest,
         text: str,
         job: Callable[[], _Result],
     ) -> _Result:
-        """The job's result; a text that is beyond the context by its bytes gets no turn."""
-        tokenizer, context_length = self._model.tokenizer, self._model.shape.context_length
+        """Run the job, in a thread if the text is long.
+
+        Raises InvalidArgument at once for a text that by its bytes alone exceeds the context.
+        """
+        tokenizer, context_length = self._tokenizer, self._shape.context_length
         if tokenizer is not None and tokenizer.fewest_tokens(text) >= context_length:
             error = TooManyTokens(tokenizer.fewest_tokens(text), is_exact=False)
             raise prompt_exceeds(error, "text", context_length)
@@ -233,9 +141,9 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
             text_bytes=size if text else 0,
         )
 
-    async def _deliver(self, live: Request, context: Context) -> None:
-        stall_seconds = self._manager.limits.stall_seconds
-        with live.attach() as reader:
+    async def _deliver(self, request: Request, context: Context) -> None:
+        stall_seconds = self._limits.stall_seconds
+        with request.attach() as reader:
             async for response in reader:
                 try:
                     async with asyncio.timeout(stall_seconds):
@@ -247,32 +155,32 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
 
     def _tokenized(self, text: str) -> pb.TokenizeResponse:
         try:
-            ids = check_text(text, self._model.encode, _MOST_TOKENS_OF_A_MESSAGE)
+            ids = check_text(text, self._encode, _MOST_TOKENS_OF_A_MESSAGE)
         except TooManyTokens as error:
             raise _too_large(error) from None
-        tokenizer = self._model.tokenizer
         response = pb.TokenizeResponse()
-        # In pieces: one of all would hold the interpreter.
+        # Spelling all tokens at once would hold the interpreter lock for too long.
         for start in range(0, len(ids), _PIECE_TOKENS):
             piece = ids[start : start + _PIECE_TOKENS]
             response.token_ids.extend(piece)
-            response.tokens.extend([] if tokenizer is None else tokenizer.spelling(piece))
+            if self._tokenizer is not None:
+                response.tokens.extend(self._tokenizer.spelling(piece))
         if response.ByteSize() > MESSAGE_LIMIT_BYTES:
             raise _too_large(TooManyTokens(len(ids), is_exact=True))
         return response
 
     def _model_message(self) -> pb.Model:
-        ready = [w.ready for w in self._manager.registry.ready() if w.ready is not None]
-        shape = ready[0].facts.shape if ready else self._model.shape
+        ready = [w.ready.facts for w in self._manager.registry.ready() if w.ready is not None]
+        shape = ready[0].shape if ready else self._shape
         message = pb.Model(
-            name=self._model.shape.name,
+            name=self._shape.name,
             shape=shape_to_proto(shape),
             ready_worker_count=len(ready),
             context_length=shape.context_length,
-            has_tokenizer=self._model.tokenizer is not None,
-            has_activations=any(worker.facts.has_activations for worker in ready),
-            chunk_tokens=ready[0].facts.chunk_tokens if ready else 0,
-            kv_encoding=encoding_to_proto(_smallest(worker.facts for worker in ready)),
+            has_tokenizer=self._tokenizer is not None,
+            has_activations=any(facts.has_activations for facts in ready),
+            chunk_tokens=ready[0].chunk_tokens if ready else 0,
+            kv_encoding=encoding_to_proto(_smallest(ready)),
         )
         message.shape.name = message.name
         return message
@@ -283,15 +191,15 @@ def _too_large(error: TooManyTokens) -> ResourceExhausted:
 
 
 def _smallest(workers: Iterable[WorkerFacts]) -> Encoding:
-    """The one that keeps least of a token; native when there is no worker."""
+    """Return the encoding with the fewest bytes per token; native if there is no worker."""
     order = list(Encoding)
     return max((worker.encoding for worker in workers), key=order.index, default=Encoding.NATIVE)
 
 
 @contextmanager
 def _traced(context: Context) -> Iterator[Span]:
-    """The span of a call. Of a request that the call began, its end is not ours to tell:
-    it was told, then, and a span ends but once."""
+    """Give the span of a call. If the call began a request, the span has ended with it:
+    a span ends only once, so ending it here does nothing then."""
     span = tracing.begin("generate", tracing.parent_of(context))
     try:
         yield span

@@ -1,68 +1,40 @@
-"""One scheduler, assembled: connections to the workers, the manager, the gRPC server, health."""
+"""Assembles one scheduler: workers, request manager, gRPC server, health, metrics."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from scheduler_service.admin import ADMIN_SERVICE, AdminServicer
 from scheduler_service.api.text_jobs import TextJobs
 from scheduler_service.cluster.registry import Registry
-from scheduler_service.limits import Limits
 from scheduler_service.metrics import Distributions, readings
+from scheduler_service.options import SchedulerOptions
 from scheduler_service.prefixes.catalog import JoinedCatalogs, PrefixCatalog
-from scheduler_service.prefixes.lookup import Prefixes, find_prefixes
+from scheduler_service.prefixes.lookup import CachedPrefix, find_prefix
 from scheduler_service.prefixes.stores import StoreCatalog
 from scheduler_service.requests.accounts import Accounts
 from scheduler_service.requests.manager import RequestManager
-from scheduler_service.server import INFERENCE_SERVICE, InferenceServicer, ServedModel
+from scheduler_service.server import INFERENCE_SERVICE, InferenceServicer
 from splitpoint.discovery.redis_options import RedisOptions
 from splitpoint.observe.logs import log_failure
 from splitpoint.observe.meters import Meters
 from splitpoint.observe.metrics import Service
-from splitpoint.planning.planner import Objective, Residency
 from splitpoint.transport import servers
-from splitpoint.transport.access import Access
 from splitpoint.transport.calls import count_calls
-from splitpoint.transport.tls import PLAIN, Identity
 from splitpoint.v1 import scheduler_pb2_grpc
 
 if TYPE_CHECKING:
     from scheduler_service.cluster.directory import Directory
     from splitpoint.discovery.redis_link import RedisLink
 
-# For streams to deliver their last message once nothing runs any more.
+# Time for streams to deliver their last message after the last request ended.
 _LAST_WORDS_SECONDS = 1.0
 
-# Health, admin and reflection calls find room beside the Generate calls.
+# Health, admin and reflection calls that may be open besides Generate calls.
 _SPARE_CALLS = 128
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerOptions:
-    """What a scheduler is started with."""
-
-    model: ServedModel
-    # Workers that are not looked for; the others are found in Redis.
-    worker_addresses: Sequence[str]
-    # Secret from which the salts of chunk keys are derived.
-    server_key: bytes
-    eos_token_ids: frozenset[int] = frozenset()
-    limits: Limits = field(default_factory=Limits)
-    # For requests that leave it open. None: resident where that fits.
-    default_residency: Residency | None = None
-    # What plans are to be best at.
-    objective: Objective = Objective.LATENCY
-    reflection: bool = False
-    # Who the scheduler is to clients, workers and stores.
-    identity: Identity = PLAIN
-    # Who may call. None: everybody.
-    access: Access | None = None
-    # None: only the workers above, and the stores that they name.
-    redis: RedisOptions | None = None
 
 
 class Scheduler:
@@ -73,26 +45,21 @@ class Scheduler:
     ) -> None:
         self._options = options
         self._readiness_changed = asyncio.Event()
-        self._peeker = StoreCatalog(options.limits.peek_seconds, options.identity)
+        self._stores = StoreCatalog(options.limits.lookup_seconds, options.identity)
         self.registry = Registry(
-            options.worker_addresses, options.model.shape, self._peeker, options.identity, clock
+            options.worker_addresses, options.model.shape, self._stores, options.identity, clock
         )
         self._link: RedisLink | None = None
         self._directory: Directory | None = None
-        self._catalog: PrefixCatalog = self._peeker
+        self._catalog: PrefixCatalog = self._stores
         if options.redis is not None:
             self._use_redis(options.redis)
         self.meters = Meters(Service.SCHEDULER)
         self.manager = RequestManager(
+            options,
             self.registry,
-            self._find_prefixes,
-            options.limits,
+            self._find_prefix,
             Accounts(clock(), Distributions(self.meters).observe),
-            tokenizer=options.model.tokenizer,
-            eos_token_ids=options.eos_token_ids,
-            server_key=options.server_key,
-            default_residency=options.default_residency,
-            objective=options.objective,
             clock=clock,
             on_readiness=self._readiness_changed.set,
         )
@@ -100,9 +67,9 @@ class Scheduler:
         self.meters.read(lambda: readings(self.manager, name, self._link))
         calls = options.limits.concurrent_calls + _SPARE_CALLS
         self._text_jobs = TextJobs(options.limits)
-        # A gateway may bring all its clients over one connection. Beyond the
-        # stream limit gRPC neither queues nor explains: it resets streams
-        # (REFUSED_STREAM), so here the limit with a reason comes first.
+        # All clients of a gateway may share one connection. Beyond its stream limit gRPC
+        # resets streams (REFUSED_STREAM) without a reason, so the limit on calls, which
+        # has a reason, must apply first.
         self.server = servers.create_server(
             max_concurrent_rpcs=calls,
             options=[("grpc.max_concurrent_streams", calls)],
@@ -110,7 +77,7 @@ class Scheduler:
             on_answer=count_calls(self.meters, [INFERENCE_SERVICE, ADMIN_SERVICE]),
         )
         scheduler_pb2_grpc.add_InferenceServiceServicer_to_server(
-            InferenceServicer(options.model, self.manager, self._text_jobs), self.server
+            InferenceServicer(self.manager, self._text_jobs), self.server
         )
         scheduler_pb2_grpc.add_AdminServiceServicer_to_server(
             AdminServicer(self.manager, clock, self._link), self.server
@@ -121,19 +88,19 @@ class Scheduler:
         self._tasks: list[asyncio.Task[None]] = []
 
     def _use_redis(self, options: RedisOptions) -> None:
-        """Workers and prefixes are also found there."""
-        # Here, because the client is a third of what a scheduler has to load.
+        """Find workers and prefixes in Redis, too."""
+        # Imported here: the Redis client is a third of what a scheduler loads.
         from scheduler_service.cluster.directory import Directory
         from scheduler_service.prefixes.redis import RedisCatalog
         from splitpoint.discovery.redis_link import RedisLink
 
         self._link = RedisLink(options)
-        self._directory = Directory(self._link)
-        found = RedisCatalog(self._link, self._directory, self._peeker)
-        self._catalog = JoinedCatalogs([self._peeker, found])
+        self._directory = directory = Directory(self._link)
+        found = RedisCatalog(self._link, lambda: directory.stores, self._stores)
+        self._catalog = JoinedCatalogs([self._stores, found])
 
     async def start(self, address: str) -> str:
-        """Serves at once, ready once a worker is. Returns the address with its real port."""
+        """Serve, and return the address with its real port. Ready once a worker is."""
         bound = servers.listen(self.server, address, self._options.identity)
         await self.health.set(ADMIN_SERVICE, True)
         await self.health.set(INFERENCE_SERVICE, False)
@@ -150,9 +117,9 @@ class Scheduler:
         return bound
 
     async def stop(self, grace_seconds: float) -> None:
-        """No new requests; running ones may end within the grace period."""
+        """Accept nothing new; running requests may end within the grace period."""
         await self.health.shut_down()
-        # Still serving: whoever asks meanwhile hears that it is draining.
+        # Still serving: new requests are told that the scheduler is draining.
         await self.manager.drain(grace_seconds)
         await self.server.stop(min(grace_seconds, _LAST_WORDS_SECONDS))
         for task in self._tasks:
@@ -160,15 +127,15 @@ class Scheduler:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.manager.close()
         await self.registry.close()
-        await self._peeker.close()
+        await self._stores.close()
         await self._text_jobs.close()
         if self._link is not None:
             await self._link.close()
 
-    async def _find_prefixes(self, tenant_salt: bytes, token_ids: Sequence[int]) -> Prefixes:
-        return await find_prefixes(
+    async def _find_prefix(self, tenant_salt: bytes, token_ids: Sequence[int]) -> CachedPrefix:
+        return await find_prefix(
             self._catalog,
-            self.registry.placed(),
+            self.registry.connected(),
             self._directory.stores if self._directory is not None else (),
             tenant_salt,
             token_ids,

@@ -20,8 +20,8 @@ from pathlib import Path
 import grpc
 from own_names import shared_memory_folder
 
-from scheduler_service.server import ServedModel
-from scheduler_service.service import Scheduler, SchedulerOptions
+from scheduler_service.options import SchedulerOptions, ServedModel
+from scheduler_service.service import Scheduler
 from splitpoint.checkpoint.config import read_shape
 from splitpoint.checkpoint.resolve import eos_token_ids
 from splitpoint.checkpoint.text import Tokenizer
@@ -161,10 +161,9 @@ def make_scheduler(folder: Path, sockets: Path, shape: StackShape) -> Scheduler:
     model = read_shape(folder, data_type=shape.data_type)
     return Scheduler(
         SchedulerOptions(
-            model=ServedModel(model, Tokenizer.load(folder)),
+            model=ServedModel(model, Tokenizer.load(folder), frozenset(eos_token_ids(folder))),
             worker_addresses=[f"unix:{sockets}/w{i}" for i in range(shape.workers)],
             server_key=b"k" * 32,
-            eos_token_ids=frozenset(eos_token_ids(folder)),
         )
     )
 

@@ -200,6 +200,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("checkpoint", "hardware", "lanes", "device", "weights", "model"),
         *("store", "pipeline", "engine", "profiling"),
     ),
+    "scheduler_service": (
+        *("limits", "worker_facts", "options"),
+        *("prefixes", "cluster", "api", "placement", "requests"),
+    ),
 }
 MOST_MODULES = 15
 

@@ -1,1 +1,1 @@
-"""Requests as clients send them, and answers as they receive them."""
+"""A client's request: its validation, its state, and its output."""

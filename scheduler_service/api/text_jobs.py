@@ -1,8 +1,7 @@
-"""Checks and tokenizes requests beside the event loop, long texts only a few at a time.
+"""Runs validation and tokenization in threads, for only a few long texts at a time.
 
-A text of 4 MB is some seconds of one core. Without a bound, such texts would take the cores
-and the memory from everything else, and one tenant's from all others. Knows no request: only
-how long its text is, and whose it is.
+A text of 4 MB takes some seconds of one core. Without a bound, such texts would take cores
+and memory from everything else, and those of one tenant would hold up all others.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from typing import TypeVar
 from scheduler_service.limits import Limits
 from splitpoint.errors import ResourceExhausted
 
-# Work on a request of at most so many bytes is done at once, on the loop.
+# A request of at most this many bytes is processed at once, on the event loop.
 _SHORT_BYTES = 4 * 1024
-# A text of more bytes waits for its turn.
+# A text of more bytes waits for a place.
 _LONG_TEXT_BYTES = 16 * 1024
 
 _Result = TypeVar("_Result")
@@ -27,7 +26,7 @@ _Result = TypeVar("_Result")
 class TextJobs:
     """Belongs to one event loop.
 
-    All but one of the places may be one tenant's, and half of the queue, so that another always
+    One tenant gets at most all places but one, and half of the queue: another tenant always
     finds room.
     """
 
@@ -41,7 +40,7 @@ class TextJobs:
     async def run(
         self, job: Callable[[], _Result], *, tenant: str, request_bytes: int, text_bytes: int
     ) -> _Result:
-        """The job's result: at once, in a thread, or in a thread when it is the text's turn.
+        """Run the job: at once, in a thread, or for a long text in a thread once there is a place.
 
         Raises what the job raises, and ResourceExhausted if too many texts wait already or
         the wait was too long.
@@ -54,7 +53,7 @@ class TextJobs:
         return job()
 
     async def close(self) -> None:
-        """Wait for what runs."""
+        """Wait for the running jobs."""
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
 
     async def _take_turn(self, tenant: str) -> None:
@@ -80,18 +79,18 @@ class TextJobs:
         return self._running.total() < places and self._running[tenant] < max(1, places - 1)
 
     async def _in_turn(self, job: Callable[[], _Result], tenant: str) -> _Result:
-        """A caller that goes away does not end its job, so the job gives the place back."""
+        """Run the job in its place. The job frees the place, since it outlives its caller."""
         loop = asyncio.get_running_loop()
 
-        def give_back(_: Future[_Result]) -> None:
+        def done(_: Future[_Result]) -> None:
             if not loop.is_closed():
-                loop.call_soon_threadsafe(self._give_back, tenant)
+                loop.call_soon_threadsafe(self._free_place, tenant)
 
         running = self._threads.submit(job)
-        running.add_done_callback(give_back)
+        running.add_done_callback(done)
         return await asyncio.wrap_future(running)
 
-    def _give_back(self, tenant: str) -> None:
+    def _free_place(self, tenant: str) -> None:
         self._running -= Counter([tenant])
         self._place_freed.set()
         self._place_freed = asyncio.Event()

@@ -1,1 +1,1 @@
-"""The workers and stores that the scheduler knows, and what they report."""
+"""The workers that the scheduler knows: how it finds, connects to, and loses them."""

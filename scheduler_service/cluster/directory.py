@@ -1,13 +1,11 @@
-"""Reads from Redis who lives, once a heartbeat, and tells who wants to know.
+"""Reads from Redis, once a heartbeat, which workers and stores are alive.
 
-What was read last stays while Redis is away: entries are hints, and a silent
-Redis says nothing about workers and stores.
+While Redis is away the last reading stays: a silent Redis says nothing about them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 
 from splitpoint.discovery.directory import read_entries
@@ -21,15 +19,9 @@ from splitpoint.discovery.entries import (
 from splitpoint.discovery.redis_link import RedisLink
 from splitpoint.errors import Unavailable
 
-_log = logging.getLogger(__name__)
-
 
 class Directory:
-    """`run` it as a task.
-
-    Attributes:
-        stores, workers: as of the last time that Redis answered.
-    """
+    """Workers and stores that Redis listed last. `run` it as a task."""
 
     def __init__(self, link: RedisLink) -> None:
         self.stores: tuple[StoreEntry, ...] = ()
@@ -37,13 +29,13 @@ class Directory:
         self._link = link
 
     async def run(self, on_workers: Callable[[Sequence[WorkerEntry]], None]) -> None:
-        """Until cancelled. `on_workers` hears of every reading."""
+        """Read until cancelled. Calls `on_workers` after every reading."""
         while True:
             try:
                 workers = await read_entries(self._link, WORKERS, WorkerEntry.from_json)
                 stores = await read_entries(self._link, STORES, StoreEntry.from_json)
             except Unavailable:
-                pass  # the link has said so
+                pass  # the link has logged it
             else:
                 self.workers, self.stores = tuple(workers), tuple(stores)
                 on_workers(workers)

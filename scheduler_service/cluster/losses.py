@@ -1,25 +1,25 @@
-"""How often workers were lost, and when last. Pure but for the clock it is given."""
+"""Counts how often each worker was lost, and remembers when it last was."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-# A worker that was lost and has not come back is remembered this long, so that
-# whoever looks now and then sees it, and no list grows with names for ever.
+# A lost worker that does not come back is forgotten after this long: operators have time
+# to notice it, and the lists stay bounded.
 _REMEMBER_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """Of one worker. `seconds_ago` is None when there was none."""
+    """Losses of one worker. `seconds_ago` is None if there was none."""
 
     count: int
     seconds_ago: float | None
 
 
 class LossBook:
-    """By worker id."""
+    """Losses by worker id."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -27,8 +27,7 @@ class LossBook:
         self._last: dict[str, float] = {}
 
     def note(self, worker_id: str, known: Collection[str]) -> None:
-        """It is lost now. `known`: the workers that are kept in mind however long ago
-        they were lost."""
+        """Count a loss now. The losses of `known` workers are never forgotten."""
         now = self._clock()
         self._counts[worker_id] = self._counts.get(worker_id, 0) + 1
         self._last[worker_id] = now
@@ -42,5 +41,5 @@ class LossBook:
         return Losses(self._counts.get(worker_id, 0), ago)
 
     def counts(self) -> Iterator[tuple[str, int]]:
-        """Worker ids and how often each was lost; those that never were are left out."""
+        """Yield (worker id, losses) of the workers that were ever lost."""
         yield from self._counts.items()

@@ -1,1 +1,1 @@
-"""Which worker runs a request: footprint, admission, routing, and retries."""
+"""Policy without I/O: admission, routing, footprint, plans, and failover."""

@@ -1,84 +1,37 @@
-"""Peak device bytes of a request on a worker, and the residency that follows.
+"""Peak device bytes of a request on a worker, and the residency that follows from them.
 
-Pure: facts in, named answers out. All sizes are those of `splitpoint.shapes`;
-what is free at the moment is the ledger's business, not this file's.
+Pure: facts in, named answers out. What is free at the moment is the ledger's business.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.config import format_size
-from splitpoint.costs.profile import Profile
 from splitpoint.planning.planner import Residency
-from splitpoint.planning.schedule import Schedule
-from splitpoint.shapes import Encoding, ModelShape, chunks_of
+from splitpoint.shapes import chunks_of
 from splitpoint.words import counted
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerFacts:
-    """One worker as policy sees it; from its GetInfo and its store's GetStats."""
-
-    worker_id: str
-    shape: ModelShape
-    profile: Profile
-    chunk_tokens: int
-    has_activations: bool
-    cache_capacity_bytes: int
-    page_bytes: int
-    # Pages that a streamed request occupies however long it is.
-    streamed_page_count: int
-    max_batch_size: int
-    # Empty: no store, so neither reuse nor streaming.
-    kvstore_address: str = ""
-    # What chunk keys depend on, and the name of the store's arena (empty: unknown).
-    layout_hash: bytes = b""
-    store_instance_id: bytes = b""
-    # Slots of the store's arena (None: it could not be asked), bytes of each.
-    store_slot_count: int | None = None
-    slot_bytes: int = 0
-    # How the worker restores, with how much staging memory (0: unknown), in what
-    # pieces it prefills (0: unknown), and how its store keeps what it reads.
-    schedule: Schedule = Schedule.SERIAL
-    staging_tokens: int = 0
-    max_batched_tokens: int = 0
-    encoding: Encoding = Encoding.NATIVE
-
-    @property
-    def capacity_tokens(self) -> int:
-        """Tokens that fit when one resident request has the whole cache."""
-        return self.cache_capacity_bytes // self.page_bytes * self.chunk_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """What a request asks of a worker."""
-
-    # Prompt and max_tokens together; at least 1.
-    token_count: int
-    # None: resident where that fits, streamed otherwise.
-    residency: Residency | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Fits:
-    """The worker can run it once enough of its cache is free."""
+    """The worker can run the request once enough of its cache is free."""
 
     residency: Residency
     size_bytes: int
     # Why this residency, for the plan.
     reason: str
-    # Slots of the worker's store that it will hold until it ends.
+    # Slots of the worker's store that the request will hold until it ends.
     slot_count: int = 0
-    # Streamed because it must: what its cache takes beyond `size_bytes`. Any part of it
-    # that stays on the device need not be pulled in every step.
+    # Bytes beyond `size_bytes` that a request which must be streamed can use: the part of
+    # its cache that stays on the device is not loaded in every step.
     spare_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class NeverFits:
-    """The worker could not run it with nothing else on it. The numbers that say so."""
+    """The worker could not run the request even if it ran nothing else."""
 
     reason: str
     needed_bytes: int
@@ -87,37 +40,46 @@ class NeverFits:
     capacity_tokens: int
 
 
-def footprint_of(demand: Demand, worker: WorkerFacts) -> Fits | NeverFits:
-    """Which residency the request gets on this worker, and what that costs."""
-    resident = _resident(demand, worker)
-    if demand.residency is Residency.RESIDENT:
-        return resident
-    if demand.residency is None and isinstance(resident, Fits):
-        return resident
-    if demand.residency is None and not worker.kvstore_address:
-        return resident  # whose numbers say more than "no store"
-    return _streamed(demand, worker)
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Device memory for one request, `spare_bytes` included in `size_bytes`."""
+
+    residency: Residency
+    size_bytes: int
+    reason: str
+    # Streamed: for a part of the cache that stays on the device.
+    spare_bytes: int = 0
 
 
-def resident_share(fits: Fits, free_bytes: int, page_bytes: int) -> int:
-    """Bytes that a streamed request may keep besides its charge: half of what is free then.
+def footprint_of(
+    token_count: int, residency: Residency | None, worker: WorkerFacts
+) -> Fits | NeverFits:
+    """Return the residency that a request gets on this worker, and its bytes.
 
-    The other half is for those who come next; whoever waits already comes first.
+    Args:
+        token_count: prompt and max_tokens together; at least 1.
+        residency: what the request asks for; None: resident if that fits, else streamed.
     """
-    share = min(fits.spare_bytes, (free_bytes - fits.size_bytes) // 2)
-    return max(share, 0) // page_bytes * page_bytes
+    resident = _resident(token_count, worker)
+    if residency is Residency.RESIDENT:
+        return resident
+    if residency is None and (isinstance(resident, Fits) or not worker.kvstore_address):
+        return resident  # without a store, these numbers explain more than "no store"
+    return _streamed(token_count, worker, is_forced=residency is not None)
 
 
-def page_count(demand: Demand, worker: WorkerFacts, residency: Residency) -> int:
-    """Device pages: one per chunk of the whole sequence, or what streaming occupies."""
-    pages = chunks_of(demand.token_count, worker.chunk_tokens)
-    if residency is Residency.STREAMED:
-        return min(pages, worker.streamed_page_count)
-    return pages
+def grant_of(fits: Fits, free_bytes: int, page_bytes: int) -> Grant:
+    """Return a grant with spare memory: whole pages, at most half of what stays free."""
+    free_pages = max(0, free_bytes - fits.size_bytes) // 2 // page_bytes
+    spare = min(fits.spare_bytes, free_pages * page_bytes)
+    reason = fits.reason
+    if spare:
+        reason += f", and {format_size(spare)} for a part that stays on the device"
+    return Grant(fits.residency, fits.size_bytes + spare, reason, spare)
 
 
-def _resident(demand: Demand, worker: WorkerFacts) -> Fits | NeverFits:
-    size = page_count(demand, worker, Residency.RESIDENT) * worker.page_bytes
+def _resident(token_count: int, worker: WorkerFacts) -> Fits | NeverFits:
+    size = chunks_of(token_count, worker.chunk_tokens) * worker.page_bytes
     capacity = worker.cache_capacity_bytes
     if size <= capacity:
         return Fits(
@@ -126,37 +88,38 @@ def _resident(demand: Demand, worker: WorkerFacts) -> Fits | NeverFits:
             f"resident: {format_size(size)} of cache fit the worker's {format_size(capacity)}",
         )
     return NeverFits(
-        f"{counted(demand.token_count, 'token needs', 'tokens need')} {format_size(size)} of "
+        f"{counted(token_count, 'token needs', 'tokens need')} {format_size(size)} of "
         f"device cache, worker {worker.worker_id} has {format_size(capacity)} "
         f"({counted(worker.capacity_tokens, 'token')})",
         needed_bytes=size,
         capacity_bytes=capacity,
-        needed_tokens=demand.token_count,
+        needed_tokens=token_count,
         capacity_tokens=worker.capacity_tokens,
     )
 
 
-def _streamed(demand: Demand, worker: WorkerFacts) -> Fits | NeverFits:
-    tokens, slots = demand.token_count, chunks_of(demand.token_count, worker.chunk_tokens)
-    size = page_count(demand, worker, Residency.STREAMED) * worker.page_bytes
+def _streamed(token_count: int, worker: WorkerFacts, *, is_forced: bool) -> Fits | NeverFits:
+    slots = chunks_of(token_count, worker.chunk_tokens)
+    whole = slots * worker.page_bytes
+    size = min(slots, worker.streamed_page_count) * worker.page_bytes
     capacity = worker.cache_capacity_bytes
     if not worker.kvstore_address:
         return NeverFits(
             f"worker {worker.worker_id} has no KV store, so it cannot stream",
             needed_bytes=size,
             capacity_bytes=0,
-            needed_tokens=tokens,
+            needed_tokens=token_count,
             capacity_tokens=0,
         )
     held = worker.store_slot_count
     if held is not None and slots > held:
         return NeverFits(
-            f"{counted(tokens, 'token needs', 'tokens need')} {counted(slots, 'slot')} of the KV "
-            f"store's {held:,} "
+            f"{counted(token_count, 'token needs', 'tokens need')} {counted(slots, 'slot')} of "
+            f"the KV store's {held:,} "
             f"({counted(held * worker.chunk_tokens, 'token')}) to be streamed",
             needed_bytes=slots * worker.slot_bytes,
             capacity_bytes=held * worker.slot_bytes,
-            needed_tokens=tokens,
+            needed_tokens=token_count,
             capacity_tokens=held * worker.chunk_tokens,
         )
     if size > capacity:
@@ -165,10 +128,9 @@ def _streamed(demand: Demand, worker: WorkerFacts) -> Fits | NeverFits:
             f"has {format_size(capacity)}",
             needed_bytes=size,
             capacity_bytes=capacity,
-            needed_tokens=tokens,
+            needed_tokens=token_count,
             capacity_tokens=worker.capacity_tokens,
         )
-    whole = page_count(demand, worker, Residency.RESIDENT) * worker.page_bytes
     why = (
         f"{format_size(whole)} of cache exceed the worker's {format_size(capacity)}"
         if whole > capacity
@@ -179,6 +141,6 @@ def _streamed(demand: Demand, worker: WorkerFacts) -> Fits | NeverFits:
         size,
         f"streamed: {why}, so {format_size(size)} are charged",
         slot_count=slots,
-        # Who asks for streaming wants the memory left alone.
-        spare_bytes=whole - size if demand.residency is None else 0,
+        # A request that asks for streaming wants the memory left alone.
+        spare_bytes=0 if is_forced else whole - size,
     )

@@ -1,7 +1,4 @@
-"""Which worker a request prefers: where its prefix lies, then where there is room.
-
-Pure. Takes only workers that can start the request now.
-"""
+"""Chooses among the workers that can start a request now: first by prefix, then by room."""
 
 from __future__ import annotations
 
@@ -14,24 +11,22 @@ class Candidate:
     """A worker that could start the request now."""
 
     worker_id: str
-    # Tokens of the request's prefix in the worker's store.
+    # Tokens of the request's prefix in the worker's own store. Other stores do not count:
+    # every worker can fetch from them.
     cached_tokens: int
-    # Of its cache that no request is charged for, between 0 and 1.
+    # Part of its cache that no request is charged for, between 0 and 1.
     free_share: float
     running_count: int
 
 
 def choose_worker(candidates: Iterable[Candidate]) -> Candidate:
-    """Most cached tokens, then the largest free share, then fewest running; last by name.
+    """Prefer most cached tokens, then the largest free share, then fewest running requests.
 
-    A share and not bytes: of two workers with unequal memory the smaller one would
-    idle until the other has less left than it has in all.
+    Needs at least one candidate. The free share and not bytes: by bytes, the smaller of
+    two workers would idle until the larger one has less left than the smaller has in all.
 
-    Only the worker's own store counts here: what lies in another one every
-    worker can fetch.
-
-    At least one candidate. A worker that holds the prefix but is busy is not
-    waited for: recomputing now beats reusing later for all but extreme kappa.
+    A busy worker that holds the prefix is not waited for: recomputing now beats reusing
+    later for all but extreme kappa.
     """
     return min(
         candidates,

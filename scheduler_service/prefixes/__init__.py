@@ -1,1 +1,1 @@
-"""Where cached prefixes are: the schedulers' catalog of chunks."""
+"""Where cached prefixes are: which store holds how many leading tokens of a sequence."""

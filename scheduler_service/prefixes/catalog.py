@@ -1,8 +1,7 @@
-"""Which stores hold how much of a prefix: one question, whoever answers it.
+"""The question which stores hold how much of a prefix, and the interface that answers it.
 
-Two catalogs answer: `StorePeeker` asks the stores that are known by name,
-`RedisCatalog` looks up what all stores wrote. Every answer is a hint; the truth
-is the worker's Match at its own store.
+`StoreCatalog` asks the stores that workers named; `RedisCatalog` looks up what all
+stores wrote to Redis. Every answer is a hint: the worker asks its own store again.
 """
 
 from __future__ import annotations
@@ -23,29 +22,28 @@ class LayoutName:
 
 @dataclass(frozen=True, slots=True)
 class PrefixQuery:
-    """One sequence, first token first, and whose chunks of it count."""
+    """A sequence, and the stores and layouts in which to look for its prefix."""
 
     tenant_salt: bytes
+    # From the first token on.
     token_ids: Sequence[int]
-    # Layouts of the stores whose chunks are of use to somebody.
+    # Layouts of the workers' stores; chunks of other layouts are of no use.
     layouts: frozenset[LayoutName]
     # Addresses of the stores that workers named.
     stores: frozenset[str]
 
 
 class PrefixCatalog(Protocol):
-    """Where to ask."""
-
     async def cached_tokens(self, query: PrefixQuery) -> dict[str, int]:
-        """Leading tokens in each store, by address; a store that is missing has none.
+        """Return cached leading tokens by store address; a missing store has none.
 
-        Never raises for a store or a Redis that is away: that is an empty answer.
+        A store or a Redis that does not answer gives an empty result, not an error.
         """
         ...
 
 
 class JoinedCatalogs:
-    """Several catalogs as one, asked at once; what an earlier one says of a store stands."""
+    """Several catalogs, asked at the same time. An earlier one wins for the same store."""
 
     def __init__(self, catalogs: Collection[PrefixCatalog]) -> None:
         self._catalogs = tuple(catalogs)

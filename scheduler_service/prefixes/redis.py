@@ -1,9 +1,8 @@
 """The catalog with Redis: looks a prefix up in what the stores wrote there.
 
-One pipelined round trip for all stores: every key of the prefix is asked for at
-once (HMGET). Searching for the end by halves would send fewer keys, but each
-half waits for the answer before it, and round trips, not the 32 bytes of a key,
-are what this costs: 128,000 tokens are 2,000 keys, 64 KB.
+One pipelined round trip (HMGET) asks for every key of the prefix in all stores. A binary
+search for the prefix's end would send fewer keys but wait for several answers, and round
+trips are what costs: 128,000 tokens are 2,000 keys, 64 KB.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from scheduler_service.cluster.directory import Directory
 from scheduler_service.prefixes.catalog import LayoutName, PrefixQuery
 from scheduler_service.prefixes.stores import StoreCatalog
 from splitpoint.discovery.entries import StoreEntry, chunks_key
@@ -26,35 +24,40 @@ from splitpoint.keys import chunk_keys
 
 _log = logging.getLogger(__name__)
 
-# Bounds of one lookup: chunks of the prefix, and stores.
+# Bounds of one lookup.
 _MOST_KEYS = 4096
 _MOST_STORES = 64
 # Stores that are asked directly while Redis is away.
 _MOST_FALLBACK_STORES = 16
-# Hashing a longer prompt would hold up the event loop.
+# Longer prompts are hashed in a thread, which keeps the event loop free.
 _SMALL_PROMPT_TOKENS = 8192
 
 
 class RedisCatalog:
-    """Stores by the directory's last reading, prefixes by what Redis holds now.
+    """Looks prefixes up in Redis, or asks the stores known last while Redis is away.
 
-    While Redis is away the stores that were known last are asked themselves.
+    `known_stores` returns the stores that Redis listed last.
     """
 
-    def __init__(self, link: RedisLink, directory: Directory, peeker: StoreCatalog) -> None:
+    def __init__(
+        self,
+        link: RedisLink,
+        known_stores: Callable[[], Sequence[StoreEntry]],
+        direct: StoreCatalog,
+    ) -> None:
         self._link = link
-        self._directory = directory
-        self._peeker = peeker
+        self._known_stores = known_stores
+        self._direct = direct
         self._is_falling_back = False
 
     async def cached_tokens(self, query: PrefixQuery) -> dict[str, int]:
-        """Tokens in full chunks, by advertised address."""
+        """Return tokens in full chunks, by advertised address."""
         layouts = {layout.layout_hash: layout for layout in query.layouts}
-        stores = [s for s in self._directory.stores if s.layout_hash in layouts][:_MOST_STORES]
+        stores = [s for s in self._known_stores() if s.layout_hash in layouts][:_MOST_STORES]
         if not stores:
             return {}
         try:
-            # Not even the keys are worth computing while nobody can be asked for them.
+            # Hashing the keys takes time, too: skip it while Redis is known to be away.
             found = await self._lookup(stores, layouts, query) if not self._link.is_away else None
         except Unavailable:
             found = None
@@ -65,14 +68,14 @@ class RedisCatalog:
             self._is_falling_back = True
             _log.warning("without Redis: the %d stores known last are asked directly", len(stores))
         known = frozenset(store.address for store in stores[:_MOST_FALLBACK_STORES])
-        return await self._peeker.cached_tokens(
+        return await self._direct.cached_tokens(
             PrefixQuery(query.tenant_salt, query.token_ids, query.layouts, known - query.stores)
         )
 
     async def _lookup(
         self, stores: Sequence[StoreEntry], layouts: dict[bytes, LayoutName], query: PrefixQuery
     ) -> dict[str, int]:
-        """Raises Unavailable."""
+        """Ask Redis. Raises Unavailable."""
         wanted = {store.layout_hash for store in stores}
         if len(query.token_ids) > _SMALL_PROMPT_TOKENS:
             keys = await asyncio.to_thread(_keys_by_layout, layouts, wanted, query)
@@ -86,13 +89,13 @@ class RedisCatalog:
         for store, answer in zip(asked, answers, strict=True):
             chunk_tokens = layouts[store.layout_hash].chunk_tokens
             tokens = leading_count(answer) * chunk_tokens
-            # Two lives of one store may be listed for a moment.
+            # A store that restarted may be listed twice for a moment.
             found[store.address] = max(tokens, found.get(store.address, 0))
         return found
 
 
 def leading_count(answer: Any) -> int:
-    """How many generations the answer starts with; anything else ends it."""
+    """Return how many valid generations (positive integers) the answer starts with."""
     if not isinstance(answer, list):
         return 0
     count = 0
@@ -124,7 +127,7 @@ def _read(stores: Sequence[StoreEntry], keys: dict[bytes, list[bytes]]) -> Calla
         async with redis.pipeline(transaction=False) as pipe:
             for store in stores:
                 pipe.hmget(chunks_key(store.instance_id, store.epoch), keys[store.layout_hash])
-            # A key of another type is one store's miss, not everybody's.
+            # A key of a wrong type is a miss of its store only.
             return await pipe.execute(raise_on_error=False)
 
     return read

@@ -1,13 +1,12 @@
-"""Asks the stores how much of a prefix they hold, without holding anything there.
+"""Asks stores directly how much of a prefix they hold. Nothing is leased there.
 
-A hint only: a store that does not answer in time counts as empty.
+A store that does not answer in time counts as empty.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
 
 import grpc
 
@@ -20,50 +19,38 @@ from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class StoreFacts:
-    """What a store says of itself: its arena's slots, and the name of that arena."""
-
-    slot_count: int
-    instance_id: bytes
-
-
 class StoreCatalog:
-    """The catalog without Redis: one channel for each store that a worker named.
-
-    Close it at the end.
-    """
+    """The prefix catalog without Redis: one channel for each store that a worker named."""
 
     def __init__(self, timeout_seconds: float, identity: Identity = PLAIN) -> None:
         self._identity = identity
         self._timeout_seconds = timeout_seconds
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self._silent: set[str] = set()  # complained about
+        # Stores whose silence was logged, until they answer again.
+        self._silent: set[str] = set()
 
     async def cached_tokens(self, query: PrefixQuery) -> dict[str, int]:
-        """Tokens of the longest cached prefix in each store that is named, by address.
+        """Return the tokens of the longest cached prefix in each named store, by address.
 
-        A partially matched last chunk counts too.
+        A partially matched last chunk counts, too.
         """
-        distinct = sorted(address for address in query.stores if address)
+        addresses = sorted(address for address in query.stores if address)
         request = kvstore_pb2.MatchRequest(tenant_salt=query.tenant_salt, token_ids=query.token_ids)
-        counts = await asyncio.gather(*(self._match(address, request) for address in distinct))
-        return {
-            address: count
-            for address, count in zip(distinct, counts, strict=True)
-            if count is not None
-        }
+        counts = await asyncio.gather(*(self._match(address, request) for address in addresses))
+        found = zip(addresses, counts, strict=True)
+        return {address: count for address, count in found if count is not None}
 
-    async def facts(self, address: str) -> StoreFacts | None:
-        """None when the store cannot be asked."""
+    async def stats(self, address: str) -> kvstore_pb2.GetStatsResponse | None:
+        """Return None if the store does not answer."""
+        request = kvstore_pb2.GetStatsRequest()
         try:
-            stats = await self._stub(address).GetStats(
-                kvstore_pb2.GetStatsRequest(), timeout=self._timeout_seconds
+            stats: kvstore_pb2.GetStatsResponse = await self._stub(address).GetStats(
+                request, timeout=self._timeout_seconds
             )
         except grpc.RpcError as error:
-            self._complain(address, error)
+            self._log_silence(address, error)
             return None
-        return StoreFacts(int(stats.slot_count), bytes(stats.instance_id))
+        return stats
 
     async def close(self) -> None:
         for channel in self._channels.values():
@@ -76,7 +63,7 @@ class StoreCatalog:
                 request, timeout=self._timeout_seconds, metadata=tracing.metadata()
             )
         except grpc.RpcError as error:
-            self._complain(address, error)
+            self._log_silence(address, error)
             return None
         if address in self._silent:
             self._silent.discard(address)
@@ -88,8 +75,8 @@ class StoreCatalog:
             self._channels[address] = channels.open_channel(address, self._identity)
         return kvstore_pb2_grpc.KvStoreServiceStub(self._channels[address])
 
-    def _complain(self, address: str, error: grpc.RpcError) -> None:
-        """Once until it answers again, not for every request."""
+    def _log_silence(self, address: str, error: grpc.RpcError) -> None:
+        """Log the first failure only, not one for each request."""
         if address not in self._silent:
             self._silent.add(address)
             _log.warning(

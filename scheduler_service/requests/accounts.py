@@ -1,7 +1,6 @@
-"""What a scheduler has done since it started: one set of books, written by named events.
+"""Counts what a scheduler has done since it started. The status and the metrics read them.
 
-The operators' status and the metrics both read them. Pure: whoever reports an event
-brings the times. Knows neither gRPC nor Prometheus.
+Pure: callers report named events with their times.
 """
 
 from __future__ import annotations
@@ -11,23 +10,10 @@ from collections.abc import Callable
 
 from scheduler_service.api.request import Times
 from splitpoint.errors import SplitpointError
+from splitpoint.observe import metrics
+from splitpoint.observe.metrics import Metric
 from splitpoint.planning.planner import Plan, Residency, RestoreMethod
 from splitpoint.v1 import scheduler_pb2, types_pb2
-
-
-class Sample(enum.Enum):
-    """What has a distribution, not only a total. Seconds; KAPPA is a ratio, the last two tokens."""
-
-    TTFT = enum.auto()
-    ITL = enum.auto()
-    QUEUE = enum.auto()
-    PREFILL = enum.auto()
-    DECODE = enum.auto()
-    TPOT = enum.auto()
-    REQUEST = enum.auto()
-    KAPPA = enum.auto()
-    PROMPT_TOKENS = enum.auto()
-    GENERATED_TOKENS = enum.auto()
 
 
 class Outcome(enum.StrEnum):
@@ -39,8 +25,8 @@ class Outcome(enum.StrEnum):
     ABANDONED = "abandoned"
 
 
-# Why a request can be turned away: the reasons of the errors. Whatever is not listed
-# counts as OTHER, so that no text from outside ever becomes a name here.
+# Error reasons with which a request can be turned away. Others count as OTHER, so that no
+# text from outside becomes a metric label.
 REJECTIONS = (
     "ALREADY_EXISTS",
     "CONTEXT_EXCEEDED",
@@ -64,22 +50,22 @@ ABANDONED_REASON = "ABANDONED"
 
 
 class Accounts:
-    """Totals since `started`, a moment on the scheduler's monotonic clock.
+    """Totals since `started`, in seconds of the scheduler's monotonic clock.
 
-    `on_sample` hears of each measured value, for whoever keeps distributions.
+    Calls `on_sample` with each value of a histogram.
     """
 
-    def __init__(self, started: float, on_sample: Callable[[Sample, float], None]) -> None:
+    def __init__(self, started: float, on_sample: Callable[[Metric, float], None]) -> None:
         self.started = started
         self.finished_counts = dict.fromkeys(Outcome, 0)
         self.rejected_counts = dict.fromkeys((*REJECTIONS, OTHER), 0)
         self.plan_counts = {(kind, method): 0 for kind in Residency for method in RestoreMethod}
         self.failover_count = 0
-        # Step messages that were not taken: of an attempt that no longer counts, or
-        # with tokens that had been delivered.
+        # Step messages that were dropped: of an attempt that was over, or with tokens
+        # that had come before.
         self.late_count = 0
         self.duplicate_count = 0
-        # Of completed requests, but for the generated ones, which count as they come.
+        # Tokens of completed requests; generated ones are counted as they come.
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.generated_tokens = 0
@@ -109,28 +95,28 @@ class Accounts:
     # -- events, in the order of a request's life ------------------------------------------
 
     def rejected(self, error: Exception) -> None:
-        """Turned away: it never was in the queue. What is no error of ours is a bug."""
+        """Count a request that was never queued. An exception of another type is a bug."""
         reason = error.reason if isinstance(error, SplitpointError) else "INTERNAL"
         self.rejected_counts[reason if reason in self.rejected_counts else OTHER] += 1
 
     def placed(self, plan: Plan, waited_seconds: float | None) -> None:
-        """A worker was told. `waited_seconds` since the arrival; None: it was placed before."""
+        """Count an attempt. `waited_seconds` since the arrival; None: it is a retry."""
         self.plan_counts[plan.residency, plan.method] += 1
-        self._on_sample(Sample.KAPPA, plan.cached_tokens / max(plan.new_tokens, 1))
+        self._on_sample(metrics.KAPPA_RATIO, plan.cached_tokens / max(plan.new_tokens, 1))
         if waited_seconds is not None:
-            self._on_sample(Sample.QUEUE, waited_seconds)
+            self._on_sample(metrics.QUEUE_SECONDS, waited_seconds)
 
     def tokens_came(self, times: Times, count: int, now: float) -> None:
-        """New tokens of a request whose `times` do not know of them yet."""
+        """Count new tokens, before `times` is updated with them."""
         self.generated_tokens += count
         if times.first_token is None:
             self.ttft_count += 1
             self.ttft_seconds += now - times.arrived
-            self._on_sample(Sample.TTFT, now - times.arrived)
+            self._on_sample(metrics.TTFT_SECONDS, now - times.arrived)
         elif times.last_token is not None:
             self.itl_count += 1
             self.itl_seconds += now - times.last_token
-            self._on_sample(Sample.ITL, now - times.last_token)
+            self._on_sample(metrics.ITL_SECONDS, now - times.last_token)
 
     def came_late(self) -> None:
         self.late_count += 1
@@ -139,7 +125,7 @@ class Accounts:
         self.duplicate_count += 1
 
     def failed_over(self) -> None:
-        """A request was queued again because its worker was lost."""
+        """Count a request that was queued again because its worker was lost."""
         self.failover_count += 1
 
     def completed(self, message: scheduler_pb2.GenerateComplete) -> None:
@@ -149,15 +135,15 @@ class Accounts:
         self.prompt_tokens += usage.prompt_tokens
         self.cached_tokens += usage.cached_tokens
         decode_seconds = message.total_seconds - message.ttft_seconds
-        self._on_sample(Sample.REQUEST, message.total_seconds)
-        self._on_sample(Sample.PREFILL, message.ttft_seconds - message.queue_seconds)
-        self._on_sample(Sample.DECODE, decode_seconds)
+        self._on_sample(metrics.REQUEST_SECONDS, message.total_seconds)
+        self._on_sample(metrics.PREFILL_SECONDS, message.ttft_seconds - message.queue_seconds)
+        self._on_sample(metrics.DECODE_SECONDS, decode_seconds)
         if usage.completion_tokens > 1:
-            self._on_sample(Sample.TPOT, decode_seconds / (usage.completion_tokens - 1))
-        self._on_sample(Sample.PROMPT_TOKENS, usage.prompt_tokens)
-        self._on_sample(Sample.GENERATED_TOKENS, usage.completion_tokens)
+            self._on_sample(metrics.TPOT_SECONDS, decode_seconds / (usage.completion_tokens - 1))
+        self._on_sample(metrics.REQUEST_PROMPT_TOKENS, usage.prompt_tokens)
+        self._on_sample(metrics.REQUEST_GENERATED_TOKENS, usage.completion_tokens)
 
     def failed(self, error: SplitpointError) -> None:
-        """An accepted request ended without its answer."""
+        """Count an accepted request that ended without its answer."""
         abandoned = error.reason == ABANDONED_REASON
         self.finished_counts[Outcome.ABANDONED if abandoned else Outcome.ERROR] += 1

@@ -1,91 +1,180 @@
-"""Attempts of requests on workers, from the grant to the release, and what a worker is told.
-
-Each is granted once and released once; who may have one is decided by admission.
-"""
+"""One attempt: a request on one worker, from the grant of memory to its release."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from scheduler_service.api.request import Request
-from scheduler_service.placement.fetch_plan import Fetch
+from scheduler_service.cluster.connection import ReadyWorker
+from scheduler_service.cluster.registry import Registry
+from scheduler_service.placement.admission import AdmissionQueue, Admitted
+from scheduler_service.placement.fetch_plan import PlannedAttempt
+from scheduler_service.placement.planning import PlanOptions, plan_attempt
+from scheduler_service.requests import log_facts
+from scheduler_service.requests.accounts import Accounts
+from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.observe.tracing import NO_SPAN, Span
-from splitpoint.planning.planner import Plan, RestoreMethod
+from splitpoint.planning.planner import Objective, Plan, RestoreMethod
 from splitpoint.transport.convert import plan_to_proto
 from splitpoint.v1 import worker_pb2
 
 
 @dataclass(slots=True, eq=False)
-class Placement:
-    """One attempt of a request on one worker."""
-
-    request: Request
-    attempt: int
-    worker_id: str
+class Attempt:
+    admitted: Admitted
+    number: int
     # None until the worker was told.
     plan: Plan | None = None
+    # What the worker says of its restore.
     report: worker_pb2.RestoreReport | None = None
     # From the command to the release; when that began, on the scheduler's clock.
     span: Span = NO_SPAN
-    dispatched: float = 0.0
+    sent_at: float = 0.0
+
+    @property
+    def request(self) -> Request:
+        return self.admitted.request
+
+    @property
+    def worker_id(self) -> str:
+        return self.admitted.worker_id
 
     @property
     def key(self) -> tuple[str, int]:
-        return self.request.request_id, self.attempt
+        return self.request.request_id, self.number
 
 
-class Placements:
-    """All that are granted at the moment."""
+class Attempts:
+    """The attempts under way. Each is opened once and released once."""
 
-    def __init__(self) -> None:
-        self._by_key: dict[tuple[str, int], Placement] = {}
+    def __init__(
+        self,
+        registry: Registry,
+        admission: AdmissionQueue,
+        accounts: Accounts,
+        objective: Objective,
+        clock: Callable[[], float],
+    ) -> None:
+        self._registry = registry
+        self._admission = admission
+        self._accounts = accounts
+        self._objective = objective
+        self._clock = clock
+        # One count for all requests: no attempt is ever mistaken for another.
+        self._numbers = itertools.count(1)
+        self._by_key: dict[tuple[str, int], Attempt] = {}
 
-    def add(self, placement: Placement) -> None:
-        self._by_key[placement.key] = placement
+    def open(self, admitted: Admitted) -> Attempt:
+        """Begin the books of an attempt; nothing is sent yet."""
+        attempt = Attempt(admitted, next(self._numbers))
+        self._by_key[attempt.key] = attempt
+        return attempt
 
-    def remove(self, placement: Placement) -> None:
-        """Raises KeyError for one that is over already."""
-        del self._by_key[placement.key]
+    def start(self, attempt: Attempt) -> None:
+        """Plan it, then tell the worker. Raises InvalidArgument for a plan that cannot be."""
+        worker = self._worker(attempt)
+        if worker is None:
+            raise RuntimeError(f"memory was granted on {attempt.worker_id}, which is away")
+        began = self._clock()
+        planned = self._plan(attempt, worker.facts)
+        self._note_start(attempt, planned.plan, began)
+        self._send(attempt, planned, worker)
 
-    def find(self, request_id: str, attempt: int) -> Placement | None:
-        """None when that attempt is over: what comes of it no longer counts."""
-        return self._by_key.get((request_id, attempt))
+    def pause(self, request: Request) -> None:
+        """Tell the worker whether the request is paused."""
+        attempt = self.of(request)
+        # An attempt that was not sent yet is paused when it is.
+        if attempt is not None and attempt.plan is not None:
+            worker = self._worker(attempt)
+            if worker is not None:
+                worker.stream.set_paused(request.request_id, request.is_paused)
 
-    def of(self, request: Request) -> Placement | None:
-        return next((p for p in self._by_key.values() if p.request is request), None)
+    def cancel(self, attempt: Attempt) -> None:
+        """Stop it. Its memory stays charged until the worker has let go of it."""
+        worker = self._worker(attempt)
+        if attempt.plan is None or worker is None:
+            self.release(attempt)  # the worker does not know it
+        else:
+            worker.stream.cancel(*attempt.key)
 
-    def on(self, worker_id: str) -> list[Placement]:
-        return [p for p in self._by_key.values() if p.worker_id == worker_id]
+    def release(self, attempt: Attempt) -> None:
+        """End it: its memory may be granted again. Raises KeyError if it has ended."""
+        attempt.span.end()
+        del self._by_key[attempt.key]
+        self._admission.release(attempt.admitted)
 
-    def __contains__(self, placement: Placement) -> bool:
-        return placement.key in self._by_key
+    def find(self, request_id: str, number: int) -> Attempt | None:
+        """Return None if the attempt is over: its late messages no longer count."""
+        return self._by_key.get((request_id, number))
+
+    def of(self, request: Request) -> Attempt | None:
+        return next((a for a in self._by_key.values() if a.request is request), None)
+
+    def on(self, worker_id: str) -> list[Attempt]:
+        return [a for a in self._by_key.values() if a.worker_id == worker_id]
+
+    def __contains__(self, attempt: Attempt) -> bool:
+        return attempt.key in self._by_key
 
     def __len__(self) -> int:
         return len(self._by_key)
 
+    # -- plan, then send --------------------------------------------------------------------
 
-def admit_command(
-    placement: Placement, planned: Fetch | Plan, delivered: Sequence[int], tenant_salt: bytes
-) -> worker_pb2.AdmitCommand:
-    """What starts it on its worker. `delivered`: tokens the client has, which are forced."""
-    wanted = placement.request.input
-    plan = planned.plan if isinstance(planned, Fetch) else planned
+    def _plan(self, attempt: Attempt, worker: WorkerFacts) -> PlannedAttempt:
+        request = attempt.request
+        return plan_attempt(
+            worker,
+            attempt.admitted.grant,
+            token_count=len(request.prompt) + len(request.output),
+            cached_tokens=request.cached.own.get(attempt.worker_id, 0),
+            options=PlanOptions(request.split_tokens, request.restore_method, self._objective),
+            sources=request.cached.sources.get(attempt.worker_id, ()),
+        )
+
+    def _note_start(self, attempt: Attempt, plan: Plan, began: float) -> None:
+        request, now = attempt.request, self._clock()
+        attempt.plan, attempt.sent_at = plan, now
+        request.span.record("plan", began, now, **log_facts.of_plan(plan))
+        attempt.span = request.span.begin(
+            "attempt", now, worker=attempt.worker_id, attempt=attempt.number
+        )
+        waited = None
+        if request.times.dispatched is None:
+            request.times.dispatched = now
+            waited = now - request.times.arrived
+        self._accounts.placed(plan, waited)
+
+    def _send(self, attempt: Attempt, planned: PlannedAttempt, worker: ReadyWorker) -> None:
+        worker.stream.admit(_admit_command(attempt, planned))
+        if attempt.request.is_paused:
+            worker.stream.set_paused(attempt.request.request_id, True)
+
+    def _worker(self, attempt: Attempt) -> ReadyWorker | None:
+        worker = self._registry.find(attempt.worker_id)
+        return worker.ready if worker is not None else None
+
+
+def _admit_command(attempt: Attempt, planned: PlannedAttempt) -> worker_pb2.AdmitCommand:
+    request = attempt.request
     command = worker_pb2.AdmitCommand(
-        request_id=placement.request.request_id,
-        attempt=placement.attempt,
-        prompt_token_ids=wanted.prompt,
-        delivered_token_ids=delivered,
-        sampling=wanted.sampling,
-        plan=plan_to_proto(plan),
-        tenant_salt=tenant_salt,
-        traceparent=placement.span.traceparent,
+        request_id=request.request_id,
+        attempt=attempt.number,
+        prompt_token_ids=request.prompt,
+        # The client has these: the worker is forced to repeat them.
+        delivered_token_ids=request.output.token_ids,
+        sampling=request.sampling,
+        plan=plan_to_proto(planned.plan),
+        tenant_salt=request.tenant_salt,
+        traceparent=attempt.span.traceparent,
     )
-    if isinstance(planned, Fetch):
+    if planned.source is not None:
         command.source_store_address = planned.source.address
         command.source_cached_tokens = planned.source.cached_tokens
-    if wanted.split_tokens is not None:
-        command.forced_split_tokens = wanted.split_tokens
-    elif wanted.restore_method is RestoreMethod.LOAD:
+    if request.split_tokens is not None:
+        command.forced_split_tokens = request.split_tokens
+    elif request.restore_method is RestoreMethod.LOAD:
         command.forced_split_tokens = 0
     return command

@@ -1,16 +1,16 @@
-"""Whether an arriving request has a worker to hope for at all."""
+"""Checks that an arriving request has a worker that could run it."""
 
 from __future__ import annotations
 
-from scheduler_service.api.validation import GenerateInput
+from scheduler_service.api.request import Request
 from scheduler_service.cluster.registry import Registry
 from scheduler_service.placement.planning import check_split
 from splitpoint.errors import NotFound, Unavailable
 
 
-def check_workers(request: GenerateInput, registry: Registry, retry_seconds: float) -> None:
-    """Raises NotFound (unknown worker), Unavailable (none is ready), InvalidArgument (a
-    split that no store can give)."""
+def check_workers(request: Request, registry: Registry, retry_seconds: float) -> None:
+    """Raises NotFound (unknown worker), Unavailable (none is ready), or InvalidArgument (a
+    forced split that no store can serve)."""
     ready = registry.ready()
     if request.worker_id:
         if registry.find(request.worker_id) is None and registry.all_names_known:

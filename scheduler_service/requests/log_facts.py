@@ -1,6 +1,6 @@
-"""What is told of a request that ended, in the log and in its span: counts, seconds and names.
+"""Facts about requests for log lines and spans: counts, seconds and names.
 
-No text, no token ids, no tenant: whoever may read logs need not be trusted with those.
+Text, token ids and tenants are left out: readers of logs need not be trusted with them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from splitpoint.v1 import scheduler_pb2, types_pb2
 
 
 def of_completed(request: Request, message: scheduler_pb2.GenerateComplete) -> LogFacts:
-    """Of one that has its answer."""
+    """Return the facts of a request that completed."""
     plan, usage = message.plan, message.usage
     return {
         "outcome": _name(types_pb2.FinishReason.Name(message.finish_reason), "FINISH_REASON_"),
@@ -33,14 +33,14 @@ def of_completed(request: Request, message: scheduler_pb2.GenerateComplete) -> L
 
 
 def of_failed(request: Request, error: SplitpointError, worker_id: str | None) -> LogFacts:
-    """Of one that ended with an error. `worker_id`: where it ran then; None: nowhere."""
+    """Return the facts of a request that failed. `worker_id`: where it ran; None: nowhere."""
     times = request.times
     ttft = None if times.first_token is None else round(times.first_token - times.arrived, 6)
     ended = times.arrived if request.ended_at is None else request.ended_at
     return {
         "outcome": error.reason,
-        "prompt_tokens": len(request.input.prompt),
-        "completion_tokens": len(request.transcript),
+        "prompt_tokens": len(request.prompt),
+        "completion_tokens": len(request.output),
         "ttft_seconds": ttft,
         "total_seconds": round(ended - times.arrived, 6),
         "worker": worker_id,
@@ -49,7 +49,7 @@ def of_failed(request: Request, error: SplitpointError, worker_id: str | None) -
 
 
 def of_plan(plan: Plan) -> LogFacts:
-    """What an attempt begins with."""
+    """Return the facts with which an attempt begins."""
     return {
         "method": plan.method.value,
         "residency": plan.residency.value,

@@ -1,8 +1,11 @@
-"""Leads every request from its arrival to its end: look up, queue, place, deliver, place again.
+"""Leads every request from its arrival to its end.
 
-All of it runs on one event loop. The decisions are made elsewhere (admission,
-routing, planning); this carries them out and keeps the books straight: each
-placement is granted once and released once.
+    start -> look up its prefix -> queue -> attempt on a worker -> tokens -> complete
+                                     ^               |
+                                     +---------------+ the worker is lost
+
+All of it runs on one event loop. Decisions are made by the modules of `placement`;
+`Attempts` tells the workers.
 """
 
 from __future__ import annotations
@@ -10,35 +13,29 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 
-from scheduler_service.api.output import Transcript
-from scheduler_service.api.request import Request, RequestTable
-from scheduler_service.api.validation import GenerateInput
-from scheduler_service.cluster.registry import ReadyWorker, Registry, WorkerConnection
-from scheduler_service.cluster.run_stream import Accepted, Duplicate, Gap, take
-from scheduler_service.limits import Limits
-from scheduler_service.placement.admission import Admission, Admitted, Rejected, Ticket
-from scheduler_service.placement.fetch_plan import Fetch
-from scheduler_service.placement.footprint import Demand
-from scheduler_service.placement.planning import Wishes, plan_attempt
-from scheduler_service.prefixes.lookup import Prefixes
+from scheduler_service.api.output import Output
+from scheduler_service.api.request import Request
+from scheduler_service.cluster.connection import WorkerConnection
+from scheduler_service.cluster.registry import Registry
+from scheduler_service.options import SchedulerOptions
+from scheduler_service.placement.admission import AdmissionQueue, Rejected
+from scheduler_service.placement.failover import Finished, GiveUp, after_lost_attempt
+from scheduler_service.prefixes.lookup import CachedPrefix
 from scheduler_service.requests import log_facts
 from scheduler_service.requests.accounts import ABANDONED_REASON, Accounts
 from scheduler_service.requests.answers import completion, rejection
-from scheduler_service.requests.attempts import Placement, Placements, admit_command
+from scheduler_service.requests.attempts import Attempt, Attempts
 from scheduler_service.requests.availability import check_workers
-from splitpoint.checkpoint.text import Tokenizer
-from splitpoint.errors import Internal, SplitpointError, Unavailable, from_code
+from scheduler_service.requests.table import RequestTable
+from scheduler_service.requests.tasks import RequestTasks
+from splitpoint.errors import SplitpointError, Unavailable, from_code
 from splitpoint.keys import tenant_salt
 from splitpoint.observe.logs import LogFacts, for_request
 from splitpoint.observe.tracing import NO_SPAN, Span
-from splitpoint.planning.planner import Objective, Residency
 from splitpoint.v1 import types_pb2, worker_pb2
-from splitpoint.words import counted
 
 _log = logging.getLogger(__name__)
 
@@ -46,58 +43,45 @@ _TICK_SECONDS = 0.1
 
 
 class RequestManager:
-    """Owner of all requests and listener to all workers."""
+    """Owns all requests, and listens to their readers and to all workers."""
 
     def __init__(
         self,
+        options: SchedulerOptions,
         registry: Registry,
-        find_prefixes: Callable[[bytes, Sequence[int]], Awaitable[Prefixes]],
-        limits: Limits,
+        find_prefix: Callable[[bytes, Sequence[int]], Awaitable[CachedPrefix]],
         accounts: Accounts,
         *,
-        tokenizer: Tokenizer | None,
-        eos_token_ids: frozenset[int],
-        server_key: bytes,
-        default_residency: Residency | None,
-        objective: Objective = Objective.LATENCY,
         clock: Callable[[], float],
         on_readiness: Callable[[], None],
     ) -> None:
+        self.options = options
+        self.limits = options.limits
         self.registry = registry
-        self.limits = limits
-        self.admission = Admission(limits.queue_capacity)
-        self.requests = RequestTable(limits)
-        self.is_draining = False
-        self._an_end = asyncio.Event()
         self.accounts = accounts
-        self._find_prefixes = find_prefixes
-        self._tokenizer = tokenizer
-        self._eos_token_ids = eos_token_ids
-        self._server_key = server_key
-        self._default_residency = default_residency
-        # What plans are to be best at.
-        self.objective = objective
+        self.admission = AdmissionQueue(options.limits.queue_capacity)
+        self.requests = RequestTable(options.limits)
+        self.attempts = Attempts(registry, self.admission, accounts, options.objective, clock)
+        self.is_draining = False
+        self._find_prefix = find_prefix
         self._clock = clock
         self._on_readiness = on_readiness
+        self._tasks = RequestTasks(self._fail_and_cancel)
         self._arrivals = itertools.count()
-        # One count for all requests: no attempt is ever mistaken for another.
-        self._attempts = itertools.count(1)
         self._last_arrival: asyncio.Task[None] | None = None
-        self._waiting: dict[int, Request] = {}  # by arrival
-        self._placements = Placements()
-        self._tasks: set[asyncio.Task[None]] = set()
+        # Set when a request ends.
+        self._an_end = asyncio.Event()
 
-    # -- a request arrives -----------------------------------------------------------
+    # -- a request arrives ------------------------------------------------------------------
 
-    def start(self, request: GenerateInput, span: Span = NO_SPAN) -> Request:
-        """The running or remembered request of this id, or a new one. Attach to it at once.
+    def start(self, request: Request, span: Span = NO_SPAN) -> Request:
+        """Accept a request, or return the known one of its id. Attach to the result at once.
 
-        A new one takes the span over, and ends it.
+        An accepted request takes the span over and ends it.
 
-        Raises AlreadyExists (same id, other body), ResourceExhausted (the
-        tenant has as many as it may), NotFound (unknown worker),
-        InvalidArgument (a split that no store can give), Unavailable (draining,
-        or no worker is ready).
+        Raises AlreadyExists (same id, other body), ResourceExhausted (the tenant has as
+        many as it may), NotFound (unknown worker), InvalidArgument (a split that no store
+        can serve), Unavailable (draining, or no worker is ready).
         """
         self.requests.expire(self._clock())
         known = self.requests.find(request)
@@ -111,162 +95,82 @@ class RequestManager:
                 retry_after_seconds=self.limits.retry_seconds,
             )
         check_workers(request, self.registry, self.limits.retry_seconds)
-        created = Request(
-            request,
-            Transcript(request, self._tokenizer, self._eos_token_ids),
-            self,
-            arrival=next(self._arrivals),
-            now=self._clock(),
-            lag_tokens=self.limits.lag_tokens,
-            span=span,
-        )
-        span.set(request_id=created.request_id)
-        self.requests.add(created)
-        self._last_arrival = self._spawn(created, self._arrive(created, self._last_arrival))
-        return created
+        self._accept(request, span)
+        self._last_arrival = self._tasks.spawn(request, self._arrive(request, self._last_arrival))
+        return request
+
+    def _accept(self, request: Request, span: Span) -> None:
+        options, model = self.options, self.options.model
+        request.arrival = next(self._arrivals)
+        request.times.arrived = self._clock()
+        request.residency = request.residency or options.default_residency
+        request.tenant_salt = tenant_salt(options.server_key, request.tenant, request.cache_salt)
+        request.output = Output(request.sampling, model.tokenizer, model.eos_token_ids)
+        request.listener = self
+        request.lag_tokens = self.limits.lag_tokens
+        request.span = span
+        span.set(request_id=request.request_id)
+        self.requests.add(request)
 
     async def _arrive(self, request: Request, before: asyncio.Task[None] | None) -> None:
-        prefixes = await self._look_up(request)
+        await self._look_up(request)
         if before is not None:
-            # A store may answer the later of two peeks first; the queue may not.
+            # Stores may answer a later request first; requests are queued in order.
             await asyncio.wait({before})
         if request.has_ended:
             return
-        verdict = self.admission.submit(self._ticket(request, prefixes))
+        verdict = self.admission.submit(request)
         if isinstance(verdict, Rejected):
-            limits = self.limits
-            error = rejection(
-                verdict,
-                queue_capacity=limits.queue_capacity,
-                retry_seconds=limits.retry_seconds,
-                restore_method=request.input.restore_method,
-            )
-            self._reject(request, error)
+            error = rejection(verdict, request, self.limits)
+            self.accounts.rejected(error)
+            self._end_with_error(request, error)
             return
-        self._queue(request)
-        self._place_waiting()
-
-    def _queue(self, request: Request) -> None:
-        self._waiting[request.arrival] = request
         request.times.queued = self._clock()
+        self._start_waiting()
 
-    def _ticket(self, request: Request, prefixes: Prefixes) -> Ticket:
-        wanted = request.input.residency or self._default_residency
-        return Ticket(
-            arrival=request.arrival,
-            demand=Demand(request.input.token_count, wanted),
-            worker_id=request.input.worker_id,
-            cached_tokens=prefixes.own,
-            sources=prefixes.sources,
-        )
-
-    async def _look_up(self, request: Request) -> Prefixes:
-        """Where the request's sequence is cached."""
-        tokens = [*request.input.prompt, *request.transcript.token_ids]
+    async def _look_up(self, request: Request) -> None:
+        """Find out where the request's sequence is cached."""
+        tokens = [*request.prompt, *request.output.token_ids]
         with request.span.part("peek") as span:
-            found = await self._find_prefixes(self._salt(request), tokens)
-            span.set(cached_tokens=max(found.own.values(), default=0))
-        request.times.peeked = self._clock()
-        return found
+            request.cached = await self._find_prefix(request.tenant_salt, tokens)
+            span.set(cached_tokens=max(request.cached.own.values(), default=0))
+        request.times.looked_up = self._clock()
 
-    def _salt(self, request: Request) -> bytes:
-        return tenant_salt(self._server_key, request.input.tenant, request.input.cache_salt)
+    # -- a request starts on a worker ---------------------------------------------------------
 
-    def waiting_request(self, ticket: Ticket) -> Request:
-        """Whose ticket it is. The ticket must be in the queue."""
-        return self._waiting[ticket.arrival]
-
-    # -- a request is placed ------------------------------------------------------------
-
-    def _place_waiting(self) -> None:
-        """Everybody who may start now starts, in order."""
+    def _start_waiting(self) -> None:
+        """Start, in order, every waiting request that may start now."""
         while (admitted := self.admission.admit()) is not None:
-            request = self._waiting.pop(admitted.ticket.arrival)
+            request, now = admitted.request, self._clock()
             request.times.unplaceable = None
-            now = self._clock()
             request.span.record("queue", request.times.queued or now, now)
-            placement = Placement(request, next(self._attempts), admitted.worker_id)
-            self._placements.add(placement)
-            peeked = request.times.peeked
-            if peeked is None or self._clock() - peeked > self.limits.peek_lifetime_seconds:
-                self._spawn(request, self._look_up_and_dispatch(placement, admitted))
+            attempt = self.attempts.open(admitted)
+            looked_up = request.times.looked_up
+            if looked_up is None or now - looked_up > self.limits.lookup_lifetime_seconds:
+                self._tasks.spawn(request, self._look_up_and_start(attempt))
                 continue
-            with self._containing(request):
-                ticket = admitted.ticket
-                self._dispatch(placement, admitted, Prefixes(ticket.cached_tokens, ticket.sources))
+            with self._tasks.contained(request):
+                self._start(attempt)
 
-    async def _look_up_and_dispatch(self, placement: Placement, admitted: Admitted) -> None:
-        prefixes = await self._look_up(placement.request)
-        if placement in self._placements:  # neither abandoned nor lost meanwhile
-            self._dispatch(placement, admitted, prefixes)
+    async def _look_up_and_start(self, attempt: Attempt) -> None:
+        await self._look_up(attempt.request)
+        if attempt in self.attempts:  # neither abandoned nor lost meanwhile
+            self._start(attempt)
 
-    def _dispatch(self, placement: Placement, admitted: Admitted, prefixes: Prefixes) -> None:
-        request = placement.request
-        worker = self._ready_worker(placement)
-        if worker is None:
-            raise RuntimeError(f"a place was granted on {placement.worker_id}, which is away")
-        delivered = request.transcript.token_ids
-        began = self._clock()
+    def _start(self, attempt: Attempt) -> None:
         try:
-            planned = plan_attempt(
-                worker.facts,
-                admitted,
-                token_count=len(request.input.prompt) + len(delivered),
-                cached_tokens=prefixes.own.get(placement.worker_id, 0),
-                wishes=Wishes(
-                    request.input.split_tokens, request.input.restore_method, self.objective
-                ),
-                sources=prefixes.sources.get(placement.worker_id, ()),
-            )
+            self.attempts.start(attempt)
         except SplitpointError as error:
-            self._release(placement)
-            self._fail(request, error)
-            return
-        plan = planned.plan if isinstance(planned, Fetch) else planned
-        placement.plan = plan
-        placement.dispatched = self._clock()
-        request.span.record("plan", began, placement.dispatched, **log_facts.of_plan(plan))
-        placement.span = request.span.begin(
-            "attempt", placement.dispatched, worker=placement.worker_id, attempt=placement.attempt
-        )
-        waited = None
-        if request.times.dispatched is None:
-            request.times.dispatched = placement.dispatched
-            waited = request.times.dispatched - request.times.arrived
-        self.accounts.placed(plan, waited)
-        command = admit_command(placement, planned, delivered, self._salt(request))
-        worker.stream.admit(command)
-        if request.is_paused:
-            worker.stream.set_paused(request.request_id, True)
+            self.attempts.release(attempt)
+            self._fail(attempt.request, error)
 
-    def _ready_worker(self, placement: Placement) -> ReadyWorker | None:
-        worker = self.registry.find(placement.worker_id)
-        return worker.ready if worker is not None else None
-
-    def _release(self, placement: Placement) -> None:
-        """The placement is over: its memory may be granted again."""
-        placement.span.end()
-        self._placements.remove(placement)
-        self.admission.release(placement.worker_id, placement.request.arrival)
-
-    def _withdraw(self, request: Request) -> None:
-        """Stop a placed request; its memory stays charged until the worker lets go of it."""
-        placement = self._placements.of(request)
-        if placement is None:
-            return
-        worker = self._ready_worker(placement)
-        if placement.plan is None or worker is None:
-            self._release(placement)  # the worker never heard of it
-        else:
-            worker.stream.cancel(*placement.key)
-
-    # -- a worker speaks ------------------------------------------------------------------
+    # -- a worker reports -----------------------------------------------------------------------
 
     def on_worker_ready(self, worker: WorkerConnection) -> None:
         if worker.ready is None:
             raise RuntimeError("a worker was announced that is not ready")
         self.admission.add_worker(worker.ready.facts)
-        self._place_waiting()
+        self._start_waiting()
         self._on_readiness()
 
     def on_worker_draining(self, worker: WorkerConnection) -> None:
@@ -274,209 +178,175 @@ class RequestManager:
         self._on_readiness()
 
     def on_worker_lost(self, worker: WorkerConnection) -> None:
-        """What ran there is placed again, its delivered tokens forced."""
         self.admission.remove_worker(worker.worker_id)
-        lost = self._placements.on(worker.worker_id)
+        lost = self.attempts.on(worker.worker_id)
         if lost:
             _log.warning("worker %s was lost with %d requests", worker.worker_id, len(lost))
-        for placement in lost:
-            placement.span.end(error="WORKER_LOST")
-            self._release(placement)
-            self._place_again(placement, None)
-        self._place_waiting()
+        for attempt in lost:
+            attempt.span.end(error="WORKER_LOST")
+            self.attempts.release(attempt)
+            self._retry(attempt, None)
+        self._start_waiting()
         self._on_readiness()
 
     def on_step(self, worker: WorkerConnection, response: worker_pb2.RunResponse) -> None:
         for report in response.restores:
-            placement = self._placements.find(report.request_id, report.attempt)
-            if placement is not None:
-                placement.report = report
+            attempt = self.attempts.find(report.request_id, report.attempt)
+            if attempt is not None:
+                attempt.report = report
         for result in response.tokens:
-            placement = self._placements.find(result.request_id, result.attempt)
-            if placement is None or placement.request.has_ended:
+            attempt = self.attempts.find(result.request_id, result.attempt)
+            if attempt is None or attempt.request.has_ended:
                 self.accounts.came_late()
                 continue
-            with self._containing(placement.request):
-                self._on_tokens(placement, result)
+            with self._tasks.contained(attempt.request):
+                self._on_tokens(attempt, result)
         for finish in response.finishes:
-            placement = self._placements.find(finish.request_id, finish.attempt)
-            if placement is not None:  # else it was placed again
-                with self._containing(placement.request):
-                    self._on_finish(placement, finish)
+            attempt = self.attempts.find(finish.request_id, finish.attempt)
+            if attempt is not None:  # else the request was retried
+                with self._tasks.contained(attempt.request):
+                    self._on_finish(attempt, finish)
         if response.finishes:
-            self._place_waiting()
+            self._start_waiting()
 
-    def _on_tokens(self, placement: Placement, result: worker_pb2.TokenResult) -> None:
-        request = placement.request
-        verdict = take(result.first_index, len(result.token_ids), len(request.transcript))
-        match verdict:
-            case Duplicate():
-                self.accounts.came_twice()
-            case Accepted(offset):
-                now = self._clock()
-                self.accounts.tokens_came(request.times, len(result.token_ids) - offset, now)
-                if request.times.first_token is None:
-                    placement.span.record("first token", placement.dispatched, now)
-                request.times.tokens_came(now)
-                request.transcript.append(result.token_ids[offset:], result.logprobs[offset:])
-                request.produced()
-            case Gap(expected, first):
-                with for_request(request.request_id):
-                    _log.error(
-                        "worker %s skipped tokens: index %d came where %d was due",
-                        placement.worker_id,
-                        first,
-                        expected,
-                    )
-                self._withdraw(request)
-                if placement in self._placements:
-                    self._release(placement)
-                self._place_again(placement, None)
+    def _on_tokens(self, attempt: Attempt, result: worker_pb2.TokenResult) -> None:
+        request = attempt.request
+        try:
+            count = request.output.count_new(result.first_index, len(result.token_ids))
+        except ValueError as error:
+            with for_request(request.request_id):
+                _log.error("worker %s skipped tokens: %s", attempt.worker_id, error)
+            self.attempts.cancel(attempt)
+            if attempt in self.attempts:
+                self.attempts.release(attempt)
+            self._retry(attempt, None)
+            return
+        if not count:
+            self.accounts.came_twice()
+            return
+        now = self._clock()
+        self.accounts.tokens_came(request.times, count, now)
+        if request.times.first_token is None:
+            attempt.span.record("first token", attempt.sent_at, now)
+        request.times.tokens_came(now)
+        request.append(result.token_ids[-count:], result.logprobs[-count:])
 
-    def _on_finish(self, placement: Placement, finish: worker_pb2.RequestFinish) -> None:
+    def _on_finish(self, attempt: Attempt, finish: worker_pb2.RequestFinish) -> None:
         if finish.error_code:
-            placement.span.end(error=finish.error_reason)
-        self._release(placement)
-        request = placement.request
+            attempt.span.end(error=finish.error_reason)
+        self.attempts.release(attempt)
+        request = attempt.request
         if request.has_ended:
             return
         if finish.error_code:
             error = from_code(finish.error_code, finish.error_message, finish.error_reason)
-            if isinstance(error, Unavailable) and error.reason == "DRAINING":
-                # It told us before its health did. Nothing ran, so nothing was lost.
-                self.admission.close_worker(placement.worker_id)
-                self._place_again(placement, error, is_loss=False)
-            elif isinstance(error, Unavailable):
-                self._place_again(placement, error)
-            else:
+            if not isinstance(error, Unavailable):
                 self._fail(request, error)
+                return
+            # A draining worker refuses before its health tells so. Nothing ran there.
+            is_drain = error.reason == "DRAINING"
+            if is_drain:
+                self.admission.close_worker(attempt.worker_id)
+            self._retry(attempt, error, is_loss=not is_drain)
         elif finish.reason in (types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH):
             has_steps = finish.HasField("mean_step_seconds")
             seconds = finish.mean_step_seconds if has_steps else None
-            self._complete(placement, finish.reason, finish.matched_stop, seconds)
+            self._complete(attempt, finish.reason, finish.matched_stop, seconds)
         else:
             cause = Unavailable("the worker ended the request", reason="WORKER_DRAINED")
-            self._place_again(placement, cause)
+            self._retry(attempt, cause)
 
-    # -- a request goes on, or ends -----------------------------------------------------------
-
-    def _place_again(
-        self, placement: Placement, cause: Unavailable | None, *, is_loss: bool = True
-    ) -> None:
-        """Queue a request whose placement was lost, at its old place in line."""
-        request = placement.request
+    def _retry(self, attempt: Attempt, cause: Unavailable | None, *, is_loss: bool = True) -> None:
+        """Queue the request of a released attempt again, unless it has all tokens or failed
+        too often."""
+        request = attempt.request
         if request.has_ended:
             return
-        if placement.plan is not None:
-            # The last token may have come and only its finish be missing.
-            if len(request.transcript) and request.transcript.ends_in_stop:
-                matched = request.transcript.matched_stop
-                self._complete(placement, types_pb2.FINISH_REASON_STOP, matched)
-                return
-            if len(request.transcript) >= request.input.max_tokens:
-                self._complete(placement, types_pb2.FINISH_REASON_LENGTH, "")
-                return
-            request.losses += is_loss
-        if request.losses >= self.limits.loss_count:
-            quarantine = Internal(
-                f"{counted(request.losses, 'worker was', 'workers were')} lost while this "
-                "request ran; it is not tried again",
-                reason="REQUEST_QUARANTINED",
-            )
-            self._fail(request, cause or quarantine)
+        counts = is_loss and attempt.plan is not None
+        losses = request.losses + counts
+        outcome = after_lost_attempt(request, losses, self.limits.loss_count, cause)
+        if isinstance(outcome, Finished):
+            self._complete(attempt, outcome.reason, outcome.matched_stop)
             return
-        if is_loss and placement.plan is not None:
+        request.losses = losses
+        if isinstance(outcome, GiveUp):
+            self._fail(request, outcome.error)
+            return
+        if counts:
             self.accounts.failed_over()
-        request.times.peeked = None
-        self._queue(request)
-        self.admission.resubmit(self._ticket(request, Prefixes()))
+        request.times.queued = self._clock()
+        request.times.looked_up = None
+        request.cached = CachedPrefix()
+        self.admission.resubmit(request)
+
+    # -- a request ends -------------------------------------------------------------------------
 
     def _complete(
         self,
-        placement: Placement,
+        attempt: Attempt,
         reason: types_pb2.FinishReason,
         matched_stop: str,
         step_seconds: float | None = None,
     ) -> None:
-        request = placement.request
-        if placement.plan is None:
-            raise RuntimeError(f"{request.request_id} ended before it was dispatched")
-        stopped = reason == types_pb2.FINISH_REASON_STOP
-        text = request.transcript.finish(stopped=stopped)
         now = self._clock()
         message = completion(
-            request,
-            worker_id=placement.worker_id,
-            plan=placement.plan,
-            report=placement.report,
-            reason=reason,
-            matched_stop=(matched_stop or request.transcript.matched_stop) if stopped else "",
-            text=text,
-            step_seconds=step_seconds,
-            now=now,
+            attempt, reason=reason, matched_stop=matched_stop, step_seconds=step_seconds, now=now
         )
-        request.complete(message, now)
+        attempt.request.complete(message, now)
         self.accounts.completed(message)
-        self._ended(request, log_facts.of_completed(request, message))
-
-    def _reject(self, request: Request, error: SplitpointError) -> None:
-        """It was looked up, and is turned away."""
-        self.accounts.rejected(error)
-        self._end_without(request, error)
+        self._ended(attempt.request, log_facts.of_completed(attempt.request, message))
 
     def _fail(self, request: Request, error: SplitpointError) -> None:
         if not request.has_ended:
             self.accounts.failed(error)
-            self._end_without(request, error)
+            self._end_with_error(request, error)
 
-    def _end_without(self, request: Request, error: SplitpointError) -> None:
-        placement = self._placements.of(request)
+    def _fail_and_cancel(self, request: Request, error: SplitpointError) -> None:
+        self._fail(request, error)
+        attempt = self.attempts.of(request)
+        if attempt is not None:
+            self.attempts.cancel(attempt)
+
+    def _end_with_error(self, request: Request, error: SplitpointError) -> None:
+        attempt = self.attempts.of(request)
         request.fail(error, self._clock())
-        worker_id = placement.worker_id if placement is not None else None
-        self._ended(request, log_facts.of_failed(request, error, worker_id), error)
+        worker_id = attempt.worker_id if attempt is not None else None
+        facts = log_facts.of_failed(request, error, worker_id)
+        self._ended(request, facts, error_reason=error.reason)
 
-    def _ended(
-        self, request: Request, facts: LogFacts, error: SplitpointError | None = None
-    ) -> None:
+    def _ended(self, request: Request, facts: LogFacts, error_reason: str = "") -> None:
         with for_request(request.request_id):
             _log.info("request ended", extra={"facts": facts})
         request.span.set(**facts)
-        request.span.end(request.ended_at, error=error.reason if error else "")
+        request.span.end(request.ended_at, error=error_reason)
         self.requests.ended(request)
+        self.admission.withdraw(request)
         self._an_end.set()
-        if self._waiting.pop(request.arrival, None) is not None:
-            self.admission.withdraw(request.arrival)
 
-    # -- its readers speak -----------------------------------------------------------------
+    # -- readers report -------------------------------------------------------------------------
 
     def on_pause(self, request: Request, paused: bool) -> None:
-        placement = self._placements.of(request)
-        if placement is None or placement.plan is None:
-            return  # told when it is dispatched
-        worker = self._ready_worker(placement)
-        if worker is not None:
-            worker.stream.set_paused(request.request_id, paused)
+        self.attempts.pause(request)
 
     def on_abandoned(self, request: Request) -> None:
-        """Nobody reads it any more."""
-        self._fail(request, Unavailable("every reader left", reason=ABANDONED_REASON))
-        self._withdraw(request)
-        self._place_waiting()
+        error = Unavailable("every reader left", reason=ABANDONED_REASON)
+        self._fail_and_cancel(request, error)
+        self._start_waiting()
 
-    # -- time passes -------------------------------------------------------------------------
+    # -- time passes ----------------------------------------------------------------------------
 
     async def keep_house(self) -> None:
-        """Bounded waits and a bounded memory; until cancelled."""
+        """Call `tick` until cancelled."""
         while True:
             await asyncio.sleep(_TICK_SECONDS)
             self.tick()
 
     def tick(self) -> None:
+        """Forget old requests, and fail those that waited too long for a worker."""
         now = self._clock()
         self.requests.expire(now)
-        for ticket in self.admission.queue():
-            request = self.waiting_request(ticket)
-            if self.admission.is_placeable(ticket):
+        for request in self.admission.queue():
+            if self.admission.is_placeable(request):
                 request.times.unplaceable = None
                 continue
             if request.times.unplaceable is None:
@@ -489,7 +359,7 @@ class RequestManager:
                 self._fail(request, error)
 
     async def drain(self, grace_seconds: float) -> None:
-        """Take nothing new; what runs may end within the grace period, the rest is told."""
+        """Accept nothing new, wait for running requests, and fail those that do not end."""
         self.is_draining = True
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_seconds):
@@ -499,10 +369,11 @@ class RequestManager:
         for request in self.requests.running():
             with for_request(request.request_id):
                 _log.warning("did not end within %g s", grace_seconds)
-            placement = self._placements.of(request)
-            self._withdraw(request)
-            if placement is not None:
-                self._release(placement)
+            attempt = self.attempts.of(request)
+            if attempt is not None:
+                self.attempts.cancel(attempt)
+                if attempt in self.attempts:
+                    self.attempts.release(attempt)
             error = Unavailable(
                 f"the scheduler stopped before the answer was whole, after {grace_seconds:g} s",
                 reason="STOPPED",
@@ -510,32 +381,7 @@ class RequestManager:
             self._fail(request, error)
 
     async def close(self) -> None:
-        """Fails what still runs."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        """Fail what still runs."""
+        await self._tasks.close()
         for request in self.requests.running():
             self._fail(request, Unavailable("the scheduler stopped", reason="STOPPED"))
-
-    def _spawn(self, request: Request, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        async def contained() -> None:
-            with for_request(request.request_id), self._containing(request):
-                await work
-
-        task = asyncio.create_task(contained(), name=request.request_id)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    @contextmanager
-    def _containing(self, request: Request) -> Iterator[None]:
-        """A bug ends its own request, with an incident id, and no other."""
-        try:
-            yield
-        except Exception:
-            incident = secrets.token_hex(8)
-            with for_request(request.request_id):
-                _log.exception("incident %s", incident, extra={"incident": incident})
-            error = Internal(f"internal error, incident {incident}", incident=incident)
-            self._fail(request, error)
-            self._withdraw(request)

@@ -113,13 +113,13 @@ async def publishing(store: Store, server: RedisServer) -> AsyncIterator[Catalog
 async def reading(server: RedisServer) -> AsyncIterator[tuple[RedisCatalog, Directory]]:
     async with linked(server) as link:
         directory = Directory(link)
-        peeker = StoreCatalog(0.5)
+        direct = StoreCatalog(0.5)
         task = asyncio.create_task(directory.run(lambda workers: None))
         try:
-            yield RedisCatalog(link, directory, peeker), directory
+            yield RedisCatalog(link, lambda: directory.stores, direct), directory
         finally:
             await ended(task)
-            await peeker.close()
+            await direct.close()
 
 
 @asynccontextmanager
@@ -129,9 +129,9 @@ async def catalog_of(
     """Either implementation, ready."""
     async with AsyncExitStack() as stack:
         if kind == "peek":
-            peeker = StoreCatalog(5.0)
-            stack.push_async_callback(peeker.close)
-            yield peeker
+            direct = StoreCatalog(5.0)
+            stack.push_async_callback(direct.close)
+            yield direct
             return
         for store in stores:
             publisher = await stack.enter_async_context(publishing(store, server))

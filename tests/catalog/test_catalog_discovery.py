@@ -24,7 +24,8 @@ from scheduler_doubles import (
 )
 
 from scheduler_service.limits import Limits
-from scheduler_service.service import Scheduler, SchedulerOptions
+from scheduler_service.options import SchedulerOptions
+from scheduler_service.service import Scheduler
 from splitpoint.discovery.directory import add_announcement
 from splitpoint.discovery.entries import WORKERS, ModelName, WorkerEntry
 from splitpoint.discovery.redis_link import RedisLink

@@ -7,16 +7,17 @@ from dataclasses import replace
 import pytest
 from scheduler_doubles import CHUNK_TOKENS, LAYOUT, PAGE_BYTES, PROFILE, SHAPE, TOKENIZER
 
-from scheduler_service.placement.admission import Admitted, Ticket
-from scheduler_service.placement.fetch_plan import ROUND_TRIP_SECONDS, Fetch, FetchSource
-from scheduler_service.placement.footprint import Demand, WorkerFacts
-from scheduler_service.placement.planning import as_it_happened, plan_attempt
-from scheduler_service.prefixes.lookup import PlacedWorker, sort_out
+from scheduler_service.placement.fetch_plan import ROUND_TRIP_SECONDS, PlannedAttempt
+from scheduler_service.placement.footprint import Grant
+from scheduler_service.placement.plan_report import actual_plan
+from scheduler_service.placement.planning import plan_attempt
+from scheduler_service.prefixes.lookup import FetchSource, by_worker
+from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.config import is_local_address
 from splitpoint.costs.profile import Profile
 from splitpoint.discovery.entries import StoreEntry
 from splitpoint.errors import InvalidArgument
-from splitpoint.planning.planner import Plan, Residency
+from splitpoint.planning.planner import Residency
 from splitpoint.transport.convert import (
     plan_from_proto,
     plan_to_proto,
@@ -29,6 +30,7 @@ assert TOKENIZER is not None
 A, B = "10.0.0.1:1", "10.0.0.2:1"
 FACTS = WorkerFacts(
     worker_id="0",
+    address="127.0.0.1:1",
     shape=SHAPE,
     profile=PROFILE,
     chunk_tokens=CHUNK_TOKENS,
@@ -43,15 +45,15 @@ FACTS = WorkerFacts(
     store_slot_count=100,
     slot_bytes=LAYOUT.chunk_bytes,
 )
-ADMITTED = Admitted(Ticket(0, Demand(200)), "0", Residency.RESIDENT, PAGE_BYTES, "it fits")
+GRANT = Grant(Residency.RESIDENT, PAGE_BYTES, "it fits")
 
 
 def attempt(
     *sources: FetchSource, own: int = 0, tokens: int = 160, profile: Profile = PROFILE
-) -> Fetch | Plan:
+) -> PlannedAttempt:
     return plan_attempt(
         replace(FACTS, profile=profile),
-        ADMITTED,
+        GRANT,
         token_count=tokens,
         cached_tokens=own,
         sources=sources,
@@ -60,18 +62,15 @@ def attempt(
 
 def test_a_fast_way_is_taken_and_counted() -> None:
     profile = replace(PROFILE, remote_bytes_per_second={B: 1e12})
-    alone = attempt(own=20)
+    alone = attempt(own=20).plan
     fetch = attempt(FetchSource(B, 100), own=20, profile=profile)
-    assert isinstance(alone, Plan)
-    assert isinstance(fetch, Fetch)
     # Six full chunks there, one full chunk and a tail of four tokens here.
     assert fetch.source == FetchSource(B, 96)
     assert (fetch.plan.cached_tokens, fetch.plan.fetched_tokens) == (96, 80)
     assert fetch.plan.new_tokens == 64
     expected = ROUND_TRIP_SECONDS + 5 * LAYOUT.chunk_bytes / 1e12
     assert fetch.plan.predicted_fetch_seconds == pytest.approx(expected)
-    without = plan_attempt(FACTS, ADMITTED, token_count=160, cached_tokens=96)
-    assert isinstance(without, Plan)
+    without = plan_attempt(FACTS, GRANT, token_count=160, cached_tokens=96).plan
     assert fetch.plan.predicted_ttft_seconds == pytest.approx(
         without.predicted_ttft_seconds + expected
     )
@@ -82,8 +81,8 @@ def test_a_fast_way_is_taken_and_counted() -> None:
 
 
 def test_a_slow_way_is_not_taken() -> None:
-    plan = attempt(FetchSource(B, 100), profile=replace(PROFILE, remote_bytes_per_second={B: 1e4}))
-    assert isinstance(plan, Plan)
+    slow = replace(PROFILE, remote_bytes_per_second={B: 1e4})
+    plan = attempt(FetchSource(B, 100), profile=slow).plan
     assert plan.fetched_tokens == plan.cached_tokens == 0
     assert f"not fetched: fetching 96 tokens from {B} at 1e-05 GB/s: " in plan.reason
 
@@ -91,7 +90,6 @@ def test_a_slow_way_is_not_taken() -> None:
 def test_an_unmeasured_way_is_assumed_and_said_so() -> None:
     slow = replace(PROFILE, prefill_flops_per_second=1e6)
     fetch = attempt(FetchSource(B, 100), profile=slow)
-    assert isinstance(fetch, Fetch)
     assert "at 1 GB/s (assumed)" in fetch.plan.reason
 
 
@@ -99,38 +97,35 @@ def test_the_faster_of_two_sources() -> None:
     profile = replace(PROFILE, remote_bytes_per_second={A: 1e9, B: 1e11})
     slow = replace(profile, prefill_flops_per_second=1e6)
     fetch = attempt(FetchSource(A, 96), FetchSource(B, 96), profile=slow)
-    assert isinstance(fetch, Fetch)
+    assert fetch.source is not None
     assert fetch.source.address == B
 
 
 def test_the_last_token_is_computed_and_partial_tails_do_not_travel() -> None:
     slow = replace(PROFILE, prefill_flops_per_second=1e6)
     whole = attempt(FetchSource(B, 160), own=0, profile=slow)
-    assert isinstance(whole, Fetch)
-    assert whole.source.cached_tokens == 160
+    assert whole.source == FetchSource(B, 160)
     assert (whole.plan.cached_tokens, whole.plan.fetched_tokens) == (159, 159)
     for tokens, own in ((15, 0), (40, 32), (40, 39)):
         nothing = attempt(FetchSource(B, tokens), own=own, profile=slow)
-        assert isinstance(nothing, Plan)
-        assert "fetch" not in nothing.reason
+        assert "fetch" not in nothing.plan.reason
 
 
 def test_what_was_fetched_corrects_the_plan() -> None:
     slow = replace(PROFILE, prefill_flops_per_second=1e6)
     fetch = attempt(FetchSource(B, 100), profile=slow)
-    assert isinstance(fetch, Fetch)
     report = worker_pb2.RestoreReport(
         cached_tokens=96,
         method=types_pb2.RESTORE_METHOD_LOAD,
         fetched_tokens=96,
         fetch_seconds=0.31,
     )
-    happened = as_it_happened(fetch.plan, report)
+    happened = actual_plan(fetch.plan, report)
     assert (happened.cached_tokens, happened.fetched_tokens) == (96, 96)
     assert happened.reason.endswith("fetched 96 tokens in 0.31 s")
     report.cached_tokens = report.fetched_tokens = 0
     report.method = types_pb2.RESTORE_METHOD_NONE
-    nothing = as_it_happened(fetch.plan, report)
+    nothing = actual_plan(fetch.plan, report)
     assert (nothing.cached_tokens, nothing.fetched_tokens, nothing.new_tokens) == (0, 0, 160)
     assert "fetched nothing" in nothing.reason
 
@@ -149,9 +144,14 @@ def test_remote_rates_travel_and_are_checked() -> None:
 # -- whose store, which sources -----------------------------------------------------------
 
 
-def worker(name: str, store: str, address: str, instance: bytes = b"") -> PlacedWorker:
-    facts = replace(FACTS, worker_id=name, kvstore_address=store, store_instance_id=instance)
-    return PlacedWorker(facts, address)
+def worker(name: str, store: str, address: str, instance: bytes = b"") -> WorkerFacts:
+    return replace(
+        FACTS,
+        worker_id=name,
+        address=address,
+        kvstore_address=store,
+        store_instance_id=instance,
+    )
 
 
 def entry(address: str, instance: bytes, layout_hash: bytes = LAYOUT.layout_hash) -> StoreEntry:
@@ -159,7 +159,7 @@ def entry(address: str, instance: bytes, layout_hash: bytes = LAYOUT.layout_hash
 
 
 def test_each_worker_has_its_own_store_and_the_others_as_sources() -> None:
-    found = sort_out(
+    found = by_worker(
         {A: 48, B: 64}, [worker("0", A, "10.0.0.1:5"), worker("1", B, "10.0.0.2:5")], []
     )
     assert found.own == {"0": 48, "1": 64}
@@ -168,7 +168,7 @@ def test_each_worker_has_its_own_store_and_the_others_as_sources() -> None:
 
 def test_one_store_under_two_addresses_is_one() -> None:
     here = worker("0", "unix:/kv", "10.0.0.1:5", b"a" * 16)
-    found = sort_out({A: 64}, [here], [entry(A, b"a" * 16)])
+    found = by_worker({A: 64}, [here], [entry(A, b"a" * 16)])
     assert found.own == {"0": 64}
     assert found.sources == {"0": ()}
 
@@ -177,7 +177,7 @@ def test_other_layouts_and_other_hosts_sockets_are_no_sources() -> None:
     here, there = worker("0", "unix:/a", "unix:/w"), worker("1", B, "10.0.0.2:5")
     counts = {"unix:/a": 16, B: 32, "10.0.0.3:1": 64, "10.0.0.4:1": 0}
     others = [entry("10.0.0.3:1", b"c" * 16, b"x" * 16), entry("10.0.0.4:1", b"d" * 16)]
-    found = sort_out(counts, [here, there], others)
+    found = by_worker(counts, [here, there], others)
     assert found.sources == {"0": (FetchSource(B, 32),), "1": ()}
 
 

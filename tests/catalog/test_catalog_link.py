@@ -242,8 +242,8 @@ async def test_the_documented_users_can_do_their_work_and_nothing_else(
         prompt = list(range(3 * SIZE))
         publisher = CatalogPublisher(writer, store.bench.store.pool, store.address)
         directory = Directory(reader)
-        peeker = StoreCatalog(1)
-        catalog = RedisCatalog(reader, directory, peeker)
+        direct = StoreCatalog(1)
+        catalog = RedisCatalog(reader, lambda: directory.stores, direct)
         tasks = [
             asyncio.create_task(publisher.run()),
             asyncio.create_task(directory.run(lambda workers: None)),
@@ -263,7 +263,7 @@ async def test_the_documented_users_can_do_their_work_and_nothing_else(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await publisher.withdraw()
-        await peeker.close()
+        await direct.close()
     for link, forbidden in (
         (writer, lambda redis: redis.set("other", 1)),
         (writer, lambda redis: redis.keys("*")),

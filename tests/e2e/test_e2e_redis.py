@@ -21,7 +21,8 @@ from local_stack import (
 from redis_server import RedisServer
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
-from scheduler_service.service import Scheduler, SchedulerOptions
+from scheduler_service.options import SchedulerOptions
+from scheduler_service.service import Scheduler
 from splitpoint.client import AsyncClient
 from splitpoint.discovery.redis_link import RedisLink
 from splitpoint.discovery.redis_options import parse_redis_url
@@ -78,7 +79,6 @@ async def redis_stack(
                 model=model.model,
                 worker_addresses=[],
                 server_key=model.server_key,
-                eos_token_ids=model.eos_token_ids,
                 redis=parse_redis_url(server.url),
             )
         )

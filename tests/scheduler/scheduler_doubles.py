@@ -17,9 +17,11 @@ from typing import Any
 import grpc
 import xxhash
 
+from scheduler_service.api.request import Request
 from scheduler_service.limits import Limits
-from scheduler_service.server import ServedModel
-from scheduler_service.service import Scheduler, SchedulerOptions
+from scheduler_service.options import SchedulerOptions, ServedModel
+from scheduler_service.prefixes.lookup import CachedPrefix
+from scheduler_service.service import Scheduler
 from splitpoint.checkpoint.config import read_config, shape_from_config
 from splitpoint.checkpoint.resolve import eos_token_ids
 from splitpoint.checkpoint.text import Tokenizer
@@ -52,7 +54,7 @@ SHAPE = shape_from_config(read_config(MODEL_FOLDER), name="stdlib-llama")
 _LOADED = Tokenizer.load(MODEL_FOLDER)
 assert _LOADED is not None
 TOKENIZER: Tokenizer = _LOADED
-MODEL = ServedModel(SHAPE, TOKENIZER)
+MODEL = ServedModel(SHAPE, TOKENIZER, frozenset(eos_token_ids(MODEL_FOLDER)))
 CHUNK_TOKENS = 16
 PAGE_BYTES = SHAPE.page_bytes(CHUNK_TOKENS)
 PROFILE = Profile(1e9, 1e-5, 1e10, 1e-5, 1e10, "a double")
@@ -481,7 +483,6 @@ async def stack(
             model=model,
             worker_addresses=[*(double.address for double in doubles), *absent],
             server_key=server_key,
-            eos_token_ids=frozenset(eos_token_ids(MODEL_FOLDER)),
             limits=limits or Limits(),
             default_residency=residency,
             objective=objective,
@@ -511,3 +512,24 @@ def ids_request(
     if max_tokens is not None:
         request.sampling.max_tokens = max_tokens
     return request
+
+
+def queued_request(
+    arrival: int,
+    token_count: int,
+    residency: Residency | None = None,
+    worker_id: str = "",
+    cached: dict[str, int] | None = None,
+) -> Request:
+    """A request as admission sees it. `cached`: tokens in each worker's store."""
+    return Request(
+        client_request_id=str(arrival),
+        tenant="",
+        body_digest=b"",
+        prompt=(5,) * (token_count - 1),
+        sampling=types_pb2.SamplingParams(max_tokens=1),
+        worker_id=worker_id,
+        residency=residency,
+        arrival=arrival,
+        cached=CachedPrefix(cached or {}),
+    )

@@ -361,7 +361,7 @@ async def test_a_silent_store_counts_as_empty(caplog: pytest.LogCaptureFixture) 
     store = StoreDouble(cached_tokens=32)
     store.stalled = True
     worker = WorkerDouble(kvstore_address=await store.start())
-    async with stack(worker, limits=Limits(peek_seconds=0.05)) as running:
+    async with stack(worker, limits=Limits(lookup_seconds=0.05)) as running:
         result = await running.generate(ids_request(list(range(10, 50)), 2))
         assert result.done.usage.cached_tokens == 0
         assert "did not answer" in caplog.text
@@ -451,7 +451,7 @@ async def test_models_tokens_workers_and_plans() -> None:
 
 
 async def test_a_model_without_a_tokenizer_takes_token_ids_only() -> None:
-    from scheduler_service.server import ServedModel
+    from scheduler_service.options import ServedModel
 
     async with stack(model=ServedModel(SHAPE, None)) as running:
         result = await running.generate(ids_request([5], 3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -13,7 +14,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from scheduler_doubles import MODEL, SHAPE, TOKENIZER, answer, ids_request, stack
 
-from scheduler_service.api.validation import Encode, GenerateInput, ModelFacts, validate_generate
+from scheduler_service.api.request import Request
+from scheduler_service.api.validation import Encode, validate_generate
 from scheduler_service.limits import Limits
 from splitpoint.checkpoint.text import TooManyTokens
 from splitpoint.errors import FailedPrecondition, InvalidArgument, NotFound, SplitpointError
@@ -21,7 +23,7 @@ from splitpoint.planning.planner import Residency, RestoreMethod
 from splitpoint.transport import statuses
 from splitpoint.v1 import scheduler_pb2, types_pb2
 
-FACTS = ModelFacts("tiny", vocabulary_size=100, context_length=50)
+TINY = replace(SHAPE, name="tiny", vocabulary_size=100, context_length=50)
 
 
 def encode_bytes(text: str, most: int) -> list[int]:
@@ -34,10 +36,8 @@ def encode_bytes(text: str, most: int) -> list[int]:
 def check(
     request: scheduler_pb2.GenerateRequest,
     encode: Encode | None = encode_bytes,
-) -> GenerateInput:
-    return validate_generate(
-        request, FACTS, encode, draw_seed=lambda: 7, draw_request_id=lambda: "drawn"
-    )
+) -> Request:
+    return validate_generate(request, TINY, encode)
 
 
 def request_with(change: Callable[[scheduler_pb2.GenerateRequest], Any]) -> Any:
@@ -185,9 +185,11 @@ async def test_bad_inputs_over_the_wire() -> None:
 
 def test_what_was_left_open_is_filled_in() -> None:
     checked = check(ids_request([1, 2, 3]))
-    assert (checked.max_tokens, checked.seed, checked.request_id) == (47, 7, "drawn")
+    other = check(ids_request([1, 2, 3]))
     assert checked.sampling.max_tokens == 47
-    assert checked.sampling.seed == 7
+    assert 0 <= checked.sampling.seed != other.sampling.seed
+    assert len(checked.request_id) == 32
+    assert checked.request_id != other.request_id
     assert checked.residency is None
     assert checked.split_tokens is None
     assert checked.token_count == 50
@@ -200,11 +202,10 @@ def test_what_was_left_open_is_filled_in() -> None:
         )
     )
     checked = check(given_all)
-    assert (checked.max_tokens, checked.seed, checked.split_tokens) == (4, -3, 0)
+    assert (checked.sampling.max_tokens, checked.sampling.seed) == (4, -3)
+    assert checked.split_tokens == 0
     assert checked.residency is Residency.STREAMED
-    assert checked.stop == ("a",)
-    assert checked.stop_token_ids == {1}
-    assert checked.ignore_eos
+    assert checked.sampling == given_all.sampling
     assert check(fields_request(text="hello")).prompt == tuple(ord(c) % 100 for c in "hello")
 
 
@@ -265,8 +266,8 @@ def test_whatever_passes_is_sound(values: dict[str, Any], prompt: list[int]) -> 
     except InvalidArgument as error:
         event(error.field.partition("[")[0])
         return
-    assert 1 <= len(checked.prompt) < checked.token_count <= FACTS.context_length
-    assert all(0 <= token < FACTS.vocabulary_size for token in checked.prompt)
+    assert 1 <= len(checked.prompt) < checked.token_count <= TINY.context_length
+    assert all(0 <= token < TINY.vocabulary_size for token in checked.prompt)
     params = checked.sampling
     for name in ("temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty"):
         assert math.isfinite(getattr(params, name))

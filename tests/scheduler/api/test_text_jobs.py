@@ -14,7 +14,7 @@ from scheduler_doubles import SHAPE, TOKENIZER, WorkerDouble, answer, ids_reques
 
 from scheduler_service.api.text_jobs import TextJobs
 from scheduler_service.limits import Limits
-from scheduler_service.server import ServedModel
+from scheduler_service.options import ServedModel
 from splitpoint.errors import InvalidArgument, ResourceExhausted
 from splitpoint.transport import statuses
 from splitpoint.v1 import scheduler_pb2

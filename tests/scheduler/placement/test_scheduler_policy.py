@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from scheduler_doubles import CHUNK_TOKENS, PAGE_BYTES, PROFILE, SHAPE
+from scheduler_doubles import CHUNK_TOKENS, PAGE_BYTES, PROFILE, SHAPE, queued_request
 
-from scheduler_service.cluster.run_stream import Accepted, Duplicate, Gap, take
-from scheduler_service.placement.admission import (
-    Admission,
-    Admitted,
-    Ledger,
-    Queued,
-    Rejected,
-    Ticket,
-)
-from scheduler_service.placement.footprint import (
-    Demand,
-    Fits,
-    NeverFits,
-    WorkerFacts,
-    footprint_of,
-    resident_share,
-)
-from scheduler_service.placement.planning import as_it_happened, check_split, explain, plan_attempt
+from scheduler_service.api.output import Output
+from scheduler_service.api.request import Request
+from scheduler_service.placement.admission import AdmissionQueue, Admitted, Queued, Rejected
+from scheduler_service.placement.failover import Finished, GiveUp, Retry, after_lost_attempt
+from scheduler_service.placement.footprint import Fits, Grant, NeverFits, footprint_of, grant_of
+from scheduler_service.placement.ledger import Ledger
+from scheduler_service.placement.plan_report import actual_plan
+from scheduler_service.placement.planning import check_split, explain, plan_attempt
 from scheduler_service.placement.routing import Candidate, choose_worker
+from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.costs.profile import BUILT_IN_PROFILES
-from splitpoint.errors import InvalidArgument
+from splitpoint.errors import InvalidArgument, Unavailable
 from splitpoint.planning.planner import Plan, Residency, RestoreMethod
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding
@@ -40,6 +30,7 @@ from splitpoint.v1 import types_pb2, worker_pb2
 
 FACTS = WorkerFacts(
     worker_id="0",
+    address="127.0.0.1:1",
     shape=SHAPE,
     profile=PROFILE,
     chunk_tokens=CHUNK_TOKENS,
@@ -78,7 +69,7 @@ def tokens(pages: int) -> int:
 def test_what_fits(
     pages: int, wish: Residency | None, facts: WorkerFacts, residency: Residency, charged: int
 ) -> None:
-    verdict = footprint_of(Demand(tokens(pages), wish), facts)
+    verdict = footprint_of(tokens(pages), wish, facts)
     assert isinstance(verdict, Fits)
     assert (verdict.residency, verdict.size_bytes) == (residency, charged * PAGE_BYTES)
     assert residency.value in verdict.reason
@@ -98,7 +89,7 @@ def test_what_fits(
 def test_what_never_fits(
     pages: int, wish: Residency | None, facts: WorkerFacts, needed: int, capacity: int, word: str
 ) -> None:
-    verdict = footprint_of(Demand(tokens(pages), wish), facts)
+    verdict = footprint_of(tokens(pages), wish, facts)
     assert isinstance(verdict, NeverFits)
     assert (verdict.needed_bytes, verdict.capacity_bytes) == (needed, capacity)
     assert verdict.needed_tokens == tokens(pages)
@@ -120,7 +111,7 @@ def test_what_fits_is_within_the_capacity(
         cache_capacity_bytes=capacity * PAGE_BYTES,
         store_slot_count=slots,
     )
-    verdict = footprint_of(Demand(count, wish), facts)
+    verdict = footprint_of(count, wish, facts)
     if isinstance(verdict, Fits):
         assert 0 < verdict.size_bytes <= facts.cache_capacity_bytes
         assert wish in (None, verdict.residency)
@@ -162,13 +153,11 @@ def test_no_candidate_is_better_than_the_chosen_one(candidates: list[Candidate])
 # -- admission ---------------------------------------------------------------------------
 
 
-def ticket(arrival: int, pages: int, worker_id: str = "", **cached: int) -> Ticket:
-    return Ticket(
-        arrival, Demand(tokens(pages), Residency.RESIDENT), worker_id, cached_tokens=cached
-    )
+def request(arrival: int, pages: int, worker_id: str = "", **cached: int) -> Request:
+    return queued_request(arrival, tokens(pages), Residency.RESIDENT, worker_id, cached)
 
 
-def admit_all(admission: Admission) -> list[Admitted]:
+def admit_all(admission: AdmissionQueue) -> list[Admitted]:
     admitted = []
     while (one := admission.admit()) is not None:
         admitted.append(one)
@@ -176,45 +165,44 @@ def admit_all(admission: Admission) -> list[Admitted]:
 
 
 def test_first_come_first_served_on_one_worker() -> None:
-    admission = Admission(10)
+    admission = AdmissionQueue(10)
     admission.add_worker(FACTS)
     for arrival, pages in enumerate((6, 6, 1)):
-        assert admission.submit(ticket(arrival, pages)) == Queued(
-            arrival, admission.reason_to_wait(ticket(arrival, pages))
-        )
-    assert [one.ticket.arrival for one in admit_all(admission)] == [0]
-    admission.release("0", 0)
-    assert [one.ticket.arrival for one in admit_all(admission)] == [1, 2]
+        assert admission.submit(request(arrival, pages)) == Queued(arrival)
+    first = admit_all(admission)
+    assert [one.request.arrival for one in first] == [0]
+    admission.release(first[0])
+    assert [one.request.arrival for one in admit_all(admission)] == [1, 2]
 
 
 def test_a_pinned_request_holds_up_its_worker_only() -> None:
-    admission = Admission(10)
+    admission = AdmissionQueue(10)
     admission.add_worker(FACTS)
     admission.add_worker(replace(FACTS, worker_id="1"))
-    admission.submit(ticket(0, 10, worker_id="0"))
-    admission.submit(ticket(1, 10, worker_id="0"))
-    admission.submit(ticket(2, 5))
-    admission.submit(ticket(3, 1, worker_id="0"))
-    placed = [(one.ticket.arrival, one.worker_id) for one in admit_all(admission)]
+    admission.submit(request(0, 10, worker_id="0"))
+    admission.submit(request(1, 10, worker_id="0"))
+    admission.submit(request(2, 5))
+    admission.submit(request(3, 1, worker_id="0"))
+    placed = [(one.request.arrival, one.worker_id) for one in admit_all(admission)]
     assert placed == [(0, "0"), (2, "1")]
 
 
 def test_batch_places_count_too() -> None:
-    admission = Admission(10)
+    admission = AdmissionQueue(10)
     admission.add_worker(replace(FACTS, max_batch_size=2))
     for arrival in range(3):
-        admission.submit(ticket(arrival, 1))
+        admission.submit(request(arrival, 1))
     assert len(admit_all(admission)) == 2
-    assert "its most" in admission.reason_to_wait(ticket(9, 1))
+    assert "its batch limit" in admission.reason_to_wait(request(9, 1))
 
 
 def test_a_smaller_worker_gets_its_part() -> None:
-    admission = Admission(10)
+    admission = AdmissionQueue(10)
     admission.add_worker(replace(FACTS, cache_capacity_bytes=40 * PAGE_BYTES))
     admission.add_worker(replace(FACTS, worker_id="1", cache_capacity_bytes=20 * PAGE_BYTES))
     placed = []
     for arrival in range(3):
-        admission.submit(ticket(arrival, 3))
+        admission.submit(request(arrival, 3))
         admitted_one = admission.admit()
         assert admitted_one is not None
         placed.append(admitted_one.worker_id)
@@ -222,53 +210,53 @@ def test_a_smaller_worker_gets_its_part() -> None:
 
 
 def test_a_full_queue_still_takes_what_may_start_at_once() -> None:
-    admission = Admission(1)
+    admission = AdmissionQueue(1)
     admission.add_worker(FACTS)
     admission.add_worker(replace(FACTS, worker_id="1"))
-    admission.submit(ticket(0, 10, worker_id="0"))
+    admission.submit(request(0, 10, worker_id="0"))
     admit_all(admission)
-    admission.submit(ticket(1, 10, worker_id="0"))
-    refused = admission.submit(ticket(2, 1, worker_id="0"))
+    admission.submit(request(1, 10, worker_id="0"))
+    refused = admission.submit(request(2, 1, worker_id="0"))
     assert isinstance(refused, Rejected)
     assert refused.numbers is None
-    assert isinstance(admission.submit(ticket(3, 1, worker_id="1")), Queued)
-    assert [one.ticket.arrival for one in admit_all(admission)] == [3]
+    assert isinstance(admission.submit(request(3, 1, worker_id="1")), Queued)
+    assert [one.request.arrival for one in admit_all(admission)] == [3]
 
 
 def test_a_rejection_names_the_largest_worker() -> None:
-    admission = Admission(1)
+    admission = AdmissionQueue(1)
     admission.add_worker(FACTS)
     admission.add_worker(replace(FACTS, worker_id="1", cache_capacity_bytes=12 * PAGE_BYTES))
-    refused = admission.submit(ticket(0, 13))
+    refused = admission.submit(request(0, 13))
     assert isinstance(refused, Rejected)
     assert refused.numbers is not None
     assert refused.numbers.capacity_bytes == 12 * PAGE_BYTES
-    assert isinstance(admission.submit(ticket(0, 11)), Queued)
+    assert isinstance(admission.submit(request(0, 11)), Queued)
 
 
 def test_a_request_placed_again_keeps_its_place() -> None:
-    admission = Admission(0)
-    assert admission.resubmit(ticket(5, 1)).position == 0
-    assert admission.resubmit(ticket(2, 1)).position == 0
-    assert admission.resubmit(ticket(4, 1)).position == 1
-    assert not admission.is_placeable(ticket(5, 1))
-    assert admission.reason_to_wait(ticket(5, 1)) == "no worker that could run it is ready"
+    admission = AdmissionQueue(0)
+    assert admission.resubmit(request(5, 1)).position == 0
+    assert admission.resubmit(request(2, 1)).position == 0
+    assert admission.resubmit(request(4, 1)).position == 1
+    assert not admission.is_placeable(request(5, 1))
+    assert admission.reason_to_wait(request(5, 1)) == "no worker that could run it is ready"
     admission.add_worker(FACTS)
-    assert [one.ticket.arrival for one in admit_all(admission)] == [2, 4, 5]
+    assert [one.request.arrival for one in admit_all(admission)] == [2, 4, 5]
 
 
 def test_a_draining_worker_keeps_what_it_has() -> None:
-    admission = Admission(5)
+    admission = AdmissionQueue(5)
     admission.add_worker(FACTS)
-    admission.submit(ticket(0, 4))
-    admit_all(admission)
+    admission.submit(request(0, 4))
+    running = admit_all(admission)
     admission.close_worker("0")
-    admission.submit(ticket(1, 1))
+    admission.submit(request(1, 1))
     assert admission.admit() is None
     ledger = admission.ledger("0")
     assert ledger is not None
     assert ledger.charged_bytes == 4 * PAGE_BYTES
-    admission.release("0", 0)
+    admission.release(running[0])
     assert ledger.charged_bytes == 0
 
 
@@ -289,10 +277,10 @@ class AdmissionMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.admission = Admission(4)
+        self.admission = AdmissionQueue(4)
         self.next_arrival = 0
-        self.waiting: dict[int, Ticket] = {}
-        self.running: dict[int, tuple[str, Ticket]] = {}
+        self.waiting: dict[int, Request] = {}
+        self.running: dict[int, Admitted] = {}
         self.workers: dict[str, WorkerFacts] = {}
 
     @rule(
@@ -317,11 +305,11 @@ class AdmissionMachine(RuleBasedStateMachine):
         worker_id = data.draw(st.sampled_from(sorted(self.workers)))
         del self.workers[worker_id]
         self.admission.remove_worker(worker_id)
-        for arrival, (where, lost) in list(self.running.items()):
-            if where == worker_id:
+        for arrival, lost in list(self.running.items()):
+            if lost.worker_id == worker_id:
                 del self.running[arrival]
-                self.admission.resubmit(lost)
-                self.waiting[arrival] = lost
+                self.admission.resubmit(lost.request)
+                self.waiting[arrival] = lost.request
 
     @rule(
         pages=st.integers(1, 13),
@@ -329,7 +317,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         wish=st.sampled_from([None, *Residency]),
     )
     def request_comes(self, pages: int, pin: str, wish: Residency | None) -> None:
-        one = Ticket(self.next_arrival, Demand(tokens(pages), wish), pin)
+        one = queued_request(self.next_arrival, tokens(pages), wish, pin)
         self.next_arrival += 1
         verdict = self.admission.submit(one)
         if isinstance(verdict, Queued):
@@ -344,37 +332,37 @@ class AdmissionMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def request_ends(self, data: st.DataObject) -> None:
         arrival = data.draw(st.sampled_from(sorted(self.running)))
-        worker_id, _ = self.running.pop(arrival)
-        self.admission.release(worker_id, arrival)
+        self.admission.release(self.running.pop(arrival))
         self.place()
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def request_leaves(self, data: st.DataObject) -> None:
         arrival = data.draw(st.sampled_from(sorted(self.waiting)))
-        del self.waiting[arrival]
-        self.admission.withdraw(arrival)
+        self.admission.withdraw(self.waiting.pop(arrival))
 
     @rule()
     def place(self) -> None:
         while (one := self.admission.admit()) is not None:
-            earlier = [t for a, t in self.waiting.items() if a < one.ticket.arrival]
+            earlier = [r for a, r in self.waiting.items() if a < one.request.arrival]
             for other in earlier:  # whoever is passed could not use this worker at all
-                verdict = footprint_of(other.demand, self.workers[one.worker_id])
+                worker = self.workers[one.worker_id]
+                verdict = footprint_of(other.token_count, other.residency, worker)
                 assert isinstance(verdict, NeverFits) or other.worker_id not in (
                     "",
                     one.worker_id,
                 )
-            self.running[one.ticket.arrival] = (one.worker_id, self.waiting.pop(one.ticket.arrival))
+            self.running[one.request.arrival] = one
+            assert self.waiting.pop(one.request.arrival) is one.request
 
     @invariant()
     def books_are_straight(self) -> None:
         assert self.admission.check_integrity() == []
-        assert [t.arrival for t in self.admission.queue()] == sorted(self.waiting)
+        assert [waiting.arrival for waiting in self.admission.queue()] == sorted(self.waiting)
         for worker_id in self.workers:
             ledger = self.admission.ledger(worker_id)
             assert ledger is not None
-            here = [a for a, (where, _) in self.running.items() if where == worker_id]
+            here = [one for one in self.running.values() if one.worker_id == worker_id]
             assert ledger.running_count == len(here)
 
 
@@ -384,30 +372,24 @@ AdmissionMachine.TestCase.settings = settings(
 TestAdmissionMachine = AdmissionMachine.TestCase
 
 
-# -- the token rule ---------------------------------------------------------------------------
+# -- failover ---------------------------------------------------------------------------------
 
 
-@given(
-    count=st.integers(1, 30),
-    deliveries=st.lists(st.tuples(st.integers(0, 29), st.integers(1, 6)), max_size=60),
-)
-def test_any_order_of_messages_gives_each_token_once(
-    count: int, deliveries: Sequence[tuple[int, int]]
-) -> None:
-    """Duplicates, late and reordered pieces of one sequence, then the whole sequence again."""
-    source = list(range(count))
-    taken: list[int] = []
-    for first, size in (*deliveries, *((index, 1) for index in range(count))):
-        piece = source[first : first + size]
-        match take(first, len(piece), len(taken)):
-            case Accepted(offset):
-                taken += piece[offset:]
-            case Duplicate():
-                assert first + len(piece) <= len(taken)
-            case Gap(expected, given_first):
-                assert given_first == first > expected == len(taken)
-        assert taken == source[: len(taken)]
-    assert taken == source
+def test_a_lost_attempt_is_retried_finished_or_given_up() -> None:
+    lost = queued_request(0, 10)
+    lost.sampling.max_tokens = 3
+    lost.output = Output(lost.sampling, None, frozenset({9}))
+    assert after_lost_attempt(lost, 1, 2, None) == Retry()
+    outcome = after_lost_attempt(lost, 2, 2, None)
+    assert isinstance(outcome, GiveUp)
+    assert outcome.error.reason == "REQUEST_QUARANTINED"
+    cause = Unavailable("no memory")
+    assert after_lost_attempt(lost, 2, 2, cause) == GiveUp(cause)
+    # The last token had come: nothing is left to retry, whatever was lost.
+    lost.output.append([5, 9], [])
+    assert after_lost_attempt(lost, 2, 2, cause) == Finished(types_pb2.FINISH_REASON_STOP)
+    lost.output.append([5], [])
+    assert after_lost_attempt(lost, 2, 2, cause) == Finished(types_pb2.FINISH_REASON_LENGTH)
 
 
 # -- what stays on the device of a streamed request ---------------------------------------
@@ -416,60 +398,63 @@ def test_any_order_of_messages_gives_each_token_once(
 ROOMY_STORE = replace(FACTS, store_slot_count=None)
 
 
-def long_ticket(arrival: int) -> Ticket:
-    """Of 14 pages, four more than a worker has."""
-    return Ticket(arrival, Demand(tokens(14)))
+def long_request(arrival: int) -> Request:
+    """A request of 14 pages, four more than a worker has."""
+    return queued_request(arrival, tokens(14))
 
 
-def test_a_streamed_request_keeps_half_of_what_is_free_when_nobody_waits() -> None:
-    admission = Admission(10)
+def test_a_streamed_request_keeps_half_of_what_is_free_when_nothing_waits() -> None:
+    admission = AdmissionQueue(10)
     admission.add_worker(ROOMY_STORE)
+    placed = []
     for arrival in (0, 1):
-        admission.submit(long_ticket(arrival))
-        placed = admission.admit()
-        assert placed is not None
+        admission.submit(long_request(arrival))
+        admitted = admission.admit()
+        assert admitted is not None
+        placed.append(admitted)
+        grant = admitted.grant
         # Of 10 pages 3 are charged and 3 of the other 7 stay; of the 4 left it is only 3.
         share = (3 if arrival == 0 else 0) * PAGE_BYTES
-        assert (placed.spare_bytes, placed.size_bytes) == (share, 3 * PAGE_BYTES + share)
-        assert ("stays on the device" in placed.reason) == bool(share)
+        assert (grant.spare_bytes, grant.size_bytes) == (share, 3 * PAGE_BYTES + share)
+        assert ("stays on the device" in grant.reason) == bool(share)
     assert admission.check_integrity() == []
-    admission.release("0", 0)
+    admission.release(placed[0])
     ledger = admission.ledger("0")
     assert ledger is not None
     assert ledger.free_bytes == 7 * PAGE_BYTES
 
 
-def test_who_waits_comes_before_what_could_stay() -> None:
-    admission = Admission(10)
+def test_waiting_requests_come_before_spare_memory() -> None:
+    admission = AdmissionQueue(10)
     admission.add_worker(ROOMY_STORE)
     for arrival in (0, 1):
-        admission.submit(long_ticket(arrival))
-    first, second = admission.admit(), admission.admit()
-    assert first is not None
-    assert second is not None
-    assert (first.spare_bytes, second.spare_bytes) == (0, 2 * PAGE_BYTES)
+        admission.submit(long_request(arrival))
+    spare = [one.grant.spare_bytes for one in admit_all(admission)]
+    assert spare == [0, 2 * PAGE_BYTES]
 
 
-def test_who_asks_for_streaming_leaves_the_memory_alone() -> None:
+def test_a_request_that_asks_for_streaming_leaves_the_memory_alone() -> None:
     for wish, spare in ((Residency.STREAMED, 0), (None, 11 * PAGE_BYTES)):
-        fits = footprint_of(Demand(tokens(14), wish), FACTS)
+        fits = footprint_of(tokens(14), wish, FACTS)
         assert isinstance(fits, Fits)
         assert fits.spare_bytes == spare
         # Whole pages, never more than is free or of use.
-        assert resident_share(fits, 3 * PAGE_BYTES, PAGE_BYTES) == 0
-        assert resident_share(fits, 99 * PAGE_BYTES, PAGE_BYTES) == spare
+        assert grant_of(fits, 3 * PAGE_BYTES, PAGE_BYTES).spare_bytes == 0
+        assert grant_of(fits, 99 * PAGE_BYTES, PAGE_BYTES).spare_bytes == spare
 
 
 # -- plans ---------------------------------------------------------------------------------
 
 
-def admitted(residency: Residency = Residency.RESIDENT) -> Admitted:
-    return Admitted(ticket(0, 2), "0", residency, 2 * PAGE_BYTES, "resident: it fits")
+GRANT = Grant(Residency.RESIDENT, 2 * PAGE_BYTES, "resident: it fits")
+
+
+def planned(worker: WorkerFacts = FACTS, *, token_count: int = 32, cached_tokens: int = 16) -> Plan:
+    return plan_attempt(worker, GRANT, token_count=token_count, cached_tokens=cached_tokens).plan
 
 
 def test_plans_leave_the_last_token_to_compute() -> None:
-    plan = plan_attempt(FACTS, admitted(), token_count=32, cached_tokens=32)
-    assert isinstance(plan, Plan)
+    plan = planned(cached_tokens=32)
     assert (plan.cached_tokens, plan.new_tokens) == (31, 1)
     assert plan.footprint_bytes == 2 * PAGE_BYTES
     assert "resident: it fits" in plan.reason
@@ -497,8 +482,7 @@ def test_a_forced_split_needs_activations_somewhere() -> None:
 
 
 def test_reports_correct_the_plan() -> None:
-    plan = plan_attempt(FACTS, admitted(), token_count=32, cached_tokens=16)
-    assert isinstance(plan, Plan)
+    plan = planned()
     same = worker_pb2.RestoreReport(
         cached_tokens=16,
         split_tokens=plan.split_tokens,
@@ -506,10 +490,10 @@ def test_reports_correct_the_plan() -> None:
         if plan.split_tokens == 0
         else types_pb2.RESTORE_METHOD_RECOMPUTE,
     )
-    assert as_it_happened(plan, None) is plan
-    assert as_it_happened(plan, same) is plan
+    assert actual_plan(plan, None) is plan
+    assert actual_plan(plan, same) is plan
     nothing = worker_pb2.RestoreReport(method=types_pb2.RESTORE_METHOD_NONE)
-    happened = as_it_happened(plan, nothing)
+    happened = actual_plan(plan, nothing)
     assert (happened.cached_tokens, happened.new_tokens) == (0, 32)
     assert happened.method is RestoreMethod.NONE
     assert happened.reason.startswith(plan.reason)
@@ -517,15 +501,14 @@ def test_reports_correct_the_plan() -> None:
 
 
 def test_a_report_brings_the_workers_own_prediction() -> None:
-    plan = plan_attempt(FACTS, admitted(), token_count=32, cached_tokens=16)
-    assert isinstance(plan, Plan)
+    plan = planned()
     report = worker_pb2.RestoreReport(
         cached_tokens=16,
         split_tokens=plan.split_tokens,
         method=method_to_proto(plan.method),
         predicted_restore_seconds=0.5,
     )
-    happened = as_it_happened(plan, report)
+    happened = actual_plan(plan, report)
     assert happened.predicted_restore_seconds == 0.5
     rest = plan.predicted_ttft_seconds - plan.predicted_restore_seconds
     assert happened.predicted_ttft_seconds == pytest.approx(0.5 + rest)
@@ -544,8 +527,7 @@ def test_a_report_brings_the_workers_own_prediction() -> None:
 def test_a_restore_unlike_its_prediction_says_what_limited_it(
     restored: float, device: float, link: float, words: str
 ) -> None:
-    plan = plan_attempt(FACTS, admitted(), token_count=32, cached_tokens=16)
-    assert isinstance(plan, Plan)
+    plan = planned()
     report = worker_pb2.RestoreReport(
         cached_tokens=16,
         split_tokens=plan.split_tokens,
@@ -555,18 +537,18 @@ def test_a_restore_unlike_its_prediction_says_what_limited_it(
         link_busy_seconds=link,
         compute_busy_seconds=device,
     )
-    happened = as_it_happened(plan, report)
+    happened = actual_plan(plan, report)
     assert happened.reason.startswith(f"{plan.reason}; restored in ")
     assert words in happened.reason
     assert ("neither" in happened.reason) == (max(device, link) < restored / 2)
     # Near the prediction, or without one, there is nothing to say.
     report.predicted_restore_seconds = restored / 1.2
-    assert as_it_happened(plan, report).reason == plan.reason
+    assert actual_plan(plan, report).reason == plan.reason
     report.predicted_restore_seconds = 0
-    assert as_it_happened(plan, report).reason == plan.reason
+    assert actual_plan(plan, report).reason == plan.reason
     # Five times the prediction, and yet a matter of milliseconds.
     report.restore_seconds, report.predicted_restore_seconds = 0.01, 0.002
-    assert as_it_happened(plan, report).reason == plan.reason
+    assert actual_plan(plan, report).reason == plan.reason
 
 
 def test_both_ends_that_meet_elsewhere_say_where_it_was_expected() -> None:
@@ -574,18 +556,16 @@ def test_both_ends_that_meet_elsewhere_say_where_it_was_expected() -> None:
     report = worker_pb2.RestoreReport(
         cached_tokens=2000, method=types_pb2.RESTORE_METHOD_TOKENS, recomputed_tokens=896
     )
-    happened = as_it_happened(plan, report)
+    happened = actual_plan(plan, report)
     assert happened.recomputed_tokens == 896
     assert happened.reason == f"{plan.reason}; they met at 896 where 1,472 was expected"
     report.recomputed_tokens = 1472
-    assert as_it_happened(plan, report).reason == plan.reason
+    assert actual_plan(plan, report).reason == plan.reason
 
 
 def explained_tokens() -> Plan:
     """A plan from both ends."""
-    plan = plan_attempt(FACTS, admitted(), token_count=32, cached_tokens=16)
-    assert isinstance(plan, Plan)
-    return replace(plan, method=RestoreMethod.TOKENS)
+    return replace(planned(), method=RestoreMethod.TOKENS)
 
 
 def test_plans_follow_the_workers_schedule_staging_and_encoding() -> None:
@@ -598,38 +578,23 @@ def test_plans_follow_the_workers_schedule_staging_and_encoding() -> None:
         staging_tokens=1024,
         max_batched_tokens=256,
     )
-    plan = plan_attempt(facts, admitted(), token_count=2000, cached_tokens=1900)
-    serial = plan_attempt(
-        replace(facts, schedule=Schedule.SERIAL),
-        admitted(),
-        token_count=2000,
-        cached_tokens=1900,
-    )
-    assert isinstance(plan, Plan)
-    assert isinstance(serial, Plan)
+    plan = planned(facts, token_count=2000, cached_tokens=1900)
+    serial_worker = replace(facts, schedule=Schedule.SERIAL)
+    serial = planned(serial_worker, token_count=2000, cached_tokens=1900)
     assert (plan.schedule, serial.schedule) == (Schedule.PIPELINED, Schedule.SERIAL)
     assert plan.split_tokens % 64 == 0 or plan.split_tokens == 1900
     assert 0 < plan.tile_tokens <= 512
     assert plan.predicted_restore_seconds < 0.6 * serial.predicted_restore_seconds
-    int8 = plan_attempt(
-        replace(facts, encoding=Encoding.INT8),
-        admitted(),
-        token_count=2000,
-        cached_tokens=1900,
-    )
-    assert isinstance(int8, Plan)
+    int8_worker = replace(facts, encoding=Encoding.INT8)
+    int8 = planned(int8_worker, token_count=2000, cached_tokens=1900)
     assert int8.predicted_load_seconds < 0.53 * plan.predicted_load_seconds
     assert "cached tokens are approximate" in int8.reason
     # Nothing comes from the store, and nothing will: a resident request reads it once.
-    cold = plan_attempt(
-        replace(facts, encoding=Encoding.INT8), admitted(), token_count=2000, cached_tokens=0
-    )
-    assert isinstance(cold, Plan)
+    cold = planned(int8_worker, token_count=2000, cached_tokens=0)
     assert "approximate" not in cold.reason
     # Four pieces of prefill have four overheads.
     long = replace(facts, max_batched_tokens=25)
-    pieces = plan_attempt(long, admitted(), token_count=2000, cached_tokens=1900)
-    assert isinstance(pieces, Plan)
+    pieces = planned(long, token_count=2000, cached_tokens=1900)
     overhead = facts.profile.prefill_overhead_seconds
     assert pieces.predicted_ttft_seconds == pytest.approx(
         plan.predicted_ttft_seconds + 3 * overhead

@@ -22,13 +22,13 @@ from scheduler_doubles import (
 )
 
 from scheduler_service import server
-from scheduler_service.api import request, validation
+from scheduler_service.api import validation
 from scheduler_service.api.request import Times
 from scheduler_service.cluster.losses import LossBook
 from scheduler_service.limits import Limits
 from scheduler_service.placement import planning
-from scheduler_service.requests import availability, manager
-from scheduler_service.requests.accounts import OTHER, REJECTIONS, Accounts, Sample
+from scheduler_service.requests import availability, manager, table
+from scheduler_service.requests.accounts import OTHER, REJECTIONS, Accounts
 from splitpoint.errors import InvalidArgument, ResourceExhausted, Unavailable
 from splitpoint.observe import metrics
 from splitpoint.v1 import scheduler_pb2, types_pb2
@@ -108,23 +108,23 @@ async def test_tokens_and_times_of_completed_requests() -> None:
 
 
 def test_tokens_that_come_together_are_one_gap_and_a_slow_reader_is_none() -> None:
-    seen: list[tuple[Sample, float]] = []
+    seen: list[tuple[metrics.Metric, float]] = []
     accounts = Accounts(0.0, lambda sample, seconds: seen.append((sample, seconds)))
     times = Times(arrived=1.0)
     for now, count in ((3.0, 1), (4.0, 4)):
         accounts.tokens_came(times, count, now)
         times.tokens_came(now)
-    assert seen == [(Sample.TTFT, 2.0), (Sample.ITL, 1.0)]
+    assert seen == [(metrics.TTFT_SECONDS, 2.0), (metrics.ITL_SECONDS, 1.0)]
     times.last_token = None  # its reader fell behind, and it was paused
     accounts.tokens_came(times, 1, 60.0)
     times.tokens_came(60.0)
     accounts.tokens_came(times, 1, 60.5)
-    assert seen[2:] == [(Sample.ITL, 0.5)]
+    assert seen[2:] == [(metrics.ITL_SECONDS, 0.5)]
     assert (accounts.generated_tokens, accounts.itl_count, accounts.itl_seconds) == (7, 2, 1.5)
 
 
 def test_the_phases_of_a_request_add_up_and_one_token_has_no_tpot() -> None:
-    seen: dict[Sample, float] = {}
+    seen: dict[metrics.Metric, float] = {}
     accounts = Accounts(0.0, seen.__setitem__)
     message = scheduler_pb2.GenerateComplete(
         queue_seconds=3.0,
@@ -134,15 +134,15 @@ def test_the_phases_of_a_request_add_up_and_one_token_has_no_tpot() -> None:
     )
     accounts.completed(message)
     assert seen == {
-        Sample.REQUEST: 9.0,
-        Sample.PREFILL: 2.0,
-        Sample.DECODE: 4.0,
-        Sample.PROMPT_TOKENS: 70,
-        Sample.GENERATED_TOKENS: 1,
+        metrics.REQUEST_SECONDS: 9.0,
+        metrics.PREFILL_SECONDS: 2.0,
+        metrics.DECODE_SECONDS: 4.0,
+        metrics.REQUEST_PROMPT_TOKENS: 70,
+        metrics.REQUEST_GENERATED_TOKENS: 1,
     }
     message.usage.completion_tokens = 5
     accounts.completed(message)
-    assert seen[Sample.TPOT] == 1.0
+    assert seen[metrics.TPOT_SECONDS] == 1.0
 
 
 def test_requests_of_two_hours_have_a_bucket() -> None:
@@ -249,7 +249,7 @@ NO_REJECTIONS = {
 def test_every_reason_to_turn_a_request_away_has_its_own_count() -> None:
     """Of the modules that a Generate call goes through before it is accepted."""
     reasons = set()
-    for module in (manager, planning, availability, request, server, validation):
+    for module in (manager, planning, availability, table, server, validation):
         for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text())):
             if isinstance(node, ast.keyword) and node.arg == "reason":
                 reasons |= {n.value for n in ast.walk(node.value) if isinstance(n, ast.Constant)}
@@ -381,7 +381,7 @@ async def test_slots_promised_to_streamed_requests() -> None:
         assert value(running, metrics.PLANS, "streamed", "none") == 1
         steps.allow(1000)
         await task
-        await running.until(lambda: not running.manager._placements)
+        await running.until(lambda: not running.manager.attempts)
         assert value(running, metrics.LEDGER_SLOTS, address, "charged") == 0
     await store.stop()
 

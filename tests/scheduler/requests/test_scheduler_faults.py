@@ -22,9 +22,9 @@ from scheduler_doubles import (
     stack,
 )
 
-from scheduler_service.cluster.registry import WorkerConnection
+from scheduler_service.cluster.connection import WorkerConnection
 from scheduler_service.limits import Limits
-from scheduler_service.server import ServedModel
+from scheduler_service.options import ServedModel
 from splitpoint.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -50,7 +50,7 @@ async def read_to_the_end(call: Any) -> None:
 
 def all_is_released(running: Stack) -> bool:
     ledger = running.manager.admission.ledger("0")
-    return ledger is not None and ledger.charged_bytes == 0 and not running.manager._placements
+    return ledger is not None and ledger.charged_bytes == 0 and not running.manager.attempts
 
 
 async def test_a_disconnect_cancels_within_one_step() -> None:
@@ -106,7 +106,7 @@ async def test_a_lost_worker_is_replaced_without_a_gap() -> None:
         first = 0 if workers[0].admits else 1
         paces[first].allow(7)
         request = running.manager.requests.running()[0]
-        await running.until(lambda: len(request.transcript) == 7)
+        await running.until(lambda: len(request.output) == 7)
         paces[1 - first].allow(100)
         await workers[first].kill()
         result = await task
@@ -197,7 +197,7 @@ async def test_an_end_that_was_lost_is_found_in_the_tokens() -> None:
         task = asyncio.create_task(running.generate(ids_request(PROMPT, 5)))
         await running.until(lambda: running.manager.requests.running())
         request = running.manager.requests.running()[0]
-        await running.until(lambda: len(request.transcript) == 5)
+        await running.until(lambda: len(request.output) == 5)
         await worker.kill()
         assert (await task).token_ids == answer(PROMPT, 5)
         assert len(worker.admits) == 1
@@ -342,11 +342,11 @@ async def test_a_slow_reader_pauses_its_request_and_no_other() -> None:
         await running.until(lambda: "slow" in worker.pauses)
         live = running.manager.requests.running()[0]
         await running.until(lambda: live.is_paused)
-        produced = len(live.transcript)
+        produced = len(live.output)
         other = await running.generate(ids_request([8], 500))
         assert len(other.token_ids) == 500
         # What was under way when the worker heard of it still came, no more.
-        assert len(live.transcript) - produced < 500
+        assert len(live.output) - produced < 500
         while (response := await slow.read()).HasField("chunk"):
             tokens += response.chunk.token_ids
         assert len(tokens) == count
@@ -437,7 +437,7 @@ async def test_foreign_and_doubled_workers_are_not_used(
     addresses = [await foreign.start(), await twin.start()]
     async with stack(WorkerDouble("0")) as running:
         for address in addresses:
-            connection = WorkerConnection(address, SHAPE, running.scheduler._peeker)
+            connection = WorkerConnection(address, SHAPE, running.scheduler._stores)
             task = asyncio.create_task(connection.run(running.scheduler.registry))
             await running.until(partial(is_decided, connection))
             assert connection.ready is None

@@ -3,42 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from scheduler_doubles import TOKENIZER, ids_request
+from hypothesis import given
+from hypothesis import strategies as st
+from scheduler_doubles import SHAPE, TOKENIZER, ids_request
 
-from scheduler_service.api.output import GROUP_TOKENS, Transcript
-from scheduler_service.api.request import Request, RequestTable
-from scheduler_service.api.validation import GenerateInput, ModelFacts, validate_generate
+from scheduler_service.api.output import GROUP_TOKENS, Output
+from scheduler_service.api.request import Request
+from scheduler_service.api.validation import validate_generate
 from scheduler_service.limits import Limits
+from scheduler_service.requests.table import RequestTable
 from splitpoint.errors import AlreadyExists, Internal, ResourceExhausted
 from splitpoint.v1 import scheduler_pb2, types_pb2
 
-FACTS = ModelFacts("tiny", vocabulary_size=4096, context_length=10_000)
+MODEL_SHAPE = replace(SHAPE, name="tiny", vocabulary_size=4096, context_length=10_000)
 EOS = 1
 
 
 def checked(
     max_tokens: int = 50, request_id: str = "r", tenant: str = "", **sampling: Any
-) -> GenerateInput:
+) -> Request:
     request = ids_request([5], max_tokens, request_id=request_id)
     request.sampling.MergeFrom(types_pb2.SamplingParams(**sampling))
-    return validate_generate(
-        request,
-        FACTS,
-        TOKENIZER.encode,
-        draw_seed=lambda: 0,
-        draw_request_id=lambda: "",
-        tenant=tenant,
-    )
+    return validate_generate(request, MODEL_SHAPE, TOKENIZER.encode, tenant=tenant)
 
 
-def transcript(**sampling: Any) -> Transcript:
-    return Transcript(checked(**sampling), TOKENIZER, frozenset({EOS}))
+def output(**sampling: Any) -> Output:
+    return Output(checked(**sampling).sampling, TOKENIZER, frozenset({EOS}))
 
 
-class Owner:
+class Listener:
     def __init__(self) -> None:
         self.pauses: list[bool] = []
         self.abandoned = 0
@@ -50,21 +48,18 @@ class Owner:
         self.abandoned += 1
 
 
-def make_request(owner: Owner, lag: int = 8, **sampling: Any) -> Request:
-    accepted = checked(**sampling)
-    script = Transcript(accepted, TOKENIZER, frozenset({EOS}))
-    return Request(accepted, script, owner, arrival=0, now=0.0, lag_tokens=lag)
+def make_request(listener: Listener | None = None, lag: int = 8, **sampling: Any) -> Request:
+    request = checked(**sampling)
+    request.output = Output(request.sampling, TOKENIZER, frozenset({EOS}))
+    request.listener = listener or Listener()
+    request.lag_tokens = lag
+    return request
 
 
-def produce(request: Request, ids: list[int]) -> None:
-    request.transcript.append(ids, [])
-    request.produced()
+# -- output ------------------------------------------------------------------------
 
 
-# -- transcripts ------------------------------------------------------------------------
-
-
-def said(script: Transcript, ids: list[int], *, stopped: bool) -> str:
+def said(script: Output, ids: list[int], *, stopped: bool) -> str:
     for token_id in ids:
         script.append([token_id], [])
     texts = [script.chunk(index).text for index in range(0, len(script), GROUP_TOKENS)]
@@ -73,41 +68,41 @@ def said(script: Transcript, ids: list[int], *, stopped: bool) -> str:
 
 def test_a_stop_token_is_no_text() -> None:
     ids = TOKENIZER.encode("x = 1")
-    script = transcript(stop_token_ids=[ids[-1]])
+    script = output(stop_token_ids=[ids[-1]])
     assert said(script, ids, stopped=True) == TOKENIZER.decode(ids[:-1])
     assert script.ends_in_stop
 
 
 def test_a_stop_token_before_min_tokens_is_text() -> None:
     ids = TOKENIZER.encode("x = 1; x = 2")
-    script = transcript(stop_token_ids=[ids[0]], min_tokens=len(ids))
+    script = output(stop_token_ids=[ids[0]], min_tokens=len(ids))
     assert said(script, ids, stopped=False) == "x = 1; x = 2"
     assert not script.ends_in_stop
     # As the very last one it is text too when the length ended the request.
     ids = TOKENIZER.encode("x = 1")
-    script = transcript(stop_token_ids=[ids[-1]], min_tokens=99)
+    script = output(stop_token_ids=[ids[-1]], min_tokens=99)
     assert said(script, ids, stopped=False) == "x = 1"
 
 
 def test_the_end_of_sequence_counts_unless_ignored() -> None:
-    script = transcript()
+    script = output()
     script.append([5, EOS], [])
     assert script.ends_in_stop
-    script = transcript(ignore_eos=True)
+    script = output(ignore_eos=True)
     script.append([5, EOS], [])
     assert not script.ends_in_stop
 
 
 def test_a_stop_string_ends_the_text() -> None:
     ids = TOKENIZER.encode("a = 1\n\nb = 2")
-    script = transcript(stop=["\n\n"])
+    script = output(stop=["\n\n"])
     assert said(script, ids, stopped=True) == "a = 1"
     assert script.matched_stop == "\n\n"
     assert script.ends_in_stop
 
 
 def test_chunks_are_groups_with_their_logprobs() -> None:
-    script = transcript()
+    script = output()
     count = GROUP_TOKENS + 10
     logprobs = [types_pb2.PositionLogprobs(chosen_logprob=-index) for index in range(count)]
     script.append(list(range(2, 2 + count)), logprobs)
@@ -117,12 +112,33 @@ def test_chunks_are_groups_with_their_logprobs() -> None:
     assert second.logprobs[0].chosen_logprob == -GROUP_TOKENS
 
 
+@given(
+    count=st.integers(1, 30),
+    deliveries=st.lists(st.tuples(st.integers(0, 29), st.integers(1, 6)), max_size=60),
+)
+def test_any_order_of_messages_gives_each_token_once(
+    count: int, deliveries: Sequence[tuple[int, int]]
+) -> None:
+    """Duplicates, late and reordered pieces of one sequence, then the whole sequence again."""
+    source = list(range(count))
+    taken = Output(types_pb2.SamplingParams(), None, frozenset())
+    for first, size in (*deliveries, *((index, 1) for index in range(count))):
+        piece = source[first : first + size]
+        if first > len(taken):
+            with pytest.raises(ValueError, match=f"{first} came where {len(taken)} was due"):
+                taken.count_new(first, len(piece))
+        elif new := taken.count_new(first, len(piece)):
+            taken.append(piece[-new:], [])
+        assert taken.token_ids == source[: len(taken)]
+    assert taken.token_ids == source
+
+
 # -- readers ----------------------------------------------------------------------------
 
 
 async def test_readers_get_everything_from_token_zero() -> None:
-    owner = Owner()
-    request = make_request(owner)
+    listener = Listener()
+    request = make_request(listener)
     done = scheduler_pb2.GenerateComplete(request_id="r")
 
     async def read(delay: int) -> tuple[list[int], bool]:
@@ -139,51 +155,51 @@ async def test_readers_get_everything_from_token_zero() -> None:
 
     tasks = [asyncio.create_task(read(delay)) for delay in (0, 1, 5)]
     for index in range(20):
-        produce(request, [10 + index])
+        request.append([10 + index], [])
         await asyncio.sleep(0)
     request.complete(done, 1.0)
     late = asyncio.create_task(read(0))
     for task in (*tasks, late):
         assert await task == (list(range(10, 30)), True)
-    assert owner.abandoned == 0
+    assert listener.abandoned == 0
 
 
 async def test_lag_pauses_at_the_bound_and_resumes_at_half() -> None:
-    owner = Owner()
-    request = make_request(owner, lag=8)
+    listener = Listener()
+    request = make_request(listener, lag=8)
     with request.attach() as slow:
         for index in range(8):
-            produce(request, [index + 2])
-        assert owner.pauses == []
+            request.append([index + 2], [])
+        assert listener.pauses == []
         await anext(slow)  # eight tokens handed out, none taken yet
-        produce(request, [20])
-        assert owner.pauses == [True]
+        request.append([20], [])
+        assert listener.pauses == [True]
         for index in range(3):
-            produce(request, [30 + index])
+            request.append([30 + index], [])
         await anext(slow)  # asking again says that the eight were taken
-        assert owner.pauses == [True, False]
+        assert listener.pauses == [True, False]
         assert slow.cursor == 8
 
 
 async def test_the_lag_of_a_reader_that_leaves_counts_no_more() -> None:
-    owner = Owner()
-    request = make_request(owner, lag=2)
+    listener = Listener()
+    request = make_request(listener, lag=2)
     with request.attach() as fast:
         with request.attach():
-            produce(request, [2, 3, 4])
-            assert owner.pauses == [True]
+            request.append([2, 3, 4], [])
+            assert listener.pauses == [True]
             await anext(fast)
             waiting = asyncio.create_task(anext(fast))
             await asyncio.sleep(0)
-        assert owner.pauses == [True, False]
+        assert listener.pauses == [True, False]
         waiting.cancel()
-    assert owner.abandoned == 1
+    assert listener.abandoned == 1
 
 
 async def test_errors_follow_what_was_said_before() -> None:
-    request = make_request(Owner())
+    request = make_request()
     with request.attach() as reader:
-        produce(request, [9])
+        request.append([9], [])
         request.fail(Internal("broken"), 1.0)
         assert list((await anext(reader)).chunk.token_ids) == [9]
         with pytest.raises(Internal):
@@ -197,13 +213,11 @@ def test_the_table_remembers_what_completed() -> None:
     table = RequestTable(Limits(remember_seconds=60, remember_count=2))
     names = ("a", "b", "c")
     requests = {}
-    for now, name in enumerate(names):
-        accepted = checked(request_id=name)
-        assert table.find(accepted) is None
-        script = Transcript(accepted, TOKENIZER, frozenset())
-        requests[name] = Request(accepted, script, Owner(), arrival=now, now=now, lag_tokens=1)
+    for name in names:
+        requests[name] = make_request(request_id=name)
+        assert table.find(requests[name]) is None
         table.add(requests[name])
-        assert table.find(accepted) is requests[name]
+        assert table.find(checked(request_id=name)) is requests[name]
     with pytest.raises(AlreadyExists):
         table.find(checked(max_tokens=3, request_id="a"))
     for now, name in enumerate(names):
@@ -221,11 +235,11 @@ def test_the_table_remembers_what_completed() -> None:
 
 def test_the_table_forgets_what_failed() -> None:
     table = RequestTable(Limits())
-    request = make_request(Owner())
+    request = make_request()
     table.add(request)
     request.fail(Internal("x"), 0.0)
     table.ended(request)
-    assert table.find(request.input) is None
+    assert table.find(request) is None
     assert table.running() == []
 
 
@@ -234,7 +248,7 @@ def test_the_table_forgets_what_failed() -> None:
 
 def test_ids_mean_something_within_their_tenant_only() -> None:
     table = RequestTable(Limits())
-    one = make_request(Owner(), tenant="a")
+    one = make_request(tenant="a")
     table.add(one)
     assert table.find(checked(tenant="a")) is one
     assert table.find(checked(tenant="b")) is None
@@ -242,7 +256,7 @@ def test_ids_mean_something_within_their_tenant_only() -> None:
     assert table.find(checked()) is None
     with pytest.raises(AlreadyExists):
         table.find(checked(tenant="a", max_tokens=7))
-    two = make_request(Owner(), tenant="b")
+    two = make_request(tenant="b")
     table.add(two)
     two.fail(Internal("x"), 1.0)
     table.ended(two)
@@ -257,16 +271,16 @@ def test_ids_mean_something_within_their_tenant_only() -> None:
 def test_workers_never_hear_the_same_name_twice() -> None:
     """A pause reaches requests by name: it must not reach another tenant's."""
     name = "x" * 64
-    requests = [make_request(Owner(), tenant=t, request_id=name) for t in ("a", "b", "a")]
+    requests = [make_request(tenant=t, request_id=name) for t in ("a", "b", "a")]
     assert len({request.request_id for request in requests}) == 3
     assert all(len(request.request_id) == 64 for request in requests)
-    assert make_request(Owner(), request_id=name).request_id == name
+    assert make_request(request_id=name).request_id == name
     assert requests[0].key == ("a", name)
 
 
 def test_a_tenants_quota_counts_what_has_not_ended() -> None:
     table = RequestTable(Limits(tenant_requests=2))
-    requests = [make_request(Owner(), tenant="a", request_id=str(n)) for n in range(2)]
+    requests = [make_request(tenant="a", request_id=str(n)) for n in range(2)]
     for request in requests:
         table.check_quota("a")
         table.add(request)

@@ -1,0 +1,46 @@
+"""What a scheduler is started with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from scheduler_service.limits import Limits
+from splitpoint.checkpoint.text import Tokenizer
+from splitpoint.discovery.redis_options import RedisOptions
+from splitpoint.planning.planner import Objective, Residency
+from splitpoint.shapes import ModelShape
+from splitpoint.transport.access import Access
+from splitpoint.transport.tls import PLAIN, Identity
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The one model that the scheduler serves, as its folder describes it."""
+
+    shape: ModelShape
+    tokenizer: Tokenizer | None
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOptions:
+    """All settings of one scheduler."""
+
+    model: ServedModel
+    # Workers with fixed addresses; further ones are found in Redis.
+    worker_addresses: Sequence[str]
+    # Secret from which the salts of chunk keys are derived.
+    server_key: bytes
+    limits: Limits = field(default_factory=Limits)
+    # For requests that name no residency. None: resident if that fits, else streamed.
+    default_residency: Residency | None = None
+    # What plans minimize.
+    objective: Objective = Objective.LATENCY
+    reflection: bool = False
+    # Certificate and token that the scheduler shows to clients, workers and stores.
+    identity: Identity = PLAIN
+    # Tokens that may call. None: every caller may.
+    access: Access | None = None
+    # None: use only the workers above, and the stores that they name.
+    redis: RedisOptions | None = None

@@ -1,0 +1,104 @@
+"""Corrects a plan by the worker's report of what really happened. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from splitpoint.planning.planner import Plan
+from splitpoint.transport.convert import method_from_proto
+from splitpoint.v1 import worker_pb2
+from splitpoint.words import counted
+
+# A restore within these multiples of its predicted time is not commented on, nor is one
+# that differs by less than the seconds below: other work on the processor does as much.
+_AS_PREDICTED = (0.75, 1.25)
+_NEGLIGIBLE_SECONDS = 0.01
+# Link or device limits a restore if it is busy for this part of it.
+_LIMITS = 0.5
+
+
+def actual_plan(plan: Plan, report: worker_pb2.RestoreReport | None) -> Plan:
+    """Return the plan with what the worker found and did; its reason names the differences."""
+    if report is None or report.method == 0:
+        return plan
+    method = method_from_proto(report.method)
+    for correct in (_fetched, _predicted, _recomputed, _timed):
+        plan = correct(plan, report)
+    found = (report.cached_tokens, report.split_tokens, method)
+    if found == (plan.cached_tokens, plan.split_tokens, plan.method):
+        return plan
+    total = plan.cached_tokens + plan.new_tokens
+    return replace(
+        plan,
+        cached_tokens=report.cached_tokens,
+        new_tokens=max(1, total - report.cached_tokens),
+        split_tokens=report.split_tokens,
+        method=method,
+        reason=(
+            f"{plan.reason}; the worker found {counted(report.cached_tokens, 'token')} cached "
+            f"instead of {plan.cached_tokens:,} and used method {method.value} with split "
+            f"{report.split_tokens:,}"
+        ),
+    )
+
+
+def _fetched(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:
+    """Set the fetched tokens; the reason tells how long that took."""
+    if not plan.fetched_tokens and not report.fetched_tokens:
+        return plan
+    fetched = f"{counted(report.fetched_tokens, 'token')} in {report.fetch_seconds:.2g} s"
+    return replace(
+        plan,
+        fetched_tokens=report.fetched_tokens,
+        reason=f"{plan.reason}; fetched {fetched if report.fetched_tokens else 'nothing'}",
+    )
+
+
+def _predicted(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:
+    """Set the worker's own prediction, made with the costs it had measured by then."""
+    predicted = report.predicted_restore_seconds
+    if not predicted:
+        return plan
+    later = predicted - plan.predicted_restore_seconds
+    return replace(
+        plan,
+        predicted_restore_seconds=predicted,
+        predicted_ttft_seconds=plan.predicted_ttft_seconds + later,
+    )
+
+
+def _recomputed(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:
+    """Set the tokens recomputed from ids before they met the chunks loaded from the back."""
+    if report.recomputed_tokens == plan.recomputed_tokens:
+        return plan
+    reason = plan.reason
+    if report.recomputed_tokens:
+        reason = f"{reason}; they met at {report.recomputed_tokens:,}"
+        if plan.recomputed_tokens:
+            reason = f"{reason} where {plan.recomputed_tokens:,} was expected"
+    return replace(plan, recomputed_tokens=report.recomputed_tokens, reason=reason)
+
+
+def _timed(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:
+    """Explain a restore that took much less or more time than predicted."""
+    seconds, predicted = report.restore_seconds, report.predicted_restore_seconds
+    if not seconds or not predicted or abs(seconds - predicted) < _NEGLIGIBLE_SECONDS:
+        return plan
+    ratio = seconds / predicted
+    if _AS_PREDICTED[0] <= ratio <= _AS_PREDICTED[1]:
+        return plan
+    device, link = report.compute_busy_seconds, report.link_busy_seconds
+    busy = f"the link was busy {_ms(link)}, the device {_ms(device)}"
+    if device > link:
+        busy = f"the device was busy {_ms(device)}, the link {_ms(link)}"
+    if max(device, link) < _LIMITS * seconds:
+        busy = f"{busy}, neither of them most of the time"
+    times = f"{ratio:.2g}" if ratio < 10 else f"{ratio:.0f}"
+    return replace(
+        plan,
+        reason=f"{plan.reason}; restored in {_ms(seconds)}, {times} x the prediction: {busy}",
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -1,0 +1,46 @@
+"""What the scheduler's policy knows of one worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from splitpoint.costs.profile import Profile
+from splitpoint.planning.schedule import Schedule
+from splitpoint.shapes import Encoding, ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """One worker, from its GetInfo and its store's GetStats."""
+
+    worker_id: str
+    # Where the scheduler reaches it.
+    address: str
+    shape: ModelShape
+    profile: Profile
+    chunk_tokens: int
+    has_activations: bool
+    cache_capacity_bytes: int
+    page_bytes: int
+    # Pages that a streamed request occupies, whatever its length.
+    streamed_page_count: int
+    max_batch_size: int
+    # Empty: the worker has no store, so it can neither reuse prefixes nor stream.
+    kvstore_address: str = ""
+    # What chunk keys depend on, and the name of the store's arena (empty: unknown).
+    layout_hash: bytes = b""
+    store_instance_id: bytes = b""
+    # Slots of the store's arena (None: the store did not answer), and bytes of each.
+    store_slot_count: int | None = None
+    slot_bytes: int = 0
+    # How the worker restores, its staging memory in tokens (0: unknown), tokens of one
+    # prefill step (0: unknown), and the encoding of what it reads from its store.
+    schedule: Schedule = Schedule.SERIAL
+    staging_tokens: int = 0
+    max_batched_tokens: int = 0
+    encoding: Encoding = Encoding.NATIVE
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that fit when one resident request has the whole cache."""
+        return self.cache_capacity_bytes // self.page_bytes * self.chunk_tokens
