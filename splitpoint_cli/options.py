@@ -14,7 +14,6 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import field, fields
-from enum import Enum
 from inspect import Parameter, Signature
 from typing import Annotated, Any, TypeVar
 
@@ -75,7 +74,7 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
-        values = {name: _plain(given.pop(name)) for name in names}
+        values = {name: given.pop(name) for name in names}
         command(kind(**values), **given)
 
     all_parameters = [*parameters, *(each.replace(kind=Parameter.KEYWORD_ONLY) for each in rest)]
@@ -93,14 +92,13 @@ def _parameter(name: str, metadata: Any) -> Parameter:
     declared = typer.Option(
         *decls,
         help=option.help,
-        metavar=option.unit or None,
+        metavar="|".join(option.choices) or option.unit or None,
+        callback=lambda value: _checked(option, value),
         min=option.least if is_number else None,
         max=option.most if is_number else None,
         rich_help_panel=metadata["panel"],
     )
     kind: Any = option.kind
-    if option.choices:
-        kind = _choice_type(name, option.choices)
     default = Parameter.empty if option.is_required else option.default
     if default is None:
         kind = kind | None
@@ -109,11 +107,6 @@ def _parameter(name: str, metadata: Any) -> Parameter:
     )
 
 
-def _choice_type(name: str, choices: Iterable[str]) -> Any:
-    """Return a type for Typer whose values are these."""
-    new_enum: Any = Enum
-    return new_enum(name, {choice: choice for choice in choices})
-
-
-def _plain(value: object) -> object:
-    return value.value if isinstance(value, Enum) else value
+def _checked(option: Option[Any], value: T) -> T:
+    option.check(value)
+    return value

@@ -149,7 +149,10 @@ def load_profile(name_or_path: str) -> Profile:
 
 
 def _profile_in_status(text: str) -> str:
-    """The first worker's profile, when the text is a status; else the text itself."""
+    """Return the first measured worker's profile if the text is a status; else the text.
+
+    The description of the profile names the worker.
+    """
     try:
         loaded = json.loads(text)
     except ValueError:
@@ -157,7 +160,9 @@ def _profile_in_status(text: str) -> str:
     workers = loaded.get("workers") if isinstance(loaded, dict) else None
     for worker in workers if isinstance(workers, list) else []:
         if isinstance(worker, dict) and isinstance(worker.get("profile"), dict):
-            return json.dumps(worker["profile"])
+            profile = worker["profile"]
+            description = f"worker {worker.get('id')}: {profile.get('description', '')}"
+            return json.dumps({**profile, "description": description.rstrip(": ")})
     return text
 
 

@@ -60,7 +60,12 @@ class Option(Generic[T_co]):
         return self.name.replace("-", "_")
 
     def check(self, value: object) -> None:
-        """Raise InvalidArgument if the value is out of bounds or no size or rate."""
+        """Raise InvalidArgument if the value is no choice, size or rate, or out of bounds."""
+        if self.choices and value is not None and value not in self.choices:
+            raise InvalidArgument(
+                f"{self.flag}: {str(value)!r} is not one of {', '.join(self.choices)}",
+                field=self.name,
+            )
         if isinstance(value, str) and self.unit == SIZE:
             parse_size(value, field=self.name)
         elif isinstance(value, str) and self.unit == RATE:

@@ -19,7 +19,7 @@ from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import Encoding, ModelShape
 from splitpoint.words import counted
 from splitpoint_cli.models import find_shape
-from splitpoint_cli.options import check_options, takes_options
+from splitpoint_cli.options import takes_options
 from splitpoint_cli.output import EXIT_HELP, seconds_text
 from splitpoint_cli.planning.options import PlanOptions
 from splitpoint_cli.planning.plan_weights import (
@@ -43,7 +43,6 @@ _SCHEDULES = {
 @takes_options
 def plan(options: PlanOptions, as_json: AsJson = False, output: OutputFile = None) -> None:
     """Print the split point of a request, and the reason. Needs no server and no GPU."""
-    check_options(options)
     shape = find_shape(options.model, options.dtype)
     costs = load_profile(options.profile)
     weights = _weights(options, shape, costs)

@@ -166,7 +166,8 @@ def _readiness(worker: Worker) -> Iterator[Finding]:
             f"{name} has no store",
             f"it is not attached to {worker.kvstore_address}: nothing is reused, streamed "
             "requests wait",
-            "start the store again at its address; the worker attaches by itself",
+            "`splitpoint up` starts the store again by itself; elsewhere start it at its address; "
+            "the worker attaches by itself",
         )
 
 
@@ -240,8 +241,9 @@ def _store(store: Store, attached: Sequence[str]) -> Iterator[Finding]:
             Severity.ERROR,
             f"store {store.address} does not answer",
             plain_reason(store.message),
-            "start it again with the same arguments: it takes its arena over; here, name a "
-            "token or an authority that it accepts if it refuses this command",
+            "`splitpoint up` starts it again by itself; elsewhere start it with the same "
+            "arguments: it adopts its arena; if it refuses this command, name a token or an "
+            "authority that it accepts",
         )
     else:
         yield from _room(store.address, store.stats)

@@ -8,12 +8,14 @@ import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TextIO
 
 import typer
 
 from splitpoint.errors import AlreadyExists, InvalidArgument
+from splitpoint.options.option import Option
 from splitpoint.transport.access import (
     Caller,
     Role,
@@ -25,12 +27,13 @@ from splitpoint.transport.access import (
 )
 from splitpoint.transport.tls import read_private
 from splitpoint_cli.files import replace_file
+from splitpoint_cli.options import of, takes_options
 
 TOKEN_BYTES = 32
 
 
 def add_token(path: Path, caller: Caller) -> str:
-    """A new token for the caller, its entry appended to the file (made when missing).
+    """Return a new token for the caller; append its entry to the file, made if it is missing.
 
     The file is replaced in one step: a service never sees half of it. Raises
     AlreadyExists (the name is taken), InvalidArgument, PermissionDenied (the
@@ -59,7 +62,7 @@ def _text_of(path: Path) -> str:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Two commands at once must not lose each other's entry."""
+    """Hold a lock on the folder, so that two commands do not lose each other's entry."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
@@ -71,18 +74,52 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+_FILE: Option[str] = Option(
+    "file",
+    str,
+    "",
+    "Tokens file of the services; made with mode 0600 if it is missing.",
+    unit="PATH",
+    is_required=True,
+)
+_NAME: Option[str] = Option(
+    "name",
+    str,
+    "",
+    "Name of the token's holder, for logs and for revoking.",
+    unit="NAME",
+    is_required=True,
+)
+_ROLE: Option[str] = Option(
+    "role",
+    str,
+    Role.CLIENT.value,
+    "Permissions: client generates; worker is for services among themselves; admin sees "
+    "everything.",
+    choices=tuple(Role),
+)
+_TENANT: Option[str] = Option(
+    "tenant",
+    str,
+    "",
+    "Tenant of a client; only clients of one tenant share cached prefixes; absent: none.",
+    unit="NAME",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOptions:
+    """Values of the options of `splitpoint token`."""
+
+    file: str = of(_FILE)
+    name: str = of(_NAME)
+    role: str = of(_ROLE)
+    tenant: str = of(_TENANT)
+
+
+@takes_options
 def token(
-    file: Annotated[Path, typer.Option(help="Made with mode 0600 when missing.", metavar="PATH")],
-    name: Annotated[str, typer.Option(help="Who gets it; for logs and for revoking.")],
-    role: Annotated[
-        Role,
-        typer.Option(
-            help="client: generates; worker: services among themselves; admin: sees everything."
-        ),
-    ] = Role.CLIENT,
-    tenant: Annotated[
-        str, typer.Option(help="Clients of one tenant share cached prefixes, others never.")
-    ] = "",
+    options: TokenOptions,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -96,24 +133,25 @@ def token(
 
     Running services know it within a second. Deleting its entry revokes it.
     """
-    check_name(name, field="name")
-    if tenant:
-        check_name(tenant, field="tenant")
+    role = Role(options.role)
+    check_name(options.name, field="name")
+    if options.tenant:
+        check_name(options.tenant, field="tenant")
         if role is not Role.CLIENT:
             raise InvalidArgument("only clients have tenants", field="tenant")
-    caller = Caller(name, role, tenant)
+    caller = Caller(options.name, role, options.tenant)
     if out is not None:
         with _new_private_file(out) as secret:
-            secret.write(f"{add_token(file, caller)}\n")
+            secret.write(f"{add_token(Path(options.file), caller)}\n")
         return
-    print(add_token(file, caller))
+    print(add_token(Path(options.file), caller))
     if sys.stdout.isatty():
         print("It is shown this once; --out FILE keeps it in a file of mode 0600.", file=sys.stderr)
 
 
 @contextmanager
 def _new_private_file(path: Path) -> Iterator[TextIO]:
-    """A file that only this user can read; gone again if the block fails.
+    """Make a file that only this user can read; remove it if the block fails.
 
     Raises AlreadyExists, or InvalidArgument where no file can be made.
     """

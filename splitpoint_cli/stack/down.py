@@ -51,8 +51,11 @@ def down(
         return
     descriptor = os.pidfd_open(process_id)
     try:
-        err.print(f"stopping {name} (process {process_id}) ...")
         signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+        err.print(
+            f"stopping {name} (process {process_id}): waiting for running requests, for the time "
+            "of its --grace at most, then for its services ..."
+        )
         ended, _, _ = select.select([descriptor], [], [], _STOP_SECONDS)
     finally:
         os.close(descriptor)

@@ -142,7 +142,8 @@ def test_a_taken_port_for_metrics_is_said_before_anything_starts(tmp_path: Path)
         with stack(tmp_path / "log", instance, store="crash", metrics=str(port)) as process:
             _, errors = process.communicate(timeout=SECONDS)
     assert process.returncode != 0
-    assert f"--metrics: 127.0.0.1:{port + 3} cannot be used: Address already in use" in errors
+    assert f"127.0.0.1:{port + 3} cannot be used: Address already in use" in errors
+    assert "4 ports in a row are needed: --metrics" in errors
     assert not (tmp_path / "log").exists()  # no service was started
     folder = runtime_directory(instance)  # made anew
     assert list(folder.iterdir()) == []

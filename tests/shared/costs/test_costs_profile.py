@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -20,9 +20,10 @@ def test_a_profile_by_name_from_a_file_and_from_a_status(tmp_path: Path) -> None
     alone.write_text(MEASURED.to_json())
     assert load_profile(str(alone)) == MEASURED
     status = tmp_path / "status.json"
-    workers = [{"worker_id": "0", "profile": None}, {"profile": asdict(MEASURED)}]
+    workers = [{"id": "0", "profile": None}, {"id": "1", "profile": asdict(MEASURED)}]
     status.write_text(json.dumps({"complete": True, "workers": workers}))
-    assert load_profile(str(status)) == MEASURED
+    described = f"worker 1: {MEASURED.description}"
+    assert load_profile(str(status)) == replace(MEASURED, description=described)
 
 
 @pytest.mark.parametrize("text", ['{"workers": []}', '{"workers": 3}', "[1]", "nonsense"])
