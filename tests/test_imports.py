@@ -186,7 +186,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "splitpoint": (
         *("words", "errors", "extras", "keys", "progress", "shapes", "config"),
         *("host", "costs", "planning", "checkpoint", "arena"),
-        *("observe", "transport", "discovery", "client"),
+        *("observe", "options", "transport", "discovery", "client"),
     ),
     "kvstore_service": (
         "idempotency",
@@ -203,6 +203,11 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "scheduler_service": (
         *("limits", "worker_facts", "options"),
         *("prefixes", "cluster", "api", "placement", "requests"),
+    ),
+    "splitpoint_cli": (
+        *("files", "output", "report", "plots", "identity", "options", "models", "devices"),
+        *("checks", "stack", "request", "top", "trace"),
+        *("arena", "security", "compose", "planning", "doctor", "bench"),
     ),
 }
 MOST_MODULES = 15
