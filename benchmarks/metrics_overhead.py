@@ -77,9 +77,9 @@ class Step:
 
 
 class Unkept(Account):
-    """Nobody keeps account."""
+    """An account that keeps nothing."""
 
-    def take(self, output: StepOutput) -> None:
+    def add(self, output: StepOutput) -> None:
         return
 
 
@@ -96,7 +96,7 @@ class Subject:
     def watch(self, watched: bool) -> None:
         runtime = self.worker.runtime
         runtime.account = Account() if watched else Unkept()
-        runtime.observed = self.metrics.observe if watched else None
+        runtime.observers = [self.metrics.observe] if watched else []
 
     async def decode(self, new_tokens: int, *, watched: bool) -> Step:
         """The steps in which the whole batch decodes."""
@@ -172,7 +172,6 @@ async def subject(name: str, data_type: DataType, seed: int) -> AsyncIterator[Su
         engine=engine,
         runtime=runtime,
         store=None,
-        profile=profile,
         device_description=description,
         weights="",
         weight_lock=None,
@@ -256,7 +255,7 @@ def own_costs(measured: Subject) -> dict[str, float]:
     spans = [Span(Lane.LINK_IN, "load K,V", 0.0, 1e-3, 0, 64, 1e6)] * 100
     costs = {
         "report_us": microseconds(lambda: StepEvent(event.times, 0, BATCH, None)),
-        "account_us": microseconds(lambda: account.take(output)),
+        "account_us": microseconds(lambda: account.add(output)),
         "histograms_us": microseconds(lambda: measured.metrics.observe(output)),
         "span_us": microseconds(lambda: LaneTotals().add(spans), 100) / len(spans),
         "telemetry_us": microseconds(

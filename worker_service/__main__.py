@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# For streams to end by themselves once everything is drained.
+# Seconds for streams to end by themselves after the drain.
 STOP_SECONDS = 0.5
-# One scheduler and a few operators.
+# Concurrent calls: of one scheduler and a few operators.
 MAX_CALLS = 64
 
 
@@ -79,7 +79,7 @@ def _print_progress(progress: Progress) -> None:
 
 
 async def serve(arguments: argparse.Namespace) -> None:
-    """Listen at once, load, be ready, and on a signal drain and stop."""
+    """Listen at once, load the model, become ready, and on a signal drain and stop."""
     setup = set_up(arguments)
     meters = Meters(Service.WORKER)
     server = create_server(
@@ -144,8 +144,8 @@ async def _load_and_run(
         await asyncio.wait({stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
     if failing.done():
         _write_trace(worker, options.trace_file)
-        # Device memory is in an unknown state: end, and let a supervisor start anew. Not
-        # as a drain, which the scheduler would count as no loss.
+        # Device memory is in an unknown state: end, and let a supervisor restart. This is not
+        # a drain, which the scheduler would not count as a loss.
         raise Internal("the engine failed; see the log above")
     await health.shut_down()
     cancelled = await servicer.drain(DRAIN_SECONDS)
@@ -162,7 +162,7 @@ async def _load_and_run(
 
 
 def _write_trace(worker: LoadedWorker, path: Path | None) -> None:
-    """Once the engine's thread has ended."""
+    """Write the trace after the engine's thread has ended."""
     trace = worker.engine.trace
     if path is None or trace is None:
         return

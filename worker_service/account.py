@@ -1,7 +1,7 @@
-"""What a worker has done since it started: plain totals, kept once, for everybody who asks.
+"""Totals of what a worker has done since it started, for its metrics and its telemetry.
 
-Metrics and telemetry are two readers of the same books. Fed and read on the event loop,
-whether or not anybody listens to a Run stream; knows neither Prometheus nor the contract.
+Updated and read on the event loop, with or without a Run stream. It knows neither
+Prometheus nor the protocol.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from worker_service.store.write_back import WriteTotals
 
 
 class StepKind(enum.StrEnum):
-    """What a step computed."""
+    """Kinds of steps, by what they compute."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -32,7 +32,7 @@ class StepKind(enum.StrEnum):
 
 
 class Traffic(enum.StrEnum):
-    """What crossed the link to the device."""
+    """Kinds of bytes that cross the link to the device."""
 
     KV = "kv"
     ACTIVATIONS = "activations"
@@ -40,7 +40,7 @@ class Traffic(enum.StrEnum):
 
 
 class Way(enum.StrEnum):
-    """How a cached token's K and V came to the device."""
+    """Ways in which K and V of a cached token come onto the device."""
 
     LOADED = "loaded"
     REBUILT = "rebuilt"  # from activations
@@ -48,14 +48,14 @@ class Way(enum.StrEnum):
 
 
 class Predicted(enum.StrEnum):
-    """What is predicted before it is done."""
+    """Kinds of work whose seconds are predicted."""
 
     RESTORE = "restore"
     STEP = "step"
 
 
 def predictions(output: StepOutput) -> Iterator[tuple[Predicted, float, float]]:
-    """What was predicted at all: what of, seconds said beforehand, seconds it took."""
+    """Yield (kind, predicted seconds, measured seconds) of what was predicted."""
     for event in output.restores:
         if event.brought_tokens and event.predicted_seconds > 0:
             yield Predicted.RESTORE, event.predicted_seconds, event.seconds
@@ -63,27 +63,26 @@ def predictions(output: StepOutput) -> Iterator[tuple[Predicted, float, float]]:
         yield Predicted.STEP, output.step.times.predicted_seconds, output.step.times.seconds
 
 
-# What can be counted: tokens of a step that streams are never computed from their ids.
+# Combinations that occur: a streamed step never computes tokens from their ids.
 WAYS = (
     *((Residency.RESIDENT, way) for way in Way),
     (Residency.STREAMED, Way.LOADED),
     (Residency.STREAMED, Way.REBUILT),
 )
-# NONE brings nothing.
+# Methods that bring tokens onto the device.
 METHODS: tuple[RestoreMethod, ...] = tuple(
     method for method in RestoreMethod if method is not RestoreMethod.NONE
 )
 
 
 class Account:
-    """Totals. Bytes, seconds and tokens; every kind of a thing is there from the start.
+    """Totals in bytes, seconds and tokens. Every kind has an entry from the start.
 
     Attributes:
-        written, fetched: the pages that write-back and the fetcher keep themselves.
-        cache_tokens: of restores under RESIDENT, of streamed steps under STREAMED.
-        split_tokens: of the latest restore that had a split, or step that streamed; None:
-            there was none yet.
-        predicted_seconds, measured_seconds: of what was predicted at all.
+        written, fetched: totals that write-back and the fetcher update.
+        cache_tokens: tokens of restores under RESIDENT, of streamed steps under STREAMED.
+        split_tokens: the latest split of a restore or of a streamed step; None before.
+        predicted_seconds, measured_seconds: seconds of work that was predicted.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -98,7 +97,7 @@ class Account:
         self.link_in_bytes = dict.fromkeys(Traffic, 0)
         self.link_in_seconds = 0.0
         self.compute_seconds = 0.0
-        self._compute_told = 0.0
+        self._compute_reported = 0.0
         self.rebuild_seconds = 0.0
         self.prefill_seconds = 0.0
         self.written = WriteTotals()
@@ -114,32 +113,32 @@ class Account:
         return self._clock() - self._started
 
     def compute_until_now(self, under_way: float) -> float:
-        """Seconds of compute with those of the step under way; never less than told before.
+        """Return compute seconds with those of the step under way; the result never decreases.
 
-        A step that ended but was not taken yet is in neither of the two for a moment.
+        For a moment, a step that has just ended is neither counted nor under way.
         """
-        self._compute_told = max(self._compute_told, self.compute_seconds + under_way)
-        return self._compute_told
+        self._compute_reported = max(self._compute_reported, self.compute_seconds + under_way)
+        return self._compute_reported
 
     def tokens_by(self, way: Way) -> int:
-        """Cached tokens that came this way, in restores and in steps."""
+        """Return the cached tokens that came this way, in restores and in steps."""
         return sum(count for (_, each), count in self.cache_tokens.items() if each is way)
 
-    def take(self, output: StepOutput) -> None:
-        """Everything that a step's output says of work that was done."""
+    def add(self, output: StepOutput) -> None:
+        """Add the work that a step's output reports."""
         self.generated_tokens += len(output.tokens)
         self.chunk_losses += output.loss_count
         for event in output.restores:
-            self._restored(event)
+            self._add_restore(event)
         if output.step is not None:
-            self._stepped(output.step)
+            self._add_step(output.step)
         if output.work is not None:
-            self._worked(output.work)
+            self._add_work(output.work)
         for what, predicted, measured in predictions(output):
             self.predicted_seconds[what] += predicted
             self.measured_seconds[what] += measured
 
-    def _stepped(self, step: StepEvent) -> None:
+    def _add_step(self, step: StepEvent) -> None:
         self.steps[StepKind.of(step)] += 1
         self.step_seconds += step.times.seconds
         self.prefilled_tokens += step.prefilled_tokens
@@ -150,7 +149,7 @@ class Account:
             self.cache_tokens[Residency.STREAMED, Way.REBUILT] += streamed.rebuilt
             self.split_tokens = streamed.split
 
-    def _restored(self, event: RestoreEvent) -> None:
+    def _add_restore(self, event: RestoreEvent) -> None:
         if not event.brought_tokens:
             return
         self.restores[event.method] += 1
@@ -160,7 +159,7 @@ class Account:
         if event.method is not RestoreMethod.TOKENS:
             self.split_tokens = event.split_tokens
 
-    def _worked(self, work: LaneTotals) -> None:
+    def _add_work(self, work: LaneTotals) -> None:
         self.link_in_bytes[Traffic.KV] += work.kv_bytes
         self.link_in_bytes[Traffic.ACTIVATIONS] += work.activation_bytes
         self.link_in_bytes[Traffic.WEIGHTS] += work.weight_bytes

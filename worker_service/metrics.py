@@ -1,7 +1,7 @@
-"""A worker's metrics: its account read at each scrape, and the distributions beside it.
+"""A worker's metrics: its account, read at each scrape, and distributions.
 
-Names and texts are splitpoint/observe/metrics.py's. What only a driver knows comes from the
-worker's monitor.
+`splitpoint/observe/metrics.py` has the names and texts. The worker's monitor adds what only
+a driver knows.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ from worker_service.startup import LoadedWorker
 
 
 class WorkerMetrics:
-    """Of one worker, from when it is loaded. Make it on the event loop, which it is read on.
-
-    `observe` is for `Runtime.observed`: distributions see every step and restore.
-    """
+    """The metrics of one loaded worker. Construct it on the event loop, where it is read."""
 
     def __init__(self, meters: Meters, worker: LoadedWorker) -> None:
         self._worker = worker
@@ -31,9 +28,10 @@ class WorkerMetrics:
         ratios = meters.histogram(metrics.PREDICTION_RATIO)
         self._ratios = {what: ratios.labels(what.value) for what in Predicted}
         meters.read(self.readings)
-        worker.runtime.observed = self.observe
+        worker.runtime.observers.append(self.observe)
 
     def observe(self, output: StepOutput) -> None:
+        """Add every step and restore of an output to the distributions."""
         if output.step is not None:
             self._steps.observe(output.step.times.seconds)
         for event in output.restores:

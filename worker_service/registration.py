@@ -1,7 +1,6 @@
-"""Tells Redis that this worker lives, so that schedulers find it.
+"""Announces a worker in Redis, so that schedulers find it.
 
-An entry that expires, written anew with each heartbeat; Redis away is no error.
-Reads what the worker is and changes nothing of it.
+The entry expires unless a heartbeat renews it. It is no error if Redis is away.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ from worker_service.startup import LoadedWorker
 
 log = logging.getLogger(__name__)
 
-# The store may come back with another arena: its name is asked for again now and then.
-BEATS_BETWEEN_QUESTIONS = 5
+# The store may restart with another arena, so its identity is queried again.
+BEATS_BETWEEN_QUERIES = 5
 STORE_SECONDS = 0.25
 
 
 class Registration:
-    """`run` it as a task once the worker is loaded, `withdraw` before it stops.
+    """Keeps a worker's entry: `run` as a task once it is loaded, `withdraw` before it stops.
 
     Args:
-        identity: who the worker is to its store.
-        is_draining: then nobody new should find it.
+        identity: TLS identity towards the store.
+        is_draining: whether the entry is no longer to be renewed.
     """
 
     def __init__(
@@ -62,11 +61,11 @@ class Registration:
         self._store_instance_id = b""
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Renew the entry until cancelled."""
         beats = 0
         while True:
-            if beats % BEATS_BETWEEN_QUESTIONS == 0:
-                await self._ask_store()
+            if beats % BEATS_BETWEEN_QUERIES == 0:
+                await self._query_store()
             beats += 1
             try:
                 if not self._is_draining():
@@ -74,11 +73,11 @@ class Registration:
                 if beats % BEATS_BETWEEN_PRUNES == 0:
                     await prune(self._link, WORKERS)
             except Unavailable:
-                pass  # the link has said so
+                pass  # the link has logged it
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
     async def withdraw(self) -> None:
-        """The worker stops: take its entry out, if Redis is there."""
+        """Remove the entry, if Redis is reachable."""
 
         async def remove(redis: Redis) -> Any:
             async with redis.pipeline(transaction=True) as pipe:
@@ -115,8 +114,8 @@ class Registration:
             add_announcement(pipe, WORKERS, self.entry())
             return await pipe.execute()
 
-    async def _ask_store(self) -> None:
-        """The name of the store's arena: the same store has other addresses elsewhere."""
+    async def _query_store(self) -> None:
+        """Query the store's instance id, since its address differs between hosts."""
         if self._worker.store is None:
             return
         async with open_channel(self._worker.store.address, self._identity) as channel:
@@ -124,5 +123,5 @@ class Registration:
             try:
                 stats = await stub.GetStats(kvstore_pb2.GetStatsRequest(), timeout=STORE_SECONDS)
             except grpc.RpcError:
-                return  # the store client says what is wrong with it
+                return  # the store client logs what is wrong
             self._store_instance_id = stats.instance_id

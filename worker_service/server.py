@@ -1,4 +1,4 @@
-"""WorkerService: the gRPC face of a runtime. Validates, translates, streams; decides nothing."""
+"""WorkerService: the gRPC server of a runtime. Validates and converts messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import grpc
 
-from splitpoint.costs.profile import Profile
 from splitpoint.errors import (
     Aborted,
     FailedPrecondition,
@@ -47,7 +46,7 @@ _RunCall = grpc.aio.ServicerContext[pb.RunRequest, pb.RunResponse]
 
 @dataclass(slots=True)
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
-    """Answers UNAVAILABLE until `worker` is set, which happens once the model is loaded."""
+    """Serves one worker. Calls fail with UNAVAILABLE until `worker` is set after loading."""
 
     worker: LoadedWorker | None = None
     health: HealthReporter | None = None
@@ -97,7 +96,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> pb.ProfileResponse:
         worker = self._loaded()
         if request.refresh:
-            worker.remember_costs(await worker.runtime.call(lambda: _measure(worker)))
+            await worker.runtime.call(lambda: _measure(worker))
             worker.runtime.emit(StepOutput(profile=worker.profile))
         return pb.ProfileResponse(profile=profile_to_proto(worker.profile))
 
@@ -119,24 +118,22 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             asyncio.create_task(_given_up(listener)),
         ]
         try:
-            # Tells the scheduler at once that the stream was accepted.
+            # The scheduler learns at once that the stream was accepted.
             await context.send_initial_metadata(())
             step = 0
-            pulse = _Pulse()
-            async for output in _outputs_until(listener.outputs, ends, pulse):
+            timer = _TelemetryTimer()
+            async for output in _outputs_until(listener.outputs, ends, timer):
                 if worker.runtime.failed.is_set():
-                    # Its requests are not told of it one by one: to the scheduler this
-                    # worker is lost, and they go on elsewhere.
+                    # To the scheduler the worker is lost, and its requests go on elsewhere.
                     raise Internal(ENGINE_FAILED, reason="ENGINE_FAILED")
                 step += 1
                 if output is None:
-                    output = worker.runtime.standstill()
-                # What was done is told along with the latest tokens, or alone.
-                telemetry = telemetry_of(worker) if pulse.take() else None
+                    output = worker.runtime.idle_output()
+                telemetry = telemetry_of(worker) if timer.restart_if_due() else None
                 yield response_from(output, step, telemetry)
         finally:
-            # A task of its own: a scheduler that is killed cancels this call at any
-            # moment, and the worker must be there for its successor all the same.
+            # A task of its own: a killed scheduler cancels this call at any moment, and the
+            # worker must be ready for the next scheduler all the same.
             self._ending = asyncio.create_task(self._end_stream(worker, listener, ends))
             await asyncio.shield(self._ending)
 
@@ -146,7 +143,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         worker.runtime.unlisten(listener)
         for end in ends:
             end.cancel()
-        # What they raised, _outputs_until raised before.
+        # _outputs_until has raised their errors.
         await asyncio.gather(*ends, return_exceptions=True)
         worker.runtime.cancel_all()
         # The next stream starts on an empty engine.
@@ -168,10 +165,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return pb.DrainResponse(cancelled_count=await self.drain(grace))
 
     async def drain(self, grace_seconds: float) -> int:
-        """Refuse new requests, let running ones end; returns how many were cancelled."""
+        """Refuse new requests and let running ones end; return how many were cancelled."""
         self.draining = True
         if self.health is not None:
-            # How the scheduler hears of it.
+            # The scheduler watches it.
             await self.health.set(SERVICE_NAME, False)
         if self.worker is None:
             return 0
@@ -197,7 +194,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def _read_commands(
         self, worker: LoadedWorker, requests: AsyncIterator[pb.RunRequest]
     ) -> None:
-        """Carry out commands in order until the scheduler ends its side."""
+        """Carry out commands in order until the scheduler closes its side."""
         runtime = worker.runtime
         async for request in requests:
             match request.WhichOneof("command"):
@@ -213,7 +210,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     raise InvalidArgument("no command is set", field="command")
 
     def _admit(self, worker: LoadedWorker, command: pb.AdmitCommand) -> None:
-        """A request that cannot run is finished with its error; the stream goes on."""
+        """Admit a request, or finish it with its error; the stream goes on."""
         try:
             if self.draining:
                 raise Unavailable("the worker is draining", reason="DRAINING")
@@ -231,28 +228,31 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             worker.runtime.admit(admission)
 
 
-def _measure(worker: LoadedWorker) -> Profile:
+def _measure(worker: LoadedWorker) -> None:
+    """Measure the worker's costs anew; on the engine's thread."""
     engine = worker.engine
     measured = measure(
         engine.model, engine.cache.device, worker.device_description, lanes=engine.lanes
     )
-    # Restores are measured as they come: no page can be spared for trials now.
-    measured = replace(
-        measured,
-        restore_overhead_seconds=worker.profile.restore_overhead_seconds,
-        operation_overhead_seconds=worker.profile.operation_overhead_seconds,
+    # Restores are only measured as they come: their trials need free pages.
+    present = engine.profile
+    engine.watch_costs(
+        replace(
+            measured,
+            restore_overhead_seconds=present.restore_overhead_seconds,
+            operation_overhead_seconds=present.operation_overhead_seconds,
+        )
     )
-    engine.watch_costs(measured)
-    return measured
 
 
 async def _given_up(listener: Listener) -> None:
+    """Raise Aborted once the listener was given up."""
     await listener.given_up.wait()
     raise Aborted("step outputs were not taken", reason="SLOW_SCHEDULER")
 
 
-class _Pulse:
-    """When telemetry is due: a second after the stream began, or after the last."""
+class _TelemetryTimer:
+    """Says when telemetry is due: a second after the stream began, or after the last."""
 
     def __init__(self) -> None:
         self._due = time.monotonic() + TELEMETRY_SECONDS
@@ -261,8 +261,8 @@ class _Pulse:
     def seconds_left(self) -> float:
         return max(0.0, self._due - time.monotonic())
 
-    def take(self) -> bool:
-        """Whether it is due; then it is taken."""
+    def restart_if_due(self) -> bool:
+        """Return whether telemetry is due, and then restart."""
         now = time.monotonic()
         if now < self._due:
             return False
@@ -271,16 +271,18 @@ class _Pulse:
 
 
 async def _outputs_until(
-    outputs: asyncio.Queue[StepOutput], ends: Sequence[asyncio.Task[Any]], pulse: _Pulse
+    outputs: asyncio.Queue[StepOutput], ends: Sequence[asyncio.Task[Any]], timer: _TelemetryTimer
 ) -> AsyncIterator[StepOutput | None]:
-    """Step outputs until one of the tasks ends; raises what it raised. None: there is
-    none, but the pulse is due."""
+    """Yield step outputs, and None if telemetry is due without one, until a task ends.
+
+    Raises the task's error.
+    """
     while True:
         getter = asyncio.ensure_future(outputs.get())
         try:
             await asyncio.wait(
                 {getter, *ends},
-                timeout=pulse.seconds_left,
+                timeout=timer.seconds_left,
                 return_when=asyncio.FIRST_COMPLETED,
             )
         finally:
@@ -293,5 +295,5 @@ async def _outputs_until(
             if end.done():
                 end.result()
                 return
-        if not pulse.seconds_left:  # timers may be a little early
+        if not timer.seconds_left:  # timers may be a little early
             yield None

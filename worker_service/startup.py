@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,7 +29,6 @@ from worker_service.device.memory import STAGING_PAGES, divide, place, staging_p
 from worker_service.device.pinning import PROGRESS_SECONDS, Pinning
 from worker_service.device.registrar import CudaRegistrar
 from worker_service.engine.engine import Engine
-from worker_service.engine.messages import StepOutput
 from worker_service.hardware.monitor import DeviceMonitor, monitor_of
 from worker_service.lanes.lanes import EmulatedLink, Lanes, lanes_of
 from worker_service.lanes.timeline import Trace
@@ -50,13 +49,27 @@ DEFAULT_CHUNK_TOKENS = 64
 CPU_MEMORY_SHARE = 0.2
 # A GPU worker leaves this share to the driver, libraries and fragmentation.
 GPU_MEMORY_SHARE = 0.9
-# Between two things that are told of loading, unless the log is asked for more.
+# Seconds between two reports of loading to a supervisor.
 LOADING_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """What the command line says. `None`: decide at start."""
+    """Options of the command line. Those that are None are decided at the start.
+
+    Attributes:
+        pin_limit_bytes: most bytes of the arena to page-lock for a GPU; 0: none, None: all.
+        verify_rate: share of chunk reads, after the first of each chunk, whose checksum is
+            compared.
+        identity: TLS identity towards stores.
+        kvstore_is_remote: the store is on another host; its chunks are mirrored in
+            `mirror_memory_bytes` of private memory.
+        is_serial: nothing overlaps (the serial twin).
+        link_bytes_per_second: rate of an emulated link, on a CPU only.
+        trace_file: receives the lanes' spans at the stop.
+        progress_seconds: seconds between two log lines on loading and page-locking.
+        on_loading: also called with the progress of loading, more often than the log.
+    """
 
     worker_id: str
     model_folder: Path
@@ -68,24 +81,15 @@ class WorkerOptions:
     max_batched_tokens: int = 512
     threads: int | None = None
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
-    # Most bytes of the arena to page-lock for a GPU; 0: none, None: all.
     pin_limit_bytes: int | None = None
-    # Share of chunk reads, after the first of each chunk, whose checksum is compared.
     verify_rate: float = DEFAULT_VERIFY_RATE
-    # Who the worker is to stores.
     identity: Identity = PLAIN
-    # The store is on another host: its chunks are mirrored in that much private memory.
     kvstore_is_remote: bool = False
     mirror_memory_bytes: int | None = None
-    # The serial twin: nothing overlaps.
     is_serial: bool = False
-    # Of an emulated link, on a CPU only; None: memory is as fast as it is.
     link_bytes_per_second: int | None = None
-    # What the lanes did goes there at the stop.
     trace_file: Path | None = None
-    # How often the log tells how far loading and page-locking are.
     progress_seconds: float = PROGRESS_SECONDS
-    # Told more often how far loading is; None: only the log is.
     on_loading: Callable[[Progress], None] | None = None
 
     def __post_init__(self) -> None:
@@ -110,7 +114,14 @@ class WorkerOptions:
 
 @dataclass(slots=True)
 class LoadedWorker:
-    """A worker that can serve. `profile` follows what it measures."""
+    """A worker that can serve.
+
+    Attributes:
+        weights: which weights are on the host, for people; empty: none.
+        weight_lock: page-locks weights on the host for a GPU; closed after the runtime.
+        monitor: reads the hardware's counters; stopped at the end.
+        redis_is_up: whether Redis answers; None if the worker does not use it.
+    """
 
     worker_id: str
     instance_id: bytes
@@ -118,36 +129,25 @@ class LoadedWorker:
     engine: Engine
     runtime: Runtime
     store: StoreClient | None
-    profile: Profile
     device_description: str
-    # Which weights are on the host, for people; empty: none.
     weights: str
-    # Of weights on the host, for a GPU; to be closed after the runtime has stopped.
     weight_lock: WeightLock | None
-    # Looks into the hardware; started, to be stopped at the end.
     monitor: DeviceMonitor
-    # Whether Redis answers; None: the worker uses none.
     redis_is_up: Callable[[], bool] | None = None
 
     @property
     def store_is_up(self) -> bool | None:
-        """Whether the worker is attached to its store; None: it has none."""
+        """Whether the worker is attached to its store; None if it has none."""
         return None if self.store is None else self.store.connection is not None
 
-    def remember_rates(self, rates: Mapping[str, float]) -> None:
-        """Fetches showed how fast other hosts' stores are: tell the scheduler."""
-        self.profile = replace(self.profile, remote_bytes_per_second=dict(rates))
-        self.runtime.emit(StepOutput(profile=self.profile))
-
-    def remember_costs(self, profile: Profile) -> Profile:
-        """The engine's own costs changed; returns the whole profile, remote rates included."""
-        rates = self.profile.remote_bytes_per_second
-        self.profile = replace(profile, remote_bytes_per_second=rates)
-        return self.profile
+    @property
+    def profile(self) -> Profile:
+        """The worker's costs, as measured so far."""
+        return self.runtime.profile
 
 
 async def load_worker(options: WorkerOptions) -> LoadedWorker:
-    """Everything between the command line and readiness.
+    """Do everything between the command line and readiness.
 
     Raises InvalidArgument (checkpoint, device), ResourceExhausted (memory),
     FailedPrecondition (the store holds another model), Unavailable (no store).
@@ -162,65 +162,44 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
     )
     async with AsyncExitStack() as on_failure:
         on_failure.callback(lanes.close)
-        # Before the weights come: their loading takes link and power, too.
+        # Before the weights are loaded, which uses link and power, too.
         monitor = await asyncio.to_thread(monitor_of, device)
         monitor.start()
         on_failure.push_async_callback(asyncio.to_thread, monitor.stop)  # it may wait
-        store: StoreClient | None = None
-        if options.kvstore_address is None:
+        store = _store_client(options, device)
+        if store is None:
             layout = ArenaLayout.of(shape, chunk_tokens=options.chunk_tokens, has_activations=False)
         else:
-            name, identity = f"worker-{options.worker_id}", options.identity
-            pinning = None
-            if device.type == "cuda" and options.pin_limit_bytes != 0:
-                pinning = Pinning(
-                    CudaRegistrar(device),
-                    limit_bytes=options.pin_limit_bytes,
-                    progress_seconds=options.progress_seconds,
-                )
-            if options.mirror_memory_bytes is not None:
-                store = RemoteStoreClient(
-                    options.kvstore_address,
-                    name,
-                    identity=identity,
-                    mirror_bytes=options.mirror_memory_bytes,
-                    pinning=pinning,
-                )
-            else:
-                store = StoreClient(
-                    options.kvstore_address, name, identity=identity, pinning=pinning
-                )
             on_failure.push_async_callback(store.close)
             layout = await store.layout()
             await asyncio.to_thread(_check_layout, layout, shape, options.model_folder)
-        engine, profile, description, weights = await asyncio.to_thread(
-            _build_engine, options, shape, layout, lanes
-        )
+        description = _describe(lanes)
+        engine, weights = await asyncio.to_thread(_load_engine, options, shape, layout, lanes)
+        await asyncio.to_thread(_prepare, engine, description, weights, options.trace_file)
         if store is not None:
             await store.start(layout)
         on_failure.pop_all()
     runtime = Runtime(engine, store)
     runtime.start()
-    worker = LoadedWorker(
+    return LoadedWorker(
         worker_id=options.worker_id,
         instance_id=os.urandom(16),
         model_folder=options.model_folder,
         engine=engine,
         runtime=runtime,
         store=store,
-        profile=profile,
         device_description=description,
         weights=weights,
         weight_lock=_lock_weights(options, engine),
         monitor=monitor,
     )
-    runtime.rates_changed = worker.remember_rates
-    runtime.costs_changed = worker.remember_costs
-    return worker
 
 
 def choose_device(text: str) -> torch.device:
-    """`cpu`, `cuda`, `cuda:N` or `auto` (a GPU when there is one). Raises InvalidArgument."""
+    """Return the device of `cpu`, `cuda`, `cuda:N` or `auto` (a GPU if there is one).
+
+    Raises InvalidArgument.
+    """
     if text == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     try:
@@ -241,7 +220,7 @@ def choose_device(text: str) -> torch.device:
 
 
 def _check_layout(layout: ArenaLayout, shape: ModelShape, folder: Path) -> None:
-    """The store must have been made for exactly this checkpoint and dtype."""
+    """Raise FailedPrecondition unless the store was made for this checkpoint and dtype."""
     expected = ArenaLayout.of(
         shape,
         chunk_tokens=layout.chunk_tokens,
@@ -261,13 +240,40 @@ def _check_layout(layout: ArenaLayout, shape: ModelShape, folder: Path) -> None:
         )
 
 
-def _build_engine(
+def _store_client(options: WorkerOptions, device: torch.device) -> StoreClient | None:
+    """Return a client of the worker's store, not yet connected; None if it has no store."""
+    if options.kvstore_address is None:
+        return None
+    name, pinning = f"worker-{options.worker_id}", None
+    if device.type == "cuda" and options.pin_limit_bytes != 0:
+        pinning = Pinning(
+            CudaRegistrar(device),
+            limit_bytes=options.pin_limit_bytes,
+            progress_seconds=options.progress_seconds,
+        )
+    if options.mirror_memory_bytes is None:
+        return StoreClient(
+            options.kvstore_address, name, identity=options.identity, pinning=pinning
+        )
+    return RemoteStoreClient(
+        options.kvstore_address,
+        name,
+        identity=options.identity,
+        mirror_bytes=options.mirror_memory_bytes,
+        pinning=pinning,
+    )
+
+
+def _load_engine(
     options: WorkerOptions, shape: ModelShape, layout: ArenaLayout, lanes: Lanes
-) -> tuple[Engine, Profile, str, str]:
-    device = lanes.device
+) -> tuple[Engine, str]:
+    """Divide the device memory and load the model.
+
+    Returns the engine, and which weights are on the host; empty: none.
+    """
+    device, folder = lanes.device, options.model_folder
     dtype = TORCH_TYPES[shape.data_type]
-    config = DecoderConfig.read(options.model_folder, shape.data_type)
-    sizes = weight_sizes(config, device, dtype)
+    sizes = weight_sizes(DecoderConfig.read(folder, shape.data_type), device, dtype)
     budget = _budget(options, sizes, device)
     is_gpu = device.type == "cuda"
     limits = {
@@ -277,57 +283,60 @@ def _build_engine(
         "staging_pages": staging_pages_on_gpu(shape, layout, budget) if is_gpu else STAGING_PAGES,
     }
     placement = place(shape, layout, sizes, **limits)
-    # Before the weights are read: a budget that cannot hold them is said at once, not
-    # after minutes of loading.
+    # Before the weights are read: a budget that cannot hold them fails at once.
     plan = divide(shape, layout, weight_bytes=placement.device_bytes, **limits)
-    tickers = _tickers(options)
-    model = Decoder.load(options.model_folder, device, dtype, placement.on_host, tickers)
-    cache = DeviceCache(layout, plan, device)
-    tokenizer = Tokenizer.load(options.model_folder)
+    model = Decoder.load(folder, device, dtype, placement.on_host, _tickers(options))
     engine = Engine(
         model,
-        cache,
+        DeviceCache(layout, plan, device),
         max_batch_size=options.max_batch_size,
         max_batched_tokens=options.max_batched_tokens,
-        eos_token_ids=eos_token_ids(options.model_folder),
-        tokenizer=tokenizer,
+        eos_token_ids=eos_token_ids(folder),
+        tokenizer=Tokenizer.load(folder),
         lanes=lanes,
         verifier=Verifier(options.verify_rate),
     )
-    description = describe_device(device)
-    if lanes.link is not None:
-        rate = format_rate(lanes.link.bytes_per_second)
-        description += f", link emulated at {rate}"
-        log.warning("the link is emulated at %s: this worker is slower than it could be", rate)
-    if options.trace_file is not None:
-        trace = Trace({"device": description, "schedule": lanes.schedule.value})
-        engine.trace = trace
-        _write_trace(trace, options.trace_file)
-    profile = measure(model, device, description, lanes=engine.lanes)
-    profile = measure_overheads(engine, profile)
-    engine.watch_costs(profile)
     log.info(
         "%s on %s: weights take %s (%s), cache %s in %d pages",
         shape.name,
-        description,
+        _describe(lanes),
         format_size(plan.weight_bytes),
         placement.reason,
         format_size(plan.cache_capacity_bytes),
         plan.page_count,
     )
-    if placement.on_host == NOTHING_ON_HOST:
-        return engine, profile, description, ""
+    return engine, "" if placement.on_host == NOTHING_ON_HOST else placement.reason
+
+
+def _prepare(engine: Engine, description: str, weights: str, trace_file: Path | None) -> None:
+    """Open the trace, and measure the engine's costs."""
+    if engine.lanes.link is not None:
+        rate = format_rate(engine.lanes.link.bytes_per_second)
+        log.warning("the link is emulated at %s: this worker is slower than it could be", rate)
+    if trace_file is not None:
+        engine.trace = Trace({"device": description, "schedule": engine.lanes.schedule.value})
+        _write_trace(engine.trace, trace_file)
+    profile = measure(engine.model, engine.cache.device, description, lanes=engine.lanes)
+    profile = measure_overheads(engine, profile)
+    engine.watch_costs(profile)
     if profile.host_weight_bytes:
         log.warning(
-            "weights on the host: %s, at least %.3g ms of each (--device-memory)",
-            placement.reason,
+            "weights on the host: %s, at least %.3g ms of each step (--device-memory)",
+            weights,
             1e3 * profile.weight_seconds,
         )
-    return engine, profile, description, placement.reason
+
+
+def _describe(lanes: Lanes) -> str:
+    """Return the device, and its emulated link if it has one."""
+    description = describe_device(lanes.device)
+    if lanes.link is None:
+        return description
+    return f"{description}, link emulated at {format_rate(lanes.link.bytes_per_second)}"
 
 
 def _tickers(options: WorkerOptions) -> list[Ticker]:
-    """Who hears how far loading is."""
+    """Return the receivers of the progress of loading."""
 
     def write(progress: Progress) -> None:
         done, total = format_size(progress.done_bytes), format_size(progress.total_bytes)
@@ -349,14 +358,14 @@ def _budget(options: WorkerOptions, sizes: WeightSizes, device: torch.device) ->
 
 
 def _lanes(options: WorkerOptions, device: torch.device) -> Lanes:
-    """Raises InvalidArgument for an emulated link on a GPU."""
+    """Return the device's lanes. Raises InvalidArgument for an emulated link on a GPU."""
     rate = options.link_bytes_per_second
     link = None if rate is None else EmulatedLink(rate)
     return lanes_of(device, overlapped=not options.is_serial, link=link)
 
 
 def _lock_weights(options: WorkerOptions, engine: Engine) -> WeightLock | None:
-    """In the background, as the arena is; None where nothing is to be locked."""
+    """Page-lock weights on the host in the background; None if there is nothing to lock."""
     device, memory = engine.cache.device, engine.model.host_memory
     if device.type != "cuda" or not memory or options.pin_limit_bytes == 0:
         return None
@@ -364,7 +373,7 @@ def _lock_weights(options: WorkerOptions, engine: Engine) -> WeightLock | None:
 
 
 def _write_trace(trace: Trace, path: Path) -> None:
-    """An empty one, at the start: where no file can be is better known now than at the stop."""
+    """Write an empty trace at the start, so that a bad path fails now and not at the stop."""
     try:
         trace.write(path)
     except OSError as error:

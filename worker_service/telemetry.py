@@ -1,6 +1,6 @@
-"""The account as a message: what a scheduler hears of its worker about once a second.
+"""The account as a message, which the scheduler gets about once a second.
 
-Made when it is sent, so it is never late, however far behind its reader is.
+It is made when it is sent, so it is current however slow its reader is.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from splitpoint.v1 import types_pb2
 from worker_service.account import Way
 from worker_service.startup import LoadedWorker
 
-# Between two messages on a Run stream.
+# Seconds between two messages on a Run stream.
 TELEMETRY_SECONDS = 1.0
 
 
 def telemetry_of(worker: LoadedWorker) -> types_pb2.Telemetry:
-    """Everything that is known now. Does not wake the engine."""
+    """Return the worker's present telemetry, without waking the engine."""
     account, engine = worker.runtime.account, worker.engine
     link = engine.lanes.link
     telemetry = types_pb2.Telemetry(

@@ -1,4 +1,4 @@
-"""Between the Run stream's messages and the engine's values; validates what comes in."""
+"""Converts between the Run stream's messages and the engine's values, and validates commands."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def admission_from(
     *,
     has_activations: bool,
 ) -> Admission:
-    """The engine's form of a command. Raises InvalidArgument naming the field."""
+    """Return the admission of a command. Raises InvalidArgument naming the field."""
     prompt = tuple(command.prompt_token_ids)
     delivered = tuple(command.delivered_token_ids)
     if not 1 <= len(command.request_id) <= 64:
@@ -97,7 +97,7 @@ def admission_from(
 
 
 def _check_method(plan: Plan, *, forces_split: bool) -> None:
-    """Raises InvalidArgument for a prefill from the front that cannot be."""
+    """Raise InvalidArgument if the plan's restore method is not possible."""
     if plan.recomputed_tokens < 0:
         raise InvalidArgument("must be at least 0", field="admit.plan.recomputed_tokens")
     if plan.method is not RestoreMethod.TOKENS:
@@ -111,7 +111,7 @@ def _check_method(plan: Plan, *, forces_split: bool) -> None:
 
 
 def _source_of(command: worker_pb2.AdmitCommand) -> FetchSource | None:
-    """Where to fetch from; None: nowhere. Raises InvalidArgument."""
+    """Return the store to fetch from; None if there is none. Raises InvalidArgument."""
     address = command.source_store_address
     if not address:
         return None
@@ -127,7 +127,7 @@ def _source_of(command: worker_pb2.AdmitCommand) -> FetchSource | None:
 def response_from(
     output: StepOutput, step: int, telemetry: types_pb2.Telemetry | None = None
 ) -> worker_pb2.RunResponse:
-    """One message for one step's output."""
+    """Return the message of one step's output."""
     response = worker_pb2.RunResponse(
         step=step,
         running_count=output.running_count,
@@ -188,5 +188,5 @@ def finish_from(event: FinishEvent) -> worker_pb2.RequestFinish:
 
 
 def refusal(command: worker_pb2.AdmitCommand, error: SplitpointError) -> FinishEvent:
-    """The end of a request that was never admitted."""
+    """Return the end of a request that was never admitted."""
     return FinishEvent((command.request_id, command.attempt), error=error)

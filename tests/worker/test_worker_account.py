@@ -55,7 +55,7 @@ class Case:
     def account_of(self, engine: Engine) -> Account:
         """Fed with all that the engine hands over from now on."""
         account = Account()
-        self.runner.after_step = account.take
+        self.runner.after_step = account.add
         return account
 
     @property
@@ -158,7 +158,7 @@ def test_what_a_lost_restore_copied_has_crossed_the_link_all_the_same(
         lanes = SerialLanes(CPU)
         engine = case.engine(lanes)
         account = Account()
-        runner.after_step = account.take
+        runner.after_step = account.add
         lost: list[Lane] = []
 
         def lose(lane: Lane) -> None:
@@ -187,7 +187,7 @@ def test_kinds_of_steps_and_their_tokens(case: Case) -> None:
 
     def step() -> StepOutput:
         output = engine.step()
-        account.take(output)
+        account.add(output)
         return output
 
     engine.admit(admission("a", PROMPT, GREEDY))
@@ -216,7 +216,7 @@ def test_compute_that_was_told_never_goes_back() -> None:
     account = Account()
     assert account.compute_until_now(0.5) == 0.5
     assert account.compute_until_now(0.0) == 0.5
-    account.take(StepOutput(work=LaneTotals(compute_seconds=0.75)))
+    account.add(StepOutput(work=LaneTotals(compute_seconds=0.75)))
     assert account.compute_until_now(0.0) == 0.75
 
 
@@ -263,7 +263,7 @@ def test_of_a_streamed_prefix_the_restore_counts_what_stays(case: Case) -> None:
     assert events["c"].brought_tokens == 0
     account = Account()
     for output in outputs:
-        account.take(output)
+        account.add(output)
     assert sum(account.restores.values()) == 2
     assert account.cache_tokens[Residency.RESIDENT, Way.LOADED] == 3 * CHUNK + 2 * tail
 
@@ -293,12 +293,12 @@ def test_weights_on_the_host_are_counted_by_each_step(tmp_path: Path, kind: str)
     engine = small_engine(folder, lanes)
     account = Account()
     engine.admit(admission("a", PROMPT[:3], GREEDY))
-    account.take(engine.step())
+    account.add(engine.step())
     while not engine.is_idle:
-        account.take(engine.step())
+        account.add(engine.step())
     # The first layers of the next step are on their way already: as many as have slots.
     lanes.finish()
-    account.take(engine.step())
+    account.add(engine.step())
     steps, weights = sum(account.steps.values()), engine.model.layer_weights
     assert steps == 4
     assert weights is not None
@@ -325,7 +325,7 @@ def test_predictions_are_compared_with_the_same_restores_and_steps(case: Case) -
 
     def take(output: StepOutput) -> None:
         outputs.append(output)
-        account.take(output)
+        account.add(output)
 
     case.runner.after_step = take
     case.runner.run(engine, [admission("a", LONG, GREEDY)])

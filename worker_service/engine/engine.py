@@ -168,6 +168,13 @@ class Engine:
     def trace(self, trace: Trace | None) -> None:
         self._observers.trace = trace
 
+    @property
+    def profile(self) -> Profile:
+        """The costs as reported last; set by `watch_costs`."""
+        if self._observers.costs is None:
+            raise RuntimeError("the engine watches no costs")
+        return self._observers.costs.profile
+
     def watch_costs(self, profile: Profile) -> None:
         """Predict by this profile and refit it from now on; changes are in step outputs."""
         self._observers.costs = CostWatch(profile)
