@@ -57,8 +57,8 @@ class Predicted(enum.StrEnum):
 def predictions(output: StepOutput) -> Iterator[tuple[Predicted, float, float]]:
     """Yield (kind, predicted seconds, measured seconds) of what was predicted."""
     for event in output.restores:
-        if event.brought_tokens and event.predicted_seconds > 0:
-            yield Predicted.RESTORE, event.predicted_seconds, event.seconds
+        if event.brought_tokens and event.predicted_restore_seconds > 0:
+            yield Predicted.RESTORE, event.predicted_restore_seconds, event.restore_seconds
     if output.step is not None and output.step.times.predicted_seconds:
         yield Predicted.STEP, output.step.times.predicted_seconds, output.step.times.seconds
 

@@ -36,7 +36,7 @@ class WorkerMetrics:
             self._steps.observe(output.step.times.seconds)
         for event in output.restores:
             if event.brought_tokens:
-                self._restores[event.method].observe(event.seconds)
+                self._restores[event.method].observe(event.restore_seconds)
                 if event.method is not RestoreMethod.TOKENS:
                     self._splits.observe(event.split_tokens)
         for what, predicted, measured in predictions(output):

@@ -7,7 +7,7 @@ from splitpoint.keys import SALT_LIMIT
 from splitpoint.planning.plan import Plan, Residency, RestoreMethod
 from splitpoint.planning.split_line import SplitLine
 from splitpoint.shapes import ModelShape
-from splitpoint.transport.convert import method_to_proto, plan_from_proto, profile_to_proto
+from splitpoint.transport.convert import plan_from_proto, profile_to_proto, to_message
 from splitpoint.v1 import types_pb2, worker_pb2
 from worker_service.engine.messages import FinishEvent, StepOutput
 from worker_service.engine.sampling import Sampling
@@ -24,47 +24,14 @@ _REASONS = {
 
 
 def admission_from(
-    command: worker_pb2.AdmitCommand,
-    shape: ModelShape,
-    *,
-    has_activations: bool,
+    command: worker_pb2.AdmitCommand, shape: ModelShape, *, has_activations: bool
 ) -> Admission:
     """Return the admission of a command. Raises InvalidArgument naming the field."""
-    prompt = tuple(command.prompt_token_ids)
-    delivered = tuple(command.delivered_token_ids)
-    if not 1 <= len(command.request_id) <= 64:
-        raise InvalidArgument("request_id must have 1 to 64 characters", field="admit.request_id")
-    if not prompt:
-        raise InvalidArgument("the prompt is empty", field="admit.prompt_token_ids")
-    for field, ids in (("prompt_token_ids", prompt), ("delivered_token_ids", delivered)):
-        if ids and not (min(ids) >= 0 and max(ids) < shape.vocabulary_size):
-            raise InvalidArgument(
-                f"token ids must be in [0, {shape.vocabulary_size})", field=f"admit.{field}"
-            )
-    if len(command.tenant_salt) > SALT_LIMIT:
-        raise InvalidArgument(f"more than {SALT_LIMIT} bytes", field="admit.tenant_salt")
     sampling = Sampling.from_proto(command.sampling)
-    if sampling.max_tokens < 1:
-        raise InvalidArgument("must be above 0", field="admit.sampling.max_tokens")
-    if len(delivered) >= sampling.max_tokens:
-        raise InvalidArgument(
-            "as many tokens were delivered as were asked for", field="admit.delivered_token_ids"
-        )
-    if len(prompt) + sampling.max_tokens > shape.context_length:
-        raise InvalidArgument(
-            f"{len(prompt)} prompt tokens and {sampling.max_tokens} new ones exceed the context "
-            f"of {shape.context_length}",
-            field="admit.prompt_token_ids",
-        )
+    _check_tokens(command, sampling, shape)
     plan = plan_from_proto(command.plan)
     is_forced = command.HasField("forced_split_tokens")
     split = command.forced_split_tokens if is_forced else plan.split_tokens
-    if split < 0:
-        raise InvalidArgument("must be at least 0", field="admit.forced_split_tokens")
-    if plan.tile_tokens < 0:
-        raise InvalidArgument("must be at least 0", field="admit.plan.tile_tokens")
-    if plan.resident_tokens < 0:
-        raise InvalidArgument("must be at least 0", field="admit.plan.resident_tokens")
     line = None
     if not is_forced:
         line = SplitLine(plan.split_slope, plan.split_intercept, plan.split_cap)
@@ -74,12 +41,19 @@ def admission_from(
             field="admit.forced_split_tokens",
             reason="NO_ACTIVATIONS",
         )
-    _check_method(plan, forces_split=command.HasField("forced_split_tokens"))
+    for field, value in (
+        ("forced_split_tokens", split),
+        ("plan.tile_tokens", plan.tile_tokens),
+        ("plan.resident_tokens", plan.resident_tokens),
+        ("plan.recomputed_tokens", plan.recomputed_tokens),
+    ):
+        _check_not_negative(value, field)
+    _check_method(plan, forces_split=is_forced)
     return Admission(
         request_id=command.request_id,
         attempt=command.attempt,
-        prompt=prompt,
-        delivered=delivered,
+        prompt=tuple(command.prompt_token_ids),
+        delivered=tuple(command.delivered_token_ids),
         sampling=sampling,
         residency=plan.residency,
         split_tokens=split,
@@ -96,10 +70,40 @@ def admission_from(
     )
 
 
+def _check_tokens(command: worker_pb2.AdmitCommand, sampling: Sampling, shape: ModelShape) -> None:
+    prompt, delivered = command.prompt_token_ids, command.delivered_token_ids
+    if not 1 <= len(command.request_id) <= 64:
+        raise InvalidArgument("request_id must have 1 to 64 characters", field="admit.request_id")
+    if not prompt:
+        raise InvalidArgument("the prompt is empty", field="admit.prompt_token_ids")
+    for field, ids in (("prompt_token_ids", prompt), ("delivered_token_ids", delivered)):
+        if ids and not (min(ids) >= 0 and max(ids) < shape.vocabulary_size):
+            raise InvalidArgument(
+                f"token ids must be in [0, {shape.vocabulary_size})", field=f"admit.{field}"
+            )
+    if len(command.tenant_salt) > SALT_LIMIT:
+        raise InvalidArgument(f"more than {SALT_LIMIT} bytes", field="admit.tenant_salt")
+    if sampling.max_tokens < 1:
+        raise InvalidArgument("must be above 0", field="admit.sampling.max_tokens")
+    if len(delivered) >= sampling.max_tokens:
+        raise InvalidArgument(
+            "as many tokens were delivered as were asked for", field="admit.delivered_token_ids"
+        )
+    if len(prompt) + sampling.max_tokens > shape.context_length:
+        raise InvalidArgument(
+            f"{len(prompt)} prompt tokens and {sampling.max_tokens} new ones exceed the context "
+            f"of {shape.context_length}",
+            field="admit.prompt_token_ids",
+        )
+
+
+def _check_not_negative(value: int, field: str) -> None:
+    if value < 0:
+        raise InvalidArgument("must be at least 0", field=f"admit.{field}")
+
+
 def _check_method(plan: Plan, *, forces_split: bool) -> None:
     """Raise InvalidArgument if the plan's restore method is not possible."""
-    if plan.recomputed_tokens < 0:
-        raise InvalidArgument("must be at least 0", field="admit.plan.recomputed_tokens")
     if plan.method is not RestoreMethod.TOKENS:
         return
     if plan.residency is not Residency.RESIDENT:
@@ -119,8 +123,7 @@ def _source_of(command: worker_pb2.AdmitCommand) -> FetchSource | None:
         raise InvalidArgument(
             f"more than {ADDRESS_LIMIT} characters", field="admit.source_store_address"
         )
-    if command.source_cached_tokens < 0:
-        raise InvalidArgument("must be at least 0", field="admit.source_cached_tokens")
+    _check_not_negative(command.source_cached_tokens, "source_cached_tokens")
     return FetchSource(address, command.source_cached_tokens, command.plan.predicted_fetch_seconds)
 
 
@@ -151,28 +154,15 @@ def response_from(
                     for token_id, logprob in event.choice.top_logprobs
                 ],
             )
-    for restore in output.restores:
-        request_id, attempt = restore.key
-        response.restores.add(
-            request_id=request_id,
-            attempt=attempt,
-            cached_tokens=restore.cached_tokens,
-            split_tokens=restore.split_tokens,
-            method=method_to_proto(restore.method),
-            restore_seconds=restore.seconds,
-            fetched_tokens=restore.fetched_tokens,
-            fetch_seconds=restore.fetch_seconds,
-            recomputed_tokens=restore.recomputed_tokens,
-            predicted_restore_seconds=restore.predicted_seconds,
-            link_bytes=restore.link_bytes,
-            link_busy_seconds=restore.link_busy_seconds,
-            compute_busy_seconds=restore.compute_busy_seconds,
-        )
+    response.restores.extend(
+        to_message(worker_pb2.RestoreReport, event) for event in output.restores
+    )
     response.finishes.extend(finish_from(event) for event in output.finishes)
     return response
 
 
 def finish_from(event: FinishEvent) -> worker_pb2.RequestFinish:
+    """Return the message of a request's end."""
     request_id, attempt = event.key
     finish = worker_pb2.RequestFinish(request_id=request_id, attempt=attempt)
     if event.error is not None:

@@ -332,7 +332,7 @@ def test_predictions_are_compared_with_the_same_restores_and_steps(case: Case) -
     case.runner.run(engine, [streamed("b", LONG, Sampling(max_tokens=8, ignore_eos=True))])
     lanes.close()
     [restore] = [
-        event for output in outputs for event in output.restores if event.predicted_seconds
+        event for output in outputs for event in output.restores if event.predicted_restore_seconds
     ]
     steps = [
         output.step.times
@@ -341,11 +341,11 @@ def test_predictions_are_compared_with_the_same_restores_and_steps(case: Case) -
     ]
     assert len(steps) >= 6
     assert account.predicted_seconds == {
-        Predicted.RESTORE: restore.predicted_seconds,
+        Predicted.RESTORE: restore.predicted_restore_seconds,
         Predicted.STEP: pytest.approx(sum(times.predicted_seconds or 0 for times in steps)),
     }
     assert account.measured_seconds == {
-        Predicted.RESTORE: restore.seconds,
+        Predicted.RESTORE: restore.restore_seconds,
         Predicted.STEP: pytest.approx(sum(times.seconds for times in steps)),
     }
 

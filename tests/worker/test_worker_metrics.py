@@ -181,7 +181,7 @@ async def test_distributions_see_what_the_account_sees(folder: Path, tmp_path: P
         key = ("a", 0)
         restores = [
             RestoreEvent(
-                key, 64, 0, RestoreMethod.LOAD, 0.5, predicted_seconds=0.4, loaded_tokens=64
+                key, 64, 0, RestoreMethod.LOAD, 0.5, predicted_restore_seconds=0.4, loaded_tokens=64
             ),
             RestoreEvent(key, 64, 0, RestoreMethod.TOKENS, 0.5, recomputed_tokens=64),
             # It streams: nothing came.

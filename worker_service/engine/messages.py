@@ -102,7 +102,7 @@ class FinishEvent:
 
 @dataclass(frozen=True, slots=True)
 class RestoreEvent:
-    """What a restore did.
+    """What a restore did; `RestoreReport` of worker.proto has the same fields.
 
     Attributes:
         fetched_tokens: tokens fetched before from another host's store.
@@ -115,16 +115,24 @@ class RestoreEvent:
     cached_tokens: int
     split_tokens: int
     method: RestoreMethod
-    seconds: float
+    restore_seconds: float
     fetched_tokens: int = 0
     fetch_seconds: float = 0.0
     recomputed_tokens: int = 0
-    predicted_seconds: float = 0.0
+    predicted_restore_seconds: float = 0.0
     link_bytes: int = 0
     link_busy_seconds: float = 0.0
     compute_busy_seconds: float = 0.0
     loaded_tokens: int = 0
     rebuilt_tokens: int = 0
+
+    @property
+    def request_id(self) -> str:
+        return self.key[0]
+
+    @property
+    def attempt(self) -> int:
+        return self.key[1]
 
     @property
     def brought_tokens(self) -> int:

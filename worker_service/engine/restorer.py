@@ -300,7 +300,7 @@ class Restorer:
             work.method,
             ended - started,
             recomputed_tokens=work.recomputed,
-            predicted_seconds=predicted,
+            predicted_restore_seconds=predicted,
             link_bytes=int(sum(span.amount for span in link)),
             link_busy_seconds=sum(span.seconds for span in link),
             compute_busy_seconds=sum(span.seconds for span in compute),
@@ -314,7 +314,7 @@ class Restorer:
             costs.restored(work.spans)
             by_split = work.planned_method is not RestoreMethod.TOKENS
             if cached and by_split and not sequence.is_streamed:
-                costs.took(event.seconds, work.spans, self._lanes.schedule)
+                costs.took(event.restore_seconds, work.spans, self._lanes.schedule)
         if cached and sequence.spans is not None:
             sequence.spans.restored(
                 started,
@@ -325,6 +325,6 @@ class Restorer:
                 split_tokens=work.split_tokens,
                 recomputed_tokens=work.recomputed,
                 predicted_seconds=predicted or None,
-                measured_seconds=event.seconds,
+                measured_seconds=event.restore_seconds,
             )
         return event

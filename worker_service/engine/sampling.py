@@ -1,8 +1,7 @@
 """Chooses the next token from logits, reproducibly.
 
-Randomness is a function of (seed, position) alone, so a token does not depend
-on which requests share its step, on the worker, or on a restart. It knows
-nothing of requests, text or stop strings.
+Randomness is a function of (seed, position) alone, so a token does not depend on which
+requests share its step, on the worker, or on a restart.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from splitpoint.transport.convert import from_message
 from splitpoint.v1 import types_pb2
 
 DEFAULT_MAX_TOKENS = 128
@@ -28,7 +28,7 @@ class Sampling:
     Attributes:
         temperature: 0 is greedy.
         top_k: 0 keeps all tokens.
-        logprobs: alternatives to report; None: report nothing.
+        logprobs: alternatives to report; None reports no log-probabilities.
     """
 
     temperature: float = 0.0
@@ -49,32 +49,14 @@ class Sampling:
 
     @classmethod
     def from_proto(cls, message: types_pb2.SamplingParams) -> Sampling:
-        """Absent fields get the defaults that types.proto names."""
-        return cls(
-            temperature=message.temperature,
-            top_k=message.top_k,
-            top_p=message.top_p if message.HasField("top_p") else 1.0,
-            min_p=message.min_p,
-            seed=message.seed,
-            presence_penalty=message.presence_penalty,
-            frequency_penalty=message.frequency_penalty,
-            repetition_penalty=(
-                message.repetition_penalty if message.HasField("repetition_penalty") else 1.0
-            ),
-            logit_bias=dict(message.logit_bias),
-            stop=tuple(message.stop),
-            stop_token_ids=tuple(message.stop_token_ids),
-            max_tokens=(
-                message.max_tokens if message.HasField("max_tokens") else DEFAULT_MAX_TOKENS
-            ),
-            min_tokens=message.min_tokens,
-            ignore_eos=message.ignore_eos,
-            logprobs=message.logprobs if message.HasField("logprobs") else None,
+        """Return the message's values; absent fields keep the defaults of types.proto."""
+        return from_message(
+            cls, message, stop=tuple(message.stop), stop_token_ids=tuple(message.stop_token_ids)
         )
 
     @property
     def uses_history(self) -> bool:
-        """Whether earlier tokens change the choice."""
+        """Whether earlier tokens affect the choice."""
         return (
             self.presence_penalty != 0
             or self.frequency_penalty != 0
@@ -84,12 +66,12 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """One row of logits and what its choice depends on.
+    """What the choice from one row of logits depends on.
 
     Attributes:
         tokens: the sequence so far, prompt first; read for penalties only.
         prompt_length: how many of `tokens` are the prompt.
-        eos_token_ids: the model's ends of sequence.
+        eos_token_ids: the model's end-of-sequence ids.
     """
 
     sampling: Sampling
@@ -99,12 +81,12 @@ class SamplingRow:
 
     @property
     def position(self) -> int:
-        """Index of the token to be chosen, in the whole sequence."""
+        """Index of the token to be chosen in the whole sequence."""
         return len(self.tokens)
 
     @property
     def forbidden(self) -> tuple[int, ...]:
-        """Ids that may not be chosen yet: whatever ends the text, before min_tokens."""
+        """Ids that may not be chosen yet: those that end the text before min_tokens."""
         sampling = self.sampling
         if len(self.tokens) - self.prompt_length >= sampling.min_tokens:
             return ()
@@ -136,11 +118,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class NonFiniteLogits:
-    """The row held NaN or +infinity, or nothing finite: nothing can be chosen for this request."""
+    """The row held NaN or +infinity, or no finite value: no token can be chosen."""
 
 
 def choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Choice | NonFiniteLogits]:
-    """One choice per row of fp32 logits `[M, vocabulary]`; the logits are left as they are.
+    """Return one choice per row of fp32 logits `[M, vocabulary]`, which are not changed.
 
     Plain greedy rows cost one argmax for all of them together.
     """
@@ -160,14 +142,14 @@ def choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Choice | N
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that is a function of (seed, position) only."""
+    """Return a number in [0, 1) that is a function of (seed, position) only."""
     message = seed.to_bytes(8, "little", signed=True) + position.to_bytes(8, "little")
     digest = hashlib.blake2b(message, digest_size=8, person=b"splitpoint draw").digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
 def _choose_one(logits: torch.Tensor, row: SamplingRow) -> Choice:
-    """The whole procedure for one row `[vocabulary]`, on the CPU, in fp64."""
+    """Choose from one row `[vocabulary]`, on the CPU, in fp64."""
     sampling = row.sampling
     scores = _adjusted(logits.to(torch.float64), row)
     token_id = (
@@ -186,7 +168,7 @@ def _choose_one(logits: torch.Tensor, row: SamplingRow) -> Choice:
 
 
 def _adjusted(scores: torch.Tensor, row: SamplingRow) -> torch.Tensor:
-    """Penalties, biases and forbidden tokens; `scores` may be changed in place."""
+    """Apply penalties, biases and forbidden tokens; may change `scores` in place."""
     sampling = row.sampling
     vocabulary = len(scores)
     if sampling.repetition_penalty != 1 and row.tokens:
@@ -210,11 +192,11 @@ def _adjusted(scores: torch.Tensor, row: SamplingRow) -> torch.Tensor:
 
 
 def _draw(scores: torch.Tensor, sampling: Sampling, point: float) -> int:
-    """Inverse of the distribution function at `point`.
+    """Return the inverse of the distribution function at `point`.
 
-    Truncation in the order top_k, top_p, min_p, each on what the one before
-    left; ties are broken by the lower id. Tokens stand in the order of
-    likelihood where top_k or top_p asks for it, else by id, which needs no sort.
+    Truncates in the order top_k, top_p, min_p, each on what the one before left; ties are
+    broken by the lower id. Tokens are in the order of likelihood if top_k or top_p needs it,
+    else by id, which needs no sort.
     """
     # The largest score becomes 0 first: a tiny temperature must not overflow.
     scaled = (scores - scores.max()) / sampling.temperature
@@ -244,7 +226,7 @@ def _draw(scores: torch.Tensor, sampling: Sampling, point: float) -> int:
 
 
 def _most_likely(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` largest and their ids, largest first, lower ids first among equals."""
+    """Return the `count` largest and their ids, largest first, lower ids first among equals."""
     least = torch.topk(scores, count).values[-1]
     ids = (scores >= least).nonzero().squeeze(1)
     ordered, order = torch.sort(scores[ids], descending=True, stable=True)
@@ -254,7 +236,7 @@ def _most_likely(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.
 def _nucleus_candidates(
     probabilities: torch.Tensor, top_p: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Enough tokens, most likely first, to hold `top_p`: rarely the whole vocabulary."""
+    """Return enough tokens, most likely first, to reach `top_p`: rarely the whole vocabulary."""
     vocabulary = len(probabilities)
     if vocabulary > _NUCLEUS:
         ordered, ids = _most_likely(probabilities, _NUCLEUS)

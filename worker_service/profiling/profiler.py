@@ -1,8 +1,7 @@
 """Measures a worker's own costs: the link, the rebuild, a prefill, a decode step.
 
-The link is measured as restores use it: through the lanes, so that an emulated link,
-or a GPU's copy stream, is what the profile tells of. Runs on the engine's thread
-between steps, since it uses the same device. Knows nothing of plans.
+The link is measured as restores use it, through the lanes: the profile describes an
+emulated link, or a GPU's copy stream. Runs on the engine's thread between steps.
 """
 
 from __future__ import annotations
@@ -23,19 +22,18 @@ from worker_service.device.copies import copy
 from worker_service.lanes.lanes import Lanes, Work, lanes_of
 from worker_service.model.decoder import Decoder
 from worker_service.model.layer import DecoderLayer
-from worker_service.model.rope import Rotary
 from worker_service.pipeline.transfer import put_rows
 
 COPY_BYTES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
-# A slow link need not show its largest size: the line has enough points without.
+# Sizes that suffice for a line if the link is slow.
 ENOUGH_SIZES = 4
 SLOW_COPY_SECONDS = 0.05
 REBUILD_TOKENS = (64, 256, 512, 1024)
 PREFILL_TOKENS = (32, 128, 256)
 REPEATS = 5
-# Of one measurement: a step of a large model on a CPU takes seconds.
+# Seconds after which a measurement is not repeated.
 MOST_SECONDS = 1.0
-# What rebuilt rows are put into: pages of this many tokens.
+# Tokens of the pages that rebuilt rows are written into.
 PAGE_TOKENS = 64
 
 
@@ -43,10 +41,10 @@ PAGE_TOKENS = 64
 def measure(
     model: Decoder, device: torch.device, description: str, *, lanes: Lanes | None = None
 ) -> Profile:
-    """A fresh profile; takes one or two seconds on a CPU.
+    """Measure a new profile; takes one or two seconds on a CPU.
 
-    `lanes` must be idle; what moves on their link lane is measured. None: the
-    device's own link, without an emulated rate.
+    `lanes` must be idle; their link lane is measured. None measures the device's own link,
+    without an emulated rate.
     """
     link = measure_link(device, lanes)
     rebuild = _measure_rebuild(model, device)
@@ -66,7 +64,7 @@ def measure(
 
 
 def measure_link(device: torch.device, lanes: Lanes | None = None) -> Line:
-    """Copies towards the device on the link lane; from pinned memory on a GPU."""
+    """Measure copies to the device on the link lane; from pinned memory on a GPU."""
     if lanes is None:
         own = lanes_of(device)
         try:
@@ -96,34 +94,34 @@ def measure_link(device: torch.device, lanes: Lanes | None = None) -> Line:
 
 
 def _measure_rebuild(model: Decoder, device: torch.device) -> Line:
-    """The GEMM `[l, h] x [h, 2 d_kv]` with norm and rotation, and its way into pages."""
-    shape, dtype = model.shape, TORCH_TYPES[model.shape.data_type]
+    """Fit the GEMM `[l, h] x [h, 2 d_kv]` with norm, rotation, and writing into pages."""
+    shape = model.shape
     counts = _counts(model, REBUILD_TOKENS)
     pages = range(-(-counts[-1] // PAGE_TOKENS))
     plane = torch.zeros(
-        (len(pages), shape.kv_head_count, PAGE_TOKENS, shape.head_dim), dtype=dtype, device=device
+        (len(pages), shape.kv_head_count, PAGE_TOKENS, shape.head_dim),
+        dtype=TORCH_TYPES[shape.data_type],
+        device=device,
     )
-    seconds = []
-    for count in counts:
-        inputs = torch.randn(count, shape.hidden_size, device=device).to(dtype)
-        rotary = model.rotary(torch.arange(count, device=device))
-
-        with _first_layer(model) as layer:
-
-            def run(
-                inputs: torch.Tensor = inputs,
-                rotary: Rotary | None = rotary,
-                layer: DecoderLayer = layer,
-            ) -> None:
-                for rows in layer.project_kv(inputs, rotary):
-                    put_rows(plane, pages, rows)
-
-            seconds.append(_median_seconds(run, device))
+    seconds = [_rebuild_seconds(model, count, plane, pages) for count in counts]
     return _line([count * shape.rebuild_flops_per_token_layer for count in counts], seconds)
 
 
+def _rebuild_seconds(model: Decoder, count: int, plane: torch.Tensor, pages: range) -> float:
+    """Return the seconds to rebuild K and V of `count` tokens of one layer into pages."""
+    inputs = torch.randn(count, model.shape.hidden_size, device=plane.device).to(plane.dtype)
+    rotary = model.rotary(torch.arange(count, device=plane.device))
+    with _first_layer(model) as layer:
+
+        def run() -> None:
+            for rows in layer.project_kv(inputs, rotary):
+                put_rows(plane, pages, rows)
+
+        return _median_seconds(run, plane.device)
+
+
 def _measure_prefill(model: Decoder, device: torch.device) -> Line:
-    """A piece of a prefill, from one layer's linear work; attention is left out."""
+    """Fit a piece of a prefill by one layer's linear work, without attention."""
     shape = model.shape
     counts = _counts(model, PREFILL_TOKENS)
     seconds = [_layer_seconds(model, count, device) * shape.layer_count for count in counts]
@@ -131,7 +129,7 @@ def _measure_prefill(model: Decoder, device: torch.device) -> Line:
 
 
 def _layer_seconds(model: Decoder, count: int, device: torch.device) -> float:
-    """So many tokens through the linear work of one layer, whose weights are there."""
+    """Return the seconds of `count` tokens in one layer's linear work, its weights present."""
     shape = model.shape
     hidden = torch.randn(count, shape.hidden_size, device=device)
     hidden = hidden.to(TORCH_TYPES[shape.data_type])
@@ -147,15 +145,15 @@ def _layer_seconds(model: Decoder, count: int, device: torch.device) -> float:
 
 @contextmanager
 def _first_layer(model: Decoder) -> Iterator[DecoderLayer]:
-    """Its weights come over first, if they are on the host."""
+    """Visit the first layer; weights on the host are copied first."""
     with closing(model.visit()) as layers:
         yield next(layers)
 
 
 def _measure_step(model: Decoder, device: torch.device) -> float:
-    """One token through all layers and the head: every weight once, no cache.
+    """Measure one token through all layers and the head: every weight once, no cache.
 
-    With weights on the host the layers' work alone, without what the link takes.
+    With weights on the host, only the layers' compute is measured.
     """
     if not model.is_resident:
         return _layer_seconds(model, 1, device) * model.shape.layer_count
@@ -172,7 +170,7 @@ def _measure_step(model: Decoder, device: torch.device) -> float:
 
 
 def _counts(model: Decoder, wanted: tuple[int, ...]) -> list[int]:
-    """Those that fit the context; it alone when none does."""
+    """Return the wanted counts that fit the context, or the context if none does."""
     context = model.shape.context_length
     return [count for count in wanted if count <= context] or [context]
 

@@ -1,9 +1,8 @@
-"""What restores take beside their copies and products, measured on some before the first real one.
+"""Measures the overhead of restores beside their copies and products, at a worker's start.
 
-Laying pieces of work out, handing them to lanes and waiting for them is most of what a
-short restore takes. So a worker restores a few chunks of zeros of its own, by each method
-and into its free pages, and learns from these as it does from all others. Only at the
-start: nothing else may be in the pages. Knows no requests.
+Most of a short restore's time goes into laying out work, handing it to lanes and waiting.
+The worker restores a few chunks of zeros into its free pages, by each method, and learns
+from these as from any other restore.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
 from worker_service.store.codec import ChunkCodec
 
-# Chunks of the restores that are measured, in turn, so that their operations differ.
+# Chunks of the measured restores, in turn, so that their operations differ.
 CHUNKS = (1, 2, 4, 8)
 ROUNDS = 3
-# A large model on a CPU stops here: its restores take longer than what is measured.
+# Seconds after which measuring ends: a large model's restores on a CPU take long.
 MOST_SECONDS = 1.0
 
 
 class _Zeros(ArenaTensors):
-    """Chunks of zeros in the arena's layout; all layers have the same memory."""
+    """Chunks of zeros in the arena's layout; all layers share the same memory."""
 
     def __init__(self, layout: ArenaLayout, chunk_count: int) -> None:
         self.layout = layout
@@ -53,7 +52,7 @@ class _Zeros(ArenaTensors):
 
 @torch.inference_mode()
 def measure_overheads(engine: Engine, profile: Profile) -> Profile:
-    """The profile with what restores take beside, and with its products as restores do them."""
+    """Return the profile with the overheads of restores, and with their rates of products."""
     chunk, free = engine.chunk_tokens, engine.cache.pages.free_count
     most = min(CHUNKS[-1], free, engine.model.shape.context_length // chunk)
     if most < 1 or engine.cache.pages.used_count:
@@ -87,7 +86,7 @@ def _restore_all(engine: Engine, transfer: CacheTransfer, most: int, watch: Cost
 def _ways(
     engine: Engine, transfer: CacheTransfer, count: int
 ) -> Iterator[tuple[Callable[[], list[Span]], bool]]:
-    """The ways to restore so many chunks, and whether each copy is handed to its lane."""
+    """Yield ways to restore `count` chunks, and whether each hands its copies to lanes."""
     cache, lanes, chunk = engine.cache, engine.lanes, engine.chunk_tokens
     tokens = count * chunk
     chunks = [StoredChunk(slot, 0, chunk, b"", 0) for slot in range(count)]

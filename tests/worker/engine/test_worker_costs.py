@@ -169,7 +169,9 @@ def test_a_restore_reports_what_was_predicted_and_what_it_moved(
     )
     assert report.link_busy_seconds >= report.link_bytes / FAST * (1 - 1e-6)
     # By the refitted link, not by the terabyte a second that was believed at first.
-    assert report.predicted_seconds == pytest.approx((report.link_bytes - tail) / FAST, rel=0.3)
+    assert report.predicted_restore_seconds == pytest.approx(
+        (report.link_bytes - tail) / FAST, rel=0.3
+    )
 
 
 @pytest.mark.parametrize("host_bytes", [0, 1000])
