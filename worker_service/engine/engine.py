@@ -14,9 +14,7 @@ import torch
 
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.costs.profile import Profile
-from splitpoint.errors import ChunkLost, Internal, SplitpointError
-from splitpoint.observe import tracing
-from splitpoint.planning.schedule import Lane
+from splitpoint.errors import ChunkLost, SplitpointError
 from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import MemoryPlan, largest_tile
 from worker_service.engine.batch import Batch, build_batch
@@ -31,18 +29,17 @@ from worker_service.engine.messages import (
     StepEvent,
     StepOutput,
     Stop,
-    TokenEvent,
 )
 from worker_service.engine.model_runner import ModelRunner, StepResult
 from worker_service.engine.pages import PageManager
+from worker_service.engine.postprocessor import Postprocessor
 from worker_service.engine.queues import SequenceQueues
 from worker_service.engine.restorer import Restorer
-from worker_service.engine.sampling import Choice, NonFiniteLogits
 from worker_service.engine.sequence import Admission, Segment, Sequence
 from worker_service.engine.shared_split import SharedSplit
 from worker_service.lanes.lanes import Lanes, lanes_of
-from worker_service.lanes.spans import LaneUse, RequestSpans, add_lanes
-from worker_service.lanes.timeline import Span, StepTimes, Trace
+from worker_service.lanes.spans import RequestSpans
+from worker_service.lanes.timeline import StepTimes, Trace
 from worker_service.model.decoder import Decoder
 from worker_service.pipeline.staging import Staging
 from worker_service.store.client import Match
@@ -102,6 +99,7 @@ class Engine:
         self._runner = ModelRunner(
             model, cache, self.lanes, self.staging, eos_token_ids=eos_token_ids, verifier=verifier
         )
+        self._postprocessor = Postprocessor(self.queues, self.page_manager, eos_token_ids)
         self._shared_split = SharedSplit(
             model.shape,
             cache.layout,
@@ -284,10 +282,7 @@ class Engine:
     def _postprocess(self, result: StepResult | None) -> StepOutput:
         """Apply what the model gave, and return everything that leaves the engine."""
         if result is not None:
-            for each in result.lost:
-                self.queues.lose(each.sequence, each.cause)
-            if not result.lost:
-                self._apply(result)
+            self._postprocessor.apply(result)
             self._measure(result)
         output, self.queues.output = self.queues.output, StepOutput()
         output.work = self.lanes.pop_totals()
@@ -298,67 +293,6 @@ class Engine:
         output.running_count = len(self.queues.running)
         output.cache_used_bytes = self.cache.used_bytes
         return output
-
-    def _apply(self, result: StepResult) -> None:
-        """Append tokens, hand full chunks to write-back, and end requests that are done."""
-        batch = result.batch
-        if tracing.is_on():
-            _trace_step(batch, result.lane_spans)
-        finishes: list[tuple[Sequence, FinishEvent]] = []
-        for sequence, count, choice in zip(
-            batch.sequences, batch.counts, result.choices, strict=True
-        ):
-            sequence.computed += count
-            event = None
-            if isinstance(choice, NonFiniteLogits):
-                event = self._non_finite(sequence)
-            elif choice is not None:
-                event = self._append(sequence, choice)
-            if event is not None:
-                finishes.append((sequence, event))
-        # Also of requests that end here: this step is one of theirs.
-        seconds = time.perf_counter() - batch.started
-        for sequence in batch.sequences[: batch.decode_count]:
-            if sequence.is_streamed:
-                sequence.step_count += 1
-                sequence.step_seconds += seconds
-        for sequence in batch.sequences:
-            self.queues.write_back(sequence)
-        for sequence, event in finishes:
-            self.queues.finish(sequence, event)
-
-    def _append(self, sequence: Sequence, choice: Choice) -> FinishEvent | None:
-        """Deliver one token; return the finish that it causes, if any."""
-        index = sequence.generated_count
-        sequence.losses = 0
-        sequence.tokens.append(choice.token_id)
-        self.queues.output.tokens.append(TokenEvent(sequence.key, index, choice))
-        sampling = sequence.admission.sampling
-        count = index + 1
-        if count >= sampling.min_tokens:
-            is_eos = choice.token_id in self.eos_token_ids and not sampling.ignore_eos
-            if is_eos or choice.token_id in sampling.stop_token_ids:
-                return FinishEvent(sequence.key, "stop")
-        if sequence.text is not None:
-            sequence.text.push([choice.token_id])
-            if sequence.text.matched_stop is not None:
-                return FinishEvent(sequence.key, "stop", sequence.text.matched_stop)
-        if count >= sampling.max_tokens:
-            return FinishEvent(sequence.key, "length")
-        return None
-
-    def _non_finite(self, sequence: Sequence) -> FinishEvent | None:
-        """End a sequence whose pages may hold NaN, without sealing any of it.
-
-        One that read cached chunks starts over if the store finds any of them damaged.
-        """
-        error = Internal("the model produced NaN or infinite logits", reason="NON_FINITE_LOGITS")
-        if sequence.match is not None and sequence.cached_chunks:
-            self.queues.lose(sequence, error, fatal=error)
-            return None
-        sequence.writes_back = False
-        self.page_manager.clear_unwritten(sequence)
-        return FinishEvent(sequence.key, error=error)
 
     def _measure(self, result: StepResult) -> None:
         """Report the step, and let the costs learn from it."""
@@ -379,14 +313,3 @@ class Engine:
             decoded_tokens=batch.decode_count,
             streamed=None if batch.streamed is None else batch.streamed.tokens,
         )
-
-
-def _trace_step(batch: Batch, spans: list[Span]) -> None:
-    """Add the step to the spans of its traced requests."""
-    now = time.perf_counter()
-    lanes: dict[Lane, LaneUse] = {}
-    add_lanes(lanes, spans)
-    for sequence, count in zip(batch.sequences, batch.counts, strict=True):
-        if sequence.spans is not None:
-            is_prefill = sequence.generated_count == len(sequence.admission.delivered)
-            sequence.spans.stepped(batch.started, now, count, lanes, is_prefill=is_prefill)
