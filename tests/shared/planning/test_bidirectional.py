@@ -154,7 +154,7 @@ def test_nothing_is_handed_out_once_it_is_closed() -> None:
 
 def test_impossible_sizes_and_shares_are_refused() -> None:
     for least, most in ((0, 3), (4, 3)):
-        with pytest.raises(ValueError, match="at least one chunk"):
+        with pytest.raises(ValueError, match="at least 1 chunk"):
             PieceSize(least, most)
     for share in (-0.1, 1.1, float("nan")):
         with pytest.raises(InvalidArgument, match="share"):
