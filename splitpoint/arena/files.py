@@ -1,7 +1,4 @@
-"""The files around an arena: its folder, its lock, its room in memory, what was set aside.
-
-Knows paths and limits; what an arena file holds is `splitpoint.arena.mapping`'s business.
-"""
+"""The files around an arena: its folder, its lock, its room in memory, a damaged copy."""
 
 from __future__ import annotations
 
@@ -25,15 +22,15 @@ _KEPT_OF_DAMAGED_BYTES = 64 << 20
 
 
 class FolderNotPrivate(FailedPrecondition):
-    """The arena's folder belongs to, or is open to, somebody else."""
+    """The arena's folder belongs to, or is open to, another user."""
 
 
 class NotOurArena(FailedPrecondition):
-    """Something that is no arena lies at the arena's path; it is left alone."""
+    """The file at the arena's path is not an arena of this user; it is left alone."""
 
 
 def boot_id() -> bytes:
-    """16 bytes that change when the machine starts anew."""
+    """Return 16 bytes that change when the machine reboots."""
     return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
 
 
@@ -50,11 +47,10 @@ def damaged_path(path: Path) -> Path:
 
 
 def set_aside(fd: int, path: Path) -> None:
-    """Keep the front of a damaged arena for whoever wants to know why, and give up the rest.
+    """Copy the front of a damaged arena for diagnosis, and unlink the arena.
 
-    The file itself is unlinked, never shortened: workers that still map it would
-    be killed by their next access. At most one such copy: a crash loop cannot fill
-    the memory with them.
+    The file is never shortened: workers that still map it would be killed by their next
+    access. At most one copy is kept, so that a crash loop cannot fill the memory.
     """
     front = os.pread(fd, _KEPT_OF_DAMAGED_BYTES, 0)
     damaged = damaged_path(path)
@@ -70,7 +66,7 @@ def set_aside(fd: int, path: Path) -> None:
 
 
 def remove_unfinished(path: Path) -> None:
-    """What a store left that was killed while it made its arena."""
+    """Remove the file of a store that was killed while it created its arena."""
     try:
         os.close(open_arena(path))
     except NotFound:
@@ -81,6 +77,7 @@ def remove_unfinished(path: Path) -> None:
 
 
 def private_folder(folder: Path) -> None:
+    """Make the folder with mode 700. Raises FolderNotPrivate, or NotFound without its parent."""
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
@@ -102,7 +99,7 @@ def private_folder(folder: Path) -> None:
 
 
 def is_at(fd: int, path: Path) -> bool:
-    """Whether the open file is still the one at `path`."""
+    """Return True if the open file is still the one at `path`."""
     ours = os.fstat(fd)
     try:
         there = os.stat(path, follow_symlinks=False)
@@ -112,7 +109,7 @@ def is_at(fd: int, path: Path) -> bool:
 
 
 def _limits(folder: Path) -> tuple[int, int, int | None, str]:
-    """(free on the file system, MemAvailable, left in the cgroup, all three in words)."""
+    """Return the bytes free on the file system, available, left in the cgroup, and a text."""
     file_system = os.statvfs(folder)
     free = file_system.f_bavail * file_system.f_frsize
     facts = memory_facts()
@@ -126,7 +123,10 @@ def _limits(folder: Path) -> tuple[int, int, int | None, str]:
 
 
 def check_room(folder: Path, size_bytes: int) -> None:
-    # Memory is checked before allocating: beyond it comes the OOM killer, not ENOSPC.
+    """Raise ResourceExhausted unless so much memory is free.
+
+    Allocating more than that brings the OOM killer, not ENOSPC.
+    """
     free, available, cgroup, text = _limits(folder)
     room = min(free, available) if cgroup is None else min(free, available, cgroup)
     if size_bytes > room:
@@ -141,6 +141,7 @@ def check_room(folder: Path, size_bytes: int) -> None:
 
 
 def allocate(fd: int, path: Path, size_bytes: int) -> None:
+    """Allocate every byte of the file. Raises ResourceExhausted."""
     try:
         os.posix_fallocate(fd, 0, size_bytes)
     except OSError as error:

@@ -1,7 +1,6 @@
 """The arena file's geometry and superblocks as bytes; see docs/arena-format.md.
 
-Pure: turns bytes into values and back and names what is wrong with them. Knows
-no files, no mapping and no slots; records are in `splitpoint.arena.records`.
+Pure: it encodes, decodes and validates, and opens no file.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ class NoValidSuperblock(ArenaFormatError):
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Where everything lies in the file of this layout and slot count."""
+    """Offsets in the file of this layout and slot count."""
 
     layout: ArenaLayout
     slot_count: int
@@ -129,7 +128,7 @@ class Geometry:
 
     @classmethod
     def fitting(cls, layout: ArenaLayout, size_bytes: int) -> Geometry:
-        """The largest arena of at most `size_bytes`. Raises InvalidArgument if none is."""
+        """Return the largest arena of at most `size_bytes`. Raises InvalidArgument if none fits."""
         if cls(layout, 1).size_bytes > size_bytes:
             raise InvalidArgument(
                 f"{format_size(size_bytes)} of host memory hold no chunk: one of "
@@ -149,7 +148,7 @@ class Geometry:
 
 
 class Condition(IntEnum):
-    """How the file was left. For people: no check is ever skipped because of it."""
+    """How the file was left: information only, no check is skipped because of it."""
 
     OPEN = 1
     CLOSED = 2
@@ -157,7 +156,7 @@ class Condition(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """What a superblock says. Ids have 16 bytes; epoch and sequence only grow."""
+    """The fields of a superblock. Ids have 16 bytes; epoch and sequence only grow."""
 
     layout: ArenaLayout
     slot_count: int
@@ -174,11 +173,11 @@ class Superblock:
 
     @property
     def offset(self) -> int:
-        """Where this superblock belongs: its sequence decides."""
+        """The position of this superblock, by its sequence."""
         return self.sequence % 2 * SUPERBLOCK_BYTES
 
     def encode(self) -> bytes:
-        """4,096 bytes, CRC included."""
+        """Return 4,096 bytes, CRC included."""
         fingerprint = self.layout.model_fingerprint
         if len(fingerprint) > FINGERPRINT_LIMIT:
             raise InvalidArgument(
@@ -214,7 +213,7 @@ class Superblock:
 
     @classmethod
     def decode(cls, block: bytes) -> Superblock:
-        """Validates every field; raises the ArenaFormatError of the first violation."""
+        """Validate every field. Raises the ArenaFormatError of the first violation."""
         if len(block) < SUPERBLOCK_BYTES:
             raise Truncated(f"a superblock of {len(block)} bytes")
         fields = _SUPERBLOCK.unpack_from(block)
@@ -257,8 +256,11 @@ class Superblock:
 
 
 def choose_superblock(first: bytes, second: bytes) -> Superblock:
-    """The valid one with the higher sequence. Raises NoValidSuperblock, or, when
-    both are wrong in the same way (another version, not an arena), that error."""
+    """Return the valid superblock with the higher sequence.
+
+    Raises NoValidSuperblock, or the error of both if it is the same one (another version,
+    not an arena).
+    """
     found: list[Superblock] = []
     errors: list[ArenaFormatError] = []
     for block in (first, second):

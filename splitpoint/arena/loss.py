@@ -1,8 +1,8 @@
-"""Arena files that something else removed, replaced or shortened while a store served them.
+"""Arena files that another process removed, replaced or shortened while a store served them.
 
-A mapping outlives its file's name, but nothing can attach to it any more. A mapping of a file
-that was shortened ends its process by SIGBUS when it is touched. Either way the store starts
-again on a fresh arena, and says what became of the one before.
+A mapping outlives its file's name, but no worker can attach any more. Access to a mapping of
+a shortened file ends the process by SIGBUS. Either way the store starts again on a fresh
+arena, and reports the loss of the one before.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from splitpoint.errors import DataLoss
 
 
 class Loss(enum.StrEnum):
-    """What became of an arena that could not be served any longer."""
+    """Why an arena cannot be served any longer."""
 
     REMOVED = "removed"  # or another file took its place
     TRUNCATED = "truncated"
@@ -27,11 +27,7 @@ class Loss(enum.StrEnum):
 
 
 class ArenaLost(DataLoss):
-    """The arena that this process serves is lost.
-
-    Attributes:
-        loss: what became of it.
-    """
+    """The arena that this process serves is lost, for the reason `loss`."""
 
     def __init__(self, message: str, loss: Loss) -> None:
         super().__init__(f"{message}; a fresh arena is needed", reason="ARENA_LOST")
@@ -39,7 +35,10 @@ class ArenaLost(DataLoss):
 
 
 def check_there(arena: Arena, lock_fd: int) -> None:
-    """Raise ArenaLost unless arena and lock are whole and at their paths. Touches no mapping."""
+    """Raise ArenaLost unless arena and lock are whole and at their paths.
+
+    Reads no mapping.
+    """
     size = os.fstat(arena.fd).st_size
     if size != arena.size_bytes:
         raise ArenaLost(
@@ -53,7 +52,7 @@ def check_there(arena: Arena, lock_fd: int) -> None:
 
 
 def note_loss(path: Path, loss: Loss) -> None:
-    """Leave a note for the next store at `path`, which finds no arena to tell it."""
+    """Leave a note for the next store at `path`, which finds no arena."""
     private_folder(path.parent)
     note = _note_path(path)
     note.unlink(missing_ok=True)
@@ -62,10 +61,10 @@ def note_loss(path: Path, loss: Loss) -> None:
         file.write(loss.value)
 
 
-def take_note(path: Path) -> Loss | None:
-    """The note that an earlier store left, which is removed. None if there is none.
+def pop_note(path: Path) -> Loss | None:
+    """Read and remove the note of an earlier store. None if there is none.
 
-    What is there instead, as a link or a folder, is no note.
+    A link or a folder at its path is not a note.
     """
     note = _note_path(path)
     told = ""

@@ -1,8 +1,7 @@
 """The arena as a worker or the store maps it: planes, commit words, checksums.
 
-Attaching validates the file against docs/arena-format.md. Knows no gRPC and no
-torch, and never decides which slot may be used: it only tells whether a slot
-still is what a handle says.
+Attaching validates the file against docs/arena-format.md. It never decides which slot may be
+used; it only tells whether a slot still holds what a handle names.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ Bytes = npt.NDArray[np.uint8]
 
 _WORDS_PER_RECORD = RECORD_BYTES // 8
 _FIRST_WORD = RECORDS_OFFSET // 8
-# xxhash lets go of the GIL from this size on (its own constant).
+# xxhash releases the GIL from this size on (its own constant).
 _LARGE_ROW_BYTES = 100_000
 _BLOCK_BYTES = 512 << 10
 
 
 class NotARegularFile(ArenaFormatError):
-    """A link, device or folder lies where the arena should be."""
+    """The arena's path is a link, device or folder."""
 
 
 class ForeignOwner(ArenaFormatError):
@@ -61,7 +60,7 @@ class InstanceMismatch(ArenaFormatError):
 
 
 class EpochMismatch(ArenaFormatError):
-    """The arena was adopted anew since the caller was told about it."""
+    """The arena was adopted anew since the caller learned of it."""
 
 
 class Arena:
@@ -73,10 +72,10 @@ class Arena:
 
     Attributes:
         path, layout, slot_count, size_bytes: of the file.
-        geometry: where everything lies in it.
+        geometry: offsets in the file.
         superblock: as it was when this arena was mapped.
-        fd: the open file, which carries the presence locks; closed by `close`, or
-            when this object is collected.
+        fd: the open file, which holds the presence locks; closed by `close`, or when this
+            object is collected.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class Arena:
         write_metadata: bool = False,
         read_only: bool = False,
     ) -> None:
-        """Maps an open, validated file and takes `fd` over. `attach` is for workers."""
+        """Map an open, validated file; this object owns `fd`. Workers use `attach`."""
         self.path = path
         self.fd = fd
         self._close_fd = weakref.finalize(self, os.close, fd)
@@ -112,7 +111,7 @@ class Arena:
             offset=payload_offset,
         )
         self.payload: Bytes = np.frombuffer(payload, dtype=np.uint8)
-        # Many rows, each too small for a hash to let go of the GIL.
+        # Many rows, each too small for the hash to release the GIL.
         self._is_finely_cut = (
             self.layout.chunk_bytes > _BLOCK_BYTES
             and max(plane.slot_bytes for plane in self.geometry.planes) < _LARGE_ROW_BYTES
@@ -137,14 +136,13 @@ class Arena:
         epoch: int,
         session_id: bytes = b"",
     ) -> Arena:
-        """Maps the arena that the store's Attach told about, for that session.
+        """Map the arena that the store's Attach named, for that session.
 
-        The session's presence is held from here until `close`: the store lets
-        nobody use the arena who does not hold it. Without a session the arena
-        is only looked at.
+        The session's presence is held until `close`; the store serves only sessions that
+        hold it. Without a session the arena is only inspected.
 
-        Raises NotFound when the file is gone, and the ArenaFormatError of the
-        first invariant that does not hold.
+        Raises NotFound if the file is gone, and the ArenaFormatError of the first invariant
+        that does not hold.
         """
         fd = open_arena(path)
         try:
@@ -166,7 +164,7 @@ class Arena:
 
     @classmethod
     def attach_read_only(cls, path: Path) -> Arena:
-        """Maps the arena at `path`, whatever its layout, for looking: no write is possible.
+        """Map the arena at `path`, of any layout, without write access.
 
         Raises what `attach` raises.
         """
@@ -179,17 +177,17 @@ class Arena:
         return cls(path, fd, superblock, read_only=True)
 
     def plane(self, layer: int, tensor: str) -> Bytes:
-        """Writable view `[slot_count, slot_bytes]` of one tensor ("K", "V" or "X") of a layer."""
+        """Return the view `[slot_count, slot_bytes]` of one tensor ("K", "V" or "X") of a layer."""
         return self._planes[layer, tensor]
 
     # -- commit words ---------------------------------------------------------------
 
     def is_current(self, slots: Sequence[int], generations: Sequence[int]) -> bool:
-        """Whether every slot is sealed under its generation.
+        """Return True if every slot is sealed under its generation.
 
-        Ask before reading and again after the last byte was read; what was read
-        between two different answers must never be used. In a file that was
-        shortened nothing is current: the rest of its last page reads as zeros.
+        Call it before reading and again after the last byte was read; bytes read between two
+        different answers must not be used. In a shortened file no slot is current: the rest
+        of its last page reads as zeros.
         """
         if os.fstat(self.fd).st_size != self.size_bytes:
             return False
@@ -202,16 +200,16 @@ class Arena:
         )
 
     def commit_word(self, slot: int) -> int:
-        """The slot's commit word as it is now: one aligned 8-byte load."""
+        """Read the slot's commit word: one aligned 8-byte load."""
         return self._words[_FIRST_WORD + self._checked(slot) * _WORDS_PER_RECORD]
 
     def record(self, slot: int) -> bytes:
-        """A copy of the slot's record, for `SlotRecord.decode`."""
+        """Copy the slot's record, for `SlotRecord.decode`."""
         start = RECORDS_OFFSET + self._checked(slot) * RECORD_BYTES
         return bytes(self.metadata[start : start + RECORD_BYTES])
 
     def token_row(self, slot: int) -> bytes:
-        """A copy of the slot's row of the token plane."""
+        """Copy the slot's row of the token plane."""
         size = self.geometry.token_row_bytes
         start = self.geometry.tokens_offset + self._checked(slot) * size
         return bytes(self.metadata[start : start + size])
@@ -219,9 +217,9 @@ class Arena:
     # -- payload ----------------------------------------------------------------------
 
     def checksum(self, slot: int) -> int:
-        """XXH3-64 of the slot over all planes in file order.
+        """Return XXH3-64 of the slot over all planes in file order.
 
-        Safe to call from any thread, and lets the others run.
+        Safe to call from any thread; other threads run meanwhile.
         """
         self._checked(slot)
         digest = xxhash.xxh3_64()
@@ -234,10 +232,10 @@ class Arena:
         return digest.intdigest()
 
     def _blocks(self, slot: int) -> Iterator[Bytes]:
-        """The payload in blocks that a hash lets go of the GIL for.
+        """Yield the payload in blocks that are large enough for the hash to release the GIL.
 
-        A thread that hashes one small row after another keeps the GIL from the others
-        for the interpreter's whole switch interval, 5 ms, each time they want it.
+        A thread that hashes one small row after another keeps the GIL for the interpreter's
+        whole switch interval of 5 ms.
         """
         block: Bytes | None = getattr(self._scratch, "block", None)
         if block is None:
@@ -253,8 +251,10 @@ class Arena:
         yield block[:filled]
 
     def check_payload(self, slot: int, token_count: int, checksum: int) -> None:
-        """Read the slot back. Raises PayloadMismatch, or RowsNotZero when a row at or
-        past `token_count` is not zero in some plane. Safe in any thread, too."""
+        """Read the slot back. Safe to call from any thread.
+
+        Raises PayloadMismatch, or RowsNotZero if a row at or past `token_count` is not zero.
+        """
         if self.checksum(slot) != checksum:
             raise PayloadMismatch(f"the payload of slot {slot} differs from its checksum")
         chunk_tokens = self.layout.chunk_tokens
@@ -268,13 +268,13 @@ class Arena:
                 )
 
     def zero(self, slot: int) -> None:
-        """Wipe the slot in all planes. Safe in any thread; numpy lets go of the GIL."""
+        """Zero the slot in all planes. Safe to call from any thread; numpy releases the GIL."""
         self._checked(slot)
         for plane in self._planes.values():
             plane[slot] = 0
 
     def close(self) -> None:
-        """Drop this object's views. The mapping goes with the last view anybody holds."""
+        """Drop this object's views. The last view anywhere keeps the mapping."""
         self._planes.clear()
         self._words.release()
         self.metadata.release()
@@ -291,12 +291,12 @@ class Arena:
 
 
 def open_arena(path: Path, *, read_only: bool = False) -> int:
-    """A descriptor of the regular file at `path`, ours and closed to others.
+    """Open the regular file at `path`, which must be this user's and closed to others.
 
     Raises NotFound, NotARegularFile, ForeignOwner or OpenToOthers.
     """
     try:
-        # Non-blocking, so that a pipe planted in its place cannot hang us.
+        # Non-blocking, so that a pipe in its place does not block this process.
         access = os.O_RDONLY if read_only else os.O_RDWR
         fd = os.open(path, access | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -320,7 +320,7 @@ def open_arena(path: Path, *, read_only: bool = False) -> int:
 
 
 def read_superblock(fd: int) -> Superblock:
-    """The superblock in force. Raises the ArenaFormatError of what is wrong."""
+    """Return the current superblock. Raises ArenaFormatError."""
     superblock = choose_superblock(
         os.pread(fd, SUPERBLOCK_BYTES, 0),
         os.pread(fd, SUPERBLOCK_BYTES, SUPERBLOCK_BYTES),

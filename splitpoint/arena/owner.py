@@ -1,7 +1,6 @@
-"""Creates an arena file or adopts the one that is there, owns it under a lock, removes it.
+"""Creates or adopts an arena file, owns it under a lock, and removes it.
 
-Only the store (and tools that take its place while it is down) use this. Knows
-files and limits; what is inside the file is `splitpoint.arena.mapping`'s business.
+Used by the store, and by tools that take its place while it is down.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from splitpoint.arena.format import (
     Superblock,
     UnsupportedVersion,
 )
-from splitpoint.arena.loss import Loss, check_there, note_loss, take_note
+from splitpoint.arena.loss import Loss, check_there, note_loss, pop_note
 from splitpoint.arena.mapping import Arena, open_arena, read_superblock
 from splitpoint.config import format_size
 from splitpoint.errors import FailedPrecondition, NotFound, ResourceExhausted
@@ -65,7 +64,7 @@ class OpenedArena:
 
     Attributes:
         is_adopted: an earlier store filled it.
-        former_loss: what became of the arena before this one; None if nothing did.
+        former_loss: why the arena before this one was lost; None if it was not.
     """
 
     owner: ArenaOwner
@@ -75,7 +74,7 @@ class OpenedArena:
 
 
 class ArenaOwner:
-    """The lock on an arena's path: whoever holds it may create and remove the file.
+    """The lock on an arena's path, whose holder may create and remove the file.
 
     Use `lock`, then `adopt` or `create`; `remove`, `keep` or `leave` at the end.
     """
@@ -83,14 +82,14 @@ class ArenaOwner:
     def __init__(self, path: Path, lock_fd: int, *, had_owner: bool = False) -> None:
         self.path = path
         self._lock_fd = lock_fd
-        # A store was here before, and did not stop as it should.
+        # A former store did not stop as it should.
         self._had_owner = had_owner
-        # What `adopt` found to be wrong with the arena that it set aside.
+        # What was wrong with an arena that `adopt` set aside.
         self.found_loss: Loss | None = None
 
     @classmethod
     def lock(cls, path: Path) -> ArenaOwner:
-        """Take the path's exclusive lock, making its private folder when missing.
+        """Lock the path exclusively; make its private folder if it is missing.
 
         Raises ArenaInUse, FolderNotPrivate, or NotFound when the folder's own
         parent is missing.
@@ -116,18 +115,18 @@ class ArenaOwner:
             os.close(fd)
 
     def create(self, layout: ArenaLayout, slot_count: int, backing: Backing | None = None) -> Arena:
-        """A new, empty, fully allocated arena of epoch 1, mapped for the store.
+        """Return a new, empty, fully allocated arena of epoch 1, mapped for the store.
 
         `backing` may give it other pages than posix_fallocate would.
 
-        Raises ResourceExhausted naming every limit, NotOurArena when something
-        lies at the path, and what `Backing.populate` raises.
+        Raises ResourceExhausted naming every limit, NotOurArena if the path exists, and
+        what `Backing.populate` raises.
         """
         geometry = Geometry(layout, slot_count)
-        # Under another name until it is whole: what lies at the path is always
-        # a complete arena, whenever we are killed.
+        # Under another name until it is whole: the file at the path is always a complete
+        # arena, even if this process is killed.
         unfinished = unfinished_path(self.path)
-        # Before the room is measured: a store killed while it allocated left much of it.
+        # Before the room is measured: the file of a killed store may be large.
         remove_unfinished(unfinished)
         check_room(self.path.parent, geometry.size_bytes)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -160,15 +159,13 @@ class ArenaOwner:
         return Arena(self.path, fd, superblock, write_metadata=True)
 
     def adopt(self, layout: ArenaLayout, slot_count: int) -> Arena | None:
-        """The arena that an earlier store left here, in a new epoch; None: there is none.
+        """Return the arena that an earlier store left here, in a new epoch.
 
-        Both superblocks name the new epoch before this returns, so no handle of
-        an earlier epoch is ever taken for one of this. What the slots hold is the
-        caller's to check. A damaged arena is set aside (see `set_aside`), and
-        None returned.
+        None if there is none, or if it is damaged and so was set aside (see `set_aside`).
+        Both superblocks name the new epoch before this returns, so no handle of an earlier
+        epoch is accepted as one of this. The caller checks the contents of slots.
 
-        Raises ArenaDiffers, and NotOurArena for anything that is not an arena of
-        this user.
+        Raises ArenaDiffers, and NotOurArena for anything but an arena of this user.
         """
         fd = self._open_existing()
         if fd is None:
@@ -187,7 +184,7 @@ class ArenaOwner:
                 os.close(fd)
                 return None
             _check_same(self.path, superblock, layout, slot_count)
-            # Whole, whatever somebody did to the file: a hole would be a SIGBUS.
+            # A hole in the file would be a SIGBUS.
             allocate(fd, self.path, superblock.geometry.size_bytes)
             superblock = dataclasses.replace(
                 superblock,
@@ -210,9 +207,9 @@ class ArenaOwner:
             raise NotOurArena(f"{error.message}; it was left alone", path=self.path) from error
 
     def _check_ours(self, fd: int, error: ArenaFormatError) -> None:
-        """Raises NotOurArena unless one of the superblocks at least begins like one.
+        """Raise NotOurArena unless one of the superblocks begins with the magic.
 
-        An empty file is what truncation left of an arena if a store died here.
+        An empty file was an arena if the former store did not stop as it should.
         """
         if self._had_owner and not os.fstat(fd).st_size:
             return
@@ -224,9 +221,9 @@ class ArenaOwner:
         ) from error
 
     def remove_existing(self) -> bool:
-        """Remove the arena that an earlier store left here; False when there is none.
+        """Remove the arena that an earlier store left here; False if there is none.
 
-        Raises NotOurArena for anything that is not an arena of this user.
+        Raises NotOurArena for anything but an arena of this user.
         """
         fd = self._open_existing()
         if fd is None:
@@ -234,7 +231,7 @@ class ArenaOwner:
         try:
             read_superblock(fd)
         except ArenaFormatError as error:
-            # Damaged or of another version: the lock says that nobody uses it.
+            # Damaged or of another version: the lock proves that it is not in use.
             self._check_ours(fd, error)
         finally:
             os.close(fd)
@@ -242,16 +239,16 @@ class ArenaOwner:
         return True
 
     def remove(self) -> None:
-        """Remove arena, lock file and the then empty folder, and let go of the lock."""
+        """Remove arena, lock file and the then empty folder, and release the lock."""
         self.path.unlink(missing_ok=True)
         damaged_path(self.path).unlink(missing_ok=True)
         self.give_up()
 
     def give_up(self) -> None:
-        """Let go of the lock and leave nothing behind but the arena, if there is one."""
+        """Release the lock and remove every file but the arena."""
         unfinished_path(self.path).unlink(missing_ok=True)
-        take_note(self.path)
-        # Last, and while locked: nobody can take over a path that is being cleared.
+        pop_note(self.path)
+        # Last, and while locked: no other store can lock a path that is being cleared.
         lock_path_of(self.path).unlink(missing_ok=True)
         self.leave()
         try:
@@ -261,11 +258,11 @@ class ArenaOwner:
                 raise
 
     def check_there(self, arena: Arena) -> None:
-        """Raise ArenaLost if something else removed, replaced or shortened the files."""
+        """Raise ArenaLost if another process removed, replaced or shortened the files."""
         check_there(arena, self._lock_fd)
 
     def abandon(self, loss: Loss) -> None:
-        """Let go of the lock of a lost arena, and tell the next store of it."""
+        """Release the lock of a lost arena, and leave a note for the next store."""
         note_loss(self.path, loss)
         self.leave()
 
@@ -279,7 +276,7 @@ class ArenaOwner:
         self.leave()
 
     def leave(self) -> None:
-        """Let go of the lock; the files stay."""
+        """Release the lock; the files stay."""
         os.close(self._lock_fd)
 
 
@@ -291,13 +288,13 @@ def open_or_create_arena(
     replace_other: bool = False,
     backing: Backing | None = None,
 ) -> OpenedArena:
-    """Lock `path`, adopt the arena there, or create a new one where there is none.
+    """Lock `path`, and adopt the arena there or create a new one.
 
-    `replace_other`: an arena of another version, layout or size gives way instead
-    of raising ArenaDiffers.
+    `replace_other`: replace an arena of another version, layout or size instead of raising
+    ArenaDiffers.
 
-    Raises what `ArenaOwner.lock`, `adopt` and `create` raise, and then leaves
-    nothing of its own behind.
+    Raises what `ArenaOwner.lock`, `adopt` and `create` raise, and then leaves no file of its
+    own behind.
     """
     owner = ArenaOwner.lock(path)
     try:
@@ -310,10 +307,10 @@ def open_or_create_arena(
             owner.remove_existing()
             arena = None
         if arena is not None:
-            take_note(path)  # of a lock that was removed: the arena itself was not
+            pop_note(path)  # of a removed lock: the arena itself was not lost
             return OpenedArena(owner, arena, is_adopted=True)
         arena = owner.create(layout, slot_count, backing)
-        note = take_note(path)
+        note = pop_note(path)
         return OpenedArena(owner, arena, False, former_loss=owner.found_loss or note)
     except BaseException:
         owner.give_up()
@@ -321,9 +318,9 @@ def open_or_create_arena(
 
 
 def write_superblocks(fd: int, superblock: Superblock) -> Superblock:
-    """Write the next two superblocks, one after the other; returns the later one.
+    """Write the next two superblocks in turn, and return the later one.
 
-    Both carry the change afterwards, so that losing either cannot undo it.
+    Both carry the change then, so that losing either cannot undo it.
     """
     for _ in range(2):
         superblock = dataclasses.replace(superblock, sequence=superblock.sequence + 1)
@@ -334,7 +331,7 @@ def write_superblocks(fd: int, superblock: Superblock) -> Superblock:
 
 
 def _check_same(path: Path, found: Superblock, layout: ArenaLayout, slot_count: int) -> None:
-    """Raises ArenaDiffers unless the arena is the one that would be created."""
+    """Raise ArenaDiffers unless the arena is the one that would be created."""
     if found.layout.layout_hash != layout.layout_hash:
         differing = ", ".join(
             field.name

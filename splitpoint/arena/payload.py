@@ -1,7 +1,6 @@
 """A slot's payload as one run of bytes: its part of every plane, in file order.
 
-What goes over the wire when a chunk travels between hosts is a range of this
-run. Knows no gRPC, no states and no checksums.
+A chunk that travels between hosts is sent as ranges of this run.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ import numpy as np
 
 from splitpoint.arena.mapping import Arena, Bytes
 
-# Most bytes of one message; the contract allows 1 MiB. Measured over the loopback beside
+# Most bytes of one message; the contract allows 1 MiB. Measured over the loopback against
 # a plain stream of equal messages: 0.6 of its rate with 256 KiB, 0.9 with 512 KiB, 0.55
-# with 1 MiB, where every copy of a message is memory fresh from the kernel.
+# with 1 MiB, where every copy of a message is newly allocated by the kernel.
 PIECE_BYTES = 512 << 10
 
 
@@ -30,11 +29,11 @@ class Payload:
         self.size_bytes = arena.layout.chunk_bytes
 
     def gather(self, slot: int, offset: int, size: int) -> bytes:
-        """A copy of bytes [offset, offset + size) of the slot's payload."""
+        """Copy bytes [offset, offset + size) of the slot's payload."""
         return b"".join(part.data for part in self._parts(slot, offset, size))
 
     def scatter(self, slot: int, offset: int, data: bytes) -> None:
-        """Write `data` into the slot's payload from `offset` on."""
+        """Write `data` into the slot's payload at `offset`."""
         source = np.frombuffer(data, dtype=np.uint8)
         start = 0
         for part in self._parts(slot, offset, len(data)):
@@ -42,7 +41,7 @@ class Payload:
             start += len(part)
 
     def _parts(self, slot: int, offset: int, size: int) -> Iterator[Bytes]:
-        """The views that [offset, offset + size) of the payload consists of."""
+        """Yield the views that make up [offset, offset + size) of the payload."""
         end = offset + size
         if not 0 <= offset <= end <= self.size_bytes:
             raise ValueError(f"[{offset}, {end}) of a payload of {self.size_bytes} bytes")
@@ -55,6 +54,6 @@ class Payload:
 
 
 def pieces(payload_bytes: int) -> Iterator[tuple[int, int]]:
-    """(offset, size) of the pieces that a payload travels in."""
+    """Yield (offset, size) of the messages that a payload is sent in."""
     for offset in range(0, payload_bytes, PIECE_BYTES):
         yield offset, min(PIECE_BYTES, payload_bytes - offset)

@@ -1,10 +1,10 @@
 """Proof that a client of an arena is alive: a lock that the kernel drops with its process.
 
-Whoever maps an arena for a session holds one byte of the file locked (an open
-file description lock) for as long as it may touch the payload. However the
-process ends, kill -9 included, the kernel lets go of the byte; nobody else can.
-So "not locked" proves that nothing writes any more, also after the store
-restarted and between containers, where process ids mean nothing.
+A process that maps an arena for a session locks one byte of the file (an open file
+description lock) for as long as it may write the payload. Only the kernel can release it,
+and does so however the process ends. So an unlocked byte proves that the session no longer
+writes, also after the store restarted, and between containers, where process ids mean
+nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FIRST_BYTE = 1 << 62
 
 
 class SessionHeld(FailedPrecondition):
-    """Another open file holds this session's lock already."""
+    """Another open file holds this session's lock."""
 
 
 def hold(fd: int, session_id: bytes) -> None:
@@ -40,7 +40,7 @@ def hold(fd: int, session_id: bytes) -> None:
 
 
 def is_held(fd: int, session_id: bytes) -> bool:
-    """Whether anybody but `fd` itself holds the session's byte."""
+    """Return True if an open file other than `fd` holds the session's byte."""
     answer = _control(fd, fcntl.F_OFD_GETLK, session_id)
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 

@@ -1,7 +1,7 @@
 """Slot records of the arena as bytes: commit words, grant and chunk blocks.
 
-Pure, like `splitpoint.arena.format`; see docs/arena-format.md for the order in
-which a store writes these and what each state relies on.
+docs/arena-format.md tells the order in which a store writes them, and what each state
+relies on.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def commit_word(generation: int, state: SlotState) -> int:
 
 
 def split_commit_word(word: int) -> tuple[int, SlotState]:
-    """(generation, state). Raises UnknownState and BadGeneration."""
+    """Return (generation, state). Raises UnknownState and BadGeneration."""
     generation, number = word >> 8, word & 0xFF
     try:
         state = SlotState(number)
@@ -107,21 +107,24 @@ def split_commit_word(word: int) -> tuple[int, SlotState]:
 
 
 def first_generation(epoch: int) -> int:
-    """Lower bound of generations first granted in this epoch: whatever happens to
-    a slot's commit word, no earlier epoch's number comes back."""
+    """Return the lower bound of generations first granted in this epoch.
+
+    So no number of an earlier epoch comes back, even if a commit word was damaged.
+    """
     return epoch << 32 | 1
 
 
-# Asked for with every chunk; a store sees some tenants at a time.
+# Computed for every chunk; a store serves few tenants at a time.
 @lru_cache(maxsize=1024)
 def salt_tag(salt: bytes) -> bytes:
-    """What a record keeps of a tenant's salt: enough to tell tenants apart."""
+    """Return the hash of a tenant's salt that records keep to tell tenants apart."""
     return hashlib.sha256(b"splitpoint salt tag v1\0" + salt).digest()[:SALT_TAG_BYTES]
 
 
 @dataclass(frozen=True, slots=True)
 class GrantBlock:
-    """Who may write the slot: written at reserve, in force while WRITING or QUARANTINED."""
+    """The session that may write the slot: written at reserve, valid while WRITING or
+    QUARANTINED."""
 
     generation: int
     epoch: int
@@ -141,7 +144,7 @@ class GrantBlock:
 
     @classmethod
     def decode(cls, record: bytes) -> GrantBlock:
-        """From a whole record. Raises Truncated and BadGrantChecksum."""
+        """Decode a whole record. Raises Truncated and BadGrantChecksum."""
         body = _checked(record, GRANT_OFFSET, _GRANT.size, BadGrantChecksum)
         generation, epoch, session_id, start_ticks, process_id = _GRANT.unpack(body)
         return cls(generation, epoch, session_id, process_id, start_ticks)
@@ -149,7 +152,7 @@ class GrantBlock:
 
 @dataclass(frozen=True, slots=True)
 class ChunkBlock:
-    """What a sealed slot holds: written at seal."""
+    """The contents of a sealed slot: written at seal."""
 
     generation: int
     key: bytes
@@ -179,7 +182,7 @@ class ChunkBlock:
 
     @classmethod
     def decode(cls, record: bytes) -> ChunkBlock:
-        """From a whole record. Raises Truncated and BadChunkChecksum."""
+        """Decode a whole record. Raises Truncated and BadChunkChecksum."""
         body = _checked(record, CHUNK_OFFSET, _CHUNK.size, BadChunkChecksum)
         return cls(*_CHUNK.unpack(body))
 
@@ -195,10 +198,10 @@ class SlotRecord:
 
     @classmethod
     def decode(cls, record: bytes, token_row: bytes, layout: ArenaLayout) -> SlotRecord:
-        """Checks everything the state relies on, except the payload.
+        """Validate everything that the state relies on, except the payload.
 
-        `token_row` is the slot's row of the token plane. Raises the
-        ArenaFormatError of the first violation.
+        `token_row` is the slot's row of the token plane. Raises the ArenaFormatError of the
+        first violation.
         """
         if len(record) < RECORD_BYTES:
             raise Truncated(f"a record of {len(record)} bytes")
@@ -218,12 +221,12 @@ class SlotRecord:
 
 
 def encode_token_row(packed_tokens: bytes, chunk_tokens: int) -> bytes:
-    """The slot's row of the token plane: ids as `pack_tokens` gives them, zeros behind."""
+    """Return the slot's row of the token plane: ids from `pack_tokens`, then zeros."""
     return packed_tokens.ljust(4 * chunk_tokens, b"\0")
 
 
 def decode_token_row(token_row: bytes, token_count: int) -> tuple[int, ...]:
-    """Raises BadTokenRow."""
+    """Return the token ids. Raises BadTokenRow."""
     token_ids = struct.unpack_from(f"<{token_count}i", token_row)
     if min(token_ids) < 0 or token_row[4 * token_count :].strip(b"\0"):
         raise BadTokenRow("a negative token, or tokens past the token count")
@@ -246,7 +249,7 @@ def _check_chunk(chunk: ChunkBlock, token_row: bytes, layout: ArenaLayout) -> No
 
 
 def _checked(record: bytes, offset: int, size: int, error: type[ArenaFormatError]) -> bytes:
-    """The `size` bytes at `offset`, if the CRC that follows them agrees."""
+    """Return the `size` bytes at `offset`. Raises `error` if the CRC after them differs."""
     end = offset + size
     if len(record) < end + 4:
         raise Truncated(f"a record of {len(record)} bytes")

@@ -13,7 +13,7 @@ from kvstore_helpers import LAYOUT
 from test_kvstore_process import StoreProcess, finish, start_worker, stats_of
 
 from splitpoint.arena.files import lock_path_of
-from splitpoint.arena.loss import Loss, note_loss, take_note
+from splitpoint.arena.loss import Loss, note_loss, pop_note
 from splitpoint.arena.mapping import Arena
 
 
@@ -128,18 +128,18 @@ def test_nothing_is_current_in_a_truncated_arena(shm_folder: Path, socket_addres
 
 def test_a_note_is_taken_once_and_what_is_none_is_removed(tmp_path: Path) -> None:
     arena, note = tmp_path / "arena", tmp_path / "arena.lost"
-    assert take_note(arena) is None
+    assert pop_note(arena) is None
     note_loss(arena, Loss.REMOVED)
-    assert take_note(arena) is Loss.REMOVED
+    assert pop_note(arena) is Loss.REMOVED
     assert not note.exists()
     note.write_bytes(b"\xff\xfe removed")
-    assert take_note(arena) is None
+    assert pop_note(arena) is None
     assert not note.exists()
     other = tmp_path / "other"
     other.write_text("removed")
     note.symlink_to(other)
-    assert take_note(arena) is None
+    assert pop_note(arena) is None
     assert not note.is_symlink()
     assert other.read_text() == "removed"
     note.mkdir()
-    assert take_note(arena) is None
+    assert pop_note(arena) is None
