@@ -25,11 +25,10 @@ LEAST_RATE = 1_000_000
 
 
 def parse_size(text: str, *, field: str = "") -> int:
-    """Bytes from "8GiB", "512MB", "1.5g" or "123".
+    """Return the bytes of "8GiB", "512MB", "1.5g" or "123".
 
-    KiB, MiB, GiB and the bare letters k, m, g are powers of 1024; kB, MB, GB
-    powers of 1000. `field` is the option that said so. Raises InvalidArgument for
-    anything else.
+    KiB, MiB, GiB and the bare letters k, m, g are powers of 1024; kB, MB, GB powers of 1000.
+    Raises InvalidArgument for anything else, naming the option `field`.
     """
     size = _size_of(text)
     if size is None:
@@ -41,7 +40,7 @@ def parse_size(text: str, *, field: str = "") -> int:
 
 
 def _option(field: str) -> str:
-    """What an error about an option begins with."""
+    """Return the beginning of an error about an option."""
     return f"--{field.replace('_', '-')}: " if field else ""
 
 
@@ -57,10 +56,10 @@ def _size_of(text: str) -> int | None:
 
 
 def parse_rate(text: str, *, field: str) -> int:
-    """Bytes per second from "184MB", "184MB/s" or "16GiB"; sizes as in `parse_size`.
+    """Return the bytes per second of "184MB", "184MB/s" or "16GiB"; sizes as in `parse_size`.
 
-    Raises InvalidArgument for anything else and for less than 1 MB/s: no link is that
-    slow, and a copy over it would take hours, so a unit was forgotten.
+    Raises InvalidArgument for anything else, and for less than 1 MB/s: no link is that slow,
+    so the unit was probably forgotten.
     """
     amount = text.strip().removesuffix("/s").strip()
     rate = _size_of(amount)
@@ -80,7 +79,7 @@ def parse_rate(text: str, *, field: str) -> int:
 
 
 def format_rate(bytes_per_second: float) -> str:
-    """For people, in powers of 1000 as links are sold: "184 MB/s", "25.6 GB/s"."""
+    """Return a rate in powers of 1000, as links are sold: "184 MB/s", "25.6 GB/s"."""
     value = bytes_per_second
     for unit in ("B/s", "kB/s", "MB/s", "GB/s"):
         if value < 999.5 or unit == "GB/s":
@@ -90,7 +89,7 @@ def format_rate(bytes_per_second: float) -> str:
 
 
 def format_size(size_bytes: int) -> str:
-    """For people: "512 B", "1.5 KiB", "8 GiB"; at most three digits that matter."""
+    """Return a size with at most three digits: "512 B", "1.5 KiB", "8 GiB"."""
     value = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(value) < 999.5 or unit == "TiB":
@@ -105,12 +104,12 @@ def format_size(size_bytes: int) -> str:
 
 
 def default_address() -> str:
-    """Where clients look for a scheduler: $SPLITPOINT_ADDRESS, else DEFAULT_ADDRESS."""
+    """Return the scheduler's address for clients: $SPLITPOINT_ADDRESS, else DEFAULT_ADDRESS."""
     return os.environ.get("SPLITPOINT_ADDRESS") or DEFAULT_ADDRESS
 
 
 def check_address(text: str, *, field: str = "address") -> str:
-    """`host:port` or `unix:/absolute/path`, returned as given. Raises InvalidArgument."""
+    """Return `host:port` or `unix:/absolute/path` unchanged. Raises InvalidArgument."""
     if text.startswith("unix:"):
         path = text.removeprefix("unix:")
         if not path.startswith("/") or len(os.fsencode(path)) > SOCKET_PATH_LIMIT:
@@ -131,16 +130,16 @@ def check_address(text: str, *, field: str = "address") -> str:
 def check_listen_address(
     text: str, *, field: str = "listen", has_tls: bool = False, has_tokens: bool = False
 ) -> str:
-    """An address a service may bind: a socket file, a loopback port, any other only if secured.
+    """Return an address that a service may bind unchanged.
 
-    Raises InvalidArgument for an interface that others can reach without both
-    TLS and tokens, naming the arguments that are missing.
+    Raises InvalidArgument for anything but a socket file or a loopback port, unless the
+    service has both TLS and tokens; the error names the missing arguments.
     """
     check_address(text, field=field)
     if is_local_address(text) or (has_tls and has_tokens):
         return text
     missing = [] if has_tls else ["--tls-cert and --tls-key (encryption)"]
-    missing += [] if has_tokens else ["--tokens (who may call)"]
+    missing += [] if has_tokens else ["--tokens (permitted callers)"]
     raise InvalidArgument(
         f"{text!r} is not a loopback address: beyond 127.0.0.1, [::1], localhost and unix: sockets "
         f"a service listens only with TLS and tokens; missing: {', '.join(missing)}",
@@ -150,7 +149,7 @@ def check_listen_address(
 
 
 def reachable_address(bound: str) -> str:
-    """Where a client on this host reaches a service bound to `bound`."""
+    """Return the address at which a client on this host reaches a service bound to `bound`."""
     host, port = _split_host_port(bound)
     if bound.startswith("unix:"):
         return bound
@@ -158,7 +157,7 @@ def reachable_address(bound: str) -> str:
 
 
 def is_local_address(text: str) -> bool:
-    """Whether what is sent there stays on this host: a socket file or a loopback port."""
+    """Return True for a socket file or a loopback port, whose bytes stay on this host."""
     if text.startswith("unix:"):
         return True
     host, _ = _split_host_port(text)
@@ -181,10 +180,10 @@ def _split_host_port(text: str) -> tuple[str, str]:
 
 
 def runtime_directory(instance: str) -> Path:
-    """A folder of mode 0700 for the sockets of one instance; made when missing.
+    """Return the folder for the sockets of one instance; make it with mode 0700 if missing.
 
-    Under XDG_RUNTIME_DIR when there is one, else /tmp/splitpoint-UID. Raises
-    FailedPrecondition when somebody else owns what is there.
+    It is under XDG_RUNTIME_DIR if that is set, else /tmp/splitpoint-UID. Raises
+    FailedPrecondition if another user owns it.
     """
     folder = runtime_path(instance)
     make_private(folder.parent)
@@ -193,7 +192,7 @@ def runtime_directory(instance: str) -> Path:
 
 
 def runtime_path(instance: str) -> Path:
-    """Where `runtime_directory` is, whether it is there or not."""
+    """Return the path of `runtime_directory`, which may not exist."""
     base = os.environ.get("XDG_RUNTIME_DIR", "")
     if base and os.access(base, os.W_OK):
         parent = Path(base) / "splitpoint"
@@ -203,12 +202,12 @@ def runtime_path(instance: str) -> Path:
 
 
 def arena_path(instance: str) -> Path:
-    """Where the arena of an instance lies; its folder is made by the store."""
+    """Return the path of an instance's arena; the store makes its folder."""
     return SHARED_MEMORY / f"splitpoint-{os.getuid()}-{check_instance(instance)}" / "arena"
 
 
 def check_instance(name: str) -> str:
-    """The name of one running stack: letters, digits, `-` and `_`, at most 32 of them."""
+    """Return a stack's name unchanged: at most 32 letters, digits, `-` and `_`."""
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,32}", name):
         raise InvalidArgument(
             f"{name!r} is not an instance name (letters, digits, - and _, at most 32)",
@@ -218,10 +217,10 @@ def check_instance(name: str) -> str:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder that only this user can enter, or check that it is one.
+    """Make a folder that only this user can enter, or check an existing one.
 
-    A symbolic link or another owner's folder raises FailedPrecondition: in
-    /tmp somebody else may have been there first.
+    Raises FailedPrecondition for a symbolic link or another user's folder, which another
+    user of /tmp may have made.
     """
     try:
         folder.mkdir(mode=0o700)
@@ -235,6 +234,6 @@ def make_private(folder: Path) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder and what is in it; nothing happens when it is gone already."""
+    """Remove a folder and its contents, if it exists."""
     if folder.exists():
         shutil.rmtree(folder)

@@ -9,7 +9,7 @@ SplitpointError
 │   └── ChunkLost          a slot no longer holds what its handle names
 ├── Aborted                superseded attempt
 ├── DataLoss               bytes differ from their checksum
-├── Retryable              what may pass
+├── Retryable              may succeed later
 │   ├── ResourceExhausted  does not fit, now or ever; retry_after_seconds says which
 │   └── Unavailable        not ready, draining, peer lost
 ├── DeadlineExceeded
@@ -24,20 +24,21 @@ rich details and back again.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar
 
 
 class SplitpointError(Exception):
-    """Base of every error this project raises on purpose.
+    """Base of every error that this project raises on purpose.
 
     Attributes:
-        message: what went wrong, fit to be shown to a client.
+        message: what went wrong, in words for a client.
         reason: stable UPPER_SNAKE_CASE name for google.rpc.ErrorInfo.
         metadata: machine-readable facts (numbers as text).
     """
 
     code: ClassVar[int] = 2  # google.rpc.Code; UNKNOWN is never used on purpose
-    exit_code: ClassVar[int] = 1  # of a command or service that it ends
+    exit_code: ClassVar[int] = 1  # of a command or service that ends with it
 
     def __init__(self, message: str, *, reason: str = "", **metadata: object) -> None:
         super().__init__(message)
@@ -47,7 +48,7 @@ class SplitpointError(Exception):
 
 
 class InvalidArgument(SplitpointError):
-    """The input is wrong whatever the state. `field` is its path in the message."""
+    """The input is wrong in every state. `field` is its path in the message."""
 
     code = 3
     exit_code = 2
@@ -60,7 +61,7 @@ class InvalidArgument(SplitpointError):
 
 
 class Retryable(SplitpointError):
-    """Base of the errors that may pass: google.rpc.RetryInfo says when to ask again."""
+    """Base of errors that may not occur again; google.rpc.RetryInfo says when to retry."""
 
     def __init__(
         self,
@@ -140,29 +141,20 @@ class Cancelled(SplitpointError):
     exit_code = 130
 
 
+def _kinds(kind: type[SplitpointError]) -> Iterator[type[SplitpointError]]:
+    for child in kind.__subclasses__():
+        yield child
+        yield from _kinds(child)
+
+
+# Each code belongs to the class that names it, not to those derived from that one.
 BY_CODE: dict[int, type[SplitpointError]] = {
-    kind.code: kind
-    for kind in (
-        Cancelled,
-        InvalidArgument,
-        DeadlineExceeded,
-        NotFound,
-        AlreadyExists,
-        PermissionDenied,
-        ResourceExhausted,
-        FailedPrecondition,
-        Aborted,
-        OutOfRange,
-        Internal,
-        Unavailable,
-        DataLoss,
-        Unauthenticated,
-    )
+    kind.code: kind for kind in _kinds(SplitpointError) if "code" in vars(kind)
 }
 
 
 def from_code(code: int, message: str, reason: str = "") -> SplitpointError:
-    """The error for a google.rpc.Code that came over the wire."""
+    """Return the error for a google.rpc.Code that came over the wire."""
     return BY_CODE.get(code, Internal)(message, reason=reason)
 
 

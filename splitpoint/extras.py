@@ -1,7 +1,7 @@
-"""Which extras of the installation are there, and what to install where one is missing.
+"""The installed extras, and errors that name a missing one.
 
-A client installs little; what serves comes with extras of pyproject.toml. Standard library
-only: programs ask here before they import anything else.
+A client installs little; services come with extras of pyproject.toml. Programs call this
+module before they import anything else, so it needs the standard library only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SERVICES = ("scheduler", "store", "worker")
 
 
 class MissingExtra(FailedPrecondition):
-    """A part of Splitpoint is used that is not installed; names the extra that brings it."""
+    """A module is not installed; the error names the extra that brings it."""
 
     exit_code = 2
 
@@ -51,14 +51,14 @@ def need(what: str, extra: str) -> None:
 
 
 def need_all(what: str) -> None:
-    """Raise MissingExtra for `what`, which runs or is all three services, if one cannot run."""
+    """Raise MissingExtra for `what` unless all three services can run."""
     for extra in SERVICES:
         if (module := _first_missing(extra)) is not None:
             raise MissingExtra(what, "all", module)
 
 
 def need_for_program(extra: str) -> None:
-    """Print one line and exit with code 2 unless the extra of a service's program is there."""
+    """Print one line and exit with code 2 unless the extra of a service is installed."""
     try:
         need(f"the {extra}", extra)
     except MissingExtra as error:
@@ -67,7 +67,7 @@ def need_for_program(extra: str) -> None:
 
 
 def missing_extra(error: ModuleNotFoundError) -> MissingExtra | None:
-    """The extra that brings the module which was not found; None if no extra does."""
+    """Return the error for the extra that brings the missing module; None if no extra does."""
     module = (error.name or "").partition(".")[0]
     for extra, modules in MODULES.items():
         if module in modules:

@@ -1,9 +1,9 @@
-"""Chunk keys: a hash chain over token ids, so that equal prefixes meet.
+"""Chunk keys: a hash chain over token ids, so that equal prefixes have equal keys.
 
     key_i = SHA-256(domain || layout hash || salt || key_{i-1} || token ids)
 
-Layout hash and salt are inside every key: another layout (another checkpoint,
-dtype or chunk size) or another tenant can never meet a key by chance.
+Layout hash and salt are part of every key, so another layout (another checkpoint, dtype or
+chunk size) or another tenant never has an equal key.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _DOMAIN = b"splitpoint chunk v1\0"
 def chunk_key(
     layout_hash: bytes, salt: bytes, parent_key: bytes, token_ids: Sequence[int]
 ) -> bytes:
-    """Key of the chunk `token_ids` after `parent_key` (empty for the first).
+    """Return the key of the chunk `token_ids` after `parent_key` (empty for the first).
 
-    Lengths are part of the message, so no two field splits collide.
+    Lengths are part of the message, so that different divisions into fields never collide.
     """
     return packed_chunk_key(layout_hash, salt, parent_key, pack_tokens(token_ids))
 
@@ -33,7 +33,7 @@ def chunk_key(
 def packed_chunk_key(
     layout_hash: bytes, salt: bytes, parent_key: bytes, packed_tokens: bytes
 ) -> bytes:
-    """`chunk_key` of tokens that went through `pack_tokens`."""
+    """Return `chunk_key` of tokens from `pack_tokens`."""
     message = (
         *(_DOMAIN, layout_hash, len(salt).to_bytes(2, "little"), salt),
         *(len(parent_key).to_bytes(2, "little"), parent_key, packed_tokens),
@@ -44,7 +44,7 @@ def packed_chunk_key(
 def chunk_keys(
     layout_hash: bytes, salt: bytes, token_ids: Sequence[int], chunk_tokens: int
 ) -> Iterator[bytes]:
-    """Keys of the full chunks of a sequence, first one first."""
+    """Yield the keys of the full chunks of a sequence, in order."""
     parent = b""
     for start in range(0, len(token_ids) - chunk_tokens + 1, chunk_tokens):
         parent = chunk_key(layout_hash, salt, parent, token_ids[start : start + chunk_tokens])
@@ -52,10 +52,10 @@ def chunk_keys(
 
 
 def tenant_salt(server_key: bytes, tenant: str, client_salt: bytes = b"") -> bytes:
-    """Salt of a tenant's keys: HMAC(server key, tenant || client salt).
+    """Return the salt of a tenant's keys: HMAC(server key, tenant || client salt).
 
-    A client salt narrows sharing inside the tenant; without the server key
-    nobody can name another tenant's salt.
+    A client salt narrows sharing inside the tenant. Another tenant's salt cannot be computed
+    without the server key.
     """
     name = tenant.encode()
     message = len(name).to_bytes(4, "little") + name + client_salt
@@ -63,17 +63,17 @@ def tenant_salt(server_key: bytes, tenant: str, client_salt: bytes = b"") -> byt
 
 
 def fingerprint(token_ids: Sequence[int]) -> int:
-    """XXH3-64 of the ids: compared on a hit, independent of the key's hash."""
+    """Return XXH3-64 of the ids: compared on a hit, independent of the key's hash."""
     return packed_fingerprint(pack_tokens(token_ids))
 
 
 def packed_fingerprint(packed_tokens: bytes) -> int:
-    """`fingerprint` of tokens that went through `pack_tokens`."""
+    """Return `fingerprint` of tokens from `pack_tokens`."""
     return xxhash.xxh3_64_intdigest(packed_tokens)
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """Little-endian int32, the form they have in the arena's token plane."""
+    """Return little-endian int32, as in the arena's token plane."""
     packed = array("i", token_ids)
     if packed.itemsize != 4:
         raise RuntimeError("this platform's C int is not 32 bits wide")

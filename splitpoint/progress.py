@@ -1,10 +1,8 @@
-"""How far something long is, in bytes of bytes: counted where it happens, told now and then.
+"""Progress of long operations in bytes: counted where it happens, reported at intervals.
 
-A service that a supervisor asked for it prints lines beside its READY line:
+A service with a supervisor prints such lines besides its READY line:
 
     PROGRESS loading 1073741824 16060522496
-
-Knows no terminal and no log: whoever tells is an argument.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ class Progress:
 
 
 def read_progress(line: str) -> Progress | None:
-    """What a `Progress.line` says; None for any other line."""
+    """Parse a `Progress.line`; None for any other line."""
     words = line.split()
     if not line.startswith(PROGRESS_PREFIX) or len(words) != 4:
         return None
@@ -45,35 +43,35 @@ def read_progress(line: str) -> Progress | None:
 
 
 class Ticker:
-    """Tells how far something is, first after `seconds` and then every `seconds` at most.
+    """Reports progress after `seconds`, and then at most every `seconds`.
 
-    What is over sooner is never told; the end of anything else always is.
+    An operation that ends sooner is never reported; the end of any other always is.
     """
 
     def __init__(
         self,
-        tell: Callable[[Progress], None],
+        report: Callable[[Progress], None],
         seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._tell = tell
+        self._report = report
         self._seconds = seconds
         self._clock = clock
         self._last = clock()
-        self._has_told = self._has_ended = False
+        self._has_reported = self._has_ended = False
 
     def at(self, progress: Progress) -> None:
         now = self._clock()
         is_due = now - self._last >= self._seconds
-        if self._has_ended or not (is_due or (progress.is_complete and self._has_told)):
+        if self._has_ended or not (is_due or (progress.is_complete and self._has_reported)):
             return
         self._last = now
-        self._has_told, self._has_ended = True, progress.is_complete
-        self._tell(progress)
+        self._has_reported, self._has_ended = True, progress.is_complete
+        self._report(progress)
 
 
 class Counter:
-    """Adds up what is done of something and passes it to its tickers."""
+    """Counts the bytes done and passes them to its tickers."""
 
     def __init__(self, what: str, total_bytes: int, tickers: Sequence[Ticker]) -> None:
         self._what = what
@@ -82,7 +80,7 @@ class Counter:
         self._tickers = tickers
 
     def add(self, size_bytes: int) -> None:
-        # What is read twice, as a tied head may be, counts once.
+        # Bytes that are read twice, as those of a tied head may be, count once.
         self._done = min(self._total, self._done + size_bytes)
         for ticker in self._tickers:
             ticker.at(Progress(self._what, self._done, self._total))

@@ -1,7 +1,6 @@
 """Dimensions of a model, and every byte and FLOP formula that follows from them.
 
-This is the one home of size arithmetic: store, workers, planner and admission
-all call it. It knows nothing of tensors or devices. 1 MAC = 2 FLOP.
+The only home of size arithmetic, for store, workers, planner and admission. 1 MAC = 2 FLOP.
 
 Symbols in docstrings: h hidden size, n_q / n_kv query / KV heads, d head dim,
 d_kv = n_kv * d, p bytes per element, L layers.
@@ -15,6 +14,7 @@ import struct
 from dataclasses import asdict, dataclass
 from enum import Enum
 from functools import lru_cache
+from typing import Any
 
 from splitpoint.errors import InvalidArgument
 
@@ -37,11 +37,11 @@ class DataType(Enum):
 class Encoding(Enum):
     """How a store keeps K, V and X; the value is its name on command lines.
 
-    A row, one token of one head (K, V: d elements) or one token (X: h elements),
-    is encoded by itself, in groups of consecutive elements with parameters of
-    their own; the last group of a row may be shorter. NATIVE keeps the elements
-    as they are. INT8 keeps one signed byte an element and a scale a group; INT4
-    half a byte an element, a scale and a minimum a group. See docs/arena-format.md.
+    A row is one token of one head (K, V: d elements) or one token (X: h elements). It is
+    encoded by itself, in groups of consecutive elements with their own parameters; the last
+    group of a row may be shorter. NATIVE keeps the elements unchanged. INT8 keeps a signed
+    byte per element and a scale per group; INT4 half a byte per element, a scale and a
+    minimum per group. See docs/arena-format.md.
     """
 
     NATIVE = "native"
@@ -54,22 +54,22 @@ class Encoding(Enum):
 
     @property
     def group_elements(self) -> int:
-        """Elements that share parameters. Raises ValueError for NATIVE, which has none."""
+        """Elements of a group. Raises ValueError for NATIVE, which has no groups."""
         if self is Encoding.NATIVE:
             raise ValueError("native rows have no groups")
         return 128 if self is Encoding.INT8 else 64
 
     def parameter_bytes(self, width: int) -> int:
-        """float16 parameters at the front of a row of `width` elements."""
+        """Return the bytes of the float16 parameters at the front of a row of `width` elements."""
         if self is Encoding.NATIVE:
             return 0
         each = 2 if self is Encoding.INT8 else 4
         return each * -(-width // self.group_elements)
 
     def row_bytes(self, width: int, data_type: DataType) -> int:
-        """One row of `width` elements as stored, its parameters included.
+        """Return the stored bytes of a row of `width` elements, parameters included.
 
-        Always even when encoded, so that every row's float16 parameters are aligned.
+        Encoded rows have an even size, so that float16 parameters are aligned.
         """
         if self is Encoding.NATIVE:
             return width * data_type.size
@@ -79,7 +79,7 @@ class Encoding(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What the formulas need to know of a decoder-only transformer."""
+    """The dimensions of a decoder-only transformer."""
 
     name: str
     family: str
@@ -128,8 +128,10 @@ class ModelShape:
 
     @property
     def rho(self) -> float:
-        """h / (2 d_kv): activation bytes over key-value bytes. At 1 or more,
-        sending activations over the link can never pay."""
+        """h / (2 d_kv): activation bytes over key-value bytes.
+
+        At 1 or more, sending activations over the link can never pay.
+        """
         return self.hidden_size / (2 * self.kv_width)
 
     # -- bytes ----------------------------------------------------------------
@@ -145,12 +147,11 @@ class ModelShape:
         return self.hidden_size * self.data_type.size
 
     def stored_kv_bytes_per_token_layer(self, encoding: Encoding) -> int:
-        """K and V of one token in one layer as a store of this encoding keeps them:
-        what crosses the link when they are loaded."""
+        """Return the bytes of K and V of one token in one layer, as stored and loaded."""
         return 2 * self.kv_head_count * encoding.row_bytes(self.head_dim, self.data_type)
 
     def stored_activation_bytes_per_token_layer(self, encoding: Encoding) -> int:
-        """X of one token in one layer as a store of this encoding keeps it."""
+        """Return the bytes of X of one token in one layer, as stored and sent."""
         return encoding.row_bytes(self.hidden_size, self.data_type)
 
     @property
@@ -159,7 +160,7 @@ class ModelShape:
         return self.layer_count * self.kv_bytes_per_token_layer
 
     def stored_kv_bytes_per_token(self, encoding: Encoding) -> int:
-        """B_kv of a store of this encoding."""
+        """Return B_kv as stored in this encoding."""
         return self.layer_count * self.stored_kv_bytes_per_token_layer(encoding)
 
     @property
@@ -167,20 +168,20 @@ class ModelShape:
         return self.layer_count * self.activation_bytes_per_token_layer
 
     def page_bytes(self, chunk_tokens: int) -> int:
-        """K and V of one chunk over all layers: a page of device memory."""
+        """Return the bytes of K and V of one chunk over all layers: a page of device memory."""
         return chunk_tokens * self.kv_bytes_per_token
 
     @property
     def activations_per_page(self) -> int:
-        """Chunks whose X fills a page of device memory, one in the place of K, one of V's.
+        """Chunks whose X fits a page of device memory: one in the place of K, one in that of V.
 
-        0 unless X is exactly as large as either, as with multi-head attention.
+        0 unless X is as large as either, as with multi-head attention.
         """
         return 2 if self.hidden_size == self.kv_width else 0
 
     @property
     def activations_can_pay(self) -> bool:
-        """Whether storing X can ever shorten a restore (rho < 1)."""
+        """True if storing X can shorten a restore (rho < 1)."""
         return self.rho < 1
 
     # -- work -----------------------------------------------------------------
@@ -200,7 +201,7 @@ class ModelShape:
 
     @property
     def mlp_parameters(self) -> int:
-        """Of one layer: gate (where there is one), up and down."""
+        """Of one layer: gate (if gated), up and down."""
         return (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
 
     @property
@@ -239,10 +240,10 @@ class ModelShape:
         return 2 * (self.parameter_count - embedding * (1 if self.tied_embeddings else 2))
 
     def prefill_flops(self, new_tokens: int, cached_tokens: int = 0) -> int:
-        """2 * N_active per new token, plus attention over everything before it.
+        """Return 2 * N_active per new token, plus attention to all tokens before it.
 
-        Attention reads (cached + half of the new ones) keys per token on
-        average, 4 * n_q * d FLOP each (scores and values).
+        Attention reads (cached + half of the new ones) keys per token on average, with
+        4 * n_q * d FLOP each (scores and values).
         """
         embedding = self.vocabulary_size * self.hidden_size
         context = cached_tokens + (new_tokens + 1) / 2
@@ -250,9 +251,9 @@ class ModelShape:
         return int(new_tokens * (self.prefill_flops_per_token + attention)) + 2 * embedding
 
     def fill_flops(self, new_tokens: int, cached_tokens: int = 0) -> int:
-        """K and V of new tokens in every layer from their ids: what comes back by recompute.
+        """Return the FLOP of K and V of new tokens in every layer from their ids.
 
-        A prefill without logits, and without all that follows K and V in the last layer.
+        That is a prefill without logits, and in the last layer without what follows K and V.
         """
         embedding = self.vocabulary_size * self.hidden_size
         whole = self.prefill_flops(new_tokens, cached_tokens) - 2 * embedding
@@ -272,11 +273,11 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class ArenaLayout:
-    """The bytes of one chunk: what store and workers must agree on.
+    """The bytes of one chunk, on which store and workers must agree.
 
     Slots of K and V are `[n_kv, chunk_tokens]` rows of d elements, slots of X
-    `[chunk_tokens]` rows of h elements; `data_type` is that of the elements
-    before they are encoded. See docs/arena-format.md.
+    `[chunk_tokens]` rows of h elements; `data_type` is that of the elements before they are
+    encoded. See docs/arena-format.md.
     """
 
     chunk_tokens: int
@@ -336,7 +337,7 @@ class ArenaLayout:
 
     @property
     def stored_activation_bytes_per_token_layer(self) -> int:
-        """X of one token in one layer on the link, whether or not this arena has any."""
+        """X of one token in one layer on the link, also if this arena stores none."""
         return self.x_row_bytes
 
     @property
@@ -357,11 +358,11 @@ class ArenaLayout:
 
     @property
     def layout_hash(self) -> bytes:
-        """16 bytes that differ whenever the bytes of a chunk would."""
+        """16 bytes that differ if the bytes of a chunk do."""
         return _layout_hash(self)
 
     def planes(self, first_offset: int, slot_count: int) -> list[Plane]:
-        """All planes in file order: K0, V0, [X0], K1, ... each 4 KiB aligned."""
+        """Return all planes in file order: K0, V0, [X0], K1, ... each 4 KiB aligned."""
         planes = []
         offset = first_offset
         for layer in range(self.layer_count):
@@ -387,7 +388,7 @@ class ArenaLayout:
         return cls(**fields)
 
 
-# Asked for with every chunk; a process sees one layout or two.
+# Computed for every chunk; a process sees one layout or two.
 @lru_cache(maxsize=16)
 def _layout_hash(layout: ArenaLayout) -> bytes:
     packed = struct.pack(
@@ -402,65 +403,39 @@ def _layout_hash(layout: ArenaLayout) -> bytes:
     )
     domain = b"splitpoint layout v1\0"
     if layout.encoding is not Encoding.NATIVE:
-        # A domain of its own: native layouts keep the hash they had before encodings were.
+        # A domain of its own: native layouts keep the hash from before there were encodings.
         number = list(Encoding).index(layout.encoding)
         domain = b"splitpoint encoded layout v1\0" + struct.pack("<I", number)
     return hashlib.sha256(domain + packed + layout.model_fingerprint).digest()[:16]
 
 
 def align(offset: int, to: int = PAGE_ALIGNMENT) -> int:
-    """Round up to a multiple of `to`."""
+    """Return `offset` rounded up to a multiple of `to`."""
     return -(-offset // to) * to
 
 
 def chunks_of(tokens: int, chunk_tokens: int) -> int:
-    """Chunks that hold this many tokens, the last one perhaps in part."""
+    """Return the chunks that hold so many tokens; the last one may be partial."""
     return -(-tokens // chunk_tokens)
 
 
 # -- shapes by name, for planning without a checkpoint --------------------------
 
 
-def _shape(
-    name: str,
-    family: str,
-    layers: int,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    intermediate: int,
-    vocabulary: int,
-    context: int,
-    *,
-    gated: bool = True,
-    tied: bool = False,
-) -> ModelShape:
-    return ModelShape(
-        name=name,
-        family=family,
-        layer_count=layers,
-        hidden_size=hidden,
-        query_head_count=heads,
-        kv_head_count=kv_heads,
-        head_dim=head_dim,
-        intermediate_size=intermediate,
-        vocabulary_size=vocabulary,
-        context_length=context,
-        gated_mlp=gated,
-        tied_embeddings=tied,
-    )
+def _shape(name: str, family: str, *dimensions: int, tied: bool = False) -> ModelShape:
+    """Return a shape from dimensions in the order of ModelShape's fields."""
+    is_opt = family == "opt"
+    rest: tuple[Any, ...] = (*dimensions, DataType.BFLOAT16, not is_opt, tied or is_opt)
+    return ModelShape(name, family, *rest)
 
 
 BUILT_IN_SHAPES: dict[str, ModelShape] = {
     shape.name.lower(): shape
     for shape in (
-        _shape("OPT-125M", "opt", 12, 768, 12, 12, 64, 3072, 50272, 2048, gated=False, tied=True),
-        _shape(
-            "OPT-6.7B", "opt", 32, 4096, 32, 32, 128, 16384, 50272, 2048, gated=False, tied=True
-        ),
-        _shape("OPT-13B", "opt", 40, 5120, 40, 40, 128, 20480, 50272, 2048, gated=False, tied=True),
-        _shape("OPT-30B", "opt", 48, 7168, 56, 56, 128, 28672, 50272, 2048, gated=False, tied=True),
+        _shape("OPT-125M", "opt", 12, 768, 12, 12, 64, 3072, 50272, 2048),
+        _shape("OPT-6.7B", "opt", 32, 4096, 32, 32, 128, 16384, 50272, 2048),
+        _shape("OPT-13B", "opt", 40, 5120, 40, 40, 128, 20480, 50272, 2048),
+        _shape("OPT-30B", "opt", 48, 7168, 56, 56, 128, 28672, 50272, 2048),
         _shape("Llama-2-7B", "llama", 32, 4096, 32, 32, 128, 11008, 32000, 4096),
         _shape("Llama-2-13B", "llama", 40, 5120, 40, 40, 128, 13824, 32000, 4096),
         _shape("Llama-3-8B", "llama", 32, 4096, 32, 8, 128, 14336, 128256, 8192),

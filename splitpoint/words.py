@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 def counted(count: int, singular: str, plural: str = "") -> str:
-    """Like "1 token" and "2,000 tokens". `plural`: where an s does not make it."""
+    """Return "1 token" or "2,000 tokens". `plural`: if it is not the singular with an s."""
     return f"{count:,} {singular if count == 1 else plural or f'{singular}s'}"
