@@ -1,7 +1,7 @@
-"""The files of a model folder, read as what they are: other people's.
+"""Safe reading of the untrusted files of a model folder.
 
-Nothing here waits for a pipe, reads from a device, follows a loop of links, or takes memory that
-a file of a sensible size would not. Knows no key of any file.
+Nothing here waits for a pipe, reads from a device, follows a loop of links, or uses more memory
+than a file of a sensible size needs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_TOKENIZER_BYTES = 256 << 20
 
 
 def is_there(path: Path, most_bytes: int | None = None) -> bool:
-    """False if there is nothing of this name.
+    """Return False if the path does not exist.
 
     Raises InvalidArgument for anything but a regular file of at most `most_bytes`.
     """
@@ -36,7 +36,7 @@ def is_there(path: Path, most_bytes: int | None = None) -> bool:
 
 
 def read_bytes(path: Path, most_bytes: int = MOST_JSON_BYTES) -> bytes:
-    """The whole file. Raises InvalidArgument unless it is a regular file of at most so many."""
+    """Read the whole file. Raises InvalidArgument unless it is a regular file within bounds."""
     try:
         # Opening a pipe would otherwise wait for a writer.
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
@@ -47,12 +47,12 @@ def read_bytes(path: Path, most_bytes: int = MOST_JSON_BYTES) -> bytes:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises InvalidArgument for a file that holds anything else."""
+    """Read the JSON object in a file. Raises InvalidArgument for any other contents."""
     return parse_object(path, read_bytes(path))
 
 
 def parse_object(path: Path, content: bytes) -> dict[str, Any]:
-    """The JSON object in some bytes of the file, each key once, all numbers finite."""
+    """Parse a JSON object, with each key once and all numbers finite. Raises InvalidArgument."""
     try:
         found = json.loads(
             content.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant

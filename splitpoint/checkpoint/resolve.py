@@ -1,7 +1,4 @@
-"""Checkpoint folders in Hugging Face form: where one is, what it is called, whether two are equal.
-
-Opens no tensor: the worker loads weights, this only finds and fingerprints them.
-"""
+"""Finds checkpoint folders in Hugging Face form, their weight files and their fingerprints."""
 
 from __future__ import annotations
 
@@ -16,11 +13,11 @@ from splitpoint.checkpoint.tensors import read_header
 from splitpoint.errors import InvalidArgument, NotFound, PermissionDenied, Unavailable
 
 BUNDLED_MODEL = "stdlib-llama"
-# Reason of the error for what can be neither a folder nor a name on the hub.
+# Reason of the error for a text that is neither a folder nor a name on the hub.
 NO_SUCH_MODEL = "NO_SUCH_MODEL"
 INDEX_FILE = "model.safetensors.index.json"
 
-# Configuration, tokenizer and safetensors; never pickles, never other formats.
+# Configuration, tokenizer and safetensors; no pickles, no other formats.
 _WANTED = [
     "config.json",
     "generation_config.json",
@@ -32,7 +29,7 @@ _WANTED = [
     INDEX_FILE,
     "*.safetensors",
 ]
-# The same weights again, in another project's naming.
+# The same weights under another project's names.
 _UNWANTED = ["*/*", "consolidated*"]
 _HUB_NAME = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
 _SAMPLE_COUNT = 64
@@ -40,14 +37,14 @@ _SAMPLE_BYTES = 4096
 
 
 def resolve_model(text: str | None, *, download: bool = True) -> Path:
-    """The checkpoint folder that `text` means.
+    """Return the checkpoint folder that `text` names.
 
     Args:
         text: a folder, or a name on the Hugging Face hub with an optional
             revision (`owner/name`, `owner/name@revision`), or None for the
             bundled model.
         download: fetch a hub name that is not in the local cache (progress
-            on stderr). Without it only the cache is looked at.
+            on stderr); False: search only the cache.
 
     Raises InvalidArgument (no such folder, no safetensors), NotFound (the hub
     does not know the name), PermissionDenied (gated), Unavailable (not cached
@@ -72,7 +69,7 @@ def resolve_model(text: str | None, *, download: bool = True) -> Path:
     ):
         return cached
     if "/" not in match["name"]:
-        # A few old models of the hub have such names; a typing error is far more likely.
+        # Few models of the hub have such names; a typing error is far more likely.
         raise InvalidArgument(
             f"{text}: no such folder (models of the Hugging Face hub are named OWNER/NAME)",
             field="model",
@@ -100,7 +97,7 @@ def _bundled_folder() -> Path:
 
 
 def _from_hub(name: str, revision: str | None, *, local_only: bool) -> Path | None:
-    """The snapshot's folder; None when it is not cached and cannot be fetched."""
+    """Return the snapshot's folder; None if it is not cached and cannot be fetched."""
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -123,20 +120,16 @@ def _from_hub(name: str, revision: str | None, *, local_only: bool) -> Path | No
     except errors.HFValidationError as error:
         raise InvalidArgument(f"{name!r} is not a model name: {error}", field="model") from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError):
-        # Not cached and offline, by choice or by accident; the caller knows
-        # whether that is an error.
         return None
     except Exception as error:
-        # The hub client's HTTP library has changed between versions and so
-        # have its exceptions; a full disk ends here, too.
+        # The hub client's HTTP exceptions differ between versions; a full disk ends here, too.
         raise Unavailable(f"downloading {name} failed: {error}") from error
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, in name order.
+    """Return the safetensors files of a checkpoint in name order: those of the index, if any.
 
-    Those that the index names, when there is one. Raises InvalidArgument when
-    there are none, or one of them is missing.
+    Raises InvalidArgument if there are none, or one of them is missing.
     """
     index = folder / INDEX_FILE
     if is_there(index):
@@ -161,7 +154,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def indexed_files(index: Path) -> list[str]:
-    """Names of the files that an index of safetensors names. Raises InvalidArgument."""
+    """Return the file names in an index of safetensors. Raises InvalidArgument."""
     named = read_object(index).get("weight_map")
     if not isinstance(named, dict):
         raise InvalidArgument(f"{index} is no safetensors index", field="model")
@@ -185,12 +178,11 @@ def _is_complete(folder: Path) -> bool:
 
 
 def model_fingerprint(folder: Path) -> bytes:
-    """32 bytes that differ when the weights do, without reading them all.
+    """Return 32 bytes that differ if the weights do, without reading all of them.
 
-    SHA-256 over config.json and, of every safetensors file, its name, size,
-    header and 64 evenly spread samples of 4 KiB. Two checkpoints of one shape
-    thus never share chunks; a change that touches only unsampled bytes (an
-    edited weight or two) is the one thing it cannot see.
+    SHA-256 over config.json and, of every safetensors file, its name, size, header and 64
+    evenly spread samples of 4 KiB. So two checkpoints of one shape never share chunks. A
+    change of unsampled bytes only (an edited weight or two) is not detected.
     """
     read_config(folder)
     digest = hashlib.sha256(b"splitpoint model v1\0")
@@ -211,13 +203,13 @@ def model_fingerprint(folder: Path) -> bytes:
 
 
 def _update(digest: Any, part: bytes) -> None:
-    # Lengths are part of the message: moving bytes between parts changes it.
+    # With lengths, moving bytes between parts changes the digest.
     digest.update(len(part).to_bytes(8, "little"))
     digest.update(part)
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """End-of-sequence ids: generation_config.json's, else config.json's; may be empty.
+    """Return the end-of-sequence ids of generation_config.json, else config.json; may be empty.
 
     Raises InvalidArgument for anything but an id or a list of ids.
     """

@@ -1,6 +1,6 @@
-"""The headers of safetensors files: whole, and in agreement with the size of the file.
+"""Validates the headers of safetensors files against the file's size, without reading weights.
 
-Reads the header only, however large the weights are. A download that broke off shows here.
+It detects incomplete downloads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from splitpoint.checkpoint.files import is_there, parse_object
 from splitpoint.errors import InvalidArgument
 
-# What the format allows.
+# Limits of the format.
 _MOST_HEADER_BYTES = 100_000_000
 _MOST_DIMENSIONS = 8
 _MOST_BYTES = 1 << 50
@@ -23,7 +23,7 @@ _FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
-    """What one file holds."""
+    """The header and size of one file."""
 
     header: bytes
     tensor_count: int
@@ -31,9 +31,9 @@ class TensorFile:
 
 
 def read_header(path: Path, *, floats_only: bool = True) -> TensorFile:
-    """Raises InvalidArgument, which says what is wrong with the file.
+    """Read and validate the header. Raises InvalidArgument.
 
-    `floats_only`: tensors of another type, as quantized checkpoints have, are wrong.
+    `floats_only`: refuse tensors of other types, as in quantized checkpoints.
     """
     if not is_there(path):
         raise _bad(path, "it is missing")
@@ -70,7 +70,7 @@ def read_header(path: Path, *, floats_only: bool = True) -> TensorFile:
 
 
 def _header_and_size(path: Path) -> tuple[bytes, int]:
-    """The header's JSON and the size of the file. Raises InvalidArgument, OSError."""
+    """Return the header's JSON and the size of the file. Raises InvalidArgument, OSError."""
     with path.open("rb") as file:
         size = path.stat().st_size
         length = int.from_bytes(file.read(8), "little")
@@ -82,7 +82,7 @@ def _header_and_size(path: Path) -> tuple[bytes, int]:
 
 
 def _sizes(shape: Any) -> list[int]:
-    """Raises ValueError for anything but a short list of sizes."""
+    """Return a short list of sizes. Raises ValueError for anything else."""
     if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS:
         raise ValueError
     if not all(type(size) is int and 0 <= size <= _MOST_BYTES for size in shape):

@@ -1,8 +1,7 @@
 """Text to token ids and back, piece by piece, with stop strings.
 
-The tokenizers library does the work; this adds what a stream needs: text comes
-out only once it is certain, and a stop string is found wherever token borders
-lie. Knows no model and no request.
+On top of the tokenizers library: streamed text is returned only once it is final, and a stop
+string is found across token borders.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from splitpoint.checkpoint.files import MOST_TOKENIZER_BYTES, is_there, read_obj
 from splitpoint.checkpoint.token_bytes import longest_token_bytes
 from splitpoint.errors import InvalidArgument
 
-REPLACEMENT = "\ufffd"  # what decoders make of bytes that are not (yet) UTF-8
+REPLACEMENT = "\ufffd"  # decoded from bytes that are not (yet) UTF-8
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
-# UTF-8 characters are at most 4 bytes, tokens at least 1 byte: a token that is
-# followed by this many others can no longer be part of an incomplete character.
+# UTF-8 characters have at most 4 bytes, tokens at least 1: a token that is followed by so
+# many others is not part of an incomplete character.
 _SETTLED_AFTER_TOKENS = 4
 _LONGEST_UNCERTAIN = 64
 
 
 class TooManyTokens(ValueError):
-    """A text has more tokens than were asked for: `count`, or at least `count`."""
+    """A text has more tokens than allowed: `count`, or at least `count`."""
 
     def __init__(self, count: int, *, is_exact: bool) -> None:
         super().__init__(f"{'' if is_exact else 'at least '}{count:,} tokens")
@@ -35,7 +34,7 @@ class TooManyTokens(ValueError):
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer. Safe to share between threads; it has no mutable state."""
+    """A checkpoint's tokenizer: immutable, so threads can share it."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         # A checkpoint may carry the truncation and padding of its training.
@@ -51,12 +50,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer | None:
-        """From `tokenizer.json`, else `vocab.json` and `merges.txt` (byte-level BPE, as OPT's).
+        """Load `tokenizer.json`, else `vocab.json` and `merges.txt` (byte-level BPE, as OPT's).
 
-        None when the folder has neither. Special tokens follow
-        `tokenizer_config.json` as in transformers: an explicit `add_bos_token`
-        or `add_eos_token` replaces the file's own template. Raises
-        InvalidArgument when a file cannot be read.
+        None if the folder has neither. Special tokens follow `tokenizer_config.json` as in
+        transformers: an explicit `add_bos_token` or `add_eos_token` replaces the file's own
+        template. Raises InvalidArgument if a file cannot be read.
         """
         single, vocabulary, merges = (
             folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt")
@@ -82,19 +80,19 @@ class Tokenizer:
 
     @property
     def vocabulary_size(self) -> int:
-        """Ids that have a spelling, added tokens included."""
+        """Number of ids with a spelling, added tokens included."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
-        """Token ids with the special tokens that the model expects around a prompt.
+        """Return token ids with the special tokens that the model expects around a prompt.
 
-        Other threads run meanwhile. Raises TooManyTokens beyond `most`, before their ids are
-        made: a list of millions would hold the interpreter.
+        Other threads run meanwhile. Raises TooManyTokens for more than `most`, before making
+        a list of the ids, which holds the interpreter.
         """
         least = self.fewest_tokens(text)
         if most is not None and least > most:
             raise TooManyTokens(least, is_exact=False)
-        # Unlike `encode` these let go of the interpreter, for one text too.
+        # Unlike `encode` this releases the interpreter, for one text too.
         [encoding] = self._backend.encode_batch_fast([text])
         if most is not None and len(encoding) > most:
             raise TooManyTokens(len(encoding), is_exact=True)
@@ -102,30 +100,30 @@ class Tokenizer:
         return ids
 
     def fewest_tokens(self, text: str) -> int:
-        """Tokens that the text has at least, by its bytes alone; see `token_bytes`."""
+        """Return the least number of tokens of the text, by its bytes; see `token_bytes`."""
         if self._longest_token is None:
             return 0
         size = len(text) if text.isascii() else len(text.encode())
         return -(-size // self._longest_token)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of a whole sequence, special tokens left out; as TextStream would say it."""
+        """Return the text of a whole sequence without special tokens, as TextStream does."""
         stream = TextStream(self, ())
         return stream.push(token_ids) + stream.finish()
 
     def spelling(self, token_ids: Iterable[int]) -> list[str]:
-        """Each token as the vocabulary spells it; empty for ids without a spelling."""
+        """Return each token's spelling in the vocabulary; empty for ids without one."""
         return [self._backend.id_to_token(index) or "" for index in token_ids]
 
     def is_silent(self, token_id: int) -> bool:
-        """Whether the token has no text of its own: special, or without a spelling."""
+        """Return True if the token has no text: it is special, or has no spelling."""
         return token_id in self._special_ids or self._backend.id_to_token(token_id) is None
 
     def decode_segment(self, token_ids: list[int], *, first: bool) -> str:
-        """Text of tokens from inside a sequence, or from its `first` token on.
+        """Return the text of tokens inside a sequence, or from its `first` token on.
 
-        Decoders may treat the start of a text differently (SentencePiece drops
-        one space there), so inner segments are decoded behind a known token.
+        Decoders may treat the start of a text differently (SentencePiece drops one space
+        there), so inner segments are decoded after a known token.
         """
         if first:
             return self._decode_plain(token_ids)
@@ -136,7 +134,7 @@ class Tokenizer:
         return text
 
     def _find_anchor(self) -> list[int]:
-        """A token whose text neither changes nor is changed by what follows."""
+        """Return a token whose text is independent of the tokens that follow."""
         likely = self._backend.encode("a", add_special_tokens=False).ids[-1:]
         for index in (*likely, *range(self._backend.get_vocab_size())):
             text = self._decode_plain([index])
@@ -148,23 +146,21 @@ class Tokenizer:
 class TextStream:
     """The text of one growing sequence of tokens, up to a stop string.
 
-    What `push` returned is certain: it never ends inside a character, and no
-    stop string begins in it. All pushes and `finish` together are the decoded
-    sequence, or its part before the match.
+    The results of `push` are final: they never end inside a character, and no stop string
+    begins in them. All results of `push` and `finish` together are the decoded sequence, or
+    its part before the match.
 
-    Where several stop strings are possible the one that ends first counts, and
-    of those the longest. That does not depend on how the text was cut into
-    tokens, nor on how tokens were grouped into pushes.
+    Of several matching stop strings the one that ends first counts, and of those the longest,
+    independent of token borders and of how tokens were grouped into pushes.
 
-    SentencePiece vocabularies spell rare characters as runs of byte tokens. The
-    library turns every byte of a run into U+FFFD if the run as a whole is not
-    UTF-8; here valid characters go out as soon as they are complete, and stay.
+    SentencePiece vocabularies spell rare characters as runs of byte tokens. The library turns
+    every byte of a run into U+FFFD if the whole run is not UTF-8; here valid characters are
+    returned as soon as they are complete.
 
     Args:
-        tokenizer: of the model that makes the tokens.
-        stops: strings that end the text; not empty themselves.
-        min_tokens: a match that completes before this many tokens is text like
-            any other.
+        tokenizer: of the model that generates the tokens.
+        stops: strings that end the text; none may be empty.
+        min_tokens: matches that complete before this many tokens are ignored.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], *, min_tokens: int = 0) -> None:
@@ -174,13 +170,13 @@ class TextStream:
         self._stops = tuple(stops)
         self._min_tokens = min_tokens
         self._token_count = 0
-        self._segment: list[int] = []  # tokens whose text is not certain
-        self._first = True  # no text has come out yet
-        self._held = ""  # certain text that may begin a stop string
+        self._segment: list[int] = []  # tokens whose text is not final
+        self._first = True  # no text was returned yet
+        self._held = ""  # final text that may begin a stop string
         self.matched_stop: str | None = None
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Adds tokens; returns the text that is now certain, "" after a match."""
+        """Add tokens, and return the text that is final now; "" after a match."""
         pieces = []
         for token_id in token_ids:
             if self.matched_stop is not None:
@@ -192,7 +188,7 @@ class TextStream:
         return "".join(pieces)
 
     def finish(self) -> str:
-        """No token will follow: returns what was held back. A match may still occur."""
+        """Return the rest of the text; no token follows. A match may still occur."""
         if self.matched_stop is not None:
             return ""
         rest = self._tokenizer.decode_segment(self._segment, first=self._first)
@@ -204,15 +200,15 @@ class TextStream:
         return text
 
     def _settled(self) -> str:
-        """Text of the segment's leading tokens that no further token can change."""
+        """Return the text of the segment's leading tokens that no further token can change."""
         text = self._tokenizer.decode_segment(self._segment, first=self._first)
         if text and not text.endswith(REPLACEMENT):
             self._drop(len(self._segment))
             return text
         if len(self._segment) < _LONGEST_UNCERTAIN:
             return ""
-        # A long run of invalid bytes (or of real U+FFFD): cut it where both
-        # halves decode to the whole, far enough from the end to be settled.
+        # A long run of invalid bytes (or of real U+FFFD): cut it, far enough from the end,
+        # where both parts decode to the whole.
         for cut in range(len(self._segment) - _SETTLED_AFTER_TOKENS, 0, -1):
             head = self._tokenizer.decode_segment(self._segment[:cut], first=self._first)
             tail = self._tokenizer.decode_segment(self._segment[cut:], first=False)
@@ -226,7 +222,7 @@ class TextStream:
         self._first = False
 
     def _scan(self, text: str) -> str:
-        """Passes on what cannot be part of a stop string; sets matched_stop."""
+        """Return text that cannot be part of a stop string; set matched_stop."""
         if not text or not self._stops:
             return text
         text = self._held + text
@@ -242,7 +238,7 @@ class TextStream:
         return text[:certain]
 
     def _first_match(self, text: str) -> tuple[int, str] | None:
-        """(begin, stop) of the match that ends first; of those the longest."""
+        """Return (begin, stop) of the match that ends first; of those the longest."""
         found = [
             (begin + len(stop), begin, stop)
             for stop in self._stops
@@ -255,7 +251,7 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop` without completing it."""
+    """Return the length of the longest end of `text` that begins but not completes `stop`."""
     for size in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:size]):
             return size
@@ -267,13 +263,13 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def _apply_config(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
-    """Named special tokens and the prompt's template, as transformers reads them."""
+    """Add named special tokens and the prompt's template, as transformers does."""
     names = {key: _content(config.get(key)) for key in _NAMED_TOKENS}
     backend.add_special_tokens(
         [
             AddedToken(content, special=True, normalized=False)
             for content in names.values()
-            # Only what the model has an embedding for.
+            # Only tokens with an embedding in the model.
             if content and backend.token_to_id(content) is not None
         ]
     )
@@ -294,7 +290,7 @@ def _apply_config(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None
 
 
 def _content(token: Any) -> str:
-    """A token in the config is its text, or an object that holds it."""
+    """Return the text of a token in the config: a string, or an object that holds it."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else ""

@@ -1,16 +1,15 @@
-"""How much text one token can stand for, read from a tokenizer's parts.
+"""The most text that one token can stand for, from a tokenizer's parts.
 
 A text of B bytes has at least B / L tokens if no token stands for more than L bytes. Each byte
-of a text belongs to some token's spelling if nothing on the way drops or joins bytes:
+of a text belongs to a token's spelling if no part of the tokenizer drops or joins bytes:
 
 - the normalizer is absent, or only inserts bytes (Prepend, a Replace by something as long);
 - the pre-tokenizer cuts without removing what it cuts at;
-- no added token swallows the spaces beside it;
+- no added token swallows adjacent spaces;
 - the model is a BPE that has a token for every byte, so that it never skips a character and
   never joins a run of unknown ones.
 
-Then L is the longest spelling of the vocabulary. Where one of these does not hold there is no
-such L. Knows no request.
+Then L is the longest spelling of the vocabulary; else there is no such L.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from tokenizers import models, pre_tokenizers
 
 # Pre-tokenizers that keep every byte.
 _KEEPING = {"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"}
-# These keep every byte but with this behaviour.
+# These keep every byte, except with this behaviour.
 _CUTTING = {"Split", "Punctuation"}
 _REMOVING = "Removed"
 
 
 def longest_token_bytes(backend: tokenizers.Tokenizer) -> int | None:
-    """Most bytes of UTF-8 text that one token stands for; None if nothing bounds them."""
+    """Return the most bytes of UTF-8 text for one token; None if there is no bound."""
     model = backend.model
     added = backend.get_added_tokens_decoder().values()
     if not isinstance(model, models.BPE) or any(token.lstrip or token.rstrip for token in added):
@@ -56,7 +55,7 @@ def longest_token_bytes(backend: tokenizers.Tokenizer) -> int | None:
 
 
 def _parts(component: Any) -> Iterator[dict[str, Any]]:
-    """The settings of a normalizer or pre-tokenizer, sequences taken apart."""
+    """Yield the settings of a normalizer or pre-tokenizer; sequences yield those of each part."""
     if component is not None:
         yield from _flat(json.loads(component.__getstate__()))
 

@@ -1,9 +1,9 @@
-"""Where the link becomes the limit: the ratio of cached to new tokens.
+"""The ratio of cached to new tokens at which the link becomes the limit.
 
-kappa_ratio = K / T of a request; kappa_crit = (F_pf / B_kv) * (BW / C), where loading K
-cached tokens takes as long as prefilling T new ones ("KV cache offloading bottlenecks",
-Eq. 6). A request above it waits for the link, one below it for the device. Overheads are
-left out, and the attention of new tokens to cached ones: at length both only shift it.
+kappa_ratio = K / T of a request. At kappa_crit = (F_pf / B_kv) * (BW / C), loading K cached
+tokens takes as long as prefilling T new ones ("KV cache offloading bottlenecks", Eq. 6). A
+request above it waits for the link, one below it for the device. Overheads, and the attention
+of new tokens to cached ones, are left out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from splitpoint.shapes import Encoding, ModelShape
 
 
 def kappa_crit(shape: ModelShape, profile: Profile, encoding: Encoding = Encoding.NATIVE) -> float:
-    """Of a model on a worker with this profile and a store that keeps the cache so encoded."""
+    """Return the ratio for a model on a worker, whose store keeps the cache so encoded."""
     return kappa_crit_of(
         shape.prefill_flops_per_token,
         shape.stored_kv_bytes_per_token(encoding),
@@ -29,7 +29,7 @@ def kappa_crit_of(
     link_bytes_per_second: float,
     flops_per_second: float,
 ) -> float:
-    """The same from bare numbers, for models that no ModelShape describes."""
+    """Return the same from numbers, for models that no ModelShape describes."""
     model = prefill_flops_per_token / kv_bytes_per_token  # FLOP per cached byte
     hardware = link_bytes_per_second / flops_per_second  # bytes per FLOP
     return model * hardware

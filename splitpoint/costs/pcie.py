@@ -1,4 +1,4 @@
-"""What a PCIe link can carry: bytes per second, from its generation and its lanes.
+"""Bytes per second of a PCIe link, from its generation and its lanes.
 
 Per lane and direction, with T transfers (bits on the wire) per second:
 
@@ -6,13 +6,13 @@ Per lane and direction, with T transfers (bits on the wire) per second:
     generation 3, 4, 5   T * 128/130   128b/130b line code
     generation 6         T * 242/256   FLIT mode: of 256 bytes 14 are CRC and error correction
 
-times lanes, over 8 bits. It is raw: what headers, acknowledgements and flow control take of
-it is not subtracted, so copies reach some 80 to 90 %, and never all of it.
+times lanes, over 8 bits. Headers, acknowledgements and flow control are not subtracted, so
+copies reach 80 to 90 % of it.
 """
 
 from __future__ import annotations
 
-# Transfers per second and lane; and the share of them that is not line code.
+# Transfers per second and lane, and the share of them that is payload.
 _LANES = {
     1: (2.5e9, 8 / 10),
     2: (5e9, 8 / 10),
@@ -26,9 +26,9 @@ MOST_LANES = 16
 
 
 def link_ceiling(generation: int, lanes: int) -> float:
-    """Bytes per second in one direction; the other one has the same beside it.
+    """Return the bytes per second in each direction.
 
-    Raises ValueError for a generation that is not known here, or no lanes.
+    Raises ValueError for an unknown generation, or no lanes.
     """
     if generation not in _LANES:
         raise ValueError(f"PCIe generation {generation} is not known: 1 to {LATEST_GENERATION} are")

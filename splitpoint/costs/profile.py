@@ -1,7 +1,7 @@
 """A worker's measured costs, and the durations that follow from them.
 
-Every cost is a line, `overhead + amount / rate`, fitted by least squares
-(KVPR's profiler, Section 4.2 there; the intercepts are ours). Knows no device.
+Every cost is a line, `overhead + amount / rate`, fitted by least squares (KVPR's profiler,
+Section 4.2 there; the intercepts are ours).
 """
 
 from __future__ import annotations
@@ -25,37 +25,26 @@ class Profile:
     rebuild_overhead_seconds: float
     prefill_flops_per_second: float
     description: str = ""
-    # Rates at which chunks came from other hosts' stores, by the store's address;
-    # what is missing was never measured.
+    # Measured rates of chunks from other hosts' stores, by the store's address.
     remote_bytes_per_second: Mapping[str, float] = field(default_factory=dict)
-    # Of one piece of a prefill, beside its FLOP.
+    # Of one piece of a prefill, besides its FLOP.
     prefill_overhead_seconds: float = 0.0
-    # What one decode step computes, its cache traffic left out. 0: not measured.
+    # Of one decode step without its cache traffic. 0: not measured.
     step_compute_seconds: float = 0.0
-    # Of weights on the host: over the link in each step or piece of a prefill, and of
-    # these W_K and W_V, without which nothing is rebuilt. 0: all are on the device.
+    # Weights on the host, which cross the link in each step or piece of a prefill, and the
+    # part of them for W_K and W_V. 0: all weights are on the device.
     host_weight_bytes: int = 0
     host_kv_weight_bytes: int = 0
-    # Of a restore, beside what its copies and products take: once, and for each copy or
-    # product, which has to be laid out and handed to its lane. 0: not measured.
+    # Of a restore, besides its copies and products: once, and for laying out each of them
+    # and handing it to its lane. 0: not measured.
     restore_overhead_seconds: float = 0.0
     operation_overhead_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("link_bytes_per_second", "rebuild_flops_per_second"):
-            _require_finite(name, getattr(self, name), above_zero=True)
-        _require_finite("prefill_flops_per_second", self.prefill_flops_per_second, above_zero=True)
-        for name in (
-            "link_overhead_seconds",
-            "rebuild_overhead_seconds",
-            "prefill_overhead_seconds",
-            "step_compute_seconds",
-            "host_weight_bytes",
-            "host_kv_weight_bytes",
-            "restore_overhead_seconds",
-            "operation_overhead_seconds",
-        ):
-            _require_finite(name, getattr(self, name), above_zero=False)
+        for each in fields(self):
+            if each.name not in ("description", "remote_bytes_per_second"):
+                above_zero = each.name.endswith("_per_second")
+                _require_finite(each.name, getattr(self, each.name), above_zero=above_zero)
         if not isinstance(self.remote_bytes_per_second, Mapping):
             raise InvalidArgument(
                 "remote_bytes_per_second must map addresses to rates",
@@ -65,14 +54,14 @@ class Profile:
             _require_finite("remote_bytes_per_second", rate, above_zero=True)
 
     def prefill_seconds(self, flops: float, pieces: int = 1) -> float:
-        """A prefill of so much work, done in so many pieces, each of which reads all weights."""
+        """Return the seconds of a prefill in so many pieces, each of which reads all weights."""
         overhead = pieces * self.prefill_overhead_seconds
         computes = overhead + flops / self.prefill_flops_per_second
         return max(computes, pieces * self.weight_seconds)
 
     @property
     def weight_seconds(self) -> float:
-        """How long the link is busy with weights in each step."""
+        """Seconds of the link for weights in each step."""
         return self.host_weight_bytes / self.link_bytes_per_second
 
     def to_json(self) -> str:
@@ -80,7 +69,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """Raises InvalidArgument for anything but an object with these fields."""
+        """Parse an object with these fields. Raises InvalidArgument for anything else."""
         try:
             loaded = json.loads(text)
             known = {field.name for field in fields(cls)}
@@ -100,12 +89,11 @@ class Line:
 
 
 def fit_line(amounts: Sequence[float], seconds: Sequence[float]) -> Line:
-    """Least squares over (amount, seconds), weighted by 1/seconds².
+    """Fit a line by least squares over (amount, seconds), weighted by 1/seconds².
 
-    The weights make relative errors count, so that a 64 KiB copy shapes the
-    intercept as much as a 64 MiB copy shapes the slope. The intercept is
-    clamped to zero, since a negative overhead would make tiny copies pay.
-    Needs at least two different amounts.
+    The weights make relative errors count, so that a 64 KiB copy shapes the intercept as
+    much as a 64 MiB copy shapes the slope. The intercept is at least zero, since with a
+    negative overhead tiny copies would seem to pay. Needs at least two different amounts.
     """
     weights = [1.0 / (value * value) for value in seconds]
     total = sum(weights)
@@ -120,8 +108,8 @@ def fit_line(amounts: Sequence[float], seconds: Sequence[float]) -> Line:
     slope = covariance / variance
     overhead = mean_y - slope * mean_x
     if overhead < 0 or slope <= 0:
-        # Through the origin: noise made the small sizes look free, or the
-        # sizes were too small to tell a slope from the overhead.
+        # Through the origin: small sizes looked free because of noise, or all sizes were too
+        # small to tell the slope from the overhead.
         slope = sum(w * x * y for w, x, y in zip(weights, amounts, seconds, strict=True)) / sum(
             w * x * x for w, x in zip(weights, amounts, strict=True)
         )
@@ -130,8 +118,11 @@ def fit_line(amounts: Sequence[float], seconds: Sequence[float]) -> Line:
 
 
 def load_profile(name_or_path: str) -> Profile:
-    """A built-in profile by name, or a JSON file: a profile, or what `splitpoint status
-    --json` prints, whose first measured worker counts. Raises InvalidArgument."""
+    """Return a built-in profile by name, or that of a JSON file. Raises InvalidArgument.
+
+    The file holds a profile or the output of `splitpoint status --json`, whose first
+    measured worker counts.
+    """
     built_in = BUILT_IN_PROFILES.get(name_or_path.lower())
     if built_in is not None:
         return built_in
@@ -174,9 +165,8 @@ def _require_finite(field: str, value: float, *, above_zero: bool) -> None:
 
 
 def _assumed(name: str, link_gb: float, peak_tflops: float) -> Profile:
-    # 60 % of the dense bf16 peak is what large GEMMs reach in practice, half of
-    # it over a whole prefill; 10 us are one pinned copy's launch and one kernel's;
-    # a prefill launches some hundred of them.
+    # Large GEMMs reach 60 % of the dense bf16 peak, whole prefills half of the peak. A pinned
+    # copy and a kernel take 10 us to launch; a prefill launches some hundred kernels.
     return Profile(
         link_bytes_per_second=link_gb * 1e9,
         link_overhead_seconds=10e-6,

@@ -1,9 +1,8 @@
-"""Keeps a profile true while it is used: refits its lines from what copies and products took.
+"""Keeps a profile up to date: refits its lines from measured copies and products.
 
-KVPR profiles once at start and names that as a limitation; here every restore and
-every streamed step is a measurement. Old ones are forgotten step by step, so that a
-link that becomes slower is noticed within a few steps, and small changes are kept
-from those who plan by it. Pure: no clock, no device.
+KVPR profiles once at start and names that as a limitation; here every restore and every
+streamed step is a measurement. Old measurements fade, so that a slower link is noticed
+within a few steps. Small changes are not reported to the planner.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from dataclasses import dataclass, replace
 
 from splitpoint.costs.profile import Line, Profile
 
-# What a measurement counts after one more step: a tenth after ten steps.
+# Weight of a measurement after one more step: a tenth after ten steps.
 KEPT = 0.8
-# A profile whose predictions moved by less is not worth telling anybody.
+# Predictions that moved by a smaller share are not reported.
 HYSTERESIS = 0.10
-# Below this spread of sizes (relative variance) a slope cannot be told from an overhead.
+# Least spread of sizes (relative variance) at which slope and overhead can be told apart.
 _LEAST_SPREAD = 0.01
 
 
@@ -34,7 +33,7 @@ class LineTracker:
     """`seconds = overhead + amount / rate`, from measurements that fade.
 
     Attributes:
-        line: the present fit; the one given, until something was observed.
+        line: the present fit; the given one before the first observation.
     """
 
     def __init__(self, line: Line, kept: float = KEPT) -> None:
@@ -43,14 +42,14 @@ class LineTracker:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     def observe(self, step: Iterable[Observation]) -> None:
-        """What one step or restore measured; the earlier ones fade by as much, once."""
+        """Add the measurements of one step or restore; earlier ones fade once."""
         seen = [each for each in step if each.amount > 0 and each.seconds > 0]
         if not seen:
             return
         for name in ("_weight", "_x", "_y", "_xx", "_xy"):
             setattr(self, name, getattr(self, name) * self._kept)
-        # Relative errors count (see splitpoint.costs.profile.fit_line), but a step counts as much
-        # as any other: else those of a link that was faster would outlive many slow ones.
+        # Relative errors count (see splitpoint.costs.profile.fit_line), but all steps count
+        # equally: else those of a fast link would outweigh many slow ones.
         scale = len(seen) / sum(1.0 / (each.seconds * each.seconds) for each in seen)
         for each in seen:
             weight = scale / (each.seconds * each.seconds)
@@ -63,11 +62,11 @@ class LineTracker:
 
     @property
     def typical_amount(self) -> float:
-        """What was observed, on average; 0 before anything was."""
+        """Mean of the observed amounts; 0 before the first one."""
         return self._x / self._weight if self._weight else 0.0
 
     def seconds(self, amount: float) -> float:
-        """What so much would take by the present fit."""
+        """Return the seconds of an amount by the present fit."""
         return self.line.overhead + amount / self.line.rate
 
     def _fit(self) -> Line:
@@ -78,16 +77,15 @@ class LineTracker:
             overhead = mean_y - slope * mean_x
             if slope > 0 and overhead >= 0:
                 return Line(overhead, 1.0 / slope)
-            # Noise made small sizes look free: through the origin, as when fitted at start.
+            # Small sizes looked free because of noise: through the origin, as at the start.
             return Line(0.0, self._xx / self._xy)
-        # All of one size: the point is known, and nothing about the overhead. It stays
-        # what it was as long as that leaves most of the time to the amount.
+        # All of one size: the overhead is unknown. It stays as it was, up to half of the time.
         overhead = min(self.line.overhead, 0.5 * mean_y)
         return Line(overhead, mean_x / (mean_y - overhead))
 
 
 class MeanTracker:
-    """A duration that has no amount, from measurements that fade; None before the first."""
+    """Mean duration from measurements that fade; None before the first one."""
 
     def __init__(self, kept: float = KEPT) -> None:
         self.seconds: float | None = None
@@ -104,40 +102,27 @@ class CostTracker:
     """A profile that follows what is measured.
 
     Attributes:
-        profile: the latest one worth telling; replaced by `settle`.
+        profile: the latest reported one; replaced by `settle`.
         link, rebuild, prefill: the present fits, ahead of `profile`.
-        restore: seconds of restores beside their copies and products, over how many
-            of these there are.
-        step_compute: what a decode step computes, its cache traffic left out.
+        restore: seconds of restores besides their copies and products, over the number of
+            these.
+        step_compute: seconds of a decode step without its cache traffic.
     """
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        self.link = LineTracker(Line(profile.link_overhead_seconds, profile.link_bytes_per_second))
-        self.rebuild = LineTracker(
-            Line(profile.rebuild_overhead_seconds, profile.rebuild_flops_per_second)
-        )
-        self.prefill = LineTracker(
-            Line(profile.prefill_overhead_seconds, profile.prefill_flops_per_second)
-        )
-        self.restore = LineTracker(_overheads(profile))
+        trackers = [LineTracker(line) for line in _lines(profile)]
+        self.link, self.rebuild, self.prefill, self.restore = trackers
         self.step_compute = MeanTracker()
         if profile.step_compute_seconds:
             self.step_compute.observe(profile.step_compute_seconds)
 
     def settle(self) -> bool:
-        """Take the fits into `profile` if any prediction moved by 10 %; whether it did."""
-        known, step = self.profile, self.step_compute.seconds or 0.0
-        moved = (
-            _moved(self.link, Line(known.link_overhead_seconds, known.link_bytes_per_second))
-            or _moved(
-                self.rebuild, Line(known.rebuild_overhead_seconds, known.rebuild_flops_per_second)
-            )
-            or _moved(
-                self.prefill, Line(known.prefill_overhead_seconds, known.prefill_flops_per_second)
-            )
-            or _moved(self.restore, _overheads(known))
-            or abs(step - known.step_compute_seconds) > HYSTERESIS * known.step_compute_seconds
+        """Replace `profile` by the fits if any prediction moved by 10 %; True if one did."""
+        known, step = self.profile.step_compute_seconds, self.step_compute.seconds or 0.0
+        trackers = (self.link, self.rebuild, self.prefill, self.restore)
+        moved = abs(step - known) > HYSTERESIS * known or any(
+            map(_moved, trackers, _lines(self.profile))
         )
         if moved:
             self.profile = self.fits
@@ -145,7 +130,7 @@ class CostTracker:
 
     @property
     def fits(self) -> Profile:
-        """The present fits as a profile, whether or not they were taken over."""
+        """The present fits as a profile, reported or not."""
         return replace(
             self.profile,
             link_bytes_per_second=self.link.line.rate,
@@ -160,14 +145,19 @@ class CostTracker:
         )
 
 
-def _overheads(profile: Profile) -> Line:
-    """Seconds of a restore over its operations; none at all if they were not measured."""
+def _lines(profile: Profile) -> tuple[Line, ...]:
+    """Return the lines of link, rebuild, prefill and restore."""
     operation = profile.operation_overhead_seconds
-    return Line(profile.restore_overhead_seconds, 1.0 / operation if operation else math.inf)
+    return (
+        Line(profile.link_overhead_seconds, profile.link_bytes_per_second),
+        Line(profile.rebuild_overhead_seconds, profile.rebuild_flops_per_second),
+        Line(profile.prefill_overhead_seconds, profile.prefill_flops_per_second),
+        Line(profile.restore_overhead_seconds, 1.0 / operation if operation else math.inf),
+    )
 
 
 def _moved(tracker: LineTracker, known: Line) -> bool:
-    """Whether the fit predicts something else than `known` for what is usually moved."""
+    """Return True if the fit and `known` differ by 10 % at the typical amount."""
     amount = tracker.typical_amount
     if not amount:
         return False

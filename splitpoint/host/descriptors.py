@@ -1,7 +1,7 @@
-"""File descriptors of a service: as many as it may have, and connections that leave some over.
+"""Limits of a service's file descriptors and connections.
 
-Each connection takes one. A service without any left can neither accept nor reconnect, nor open
-a file; so connections get at most half of them.
+Each connection uses a descriptor. Without free ones a service can neither accept nor
+reconnect, nor open a file, so connections get at most half of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MOST_CONNECTIONS = 4096
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the soft limit of this process to its hard one, if the kernel lets it."""
+    """Raise the soft limit of this process to its hard one, if the kernel allows it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -27,7 +27,7 @@ def raise_descriptor_limit() -> None:
 
 
 def connection_limit() -> int:
-    """Connections that a port of this process may have."""
+    """Return the most connections to a port of this process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MOST_CONNECTIONS

@@ -1,9 +1,9 @@
-"""Backs an arena's file with huge pages where its file system has them, and says what it got.
+"""Backs an arena's file with huge pages where its file system has them.
 
-On tmpfs the mount's `huge=` option decides (docs/memory.md); shmem_enabled only
-when it is `deny` or `force`. With `huge=advise` the order matters: posix_fallocate
-knows no mapping, so it makes small pages that stay small. The file must get its
-size first, be mapped and advised, and be populated through that mapping.
+On tmpfs the mount's `huge=` option decides (docs/memory.md); shmem_enabled only if it is
+`deny` or `force`. With `huge=advise` the order matters: posix_fallocate knows no mapping, so
+it makes small pages that stay small. The file must get its size first, be mapped and advised,
+and be populated through that mapping.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no name for it
 
 
 class NoHugePages(FailedPrecondition):
-    """Huge pages were demanded, and this place cannot give them."""
+    """Huge pages were demanded, and the file system cannot give them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Whether a folder's file system can back a file with huge pages, and why."""
+    """True if a folder's file system can back a file with huge pages, and the reason."""
 
     is_possible: bool
     reason: str
@@ -44,7 +44,7 @@ def probe(
     mounts: Path = Path("/proc/self/mountinfo"),
     shmem_enabled: Path = _SHMEM_ENABLED,
 ) -> Probe:
-    """Ask the mount that holds `folder`. Raises InvalidArgument for hugetlbfs."""
+    """Inspect the mount that holds `folder`. Raises InvalidArgument for hugetlbfs."""
     kind, options = _mount_of(folder.resolve(), mounts.read_text())
     if kind == "hugetlbfs":
         raise InvalidArgument(
@@ -70,27 +70,27 @@ def probe(
 
 
 def _mount_of(folder: Path, mountinfo: str) -> tuple[str, list[str]]:
-    """(type, options of the file system) of the innermost mount that holds the folder."""
+    """Return type and options of the innermost mount that holds the folder."""
     best = (-1, "", [""])
     for line in mountinfo.splitlines():
         fields, _, tail = line.partition(" - ")
         # Spaces in paths are written as octal escapes.
         point = Path(fields.split()[4].replace("\\040", " "))
         kind, _, options = tail.split(" ", 2)
-        # Of mounts over each other the last one is seen.
+        # The last of several mounts at one point hides the others.
         if folder.is_relative_to(point) and len(point.parts) >= best[0]:
             best = (len(point.parts), kind, options.split(","))
     return best[1], best[2]
 
 
 class Backing:
-    """How one arena's file gets its pages.
+    """The pages of one arena's file.
 
-    Call `populate` on the empty file, before posix_fallocate, which stays the
-    judge of whether there is room: it fills whatever populating left out.
+    Call `populate` on the empty file, before posix_fallocate, which allocates the rest and
+    fails if there is no room.
 
     Attributes:
-        description: what was got, for people.
+        description: the pages that the file has, in words.
     """
 
     def __init__(self, wish: Wish, folder: Path, *, probe: Callable[[Path], Probe] = probe) -> None:
@@ -100,7 +100,7 @@ class Backing:
         self.description = f"{_small()} pages (an arena that was there already)"
 
     def populate(self, fd: int, size_bytes: int) -> None:
-        """Raises NoHugePages when they were demanded and not got."""
+        """Populate the file. Raises NoHugePages if huge pages are demanded and missing."""
         if self._wish == "never":
             self.description = f"{_small()} pages (--huge-pages never)"
             return
@@ -108,7 +108,7 @@ class Backing:
         if not found.is_possible:
             self._settle(0, size_bytes, found.reason)
             return
-        # Truncating reserves nothing: the kernel answers a lack of room below with an error.
+        # Truncating reserves nothing: without room, populating fails.
         os.ftruncate(fd, size_bytes)
         with mmap.mmap(fd, size_bytes) as mapping:
             try:
@@ -143,7 +143,7 @@ def _small() -> str:
 
 
 def _huge_bytes(fd: int) -> int:
-    """Bytes of this file that the process maps by huge pages, as smaps tells."""
+    """Return the bytes of this file that the process maps by huge pages, from smaps."""
     inode = str(os.fstat(fd).st_ino)
     total, is_ours = 0, False
     with open("/proc/self/smaps") as lines:

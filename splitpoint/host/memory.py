@@ -1,4 +1,4 @@
-"""The memory and the cores that this process may use, by /proc and its cgroups."""
+"""The memory and the cores that this process may use, from /proc and its cgroups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class MemoryFacts:
-    """What this process may use, in bytes. None: no such limit."""
+    """Memory that this process may use, in bytes. None: no such limit."""
 
     total_bytes: int
     available_bytes: int
@@ -18,7 +18,7 @@ class MemoryFacts:
 
     @property
     def usable_bytes(self) -> int:
-        """The tighter of MemAvailable and what the cgroup leaves."""
+        """The smaller of MemAvailable and the rest of the cgroup's limit."""
         if self.cgroup_available_bytes is None:
             return self.available_bytes
         return min(self.available_bytes, self.cgroup_available_bytes)
@@ -40,7 +40,7 @@ def memory_facts(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup
 
 
 def _cgroup_memory(proc: Path, cgroup: Path) -> list[tuple[int, int]]:
-    """(limit, used) of every memory cgroup above this process that has a limit."""
+    """Return (limit, used) of every memory cgroup above this process that has a limit."""
     limits = []
     for line in _read_text(proc / "self" / "cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
@@ -51,19 +51,19 @@ def _cgroup_memory(proc: Path, cgroup: Path) -> list[tuple[int, int]]:
         else:
             continue
         folder = root / group.lstrip("/")
-        # A container sees its own group as the root although /proc names it in full.
+        # In a container its own group is the root, although /proc names it in full.
         for candidate in (folder, *folder.parents):
             if not candidate.is_relative_to(root):
                 break
             limit, used = (_read_text(candidate / name).strip() for name in names)
-            # v1 says "no limit" with a number near 2^63.
+            # In v1 "no limit" is a number near 2^63.
             if limit.isdigit() and used.isdigit() and int(limit) < 1 << 60:
                 limits.append((int(limit), int(used)))
     return limits
 
 
 def _read_text(path: Path) -> str:
-    """The file's text; empty where the kernel has no such file."""
+    """Return the file's text; empty if the kernel has no such file."""
     try:
         return path.read_text()
     except OSError:
@@ -71,7 +71,7 @@ def _read_text(path: Path) -> str:
 
 
 def available_cores() -> int:
-    """Cores this process may run on: affinity, cut by the cgroup's CPU quota."""
+    """Return the cores that this process may use, by affinity and the cgroup's CPU quota."""
     cores = len(os.sched_getaffinity(0))
     quota, _, period = _read_text(Path("/sys/fs/cgroup/cpu.max")).partition(" ")
     if quota.isdigit() and period.strip().isdigit():

@@ -1,8 +1,7 @@
-"""Puts an arena's pages on one NUMA node: the GPUs' own, or the one that is asked for.
+"""Allocates an arena's pages on one NUMA node: that of the GPUs, or a given one.
 
-Pages of a tmpfs file come from the node that the allocating thread's memory
-policy names, whether posix_fallocate or a mapping makes them. So the policy of
-that thread is set while the file is made, and nothing else is.
+Pages of a tmpfs file come from the node of the allocating thread's memory policy, with
+posix_fallocate and with a mapping. So that thread's policy is set while the file is made.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ _DISPLAY = "0x03"
 
 
 def choose_node(wish: str, *, sys_folder: Path = Path("/sys")) -> int | None:
-    """The node for "auto", "none" or a number; None: wherever the kernel likes.
+    """Return the node for "auto", "none" or a number; None: the kernel decides.
 
-    "auto" is the node of the NVIDIA GPUs when all are on one, and nothing on a
-    machine of one node. Raises InvalidArgument for a node without memory.
+    "auto" is the node of the NVIDIA GPUs if all are on one, and None on a machine with one
+    node. Raises InvalidArgument for a node without memory.
     """
     if wish == "none":
         return None
@@ -47,7 +46,7 @@ def choose_node(wish: str, *, sys_folder: Path = Path("/sys")) -> int | None:
 
 
 def parse_nodes(text: str) -> set[int]:
-    """Node numbers of a kernel list such as "0-1,4"."""
+    """Parse a kernel list of nodes such as "0-1,4"."""
     nodes: set[int] = set()
     for part in text.strip().split(","):
         if part:
@@ -57,7 +56,7 @@ def parse_nodes(text: str) -> set[int]:
 
 
 def gpu_nodes(sys_folder: Path) -> set[int]:
-    """Nodes of the NVIDIA display devices; a device that knows none counts for nothing."""
+    """Return the nodes of the NVIDIA display devices that have one."""
     nodes = set()
     for device in (sys_folder / "bus/pci/devices").glob("*"):
         vendor, kind, node = (
@@ -69,7 +68,7 @@ def gpu_nodes(sys_folder: Path) -> set[int]:
 
 
 def set_memory_policy(node: int | None) -> None:
-    """Bind this thread's new pages to a node, or let go. Raises FailedPrecondition."""
+    """Bind this thread's new pages to a node; None: unbind. Raises FailedPrecondition."""
     number = _SET_MEMPOLICY.get(platform.machine())
     if number is None:
         raise FailedPrecondition(f"binding to a NUMA node is not known on {platform.machine()}")
@@ -79,7 +78,7 @@ def set_memory_policy(node: int | None) -> None:
         mask[node // _BITS] = 1 << node % _BITS
     libc = ctypes.CDLL(None, use_errno=True)
     mode = _DEFAULT if node is None else _BIND
-    # The kernel takes one bit less than it is told.
+    # The kernel reads one bit less than the given limit.
     limit = 0 if node is None else words * _BITS + 1
     if libc.syscall(number, mode, None if node is None else mask, ctypes.c_ulong(limit)):
         raise FailedPrecondition(
@@ -92,7 +91,7 @@ def set_memory_policy(node: int | None) -> None:
 def bound_to(
     node: int | None, *, set_policy: Callable[[int | None], None] = set_memory_policy
 ) -> Iterator[None]:
-    """What this thread allocates meanwhile comes from the node. None: nothing is done."""
+    """Bind this thread's allocations to the node within the context; None: do nothing."""
     if node is None:
         yield
         return

@@ -1,11 +1,11 @@
 """How long OpenMP's threads spin for each other before they sleep.
 
-GNU OpenMP spins for milliseconds at every barrier unless told otherwise. Beside another
-worker, a benchmark or a build, threads that spin keep those from running that they wait for:
-products took up to twenty times as long (docs/log.md). So every process spins briefly, except
-a worker whose threads have their cores to themselves on a processor where waking a thread is
-dear: on a Xeon with AMX a decode step took 55 ms with brief spinning and 35 ms without the
-limit; on an EPYC both took the same time.
+By default GNU OpenMP spins for milliseconds at every barrier. Next to another worker, a
+benchmark or a build, spinning threads keep the threads they wait for from running: products
+took up to twenty times as long (docs/log.md). So every process spins briefly, except a worker
+with cores of its own on a processor where waking a thread is slow: on a Xeon with AMX a decode
+step took 55 ms with brief spinning and 35 ms without the limit; on an EPYC both took the same
+time.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ BRIEF = "1000"
 # GNU OpenMP's own default: some milliseconds.
 LONG = "300000"
 
-# What the environment said before this module changed it.
+# The environment before this module changed it.
 _GIVEN = {name: os.environ[name] for name in (SPIN_COUNT, WAIT_POLICY) if name in os.environ}
 
 
 def wait_briefly() -> None:
     """Limit spinning in this process; must come before torch is imported.
 
-    What the user set, stays.
+    Values that the user set stay.
     """
     if not _GIVEN:
         os.environ.setdefault(SPIN_COUNT, BRIEF)

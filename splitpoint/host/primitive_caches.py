@@ -1,4 +1,4 @@
-"""Bounds what oneDNN keeps: it compiles a kernel for each shape that it multiplies.
+"""Bounds oneDNN's caches: it compiles a kernel for each shape that it multiplies.
 
 A kernel takes 0.5 MiB and milliseconds. By default up to 1,024 of them stay in oneDNN's own
 cache, and as many for each kind of operation and thread in PyTorch's cache above it: a worker
@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import os
 
-# Of the latest kernels. A step uses some dozens, the same in every layer.
+# Most kernels in a cache. A step uses some dozens, the same in every layer.
 KERNELS = 128
-# Of oneDNN, and of the layer between PyTorch and oneDNN. A kernel that either of them
-# holds stays in memory.
+# The caches of oneDNN, and of the layer between PyTorch and oneDNN.
 CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
 
 def bound_primitive_caches() -> None:
-    """For this process; must come before torch is imported. What the user set, stays."""
+    """Bound them in this process; call before torch is imported. Values that the user set stay."""
     for name in CAPACITIES:
         os.environ.setdefault(name, str(KERNELS))

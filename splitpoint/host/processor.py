@@ -1,11 +1,11 @@
-"""What kind of processor this host has: the instruction sets that Linux lists."""
+"""The instruction sets of this host's processor."""
 
 from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
 
-# Tile products of bfloat16: Intel's AMX. What is fastest with it is not what is fastest without.
+# Tile products of bfloat16: Intel's AMX.
 AMX_BF16 = "amx_bf16"
 
 
