@@ -20,8 +20,8 @@ from kvstore_service.eviction.watermarks import WatermarkEvictor, Watermarks
 from kvstore_service.integrity.scrubber import Scrubbing
 from kvstore_service.metrics import readings
 from kvstore_service.server import SERVICE_NAME, KvStoreServicer
+from kvstore_service.stats import StoreInfo
 from kvstore_service.store import KvStore
-from kvstore_service.traced import TracedKvStoreServicer
 from splitpoint.arena.format import Geometry
 from splitpoint.arena.loss import ArenaLost
 from splitpoint.arena.owner import OpenedArena, open_or_create_arena
@@ -31,7 +31,6 @@ from splitpoint.discovery.redis_announcer import Announcer, announced
 from splitpoint.errors import InvalidArgument
 from splitpoint.host.huge_pages import Backing
 from splitpoint.host.numa import bound_to, choose_node
-from splitpoint.observe import tracing
 from splitpoint.observe.meters import Meters
 from splitpoint.observe.metrics import Service
 from splitpoint.observe.metrics_server import metrics_served
@@ -50,7 +49,7 @@ log = logging.getLogger(__name__)
 
 MOST_CONCURRENT_CALLS = 1024
 STOP_SECONDS = 5.0
-# Between two looks at whether the arena's file is there, and whole.
+# Seconds between two checks that the arena's file exists and is complete.
 ARENA_LOOK_SECONDS = 1.0
 
 
@@ -59,7 +58,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def watermarks_of(arguments: argparse.Namespace) -> Watermarks | None:
-    """None: no eviction in the background. Raises InvalidArgument."""
+    """Return None if eviction in the background is off. Raises InvalidArgument."""
     above, to = arguments.evict_above, arguments.evict_to
     if above is None:
         if to is not None:
@@ -69,7 +68,7 @@ def watermarks_of(arguments: argparse.Namespace) -> Watermarks | None:
 
 
 def scrubbing_of(arguments: argparse.Namespace) -> Scrubbing | None:
-    """None: chunks are not read back. Raises InvalidArgument."""
+    """Return None if scrubbing is off. Raises InvalidArgument."""
     seconds = arguments.scrub_seconds
     least = options.LEAST_SCRUB_SECONDS
     if 0 < seconds < least:
@@ -79,7 +78,7 @@ def scrubbing_of(arguments: argparse.Namespace) -> Scrubbing | None:
 
 
 def layout_of(arguments: argparse.Namespace) -> ArenaLayout:
-    """Raises InvalidArgument."""
+    """Return the layout given by --layout or --model. Raises InvalidArgument."""
     if (arguments.layout is None) == (arguments.model is None):
         raise InvalidArgument("give either --model DIR or --layout JSON", field="model")
     if arguments.layout is not None:
@@ -104,7 +103,7 @@ def layout_of(arguments: argparse.Namespace) -> ArenaLayout:
 def check_arguments(
     arguments: argparse.Namespace,
 ) -> tuple[Geometry, Watermarks | None, Scrubbing | None]:
-    """What can be said of the arguments before anything is made. Raises InvalidArgument."""
+    """Check the arguments before anything is created. Raises InvalidArgument."""
     check_values(options.SECTIONS, vars(arguments))
     watermarks, scrubbing = watermarks_of(arguments), scrubbing_of(arguments)
     choose_node(arguments.numa_node)
@@ -113,22 +112,20 @@ def check_arguments(
 
 
 async def serve(arguments: argparse.Namespace) -> None:
-    """Make the arena, serve until a signal or the parent's end, leave nothing behind."""
+    """Create the arena, serve until a signal or the parent's end, and clean up."""
     setup = set_up(arguments)
     geometry, watermarks, scrubbing = check_arguments(arguments)
     meters = Meters(Service.KVSTORE)
-    # First: that its port is taken is said at once, not when many GiB were allocated.
+    # First, so that a port in use is reported before many GiB are allocated.
     async with metrics_served(arguments, meters):
-        opened, servicer = await _open_store(arguments, geometry, scrubbing)
-        if watermarks is not None:
-            servicer.evictor = WatermarkEvictor(servicer.store.pool, watermarks)
+        opened, servicer = await _open_store(arguments, geometry, watermarks, scrubbing)
         superblock = opened.arena.superblock
         is_lost = False
         try:
             with meters.reading(lambda: readings(servicer)):
                 await _serve_store(servicer, opened, meters, arguments, setup)
         except ArenaLost as error:
-            # Closing it would touch the mapping and whatever lies at the path by now.
+            # Closing would touch the mapping, and another file may be at the path by now.
             is_lost = True
             opened.owner.abandon(error.loss)
             raise
@@ -142,9 +139,12 @@ async def serve(arguments: argparse.Namespace) -> None:
 
 
 async def _open_store(
-    arguments: argparse.Namespace, geometry: Geometry, scrubbing: Scrubbing | None
+    arguments: argparse.Namespace,
+    geometry: Geometry,
+    watermarks: Watermarks | None,
+    scrubbing: Scrubbing | None,
 ) -> tuple[OpenedArena, KvStoreServicer]:
-    """The arena, made or adopted, and the store on it."""
+    """Create or adopt the arena, and open the store on it."""
     node = choose_node(arguments.numa_node)
     backing = Backing(arguments.huge_pages, arguments.arena.absolute().parent)
 
@@ -187,15 +187,16 @@ async def _open_store(
     )
     if opened.is_adopted:
         _report_recovery(store)
-    make = TracedKvStoreServicer if tracing.is_on() else KvStoreServicer
-    servicer = make(store, scrubbing=scrubbing)
-    servicer.policy_name = arguments.eviction
-    servicer.memory_description = memory
-    servicer.former_loss = opened.former_loss
+    info = StoreInfo(
+        policy_name=arguments.eviction,
+        memory_description=memory,
+        former_loss=opened.former_loss,
+        evictor=None if watermarks is None else WatermarkEvictor(store.pool, watermarks),
+    )
     if opened.former_loss is not None:
         log.info("the arena before this one was %s: the cache begins anew", opened.former_loss)
     log.info("memory: %s", memory)
-    return opened, servicer
+    return opened, KvStoreServicer(store, info=info, scrubbing=scrubbing)
 
 
 def _report_recovery(store: KvStore) -> None:
@@ -238,8 +239,8 @@ async def _serve_store(
         asyncio.create_task(servicer.maintenance.run()),
         asyncio.create_task(_watch_arena(opened)),
     }
-    if servicer.evictor is not None:
-        maintenance.add(asyncio.create_task(servicer.evictor.run()))
+    if servicer.info.evictor is not None:
+        maintenance.add(asyncio.create_task(servicer.info.evictor.run()))
     stopping = asyncio.create_task(setup.stop.wait())
 
     def publisher(link: RedisLink) -> Announcer:
@@ -249,11 +250,11 @@ async def _serve_store(
 
     try:
         announce_ready(bound)
-        async with announced(setup.redis, publisher, name="catalog") as servicer.redis:
+        async with announced(setup.redis, publisher, name="catalog") as servicer.info.redis:
             await asyncio.wait({*maintenance, stopping}, return_when=asyncio.FIRST_COMPLETED)
         for task in maintenance:
             if task.done():
-                task.result()  # raises: a store that cannot keep house must not go on
+                task.result()  # raises: a store must not run without maintenance
     finally:
         await health.shut_down()
         servicer.stop()
@@ -265,7 +266,7 @@ async def _serve_store(
 
 
 async def _watch_arena(opened: OpenedArena) -> None:
-    """Raise ArenaLost once the arena's file is no longer there, or no longer whole."""
+    """Raise ArenaLost when the arena's file is missing or incomplete."""
     while True:
         await asyncio.sleep(ARENA_LOOK_SECONDS)
         opened.owner.check_there(opened.arena)

@@ -1,4 +1,4 @@
-"""The store's metrics, read from state it keeps anyway. Names: splitpoint/observe/metrics.py."""
+"""The store's metrics. Their names are in splitpoint/observe/metrics.py."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from splitpoint.arena.records import SlotState
 from splitpoint.observe import metrics as m
 from splitpoint.observe.meters import Reading
 
-# Classes of uses before eviction; the last one takes whatever the store tells apart above.
+# Labels of uses before eviction. The last one sums all higher classes of the store.
 _USES = ("0", "1", "2-3", "4-7", "8-15", "16+")
 
 
 def readings(servicer: KvStoreServicer) -> Iterator[Reading]:
-    """All of them, at this moment. On the event loop, as everything that touches the store."""
+    """Yield all readings at this moment. Call it on the event loop, like all of the store."""
     store = servicer.store
     yield from _arena(servicer)
     yield from _slots(store)
@@ -32,10 +32,10 @@ def _arena(servicer: KvStoreServicer) -> Iterator[Reading]:
         1,
         (
             arena.layout.encoding.value,
-            servicer.policy_name,
+            servicer.info.policy_name,
             str(arena.layout.chunk_tokens),
             "yes" if arena.layout.has_activations else "no",
-            servicer.memory_description,
+            servicer.info.memory_description,
         ),
     )
     yield Reading(m.STORE_ARENA_BYTES, arena.size_bytes)
@@ -65,8 +65,8 @@ def _prefixes(store: KvStore) -> Iterator[Reading]:
 
 
 def _evictions(servicer: KvStoreServicer) -> Iterator[Reading]:
-    store, policy = servicer.store, servicer.policy_name
-    watermark = servicer.evictor.evicted_total if servicer.evictor is not None else 0
+    store, policy = servicer.store, servicer.info.policy_name
+    watermark = servicer.info.evictor.evicted_total if servicer.info.evictor is not None else 0
     request = store.counters.evicted_on_request
     room = store.pool.evicted_total - watermark - request
     for cause, count in (("room", room), ("watermark", watermark), ("request", request)):
@@ -78,7 +78,7 @@ def _evictions(servicer: KvStoreServicer) -> Iterator[Reading]:
 
 
 def _by_use(counts: Sequence[int]) -> list[int]:
-    """One number for each of _USES."""
+    """Return one count for each of _USES."""
     last = len(_USES) - 1
     first = [*counts[:last], *[0] * (last - len(counts))]
     return [*first, sum(counts[last:])]
@@ -103,6 +103,6 @@ def _health(servicer: KvStoreServicer) -> Iterator[Reading]:
         yield Reading(m.STORE_RECOVERED_CHUNKS, count, (result,))
     yield Reading(m.STORE_RECOVERY_SECONDS, store.recovery_seconds)
     for loss in Loss:
-        yield Reading(m.STORE_FORMER_ARENA_LOST, loss is servicer.former_loss, (loss.value,))
-    if servicer.redis is not None:
-        yield Reading(m.REDIS_UP, not servicer.redis.is_away)
+        yield Reading(m.STORE_FORMER_ARENA_LOST, loss is servicer.info.former_loss, (loss.value,))
+    if servicer.info.redis is not None:
+        yield Reading(m.REDIS_UP, not servicer.info.redis.is_away)

@@ -1,7 +1,7 @@
-"""KvStoreService over gRPC: decodes and checks requests, asks the store, encodes answers.
+"""KvStoreService over gRPC: decodes and checks requests, calls the store, encodes answers.
 
-Everything runs on the event loop except reading payloads back and zeroing them,
-which have threads of their own. Retried requests get their first answer again.
+Everything runs on the event loop, except that threads read payloads back and zero them. A
+repeated request gets its first answer again.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf.duration_pb2 import Duration
 
 from kvstore_service import validation
-from kvstore_service.chunk_streams import ChunkStreams
-from kvstore_service.eviction.policies import DEFAULT_POLICY
-from kvstore_service.eviction.watermarks import WatermarkEvictor
 from kvstore_service.idempotency import Call, IdempotentCalls, Response
 from kvstore_service.integrity.scrubber import Scrubbing
 from kvstore_service.maintenance import Maintenance
 from kvstore_service.messages import handle_of, sealed_chunks
 from kvstore_service.pool.chunk_pool import GrantedRun, Preparation, WrittenChunk
+from kvstore_service.remote.reader import ChunkReader
+from kvstore_service.remote.turns import StreamTurns
+from kvstore_service.remote.writer import ChunkWriter
 from kvstore_service.sealer import READ_AT_ONCE_BYTES, Sealer
+from kvstore_service.stats import StoreInfo, stats_response
 from kvstore_service.store import KvStore, Matched
-from splitpoint.arena.loss import Loss
-from splitpoint.arena.records import SlotState
 from splitpoint.errors import FailedPrecondition, InvalidArgument, Unavailable
+from splitpoint.observe import tracing
 from splitpoint.transport.convert import layout_to_proto
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc
 
 if TYPE_CHECKING:
-    from splitpoint.discovery.redis_link import RedisLink
+    pass
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["KvStoreService"].full_name
 _THREADS = 2
@@ -45,16 +45,12 @@ _Context = Any  # grpc.aio.ServicerContext; the generated base class is untyped
 
 
 class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
-    """Serves one store. `stop` before the server stops, `close` afterwards.
+    """Serves one store. Call `stop` before the server stops, `close` afterwards.
 
-    `threads` zero slots and read payloads back (`read_at_once_bytes`: see `Sealer`); they
-    are shut down by `close`. `scrubbing`: how sealed chunks are read back; None: never.
-
-    Attributes:
-        evictor: who evicts in the background, for its count; None: nobody.
-        policy_name, memory_description: what GetStats says.
-        former_loss: what became of the arena that an earlier store served here.
-        redis: connections to the Redis that this store tells of its chunks; None: it has none.
+    Args:
+        threads: zero slots and read payloads back. `close` shuts them down.
+        read_at_once_bytes: see `Sealer`.
+        scrubbing: how often sealed chunks are read back. None: never.
     """
 
     def __init__(
@@ -62,31 +58,28 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         store: KvStore,
         threads: ThreadPoolExecutor | None = None,
         *,
+        info: StoreInfo | None = None,
         read_at_once_bytes: int = READ_AT_ONCE_BYTES,
         scrubbing: Scrubbing | None = None,
     ) -> None:
         self.store = store
-        self.evictor: WatermarkEvictor | None = None
-        self.policy_name = DEFAULT_POLICY
-        self.memory_description = ""
-        self.redis: RedisLink | None = None
-        self.former_loss: Loss | None = None
+        self.info = StoreInfo() if info is None else info
         self._threads = threads or ThreadPoolExecutor(_THREADS, thread_name_prefix="payload")
         self.maintenance = Maintenance(store, self._threads, scrubbing=scrubbing)
         self._calls = IdempotentCalls()
         self._stopping = asyncio.Event()
         self._started = time.monotonic()
         self._sealer = Sealer(store, self.maintenance, self._threads, read_at_once_bytes)
-        self._streams = ChunkStreams(
-            store, self._sealer, self._calls, self._threads, self._stopping
-        )
+        turns = StreamTurns(store, self._stopping)
+        self._reader = ChunkReader(store, turns)
+        self._writer = ChunkWriter(store, turns, self._sealer, self._calls, self._threads)
 
     def stop(self) -> None:
-        """End the KeepAlive streams: they would outlast any grace period."""
+        """End the KeepAlive streams, which would not end within the grace period."""
         self._stopping.set()
 
     async def close(self) -> None:
-        """Wait for what is under way. No call may come any more."""
+        """Wait for running calls. No new call may come."""
         await self._calls.close()
         self._threads.shutdown()
 
@@ -153,6 +146,15 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
     # -- reading -------------------------------------------------------------------------
 
     async def Match(self, request: pb.MatchRequest, context: _Context) -> pb.MatchResponse:
+        is_peek = not request.session_id
+        with tracing.serving(
+            "match", context, tokens=len(request.token_ids), is_peek=is_peek
+        ) as span:
+            answer = await self._match(request)
+            span.set(cached_tokens=answer.cached_tokens, chunks=len(answer.chunks))
+            return answer
+
+    async def _match(self, request: pb.MatchRequest) -> pb.MatchResponse:
         arena = self.store.arena
         tokens = validation.check_match(request, arena.slot_count * arena.layout.chunk_tokens)
         if not request.session_id:
@@ -189,7 +191,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
 
     async def ReadChunks(self, request: pb.ReadChunksRequest, context: _Context) -> None:
         self.maintenance.called()
-        await self._streams.read(request, context)
+        await self._reader.read(request, context)
 
     async def ReportChunks(
         self, request: pb.ReportChunksRequest, context: _Context
@@ -210,6 +212,12 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
     # -- writing -------------------------------------------------------------------------
 
     async def Reserve(self, request: pb.ReserveRequest, context: _Context) -> pb.ReserveResponse:
+        with tracing.serving("reserve", context, slots=request.slot_count) as span:
+            answer = await self._reserve(request)
+            span.set(runs=len(answer.runs))
+            return answer
+
+    async def _reserve(self, request: pb.ReserveRequest) -> pb.ReserveResponse:
         validation.check_session(request.session_id, request.request_id)
         validation.check_reserve(request)
         self.maintenance.called()
@@ -248,6 +256,12 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         )
 
     async def Seal(self, request: pb.SealRequest, context: _Context) -> pb.SealResponse:
+        with tracing.serving("seal", context, chunks=len(request.chunks)) as span:
+            answer = await self._seal(request)
+            span.set(duplicates=sum(chunk.duplicate for chunk in answer.chunks))
+            return answer
+
+    async def _seal(self, request: pb.SealRequest) -> pb.SealResponse:
         validation.check_session(request.session_id, request.request_id)
         arena = self.store.arena
         chunks = validation.check_seal(request, arena.slot_count, arena.layout.chunk_tokens)
@@ -257,10 +271,11 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         known = await self._calls.known(call)
         if known is not None:
             return known
-        # It may seal or free slots before it fails: a retry must not try again.
-        return await self._calls.run(call, self._seal(request, chunks), keep_errors=True)
+        # A failed call may have sealed or freed slots, so a retry must not try again.
+        work = self._read_back_and_seal(request, chunks)
+        return await self._calls.run(call, work, keep_errors=True)
 
-    async def _seal(
+    async def _read_back_and_seal(
         self, request: pb.SealRequest, chunks: Sequence[WrittenChunk]
     ) -> pb.SealResponse:
         outcome = await self._sealer.seal(
@@ -278,10 +293,10 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         self, requests: AsyncIterator[pb.WriteChunksRequest], context: _Context
     ) -> pb.WriteChunksResponse:
         self.maintenance.called()
-        return await self._streams.write(requests)
+        return await self._writer.write(requests)
 
     def _check_maps(self, session_id: bytes) -> None:
-        """Reserve and Seal suppose a writer that has the arena mapped."""
+        """Raise FailedPrecondition for a remote session: Reserve and Seal need a mapped arena."""
         if self.store.sessions.live(session_id).is_remote:
             raise FailedPrecondition(
                 "a remote session writes with WriteChunks", reason="REMOTE_SESSION"
@@ -305,76 +320,24 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         )
 
     def _call(self, request: Any, response_type: type[Response]) -> Call[Response]:
-        """A call of an open session."""
+        """Return a call of an open session."""
         answers = self.store.sessions.live(request.session_id).answers
         return Call.of(request, answers, response_type)
 
-    # -- people and tests ------------------------------------------------------------------
+    # -- operators and tests ------------------------------------------------------------------
 
     async def Evict(self, request: pb.EvictRequest, context: _Context) -> pb.EvictResponse:
         return pb.EvictResponse(evicted_chunk_count=self.store.evict_all())
 
     async def GetStats(self, request: pb.GetStatsRequest, context: _Context) -> pb.GetStatsResponse:
-        store, pool, counters = self.store, self.store.pool, self.store.counters
-        recovered, scrubber = store.recovered_state, self.maintenance.scrubber
-        return pb.GetStatsResponse(
-            slot_count=store.arena.slot_count,
-            free_slot_count=pool.slots.count(SlotState.FREE),
-            writing_slot_count=pool.slots.count(SlotState.WRITING),
-            sealed_slot_count=pool.slots.count(SlotState.SEALED),
-            quarantined_slot_count=pool.slots.count(SlotState.QUARANTINED),
-            session_count=len(store.sessions),
-            lease_count=len(pool.leases),
-            leased_slot_count=pool.leases.leased_slot_count,
-            match_count=counters.matches,
-            match_hit_count=counters.match_hits,
-            query_token_count=counters.query_tokens,
-            hit_token_count=counters.hit_tokens,
-            sealed_chunk_count=pool.sealed_total,
-            duplicate_chunk_count=counters.duplicates,
-            evicted_chunk_count=pool.evicted_total,
-            checksum_failure_count=counters.checksum_failures,
-            epoch=store.epoch,
-            instance_id=store.arena.superblock.instance_id,
-            layout=layout_to_proto(store.arena.layout),
-            arena_path=str(store.arena.path),
-            arena_size_bytes=store.arena.size_bytes,
-            eviction_policy=self.policy_name,
-            unadmitted_chunk_count=(
-                store.admission.kept_out_total if store.admission is not None else 0
-            ),
-            watermark_evicted_chunk_count=(
-                self.evictor.evicted_total if self.evictor is not None else 0
-            ),
-            evicted_by_use_count=store.evictions.by_use_count,
-            evicted_age_seconds_sum=store.evictions.age_seconds_sum,
-            memory_description=self.memory_description,
-            remote_read_bytes=counters.remote_read_bytes,
-            remote_written_bytes=counters.remote_written_bytes,
-            integrity_violations=(
-                self.maintenance.check_integrity()
-                if request.check_integrity
-                else self.maintenance.violations
-            ),
-            adopted_chunk_count=len(recovered.chunks),
-            refused_chunk_count=len(recovered.damages),
-            quarantined_at_start_count=recovered.unsealed_count,
-            recovery_seconds=store.recovery_seconds,
-            unverified_chunk_count=len(pool.unverified),
-            refused_reservation_count=counters.refused_reservations,
-            last_refused_seconds_ago=store.seconds_since_refusal(),
-            redis=None if self.redis is None else self.redis.status,
-            former_arena_loss=self.former_loss or "",
-            uptime_seconds=time.monotonic() - self._started,
-            damaged_chunk_count=store.inspection.damaged_count,
-            scrub_pass_count=scrubber.pass_count if scrubber is not None else 0,
-            last_scrub_pass_seconds=scrubber.last_pass_seconds if scrubber is not None else None,
-            last_damage_seconds_ago=store.inspection.seconds_since_damage(),
-        )
+        if request.check_integrity:
+            self.maintenance.check_integrity()
+        uptime = time.monotonic() - self._started
+        return stats_response(self.store, self.maintenance, self.info, uptime)
 
 
 class _Messages:
-    """The client's side of a stream, waited for with a time limit and until the store stops."""
+    """The messages of a KeepAlive stream, with a time limit and until the store stops."""
 
     def __init__(
         self, requests: AsyncIterator[pb.KeepAliveRequest], stopping: asyncio.Event
@@ -384,7 +347,7 @@ class _Messages:
         self._next: asyncio.Future[pb.KeepAliveRequest | None] | None = None
 
     async def next(self, timeout: float) -> pb.KeepAliveRequest | None:
-        """The next message, None at the end. Raises FailedPrecondition and Unavailable."""
+        """Return the next message. None at the end. Raises FailedPrecondition and Unavailable."""
         self._next = asyncio.ensure_future(anext(self._requests, None))
         await asyncio.wait(
             {self._next, self._stopped}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
@@ -401,7 +364,7 @@ class _Messages:
         tasks = [task for task in (self._next, self._stopped) if task is not None]
         for task in tasks:
             task.cancel()
-        # All of them: one may have failed since, and nobody else would look.
+        # Retrieve their errors, too: no other task does.
         await asyncio.gather(*tasks, return_exceptions=True)
 
 

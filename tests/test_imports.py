@@ -195,6 +195,13 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "pool",
         "recovery",
         "integrity",
+        "session_manager",
+        "store",
+        "maintenance",
+        "sealer",
+        "messages",
+        "validation",
+        "remote",
     ),
     "worker_service": (
         *("checkpoint", "hardware", "lanes", "device", "weights", "model"),

@@ -87,7 +87,7 @@ async def test_all_label_values_are_there_at_0(service: Service) -> None:
 
 
 async def test_they_agree_with_get_stats(service: Service) -> None:
-    service.servicer.memory_description = "4 KiB pages"
+    service.servicer.info.memory_description = "4 KiB pages"
     await service.seal(await service.written((1, 2, 3, 4), (5, 6)), keep_leased=True)
     await service.seal(await service.written((1, 2, 3, 4)))  # a duplicate
     await service.match([1, 2, 3, 4, 5, 9])
@@ -123,7 +123,7 @@ async def test_they_agree_with_get_stats(service: Service) -> None:
 
 async def test_evictions_are_told_apart_by_their_cause(service: Service) -> None:
     evictor = WatermarkEvictor(service.bench.store.pool, Watermarks(0.5, 0.4))
-    service.servicer.evictor = evictor
+    service.servicer.info.evictor = evictor
     await store_chunks(service, 1, 2, 3, 4, 5)
     await service.match([1, 2, 3, 4, 5])  # used once after sealing, and leased
     while evictor.step():
@@ -175,7 +175,7 @@ async def test_redis_is_up_while_it_answers(service: Service, redis_server: Redi
     assert m.REDIS_UP not in values(service)
     options = read_redis_options(redis_server.url)
     assert isinstance(options, RedisOptions)
-    link = service.servicer.redis = RedisLink(options)
+    link = service.servicer.info.redis = RedisLink(options)
 
     async def ping() -> None:
         try:

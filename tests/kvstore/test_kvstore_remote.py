@@ -335,7 +335,7 @@ async def test_a_status_that_grpc_lost_is_no_internal_error(remote: Remote) -> N
 async def test_a_stream_without_a_header_ends(
     remote: Remote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore_service.chunk_streams.PIECE_SECONDS", 0.05)
+    monkeypatch.setattr("kvstore_service.remote.turns.PIECE_SECONDS", 0.05)
     with pytest.raises(DeadlineExceeded) as caught:
         await call(remote.stub.WriteChunks())
     assert caught.value.reason == "STALLED"

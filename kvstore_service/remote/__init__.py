@@ -1,0 +1,1 @@
+"""Streams of chunk payloads to and from clients on other hosts."""
