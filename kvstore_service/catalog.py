@@ -1,10 +1,8 @@
-"""Tells Redis which chunks this store holds, so that schedulers can find prefixes in it.
+"""Publishes the keys of a store's chunks in Redis, where schedulers find prefixes.
 
-Off the hot path: sealing and evicting only note the key; a task of its own
-writes what was noted, in batches. Each write also replaces the hash's revision
-and is answered with the one before, so that a flush, a lost key or an old
-snapshot shows at the next write or heartbeat at the latest; then everything is
-written anew. Knows nothing of who reads.
+Sealing and evicting only record the key. A task writes the recorded changes in batches. Each
+write also replaces the hash's revision and returns the one before. So the next write or heartbeat
+detects a flush, a lost key or an old snapshot, and the catalog is rebuilt.
 """
 
 from __future__ import annotations
@@ -37,29 +35,30 @@ from splitpoint.errors import Unavailable
 
 _log = logging.getLogger(__name__)
 
-# Changes that may wait; with more of them writing everything is no more work.
+# Most pending changes: to write everything takes no longer than to write more of them.
 _MOST_PENDING = 65_536
 _BATCH = 1024
-# What is sealed within this time goes into one write.
+# Changes within this time go into one write.
 _GATHER_SECONDS = 0.05
 
-_Fields = dict[Any, Any]  # as redis-py wants them: chunk key -> generation, and the revision
+_Fields = dict[Any, Any]  # chunk key -> generation, and the revision; typed for redis-py
 
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What the hash in Redis must look like, for all we know."""
+    """The expected state of the hash in Redis."""
 
     revision: bytes
-    field_count: int  # chunks, and the revision itself
+    field_count: int  # chunks and the revision
 
 
 class CatalogPublisher:
-    """One store's publisher: hook it to the pool, `run` it as a task, `withdraw` at the end.
+    """The publisher of one store: `run` it as a task, `withdraw` at the end.
 
     Attributes:
         beat_count: heartbeats so far, failed ones included.
-        rebuild_count, rebuilt_at_beat: how often everything was written, and when last.
+        rebuild_count: number of rebuilds.
+        rebuilt_at_beat: `beat_count` at the last rebuild.
     """
 
     def __init__(
@@ -81,37 +80,37 @@ class CatalogPublisher:
         self._epoch = superblock.epoch
         self._key = chunks_key(self._instance_id, self._epoch)
         self._clock = clock
-        # A life of its own: two publishers never write equal revisions.
-        self._life = secrets.token_hex(8)
+        # Two publishers never write equal revisions.
+        self._publisher_id = secrets.token_hex(8)
         self._writes = 0
-        self._written: _Written | None = None  # None: to be written as a whole
-        self._pending: dict[bytes, int] = {}  # key -> generation, 0: evicted
+        self._written: _Written | None = None  # None if the catalog must be rebuilt
+        self._pending: dict[bytes, int] = {}  # key -> generation, 0 if evicted
         self._overflowed = False
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         pool.listener = self
 
-    # -- the pool speaks ----------------------------------------------------------------
+    # -- changes of the pool ----------------------------------------------------------------
 
     def published(self, entry: Entry) -> None:
-        self._note(entry, entry.generation)
+        self._record(entry, entry.generation)
 
     def evicted(self, entry: Entry) -> None:
-        self._note(entry, 0)
+        self._record(entry, 0)
 
-    def _note(self, entry: Entry, generation: int) -> None:
-        # Keys of partial tails cannot be guessed from a prompt: nobody would find them.
+    def _record(self, entry: Entry, generation: int) -> None:
+        # Schedulers cannot derive the keys of partial tails from a prompt.
         if entry.token_count < self._pool.layout.chunk_tokens:
             return
         self._pending[entry.key] = generation
         if len(self._pending) > _MOST_PENDING:
             self._pending.clear()
             self._overflowed = True
-        self._news.set()
+        self._changed.set()
 
     # -- the task -------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Heartbeats and batches, until cancelled. Redis away is no error."""
+        """Send heartbeats and batches until cancelled. An absent Redis is no error."""
         next_beat = self._clock()
         while True:
             try:
@@ -124,7 +123,7 @@ class CatalogPublisher:
                 elif self._written is not None and not self._link.is_away:
                     await self._flush()
             except Unavailable:
-                # Whether the last write arrived is unknown.
+                # It is unknown whether the last write arrived.
                 self._written = None
             await self._wait(next_beat)
 
@@ -132,17 +131,17 @@ class CatalogPublisher:
         await asyncio.sleep(_GATHER_SECONDS)
         if self._written is not None and self._pending:
             return
-        self._news.clear()
+        self._changed.clear()
         try:
             async with asyncio.timeout(max(0.0, until - self._clock())):
-                await self._news.wait()
-                if self._written is None:  # nothing to add to: the heartbeat writes it all
+                await self._changed.wait()
+                if self._written is None:  # the next heartbeat rebuilds
                     await asyncio.Event().wait()
         except TimeoutError:
             pass
 
     async def withdraw(self) -> None:
-        """The store stops: take everything out, if Redis is there."""
+        """Remove the store's entries when it stops, if Redis is there."""
 
         async def remove(redis: Redis) -> Any:
             async with redis.pipeline(transaction=True) as pipe:
@@ -156,7 +155,7 @@ class CatalogPublisher:
             _log.info("the entries in Redis are left to expire: %s", error.message)
 
     async def _heartbeat(self) -> None:
-        """Say that the store lives; look whether the catalog is still what was written."""
+        """Renew the store's entry, and check that the catalog is what was written."""
         written = self._written
         if written is None or self._overflowed:
             await self._rebuild()
@@ -191,7 +190,7 @@ class CatalogPublisher:
                 self._batch_write(sealed, evicted, revision)
             )
             if before != written.revision:
-                # It went onto a hash that is not ours, perhaps an empty one.
+                # The write changed a hash that is not ours, perhaps an empty one.
                 await self._rebuild()
                 return
             self._written = _Written(revision, written.field_count + added - removed)
@@ -210,15 +209,15 @@ class CatalogPublisher:
             before, added = answers[0], answers[1]
             removed = answers[2] if evicted else 0
             if not isinstance(added, int) or not isinstance(removed, int):
-                return None, 0, 0  # somebody else's key in our place
+                return None, 0, 0  # the key has another type
             return before, added, removed
 
         return write
 
     async def _rebuild(self) -> None:
-        """Write everything beside the old hash, then put it in the old one's place.
+        """Write everything to a new hash, then rename it to the old one's key.
 
-        Every part is a heartbeat, too: all of them may take longer than an entry lives.
+        Every part is a heartbeat, too, since the rebuild may take longer than an entry lives.
         """
         self._written = None
         self._pending.clear()
@@ -249,7 +248,7 @@ class CatalogPublisher:
 
         renamed, *_ = await self._link.run(replace, is_heartbeat=True)
         if isinstance(renamed, Exception):
-            return  # flushed in between: the next heartbeat tries again
+            return  # flushed meanwhile; the next heartbeat tries again
         self.rebuild_count += 1
         self.rebuilt_at_beat = self.beat_count
         self._written = written
@@ -257,7 +256,7 @@ class CatalogPublisher:
 
     def _next_revision(self) -> bytes:
         self._writes += 1
-        return f"{self._life}:{self._writes}".encode()
+        return f"{self._publisher_id}:{self._writes}".encode()
 
     def _entry(self, written: _Written) -> StoreEntry:
         return StoreEntry(
@@ -275,7 +274,7 @@ def _hash_write(key: str, fields: _Fields, entry: StoreEntry) -> Callable[[Redis
     async def write(redis: Redis) -> Any:
         async with redis.pipeline(transaction=True) as pipe:
             pipe.hset(key, mapping=fields)
-            # Should we die in the middle of it.
+            # In case this process dies during the rebuild.
             pipe.pexpire(key, 10 * LIFETIME_MILLISECONDS)
             add_announcement(pipe, STORES, entry)
             return await pipe.execute()

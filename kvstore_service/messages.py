@@ -1,4 +1,4 @@
-"""The store's chunks as messages; no logic of its own."""
+"""Converts chunks of the store to messages."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""How written slots become chunks, whoever wrote them: read back, compared, published.
+"""Seals written slots: reads payloads back, compares checksums, and publishes the chunks.
 
-The same for a worker that maps the arena and for a stream from another host. Knows no
-request: who may write, and what a retry is told, is the servers' business.
+Used by Seal and WriteChunks alike.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from kvstore_service.pool.chunk_pool import WrittenChunk
 from kvstore_service.store import KvStore, SealOutcome
 from splitpoint.arena.format import ArenaFormatError
 
-# So much payload is read back on the event loop: some 0.1 ms, which is less than a
-# thread takes to get the interpreter and to give it back.
+# Payload that is read back on the event loop: about 0.1 ms, which is less than a switch to
+# another thread takes.
 READ_AT_ONCE_BYTES = 256 << 10
 
 
 class Sealer:
-    """Of one store.
+    """Seals the chunks of one store.
 
     Args:
-        threads: read payloads back, those of a call with more than `read_at_once_bytes`.
+        threads: read the payloads of calls with more than `read_at_once_bytes`.
     """
 
     def __init__(

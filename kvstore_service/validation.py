@@ -1,7 +1,7 @@
-"""Checks every field of a KvStoreService request, whatever the store's state.
+"""Checks the fields of KvStoreService requests, independent of the store's state.
 
-Each violation raises InvalidArgument with the field's path. What depends on
-state (who holds which slot) is the store's to check.
+Each violation raises InvalidArgument with the field's path. The store checks what depends on its
+state, such as the session that holds a slot.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from splitpoint.v1 import types_pb2
 
 NAME_LIMIT = 64
 REQUEST_ID_LIMIT = 64
-# Of one ReadChunks, ReportChunks or WriteChunks.
+# Chunks of one ReadChunks, ReportChunks or WriteChunks.
 STREAM_CHUNK_LIMIT = 4096
 
 
@@ -40,7 +40,7 @@ def check_attach(request: pb.AttachRequest) -> ProcessIdentity:
 
 
 def check_session(session_id: bytes, request_id: bytes) -> None:
-    """Of a call that changes something."""
+    """Check the ids of a call that changes something."""
     check_session_id(session_id)
     _check_length(request_id, 1, REQUEST_ID_LIMIT, "request_id")
 
@@ -50,7 +50,7 @@ def check_session_id(session_id: bytes) -> None:
 
 
 def check_match(request: pb.MatchRequest, capacity_tokens: int) -> Sequence[int]:
-    """The tokens that could be found in an arena of this capacity."""
+    """Return the tokens that an arena of this capacity can hold."""
     _check_length(request.tenant_salt, 0, SALT_LIMIT, "tenant_salt")
     _check_tokens(request.token_ids, "token_ids")
     return request.token_ids[:capacity_tokens]
@@ -63,7 +63,7 @@ def check_reserve(request: pb.ReserveRequest) -> None:
 
 
 def check_seal(request: pb.SealRequest, slot_count: int, chunk_tokens: int) -> list[WrittenChunk]:
-    """The chunks of the request; their slots lie in the arena and differ."""
+    """Return the chunks of the request. Their slots are in the arena and distinct."""
     _check_length(request.tenant_salt, 0, SALT_LIMIT, "tenant_salt")
     _check_not_negative([request.lease_id], "lease_id")
     if not request.chunks:
@@ -81,13 +81,13 @@ def check_seal(request: pb.SealRequest, slot_count: int, chunk_tokens: int) -> l
 
 
 def check_read(request: pb.ReadChunksRequest, slot_count: int) -> list[tuple[int, int]]:
-    """The slots to read with their generations."""
+    """Return the slots to read, with their generations."""
     check_session_id(request.session_id)
     return check_handles(request.chunks, slot_count)
 
 
 def check_handles(chunks: Sequence[types_pb2.SlotHandle], slot_count: int) -> list[tuple[int, int]]:
-    """The slots of the field `chunks` with their generations."""
+    """Return the slots of the field `chunks`, with their generations."""
     _check_chunk_count(len(chunks))
     for index, handle in enumerate(chunks):
         _check_slot(handle.slot, handle.generation, slot_count, f"chunks[{index}]")
@@ -95,7 +95,7 @@ def check_handles(chunks: Sequence[types_pb2.SlotHandle], slot_count: int) -> li
 
 
 def check_write(header: pb.WriteChunksHeader, chunk_tokens: int) -> list[WrittenChunk]:
-    """The chunks to store, which have no slots yet."""
+    """Return the chunks to store, which have no slots yet."""
     check_session(header.session_id, header.request_id)
     _check_length(header.tenant_salt, 0, SALT_LIMIT, "header.tenant_salt")
     _check_not_negative([header.lease_id], "header.lease_id")
@@ -139,7 +139,7 @@ def _check_chunk(chunk: pb.SealChunk, chunk_tokens: int, path: str) -> WrittenCh
 
 
 def check_release(request: pb.ReleaseRequest, slot_count: int) -> list[tuple[int, int]]:
-    """The slots of the request with their generations."""
+    """Return the slots of the request, with their generations."""
     _check_not_negative(request.lease_ids, "lease_ids")
     return [_check_handle(handle, slot_count, index) for index, handle in enumerate(request.slots)]
 

@@ -1,1 +1,1 @@
-"""Eviction policies, watermarks, and which chunks are worth storing."""
+"""Eviction policies, background eviction by watermarks, and cache admission."""

@@ -1,33 +1,32 @@
-"""Store-on-second-use: keeps chunks out that nobody asked for twice. Pure, no clock.
+"""Cache admission: stores a chunk only after its second request. Pure, no clock.
 
-One-shot prompts then take no slots from those that come again. The price is
-that a prefix is computed twice before it is found.
+So prompts that come once take no slots from repeated ones. The price is that a prefix is
+computed twice before it is found.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# What --admission knows.
+# Values of --admission.
 ADMISSIONS = ("always", "second-use")
 
-# Of a chunk's key, a SHA-256: enough to tell millions of keys apart.
+# Leading bytes of a chunk's key, a SHA-256: enough to tell millions of keys apart.
 _MARK_BYTES = 8
 LEAST_MARKS = 1 << 16
 _MARKS_PER_SLOT = 4
 
 
 class SecondUseFilter:
-    """Remembers which chunks were asked for, in two generations of marks.
+    """Remembers which chunks were requested, in two generations of marks.
 
-    A mark is 8 bytes of a key. When the young generation is full it becomes the
-    old one, and the old one is forgotten: a chunk is remembered for at least
-    `capacity` and at most `2 * capacity` other chunks that were asked for since.
-    Memory is bounded by `2 * capacity` marks, about 100 bytes each in CPython.
-    Two keys with equal marks let a chunk in too early; nothing worse.
+    A mark is 8 bytes of a key. When the young generation is full it replaces the old one, which
+    is dropped. So a chunk is remembered for at least `capacity` and at most `2 * capacity` other
+    requested chunks. Memory is bounded by `2 * capacity` marks of about 100 bytes in CPython.
+    If two keys have equal marks a chunk is admitted too early, which does no harm.
 
     Attributes:
-        kept_out_total: chunks that were asked for and not admitted.
+        kept_out_total: chunks that were requested and not admitted.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -40,17 +39,17 @@ class SecondUseFilter:
 
     @classmethod
     def for_slots(cls, slot_count: int) -> SecondUseFilter:
-        """A filter that remembers several times what the arena holds."""
+        """Return a filter that remembers several times the chunks of an arena."""
         return cls(max(LEAST_MARKS, _MARKS_PER_SLOT * slot_count))
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
 
     def admit(self, keys: Sequence[bytes]) -> int:
-        """How many leading chunks of a sequence may be stored; remembers them all.
+        """Return how many leading chunks of a sequence may be stored. Remember them all.
 
-        A chunk cannot be stored without those before it, so the first one that is
-        new keeps out all behind it.
+        A chunk cannot be stored without its parent, so the first new chunk keeps out all
+        chunks after it.
         """
         marks = [key[:_MARK_BYTES] for key in keys]
         admitted = 0

@@ -1,8 +1,7 @@
-"""Chooses which chunk goes when room is needed. Pure policies: slots in, a slot out.
+"""Eviction policies: choose the chunk to evict. Pure: slots in, a slot out.
 
-The store says which slots may go (sealed, unleased, no children); a policy
-only orders them. A store that adopts an arena uses its chunks in the order of
-their sealing, so that age outlives a restart; counts begin anew.
+The pool decides which slots are evictable (sealed, unleased, no children). A policy only orders
+them. After a restart chunks count as used once, in the order of their sealing.
 """
 
 from __future__ import annotations
@@ -15,29 +14,29 @@ MOST_USES = 255
 
 
 class EvictionPolicy(Protocol):
-    """Told about every use of a slot; asked for a victim when room is needed."""
+    """Is told about every use of a slot, and chooses the slot to evict."""
 
     def use(self, slot: int) -> None:
-        """The slot's chunk was sealed or adopted, or a sequence was matched that holds it."""
+        """Note that the slot's chunk was sealed, recovered or matched."""
 
     def offer(self, slot: int) -> None:
-        """The slot may be evicted from now on, until a use or a refusal says otherwise."""
+        """Make the slot a candidate until it is chosen or refused."""
 
     def forget(self, slot: int) -> None:
-        """The slot's chunk is gone."""
+        """Drop the slot: its chunk is gone."""
 
     def choose(self, is_evictable: Callable[[int], bool]) -> int | None:
-        """The best victim among offered slots that are still evictable; None: none is.
+        """Return the slot to evict among the offered ones that are evictable. None if none is.
 
-        A slot that is offered but refused by `is_evictable` must be offered again.
+        A slot that `is_evictable` refuses must be offered again.
         """
 
 
 class _OldestFirst:
     """Orders slots by a number that only grows for a slot.
 
-    A heap with lazy deletion: every operation is O(log n) amortised, and using
-    a slot costs one counter.
+    A heap with lazy deletion: every operation takes O(log n) amortised, and a use only
+    increments a counter.
     """
 
     def __init__(self) -> None:
@@ -51,7 +50,7 @@ class _OldestFirst:
         self._moment[slot] = self._moments
 
     def offer(self, slot: int) -> None:
-        # One heap entry a slot at most; a stale one is corrected when it comes up.
+        # At most one heap entry per slot. A stale one is corrected when it is popped.
         if slot not in self._in_heap:
             self._in_heap.add(slot)
             heapq.heappush(self._offered, (self._moment[slot], slot))
@@ -74,14 +73,14 @@ class _OldestFirst:
 
 
 class LeastRecentlyUsed(_OldestFirst):
-    """The chunk goes whose last use is longest ago."""
+    """Evicts the chunk whose last use is longest ago."""
 
     def use(self, slot: int) -> None:
         self._stamp(slot)
 
 
 class FirstInFirstOut(_OldestFirst):
-    """The chunk goes that was sealed first, however often it was used since."""
+    """Evicts the chunk that was sealed first, however often it was used since."""
 
     def use(self, slot: int) -> None:
         if slot not in self._moment:
@@ -89,16 +88,15 @@ class FirstInFirstOut(_OldestFirst):
 
 
 class LeastOftenUsed:
-    """The chunk goes with the fewest uses, of those the oldest: `counter`.
+    """Evicts the oldest of the chunks with the fewest uses: policy `counter`.
 
-    Counts are 8 bits. When one reaches 255 all are halved, so that what was
-    popular once goes in the end. A new chunk begins at the (lower) median of
-    the counts of all chunks, or it would be the next to go whatever it is.
+    Counts are 8 bits. When one reaches 255 all are halved, so that once popular chunks are
+    evicted in the end. A new chunk begins at the (lower) median of all counts. Otherwise it
+    would always be evicted next.
 
-    One heap of ages for each count. A use leaves a stale entry behind, in the
-    heap of a lower count, which is corrected when it comes up. Halving joins
-    heaps 2k and 2k + 1 to k by moving the smaller one into the larger, so it
-    moves a chunk once for each doubling of the heap it is in.
+    There is one heap of ages for each count. A use leaves a stale entry in the heap of a lower
+    count, which is corrected when it is popped. Halving joins heaps 2k and 2k + 1 to k by moving
+    the smaller one into the larger, so a chunk moves once per doubling of its heap.
     """
 
     def __init__(self) -> None:
@@ -111,7 +109,7 @@ class LeastOftenUsed:
         self._in_heap: set[tuple[int, int]] = set()  # (born, slot)
 
     def count_of(self, slot: int) -> int:
-        """The chunk's count of uses as it stands. Raises KeyError."""
+        """Return the chunk's current count of uses. Raises KeyError."""
         count, halvings = self._uses[slot]
         return count >> (self._halvings - halvings)
 
@@ -143,7 +141,7 @@ class LeastOftenUsed:
             while heap:
                 entry = heapq.heappop(heap)
                 born, slot = entry
-                # Another chunk may be in the slot by now.
+                # The slot may hold another chunk by now.
                 if self._born.get(slot) != born or not is_evictable(slot):
                     self._in_heap.discard(entry)
                 elif self.count_of(slot) != count:
@@ -158,7 +156,7 @@ class LeastOftenUsed:
         self._slot_counts[count] += 1
 
     def _median(self) -> int:
-        """Of the counts of all chunks; 0 without any."""
+        """Return the lower median of all counts. 0 without chunks."""
         middle = (sum(self._slot_counts) + 1) // 2
         passed = 0
         for count, slot_count in enumerate(self._slot_counts):
@@ -177,14 +175,14 @@ class LeastOftenUsed:
 
 
 def _joined(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """One heap of the entries of two, made in the larger one."""
+    """Join two heaps in the larger one."""
     small, large = sorted((first, second), key=len)
     for entry in small:
         heapq.heappush(large, entry)
     return large
 
 
-# By the names that the command line and GetStats know them by.
+# By their names on the command line and in GetStats.
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "fifo": FirstInFirstOut,
     "lru": LeastRecentlyUsed,

@@ -1,7 +1,4 @@
-"""Watches a policy at work and counts what a user needs to choose another one.
-
-Stands in front of any policy and orders nothing itself. The clock is injected.
-"""
+"""Statistics of an eviction policy, which help to choose a policy. The clock is injected."""
 
 from __future__ import annotations
 
@@ -9,17 +6,17 @@ from collections.abc import Callable
 
 from kvstore_service.eviction.policies import EvictionPolicy
 
-# The last class takes everything above: 2**30 uses and more.
+# The last class has 2**30 uses and more.
 _MOST_CLASSES = 32
 
 
 class InstrumentedPolicy:
-    """A policy that keeps account of the chunks it chooses. What is chosen is evicted.
+    """Wraps a policy and counts the chunks that it chooses for eviction.
 
     Attributes:
-        by_use_count: chunks evicted after 0, 1, 2 to 3, 4 to 7, ... uses beyond
-            their sealing or, if that was before this store's start, adoption.
-        age_seconds_sum: from sealing (or adoption) to eviction, over all of them.
+        by_use_count: chunks evicted after 0, 1, 2 to 3, 4 to 7, ... uses after they were sealed
+            or recovered.
+        age_seconds_sum: seconds from sealing (or recovery) to eviction, summed over them.
     """
 
     def __init__(self, policy: EvictionPolicy, clock: Callable[[], float]) -> None:
@@ -27,7 +24,7 @@ class InstrumentedPolicy:
         self.age_seconds_sum = 0.0
         self._policy = policy
         self._clock = clock
-        self._uses: dict[int, int] = {}  # beyond the first
+        self._uses: dict[int, int] = {}  # after the first
         self._since: dict[int, float] = {}
 
     def use(self, slot: int) -> None:

@@ -1,1 +1,1 @@
-"""The chunk pool: slots, leases, the prefix index, and sealing."""
+"""The chunk pool: slots, leases and the prefix index."""

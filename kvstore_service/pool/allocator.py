@@ -1,6 +1,6 @@
-"""Hands out contiguous runs of slots: as few as possible, longest first.
+"""Allocates contiguous runs of slots: as few as possible, longest first.
 
-Pure: knows numbers only, no arena and no states.
+Pure: knows slot numbers only, no arena and no states.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Run:
 class RunAllocator:
     """Free slots of [0, slot_count) as maximal runs.
 
-    At first all slots are free, or those that `free_slots` names, in order.
+    At first all slots are free, or only `free_slots`, in ascending order.
     """
 
     def __init__(self, slot_count: int, free_slots: Sequence[int] | None = None) -> None:
@@ -39,12 +39,11 @@ class RunAllocator:
             self._add(run.first, run.count)
 
     def allocate(self, count: int) -> list[Run]:
-        """`count` slots in the fewest runs there are, longest first.
+        """Allocate `count` slots in the fewest possible runs, longest first.
 
-        A run that holds everything is chosen by best fit, so that long runs
-        stay long. Otherwise the longest are used up whole, which no other
-        choice can beat in number. Raises ValueError unless
-        0 < count <= free_count: the caller makes room first.
+        A run that holds all of them is chosen by best fit, so that long runs stay long.
+        Otherwise the longest runs are used up, which gives the fewest runs. Raises ValueError
+        unless 0 < count <= free_count: the caller evicts first.
         """
         if not 0 < count <= self.free_count:
             raise ValueError(f"{count} slots of {self.free_count} free ones")
@@ -62,9 +61,9 @@ class RunAllocator:
         return granted
 
     def free(self, slot: int) -> None:
-        """Give one slot back; it grows together with free neighbours.
+        """Free one slot and join it with free neighbours.
 
-        Raises ValueError when it is free already or no slot of ours.
+        Raises ValueError if it is free or out of range.
         """
         if not 0 <= slot < self.slot_count or self.is_free(slot):
             raise ValueError(f"slot {slot} is not in use")
@@ -84,7 +83,7 @@ class RunAllocator:
         return self._is_free[slot] == 1
 
     def runs(self) -> list[Run]:
-        """Free runs by position."""
+        """Return the free runs by position."""
         return [Run(first, count) for first, count in sorted(self._count_at.items())]
 
     def _add(self, first: int, count: int) -> None:
@@ -101,7 +100,7 @@ class RunAllocator:
 
 
 def _runs_of(slots: Sequence[int]) -> Iterator[Run]:
-    """Maximal runs of ascending slot numbers."""
+    """Yield the maximal runs of ascending slot numbers."""
     start = 0
     for index in range(1, len(slots) + 1):
         if index == len(slots) or slots[index] != slots[index - 1] + 1:

@@ -1,8 +1,7 @@
-"""Finds the longest stored prefix of a token sequence. Pure: no slots' states, no clock.
+"""The prefix index: finds the longest stored prefix of a token sequence. Pure: no clock.
 
-A chunk's children are kept sorted by their tokens, so the sibling that shares
-the longest beginning with a query is a neighbour of the query's place among
-them: one bisection, however many conversations start with the same words.
+A chunk's children are sorted by their tokens. So one bisection finds the sibling that shares the
+longest beginning with a query, however many sequences have the same prefix.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from splitpoint.keys import pack_tokens, packed_chunk_key, packed_fingerprint
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A sealed chunk as the index knows it. `packed` are its tokens, see `sortable`."""
+    """A sealed chunk in the index. `packed` are its tokens, see `sortable`."""
 
     slot: int
     generation: int
@@ -39,15 +38,15 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """`entries` in sequence order hold `cached_tokens`; the last one perhaps only in part."""
+    """`entries`, in sequence order, hold `cached_tokens`; the last entry perhaps in part."""
 
     entries: tuple[Entry, ...]
     cached_tokens: int
 
 
 def sortable(packed_tokens: bytes) -> bytes:
-    """Tokens (not negative) of `keys.pack_tokens` as big-endian int32: as bytes they
-    are ordered like the tokens themselves."""
+    """Convert tokens of `keys.pack_tokens` to big-endian int32, which sort as bytes like the
+    (not negative) tokens themselves."""
     words = array("I", packed_tokens)
     words.byteswap()
     return words.tobytes()
@@ -59,7 +58,7 @@ def unpack(packed: bytes) -> list[int]:
 
 
 def common_tokens(first: bytes, second: bytes) -> int:
-    """How many leading tokens two packed sequences share."""
+    """Count the leading tokens that two packed sequences share."""
     low, high = 0, min(len(first), len(second)) // 4
     while low < high:
         middle = (low + high + 1) // 2
@@ -71,14 +70,14 @@ def common_tokens(first: bytes, second: bytes) -> int:
 
 
 class PrefixIndex:
-    """All sealed chunks of one arena, by key and below their parents."""
+    """All sealed chunks of one arena, by key and by parent."""
 
     def __init__(self, layout_hash: bytes, chunk_tokens: int) -> None:
         self._layout_hash = layout_hash
         self._chunk_tokens = chunk_tokens
         self._by_key: dict[bytes, Entry] = {}
-        # Children of a chunk, under its key; first chunks under the tag of their
-        # tenant's salt, which is shorter than any key. Sorted by tokens.
+        # Children of a chunk by its key, sorted by tokens. First chunks are under their
+        # tenant's salt tag, which is shorter than any key.
         self._children: dict[bytes, list[tuple[bytes, bytes]]] = {}
 
     def __len__(self) -> int:
@@ -94,7 +93,7 @@ class PrefixIndex:
         return key in self._children
 
     def add(self, entry: Entry) -> None:
-        """Raises ValueError when the key is taken or the parent is missing."""
+        """Add a chunk. Raises ValueError if its key is in the index or its parent is not."""
         if entry.key in self._by_key:
             raise ValueError("a chunk with this key is in the index")
         if entry.parent_key and entry.parent_key not in self._by_key:
@@ -104,7 +103,7 @@ class PrefixIndex:
         insort(siblings, (entry.packed, entry.key))
 
     def remove(self, key: bytes) -> Entry:
-        """Raises KeyError when it is not there, ValueError while it has children."""
+        """Remove a chunk. Raises KeyError if it is missing, ValueError if it has children."""
         if key in self._children:
             raise ValueError("a chunk with children cannot leave the index")
         entry = self._by_key.pop(key)
@@ -116,18 +115,18 @@ class PrefixIndex:
         return entry
 
     def subtree(self, key: bytes) -> list[Entry]:
-        """The chunk and everything below it, parents first. Raises KeyError."""
+        """Return the chunk and all chunks below it, parents first. Raises KeyError."""
         found = [self._by_key[key]]
         for entry in found:  # grows as it goes
             found += [self._by_key[child] for _, child in self._children.get(entry.key, ())]
         return found
 
     def match(self, salt: bytes, token_ids: Sequence[int]) -> PrefixMatch:
-        """The longest prefix of `token_ids` (not negative) stored under this salt.
+        """Return the longest prefix of `token_ids` (not negative) stored under this salt.
 
-        Full chunks are found by key, and believed only if parent, salt tag,
-        token fingerprint and tokens agree too. Behind them the sibling with the
-        longest common beginning joins, be it a partial tail or a full chunk.
+        Full chunks are found by key, and count only if parent, salt tag, token fingerprint and
+        tokens are equal, too. The match ends with the next chunk that shares the most leading
+        tokens, be it a partial tail or a full chunk.
         """
         tag = salt_tag(salt)
         packed_tokens = pack_tokens(token_ids)
@@ -155,13 +154,13 @@ class PrefixIndex:
         return PrefixMatch(tuple(found), cached_tokens + common)
 
     def _closest(self, branch: bytes, packed: bytes) -> tuple[Entry | None, int]:
-        """The child that shares most leading tokens with `packed`, and how many."""
+        """Return the child that shares most leading tokens with `packed`, and their number."""
         siblings = self._children.get(branch)
         if not siblings or not packed:
             return None, 0
         place = bisect_left(siblings, (packed, b""))
         best, best_common = None, 0
-        # Of those sharing equally much, the one behind: it may go on as asked for.
+        # If two share equally many, take the later one: it may continue like the query.
         for index in (place, place - 1):
             if 0 <= index < len(siblings):
                 common = common_tokens(siblings[index][0], packed)

@@ -1,7 +1,7 @@
 """The slot table: every slot's state, and the only writer of the arena's metadata.
 
-Carries out the changes of docs/arena-format.md in the order written there.
-Knows no keys' meaning, no sessions and no policy.
+It writes in the order that docs/arena-format.md prescribes. It knows no meaning of keys, no
+sessions and no policy.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from splitpoint.arena.records import (
 
 FREE, WRITING, SEALED, QUARANTINED = SlotState
 
-# What may follow a state, by its number: plain indexing, since every chunk passes here
-# several times and hashing an enum is slow.
+# The states that may follow a state, indexed by its number: hashing an enum would be slow.
 _MAY_BECOME: tuple[tuple[SlotState, ...], ...] = (
     (WRITING,),  # FREE
     (SEALED, QUARANTINED, FREE),  # WRITING
@@ -37,20 +36,20 @@ _MAY_BECOME: tuple[tuple[SlotState, ...], ...] = (
 
 
 class MetadataWriter(Protocol):
-    """The two ways in which records change; a seam, since crashes happen between them."""
+    """The two kinds of metadata writes. Tests replace it to crash between two writes."""
 
     def write(self, offset: int, data: bytes) -> None:
-        """Put finished bytes at an offset of the file."""
+        """Write bytes at an offset of the file."""
 
     def store_word(self, offset: int, word: int) -> None:
-        """Put a commit word at an aligned offset, in one piece."""
+        """Write a commit word at an aligned offset, atomically."""
 
     def close(self) -> None:
-        """Let go of the mapping."""
+        """Release the mapping."""
 
 
 class MappedMetadata:
-    """Writes into the arena's mapping, visible to everybody at once."""
+    """Writes into the arena's mapping, visible to all processes at once."""
 
     def __init__(self, arena: Arena) -> None:
         self._metadata = arena.metadata
@@ -61,7 +60,7 @@ class MappedMetadata:
         self._metadata[offset : offset + len(data)] = data
 
     def store_word(self, offset: int, word: int) -> None:
-        # One aligned 8-byte store: nobody sees half of it.
+        # One aligned 8-byte store is atomic.
         self._words[offset // 8] = word
 
     def close(self) -> None:
@@ -69,11 +68,10 @@ class MappedMetadata:
 
 
 class SlotTable:
-    """States and generations of all slots, mirrored from the arena's records.
+    """States and generations of all slots, a copy of the arena's records.
 
-    `states` and `generations` are what recovery read, one for each slot. A change
-    that the diagram of docs/arena-format.md does not have raises RuntimeError:
-    it is a bug.
+    `states` and `generations` are what recovery read, per slot. A state change that
+    docs/arena-format.md does not allow is a bug and raises RuntimeError.
     """
 
     def __init__(
@@ -88,7 +86,7 @@ class SlotTable:
         self._states = list(states)
         self._generations = list(generations)
         self._counts = _count(self._states)
-        # What the arena's commit words must be.
+        # The expected commit words of the arena.
         self._words = np.array(
             [commit_word(*slot) for slot in zip(self._generations, self._states, strict=True)],
             dtype=np.uint64,
@@ -97,7 +95,7 @@ class SlotTable:
         self._writer: MetadataWriter = MappedMetadata(arena) if writer is None else writer
 
     def close(self) -> None:
-        """Let go of the mapping; the table may not be used afterwards."""
+        """Release the mapping. The table may not be used afterwards."""
         self._writer.close()
 
     def state(self, slot: int) -> SlotState:
@@ -112,10 +110,10 @@ class SlotTable:
     def in_state(self, state: SlotState) -> list[int]:
         return [slot for slot, found in enumerate(self._states) if found is state]
 
-    # -- changes, each in the order of writes that the format asks for ----------------
+    # -- state changes, each with the order of writes that the format prescribes ----------------
 
     def grant(self, slot: int, session_id: bytes, process_id: int, process_start_ticks: int) -> int:
-        """FREE → WRITING under a new generation, which is returned."""
+        """FREE → WRITING. Return the new generation."""
         generation = max(self._generations[slot] + 1, first_generation(self._epoch))
         block = GrantBlock(generation, self._epoch, session_id, process_id, process_start_ticks)
         self._check(slot, WRITING)
@@ -125,20 +123,20 @@ class SlotTable:
         return generation
 
     def seal(self, slot: int, block: ChunkBlock, token_row: bytes) -> None:
-        """WRITING → SEALED. The payload must have been verified."""
+        """WRITING → SEALED. The payload must be verified."""
         self._check(slot, SEALED)
         self._writer.write(self._tokens_offset + slot * len(token_row), token_row)
         self._writer.write(RECORDS_OFFSET + slot * RECORD_BYTES + CHUNK_OFFSET, block.encode())
         self._commit(slot, SEALED)
 
     def quarantine(self, slot: int) -> None:
-        """WRITING → QUARANTINED: the writer may still be writing. SEALED → QUARANTINED:
-        the payload proved damaged while somebody leased it."""
+        """WRITING → QUARANTINED: the writer may still be writing. SEALED → QUARANTINED: the
+        payload proved damaged while it was leased."""
         self._check(slot, QUARANTINED)
         self._commit(slot, QUARANTINED)
 
     def free(self, slot: int) -> None:
-        """Any state but FREE → FREE; the generation stays until the next grant."""
+        """Any state but FREE → FREE. The generation stays until the next grant."""
         self._check(slot, FREE)
         self._commit(slot, FREE)
 
@@ -155,7 +153,7 @@ class SlotTable:
         self._states[slot] = state
 
     def differing(self) -> list[int]:
-        """Slots whose commit word in the arena is not the one that was written there."""
+        """Return the slots whose commit word in the arena is not the expected one."""
         stride = RECORD_BYTES // 8
         words = np.frombuffer(
             self._arena.metadata, "<u8", len(self._words) * stride, RECORDS_OFFSET
@@ -163,11 +161,11 @@ class SlotTable:
         return np.flatnonzero(words != self._words).tolist()
 
     def write_again(self, slot: int) -> None:
-        """Put the slot's commit word there once more."""
+        """Write the slot's expected commit word again."""
         self._writer.store_word(RECORDS_OFFSET + slot * RECORD_BYTES, int(self._words[slot]))
 
     def check_integrity(self) -> list[str]:
-        """What is wrong: counts that differ, commit words other than the table's."""
+        """Return the violated invariants: wrong counts, unexpected commit words."""
         violations = []
         if _count(self._states) != self._counts:
             violations.append("the counts of states differ from the states")
@@ -181,6 +179,6 @@ class SlotTable:
 
 
 def _count(states: Sequence[SlotState]) -> list[int]:
-    """How many slots are in each state, by the state's number."""
+    """Count the slots in each state, by the state's number."""
     counts = Counter(int(state) for state in states)
     return [counts[int(state)] for state in SlotState]

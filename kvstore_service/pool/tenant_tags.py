@@ -1,22 +1,21 @@
-"""Whose bytes each slot holds, so that no tenant is granted another one's.
+"""The tenant whose bytes each slot holds, by salt tag.
 
-By the tag of the salt that a slot was last granted for. Zeroing what differs is the
-store's business.
+The store zeroes slots with bytes of another tenant before it grants them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-# Of slots whose last writer's tenant is not known; no salt has it.
+# Tag of slots whose tenant is unknown. No salt has it.
 _UNKNOWN = b""
 
 
 class TenantTags:
-    """The tags of one arena; a slot without one was never written, and is all zeros.
+    """The tags of one arena. A slot without a tag was never written, and is all zeros.
 
     Args:
-        written_slots: slots that were granted before now, to nobody knows whom.
+        written_slots: slots that an unknown tenant may have written.
     """
 
     def __init__(self, written_slots: Iterable[int]) -> None:
@@ -26,9 +25,9 @@ class TenantTags:
         self._tags[slot] = tag
 
     def of(self, slot: int) -> bytes:
-        """Salt tag of the tenant that a slot was granted for."""
+        """Return the salt tag of the tenant that a slot was granted for."""
         return self._tags[slot]
 
     def foreign(self, slots: Iterable[int], tag: bytes) -> tuple[int, ...]:
-        """Those of the slots that hold bytes of another tenant, or of nobody knows whom."""
+        """Return the slots that hold bytes of another or an unknown tenant."""
         return tuple(slot for slot in slots if self._tags.get(slot, tag) != tag)

@@ -1,1 +1,1 @@
-"""Adoption of an arena after a restart."""
+"""Recovery after a restart: reads the arena, and verifies recovered chunks."""

@@ -1,8 +1,7 @@
-"""Between what an arena keeps of a chunk and what the device computes with.
+"""Converts between stored chunks and the tensors that the device computes with.
 
-One object per layout answers for all tensors: how many bytes cross the link, room
-for them on the device, and both directions of the encoding. Natively stored chunks
-are their own encoding. Knows no slots, no lanes and no calls of the store.
+One codec per layout knows the stored shapes, the bytes that cross the link, and both directions
+of the encoding. Native chunks are stored as they are. The codec knows no slots and no lanes.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ class ChunkCodec:
 
     @property
     def is_native(self) -> bool:
-        """Whether stored tensors can be copied to where native ones belong."""
+        """True if stored tensors are native tensors and can be copied as they are."""
         return self._encoding is Encoding.NATIVE
 
     def stored_shape(self, tensor: str) -> tuple[int, ...]:
-        """Of one chunk of "K", "V" or "X", in elements of `stored_type`."""
+        """Return the shape of one chunk of "K", "V" or "X", in elements of `stored_type`."""
         layout = self._layout
         if tensor == "X":
             return layout.chunk_tokens, layout.x_row_bytes // self.stored_type.itemsize
@@ -45,32 +44,32 @@ class ChunkCodec:
         return layout.kv_head_count, layout.chunk_tokens, row
 
     def link_bytes(self, tensor: str, chunk_count: int) -> int:
-        """What crosses the link when so many chunks of the tensor, of one layer, do."""
+        """Return the bytes on the link for `chunk_count` chunks of a tensor in one layer."""
         layout = self._layout
         return chunk_count * (layout.x_slot_bytes if tensor == "X" else layout.kv_slot_bytes)
 
     def room(self, tensor: str, chunk_count: int, device: torch.device) -> torch.Tensor:
-        """Memory for stored chunks that came over the link; its contents mean nothing."""
+        """Return uninitialized memory for stored chunks that come over the link."""
         shape = (chunk_count, *self.stored_shape(tensor))
         return torch.empty(shape, dtype=self.stored_type, device=device)
 
     def native_zeros(self, tensor: str, chunk_count: int, device: torch.device) -> torch.Tensor:
-        """Device pages of native chunks, `[n, n_kv, chunk_tokens, d]` or `[n, chunk_tokens, h]`."""
+        """Return zeroed pages, `[n, n_kv, chunk_tokens, d]` or `[n, chunk_tokens, h]`."""
         layout = self._layout
         rows = (layout.kv_head_count, layout.chunk_tokens, layout.head_dim)
         page = (layout.chunk_tokens, layout.hidden_size) if tensor == "X" else rows
         return torch.zeros((chunk_count, *page), dtype=self._native_type, device=device)
 
     def decode(self, stored: torch.Tensor, native: torch.Tensor) -> None:
-        """Fill `native` from stored chunks that lie on the same device."""
+        """Fill `native` from stored chunks on the same device."""
         if self.is_native:
             native.copy_(stored)
         else:
             decode(stored, self._encoding, native)
 
     def encode(self, native: torch.Tensor) -> torch.Tensor:
-        """Stored chunks of native ones, on the same device; native ones as they are.
+        """Return the stored form of native chunks, on the same device.
 
-        Raises Unencodable for a value the encoding has no bytes for.
+        Raises Unencodable for a value that the encoding cannot represent.
         """
         return native if self.is_native else encode(native, self._encoding)

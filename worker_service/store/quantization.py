@@ -1,8 +1,8 @@
-"""Rows of elements as int8 or int4 bytes and back: docs/arena-format.md, section Rows.
+"""Encodes rows of elements as int8 or int4 and back: docs/arena-format.md, section Rows.
 
-Pure torch on any device, vectorised over all leading dimensions. Round to nearest
-in groups along the last dimension, symmetric for int8, asymmetric for int4, as is
-usual for keys and values (per token: KIVI, FlexGen). Knows no slots and no arenas.
+Pure torch on any device, vectorised over all leading dimensions. Rounds to nearest in groups
+along the last dimension, symmetric for int8, asymmetric for int4, as is usual for keys and
+values (per token: KIVI, FlexGen).
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ _FINITE = 65504.0
 
 
 class Unencodable(FailedPrecondition):
-    """A value is not finite, or larger than the encoding's parameters can say."""
+    """A value is not finite, or larger than the encoding can represent."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """`count` groups of `size` elements in a row: elements from `first` on, parameters
-    from the `index`-th on."""
+    """`count` groups of `size` elements: elements from `first` on, parameters from `index` on."""
 
     first: int
     size: int
@@ -36,48 +35,48 @@ class _Group:
     index: int
 
     def of(self, rows: torch.Tensor) -> torch.Tensor:
-        """A view `[..., count, size]` of elements `[..., width]`."""
+        """Return a view `[..., count, size]` of elements `[..., width]`."""
         part = rows[..., self.first : self.first + self.count * self.size]
         return part.view(*rows.shape[:-1], self.count, self.size)
 
     def packed(self, data: torch.Tensor) -> torch.Tensor:
-        """A view `[..., count, ceil(size / 2)]` of int4's bytes `[..., ceil(width / 2)]`.
+        """Return a view `[..., count, ceil(size / 2)]` of int4 bytes `[..., ceil(width / 2)]`.
 
-        Elements 0, 2, 4, ... are the low halves, 1, 3, 5, ... the high ones. A group
-        begins at a whole byte, since the size of the ones before it is even.
+        Elements 0, 2, 4, ... are the low halves, 1, 3, 5, ... the high ones. A group begins at
+        a whole byte, since the size of the groups before it is even.
         """
         size, first = (self.size + 1) // 2, self.first // 2
         part = data[..., first : first + self.count * size]
         return part.view(*data.shape[:-1], self.count, size)
 
     def scales(self, parameters: torch.Tensor) -> torch.Tensor:
-        """A view `[..., count]` of int8's parameters."""
+        """Return a view `[..., count]` of int8 parameters."""
         return parameters[..., self.index : self.index + self.count]
 
     def pairs(self, parameters: torch.Tensor) -> torch.Tensor:
-        """A view `[..., count, 2]` of int4's parameters: scale, minimum."""
+        """Return a view `[..., count, 2]` of int4 parameters: scale, minimum."""
         part = parameters[..., 2 * self.index : 2 * (self.index + self.count)]
         return part.view(*parameters.shape[:-1], self.count, 2)
 
 
 def encode(values: torch.Tensor, encoding: Encoding) -> torch.Tensor:
-    """Rows `[..., width]` of any float type as uint8 `[..., row bytes]` on the same device.
+    """Encode rows `[..., width]` of any float type as uint8 `[..., row bytes]`, same device.
 
     The largest error is half a step: for int8 max|x| / 254 of the group, for int4
-    (max - min) / 30, each with what rounding the parameters to float16 adds
-    (2^-10 of the step; for int4 also 2^-10 |min| / 30 when the minimum is far from 0),
-    and what rounding to the element type adds when decoding.
+    (max - min) / 30. Rounding the parameters to float16 adds 2^-10 of the step (for int4 also
+    2^-10 |min| / 30 if the minimum is far from 0). Decoding adds the rounding to the element
+    type.
 
-    Encoding decoded values again gives the same bytes in float32, as long as no
-    group's values lie closer together than a float16 at its minimum tells apart.
-    In 16-bit types the rounding to them may move a value by one more step.
+    Encoding decoded values again gives the same bytes in float32, unless a group's values lie
+    closer together than float16 resolves at its minimum. In 16-bit types a value may move by
+    one more step.
 
-    Raises Unencodable for NaN and infinity, and for magnitudes above 65,504 (int4)
-    or 8.3 million (int8), which no working model's cache has: waits for the device.
+    Raises Unencodable for NaN and infinity, and for magnitudes above 65,504 (int4) or 8.3
+    million (int8). This check waits for the device.
     """
     width = values.shape[-1]
     parameter_bytes = encoding.parameter_bytes(width)
-    # In these encodings the size of a row does not depend on the element type.
+    # The size of an encoded row does not depend on the element type.
     row_bytes = encoding.row_bytes(width, DataType.FLOAT32)
     encoded = values.new_zeros((*values.shape[:-1], row_bytes), dtype=torch.uint8)
     parameters = encoded[..., :parameter_bytes].view(torch.float16)
@@ -106,8 +105,8 @@ def encode(values: torch.Tensor, encoding: Encoding) -> torch.Tensor:
 def decode(encoded: torch.Tensor, encoding: Encoding, target: torch.Tensor) -> None:
     """Fill `target` `[..., width]`, of any float type, from uint8 `[..., row bytes]`.
 
-    Both lie on one device. Computed in float32 and rounded once. The inner stride
-    of `encoded` is 1 and all others are even, as those of an arena are.
+    Both are on one device. Values are computed in float32 and rounded once. The inner stride of
+    `encoded` is 1 and all other strides are even, as in an arena.
     """
     width = target.shape[-1]
     parameter_bytes = encoding.parameter_bytes(width)
@@ -127,7 +126,7 @@ def decode(encoded: torch.Tensor, encoding: Encoding, target: torch.Tensor) -> N
 
 
 def _groups(width: int, encoding: Encoding) -> Iterator[_Group]:
-    """The full groups of a row, then what is left of it."""
+    """Yield the full groups of a row, then the rest of it."""
     size = encoding.group_elements
     count, rest = divmod(width, size)
     if count:
@@ -137,7 +136,7 @@ def _groups(width: int, encoding: Encoding) -> Iterator[_Group]:
 
 
 def _largest_decoded(dtype: torch.dtype, encoding: Encoding) -> torch.Tensor | float:
-    """What no decoded value may exceed, so that it is finite in its type."""
+    """Return the bound that keeps every decoded value finite in its type."""
     if encoding is Encoding.INT4 or dtype is torch.float16:
         return _FINITE
     return INT8_LEVELS * _FINITE
@@ -145,34 +144,34 @@ def _largest_decoded(dtype: torch.dtype, encoding: Encoding) -> torch.Tensor | f
 
 def _check_range(low: torch.Tensor, high: torch.Tensor, encoding: Encoding) -> None:
     limit = _FINITE if encoding is Encoding.INT4 else INT8_LEVELS * _FINITE
-    # Whatever is compared with a NaN is false.
+    # Comparisons with NaN are false.
     if not bool(((low >= -limit) & (high <= limit)).all()):
         raise Unencodable(
-            f"a value is not finite, or beyond the {limit:,.0f} that {encoding.value} can say"
+            f"a value is not finite, or beyond the {limit:,.0f} that {encoding.value} can represent"
         )
 
 
 def _scale(span: torch.Tensor, levels: int, room: torch.Tensor | float) -> torch.Tensor:
-    """The float16 step that reaches over `span` in `levels` steps, and never over `room`."""
+    """Return the float16 step that covers `span` in `levels` steps, but not more than `room`."""
     most = _at_most(torch.as_tensor(room, device=span.device) / levels)
     return torch.minimum(_at_least(span / levels), most)
 
 
 def _steps(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The nearest whole number of steps; 0 where the step is 0."""
+    """Return the nearest whole number of steps. 0 where the step is 0."""
     inverse = torch.where(scale > 0, 1 / scale.float(), 0)
     return (values * inverse.unsqueeze(-1)).round_()
 
 
 def _at_least(values: torch.Tensor) -> torch.Tensor:
-    """The smallest float16 that is not below each finite value; never -0."""
+    """Return the smallest float16 not below each finite value; never -0."""
     nearest = values.to(torch.float16)
-    # Neighbours in value are neighbours as integers, in sign and magnitude.
+    # Adjacent float16 values have adjacent bit patterns, in sign and magnitude.
     away = torch.where(nearest < 0, -1, 1).to(torch.int16)
     above = (nearest.view(torch.int16) + away).view(torch.float16)
     return torch.where(nearest.float() < values, above, nearest) + 0.0
 
 
 def _at_most(values: torch.Tensor) -> torch.Tensor:
-    """The largest float16 that is not above each finite value; never -0."""
+    """Return the largest float16 not above each finite value; never -0."""
     return 0.0 - _at_least(-values)

@@ -1,8 +1,7 @@
-"""Compares what a worker reads from an arena with the checksums that the store gave.
+"""Verifies the chunks that a worker reads from an arena against the store's checksums.
 
-A chunk is always compared at this worker's first read of it, later in a share of the
-reads. Threads of their own hash beside the copies; the engine asks for the outcome before
-it uses what was read. Knows nothing of requests.
+A chunk is verified at this worker's first read of it, and later at a share of the reads. Threads
+hash during the copies. The engine waits for the result before it uses the data.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ import numpy as np
 
 from worker_service.store.arena_tensors import ArenaTensors, DamagedChunks, StoredChunk
 
-# A later read in a hundred costs a hundredth of a restore's bandwidth.
+# To verify one later read of a hundred costs a hundredth of a restore's bandwidth.
 DEFAULT_VERIFY_RATE = 0.01
-# As many as keep pace with a link to a GPU; a fast core hashes some 10 GB/s.
+# Enough threads for the speed of a link to a GPU: a fast core hashes about 10 GB/s.
 _MOST_THREADS = 4
 
 
 class Check:
-    """One comparison under way. `wait` before what was read is used."""
+    """A running verification. Call `wait` before you use the data."""
 
     def __init__(
         self, verifier: Verifier, tensors: ArenaTensors, chunks: Sequence[StoredChunk]
@@ -33,7 +32,7 @@ class Check:
         self._verifier = verifier
         self._tensors = tensors
         self._chunks = chunks
-        # Drawn from by all threads: appending and popping are atomic.
+        # Shared by all threads: popping is atomic.
         self._left = deque(chunks)
         self._parts: list[Future[list[StoredChunk]]] = []
 
@@ -42,7 +41,7 @@ class Check:
             self._parts.append(threads.submit(self._compare))
 
     def _compare(self) -> list[StoredChunk]:
-        """Chunks that differ, of those that this thread got."""
+        """Hash chunks until none is left. Return those that differ."""
         found: list[StoredChunk] = []
         while True:
             try:
@@ -53,13 +52,13 @@ class Check:
                 found.append(chunk)
 
     def wait(self) -> None:
-        """Raises DamagedChunks if a chunk has other bytes than its checksum says.
+        """Wait for the result. Raises DamagedChunks if a chunk differs from its checksum.
 
-        SuspectChunks only, if its slot was used again meanwhile: nothing is damaged then.
+        Raises SuspectChunks if a slot was reused meanwhile; then nothing is damaged.
         """
         differ = {chunk for part in self._parts for chunk in part.result()}
         arena = self._tensors.arena
-        # Asked after the hash: generations only grow.
+        # Checked after hashing, since generations only grow.
         replaced = {
             chunk for chunk in differ if not arena.is_current([chunk.slot], [chunk.generation])
         }
@@ -73,7 +72,7 @@ class Check:
 
 
 def differing(chunks: Sequence[StoredChunk]) -> DamagedChunks:
-    """The error that says so."""
+    """Return the error for chunks that differ from their checksums."""
     slots = ", ".join(str(chunk.slot) for chunk in chunks[:8])
     return DamagedChunks(
         f"{len(chunks)} cached chunks differ from their checksums: slots {slots}", chunks
@@ -81,14 +80,14 @@ def differing(chunks: Sequence[StoredChunk]) -> DamagedChunks:
 
 
 class Verifier:
-    """The comparisons of one worker. All but the hashing belongs to the engine's thread.
+    """The verifications of one worker. Only the engine's thread calls it.
 
     Attributes:
-        intact_count, damaged_count: chunks compared since start, by the outcome.
+        intact_count, damaged_count: chunks verified since start, by result.
     """
 
     def __init__(self, rate: float = DEFAULT_VERIFY_RATE, *, threads: int | None = None) -> None:
-        """`rate`: share of reads, after the first of a chunk, to compare, in [0, 1]."""
+        """`rate`: share of the reads after a chunk's first one to verify, in [0, 1]."""
         self.rate = rate
         self.intact_count = 0
         self.damaged_count = 0
@@ -96,7 +95,7 @@ class Verifier:
         self._thread_count = threads or max(1, min(_MOST_THREADS, cores // 4))
         self._threads = ThreadPoolExecutor(self._thread_count, thread_name_prefix="verify")
         self._random = random.Random()
-        # Per slot of each arena: the generation that was compared.
+        # Per arena: the verified generation of each slot.
         self._compared: weakref.WeakKeyDictionary[
             ArenaTensors, np.ndarray[tuple[int], np.dtype[np.int64]]
         ] = weakref.WeakKeyDictionary()
@@ -107,10 +106,10 @@ class Verifier:
         chunks: Iterable[StoredChunk],
         always: Iterable[StoredChunk] = (),
     ) -> Check | None:
-        """Compare chunks that are about to be read; None: none of them is due.
+        """Start to verify chunks that are about to be read. None if none of them is due.
 
-        Those of `always` are due with every read: what is read of them is sealed anew,
-        under a checksum of its own.
+        Chunks in `always` are verified at every read, since their data is sealed again under
+        another checksum.
         """
         compared = self._compared_in(tensors)
         due = [
@@ -131,7 +130,7 @@ class Verifier:
         chunks: Sequence[StoredChunk],
         damaged: Sequence[StoredChunk],
     ) -> None:
-        """What a check found."""
+        """Record the result of a check."""
         compared = self._compared_in(tensors)
         for chunk in chunks:
             compared[chunk.slot] = chunk.generation
@@ -141,7 +140,7 @@ class Verifier:
         self.damaged_count += len(damaged)
 
     def close(self) -> None:
-        """End the threads; nothing may be under way."""
+        """End the threads. No check may be running."""
         self._threads.shutdown(cancel_futures=True)
 
     def _compared_in(self, tensors: ArenaTensors) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
