@@ -1,6 +1,6 @@
-"""Who may call what: bearer tokens, their roles and tenants.
+"""Access control: bearer tokens, their roles and tenants, and the methods of each role.
 
-A tokens file names callers and holds only digests of their tokens:
+A tokens file names callers and holds only the digests of their tokens:
 
     [[token]]
     name = "alice"
@@ -8,10 +8,10 @@ A tokens file names callers and holds only digests of their tokens:
     tenant = "research"             # clients only; default ""
     sha256 = "<hex of SHA-256 of the token>"
 
-The file is looked at again when it changed, at most once a second, so a token
-is revoked by deleting its entry. While the file cannot be trusted (unreadable,
-malformed, open to others) nobody is let in. Knows no gRPC: the guard of
-`splitpoint.transport.guard` asks `Access.admit` before a handler exists.
+The file is read again after a change, which is checked once a second at most, so that
+deleting an entry revokes its token. While the file cannot be used (unreadable, malformed,
+open to other users), every call is refused. This module knows no gRPC;
+`splitpoint.transport.guard` calls `Access.admit` before it looks up a handler.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 
 
 class Role(StrEnum):
-    """What a token is for."""
+    """What a token allows."""
 
     CLIENT = "client"
     WORKER = "worker"  # services among themselves
@@ -63,7 +63,7 @@ _OBSERVERS = frozenset({Role.WORKER, Role.ADMIN})
 _ADMINS = frozenset({Role.ADMIN})
 _ANY_TOKEN = frozenset(Role)
 
-# What is not listed here is refused to everybody.
+# A method that is not listed here is refused to every role.
 ROLES: dict[str, frozenset[Role]] = {
     "/splitpoint.v1.InferenceService/Generate": _CLIENTS,
     "/splitpoint.v1.InferenceService/Tokenize": _CLIENTS,
@@ -89,36 +89,36 @@ ROLES: dict[str, frozenset[Role]] = {
     "/splitpoint.v1.KvStoreService/Evict": _ADMINS,
     "/splitpoint.v1.KvStoreService/GetStats": _OBSERVERS,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _ADMINS,
-    # A watch lasts: strangers could take up all the calls a server has room for.
+    # A watch lasts: callers without a token could use up all calls of a server.
     "/grpc.health.v1.Health/Watch": _ANY_TOKEN,
 }
-# Probes of orchestrators carry no tokens, and learn no more than "serving".
+# Probes of orchestrators carry no tokens; they learn only whether the service serves.
 OPEN_METHODS = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/List"})
 
 
-# -- who calls -----------------------------------------------------------------------
+# -- callers -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who makes the present call. Without tokens everybody is one nameless tenant."""
+    """The caller of the current call. Without tokens all callers are one unnamed tenant."""
 
     name: str = ""
     role: Role | None = None
     tenant: str = ""
 
 
-_ANYBODY = Caller()
-_current: ContextVar[Caller] = ContextVar("caller", default=_ANYBODY)
+_NO_CALLER = Caller()
+_current: ContextVar[Caller] = ContextVar("caller", default=_NO_CALLER)
 
 
 def current_caller() -> Caller:
-    """Of the call that the running handler answers."""
+    """Return the caller of the call that the running handler answers."""
     return _current.get()
 
 
 def set_caller(caller: Caller) -> None:
-    """For the rest of the running task: gRPC runs each call in a task of its own."""
+    """Set the caller for the rest of this task; gRPC runs each call in its own task."""
     _current.set(caller)
 
 
@@ -127,19 +127,19 @@ def set_caller(caller: Caller) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TokenEntry:
-    """One token's meaning. `digest` is the SHA-256 of the token, 32 bytes."""
+    """A caller and the SHA-256 of its token, 32 bytes."""
 
     caller: Caller
     digest: bytes
 
 
 def digest_of(token: str) -> bytes:
-    # Tokens are 32 random bytes: a fast hash is as good as a slow one.
+    # Tokens are 32 random bytes, so a fast hash is as good as a slow one.
     return hashlib.sha256(token.encode()).digest()
 
 
 def parse_tokens(text: str, source: str | Path) -> tuple[TokenEntry, ...]:
-    """The entries of a tokens file. Raises InvalidArgument."""
+    """Return the entries of a tokens file. Raises InvalidArgument."""
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -158,9 +158,9 @@ def parse_tokens(text: str, source: str | Path) -> tuple[TokenEntry, ...]:
 
 
 def _entry(row: Any, source: str | Path) -> TokenEntry:
-    # The offending value is not shown: it might be a token in the wrong place.
+    # Errors do not show values: one might be a token in the wrong place.
     if not isinstance(row, dict) or not all(isinstance(value, str) for value in row.values()):
-        raise InvalidArgument(f"{source}: an entry is not a table of texts", field="tokens")
+        raise InvalidArgument(f"{source}: an entry is not a table of strings", field="tokens")
     unknown = sorted(row.keys() - {"name", "role", "tenant", "sha256"})
     name, tenant, digest = row.get("name", ""), row.get("tenant", ""), row.get("sha256", "")
     if unknown:
@@ -181,7 +181,7 @@ def _entry(row: Any, source: str | Path) -> TokenEntry:
 
 
 def check_name(text: str, *, field: str) -> str:
-    """A caller's or tenant's name. Raises InvalidArgument."""
+    """Return the name of a caller or tenant. Raises InvalidArgument."""
     if not _NAME.fullmatch(text):
         raise InvalidArgument(
             f"a {field} has 1 to 64 letters, digits and . _ @ -, the first a letter or digit",
@@ -191,7 +191,7 @@ def check_name(text: str, *, field: str) -> str:
 
 
 def entry_text(entry: TokenEntry) -> str:
-    """The entry as it is written into the file."""
+    """Return the entry as text for the tokens file."""
     caller = entry.caller
     tenant = f'tenant = "{caller.tenant}"\n' if caller.tenant else ""
     return (
@@ -201,12 +201,15 @@ def entry_text(entry: TokenEntry) -> str:
 
 
 def read_tokens(path: str | Path) -> tuple[TokenEntry, ...]:
-    """Raises InvalidArgument, or PermissionDenied for a file that others can read."""
+    """Return a file's entries.
+
+    Raises InvalidArgument, or PermissionDenied for a file that other users can read.
+    """
     return parse_tokens(read_private(path, "the tokens file").decode("utf-8", "replace"), path)
 
 
 def find_caller(entries: Iterable[TokenEntry], token: str) -> Caller | None:
-    """Whose token it is. Takes the same time whichever entry matches, or none."""
+    """Return the token's caller, in the same time for every entry; None if unknown."""
     digest = digest_of(token)
     found: Caller | None = None
     for entry in entries:
@@ -219,13 +222,13 @@ def find_caller(entries: Iterable[TokenEntry], token: str) -> Caller | None:
 
 
 class Access:
-    """The tokens file in force. Made once per server; asked before every call."""
+    """The current tokens file of a server, checked before every call."""
 
     def __init__(self, path: str | Path, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises what `read_tokens` raises: a service does not start on a bad file."""
+        """Raise what `read_tokens` raises: a service does not start with a bad file."""
         self._path = Path(path)
         self._clock = clock
-        # Before reading: a change in between is then seen as one.
+        # Taken before reading, so that a change in between is noticed.
         self._version = self._version_now()
         self._entries: tuple[TokenEntry, ...] | None = read_tokens(path)
         self._checked_at = clock()
@@ -233,14 +236,14 @@ class Access:
         self._quiet_until = 0.0
 
     def admit(self, method: str, metadata: Sequence[tuple[str, str | bytes]] | None) -> Caller:
-        """Who calls `method` ("/package.Service/Method").
+        """Return the caller of `method` ("/package.Service/Method").
 
-        Raises Unauthenticated (no token, several, an unknown one),
-        PermissionDenied (not with this role; a method nobody listed),
-        Unavailable (the tokens file is unusable now).
+        Raises Unauthenticated (no token, several, or an unknown one), PermissionDenied (not
+        with this role, or a method without roles), Unavailable (the tokens file cannot be
+        used now).
         """
         if method in OPEN_METHODS:
-            return _ANYBODY
+            return _NO_CALLER
         try:
             return self._admit(method, metadata)
         except SplitpointError as error:
@@ -251,10 +254,12 @@ class Access:
         token = _bearer(metadata or ())
         entries = self._current_entries()
         if entries is None:
-            raise Unavailable("this service cannot read its tokens now", reason="TOKENS_UNREADABLE")
+            raise Unavailable(
+                "this service cannot read its tokens file now", reason="TOKENS_UNREADABLE"
+            )
         caller = find_caller(entries, token)
         if caller is None:
-            raise Unauthenticated("the token is not known here", reason="TOKEN_UNKNOWN")
+            raise Unauthenticated("this service does not know the token", reason="TOKEN_UNKNOWN")
         allowed = ROLES.get(method, frozenset())
         if caller.role not in allowed:
             needed = (
@@ -268,7 +273,7 @@ class Access:
         return caller
 
     def _current_entries(self) -> tuple[TokenEntry, ...] | None:
-        """None while the file is unusable: then a revoked token must not linger, either."""
+        """Return None while the file cannot be used, so that revoked tokens end, too."""
         now = self._clock()
         if now - self._checked_at < _RECHECK_SECONDS:
             return self._entries
@@ -281,13 +286,13 @@ class Access:
             self._entries = read_tokens(self._path)
         except SplitpointError as error:
             self._entries = None
-            _log.error("nobody is let in until this is repaired: %s", error.message)
+            _log.error("every call is refused until this is repaired: %s", error.message)
         else:
             _log.info("read %s again: %d tokens", self._path, len(self._entries))
         return self._entries
 
     def _version_now(self) -> tuple[int, ...]:
-        """Changes with every edit: a rename, a write, another mode or owner."""
+        """Return a value that changes with a rename, a write, another mode or owner."""
         try:
             found = os.stat(self._path)
         except OSError:
@@ -295,7 +300,7 @@ class Access:
         return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
     def _note(self, method: str, error: SplitpointError) -> None:
-        """One line a second at most: a stranger must not fill the disk."""
+        """Log refusals, one line a second at most, so that callers cannot fill the disk."""
         self._refused += 1
         now = self._clock()
         if now >= self._quiet_until:
@@ -310,11 +315,11 @@ def _bearer(metadata: Sequence[tuple[str, str | bytes]]) -> str:
     values = [value for key, value in metadata if key == METADATA_KEY]
     if not values:
         raise Unauthenticated(
-            "this service wants a token (authorization: Bearer ...)", reason="TOKEN_MISSING"
+            "this service requires a token (authorization: Bearer ...)", reason="TOKEN_MISSING"
         )
     value = values[0]
     if len(values) > 1 or not isinstance(value, str):
-        raise Unauthenticated("exactly one token is wanted", reason="TOKEN_MALFORMED")
+        raise Unauthenticated("the call must have exactly one token", reason="TOKEN_MALFORMED")
     scheme, _, token = value.partition(" ")
     if scheme.lower() != "bearer" or not token.strip():
         raise Unauthenticated("the token is not a bearer token", reason="TOKEN_MALFORMED")
@@ -322,5 +327,5 @@ def _bearer(metadata: Sequence[tuple[str, str | bytes]]) -> str:
 
 
 def access_of(tokens_path: str | Path | None) -> Access | None:
-    """What `--tokens` says; None: everybody may call everything."""
+    """Return the access control of `--tokens`; None: all calls are allowed."""
     return None if tokens_path is None else Access(tokens_path)

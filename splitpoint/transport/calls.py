@@ -1,4 +1,4 @@
-"""Counts a server's calls by method and status: what `create_server` tells, as a metric."""
+"""Count a server's calls by method and status, from `create_server`'s `on_answer`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from splitpoint.observe.meters import Meters
 from splitpoint.observe.metrics import RPC_CALLS
 from splitpoint.transport.guard import OnAnswer
 
-# Whatever else a caller asks for: its words must not become a series.
+# The label of any other method: callers must not be able to add series.
 UNKNOWN_METHOD = "unknown"
 
 
 def count_calls(meters: Meters, service_names: Sequence[str]) -> OnAnswer:
-    """For `create_server` of a server of these services (full names), and health.
+    """Return the `on_answer` of a server of these services (full names) and health.
 
-    Every method is there from the start, with 0 calls that went well. Call once per process.
+    Every method starts with 0 calls that succeeded. Call once per process.
     """
     calls = meters.counter(RPC_CALLS)
     methods = _methods_of([*service_names, health.SERVICE_NAME])
@@ -40,7 +40,7 @@ def count_calls(meters: Meters, service_names: Sequence[str]) -> OnAnswer:
 
 
 def _methods_of(service_names: Sequence[str]) -> dict[str, str]:
-    """From the path of each method, "/package.Service/Method", to "Service/Method"."""
+    """Map the path of each method, "/package.Service/Method", to "Service/Method"."""
     pool = descriptor_pool.Default()
     return {
         f"/{service.full_name}/{method.name}": f"{service.name}/{method.name}"

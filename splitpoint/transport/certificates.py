@@ -1,7 +1,7 @@
-"""What is inside a certificate: how long it is good, for which host.
+"""Contents of certificates: their end and their hosts.
 
-Loads the library that parses them, which clients and services without TLS do without:
-import this where a service's certificate has been given.
+This loads the `cryptography` library, which is slow and which clients lack. Import it only
+where a service's certificate is given.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _EXPIRY_WARNING = timedelta(days=14)
 
 
 def warn_of_expiry(path: str | Path, pem: bytes) -> None:
-    """A line in the log when the first certificate has expired, or will within two weeks."""
+    """Log a warning if the first certificate has expired or will within two weeks."""
     left = expires_at(pem) - datetime.now(UTC)
     if left <= timedelta():
         _log.warning("the certificate %s has expired: no peer will accept it", path)
@@ -29,12 +29,12 @@ def warn_of_expiry(path: str | Path, pem: bytes) -> None:
 
 
 def expires_at(pem: bytes) -> datetime:
-    """When the first certificate ends. Raises ValueError: it is none."""
+    """Return the end of the first certificate. Raises ValueError if there is none."""
     return x509.load_pem_x509_certificates(pem)[0].not_valid_after_utc
 
 
 def host_of(pem: bytes) -> str:
-    """Any name that the first certificate is good for. Raises InvalidArgument: it has none."""
+    """Return a name in the first certificate. Raises InvalidArgument if it has none."""
     found = hosts_of(pem)
     if not found:
         raise InvalidArgument(
@@ -45,7 +45,7 @@ def host_of(pem: bytes) -> str:
 
 
 def hosts_of(pem: bytes) -> list[str]:
-    """Names and addresses that the first certificate is good for; `*.lan` as it stands."""
+    """Return the names and addresses in the first certificate, wildcards unchanged."""
     certificate = x509.load_pem_x509_certificates(pem)[0]
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value

@@ -1,8 +1,6 @@
-"""How a service that ends tells its supervisor why: one line on stdout beside READY and PROGRESS.
+"""The line on stdout with which a service tells its supervisor why it ends.
 
-    FAILED {"code": 3, "reason": "...", "message": "..."}
-
-Without it a supervisor would have to guess from the last lines of a log.
+FAILED {"code": 3, "reason": "...", "message": "..."}
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ def failure_line(error: SplitpointError) -> str:
 
 
 def read_failure(line: str) -> SplitpointError | None:
-    """What a `failure_line` says; None for any other line."""
+    """Return the error in a `failure_line`; None for any other line."""
     if not line.startswith(FAILED_PREFIX):
         return None
     try:

@@ -1,9 +1,8 @@
-"""Who this process is on the wire, and whom it trusts: certificates, keys and tokens from files.
+"""The identity of a process: certificates, keys and tokens, read once from files.
 
-Reads and checks files, once, into a frozen `Identity` that is passed down to
-whatever opens channels or listens. Knows no gRPC: `channels.py` and `servers.py` make their
-credentials from it. What is inside a certificate is read by `certificates.py`, which
-only services load: a client gets by without the library that parses certificates.
+A frozen `Identity` is passed to the code that opens channels or listens. This module knows
+no gRPC: `channels.py` and `servers.py` make credentials from an identity. Only services load
+`certificates.py`, which parses certificates: clients do not need its library.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ from splitpoint.errors import InvalidArgument, PermissionDenied
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """PEM bytes, and a token in the clear: never printed, never logged. Empty: not used.
+    """PEM bytes and an unencrypted token, never printed or logged. Empty fields are not used.
 
-    A certificate is served with by servers and presented by clients. Servers
-    with authorities demand a certificate of theirs from every client (mutual
-    TLS); clients with authorities speak TLS and accept servers of theirs only.
-    UNIX sockets stay plain: the permissions of their folder protect them.
+    Servers serve with the certificate, and clients present it. A server with authorities
+    demands a certificate signed by them from every client (mutual TLS). A client with
+    authorities uses TLS and accepts only servers with a certificate signed by them. UNIX
+    sockets are not encrypted: the permissions of their folder protect them.
     """
 
     certificate: bytes = field(default=b"", repr=False)
     key: bytes = field(default=b"", repr=False)
     authorities: bytes = field(default=b"", repr=False)
-    # Presented with every call.
+    # Sent with every call.
     token: str = field(default="", repr=False)
-    # Name to expect in a server's certificate instead of the host connected to.
+    # The name required in a server's certificate, instead of the address's host.
     server_name: str = ""
 
     @property
@@ -43,7 +42,7 @@ class Identity:
 
     @property
     def expects_tls(self) -> bool:
-        """Whether channels made with it are encrypted."""
+        """True if channels with this identity are encrypted."""
         return bool(self.authorities)
 
 
@@ -59,15 +58,14 @@ def read_identity(
     token_file: str | Path | None = None,
     server_name: str = "",
 ) -> Identity:
-    """The identity in these files; what is absent stays empty.
+    """Return the identity in these files; absent files leave their fields empty.
 
-    Raises InvalidArgument (a file that cannot be read or is not what it should
-    be, a certificate without its key), PermissionDenied (a key or token file
-    that others can read).
+    Raises InvalidArgument (a file that cannot be read or has other contents, a certificate
+    without its key), PermissionDenied (a key or token file that other users can read).
     """
     if (certificate is None) != (key is None):
         raise InvalidArgument(
-            "a certificate and its key are given together or not at all",
+            "give a certificate and its key together, or neither",
             field="tls-key" if key is None else "tls-cert",
         )
     if token_file is not None and not token:
@@ -86,9 +84,9 @@ def read_identity(
 
 
 def identity_of(arguments: argparse.Namespace) -> Identity:
-    """What a service's command line says (`splitpoint.options.service`). Raises as above.
+    """Return the identity in a service's arguments. Raises what `read_identity` raises.
 
-    Logs a warning if the service's certificate has expired or will soon.
+    Logs a warning if the certificate has expired or will soon.
     """
     identity = read_identity(
         certificate=arguments.tls_cert,
@@ -113,10 +111,10 @@ def client_identity(
     key: str | Path | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> Identity:
-    """A client's identity: what is given, else what the environment says.
+    """Return a client's identity from the arguments, else from the environment.
 
-    SPLITPOINT_TOKEN, SPLITPOINT_TOKEN_FILE, SPLITPOINT_CA, SPLITPOINT_CERT,
-    SPLITPOINT_KEY, SPLITPOINT_SERVER_NAME. Raises what `read_identity` raises.
+    Its variables are SPLITPOINT_TOKEN, SPLITPOINT_TOKEN_FILE, SPLITPOINT_CA, SPLITPOINT_CERT,
+    SPLITPOINT_KEY and SPLITPOINT_SERVER_NAME. Raises what `read_identity` raises.
     """
 
     def given(value: str | Path | None, name: str) -> str | Path | None:
@@ -136,10 +134,10 @@ def client_identity(
 
 
 def trusting_own_server(identity: Identity) -> Identity:
-    """For a client that checks on the server of this very identity, by whatever address.
+    """Return an identity for a client that checks the server of `identity` at any address.
 
-    It accepts that one certificate and no other, whoever signed it, and does
-    without the name, which need not be that of a loopback address.
+    It accepts only that one certificate, by any signer, and expects one of the names in it,
+    which need not be the address's.
     """
     if not identity.serves_tls:
         return identity
@@ -155,10 +153,10 @@ def trusting_own_server(identity: Identity) -> Identity:
 
 
 def read_private(path: str | Path, what: str, *, field: str = "") -> bytes:
-    """A secret's bytes.
+    """Return a secret file's bytes.
 
-    Raises PermissionDenied when anybody else could read or write it, InvalidArgument
-    when it cannot be read; that names `field`, the argument which gave the path.
+    Raises PermissionDenied if other users could read or write it, InvalidArgument with
+    `field`, the argument that gave the path, if it cannot be read.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -182,9 +180,9 @@ def read_private(path: str | Path, what: str, *, field: str = "") -> bytes:
 
 
 def is_private(found: os.stat_result, *, user: int, groups: Collection[int]) -> bool:
-    """Whether only this user, or root, can read or write a file.
+    """Return True if only this user, or root, can read or write a file.
 
-    Secrets that root hands to a service are its group's (Kubernetes mounts them so).
+    A secret of root may belong to the service's group: Kubernetes mounts secrets so.
     """
     mode = stat.S_IMODE(found.st_mode)
     if found.st_uid == user:
@@ -200,7 +198,7 @@ def _read(path: str | Path, what: str) -> bytes:
 
 
 def _check_authorities(path: str | Path, pem: bytes) -> None:
-    """Raise InvalidArgument, which names `path`, unless there is a certificate in `pem`."""
+    """Raise InvalidArgument unless there is a certificate in `pem`."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(
             cadata=pem.decode("ascii", "ignore")
@@ -210,7 +208,7 @@ def _check_authorities(path: str | Path, pem: bytes) -> None:
 
 
 def _check_pair(certificate: str | Path, key: str | Path) -> None:
-    """gRPC would only say that it cannot listen."""
+    """Raise InvalidArgument with a cause: gRPC would only say that it cannot listen."""
     try:
         # The empty password: an encrypted key must fail, not ask on the terminal.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")

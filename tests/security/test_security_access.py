@@ -123,7 +123,7 @@ def test_nobody_is_let_in_on_a_file_that_cannot_be_trusted(
         with pytest.raises(Unavailable) as caught:
             guard.admit(LIST, bearer("two"))
         assert caught.value.reason == "TOKENS_UNREADABLE"
-    assert "nobody is let in" in caplog.text
+    assert "every call is refused" in caplog.text
     path.unlink(missing_ok=True)
     write(path, (ROOT, "two"))
     clock.now += 1.0
