@@ -1,8 +1,8 @@
-"""When to leave a peer alone that keeps failing. Pure: the caller brings the time.
+"""A circuit breaker for a peer that keeps failing. Pure: the caller gives the time.
 
-Closed, every call may try. After some failures in a row it opens: nobody tries,
-so nobody waits. Once the open time is over one caller may probe (half open); its
-success closes the breaker, its failure opens it again for twice as long.
+While it is closed, every call may try. After some failures in a row it opens and no call
+tries, so that none waits. After the open time, one call may probe (half open): its success
+closes the breaker, its failure opens it again for twice as long.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BreakerLimits:
-    """Failures in a row that open it; seconds that it then stays open."""
+    """Failures in a row that open the breaker; seconds that it stays open then."""
 
     failure_count: int = 3
     first_open_seconds: float = 1.0
@@ -27,11 +27,9 @@ class BreakerLimits:
 
 
 class Breaker:
-    """One peer's. Every `True` of `may_try` must be followed by `succeeded`, `failed` or
-    `gave_up`.
+    """The breaker of one peer.
 
-    Attributes:
-        state: for people and tests.
+    After each `True` from `may_try`, call `succeeded`, `failed` or `gave_up`.
     """
 
     def __init__(self, limits: BreakerLimits | None = None) -> None:
@@ -42,10 +40,10 @@ class Breaker:
         self._opens_until = 0.0
 
     def may_try(self, now: float, *, is_heartbeat: bool = False) -> bool:
-        """Whether to call the peer now. `now` is monotonic seconds.
+        """Return True if the peer may be called now. `now` is monotonic seconds.
 
-        A heartbeat always may: it runs in the background where nobody waits for
-        it, comes once a second at most, and is thus a probe by nature.
+        A heartbeat always may: it runs in the background, once a second at most, and so
+        serves as a probe.
         """
         if self.state is State.OPEN and (now >= self._opens_until or is_heartbeat):
             self.state = State.HALF_OPEN
@@ -64,12 +62,12 @@ class Breaker:
         if self.state is State.HALF_OPEN:
             longest = self._limits.longest_open_seconds
             self._open_seconds = min(2 * self._open_seconds, longest)
-        if self.state is not State.OPEN:  # late failures do not prolong it
+        if self.state is not State.OPEN:  # late failures do not extend it
             self.state = State.OPEN
             self._opens_until = now + self._open_seconds
 
     def gave_up(self, now: float) -> None:
-        """The caller left before there was an answer: that tells nothing about the peer."""
+        """Record a call that ended before an answer: it tells nothing about the peer."""
         if self.state is State.HALF_OPEN:
             self.state = State.OPEN
             self._opens_until = now

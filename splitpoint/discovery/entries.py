@@ -1,7 +1,7 @@
-"""What stores and workers write about themselves into Redis, and the names of the keys. Pure.
+"""The entries that stores and workers write into Redis, and the names of the keys. Pure.
 
-Everything read back is checked as if a stranger had written it: what is not
-exactly an entry is None, a miss.
+Everything that is read back is checked as untrusted input: a value that is not exactly an
+entry is read as None.
 
     sp:stores                            set of the hex instance ids of stores
     sp:store:<instance>                  StoreEntry, expires
@@ -21,13 +21,13 @@ from splitpoint.costs.profile import Profile
 from splitpoint.errors import InvalidArgument
 
 HEARTBEAT_SECONDS = 1.0
-# An entry outlives two lost heartbeats.
+# An entry survives two lost heartbeats.
 LIFETIME_MILLISECONDS = 3000
-# Owners take the dead out of the index now and then.
+# Owners remove dead instances from the index this often.
 BEATS_BETWEEN_PRUNES = 30
 STORES = "sp:stores"
 WORKERS = "sp:workers"
-# Field of the chunks hash that names its last write. No chunk key is as short.
+# Field of the chunks hash with the name of its last write. Chunk keys are longer.
 REVISION_FIELD = b"revision"
 
 _FORMAT = 1
@@ -37,7 +37,7 @@ _HASH_BYTES = 16
 
 
 def entry_key(index: str, instance_id: bytes) -> str:
-    """Key of one entry; `index` is STORES or WORKERS."""
+    """Return the key of one entry; `index` is STORES or WORKERS."""
     return f"{index.removesuffix('s')}:{instance_id.hex()}"
 
 
@@ -47,15 +47,15 @@ def chunks_key(instance_id: bytes, epoch: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StoreEntry:
-    """A store that lives. `instance_id` and `epoch` name the life its catalog belongs to."""
+    """A live store. Its catalog belongs to this `instance_id` and `epoch`."""
 
     instance_id: bytes
     epoch: int
-    # Where workers on other hosts reach it.
+    # Address for workers on other hosts.
     address: str
     layout_hash: bytes
     slot_count: int
-    # Full chunks in the catalog, and the name of the last write to it: for people.
+    # Full chunks in the catalog, and the name of the last write to it, for debugging.
     chunk_count: int = 0
     revision: str = ""
 
@@ -73,14 +73,14 @@ class StoreEntry:
 
     @classmethod
     def from_json(cls, text: bytes) -> StoreEntry | None:
-        """None for anything but an entry of this format."""
+        """Return the entry; None if the text is not an entry of this format."""
         entry: StoreEntry | None = _from_json(cls, text, ("instance_id", "layout_hash"))
         return entry
 
 
 @dataclass(frozen=True, slots=True)
 class ModelName:
-    """What must agree for a worker to be of use to a scheduler."""
+    """The model facts that must be equal on a worker and its scheduler."""
 
     layer_count: int
     hidden_size: int
@@ -94,16 +94,16 @@ class ModelName:
 
 @dataclass(frozen=True, slots=True)
 class WorkerEntry:
-    """A worker that lives, as a scheduler finds it. The gRPC stream is the truth."""
+    """A live worker, as a scheduler finds it. Its gRPC stream decides whether it is up."""
 
     instance_id: bytes
     worker_id: str
-    # Where schedulers reach it.
+    # Address for schedulers.
     address: str
     model: ModelName
     layout_hash: bytes
     model_fingerprint: bytes = b""
-    # Its own store: the address it uses itself, and the store's instance. Empty: none.
+    # Its own store: the address that it uses, and the instance. Empty: none.
     store_address: str = ""
     store_instance_id: bytes = b""
     profile: dict[str, Any] = field(default_factory=dict)
@@ -130,7 +130,7 @@ class WorkerEntry:
 
     @classmethod
     def from_json(cls, text: bytes) -> WorkerEntry | None:
-        """None for anything but an entry of this format."""
+        """Return the entry; None if the text is not an entry of this format."""
         hexadecimal = ("instance_id", "layout_hash", "model_fingerprint", "store_instance_id")
         entry: WorkerEntry | None = _from_json(cls, text, hexadecimal, model=ModelName)
         return entry

@@ -1,7 +1,6 @@
-"""A service's place in Redis: kept while the service serves, taken out as it stops.
+"""A service's entry in Redis: kept while the service serves, removed as it stops.
 
-Does not know what stands there. Redis's client takes a quarter of the time in which
-a store starts, so it is loaded only for those who name a Redis.
+Loading Redis's client takes a quarter of a store's start, so it is loaded only with --redis.
 """
 
 from __future__ import annotations
@@ -19,24 +18,24 @@ if TYPE_CHECKING:
 
 
 class Announcer(Protocol):
-    """Writes into Redis what a service wants known."""
+    """Writes a service's entry into Redis."""
 
     async def run(self) -> None:
-        """Until cancelled; Redis being away is no error."""
+        """Write until cancelled; an unreachable Redis is no error."""
 
     async def withdraw(self) -> None:
-        """Take out what was written, if Redis is there."""
+        """Remove the entry, if Redis answers."""
 
 
 @asynccontextmanager
 async def announced(
     redis: RedisOptions | None, make: Callable[[RedisLink], Announcer], *, name: str
 ) -> AsyncIterator[RedisLink | None]:
-    """In Redis, if there is one, for the length of the context; the connections, or None.
+    """Announce a service in this block, if it has a Redis; yield the link or None.
 
     Args:
-        make: called once, with the connections; imports its announcer itself.
-        name: of the task, for the log.
+        make: called once with the link; it imports its announcer itself.
+        name: the task's name in the log.
     """
     if redis is None:
         yield None

@@ -1,7 +1,7 @@
-"""The one way to talk to Redis: bounded in time, behind a breaker, never the only copy.
+"""Operations on Redis with a time limit and a circuit breaker. Knows no key.
 
-Knows no key. Whatever goes wrong is one error, `Unavailable` with the reason
-REDIS_AWAY, and the caller goes on without: all that lies in Redis is a hint.
+Every failure is `Unavailable` with the reason REDIS_AWAY, and the caller works without
+Redis: everything in Redis is only a hint.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from splitpoint.v1 import types_pb2
 _log = logging.getLogger(__name__)
 
 OPERATION_SECONDS = 0.25
-# Heartbeats and a burst of requests; more wait for a connection within their own limit.
+# For heartbeats and a burst of requests; more wait within their time limit.
 _MOST_CONNECTIONS = 16
 
 T = TypeVar("T")
 
 
 class RedisLink:
-    """Connections to one Redis. Make it inside the event loop, `close` it at the end."""
+    """Connections to one Redis. Construct it inside the event loop, `close` it at the end."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class RedisLink:
 
     @property
     def is_away(self) -> bool:
-        """Whether nobody but heartbeats is let through at the moment."""
+        """True while only heartbeats may try."""
         return self.breaker.state is not State.CLOSED
 
     @property
@@ -64,11 +64,11 @@ class RedisLink:
     async def run(
         self, operation: Callable[[Redis], Awaitable[T]], *, is_heartbeat: bool = False
     ) -> T:
-        """What the operation returns. Raises Unavailable after OPERATION_SECONDS at the latest.
+        """Return the operation's result. Raises Unavailable within OPERATION_SECONDS.
 
         Args:
             operation: one round trip: a command, or a pipeline's `execute`.
-            is_heartbeat: of a background task: it goes through an open breaker too.
+            is_heartbeat: a background task's operation, which passes an open breaker, too.
         """
         if not self.breaker.may_try(self._clock(), is_heartbeat=is_heartbeat):
             raise self._away("it failed lately")
@@ -79,7 +79,7 @@ class RedisLink:
                 started = True
                 result = await operation(self._redis)
         except TimeoutError:
-            if not started:  # our own crowd, not Redis
+            if not started:  # too many operations here, which says nothing about Redis
                 self.breaker.gave_up(self._clock())
                 raise self._away("too many operations at a time") from None
             raise self._failed(f"no answer within {OPERATION_SECONDS:g} s") from None
@@ -89,8 +89,8 @@ class RedisLink:
             self.breaker.gave_up(self._clock())
             raise
         finally:
-            # A cancellation that meets the client's own time limits can get lost in
-            # them; whoever cancelled us would wait for ever.
+            # A cancellation can get lost in the client's own time limits. The canceller
+            # would wait for ever.
             if task is not None and task.cancelling():
                 raise asyncio.CancelledError
         self.breaker.succeeded()
@@ -100,7 +100,7 @@ class RedisLink:
         return result
 
     async def close(self) -> None:
-        """Lets go of every connection; waits for none that hangs."""
+        """Close every connection, without waiting for those that hang."""
         try:
             async with asyncio.timeout(OPERATION_SECONDS):
                 await self._redis.aclose()
@@ -109,7 +109,7 @@ class RedisLink:
 
     def _failed(self, why: str) -> Unavailable:
         self.breaker.failed(self._clock())
-        if not self._is_failing:  # once per outage, not per request
+        if not self._is_failing:  # once per outage
             self._is_failing = True
             _log.warning("Redis at %s is away, going on without it: %s", self.name, why)
         return self._away(why)
@@ -122,10 +122,10 @@ def _client(options: RedisOptions) -> Redis:
     arguments: dict[str, Any] = {
         "username": options.user,
         "password": options.password,
-        # `run` bounds the whole operation. Limits of the client's own that end at the
-        # same moment would leave a stray cancellation behind in the caller's task.
+        # `run` limits the whole operation. Time limits of the client that end at the same
+        # moment would leave a stray cancellation in the caller's task.
         "socket_timeout": None,
-        # One try: whoever fails goes on without, and the next heartbeat tries again.
+        # One try: callers work without Redis, and the next heartbeat tries again.
         "retry": Retry(NoBackoff(), 0),
         "protocol": 2,
         "max_connections": 2 * _MOST_CONNECTIONS,
@@ -152,9 +152,14 @@ def _client(options: RedisOptions) -> Redis:
 
 
 def _words(error: BaseException) -> str:
-    """The kind of failure. Error texts of a server may quote what was sent, so only their first
-    word (NOPERM, WRONGPASS, OOM) is repeated."""
-    if isinstance(error.__cause__, RedisError):  # why it could not connect: the password
+    """Return the kind of failure.
+
+    A server's error text may quote what was sent, so only its first word (NOPERM,
+    WRONGPASS, OOM) is used.
+    """
+    if isinstance(
+        error.__cause__, RedisError
+    ):  # the cause of a failed connection, such as the password
         error = error.__cause__
     if isinstance(error, RedisError):
         first = str(error).partition(" ")[0]

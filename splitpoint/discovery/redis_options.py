@@ -1,4 +1,4 @@
-"""Where Redis is and who we are there, from arguments and files. Opens no connection."""
+"""Redis's address and credentials, from arguments and files. Opens no connection."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from splitpoint.transport.tls import read_private
 
 @dataclass(frozen=True, slots=True)
 class RedisOptions:
-    """Where Redis is and who we are there. The password never shows in `repr` or `name`."""
+    """Redis's address and credentials. `repr` and `name` do not show the password."""
 
     # redis://host:port/db, rediss://host:port/db or unix:///path, without credentials.
     name: str
@@ -22,14 +22,14 @@ class RedisOptions:
     database: int = 0
     socket_path: str = ""
     tls: bool = False
-    # PEM file of who may have signed the server's certificate. None: the system's.
+    # PEM file with the authority of the server's certificate. None: the system's.
     ca_file: str | None = None
     user: str | None = None
     password: str | None = field(default=None, repr=False)
 
 
 def redis_options(arguments: argparse.Namespace) -> RedisOptions | None:
-    """From the parsed arguments; None without --redis. Raises InvalidArgument, PermissionDenied."""
+    """Return the parsed options; None without --redis. Raises as `read_redis_options`."""
     return read_redis_options(
         arguments.redis,
         password_file=arguments.redis_password_file,
@@ -40,7 +40,7 @@ def redis_options(arguments: argparse.Namespace) -> RedisOptions | None:
 def read_redis_options(
     url: str | None, *, password_file: str | None = None, ca_file: str | None = None
 ) -> RedisOptions | None:
-    """None without a URL. Raises InvalidArgument, PermissionDenied."""
+    """Return None without a URL. Raises InvalidArgument, PermissionDenied."""
     if url is None:
         if password_file or ca_file:
             raise InvalidArgument("a Redis password or CA needs --redis URL", field="redis")
@@ -52,16 +52,16 @@ def read_redis_options(
 def parse_redis_url(
     url: str, *, password: str | None = None, ca_file: str | None = None
 ) -> RedisOptions:
-    """Raises InvalidArgument, which never repeats the URL: there may be a password in it."""
+    """Return the options. Raises InvalidArgument without the URL: it may have a password."""
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
         raise _bad_url("it does not parse") from None
     if parts.query or parts.fragment:
-        raise _bad_url("options behind ? or # are not understood")
+        raise _bad_url("options after ? or # are not supported")
     if parts.password and password is not None:
-        raise _bad_url("there is a password in it and one in --redis-password-file")
+        raise _bad_url("it has a password, and so has --redis-password-file")
     secret = unquote(parts.password) if parts.password else password
     user = unquote(parts.username) if parts.username else None
     if ca_file is not None and parts.scheme != "rediss":
@@ -73,7 +73,7 @@ def parse_redis_url(
             f"unix://{parts.path}", socket_path=unquote(parts.path), user=user, password=secret
         )
     if parts.scheme not in ("redis", "rediss"):
-        raise _bad_url("it starts with none of redis://, rediss:// and unix://")
+        raise _bad_url("it must start with redis://, rediss:// or unix://")
     database = parts.path.strip("/") or "0"
     if not parts.hostname or not database.isdecimal():
         raise _bad_url("it has no host, or a database that is no number")
@@ -96,11 +96,11 @@ def _bad_url(why: str) -> InvalidArgument:
 
 
 def _read_password(path: Path) -> str:
-    """The first line of a file that others cannot read."""
+    """Return the first line of a file that other users cannot read."""
     secret = read_private(path, "the Redis password file", field="redis_password_file")
     try:
         lines = secret.decode().splitlines()
-    except UnicodeDecodeError:  # whose words would show the secret
+    except UnicodeDecodeError:  # its text would show the secret
         raise InvalidArgument(
             f"the Redis password file {path} is no text", field="redis_password_file"
         ) from None

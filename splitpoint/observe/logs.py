@@ -1,15 +1,15 @@
-"""What services write to stderr: one record a line, as text or as JSON, for one request or none.
+"""Log records on stderr, one a line, as text or JSON, with the id of their request if any.
 
     2026-01-31T12:00:00.123Z INFO scheduler [chat-7]: request ended outcome=stop ...
     {"time": "2026-01-31T12:00:00.123Z", "level": "INFO", "service": "scheduler", ...}
 
-Whoever works for a request does so `for_request(id)`; every record made meanwhile, by
-whichever library, carries the id. Nothing that a client sends can forge a record: in text
-whatever does not print is escaped, JSON escapes by itself. Prompts, token ids, salts,
-tokens and tenants are never logged, in either format.
+Code that works for a request runs in `for_request(id)`; every record made there, also by
+libraries, carries the id. Clients cannot forge records: the text format escapes characters
+that do not print, and JSON escapes by itself. Prompts, token ids, salts, tokens and tenants
+are never logged.
 
-A record may have two extras: `incident`, the id that the client was told of a bug, and
-`facts`, counts and names that programs read too (`LogFacts`).
+A record may have two extras: `incident`, the id in the client's message about a bug, and
+`facts`, counts and names for programs (`LogFacts`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 
 LogFacts = Mapping[str, str | int | float | None]
 
-# A traceback's last lines say what went wrong; a line is read whole by `splitpoint up`.
+# The last lines of a traceback matter most. `splitpoint up` reads whole lines.
 _MOST_TRACEBACK_LINES = 100
 _LONGEST_TEXT = 8_000
 
@@ -37,14 +37,14 @@ _request: ContextVar[str] = ContextVar("request_id", default="")
 
 
 class LogFormat(StrEnum):
-    """How a record becomes a line."""
+    """The format of a record."""
 
     TEXT = "text"
     JSON = "json"
 
 
 class LogLevel(StrEnum):
-    """The least that is logged; a level of the logging package in small letters."""
+    """The lowest level that is logged: a level of the logging package in lower case."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -54,7 +54,7 @@ class LogLevel(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LogOptions:
-    """What the command line says of logs."""
+    """Options of the command line."""
 
     format: LogFormat = LogFormat.TEXT
     level: LogLevel = LogLevel.INFO
@@ -66,7 +66,7 @@ def log_options(arguments: argparse.Namespace) -> LogOptions:
 
 @contextmanager
 def for_request(request_id: str) -> Iterator[None]:
-    """Every record made in this block, and in tasks that begin in it, is about this request."""
+    """Give the request's id to records made in this block and in tasks started in it."""
     token = _request.set(request_id)
     try:
         yield
@@ -75,13 +75,15 @@ def for_request(request_id: str) -> Iterator[None]:
 
 
 def set_request(request_id: str) -> None:
-    """Every record of the present task is about this request from now on: for a handler,
-    whose failure is told after it has ended."""
+    """Give the request's id to the current task's records from now on.
+
+    For handlers: the guard logs their failure after they have ended.
+    """
     _request.set(request_id)
 
 
 def setup_logging(service: str, options: LogOptions | None = None) -> None:
-    """Log to stderr from now on. Replaces earlier handlers."""
+    """Log to stderr, instead of any earlier handlers."""
     options = options or LogOptions()
     handler = logging.StreamHandler(sys.stderr)
     is_json = options.format is LogFormat.JSON
@@ -91,8 +93,7 @@ def setup_logging(service: str, options: LogOptions | None = None) -> None:
 
 
 def log_failure(task: asyncio.Task[Any]) -> None:
-    """Done-callback of a background task that the service can do without: a bug in it
-    is logged, not swallowed."""
+    """Log the failure of a background task; a done-callback."""
     if not task.cancelled() and (error := task.exception()) is not None:
         logging.getLogger("background").error("%s ended", task.get_name(), exc_info=error)
 
@@ -106,7 +107,7 @@ def json_line(
     logger: str,
     **more: object,
 ) -> str:
-    """One JSON record without its line break. `created`: seconds since 1970; None: now."""
+    """Return a JSON record without line break. `created`: seconds since 1970; None: now."""
     record: dict[str, object] = {
         "time": _stamp(time.time() if created is None else created),
         "level": level,
@@ -119,7 +120,7 @@ def json_line(
 
 
 def level_of(line: str) -> str | None:
-    """The level of a line that a service wrote, in either format; None: it is no record."""
+    """Return the level of a service's line in either format; None if it is not a record."""
     if line.startswith("{"):
         try:
             level = json.loads(line).get("level")
@@ -135,10 +136,7 @@ _LEVELS = frozenset(logging.getLevelNamesMapping())
 
 
 class _LineFormatter(logging.Formatter):
-    """`2026-01-31T12:00:00.123Z LEVEL service [request]: text`, on every line of a record.
-
-    A traceback gets the header on each of its lines.
-    """
+    """`2026-01-31T12:00:00.123Z LEVEL service [request]: text`, also for traceback lines."""
 
     def __init__(self, service: str) -> None:
         super().__init__()
@@ -157,7 +155,7 @@ class _LineFormatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
-    """One object a record, everything in it on one line; what is empty is left out."""
+    """One JSON object a record, on one line; empty values are left out."""
 
     def __init__(self, service: str) -> None:
         super().__init__()
@@ -186,7 +184,7 @@ def _traceback_of(formatter: logging.Formatter, record: logging.LogRecord) -> li
 
 
 def printable(text: str) -> str:
-    """The text with every character escaped that ends a line or steers a terminal."""
+    """Escape every character that ends a line or controls a terminal."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
@@ -197,6 +195,6 @@ def _short(value: object) -> str:
 
 
 def _stamp(created: float) -> str:
-    """UTC to the millisecond."""
+    """Return the time in UTC with milliseconds."""
     whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(created))
     return f"{whole}.{int(created % 1 * 1000):03d}Z"

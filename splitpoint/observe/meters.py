@@ -1,8 +1,7 @@
-"""The values of one process's metrics: counted as things happen, or read when somebody asks.
+"""The values of one process's metrics: counted at each event, or read at each scrape.
 
-Names come from `splitpoint.observe.metrics`; whatever is not listed there cannot be measured.
-Books that a service keeps anyway (slots by state, a queue's length) are read at each
-scrape instead of being kept twice. Knows no network.
+Only metrics in `splitpoint.observe.metrics` can be measured. Values that a service keeps
+anyway (slots by state, a queue's length) are read at each scrape. Knows no network.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 from splitpoint.observe.metrics import BUILD_INFO, Kind, Metric, Service, metrics_of
 
-# A second series per counter, of when it was made: nothing here is asked for that.
+# Without this, each counter has a second series with the time of its creation.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One value at the moment of a scrape. `labels`: values in the metric's order."""
+    """One value at a scrape. `labels`: their values in the metric's order."""
 
     metric: Metric
     value: float
@@ -38,17 +37,16 @@ class Reading:
 
 Source = Callable[[], Iterable[Reading]]
 Family = CounterMetricFamily | GaugeMetricFamily
-# Asks all sources at one moment.
+# Reads all sources at one moment.
 Reader = Callable[[], list[Family]]
 
 
 class Meters:
     """The metrics of one process.
 
-    A metric is either counted, by the instrument that `counter` or `histogram` gives, or
-    read, by a source that yields it at each scrape; never both. Instruments may be used by
-    any thread. Raises ValueError for a metric that is not of this service, or not of the
-    kind that was asked for: at once by instruments, at the scrape by sources.
+    A metric is either counted, by an instrument from `counter` or `histogram`, or read from
+    a source at each scrape, never both. Any thread may use instruments. Raises ValueError
+    for a metric of another service or kind: instruments at once, sources at the scrape.
     """
 
     def __init__(self, service: Service) -> None:
@@ -62,24 +60,24 @@ class Meters:
         ProcessCollector(registry=self.registry)
 
     def counter(self, metric: Metric) -> Counter:
-        """A new one: ask once and keep it. With labels: `.labels(...)` before `.inc()`."""
+        """Return a new counter; call once and keep it. With labels: `.labels(...).inc()`."""
         self._claim(metric, Kind.COUNTER)
         return Counter(_bare(metric), metric.help, metric.labels, registry=self.registry)
 
     def histogram(self, metric: Metric) -> Histogram:
-        """A new one, with the metric's buckets."""
+        """Return a new histogram with the metric's buckets."""
         self._claim(metric, Kind.HISTOGRAM)
         return Histogram(
             metric.name, metric.help, metric.labels, registry=self.registry, buckets=metric.buckets
         )
 
     def read(self, source: Source) -> None:
-        """Ask `source` at each scrape, in the thread that `read_by` chose."""
+        """Read `source` at each scrape, in the thread that `read_by` set."""
         self._sources.append(source)
 
     @contextmanager
     def reading(self, source: Source) -> Iterator[None]:
-        """As `read`, for the length of the context: what is read is closed behind it."""
+        """Read `source` at each scrape until the end of the block."""
         self._sources.append(source)
         try:
             yield
@@ -87,16 +85,16 @@ class Meters:
             self._sources.remove(source)
 
     def read_by(self, run: Callable[[Reader], list[Family]]) -> None:
-        """How the sources are asked; the default is at once, by whoever scrapes."""
+        """Set how sources are read; by default in the thread of the scrape."""
         self._run = run
 
     def collect(self) -> Iterable[Family]:
-        """What the sources say now, and who this is; part of what `registry` collects."""
+        """Yield the build info and the sources' values; `registry` calls this."""
         yield self._build
         yield from self._run(self._read)
 
     def describe(self) -> Iterable[Family]:
-        """Nothing: what is read is known when it is asked for."""
+        """Return nothing: sources name their metrics at the scrape."""
         return ()
 
     def _read(self) -> list[Family]:
@@ -122,7 +120,7 @@ class Meters:
 
     @cached_property
     def _build(self) -> Family:
-        # Here, by the thread that scrapes: files are read for it, and few processes are scraped.
+        # At the first scrape, since it reads files and few processes are scraped.
         import importlib.metadata
 
         try:
@@ -145,7 +143,7 @@ class Meters:
 
 
 def _bare(metric: Metric) -> str:
-    """As the library wants counters to be called: it adds the rest itself."""
+    """Return a counter's name without `_total`, which the library adds."""
     return metric.name.removesuffix("_total")
 
 

@@ -1,8 +1,9 @@
-"""Serves one process's metrics to Prometheus: HTTP on a port of its own, in threads.
+"""Serve one process's metrics to Prometheus by HTTP, on their own port, in threads.
 
-What the service keeps on its event loop is read there, within a bound, so that a service
-whose loop hangs shows as a failed scrape and not as numbers of long ago. A connection is
-bounded, too, in time and in number: whoever opens one and says nothing costs no scrape.
+Sources are read on the service's event loop within a time limit, so that a service that
+hangs fails its scrapes instead of showing old values. Connections are limited in time and
+number, and TLS handshakes run in the connections' threads, so that silent peers cost no
+scrape. (prometheus_client's own server has none of these bounds.)
 """
 
 from __future__ import annotations
@@ -30,26 +31,26 @@ from splitpoint.observe.meters import Family, Meters, Reader
 _log = logging.getLogger(__name__)
 
 PATH = "/metrics"
-# Of the loop, to answer one scrape; below Prometheus's default of 10 s.
+# Time for the loop to answer one scrape; Prometheus's default limit is 10 s.
 READ_SECONDS = 5.0
-# A whole connection, from the handshake to its last byte; and the most of them.
+# Duration of a connection, from the handshake to its last byte; and their number.
 CONNECTION_SECONDS = 15.0
 MOST_CONNECTIONS = 16
-# How often the accepting thread looks at the clock, and whether it is to stop.
+# How often the accepting thread checks the clock and whether to stop.
 _POLL_SECONDS = 0.2
 
 
 class LoopHangs(Exception):
-    """The event loop did not answer within the bound, or is gone."""
+    """The event loop did not answer in time, or has stopped."""
 
 
 @asynccontextmanager
 async def metrics_served(arguments: argparse.Namespace, meters: Meters) -> AsyncIterator[str]:
-    """For the length of the context, if --metrics was given; the bound address, or "".
+    """Serve metrics in this block if --metrics was given; yield the bound address or "".
 
-    With --tls-cert and --tls-key it speaks TLS, with --tls-ca to clients with a
-    certificate of theirs only; with --metrics-open neither. Raises InvalidArgument for a
-    port that others could read unasked, Unavailable for one that is taken.
+    It uses TLS with --tls-cert and --tls-key, and demands client certificates with
+    --tls-ca; with --metrics-open neither. Raises InvalidArgument for an address that is
+    open without --metrics-open, Unavailable for a port that is taken.
     """
     if arguments.metrics is None:
         yield ""
@@ -70,12 +71,12 @@ async def metrics_served(arguments: argparse.Namespace, meters: Meters) -> Async
     try:
         yield bound
     finally:
-        # In a thread: connections that are being answered still ask this loop.
+        # In a thread, because open connections still need this loop.
         await asyncio.to_thread(server.stop)
 
 
 def _check(arguments: argparse.Namespace) -> tuple[str, int]:
-    """Host and port. Raises InvalidArgument."""
+    """Return host and port. Raises InvalidArgument."""
     address: str = check_address(arguments.metrics, field="metrics")
     if address.startswith("unix:"):
         raise InvalidArgument(
@@ -86,7 +87,7 @@ def _check(arguments: argparse.Namespace) -> tuple[str, int]:
         raise InvalidArgument(
             f"--metrics: {address!r} is not a loopback address: beyond it metrics are served with "
             "--tls-cert, --tls-key and --tls-ca (to clients with a certificate), or with "
-            "--metrics-open (to everybody)",
+            "--metrics-open (to every client)",
             field="metrics",
             reason="OPEN_METRICS_ADDRESS",
         )
@@ -95,9 +96,9 @@ def _check(arguments: argparse.Namespace) -> tuple[str, int]:
 
 
 def _tls_of(arguments: argparse.Namespace) -> ssl.SSLContext | None:
-    """None: plain HTTP. Raises InvalidArgument."""
-    # --metrics-open is for a network of the monitoring's own, which knows no authority: a
-    # service whose other port speaks TLS must be readable there like those without.
+    """Return the TLS context; None: plain HTTP. Raises InvalidArgument."""
+    # --metrics-open is for a separate monitoring network without certificates, also for
+    # services whose gRPC port uses TLS.
     if arguments.tls_cert is None or arguments.metrics_open:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -120,9 +121,9 @@ def _tls_of(arguments: argparse.Namespace) -> ssl.SSLContext | None:
 def on_loop(
     loop: asyncio.AbstractEventLoop, seconds: float = READ_SECONDS
 ) -> Callable[[Reader], list[Family]]:
-    """Runs readers in the loop's thread, for whoever asks from another one.
+    """Return a function that runs a reader in the loop's thread, from another thread.
 
-    What it gives raises LoopHangs after so many seconds.
+    The function raises LoopHangs after `seconds`.
     """
 
     def run(reader: Reader) -> list[Family]:
@@ -130,7 +131,7 @@ def on_loop(
 
         def read() -> None:
             if not answer.set_running_or_notify_cancel():
-                return  # nobody waits any more
+                return  # the scrape has given up
             try:
                 answer.set_result(reader())
             except Exception as error:
@@ -150,9 +151,9 @@ def on_loop(
 
 
 class MetricsServer(socketserver.ThreadingMixIn, HTTPServer):
-    """Listens once made; `start`, then `stop`. Raises OSError when it cannot listen."""
+    """Listens from its construction, which may raise OSError. Call `start`, then `stop`."""
 
-    # Joined by `stop`. Their time is bounded, so that is, too.
+    # `stop` joins the threads, whose time is limited.
     daemon_threads = False
     block_on_close = True
     request_queue_size = MOST_CONNECTIONS
@@ -182,7 +183,7 @@ class MetricsServer(socketserver.ThreadingMixIn, HTTPServer):
         self._thread.start()
 
     def stop(self) -> None:
-        """No new connection; those that are open end. From another thread than the readers'."""
+        """Close the port and all connections. Call it in another thread than the loop's."""
         self.shutdown()
         self._thread.join()
         self._hang_up(0.0)
@@ -191,7 +192,7 @@ class MetricsServer(socketserver.ThreadingMixIn, HTTPServer):
     # -- the base class's hooks ------------------------------------------------------------
 
     def server_bind(self) -> None:
-        # HTTPServer's own asks the resolver for this host's name, which may take seconds.
+        # HTTPServer's method resolves this host's name, which may take seconds.
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
 
@@ -205,13 +206,12 @@ class MetricsServer(socketserver.ThreadingMixIn, HTTPServer):
         super().process_request(request, client_address)
 
     def finish_request(self, request: socket.socket, client_address: object) -> None:  # type: ignore[override]
-        """In the connection's own thread: a handshake, too, takes as long as its peer likes."""
+        """Answer in the connection's thread, with the handshake, which the peer may delay."""
         request.settimeout(self._connection_seconds)
         if self._tls is None:
             super().finish_request(request, client_address)
             return
-        # Its socket is another object over the same connection: `request` stays ours to
-        # hang up.
+        # `secured` is another object over the same connection; `_hang_up` uses `request`.
         with self._tls.wrap_socket(request.dup(), server_side=True) as secured:
             super().finish_request(secured, client_address)
 
@@ -221,14 +221,14 @@ class MetricsServer(socketserver.ThreadingMixIn, HTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A peer that went away or speaks no TLS is no event; the base class prints a traceback."""
+        """Log a broken connection at DEBUG; the base class would print a traceback."""
         _log.debug("a connection for metrics broke", exc_info=True)
 
     def service_actions(self) -> None:
         self._hang_up(self._connection_seconds)
 
     def _hang_up(self, seconds: float) -> None:
-        """On every connection that is this old: its thread fails, and ends."""
+        """Shut down connections that are this old; their threads fail and end."""
         now = time.monotonic()
         with self._lock:
             for request, since in self._open.items():
@@ -275,7 +275,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(payload)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: a line for every scrape is noise, and paths are other people's words."""
+        """Log nothing: scrapes are frequent, and clients choose the paths."""
 
 
 _TEXT = "text/plain; charset=utf-8"

@@ -1,13 +1,13 @@
-"""Spans of requests for OpenTelemetry, in services that were started with --otlp-endpoint.
+"""OpenTelemetry spans of requests, in services that were started with --otlp-endpoint.
 
-In any other process nothing of OpenTelemetry is loaded and every span is `NO_SPAN`, whose
-methods do nothing. A request's context travels as a W3C traceparent: in the metadata of
-calls, and in the commands of a worker's stream. Attributes are counts and names; prompts,
-token ids, tenants, salts and tokens never are.
+Other processes do not load OpenTelemetry; every span is `NO_SPAN` there, whose methods do
+nothing. A request's context travels as a W3C traceparent: in the metadata of calls, and in
+the commands of a worker's stream. Attributes are counts and names, never prompts, token ids,
+tenants, salts or tokens.
 
 Times are seconds of `time.monotonic`, which on Linux is the clock of `time.perf_counter`.
-Every span of a request in a process is put on the calendar by one offset, so what was
-measured as being inside something else also is when it is drawn.
+All spans of a request in a process use one offset to calendar time, so that nested spans
+stay nested.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _log = logging.getLogger(__name__)
 
 TRACEPARENT = "traceparent"
 FROM_ENVIRONMENT = "env"
-# For the last spans at the end of a process; what is not sent then is lost.
+# Time to send the last spans at the end of a process; the rest is lost.
 FLUSH_SECONDS = 2.0
-# Of one export, retries included, unless OTEL_EXPORTER_OTLP_TIMEOUT says otherwise.
+# Limit of one export with its retries, unless OTEL_EXPORTER_OTLP_TIMEOUT is set.
 _EXPORT_SECONDS = 2.0
-# Clients choose what they send as a traceparent; of version 00 it has 55 characters.
+# Clients choose what they send as a traceparent; version 00 has 55 characters.
 _LONGEST_PARENT = 128
 
 Fact = str | int | float | bool | None
@@ -42,7 +42,7 @@ Fact = str | int | float | bool | None
 
 @dataclass(frozen=True, slots=True)
 class _Sdk:
-    """What was loaded of OpenTelemetry."""
+    """The loaded parts of OpenTelemetry."""
 
     tracer: Any
     propagator: Any
@@ -53,12 +53,12 @@ _sdk: _Sdk | None = None
 
 
 def is_on() -> bool:
-    """Whether this process makes spans at all."""
+    """Return True if this process makes spans."""
     return _sdk is not None
 
 
 class Span:
-    """One span, or nothing: then every method does nothing and gives nothing."""
+    """One span, or no span: then its methods do nothing."""
 
     __slots__ = ("_inner", "_offset_ns")
 
@@ -68,27 +68,27 @@ class Span:
 
     @property
     def is_recorded(self) -> bool:
-        """Somebody will see it: it was sampled."""
+        """True if the span is sampled and will be exported."""
         return self._inner is not None and bool(self._inner.is_recording())
 
     @property
     def traceparent(self) -> str:
-        """For whoever goes on elsewhere; empty: nobody traces."""
+        """The context for another process; empty if the request is not traced."""
         if self._inner is None:
             return ""
         return traceparent_of(self._inner.get_span_context())
 
     def begin(self, name: str, at: float | None = None, **facts: Fact) -> Span:
-        """A part of it that begins now, or began at `at`. Whoever begins it ends it."""
+        """Return a child span that begins now or at `at`; the caller ends it."""
         return self._begin(name, at, facts)
 
     def record(self, name: str, first: float, last: float, **facts: Fact) -> None:
-        """A part of it that is over."""
+        """Add a child span with both of its times."""
         self._begin(name, first, facts).end(last)
 
     @contextmanager
     def part(self, name: str, **facts: Fact) -> Iterator[Span]:
-        """A part of it for the length of the block, in which calls carry its context."""
+        """Add a child span around the block, and give its context to calls in the block."""
         if not self.is_recorded:
             with self.current():
                 yield self
@@ -104,7 +104,7 @@ class Span:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Calls made in this block carry its context (see `metadata`)."""
+        """Give this span's context to calls in the block (see `metadata`)."""
         token = _current.set(self)
         try:
             yield
@@ -116,7 +116,7 @@ class Span:
             self._inner.set_attributes(_attributes(facts))
 
     def end(self, at: float | None = None, *, error: str = "") -> None:
-        """Now, or at `at`; only the first end counts. `error`: a name, never a message."""
+        """End the span now or at `at`, once. `error`: a name, never a message."""
         if not self.is_recorded or _sdk is None:
             return
         if error:
@@ -125,7 +125,7 @@ class Span:
 
     def _begin(self, name: str, at: float | None, facts: Mapping[str, Fact]) -> Span:
         if not self.is_recorded or _sdk is None:
-            return self  # not sampled: whoever goes on is not, either
+            return self  # its children are not sampled, either
         inner = _sdk.tracer.start_span(
             name,
             _sdk.api.set_span_in_context(self._inner),
@@ -135,7 +135,7 @@ class Span:
         return Span(inner, self._offset_ns)
 
     def _ns(self, at: float | None) -> int:
-        """Nanoseconds since 1970."""
+        """Return nanoseconds since 1970."""
         monotonic = time.monotonic_ns() if at is None else int(at * 1e9)
         return monotonic + self._offset_ns
 
@@ -145,17 +145,18 @@ _current: ContextVar[Span] = ContextVar("span", default=NO_SPAN)
 
 
 def begin(name: str, parent: str = "", **facts: Fact) -> Span:
-    """The first span of a request in this process. `parent`: a traceparent; one that is
-    missing or malformed makes it the first of its trace."""
+    """Return the first span of a request in this process.
+
+    `parent` is a traceparent; if it is missing or malformed, the span begins a new trace.
+    """
     if _sdk is None:
         return NO_SPAN
     context = _sdk.propagator.extract({TRACEPARENT: parent[:_LONGEST_PARENT]})
     offset_ns = time.time_ns() - time.monotonic_ns()
-    kind = _sdk.api.SpanKind.SERVER
     inner = _sdk.tracer.start_span(
         name,
         context,
-        kind=kind,
+        kind=_sdk.api.SpanKind.SERVER,
         attributes=_attributes(facts),
         start_time=time.monotonic_ns() + offset_ns,
     )
@@ -164,7 +165,7 @@ def begin(name: str, parent: str = "", **facts: Fact) -> Span:
 
 @contextmanager
 def serving(name: str, call: Any, **facts: Fact) -> Iterator[Span]:
-    """A gRPC call that is answered in this block, if its caller traces it."""
+    """Add a span around the answer to a gRPC call, if the caller traces it."""
     parent = parent_of(call)
     span = begin(name, parent, **facts) if parent else NO_SPAN
     try:
@@ -176,7 +177,7 @@ def serving(name: str, call: Any, **facts: Fact) -> Iterator[Span]:
 
 
 def parent_of(call: Any) -> str:
-    """The traceparent that came with a gRPC call; empty: none, or nobody traces here."""
+    """Return the traceparent of a gRPC call; empty if there is none or spans are off."""
     if _sdk is None:
         return ""
     received = call.invocation_metadata() or ()
@@ -184,23 +185,23 @@ def parent_of(call: Any) -> str:
 
 
 def current() -> Span:
-    """Whose context calls made now carry."""
+    """Return the span whose context calls carry now."""
     return _current.get()
 
 
 def metadata() -> tuple[tuple[str, str], ...] | None:
-    """What a call made now brings along. None: nothing."""
+    """Return the metadata for a call made now; None if it is not traced."""
     parent = _current.get().traceparent
     return ((TRACEPARENT, parent),) if parent else None
 
 
 def traceparent_of(context: Any) -> str:
-    """Of an OpenTelemetry span context, as W3C spells it."""
+    """Return an OpenTelemetry span context as a W3C traceparent."""
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags & 1:02x}"
 
 
 def name_of(error: BaseException) -> str:
-    """What a span says of a failure: its reason or class, since messages may quote input."""
+    """Return a failure's reason or class; its message may quote input."""
     return error.reason if isinstance(error, SplitpointError) else type(error).__name__
 
 
@@ -208,14 +209,13 @@ def _attributes(facts: Mapping[str, Fact]) -> dict[str, Fact]:
     return {f"splitpoint.{name}": fact for name, fact in facts.items() if fact is not None}
 
 
-# -- where spans go ---------------------------------------------------------------------
+# -- exporting spans ---------------------------------------------------------------------
 
 
 def collector_url(text: str) -> str | None:
-    """`HOST:PORT` as a URL, a URL as it is; None for "env", where OTEL_* variables decide.
+    """Return the URL of `HOST:PORT` or of a URL; None for "env", where OTEL_* variables decide.
 
-    Raises InvalidArgument for anything else, MissingExtra when OpenTelemetry is not
-    installed.
+    Raises InvalidArgument for other texts, MissingExtra if OpenTelemetry is not installed.
     """
     if text == FROM_ENVIRONMENT:
         url = None
@@ -241,10 +241,10 @@ def collector_url(text: str) -> str | None:
 
 @contextmanager
 def exported(service: str, endpoint: str | None) -> Iterator[None]:
-    """Spans made in this block go to a collector; with `endpoint` None there are none.
+    """Export the spans made in this block; with `endpoint` None there are none.
 
-    `service` is called "splitpoint-NAME" unless OTEL_SERVICE_NAME says otherwise. Leaving
-    takes at most FLUSH_SECONDS, whether or not a collector answers. Raises what
+    `service` is called "splitpoint-NAME" unless OTEL_SERVICE_NAME is set. Leaving the block
+    takes at most FLUSH_SECONDS, even if the collector does not answer. Raises what
     `collector_url` raises.
     """
     global _sdk
@@ -266,7 +266,7 @@ def exported(service: str, endpoint: str | None) -> Iterator[None]:
     )
     sending: Any = _Exporter(exporter, url or "the collector")
     provider.add_span_processor(BatchSpanProcessor(sending))
-    # It warns of every batch that does not get through; we warn once.
+    # It logs every batch that fails; `_Exporter` logs the first.
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     _sdk = _Sdk(provider.get_tracer("splitpoint"), TraceContextTextMapPropagator(), trace)
     _log.info("traces go to %s", url or "where OTEL_EXPORTER_OTLP_ENDPOINT says")
@@ -274,7 +274,7 @@ def exported(service: str, endpoint: str | None) -> Iterator[None]:
         yield
     finally:
         _sdk = None
-        # A thread that dies with the process: an export may hang longer than it may take.
+        # A daemon thread: an export may hang for longer than FLUSH_SECONDS.
         flushing = threading.Thread(target=provider.shutdown, name="last spans", daemon=True)
         flushing.start()
         flushing.join(FLUSH_SECONDS)
@@ -289,21 +289,21 @@ def _resource_of(service: str) -> dict[str, str]:
 
 
 class _Exporter:
-    """An exporter that complains once until its collector takes spans again."""
+    """An exporter that logs one warning until its collector takes spans again."""
 
     def __init__(self, inner: Any, name: str) -> None:
         self._inner = inner
         self._name = name
-        self._has_complained = False
+        self._has_warned = False
 
     def export(self, spans: Sequence[Any]) -> Any:
         result = self._inner.export(spans)
         failed = result.name != "SUCCESS"
-        if failed and not self._has_complained:
+        if failed and not self._has_warned:
             _log.warning("%s does not take traces: they are dropped until it does", self._name)
-        elif self._has_complained and not failed:
+        elif self._has_warned and not failed:
             _log.info("%s takes traces again", self._name)
-        self._has_complained = failed
+        self._has_warned = failed
         return result
 
     def shutdown(self) -> None:

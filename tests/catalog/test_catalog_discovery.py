@@ -122,7 +122,7 @@ async def test_workers_come_stay_and_go(redis_server: RedisServer) -> None:
         assert directory is not None
         await until(lambda: directory.workers == ())
         assert len(registry.ready()) == 2
-        # One dies: nobody advertises it, and its stream is down. It is missed, not forgotten.
+        # One dies: its entry expires and its stream is down. It is reported as lost, not removed.
         await second.kill()
         await until(lambda: [c.worker_id for c in registry.ready()] == ["0"])
         await until(lambda: directory.workers == ())
@@ -166,7 +166,7 @@ async def test_a_worker_that_does_not_come_back_is_forgotten_in_the_end(
 
 
 async def test_a_start_without_redis(redis_server: RedisServer) -> None:
-    """Static workers serve at once, the others once Redis is there; nobody waits for it."""
+    """Static workers serve at once, the others once Redis is there; no call waits for it."""
     named, found = WorkerDouble("0"), WorkerDouble("1")
     address = await named.start()
     entry = entry_of(found, b"f" * 16, await found.start())

@@ -413,7 +413,7 @@ async def provoke(stack: SecuredStack) -> None:
 
 
 def secrets_in(log: str, stack: SecuredStack) -> list[str]:
-    """What of all that nobody may read is in a log."""
+    """Return the secrets that are in a log."""
     secrets = [CANARY_TEXT, CANARY_SALT, WRONG_TOKEN, "canarytenant", *stack.tokens.values()]
     secrets += [access.digest_of(token).hex() for token in stack.tokens.values()]
     secrets += [", ".join(map(str, PROMPT[:4])), CANARY_SALT.encode().hex()]

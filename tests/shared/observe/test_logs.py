@@ -1,4 +1,4 @@
-"""Log lines in both formats: whose they are, what they carry, and that nobody forges one."""
+"""Log lines in both formats: whose they are, what they carry, and that none can be forged."""
 
 from __future__ import annotations
 

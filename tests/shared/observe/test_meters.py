@@ -161,7 +161,7 @@ def test_counting_from_threads_loses_nothing_while_it_is_read() -> None:
             errors.append(error)
 
     def count(method: str) -> None:
-        # New label values, too, while somebody iterates over them.
+        # New label values, too, while another thread iterates over them.
         for number in range(2000):
             calls.labels(method, str(number % 50)).inc()
 

@@ -293,7 +293,7 @@ async def test_a_port_that_is_taken_or_not_ours() -> None:
     assert isinstance(error, Unavailable)
     assert taken in error.message
     assert "in use" in error.message
-    error = await refusal("--metrics", "192.0.2.1:9400", "--metrics-open")  # nobody's address
+    error = await refusal("--metrics", "192.0.2.1:9400", "--metrics-open")  # an address of no host
     assert isinstance(error, Unavailable)
     assert "192.0.2.1:9400" in error.message
     assert (threading.active_count(), fd_count()) == (threads, fds)
@@ -336,7 +336,7 @@ def test_a_loop_that_hangs_is_a_failed_scrape(
             assert answer.body == "the service did not answer within 0.3 s: it hangs\n"
         assert len(reads) == 1
         free.set()
-        assert values(ask(address).body)["splitpoint_store_leases"] == 2  # nobody read in between
+        assert values(ask(address).body)["splitpoint_store_leases"] == 2  # no reading in between
     finally:
         server.stop()
     assert capfd.readouterr() == ("", "")

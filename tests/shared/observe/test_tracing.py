@@ -1,4 +1,4 @@
-"""Spans where nobody asked for any, and what is refused before anything is loaded."""
+"""Spans of requests that are not traced, and what is refused before anything is loaded."""
 
 from __future__ import annotations
 

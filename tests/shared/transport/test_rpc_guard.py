@@ -14,7 +14,7 @@ from splitpoint import errors
 from splitpoint.transport import channels, limits, servers, statuses
 from splitpoint.v1 import types_pb2
 
-SECRET = "the text of an exception that nobody may see"
+SECRET = "the text of an exception that no client may see"
 KINDS = ("UnaryUnary", "UnaryStream", "StreamUnary", "StreamStream", "UnaryWrite")
 
 
