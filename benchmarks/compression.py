@@ -43,7 +43,7 @@ from splitpoint_cli.bench.progress import Progress
 from splitpoint_cli.report import add_report_arguments, hand_over
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
 from worker_service.device.memory import divide
-from worker_service.lanes.lanes import lanes_of
+from worker_service.lanes.select import lanes_of
 from worker_service.model.attention import prefill
 from worker_service.model.attention_plan import PrefillPlan
 from worker_service.model.decoder import Decoder

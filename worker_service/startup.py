@@ -30,7 +30,8 @@ from worker_service.device.pinning import PROGRESS_SECONDS, Pinning
 from worker_service.device.registrar import CudaRegistrar
 from worker_service.engine.engine import Engine
 from worker_service.hardware.monitor import DeviceMonitor, monitor_of
-from worker_service.lanes.lanes import EmulatedLink, Lanes, lanes_of
+from worker_service.lanes.lanes import EmulatedLink, Lanes
+from worker_service.lanes.select import lanes_of
 from worker_service.lanes.timeline import Trace
 from worker_service.model.decoder import Decoder
 from worker_service.profiling.profiler import measure

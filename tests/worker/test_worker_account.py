@@ -21,7 +21,8 @@ from worker_service.account import Account, Predicted, StepKind, Traffic, Way
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import StepOutput
 from worker_service.engine.sampling import Sampling
-from worker_service.lanes.lanes import EmulatedLink, Lanes, SerialLanes, ThreadLanes
+from worker_service.lanes.cpu import ThreadLanes
+from worker_service.lanes.lanes import EmulatedLink, Lanes, SerialLanes
 from worker_service.lanes.totals import LaneTotals
 from worker_service.model.decoder import Decoder
 from worker_service.profiling.profiler import measure

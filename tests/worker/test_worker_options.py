@@ -13,7 +13,8 @@ from splitpoint.transport.tls import PLAIN
 from splitpoint.v1 import types_pb2
 from splitpoint.v1 import worker_pb2 as pb
 from worker_service.__main__ import options_from, parse_arguments
-from worker_service.lanes.lanes import SerialLanes, ThreadLanes
+from worker_service.lanes.cpu import ThreadLanes
+from worker_service.lanes.lanes import SerialLanes
 from worker_service.lanes.timeline import read_trace
 from worker_service.server import WorkerServicer
 from worker_service.startup import LoadedWorker, WorkerOptions, load_worker

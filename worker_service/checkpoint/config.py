@@ -1,8 +1,7 @@
-"""What a checkpoint's `config.json` says about the decoder, as plain data.
+"""A checkpoint's `config.json` as plain data about the decoder.
 
-Every key that changes the computation is either represented here or refused by
-name: a setting this code does not know must never be ignored. It knows nothing
-of tensors, devices or weight files.
+Each key that changes the computation is either represented here or refused by name: an
+unknown setting must never be ignored. This module knows no tensors and no devices.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _DEFAULT_RMS_EPSILON = 1e-6
 _OPT_LAYER_NORM_EPSILON = 1e-5
 _SILU_NAMES = ("silu", "swish")
 _GELU_NAME = "gelu_pytorch_tanh"
-# What random weights of a Gemma 3 are given.
+# The window of a Gemma 3 with random weights.
 _GEMMA3_WINDOW = 1024
 
 
@@ -55,7 +54,7 @@ class Activation(Enum):
     GELU_TANH = "gelu"  # by tanh
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
     """One decoder-only transformer.
 
@@ -67,19 +66,18 @@ class DecoderConfig:
         qkv_bias, output_bias, mlp_bias: which linear layers have biases.
         query_key_norm: RMS norm of every query and key head (Qwen3, Gemma 3).
         final_norm: a norm stands before the output head.
-        embedding_size: width of the embedding table; when it differs from
-            hidden_size, `project_in` and `project_out` lie between (OPT-350M).
-        position_offset: row of the learned position table that position 0
-            uses; None: there is no table.
+        embedding_size: width of the embedding table; if it differs from hidden_size,
+            `project_in` and `project_out` lie between (OPT-350M).
+        position_offset: row of the learned position table that position 0 uses; None:
+            there is no table.
         rope: rotary positions; None: there are none.
-        local_rope: those of the layers with a window, if they differ (Gemma 3).
-        windows: per layer, how many tokens a query sees, itself included;
-            None: all.
-        score_scale: what attention scores are multiplied by.
+        local_rope: rotary positions of the layers with a window, if they differ (Gemma 3).
+        windows: per layer the tokens that a query sees, itself included; None: all.
+        score_scale: factor of attention scores.
         post_norms: norms also stand behind attention and MLP, before the residual sums
             (Gemma).
-        embedding_scale: what embeddings are multiplied by, rounded to the model's type
-            before (Gemma).
+        embedding_scale: factor of embeddings, which is rounded to the model's type first
+            (Gemma).
         score_cap, logit_cap: an attention score s, or a logit, becomes `cap * tanh(s / cap)`
             (Gemma 2).
     """
@@ -87,18 +85,18 @@ class DecoderConfig:
     shape: ModelShape
     norm: Norm
     norm_epsilon: float
-    norm_before: bool
     activation: Activation
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    query_key_norm: bool
-    final_norm: bool
     embedding_size: int
-    position_offset: int | None
-    rope: Rope | None
     windows: tuple[int | None, ...]
     score_scale: float
+    norm_before: bool = True
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    query_key_norm: bool = False
+    final_norm: bool = True
+    position_offset: int | None = None
+    rope: Rope | None = None
     local_rope: Rope | None = None
     post_norms: bool = False
     embedding_scale: float | None = None
@@ -107,17 +105,17 @@ class DecoderConfig:
 
     @classmethod
     def read(cls, folder: Path, data_type: DataType | None = None) -> DecoderConfig:
-        """From a checkpoint folder. Raises InvalidArgument."""
+        """Read a checkpoint folder. Raises InvalidArgument."""
         return cls.parse(read_config(folder), name=model_name(folder), data_type=data_type)
 
     @classmethod
     def parse(
         cls, config: Mapping[str, Any], *, name: str = "", data_type: DataType | None = None
     ) -> DecoderConfig:
-        """From a Hugging Face `config.json`.
+        """Parse a Hugging Face `config.json`.
 
-        `data_type` None: the checkpoint's own. Raises InvalidArgument with the
-        key's name for an architecture or a setting that is not supported.
+        `data_type` None means the checkpoint's own. Raises InvalidArgument with the key's
+        name for an architecture or a setting that is not supported.
         """
         config = text_config(config)
         shape = shape_from_config(config, name=name, data_type=data_type)
@@ -131,13 +129,13 @@ class DecoderConfig:
 
     @classmethod
     def of_shape(cls, shape: ModelShape) -> DecoderConfig:
-        """The usual settings of the shape's family: for random weights and measurements."""
+        """Return the usual settings of a family, for random weights and measurements."""
         parsed = cls.parse(plain_config(shape), data_type=shape.data_type)
         return replace(parsed, shape=shape)
 
 
 def plain_config(shape: ModelShape) -> dict[str, Any]:
-    """A `config.json` with these dimensions and the family's usual settings."""
+    """Return a `config.json` with these dimensions and the family's usual settings."""
     config: dict[str, Any] = {
         "model_type": shape.family,
         "num_hidden_layers": shape.layer_count,
@@ -177,7 +175,6 @@ def _opt(config: Mapping[str, Any], shape: ModelShape) -> DecoderConfig:
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=bias,
-        query_key_norm=False,
         final_norm=norm_before and not boolean(config, "_remove_final_layer_norm", False),
         embedding_size=(
             shape.hidden_size
@@ -185,18 +182,17 @@ def _opt(config: Mapping[str, Any], shape: ModelShape) -> DecoderConfig:
             else positive_integer(embedding_size, "word_embed_proj_dim")
         ),
         position_offset=OPT_POSITION_OFFSET,
-        rope=None,
         windows=(None,) * shape.layer_count,
         score_scale=shape.head_dim**-0.5,
     )
 
 
 def _rotary_family(config: Mapping[str, Any], shape: ModelShape) -> DecoderConfig:
-    """Llama, Mistral, Qwen2, Qwen3: one architecture with small differences."""
+    """Read Llama, Mistral, Qwen2 and Qwen3: one architecture with small differences."""
     family = shape.family
     refuse(config, "hidden_act", allowed=(None, *_SILU_NAMES))
     if family != "llama" and "num_key_value_heads" not in config:
-        # transformers has another default for each family: do not guess.
+        # transformers has another default for each family.
         raise unsupported(
             f"config.json of a {family} model has no num_key_value_heads", "num_key_value_heads"
         )
@@ -215,15 +211,12 @@ def _rotary_family(config: Mapping[str, Any], shape: ModelShape) -> DecoderConfi
         shape=shape,
         norm=Norm.RMS,
         norm_epsilon=positive(config.get("rms_norm_eps", _DEFAULT_RMS_EPSILON), "rms_norm_eps"),
-        norm_before=True,
         activation=Activation.SILU,
         qkv_bias=attention_bias or family == "qwen2",
         output_bias=attention_bias,
         mlp_bias=boolean(config, "mlp_bias", False),
         query_key_norm=family == "qwen3",
-        final_norm=True,
         embedding_size=shape.hidden_size,
-        position_offset=None,
         rope=read_rope(config, shape),
         windows=_windows(config, shape),
         score_scale=shape.head_dim**-0.5,
@@ -231,7 +224,7 @@ def _rotary_family(config: Mapping[str, Any], shape: ModelShape) -> DecoderConfi
 
 
 def _gemma(config: Mapping[str, Any], shape: ModelShape) -> DecoderConfig:
-    """Gemma 2 and the text part of Gemma 3."""
+    """Read Gemma 2 and the text part of Gemma 3."""
     is_second = shape.family == "gemma2"
     for key in ("hidden_activation", "hidden_act"):
         refuse(config, key, allowed=(None, _GELU_NAME))
@@ -240,21 +233,15 @@ def _gemma(config: Mapping[str, Any], shape: ModelShape) -> DecoderConfig:
     if shape.head_dim % 2:
         raise unsupported(f"head_dim {shape.head_dim} is odd: it cannot be rotated", "head_dim")
     ropes = (read_rope(config, shape), None) if is_second else read_layered_ropes(config, shape)
-    # What a config leaves out is as in transformers' classes.
+    # Missing keys have the defaults of transformers' classes.
     width = config.get("query_pre_attn_scalar", 256)
     return DecoderConfig(
         shape=shape,
         norm=Norm.RMS_PLUS_ONE,
         norm_epsilon=positive(config.get("rms_norm_eps", _DEFAULT_RMS_EPSILON), "rms_norm_eps"),
-        norm_before=True,
         activation=Activation.GELU_TANH,
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
         query_key_norm=not is_second,
-        final_norm=True,
         embedding_size=shape.hidden_size,
-        position_offset=None,
         rope=ropes[0],
         windows=_alternating_windows(config, shape),
         score_scale=positive(width, "query_pre_attn_scalar") ** -0.5,
@@ -272,7 +259,7 @@ def _cap(config: Mapping[str, Any], key: str, default: float | None) -> float | 
 
 
 def _alternating_windows(config: Mapping[str, Any], shape: ModelShape) -> tuple[int | None, ...]:
-    """Gemma: the last of every two (Gemma 3: six) layers sees everything."""
+    """Read the windows of a Gemma: the last of every two (Gemma 3: six) layers has none."""
     layers = shape.layer_count
     window = config.get("sliding_window", 4096)
     types = config.get("layer_types")
@@ -288,7 +275,7 @@ def _alternating_windows(config: Mapping[str, Any], shape: ModelShape) -> tuple[
 
 
 def _windows(config: Mapping[str, Any], shape: ModelShape) -> tuple[int | None, ...]:
-    """Sliding windows. Mistral: one for all layers. Qwen: for chosen layers, if switched on."""
+    """Read sliding windows: Mistral's of all layers, Qwen's of chosen ones if switched on."""
     layers = shape.layer_count
     window = config.get("sliding_window")
     if shape.family == "llama":

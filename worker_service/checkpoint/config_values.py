@@ -1,4 +1,4 @@
-"""Single values of a `config.json`, checked: what is not understood is refused by its key."""
+"""Checks single values of a `config.json`; errors name the key."""
 
 from __future__ import annotations
 

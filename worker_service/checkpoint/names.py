@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from worker_service.checkpoint.config import DecoderConfig, Norm
 
@@ -11,72 +11,46 @@ HEAD_NAME = "lm_head"
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Where a family keeps each role. Layer names follow `layers.<i>.`.
+    """A family's names by role; Llama's by default. Layer names follow `layers.<i>.`.
 
-    A matrix `m` is stored as `m.weight` and, where the config says so, `m.bias`.
+    A matrix `m` is stored as `m.weight` and, if the config says so, `m.bias`.
     """
 
-    root: str
-    embedding: str
-    positions: str
-    project_in: str
-    project_out: str
-    final_norm: str
-    query: str
-    key: str
-    value: str
-    output: str
-    query_norm: str
-    key_norm: str
-    attention_norm: str
-    mlp_norm: str
-    gate: str
-    up: str
-    down: str
+    root: str = "model."
+    embedding: str = "embed_tokens"
+    positions: str = ""
+    project_in: str = ""
+    project_out: str = ""
+    final_norm: str = "norm"
+    query: str = "self_attn.q_proj"
+    key: str = "self_attn.k_proj"
+    value: str = "self_attn.v_proj"
+    output: str = "self_attn.o_proj"
+    query_norm: str = "self_attn.q_norm"
+    key_norm: str = "self_attn.k_norm"
+    attention_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
     post_attention_norm: str = ""
     post_mlp_norm: str = ""
 
 
 _OPT = Names(
     root="model.decoder.",
-    embedding="embed_tokens",
     positions="embed_positions",
     project_in="project_in",
     project_out="project_out",
     final_norm="final_layer_norm",
-    query="self_attn.q_proj",
-    key="self_attn.k_proj",
-    value="self_attn.v_proj",
     output="self_attn.out_proj",
-    query_norm="",
-    key_norm="",
     attention_norm="self_attn_layer_norm",
     mlp_norm="final_layer_norm",
-    gate="",
     up="fc1",
     down="fc2",
 )
-_LLAMA = Names(
-    root="model.",
-    embedding="embed_tokens",
-    positions="",
-    project_in="",
-    project_out="",
-    final_norm="norm",
-    query="self_attn.q_proj",
-    key="self_attn.k_proj",
-    value="self_attn.v_proj",
-    output="self_attn.o_proj",
-    query_norm="self_attn.q_norm",
-    key_norm="self_attn.k_norm",
-    attention_norm="input_layernorm",
-    mlp_norm="post_attention_layernorm",
-    gate="mlp.gate_proj",
-    up="mlp.up_proj",
-    down="mlp.down_proj",
-)
-_GEMMA = replace(
-    _LLAMA,
+_LLAMA = Names()
+_GEMMA = Names(
     post_attention_norm="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
     post_mlp_norm="post_feedforward_layernorm",
@@ -93,7 +67,7 @@ NAMES: dict[str, Names] = {
 
 
 def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that a checkpoint of this config holds."""
+    """Return name and shape of each tensor that a checkpoint of this config holds."""
     shape, names = config.shape, NAMES[config.shape.family]
     hidden, inner = shape.hidden_size, shape.intermediate_size
     expected: dict[str, tuple[int, ...]] = {}

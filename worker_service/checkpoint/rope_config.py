@@ -1,4 +1,4 @@
-"""What a `config.json` says about rotary positions, in the forms it has had over the years."""
+"""Reads rotary positions from a `config.json`, in its older and newer forms."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from splitpoint.shapes import ModelShape
 from worker_service.checkpoint.config_values import positive, positive_integer, refuse, unsupported
 
 _DEFAULT_ROPE_THETA = 10000.0
-# Gemma 3, where its config does not say.
+# Gemma 3's default.
 _GLOBAL_THETA = 1_000_000.0
 
 
@@ -18,11 +18,10 @@ _GLOBAL_THETA = 1_000_000.0
 class Rope:
     """Rotary positions: `inv_freq = theta^(-2i/d)`, then scaled.
 
-    `linear` divides all frequencies by `factor`. `llama3` divides the low ones
-    by `factor`, keeps the high ones, and interpolates between the wavelengths
-    `original_context / low_frequency_factor` and `.../ high_frequency_factor`.
-    `dynamic` scales only beyond the context length, which no sequence here can
-    exceed: it is read as `default`.
+    `linear` divides all frequencies by `factor`. `llama3` divides the low ones by
+    `factor`, keeps the high ones, and interpolates between the wavelengths
+    `original_context / low_frequency_factor` and `.../ high_frequency_factor`. `dynamic`
+    scales only beyond the context length, which no sequence exceeds: it is `default`.
     """
 
     theta: float
@@ -34,7 +33,7 @@ class Rope:
 
 
 def read_rope(config: Mapping[str, Any], shape: ModelShape) -> Rope:
-    """Newer configs hold one `rope_parameters`, older ones `rope_theta` and `rope_scaling`."""
+    """Read `rope_parameters` of newer configs, or `rope_theta` and `rope_scaling`."""
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     given = config.get(key) or {}
     if not isinstance(given, Mapping):
@@ -94,9 +93,9 @@ def read_rope(config: Mapping[str, Any], shape: ModelShape) -> Rope:
 
 
 def read_layered_ropes(config: Mapping[str, Any], shape: ModelShape) -> tuple[Rope, Rope]:
-    """(of layers that see everything, of layers with a window), as Gemma 3 has them.
+    """Read Gemma 3's rotary positions: (of full layers, of layers with a window).
 
-    Newer configs hold `rope_parameters` by kind of layer, older ones `rope_theta`,
+    Newer configs have `rope_parameters` by kind of layer, older ones `rope_theta`,
     `rope_scaling` and `rope_local_base_freq`.
     """
     by_kind = config.get("rope_parameters")

@@ -1,9 +1,7 @@
-"""Tensors of a checkpoint by role: names and shapes by family, read from safetensors.
+"""Reads the tensors of a checkpoint from safetensors files.
 
-Tensors are read one by one, straight to their type and device, in the order the
-decoder asks for them; nothing ever holds a second copy of the whole model. Only
-safetensors are read: pickled weights can run code and are refused. It knows
-nothing of layouts on the device or of what the decoder computes.
+Tensors are read one by one, straight to their type and device, so there is never a
+second copy of the whole model. Pickled weights can run code and are refused.
 """
 
 from __future__ import annotations
@@ -27,29 +25,29 @@ from worker_service.checkpoint.names import HEAD_NAME, NAMES, expected_tensors
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _HEAD = f"{HEAD_NAME}.weight"
-# Buffers that older checkpoints carry and nobody needs.
+# Unused buffers of older checkpoints.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
-# What sees images, in a checkpoint whose text decoder is served.
+# Parts for images, in a checkpoint whose text decoder is served.
 _IMAGE_PREFIXES = ("vision_tower.", "multi_modal_projector.")
 _LISTED = 5  # names shown in an error
-# By safetensors' names of them.
+# By safetensors' names of the types.
 _FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 class TensorSource(Protocol):
-    """Gives tensors by their checkpoint names, on the decoder's type and device."""
+    """Returns tensors by their checkpoint names, in the decoder's type, on its device."""
 
     def get(self, name: str) -> torch.Tensor: ...
 
     def read_into(self, name: str, target: torch.Tensor) -> None:
-        """Fill `target`, of the tensor's shape, on any device."""
+        """Copy the tensor to `target`, which has its shape, on any device."""
 
 
 class RandomTensors:
-    """Weights drawn from a seed, for measurements and tests: no file is needed.
+    """Random weights, for measurements and tests without a file.
 
-    Matrices and biases are N(0, 0.02^2), norms scale by 1. Every tensor is a
-    function of (seed, its place in `expected_tensors`).
+    Matrices and biases are N(0, 0.02^2), norms scale by 1. A tensor depends only on the
+    seed and its place in `expected_tensors`.
     """
 
     def __init__(
@@ -80,9 +78,9 @@ class RandomTensors:
 class Checkpoint:
     """A folder of safetensors files, checked against a config when it is opened.
 
-    A context manager: the files are mapped while it is open. Tensors returned
-    by `get` are copies and stay valid. `tickers` hear how many bytes were read. Raises
-    InvalidArgument naming the tensors that are missing, unknown or of another shape.
+    The files are mapped until the context manager exits; tensors that `get` returned are
+    copies and stay valid. `tickers` receive the bytes read. Raises InvalidArgument with
+    the names of tensors that are missing, unknown or of another shape.
     """
 
     def __init__(
@@ -115,16 +113,16 @@ class Checkpoint:
         self._holders.clear()
 
     def get(self, name: str) -> torch.Tensor:
-        """A copy of the tensor on the checkpoint's target type and device."""
+        """Return a copy of the tensor in the decoder's type, on its device."""
         stored_name, file = self._holders[name]
         stored: torch.Tensor = file.get_tensor(stored_name)
-        # Never a view of the mapped file: it may be replaced while we serve.
+        # Never a view of the mapped file, which may be replaced later.
         tensor = stored.to(device=self._device, dtype=self._dtype, copy=True)
         self._read.add(stored.nbytes)
         return tensor
 
     def read_into(self, name: str, target: torch.Tensor) -> None:
-        """Straight from the file, through no other copy."""
+        """Copy the tensor from the file to `target`, without another copy."""
         stored_name, file = self._holders[name]
         stored: torch.Tensor = file.get_tensor(stored_name)
         target.copy_(stored)
@@ -146,7 +144,7 @@ class Checkpoint:
                 self._holders[full] = (name, file)
 
     def _check(self, expected: Mapping[str, tuple[int, ...]]) -> int:
-        """Bytes of the expected tensors as they are stored."""
+        """Check names, shapes and types; return the stored bytes of the expected tensors."""
         total = 0
         missing = [name for name in expected if name not in self._holders]
         unknown = [
@@ -174,7 +172,7 @@ class Checkpoint:
         return total
 
     def _check_tied_head(self) -> None:
-        """Some checkpoints store a tied head again: it must then be the embeddings."""
+        """Check that a tied head that is stored again equals the embeddings."""
         names = NAMES[self._config.shape.family]
         head_name, head_file = self._holders[_HEAD]
         name, file = self._holders[f"{names.root}{names.embedding}.weight"]
@@ -183,9 +181,9 @@ class Checkpoint:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder, sharded or not, in order.
+    """Return the safetensors files of a checkpoint folder, sharded or not, in order.
 
-    Raises InvalidArgument when there are none, or a shard is missing.
+    Raises InvalidArgument if there are none, or a shard is missing.
     """
     index = folder / _INDEX
     if is_there(index):
@@ -210,8 +208,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _full_name(name: str, root: str) -> str:
-    """Checkpoints saved from the bare model lack the leading `model.`; one that also sees
-    images has its text decoder below `language_model`."""
+    """Add the leading `model.`, which checkpoints of a bare model lack.
+
+    A model that sees images has its text decoder below `language_model`.
+    """
     name = name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
     if name == _HEAD or name.startswith(root):
         return name

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from splitpoint.planning.schedule import Lane
-from worker_service.lanes.base import (
+from worker_service.lanes.lanes import (
     SIDE_LANES,
     EmulatedLink,
     Event,

@@ -12,15 +12,7 @@ from typing import Any
 import torch
 
 from splitpoint.planning.schedule import Lane
-from worker_service.lanes.base import (
-    SIDE_LANES,
-    Event,
-    FutureEvent,
-    Lanes,
-    Source,
-    Work,
-    span_of,
-)
+from worker_service.lanes.lanes import SIDE_LANES, Event, FutureEvent, Lanes, Source, Work, span_of
 from worker_service.lanes.timeline import Span
 
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from splitpoint.errors import InvalidArgument, NotFound
 from splitpoint.planning.schedule import Lane
@@ -204,7 +204,7 @@ def _span_of(event: Mapping[str, Any], lanes: Mapping[int, Lane]) -> Span:
     row, details = _field(event, "tid", int), _field(event, "args", dict)
     if row not in lanes:
         raise ValueError(f"the row {row} was never named")
-    start, seconds = _amount(event, "ts") / 1e6, _amount(event, "dur") / 1e6
+    start, seconds = _field(event, "ts", float) / 1e6, _field(event, "dur", float) / 1e6
     has_layer = details.get("layer") is not None
     return Span(
         lanes[row],
@@ -213,7 +213,7 @@ def _span_of(event: Mapping[str, Any], lanes: Mapping[int, Lane]) -> Span:
         start + seconds,
         _field(details, "layer", int) if has_layer else None,
         _field(details, "tokens", int),
-        _amount(details, "amount"),
+        _field(details, "amount", float),
     )
 
 
@@ -225,7 +225,12 @@ def _lane(details: Mapping[str, Any]) -> Lane:
     return Lane(name)
 
 
-_KIND_NAMES = {str: "a text", int: "a whole number", dict: "an object"}
+_KIND_NAMES = {
+    str: "a text",
+    int: "a whole number",
+    dict: "an object",
+    float: "a number of at least 0",
+}
 
 
 def _field(holder: object, name: str, kind: type[_Kind]) -> _Kind:
@@ -235,17 +240,9 @@ def _field(holder: object, name: str, kind: type[_Kind]) -> _Kind:
     if name not in holder:
         raise ValueError(f"{name!r} is missing")
     value = holder[name]
-    if not isinstance(value, kind) or isinstance(value, bool):
+    is_right = isinstance(value, int | float if kind is float else kind)
+    if isinstance(value, bool) or not is_right:
         raise ValueError(f"{name!r} is not {_KIND_NAMES[kind]}")
-    return value
-
-
-def _amount(holder: Mapping[str, Any], name: str) -> float:
-    """Return a finite number of at least 0. Raises ValueError for anything else."""
-    if name not in holder:
-        raise ValueError(f"{name!r} is missing")
-    value = holder[name]
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value <= sys.float_info.max:
-        raise ValueError(f"{name!r} is not a number of at least 0")
-    return float(value)
+    if kind is float and not 0 <= value <= sys.float_info.max:
+        raise ValueError(f"{name!r} is not {_KIND_NAMES[kind]}")
+    return cast(_Kind, value)

@@ -23,7 +23,7 @@ from splitpoint.observe.tracing import NO_SPAN
 from splitpoint.shapes import ArenaLayout
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import types_pb2
-from worker_service.lanes.lanes import passed
+from worker_service.lanes.cpu import passed
 from worker_service.lanes.spans import TRACED_BATCHES
 from worker_service.store.arena_tensors import ArenaTensors
 from worker_service.store.chunk_streams import BATCH_BYTES, ReadTarget, read_chunks

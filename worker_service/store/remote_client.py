@@ -18,7 +18,7 @@ from splitpoint.transport.tls import PLAIN, Identity
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import types_pb2
 from worker_service.device.pinning import Pinning
-from worker_service.lanes.lanes import passed
+from worker_service.lanes.cpu import passed
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
 from worker_service.store.chunk_streams import (
     BATCH_BYTES,

@@ -34,7 +34,8 @@ from splitpoint.observe.tracing import NO_SPAN
 from splitpoint.planning.schedule import Lane
 from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import STAGING_PAGES
-from worker_service.lanes.lanes import Lanes, Work, passed
+from worker_service.lanes.cpu import passed
+from worker_service.lanes.lanes import Lanes, Work
 from worker_service.lanes.spans import WriteBackSpans
 from worker_service.lanes.timeline import Span, Trace
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk

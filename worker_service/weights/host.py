@@ -1,9 +1,8 @@
-"""Weights that lie on the host, in the bytes that a device's slot takes.
+"""Weights on the host, in the layout of a device's slot.
 
-A unit is what comes into one slot: a layer's matrices, or some rows of the head. Its
-memory is one mapping, its matrices one after the other in the order of the pieces, so
-copies are as large as the matrices are. Weights are read straight into it; there is
-never a second copy of the model. Knows nothing of what is in which slot, or of lanes.
+A unit fills one slot: a layer's matrices, or some rows of the head. Its memory is one
+mapping with its matrices in the order of the pieces, so copies are as large as the
+matrices. Weights are read straight into it; there is never a second copy of the model.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ class HostUnit:
     """One unit's bytes on the host.
 
     Attributes:
-        parts: of each piece's matrices uint8 `[size]`, in order.
-        memory: the mapping that they lie in, perhaps with those of other units.
+        parts: the matrices of each piece as uint8 `[size]`, in order.
+        memory: the mapping of the parts, which other units may share.
     """
 
     parts: Parts
@@ -38,7 +37,7 @@ class HostUnit:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Device memory for one unit: its matrices by role, and their bytes as a unit has them."""
+    """Device memory for one unit: its matrices by role, and their bytes by piece."""
 
     matrices: Mapping[str, Matrix]
     parts: Parts
@@ -61,7 +60,7 @@ class Slot:
 def read_unit(
     source: TensorSource, shapes: Sequence[MatrixShape], device: torch.device, dtype: torch.dtype
 ) -> HostUnit:
-    """From a checkpoint into new host memory, in the layout that `device` wants."""
+    """Read a unit from a checkpoint into new host memory, in the layout of `device`."""
     sizes = [held_bytes(each.out_features, each.in_features, device, dtype) for each in shapes]
     memory = host_memory(sum(sizes))
     parts = torch.split(memory, sizes)
@@ -79,7 +78,7 @@ def read_unit(
 def read_tensor(
     source: TensorSource, name: str, size: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """A table of that size, from a checkpoint into new host memory."""
+    """Read a table of this size from a checkpoint into new host memory."""
     target = host_memory(prod(size) * dtype.itemsize).view(dtype).view(*size)
     source.read_into(name, target)
     return target
@@ -88,8 +87,10 @@ def read_tensor(
 def units_of_rows(
     weight: torch.Tensor, pieces: Iterable[range], device: torch.device
 ) -> list[HostUnit]:
-    """Units of some rows each of the head, `[out, in]` on the host: views of it, unless the
-    device wants another layout."""
+    """Cut the head, `[out, in]` on the host, into units of some rows each.
+
+    The units are views of it, unless the device needs another layout.
+    """
     units = []
     whole = weight.view(-1).view(torch.uint8)
     for rows in pieces:
@@ -105,7 +106,7 @@ def units_of_rows(
 
 
 def host_memory(size_bytes: int) -> torch.Tensor:
-    """uint8 `[size_bytes]` on memory pages of its own, as a GPU driver locks them."""
+    """Return uint8 `[size_bytes]` on memory pages of its own, which a driver can lock."""
     return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
 
 

@@ -1,7 +1,7 @@
-"""Which matrices a model consists of: names, shapes, and the piece each belongs to.
+"""The matrices of a model: names, shapes and pieces, in the order in which a step needs them.
 
 Matrices over the same input whose products are needed together are stacked into one
-(W_K on W_V). Order is that in which a step needs them. Knows no tensors' values.
+(W_K on W_V).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class MatrixShape:
     """One matrix `[out_features, in_features]` that a linear layer multiplies with.
 
     Attributes:
-        role: the field of DecoderLayer it belongs to.
-        sources: of whose rows it consists: (name without `.weight`, rows).
+        role: its field of DecoderLayer.
+        sources: the stored matrices that are stacked: (name without `.weight`, rows).
     """
 
     role: str
@@ -38,7 +38,7 @@ class MatrixShape:
         return sum(rows for _, rows in self.sources)
 
     def read(self, source: TensorSource, target: torch.Tensor) -> None:
-        """From a checkpoint into `[out_features, in_features]`, on any device."""
+        """Read the matrix into `[out_features, in_features]`, on any device."""
         first = 0
         for name, rows in self.sources:
             source.read_into(f"{name}.weight", target[first : first + rows])
@@ -46,7 +46,7 @@ class MatrixShape:
 
 
 def layer_matrices(config: DecoderConfig, layer: int) -> tuple[MatrixShape, ...]:
-    """Of one layer, in the order of `LAYER_PIECES`."""
+    """Return one layer's matrices, in the order of `LAYER_PIECES`."""
     shape, names = config.shape, NAMES[config.shape.family]
     prefix = f"{names.root}layers.{layer}."
     hidden, inner = shape.hidden_size, shape.intermediate_size
@@ -69,10 +69,9 @@ def layer_matrices(config: DecoderConfig, layer: int) -> tuple[MatrixShape, ...]
 
 
 def head_rows(config: DecoderConfig) -> tuple[range, ...]:
-    """Rows of the head's pieces: equally many each, so that one slot takes any of them.
+    """Return the rows of the head's pieces: equally many each, so that all fit one slot.
 
-    The last one begins before the one before ends, if need be; a row that is computed
-    twice is the same twice.
+    The last piece may overlap the one before; computing a row twice changes nothing.
     """
     vocabulary = config.shape.vocabulary_size
     size = vocabulary * config.embedding_size * config.shape.data_type.size
@@ -82,7 +81,7 @@ def head_rows(config: DecoderConfig) -> tuple[range, ...]:
 
 
 def weight_sizes(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> WeightSizes:
-    """Bytes of every part as it is held on this device in this type."""
+    """Return the bytes of each part in the layout of this device and type."""
     shape, names = config.shape, NAMES[config.shape.family]
 
     def held(rows: int, width: int) -> int:

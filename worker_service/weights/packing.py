@@ -20,7 +20,7 @@ _PACKED_FOR_ROWS = 32
 
 
 def packs(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether weights of this type are held in oneDNN's blocked layout."""
+    """Return True if weights of this type use oneDNN's blocked layout on the device."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if dtype == torch.bfloat16:
@@ -34,12 +34,12 @@ class Matrix:
     """The weight of a linear layer, `[out, in]`, in the layout of its device.
 
     Attributes:
-        weight: that layout; for `torch` an opaque tensor if `is_packed`.
-        size_bytes: as held, oneDNN's padding to whole blocks included.
+        weight: the matrix in that layout; an opaque tensor if `is_packed`.
+        size_bytes: oneDNN's padding to whole blocks included.
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
-        """From a checkpoint's `[out, in]`, on its final device and type; kept, unless packed."""
+        """Take a checkpoint's `[out, in]` in its final type and device; copied only if packed."""
         self.is_packed = packs(weight.device, weight.dtype)
         self.out_features, self.in_features = weight.shape
         if self.is_packed:
@@ -50,10 +50,10 @@ class Matrix:
         self.weight = weight
 
     def raw(self) -> torch.Tensor:
-        """Its memory as uint8 `[size_bytes]`, to be copied from or over.
+        """Return the matrix's memory as uint8 `[size_bytes]`.
 
-        A copy of another matrix's bytes of the same shape, type and device is that
-        matrix: the blocks of oneDNN depend on nothing else.
+        It may be overwritten with that of another matrix of the same shape, type and
+        device, because oneDNN's blocks depend on nothing else.
         """
         if not self.is_packed:
             return self.weight.view(-1).view(torch.uint8)
@@ -68,7 +68,7 @@ class Matrix:
 def held_bytes(
     out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
 ) -> int:
-    """`Matrix.size_bytes` of a matrix of this shape; asks oneDNN by making one."""
+    """Return `Matrix.size_bytes` for this shape; makes one to ask oneDNN."""
     if not packs(device, dtype):
         return out_features * in_features * dtype.itemsize
     return Matrix(torch.empty((out_features, in_features), dtype=dtype)).size_bytes

@@ -1,11 +1,9 @@
-"""Brings weights from the host into two slots, in turn, ahead of their use.
+"""Streams weights from the host into two slots, in turn, ahead of their use.
 
-A pass reads units (layers, or pieces of the head) in order. While one is read, the
-next is on the weights lane, piece by piece; a slot is filled again only after the
-compute that read it. Whoever multiplies with a matrix waits for that matrix's piece
-and no more, so W_O and the MLP may still be on the link while keys are rebuilt.
-
-One thread gives out all of it. Knows nothing of what is computed, nor of requests.
+A pass reads units (layers, or pieces of the head) in order. While one is read, the next
+one is on the weights lane, piece by piece; a slot is filled again only after the compute
+that read it. A product waits only for its matrix's piece, so W_O and the MLP may still be
+on the link while keys are rebuilt. One thread makes all calls.
 """
 
 from __future__ import annotations
@@ -27,12 +25,12 @@ Portions = Sequence[Sequence[WeightPiece]]
 
 @dataclass(slots=True)
 class _Filled:
-    """A slot with what was sent to it last, and when that is there."""
+    """A slot, the unit that was sent to it last, and the events of its arrival."""
 
     slot: Slot
     position: int | None = None
     arrived: dict[WeightPiece, Event] = field(default_factory=dict)
-    # Reached when all that read the slot is done; None: nothing did.
+    # Reached when all compute that read the slot is done; None if there was none.
     read: Event | None = None
 
 
@@ -41,13 +39,13 @@ class WeightStream:
 
     Attributes:
         keys: of the units, in the order in which a pass reads them.
-        lanes: set before the first pass; whoever uses a model gives its lanes.
+        lanes: must be set before the first pass.
     """
 
     def __init__(
         self, units: Mapping[int, HostUnit], slots: Sequence[Slot], portions: Portions
     ) -> None:
-        """`units`: by their keys, in order; `portions`: pieces that are sent as one."""
+        """`units`: in order; `portions`: pieces that are sent together."""
         self.keys = tuple(units)
         self.lanes: Lanes | None = None
         self._units = tuple(units.values())
@@ -75,7 +73,7 @@ class WeightStream:
         return list(by_address.values())
 
     def bytes_of(self, piece: WeightPiece | None = None) -> int:
-        """Of all units; of one piece of each, or of all."""
+        """Return the bytes of one piece of all units, or of all pieces."""
         return sum(
             part.numel()
             for unit in self._units
@@ -87,12 +85,12 @@ class WeightStream:
     # -- a pass ---------------------------------------------------------------------
 
     def look_ahead(self) -> None:
-        """Put the first units of a pass on their way, as far as they are not there."""
+        """Send the first units of a pass, unless they are in slots already."""
         self._fill(0)
 
     @contextmanager
     def reading(self, key: int) -> Iterator[None]:
-        """For the time in which compute is given work that reads this unit."""
+        """Keep this unit in its slot while compute that reads it is issued."""
         position = self._positions[key]
         self._fill(position)
         with self._lent(self._holding(position)):
@@ -100,11 +98,11 @@ class WeightStream:
         self._fill(position + 1)
 
     def wait_for(self, key: int, piece: WeightPiece) -> None:
-        """Let what compute is given from now on begin once the piece is there."""
+        """Let compute that is issued from now on begin once the piece arrived."""
         self._require_lanes().wait_event(self._read(key).arrived[piece])
 
     def matrix(self, key: int, role: str, piece: WeightPiece) -> torch.Tensor:
-        """To be multiplied with by what compute is given next. Only while it is read."""
+        """Return a matrix of the unit that is read, for the compute that is issued next."""
         self.wait_for(key, piece)
         return self._read(key).slot.matrices[role].weight
 
@@ -114,12 +112,12 @@ class WeightStream:
             raise RuntimeError(f"weights {key} are read out of turn")
         return filled
 
-    # -- single pieces, for a list of tasks that says itself what waits for what ---------
+    # -- single pieces, for task lists with explicit dependencies --------------------
 
     def piece_work(self, key: int, piece: WeightPiece, slot: int) -> Work:
-        """Work that brings one piece of a unit into a slot.
+        """Return work that copies one piece of a unit into a slot.
 
-        Nothing else may be under way, and everything that `reading` left must be done.
+        Nothing else may be under way, and all work that `reading` began must be done.
         """
         filled = self._slots[slot]
         filled.position, filled.arrived, filled.read = None, {}, None
@@ -127,7 +125,7 @@ class WeightStream:
 
     @contextmanager
     def lent(self, key: int, piece: WeightPiece, slot: int) -> Iterator[None]:
-        """For the time in which compute is given work that reads this piece, which is there."""
+        """Use a piece that arrived in a slot while compute that reads it is issued."""
         filled = self._slots[slot]
         filled.position, filled.arrived = self._positions[key], {piece: Reached()}
         try:
@@ -148,8 +146,7 @@ class WeightStream:
     # -- filling ---------------------------------------------------------------------
 
     def _fill(self, first: int) -> None:
-        """Send the units from `first` on that there are slots for; behind the last one the
-        next pass begins."""
+        """Send as many units from `first` on as there are slots; the next pass follows."""
         wanted = [(first + ahead) % len(self._units) for ahead in range(len(self._slots))]
         held = {filled.position for filled in self._slots}
         for position in wanted:
@@ -194,7 +191,7 @@ class WeightStream:
 
 @dataclass(frozen=True, slots=True)
 class LentMatrix:
-    """Stands for a matrix of a unit on the host; see `linear.Weight`."""
+    """A matrix of a unit on the host; see `linear.Weight`."""
 
     stream: WeightStream
     key: int

@@ -30,7 +30,8 @@ from worker_service.engine.engine import Engine
 from worker_service.engine.messages import StepOutput
 from worker_service.engine.sampling import Sampling
 from worker_service.engine.sequence import Admission
-from worker_service.lanes.lanes import EmulatedLink, lanes_of
+from worker_service.lanes.lanes import EmulatedLink
+from worker_service.lanes.select import lanes_of
 from worker_service.lanes.timeline import StepTimes, Trace
 from worker_service.model.decoder import Decoder
 from worker_service.profiling.profiler import measure

@@ -44,7 +44,8 @@ from splitpoint_cli.bench.restore.workload import (
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.device.memory import STAGING_PAGES
-from worker_service.lanes.lanes import EmulatedLink, Lanes, lanes_of
+from worker_service.lanes.lanes import EmulatedLink, Lanes
+from worker_service.lanes.select import lanes_of
 from worker_service.lanes.timeline import Span, Trace
 from worker_service.model.decoder import Decoder
 from worker_service.pipeline.both_ends import restore_from_both_ends

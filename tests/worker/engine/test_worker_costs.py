@@ -24,7 +24,8 @@ from worker_service.engine.cost_watch import CostWatch
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import RestoreEvent
 from worker_service.engine.sampling import Sampling
-from worker_service.lanes.lanes import EmulatedLink, ThreadLanes
+from worker_service.lanes.cpu import ThreadLanes
+from worker_service.lanes.lanes import EmulatedLink
 from worker_service.lanes.timeline import Span
 from worker_service.model.decoder import Decoder
 

@@ -23,7 +23,8 @@ from worker_service.device.memory import staging_bytes
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import StepOutput
 from worker_service.engine.sampling import Sampling
-from worker_service.lanes.lanes import EmulatedLink, Lanes, SerialLanes, ThreadLanes
+from worker_service.lanes.cpu import ThreadLanes
+from worker_service.lanes.lanes import EmulatedLink, Lanes, SerialLanes
 from worker_service.lanes.timeline import Trace
 from worker_service.model.decoder import Decoder
 from worker_service.store.verifier import Verifier

@@ -20,18 +20,10 @@ from stream_double import StreamDouble
 
 from splitpoint.errors import InvalidArgument
 from splitpoint.planning.schedule import Lane, RestoreWork, Schedule, restore_tasks, simulate
-from worker_service.lanes.lanes import (
-    PRODUCTS_AHEAD,
-    EmulatedLink,
-    Event,
-    Lanes,
-    SerialLanes,
-    Step,
-    StreamLanes,
-    ThreadLanes,
-    Work,
-    lanes_of,
-)
+from worker_service.lanes.cpu import PRODUCTS_AHEAD, ThreadLanes
+from worker_service.lanes.cuda import StreamLanes
+from worker_service.lanes.lanes import EmulatedLink, Event, Lanes, SerialLanes, Step, Work
+from worker_service.lanes.select import lanes_of
 from worker_service.lanes.timeline import Span
 
 CPU = torch.device("cpu")

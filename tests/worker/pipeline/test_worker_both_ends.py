@@ -26,15 +26,9 @@ from splitpoint.planning.weight_placement import OnHost
 from splitpoint.shapes import chunks_of
 from splitpoint.transport.channels import open_channel
 from splitpoint.v1 import types_pb2, worker_pb2, worker_pb2_grpc
-from worker_service.lanes.lanes import (
-    Event,
-    Lanes,
-    SerialLanes,
-    Source,
-    StreamLanes,
-    ThreadLanes,
-    Work,
-)
+from worker_service.lanes.cpu import ThreadLanes
+from worker_service.lanes.cuda import StreamLanes
+from worker_service.lanes.lanes import Event, Lanes, SerialLanes, Source, Work
 from worker_service.lanes.timeline import Span
 from worker_service.model.decoder import Decoder
 from worker_service.pipeline.both_ends import BothEndsResult, restore_from_both_ends

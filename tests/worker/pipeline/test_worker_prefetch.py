@@ -20,7 +20,8 @@ from worker_service.engine.sampling import Sampling
 from worker_service.engine.sequence import Sequence as Running
 from worker_service.engine.streamed import StreamedStep
 from worker_service.engine.streamed_builder import StreamedBuilder
-from worker_service.lanes.lanes import Event, Lanes, SerialLanes, StreamLanes, Work
+from worker_service.lanes.cuda import StreamLanes
+from worker_service.lanes.lanes import Event, Lanes, SerialLanes, Work
 from worker_service.model.decoder import Decoder
 from worker_service.pipeline.prefetch import Prefetcher, TileTransfer
 from worker_service.pipeline.staging import Staging

@@ -15,7 +15,8 @@ from tiny_models import FAMILY_CASES
 
 from splitpoint.errors import ChunkLost
 from splitpoint.planning.schedule import Lane, Schedule
-from worker_service.lanes.lanes import EmulatedLink, Lanes, SerialLanes, ThreadLanes
+from worker_service.lanes.cpu import ThreadLanes
+from worker_service.lanes.lanes import EmulatedLink, Lanes, SerialLanes
 from worker_service.lanes.timeline import Span
 from worker_service.pipeline.restore import Prefix, restore
 

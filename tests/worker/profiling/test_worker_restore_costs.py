@@ -13,7 +13,8 @@ from tiny_models import write_tiny
 from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.planning.schedule import Lane, Schedule
 from worker_service.engine.cost_watch import CostWatch
-from worker_service.lanes.lanes import Lanes, SerialLanes, ThreadLanes
+from worker_service.lanes.cpu import ThreadLanes
+from worker_service.lanes.lanes import Lanes, SerialLanes
 from worker_service.lanes.timeline import Span
 from worker_service.profiling.restore_costs import measure_overheads
 

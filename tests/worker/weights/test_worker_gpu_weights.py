@@ -20,7 +20,8 @@ from worker_service.device.memory import divide, place
 from worker_service.device.registrar import CudaRegistrar
 from worker_service.engine.engine import Engine
 from worker_service.engine.sampling import Sampling
-from worker_service.lanes.lanes import SerialLanes, StreamLanes
+from worker_service.lanes.cuda import StreamLanes
+from worker_service.lanes.lanes import SerialLanes
 from worker_service.lanes.timeline import Trace
 from worker_service.model.decoder import Decoder
 from worker_service.weights.lock import WeightLock

@@ -24,7 +24,8 @@ from splitpoint.shapes import ModelShape
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.memory import staging_bytes
 from worker_service.engine.sampling import Sampling
-from worker_service.lanes.lanes import EmulatedLink, Lanes, SerialLanes, ThreadLanes
+from worker_service.lanes.cpu import ThreadLanes
+from worker_service.lanes.lanes import EmulatedLink, Lanes, SerialLanes
 from worker_service.lanes.timeline import Span
 from worker_service.model.decoder import Decoder
 from worker_service.model.linear import Linear

@@ -14,15 +14,9 @@ from test_worker_pinning import Driver
 
 from splitpoint.planning.schedule import Lane, RestoreWork, Schedule, TaskKind, restore_tasks
 from splitpoint.planning.weight_schedule import LAYER_PIECES, WeightOrder, WeightPiece
-from worker_service.lanes.lanes import (
-    Event,
-    Lanes,
-    SerialLanes,
-    Step,
-    StreamLanes,
-    ThreadLanes,
-    Work,
-)
+from worker_service.lanes.cpu import ThreadLanes
+from worker_service.lanes.cuda import StreamLanes
+from worker_service.lanes.lanes import Event, Lanes, SerialLanes, Step, Work
 from worker_service.model.linear import Linear
 from worker_service.weights.host import HostUnit, Slot, host_memory
 from worker_service.weights.lock import WeightLock
