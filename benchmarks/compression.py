@@ -17,7 +17,6 @@ carried, of write-back every copy that torch makes into the arena's mapping.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import math
 import os
@@ -26,7 +25,7 @@ import random
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,12 +34,12 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.shared import finish, parser_of
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.planning.schedule import Lane
 from splitpoint.shapes import ArenaLayout, DataType, Encoding
-from splitpoint_cli.bench.progress import Progress
-from splitpoint_cli.report import add_report_arguments, hand_over
+from splitpoint_cli.bench.shared.progress import Progress
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
 from worker_service.device.memory import divide
 from worker_service.lanes.select import lanes_of
@@ -332,7 +331,7 @@ def run(window_count: int, dtype: str, progress: Progress) -> dict[str, object]:
     }
 
 
-def report(result: dict[str, Any]) -> None:
+def report(result: Mapping[str, Any]) -> None:
     print(
         f"{'':<8} {'bytes loaded':>13} {'of 16 bit':>10} {'restored':>18} {'split':>18} "
         f"{'streamed':>18}"
@@ -349,21 +348,12 @@ def report(result: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--windows", type=int, default=4, help="of each package, a file each")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
-    add_report_arguments(parser)
     arguments = parser.parse_args()
     result = run(arguments.windows, arguments.dtype, Progress())
-    hand_over(
-        result,
-        lambda: report(result),
-        as_json=arguments.json,
-        output=arguments.output,
-        indent=None,
-    )
+    finish(arguments, result, report)
     return 0
 
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 import torch
 from prometheus_client import generate_latest
 
+from benchmarks.shared import finish, parser_of
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.observe.meters import Meters
 from splitpoint.observe.metrics import Service
@@ -34,10 +35,9 @@ from splitpoint.observe.metrics_server import metrics_served
 from splitpoint.planning.planner import Residency
 from splitpoint.planning.schedule import Lane
 from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout, DataType
-from splitpoint_cli.bench.decode.report import commit, hardware
-from splitpoint_cli.bench.ending import run_until_signal
-from splitpoint_cli.bench.progress import Progress
-from splitpoint_cli.report import add_report_arguments, hand_over
+from splitpoint_cli.bench.shared.ending import run_until_signal
+from splitpoint_cli.bench.shared.progress import Progress
+from splitpoint_cli.bench.shared.report import commit, hardware
 from worker_service.account import Account
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
@@ -347,13 +347,12 @@ def table_of(cases: list[dict[str, object]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--model", action="append", choices=MODELS, help="default: both")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=4.0, help="of one round, about")
     parser.add_argument("--dtype", choices=[each.value for each in DataType], default="float32")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    add_report_arguments(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     names = arguments.model or list(MODELS)
@@ -374,13 +373,7 @@ def main() -> int:
         "hardware": hardware(),
         "cases": cases,
     }
-    hand_over(
-        result,
-        lambda: print(table_of(cases)),
-        as_json=arguments.json,
-        output=arguments.output,
-        indent=None,
-    )
+    finish(arguments, result, lambda _: print(table_of(cases)))
     return 0
 
 

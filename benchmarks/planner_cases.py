@@ -11,7 +11,6 @@ the best that was measured, and for grouped queries at most 3 % longer than load
 
 from __future__ import annotations
 
-import argparse
 import io
 import random
 import statistics
@@ -21,12 +20,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from benchmarks.shared import finish, parser_of
 from splitpoint.planning.planner import Plan, PlanInput, RestoreMethod, plan_request
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import BUILT_IN_SHAPES
-from splitpoint_cli.bench.decode.report import commit, hardware
-from splitpoint_cli.bench.ending import ending_by_signals
-from splitpoint_cli.bench.progress import Progress
 from splitpoint_cli.bench.restore.runs import Contender, Restorer, run_rounds
 from splitpoint_cli.bench.restore.setup import Stored, stored_prefixes
 from splitpoint_cli.bench.restore.workload import (
@@ -34,7 +31,9 @@ from splitpoint_cli.bench.restore.workload import (
     MAX_BATCHED_TOKENS,
     RestoreWorkload,
 )
-from splitpoint_cli.report import add_report_arguments, hand_over
+from splitpoint_cli.bench.shared.ending import ending_by_signals
+from splitpoint_cli.bench.shared.progress import Progress
+from splitpoint_cli.bench.shared.report import commit, hardware
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.device.memory import STAGING_PAGES
@@ -164,12 +163,11 @@ def _contenders(
 
 @ending_by_signals
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--cases", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    add_report_arguments(parser)
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
     cases = []
@@ -198,15 +196,13 @@ def main() -> int:
         "split_can_pay_good": sum(case["good"] for case in with_split),
         "cases": cases,
     }
-    hand_over(
+    finish(
+        arguments,
         report,
-        lambda: print(
+        lambda _: print(
             f"{report['good']} of {len(cases)} cases are good, "
             f"{report['split_can_pay_good']} of the {len(with_split)} in which a split can pay"
         ),
-        as_json=arguments.json,
-        output=arguments.output,
-        indent=None,
     )
     return 0
 

@@ -1,4 +1,4 @@
-"""How well restores are predicted: what plans said beside what workers took, by method and length.
+"""Predicted and measured times of restores, by method and length.
 
 Starts the real stack with one CPU worker, stores prefixes of several lengths, and brings each
 back by every method: loaded, rebuilt from activations, half of each, and recomputed from
@@ -12,27 +12,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import random
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from splitpoint.client import AsyncClient
+from benchmarks.shared import finish, parser_of, random_ids, serving
 from splitpoint.client.requests import GenerateOptions
 from splitpoint.planning.planner import Residency, RestoreMethod
-from splitpoint_cli.bench.decode.report import commit, hardware
-from splitpoint_cli.bench.ending import run_until_signal
-from splitpoint_cli.report import add_report_arguments, hand_over
-from splitpoint_cli.stack.options import StackOptions
-from splitpoint_cli.stack.plan import plan_stack
-from splitpoint_cli.stack.runner import StackRunner
+from splitpoint_cli.bench.shared.ending import run_until_signal
+from splitpoint_cli.bench.shared.report import commit, hardware
 
 LENGTHS = (16, 32, 64, 100, 128, 200, 320, 512, 700, 1000)
-# What the figure is about: restores that take less than this.
+# The figure counts restores that take less than this.
 SHORT_SECONDS = 0.02
-VOCABULARY = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +41,7 @@ class Restore:
 
     @property
     def error(self) -> float:
-        """How far the prediction was off, as a share of what was measured."""
+        """Return the prediction's error as a share of the measured time."""
         return abs(self.predicted - self.measured) / self.measured
 
 
@@ -62,35 +56,26 @@ def ways(length: int) -> dict[str, GenerateOptions]:
 
 
 async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    stack = plan_stack(
-        StackOptions(
-            workers=1,
-            device="cpu",
-            dtype=arguments.dtype,
-            device_memory="512MiB",
-            host_memory="512MiB",
-            activations="always",
-            listen="127.0.0.1:0",
-            threads=arguments.threads,
-            instance=f"predictions-{os.getpid()}",
-        )
-    )
-    runner = StackRunner(stack, quiet=True)
     rng = random.Random(0)
-    prefixes = {length: [rng.randrange(2, VOCABULARY) for _ in range(length)] for length in LENGTHS}
+    prefixes = {length: random_ids(rng, length) for length in LENGTHS}
     found: list[Restore] = []
-    async with runner.running(asyncio.Event()), AsyncClient(runner.address) as client:
+    async with serving(
+        "predictions",
+        workers=1,
+        dtype=arguments.dtype,
+        device_memory="512MiB",
+        host_memory="512MiB",
+        activations="always",
+        threads=arguments.threads,
+    ) as (stack, client):
         for prefix in prefixes.values():
             await client.generate(prefix, max_tokens=1, ignore_eos=True).complete()
         await asyncio.sleep(1.0)  # chunks are sealed in the background
         for number in range(arguments.rounds):
             for length, prefix in prefixes.items():
-                prompt = [*prefix, rng.randrange(2, VOCABULARY)]
+                prompt = [*prefix, *random_ids(rng, 1)]
                 for name, options in ways(length).items():
-                    answer = await client.generate(
-                        prompt,
-                        **options,
-                    ).complete()
+                    answer = await client.generate(prompt, **options).complete()
                     if answer.usage.cached_tokens != length or answer.plan is None:
                         raise RuntimeError(f"{length} tokens were stored, {answer.usage} says")
                     found.append(
@@ -140,20 +125,13 @@ def show(result: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int)
-    add_report_arguments(parser)
     arguments = parser.parse_args()
     result = run_until_signal(measure(arguments))
-    hand_over(
-        result,
-        lambda: show(result),
-        as_json=arguments.json,
-        output=arguments.output,
-        indent=None,
-    )
+    finish(arguments, result, show)
 
 
 if __name__ == "__main__":

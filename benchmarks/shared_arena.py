@@ -13,31 +13,27 @@ many processes map them, and private copies are zero.
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import os
 import platform
 import random
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from benchmarks.shared import finish, parser_of, random_ids, serving
 from splitpoint.client import AsyncClient
 from splitpoint.config import format_size
-from splitpoint_cli.bench.ending import run_until_signal
-from splitpoint_cli.bench.progress import Progress
-from splitpoint_cli.report import add_report_arguments, hand_over
-from splitpoint_cli.stack.options import StackOptions
-from splitpoint_cli.stack.plan import Stack, plan_stack
-from splitpoint_cli.stack.runner import StackRunner
+from splitpoint_cli.bench.shared.ending import run_until_signal
+from splitpoint_cli.bench.shared.progress import Progress
 
 PROMPT_TOKENS = 1500
 PROMPTS = 12
-VOCABULARY = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Mapping:
+class ArenaMapping:
     """One process's mapping of the arena, in bytes."""
 
     process: str
@@ -46,8 +42,8 @@ class Mapping:
     private_bytes: int
 
 
-def arena_mappings(arena: Path) -> list[Mapping]:
-    """Of every process that maps `arena`, from its smaps.
+def arena_mappings(arena: Path) -> list[ArenaMapping]:
+    """Return the mapping of each process that maps `arena`, from its smaps.
 
     By inode: the store mapped the file before it got its name.
     """
@@ -69,7 +65,7 @@ def arena_mappings(arena: Path) -> list[Mapping]:
                 inside = header[4] == inode
         if totals["Rss"]:
             service = next((w for w in command.split() if w.endswith("_service")), command)
-            found.append(Mapping(service, totals["Rss"], totals["Pss"], totals["Anonymous"]))
+            found.append(ArenaMapping(service, totals["Rss"], totals["Pss"], totals["Anonymous"]))
     return sorted(found, key=lambda mapping: mapping.process)
 
 
@@ -78,7 +74,7 @@ async def fill(client: AsyncClient, progress: Progress) -> tuple[int, int]:
     rng = random.Random(0)
     sent = cached = 0
     for index in progress.track("prompts to both workers", range(PROMPTS)):
-        prompt = [rng.randrange(2, VOCABULARY) for _ in range(PROMPT_TOKENS)]
+        prompt = random_ids(rng, PROMPT_TOKENS)
         for worker in (str(index % 2), str((index + 1) % 2)):
             answer = await client.generate(
                 prompt, max_tokens=2, ignore_eos=True, worker=worker
@@ -88,10 +84,11 @@ async def fill(client: AsyncClient, progress: Progress) -> tuple[int, int]:
     return sent, cached
 
 
-async def measure(stack: Stack, progress: Progress) -> dict[str, object]:
+async def measure(progress: Progress) -> dict[str, object]:
     progress.say("starting a store, two workers and a scheduler")
-    runner = StackRunner(stack, quiet=True)
-    async with runner.running(asyncio.Event()), AsyncClient(runner.address) as client:
+    async with serving(
+        "shared-arena", workers=2, device_memory="256MB", host_memory="256MB", threads=1
+    ) as (stack, client):
         sent, cached = await fill(client, progress)
         mappings = arena_mappings(stack.arena)
         arena_bytes = stack.arena.stat().st_size
@@ -113,45 +110,25 @@ async def measure(stack: Stack, progress: Progress) -> dict[str, object]:
     }
 
 
-def report(result: dict[str, object], mappings: list[dict[str, object]]) -> None:
+def report(result: Mapping[str, Any]) -> None:
     print(f"{'process':<18} {'arena resident':>15} {'its share (Pss)':>16} {'private copy':>13}")
-    for mapping in mappings:
+    for process in result["processes"]:
         print(
-            f"{mapping['process']:<18} {format_size(int(str(mapping['resident_bytes']))):>15} "
-            f"{format_size(int(str(mapping['share_bytes']))):>16} "
-            f"{format_size(int(str(mapping['private_bytes']))):>13}"
+            f"{process['process']:<18} {format_size(process['resident_bytes']):>15} "
+            f"{format_size(process['share_bytes']):>16} "
+            f"{format_size(process['private_bytes']):>13}"
         )
-    total = int(str(result["sum_of_pss_bytes"]))
     print(
-        f"all shares together: {format_size(total)} of an arena of "
-        f"{format_size(int(str(result['arena_bytes'])))}"
+        f"all shares together: {format_size(result['sum_of_pss_bytes'])} of an arena of "
+        f"{format_size(result['arena_bytes'])}"
     )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_report_arguments(parser)
+    parser = parser_of(__doc__)
     arguments = parser.parse_args()
-    stack = plan_stack(
-        StackOptions(
-            workers=2,
-            device="cpu",
-            device_memory="256MB",
-            host_memory="256MB",
-            listen="127.0.0.1:0",
-            threads=1,
-            instance=f"shared-arena-{os.getpid()}",
-        )
-    )
-    result = run_until_signal(measure(stack, Progress()))
-    processes = result["processes"]
-    hand_over(
-        result,
-        lambda: report(result, processes if isinstance(processes, list) else []),
-        as_json=arguments.json,
-        output=arguments.output,
-        indent=None,
-    )
+    result = run_until_signal(measure(Progress()))
+    finish(arguments, result, report)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Whether the memory of every service stays flat under mixed load.
+"""Measure whether the memory of each service stays flat under mixed load.
 
 Starts the real stack with two CPU workers and sends them what clients send: short and long
 prompts as text and token ids, shared prefixes and salted ones, resident and streamed, every
@@ -10,9 +10,8 @@ anonymous memory (/proc/PID/smaps): the arena, files and code are shared and not
         [--json] [--output FILE]
 
 Exits with 1 if a process grew by more than 5 % after the first five minutes, by means of five
-minutes. `--cores` limits
-the processor time that the stack may take: requests are sent only while the stack has used
-less than that many cores since the start.
+minutes. `--cores` limits the stack's processor time: requests are sent only while the stack has
+used less than that many cores since the start.
 """
 
 from __future__ import annotations
@@ -30,18 +29,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.process_memory import Memory, children_of, memory_of, processor_seconds
+from benchmarks.shared import finish, parser_of, random_ids, serving
 from splitpoint.client import AsyncClient
 from splitpoint.errors import SplitpointError
 from splitpoint.planning.planner import Residency, RestoreMethod
-from splitpoint_cli.bench.decode.report import commit, hardware
-from splitpoint_cli.bench.ending import run_until_signal
-from splitpoint_cli.bench.progress import Progress
-from splitpoint_cli.report import add_report_arguments, hand_over
-from splitpoint_cli.stack.options import StackOptions
-from splitpoint_cli.stack.plan import plan_stack
-from splitpoint_cli.stack.runner import StackRunner
+from splitpoint_cli.bench.shared.ending import run_until_signal
+from splitpoint_cli.bench.shared.progress import Progress
+from splitpoint_cli.bench.shared.report import commit, hardware
 
-VOCABULARY = 4096
 CLIENTS = 6
 PREFIXES = 24
 LONGEST_PROMPT = 2000
@@ -74,8 +69,7 @@ class Load:
         self.outcomes: Counter[str] = Counter()
         rng = random.Random(0)
         self._prefixes = [
-            [rng.randrange(2, VOCABULARY) for _ in range(rng.randrange(16, LONGEST_PROMPT))]
-            for _ in range(PREFIXES)
+            random_ids(rng, rng.randrange(16, LONGEST_PROMPT)) for _ in range(PREFIXES)
         ]
 
     @property
@@ -128,7 +122,7 @@ def draw(rng: random.Random, prefixes: list[list[int]]) -> tuple[list[int] | str
         return "values = [" + ", ".join(words), options
     prefix = rng.choice(prefixes)
     kept = prefix[: rng.randrange(1, len(prefix) + 1)]
-    tail = [rng.randrange(2, VOCABULARY) for _ in range(rng.randrange(1, 100))]
+    tail = random_ids(rng, rng.randrange(1, 100))
     choice = rng.random()
     if choice < 0.2:
         options["residency"] = Residency.STREAMED
@@ -142,27 +136,18 @@ def draw(rng: random.Random, prefixes: list[list[int]]) -> tuple[list[int] | str
 
 
 async def measure(arguments: argparse.Namespace) -> dict[str, object]:
-    stack = plan_stack(
-        StackOptions(
-            workers=2,
-            device="cpu",
-            dtype=arguments.dtype,
-            device_memory="256MiB",
-            host_memory="192MiB",
-            activations="always",
-            listen="127.0.0.1:0",
-            threads=1,
-            metrics=arguments.metrics,
-            instance=f"soak-{os.getpid()}",
-        )
-    )
-    runner = StackRunner(stack, quiet=True)
     progress = Progress()
     samples: list[Sample] = []
-    async with (
-        runner.running(asyncio.Event()),
-        AsyncClient(runner.address) as client,
-    ):
+    async with serving(
+        "soak",
+        workers=2,
+        dtype=arguments.dtype,
+        device_memory="256MiB",
+        host_memory="192MiB",
+        activations="always",
+        threads=1,
+        metrics=arguments.metrics,
+    ) as (stack, client):
         pids = children_of(os.getpid())
         load = Load(client, pids, arguments.cores)
         began = time.monotonic()
@@ -198,8 +183,8 @@ async def measure(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def growth(samples: list[Sample]) -> dict[str, float]:
-    """Of each process: mean anonymous memory of the last five minutes, by that of the first
-    five after the settling time. Single samples differ by what malloc has free just then."""
+    """Return each process's mean anonymous memory of the last five minutes, over the mean of the
+    first five after the settling time. Single samples differ by malloc's free memory."""
     end = samples[-1].minutes
     early = [s for s in samples if SETTLED_MINUTES <= s.minutes <= 2 * SETTLED_MINUTES]
     late = [s for s in samples if s.minutes >= end - SETTLED_MINUTES]
@@ -223,29 +208,22 @@ def row(sample: Sample) -> str:
     )
 
 
-def show(result: dict[str, Any]) -> None:
+def show(result: Mapping[str, Any]) -> None:
     print(f"flat: {'yes' if result['is_flat'] else 'no'}")
     for name, ratio in result["growth"].items():
         print(f"{name:<14} {ratio:>8.3f} x")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--every", type=float, default=60.0, help="seconds between two samples")
     parser.add_argument("--cores", type=float, default=0.5, help="processor time to use, in cores")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--metrics", type=int, help="first port of metrics; absent: none")
-    add_report_arguments(parser)
     arguments = parser.parse_args()
     result = run_until_signal(measure(arguments))
-    hand_over(
-        result,
-        lambda: show(result),
-        as_json=arguments.json,
-        output=arguments.output,
-        indent=None,
-    )
+    finish(arguments, result, show)
     return 0 if result["is_flat"] else 1
 
 

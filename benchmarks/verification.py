@@ -11,21 +11,21 @@ it at the end of the step that computes the new tokens.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from benchmarks.shared import finish, parser_of
 from splitpoint.config import parse_rate
 from splitpoint.planning.schedule import Schedule
-from splitpoint_cli.bench.ending import ending_by_signals
-from splitpoint_cli.bench.progress import Progress
 from splitpoint_cli.bench.restore.runs import Restorer
 from splitpoint_cli.bench.restore.setup import Stored, stored_prefixes
 from splitpoint_cli.bench.restore.workload import RestoreWorkload
-from splitpoint_cli.report import add_report_arguments, hand_over
+from splitpoint_cli.bench.shared.ending import ending_by_signals
+from splitpoint_cli.bench.shared.progress import Progress
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.model.decoder import Decoder
@@ -97,7 +97,7 @@ def _ratio(times: tuple[float, ...], base: list[tuple[float, float]]) -> float:
     return statistics.median(mine / alone for mine, (alone, _) in zip(times, base, strict=True))
 
 
-def show(result: dict[str, Any]) -> None:
+def show(result: Mapping[str, Any]) -> None:
     print(f"{'compared':<12} {'restored':>10} {'/ none':>7} {'compared':>10} {'/ none':>7}")
     for way in WAYS:
         found = result[way]
@@ -109,7 +109,7 @@ def show(result: dict[str, Any]) -> None:
 
 @ending_by_signals
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.verification", description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", default="opt-125m")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--prompt", type=int, default=1984, help="cached tokens")
@@ -117,7 +117,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--link-rate", help="emulate a link of this rate on a CPU")
     parser.add_argument("--rounds", type=int, default=15)
-    add_report_arguments(parser)
     arguments = parser.parse_args()
     rate = arguments.link_rate
     workload = RestoreWorkload(
@@ -132,13 +131,7 @@ def main() -> None:
         link_rate=None if rate is None else parse_rate(rate, field="link-rate"),
     )
     result = measure(workload, Progress())
-    hand_over(
-        result,
-        lambda: show(result),
-        as_json=arguments.json,
-        output=arguments.output,
-        indent=None,
-    )
+    finish(arguments, result, show)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a shared prefix saves: time to the first token, cold against restored from another worker.
+"""Time to the first token with a shared prefix: cold, and restored from another worker.
 
 Starts the real stack with two CPU workers. In each round worker 0 serves a
 prompt of 1,000 random tokens; then worker 1 serves those and 100 more, once
@@ -10,35 +10,31 @@ alternating order.
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import os
 import platform
 import random
 import secrets
 import statistics
 import sys
+from collections.abc import Mapping
+from typing import Any
 
+from benchmarks.shared import finish, parser_of, random_ids, serving
 from splitpoint.client import AsyncClient
 from splitpoint.client.answers import Completion
-from splitpoint_cli.bench.ending import run_until_signal
-from splitpoint_cli.bench.progress import Progress
-from splitpoint_cli.report import add_report_arguments, hand_over
-from splitpoint_cli.stack.options import StackOptions
-from splitpoint_cli.stack.plan import plan_stack
-from splitpoint_cli.stack.runner import StackRunner
+from splitpoint_cli.bench.shared.ending import run_until_signal
+from splitpoint_cli.bench.shared.progress import Progress
 
 PREFIX_TOKENS = 1000
 NEW_TOKENS = 100
-VOCABULARY = 4096
 
 
 async def one_round(
     client: AsyncClient, rng: random.Random, *, warm_first: bool
 ) -> tuple[Completion, Completion]:
-    """(cold, warm) of one fresh prefix."""
-    prefix = [rng.randrange(2, VOCABULARY) for _ in range(PREFIX_TOKENS)]
-    prompt = [*prefix, *(rng.randrange(2, VOCABULARY) for _ in range(NEW_TOKENS))]
+    """Return (cold, warm) answers of one fresh prefix."""
+    prefix = random_ids(rng, PREFIX_TOKENS)
+    prompt = [*prefix, *random_ids(rng, NEW_TOKENS)]
     await client.generate(prefix, max_tokens=1, ignore_eos=True, worker="0").complete()
 
     async def serve(salt: bytes) -> Completion:
@@ -54,22 +50,12 @@ async def one_round(
 
 
 async def measure(rounds: int, dtype: str, progress: Progress) -> dict[str, object]:
-    stack = plan_stack(
-        StackOptions(
-            workers=2,
-            device="cpu",
-            dtype=dtype,
-            device_memory="512MiB",
-            host_memory="1GiB",
-            listen="127.0.0.1:0",
-            instance=f"warm-prefix-{os.getpid()}",
-        )
-    )
     progress.say("starting a store, two workers and a scheduler")
-    runner = StackRunner(stack, quiet=True)
     rng = random.Random(0)
     pairs = []
-    async with runner.running(asyncio.Event()), AsyncClient(runner.address) as client:
+    async with serving(
+        "warm-prefix", workers=2, dtype=dtype, device_memory="512MiB", host_memory="1GiB"
+    ) as (stack, client):
         await one_round(client, rng, warm_first=False)
         for index in progress.track("rounds", range(rounds)):
             pairs.append(await one_round(client, rng, warm_first=index % 2 == 1))
@@ -93,25 +79,18 @@ async def measure(rounds: int, dtype: str, progress: Progress) -> dict[str, obje
     }
 
 
-def show(result: dict[str, object]) -> None:
+def show(result: Mapping[str, Any]) -> None:
     for name in ("cold_ttft_seconds", "warm_ttft_seconds", "ratio", "least_cached_tokens"):
         print(f"{name:<22} {result[name]:>10.4g}")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dtype", default="auto")
-    add_report_arguments(parser)
     arguments = parser.parse_args()
     result = run_until_signal(measure(arguments.rounds, arguments.dtype, Progress()))
-    hand_over(
-        result,
-        lambda: show(result),
-        as_json=arguments.json,
-        output=arguments.output,
-        indent=None,
-    )
+    finish(arguments, result, show)
     return 0
 
 

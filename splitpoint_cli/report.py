@@ -1,4 +1,4 @@
-"""How a command hands over its result: for people, as one JSON object, or into a file.
+"""Hand over a command's result: for people, as one JSON object, or into a file.
 
 `--json` is a flag, and nothing but the object is on standard output then. `--output FILE`
 writes the same object into a file, whatever standard output gets. Every command that has
@@ -7,7 +7,6 @@ the one has the other.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -18,40 +17,25 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from splitpoint.errors import InvalidArgument
 from splitpoint_cli.files import check_output
 from splitpoint_cli.output import out, print_json
 
-_FLAG_HELP = "Print one JSON object and nothing else."
-_FILE_HELP = "Also write the JSON object to this file."
+FLAG_HELP = "Print one JSON object and nothing else."
+FILE_HELP = "Also write the JSON object to this file."
 
 _ANY_WIDTH = 100_000
 
-AsJson = Annotated[bool, typer.Option("--json", help=_FLAG_HELP)]
+AsJson = Annotated[bool, typer.Option("--json", help=FLAG_HELP)]
 OutputFile = Annotated[
     Path | None,
-    typer.Option("--output", help=_FILE_HELP, metavar="FILE", callback=lambda path: _checked(path)),
+    typer.Option("--output", help=FILE_HELP, metavar="FILE", callback=lambda path: _checked(path)),
 ]
 
 
 def _checked(path: Path | None) -> Path | None:
-    """Raises InvalidArgument before any work is done whose result has no place."""
+    """Return the path. Raises InvalidArgument, before any work, if it cannot be written."""
     check_output(path, "output")
     return path
-
-
-def add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--json` and `--output` to a benchmark that is no command of `splitpoint`."""
-    parser.add_argument("--json", action="store_true", help=_FLAG_HELP)
-    parser.add_argument("--output", type=_place, metavar="FILE", help=_FILE_HELP)
-
-
-def _place(text: str) -> Path:
-    try:
-        check_output(Path(text), "output")
-    except InvalidArgument as error:
-        raise argparse.ArgumentTypeError(error.message) from error
-    return Path(text)
 
 
 def hand_over(

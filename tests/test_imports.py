@@ -33,6 +33,7 @@ TORCH_FILES = (
     "splitpoint_cli/bench/offload/store.py",
     "splitpoint_cli/bench/restore/runs.py",
     "splitpoint_cli/bench/restore/setup.py",
+    "splitpoint_cli/bench/shared/transformers_peer.py",
 )
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "yaml.load", "joblib.load", "numpy.load", "np.load"}
@@ -268,11 +269,6 @@ def test_folders_say_in_one_sentence_what_lives_there() -> None:
 
 
 MOST_LINES = 80
-# Functions that are longer, to be cut; none may be added.
-LONG: set[str] = {
-    "splitpoint_cli/bench/offload/command.py:offload",
-    "splitpoint_cli/bench/restore/command.py:restore",
-}
 
 
 def test_functions_can_be_read_in_one_piece() -> None:
@@ -283,4 +279,4 @@ def test_functions_can_be_read_in_one_piece() -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (node.end_lineno or 0) - node.lineno + 1 > MOST_LINES
     }
-    assert long == LONG
+    assert long == set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.metrics_overhead import BATCH, compare, subject, table_of
 from splitpoint.shapes import DataType
-from splitpoint_cli.bench.progress import Progress
+from splitpoint_cli.bench.shared.progress import Progress
 
 
 async def test_both_sides_decode_and_only_one_is_counted() -> None:

@@ -1,44 +1,28 @@
 """`splitpoint bench decode`: our worker against transformers' generate, same weights, one process.
 
-This file is the command; what is run is in decode_runs.py, which is imported
-(with torch) only once the benchmark starts.
+runs.py has what is run; it is imported, with torch, only once the benchmark starts.
 """
 
 from __future__ import annotations
 
-import os
-from typing import Annotated
-
-import typer
-
-from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.extras import need_all
-from splitpoint.shapes import BUILT_IN_SHAPES
 from splitpoint_cli.bench.decode.report import Workload, report_of, table_of
-from splitpoint_cli.bench.options import (
-    Batch,
-    ElementType,
-    EverybodysDevice,
-    NewTokens,
-    PromptTokens,
-    RandomShape,
-    Threads,
-)
-from splitpoint_cli.bench.progress import Progress
-from splitpoint_cli.bench.restore.workload import check_data_type
-from splitpoint_cli.report import AsJson, OutputFile, hand_over, print_table
+from splitpoint_cli.bench.shared import options
+from splitpoint_cli.bench.shared.progress import Progress
+from splitpoint_cli.bench.shared.report import hand_over_report
+from splitpoint_cli.report import AsJson, OutputFile
 
 
 def decode(
-    shape: RandomShape = "opt-125m",
-    dtype: ElementType = "float32",
-    batch: Batch = 8,
-    prompt: PromptTokens = 512,
-    new: NewTokens = 128,
-    repeats: Annotated[int, typer.Option(help="Timed runs of each contender.", min=1)] = 5,
-    device: EverybodysDevice = "cpu",
-    threads: Threads = 0,
-    seed: Annotated[int, typer.Option(help="Of weights and prompts.")] = 0,
+    shape: options.RandomShape = "opt-125m",
+    dtype: options.ElementType = "float32",
+    batch: options.Batch = 8,
+    prompt: options.PromptTokens = 512,
+    new: options.NewTokens = 128,
+    repeats: options.Repeats = 5,
+    device: options.ContendersDevice = "cpu",
+    threads: options.Threads = 0,
+    seed: options.Seed = 0,
     as_json: AsJson = False,
     output: OutputFile = None,
 ) -> None:
@@ -48,11 +32,8 @@ def decode(
     the fastest of the four counts. Runs alternate; figures are medians.
     """
     need_all("a benchmark")
-    if shape.lower() not in BUILT_IN_SHAPES:
-        raise InvalidArgument(
-            f"no shape is called {shape!r}: there are {', '.join(BUILT_IN_SHAPES)}", field="shape"
-        )
-    check_data_type(dtype)
+    options.built_in_shape(shape.lower())
+    options.check_data_type(dtype)
     workload = Workload(
         shape=shape.lower(),
         dtype=dtype,
@@ -61,21 +42,10 @@ def decode(
         new=new,
         repeats=repeats,
         device=device,
-        threads=threads or len(os.sched_getaffinity(0)),
+        threads=options.thread_count(threads),
         seed=seed,
     )
-    try:
+    with options.importing_peer():
         from splitpoint_cli.bench.decode.runs import run_all
-    except ModuleNotFoundError as error:
-        raise FailedPrecondition(
-            f"the benchmark needs {error.name}: install splitpoint[dev]", reason="NO_PEER"
-        ) from error
-    runs = run_all(workload, Progress())
-    report = report_of(workload, runs)
-    hand_over(
-        report,
-        lambda: print_table(table_of(report)),
-        as_json=as_json,
-        output=output,
-        indent=None,
-    )
+    report = report_of(workload, run_all(workload, Progress()))
+    hand_over_report(report, table_of, as_json=as_json, output=output)

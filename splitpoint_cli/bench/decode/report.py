@@ -1,17 +1,15 @@
-"""What a decode benchmark found, as JSON and as a table; runs nothing, needs no torch."""
+"""Results of `bench decode`, as JSON and as a table; runs nothing, needs no torch."""
 
 from __future__ import annotations
 
-import os
-import platform
 import statistics
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+
+from splitpoint_cli.bench.shared.report import agreeing_share, commit, hardware, report_table
 
 OURS = "splitpoint"
 DEFAULT_ATTENTION = "sdpa"
@@ -19,7 +17,7 @@ DEFAULT_ATTENTION = "sdpa"
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What every contender does: `batch` prompts of `prompt` tokens, `new` greedy tokens each."""
+    """The work of each contender: `batch` prompts of `prompt` tokens, `new` greedy tokens each."""
 
     shape: str
     dtype: str
@@ -59,7 +57,7 @@ class Run:
 
 
 def report_of(workload: Workload, runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
-    """The JSON object: what was measured, on what, and how it compares."""
+    """Return the JSON object: what was measured, on what, and how it compares."""
     contenders: dict[str, dict[str, Any]] = {
         name: {
             "tokens_per_second": _median(run.tokens_per_second for run in each),
@@ -70,7 +68,7 @@ def report_of(workload: Workload, runs: Mapping[str, Sequence[Run]]) -> dict[str
         for name, each in runs.items()
     }
     peers = [name for name in contenders if name != OURS]
-    # transformers picks SDPA by itself; that eager attention may be faster, one must know.
+    # transformers picks SDPA by itself, although eager attention may be faster.
     usual = [name for name in peers if name.endswith(DEFAULT_ATTENTION)]
     fastest = _fastest(contenders, peers, "tokens_per_second")
 
@@ -90,22 +88,19 @@ def report_of(workload: Workload, runs: Mapping[str, Sequence[Run]]) -> dict[str
         "ratio": ratio("tokens_per_second", peers),
         "decode_ratio": ratio("decode_tokens_per_second", peers),
         "ratio_to_default_attention": ratio("tokens_per_second", usual),
-        "agreeing_token_share": round(_agreement(runs[OURS][0], runs[fastest][0]), 4),
+        "agreeing_token_share": round(
+            agreeing_share(runs[OURS][0].tokens, runs[fastest][0].tokens), 4
+        ),
         "tokens_agree": runs[OURS][0].tokens == runs[fastest][0].tokens,
     }
 
 
 def table_of(report: Mapping[str, Any]) -> Table:
-    table = Table(
-        box=None,
-        pad_edge=False,
-        header_style="bold",
-        title=f"{report['shape']} {report['dtype']}: {report['batch']} sequences, prompt "
+    table = report_table(
+        f"{report['shape']} {report['dtype']}: {report['batch']} sequences, prompt "
         f"{report['prompt']}, {report['new']} new, {report['device']}, {report['threads']} threads",
+        *("contender", "tokens/s", "decode tokens/s", "first tokens after"),
     )
-    table.add_column("contender")
-    for heading in ("tokens/s", "decode tokens/s", "first tokens after"):
-        table.add_column(heading, justify="right")
     for name, facts in report["contenders"].items():
         table.add_row(
             name,
@@ -125,44 +120,5 @@ def _fastest(contenders: Mapping[str, Mapping[str, Any]], among: list[str], key:
     return max(among, key=lambda name: float(contenders[name][key]))
 
 
-def hardware() -> str:
-    """The processor and its cores, for people."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                model = line.partition(":")[2].strip()
-                break
-    return f"{model}, {len(os.sched_getaffinity(0))} cores"
-
-
-def commit() -> str:
-    """Of the source tree; "unknown" when this is not one, or nobody can tell."""
-    try:
-        answer = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    except FileNotFoundError:  # no git here
-        return "unknown"
-    return answer.stdout.strip() if answer.returncode == 0 else "unknown"
-
-
 def _median(values: Iterable[float]) -> float:
     return round(statistics.median(values), 3)
-
-
-def _agreement(ours: Run, theirs: Run) -> float:
-    """Share of tokens before the first difference of each sequence."""
-    agreeing = total = 0
-    for mine, other in zip(ours.tokens, theirs.tokens, strict=True):
-        total += len(other)
-        for left, right in zip(mine, other, strict=True):
-            if left != right:
-                break
-            agreeing += 1
-    return agreeing / total

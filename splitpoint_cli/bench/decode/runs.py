@@ -12,32 +12,35 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteria
-from transformers.utils import logging as transformers_logging
+from transformers import StoppingCriteria
 
 from splitpoint.planning.planner import Residency
-from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout, DataType, ModelShape
+from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout, DataType
 from splitpoint_cli.bench.decode.report import OURS, Run, Workload
-from splitpoint_cli.bench.greedy import generate_greedy
-from splitpoint_cli.bench.progress import Progress
-from worker_service.checkpoint.config import plain_config
+from splitpoint_cli.bench.shared.engine_memory import (
+    CHUNK_TOKENS,
+    MAX_BATCHED_TOKENS,
+    exact_memory,
+)
+from splitpoint_cli.bench.shared.progress import Progress
+from splitpoint_cli.bench.shared.transformers_peer import (
+    ATTENTIONS,
+    generate_greedy,
+    random_model,
+)
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
-from worker_service.device.memory import divide
 from worker_service.engine.engine import Engine
 from worker_service.engine.sampling import Sampling
 from worker_service.engine.sequence import Admission
 from worker_service.model.decoder import Decoder
 from worker_service.startup import choose_device
 
-CHUNK_TOKENS = 64
-MAX_BATCHED_TOKENS = 512
 CACHES = ("dynamic", "static")
-ATTENTIONS = ("sdpa", "eager")
 WARM_UP_TOKENS = 8
 
 
 class Contender(Protocol):
-    """Something that answers prompts."""
+    """Answers prompts."""
 
     def run(self, prompts: torch.Tensor, new_tokens: int) -> Run: ...
 
@@ -50,25 +53,17 @@ class OurWorker:
         device = choose_device(workload.device)
         model = Decoder.load(folder, device, dtype)
         layout = ArenaLayout.of(model.shape, chunk_tokens=CHUNK_TOKENS, has_activations=False)
-        pages = workload.batch * (-(-(workload.prompt + workload.new) // CHUNK_TOKENS) + 1)
-
-        def plan(budget: int) -> Any:
-            return divide(
-                model.shape,
-                layout,
-                budget_bytes=budget,
-                weight_bytes=model.weight_bytes,
-                max_batch_size=workload.batch,
-                max_batched_tokens=MAX_BATCHED_TOKENS,
-            )
-
-        # Any large budget tells what is fixed; then exactly the pages needed.
-        roomy = plan(1 << 50)
-        wanted = max(pages, roomy.streamed_page_count)
-        fixed = roomy.weight_bytes + roomy.workspace_bytes
+        # A page more of each sequence than its tokens fill.
+        memory = exact_memory(
+            model.shape,
+            layout,
+            weight_bytes=model.weight_bytes,
+            batch=workload.batch,
+            tokens=workload.prompt + workload.new + CHUNK_TOKENS,
+        )
         self._engine = Engine(
             model,
-            DeviceCache(layout, plan(fixed + wanted * roomy.page_bytes), device),
+            DeviceCache(layout, memory, device),
             max_batch_size=workload.batch,
             max_batched_tokens=MAX_BATCHED_TOKENS,
         )
@@ -109,7 +104,7 @@ class OurWorker:
 
 
 class FirstToken(StoppingCriteria):
-    """Notes when the first token of all sequences was there; never stops anything."""
+    """Note when all sequences had their first token; never stop anything."""
 
     def __init__(self) -> None:
         self.at: float | None = None
@@ -145,7 +140,7 @@ class Transformers:
 
 
 def run_all(workload: Workload, progress: Progress) -> dict[str, list[Run]]:
-    """All runs, by contender."""
+    """Return all runs, by contender."""
     torch.set_num_threads(workload.threads)
     shape = replace(BUILT_IN_SHAPES[workload.shape], data_type=DataType(workload.dtype))
     generator = torch.Generator().manual_seed(workload.seed)
@@ -154,7 +149,9 @@ def run_all(workload: Workload, progress: Progress) -> dict[str, list[Run]]:
     )
     with tempfile.TemporaryDirectory(prefix="splitpoint-bench-") as folder:
         progress.say("writing a random checkpoint")
-        model = _write_checkpoint(Path(folder), shape, workload.seed)
+        # Drawn on the CPU: the same weights on each device.
+        model = random_model(shape, workload.seed, torch.device("cpu"))
+        model.save_pretrained(folder)
         model.to(choose_device(workload.device))
         ours = OurWorker(Path(folder), workload)
     contenders: dict[str, Contender] = {OURS: ours}
@@ -167,16 +164,3 @@ def run_all(workload: Workload, progress: Progress) -> dict[str, list[Run]]:
     for name in progress.rounds("timed runs", contenders, workload.repeats):
         runs[name].append(contenders[name].run(prompts, workload.new))
     return runs
-
-
-def _write_checkpoint(folder: Path, shape: ModelShape, seed: int) -> Any:
-    """Write random weights of this shape; returns transformers' model of them."""
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    fields = plain_config(shape)
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-        config, dtype=TORCH_TYPES[shape.data_type]
-    )
-    model.eval().save_pretrained(folder)
-    return model

@@ -22,10 +22,15 @@ from splitpoint.shapes import ArenaLayout, DataType, ModelShape, chunks_of
 from splitpoint_cli.bench.offload.costs import BatchCosts
 from splitpoint_cli.bench.offload.report import DecodeRun, OffloadWorkload, Step
 from splitpoint_cli.bench.offload.store import LocalStore
+from splitpoint_cli.bench.shared.engine_memory import (
+    CHUNK_TOKENS,
+    MAX_BATCHED_TOKENS,
+    exact_memory,
+)
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.checkpoint.tensors import TensorSource
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
-from worker_service.device.memory import STAGING_PAGES, MemoryPlan, divide, staging_pages_on_gpu
+from worker_service.device.memory import STAGING_PAGES, MemoryPlan, staging_pages_on_gpu
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import StepOutput
 from worker_service.engine.sampling import Sampling
@@ -38,16 +43,13 @@ from worker_service.profiling.profiler import measure
 from worker_service.startup import choose_device, describe_device
 from worker_service.store.write_back import BATCH_CHUNKS
 
-CHUNK_TOKENS = 64
-MAX_BATCHED_TOKENS = 512
-
 # After each step: how many steps there were.
 OnStep = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """What every sequence of a run is asked for."""
+    """The request of each sequence in a run."""
 
     new_tokens: int
     residency: Residency
@@ -115,7 +117,7 @@ class OffloadHost:
 
     @property
     def has_activations(self) -> bool:
-        """Whether layer inputs are stored, so that a split above zero is possible."""
+        """True if layer inputs are stored, so that a split above zero is possible."""
         return self.store.layout.has_activations
 
     def close(self) -> None:
@@ -124,7 +126,7 @@ class OffloadHost:
         self.store.close()
 
     def costs(self, cached: int, compute_seconds: float) -> BatchCosts:
-        """Of a step with `cached` tokens in each sequence; see BatchCosts."""
+        """Return the costs of a step with `cached` tokens in each sequence; see BatchCosts."""
         return BatchCosts(
             shape=self.shape,
             profile=self.profile,
@@ -201,32 +203,22 @@ class OffloadHost:
         return DecodeRun(tuple(steps), tuple(tuple(tokens[name]) for name in names))
 
     def _divide(self, model: Decoder, layout: ArenaLayout) -> MemoryPlan:
-        """Exactly the pages that the resident reference needs."""
-        workload = self._workload
+        """Return a division with exactly the pages that the resident reference needs."""
         staging = STAGING_PAGES
         if self.device.type == "cuda":
             _, total = torch.cuda.mem_get_info(self.device)
             staging = staging_pages_on_gpu(self.shape, layout, total)
-
-        def plan(budget: int) -> MemoryPlan:
-            return divide(
-                self.shape,
-                layout,
-                budget_bytes=budget,
-                weight_bytes=model.weight_bytes,
-                max_batch_size=workload.batch,
-                max_batched_tokens=MAX_BATCHED_TOKENS,
-                staging_pages=staging,
-            )
-
-        # Any large budget tells what is fixed.
-        roomy = plan(1 << 60)
-        pages = workload.batch * chunks_of(workload.prompt + workload.new, CHUNK_TOKENS)
-        pages = max(pages, roomy.streamed_page_count)
-        return plan(roomy.weight_bytes + roomy.workspace_bytes + pages * roomy.page_bytes)
+        return exact_memory(
+            self.shape,
+            layout,
+            weight_bytes=model.weight_bytes,
+            batch=self._workload.batch,
+            tokens=self._workload.prompt + self._workload.new,
+            staging_pages=staging,
+        )
 
     def _slot_count(self) -> int:
-        """Room for the prompts and one run's chunks; what runs before left is evicted."""
+        """Return room for the prompts and one run's chunks; those of earlier runs are evicted."""
         workload = self._workload
         prompt = chunks_of(workload.prompt, CHUNK_TOKENS)
         new = chunks_of(workload.new, CHUNK_TOKENS) + 1
@@ -234,7 +226,7 @@ class OffloadHost:
 
 
 def check_workload(shape: ModelShape, workload: OffloadWorkload) -> None:
-    """Raises InvalidArgument for what cannot run."""
+    """Raise InvalidArgument if the sequences are longer than the context."""
     if workload.prompt + workload.new > shape.context_length:
         raise InvalidArgument(
             f"{workload.prompt} prompt and {workload.new} new tokens are more than the context "
@@ -244,7 +236,7 @@ def check_workload(shape: ModelShape, workload: OffloadWorkload) -> None:
 
 
 def check_device(plan: MemoryPlan, device: torch.device) -> None:
-    """Raises ResourceExhausted when the reference's cache does not fit; weights are there."""
+    """Raise ResourceExhausted if the reference's cache does not fit beside the loaded weights."""
     if device.type != "cuda":
         return
     needed = plan.budget_bytes - plan.weight_bytes
@@ -258,7 +250,7 @@ def check_device(plan: MemoryPlan, device: torch.device) -> None:
 
 
 def random_prompts(shape: ModelShape, workload: OffloadWorkload) -> tuple[tuple[int, ...], ...]:
-    """Of equal length, from the seed."""
+    """Return prompts of equal length, drawn from the seed."""
     generator = torch.Generator().manual_seed(workload.seed)
     size = (workload.batch, workload.prompt)
     drawn = torch.randint(shape.vocabulary_size, size, generator=generator)
@@ -274,7 +266,7 @@ def _collect(output: StepOutput, tokens: dict[str, list[int]]) -> None:
 
 
 def _step(seconds: float, times: Sequence[StepTimes]) -> Step:
-    """One step of the batch from those of the engine, which is one unless somebody waited."""
+    """Return a step of the batch: one of the engine, or more if a sequence waited."""
     predicted = [each.predicted_seconds for each in times]
     known = [each for each in predicted if each is not None]
     return Step(

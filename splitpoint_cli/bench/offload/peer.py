@@ -11,20 +11,19 @@ import time
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteria
-from transformers.utils import logging as transformers_logging
+from transformers import StoppingCriteria
 
 from splitpoint.shapes import ModelShape
-from splitpoint_cli.bench.greedy import generate_greedy
 from splitpoint_cli.bench.offload.report import DecodeRun, Step
-from worker_service.checkpoint.config import plain_config
-from worker_service.device.cache import TORCH_TYPES
-
-ATTENTIONS = ("sdpa", "eager")
+from splitpoint_cli.bench.shared.transformers_peer import (
+    ATTENTIONS,
+    generate_greedy,
+    random_model,
+)
 
 
 class TokenTimes(StoppingCriteria):
-    """Notes when each token of all sequences was there; never stops anything."""
+    """Note when all sequences had each token; never stop anything."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -48,21 +47,13 @@ class Peer:
     def __init__(
         self, shape: ModelShape, seed: int, device: torch.device, cache: str = "offloaded"
     ) -> None:
-        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        fields = plain_config(shape)
-        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-        torch.manual_seed(seed)
-        with torch.device(device):
-            self._model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, dtype=TORCH_TYPES[shape.data_type]
-            )
-        self._model.eval()
+        self._model = random_model(shape, seed, device)
         self._tensors = self._model.state_dict()
         self.cache = cache
         self.attention = ATTENTIONS[0]
 
     def get(self, name: str) -> torch.Tensor:
-        """A weight by its checkpoint name: the very tensor that the peer computes with."""
+        """Return a weight by its checkpoint name: the very tensor that the peer computes with."""
         tensor: torch.Tensor = self._tensors[name]
         return tensor
 
@@ -80,7 +71,7 @@ class Peer:
         self.attention = min(seconds, key=seconds.__getitem__)
 
     def decode(self, prompts: tuple[tuple[int, ...], ...], new_tokens: int) -> DecodeRun:
-        """Prefill and decode; only what comes after everybody's first token is timed."""
+        """Prefill and decode; timing starts at the last sequence's first token."""
         self._model.set_attn_implementation(self.attention)
         ids = torch.tensor(prompts, device=self._model.device)
         watch = TokenTimes()

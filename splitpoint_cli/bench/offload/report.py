@@ -1,20 +1,25 @@
-"""What a benchmark of host-resident caches found, as JSON and as a table; runs nothing.
+"""Results of `bench offload`, as JSON and as a table; runs nothing, needs no torch.
 
-A step is one token for every sequence. Predictions and bounds come in as seconds;
-where they come from is not known here, and torch is not needed.
+A step is one token for each sequence.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.table import Table
 
 from splitpoint.costs.profile import Profile
-from splitpoint_cli.bench.decode.report import commit, hardware
+from splitpoint_cli.bench.shared.report import (
+    agreeing_share,
+    commit,
+    hardware,
+    ratio_lines,
+    report_table,
+)
 from splitpoint_cli.output import seconds_text
 
 FULL_LOAD = "full load"
@@ -27,7 +32,7 @@ RECOVERED_ERROR = 0.15
 
 @dataclass(frozen=True, slots=True)
 class OffloadWorkload:
-    """What every contender does: decode `new` tokens of `batch` prompts, which are stored.
+    """The work of each contender: decode `new` tokens of `batch` stored prompts.
 
     `link_rate`: bytes per second of an emulated link, None: the device's own.
     `changed_link_factor`: what the rate is multiplied with in the run that follows it.
@@ -69,7 +74,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRun:
-    """One decode of all sequences, from everybody's first new token to everybody's last."""
+    """One decode of all sequences, from the last one's first new token to the last token."""
 
     steps: tuple[Step, ...]
     tokens: tuple[tuple[int, ...], ...]
@@ -105,9 +110,9 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What a step cannot beat: the link's time for what must cross, the device's for the rest.
+    """Lower bound of a step: the link's time for its bytes, the device's time for its work.
 
-    `compute_from` says where the device's time comes from.
+    `compute_from` names the source of the device's time.
     """
 
     split_tokens: int
@@ -122,7 +127,7 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """A step that nobody ran: what a formula says of it."""
+    """A step that was not run: its time by a formula."""
 
     split_tokens: int
     step_seconds: float
@@ -168,7 +173,7 @@ class OffloadResults:
 
 
 def steps_to_recover(change: LinkChange, limit: float = RECOVERED_ERROR) -> int | None:
-    """Steps after the change until predictions hold again; None: they never do.
+    """Return the steps after the change until predictions hold again; None if they never do.
 
     They hold from the first step on whose own error, and the median of it and all
     later ones, is below the limit.
@@ -184,7 +189,7 @@ def steps_to_recover(change: LinkChange, limit: float = RECOVERED_ERROR) -> int 
 
 
 def report_of(workload: OffloadWorkload, results: OffloadResults) -> dict[str, Any]:
-    """The JSON object: what was measured, on what, and how it compares."""
+    """Return the JSON object: what was measured, on what, and how it compares."""
     contenders = results.contenders
     reference = contenders.get(RESIDENT)
     report: dict[str, Any] = {
@@ -218,16 +223,11 @@ def report_of(workload: OffloadWorkload, results: OffloadResults) -> dict[str, A
 def table_of(report: Mapping[str, Any]) -> Table:
     rate = report["link_rate"]
     link = f", link {rate / 1e6:g} MB/s emulated" if rate else ""
-    table = Table(
-        box=None,
-        pad_edge=False,
-        header_style="bold",
-        title=f"{report['shape']} {report['dtype']}: {report['batch']} sequences, prompt "
+    table = report_table(
+        f"{report['shape']} {report['dtype']}: {report['batch']} sequences, prompt "
         f"{report['prompt']}, {report['new']} new, cache on the host, {report['device']}{link}",
+        *("contender", "split", "a step", "steps", "decode", "equal tokens"),
     )
-    table.add_column("contender")
-    for heading in ("split", "a step", "steps", "decode", "equal tokens"):
-        table.add_column(heading, justify="right")
     for name, facts in report["contenders"].items():
         split, share = facts["split_tokens"], facts["agreeing_token_share"]
         table.add_row(
@@ -245,7 +245,7 @@ def table_of(report: Mapping[str, Any]) -> Table:
         ("max(link, compute)", bound["split_tokens"], bound["seconds"]),
     ):
         table.add_row(name, str(split), seconds_text(seconds))
-    lines = [f"{name.replace('_', ' ')}: {value}" for name, value in report["ratios"].items()]
+    lines = ratio_lines(report["ratios"])
     error = report["prediction"]["median_error"]
     if error is None:
         lines.append(f"no prediction error: {report['prediction']['missing']}")
@@ -274,7 +274,9 @@ def _contender(
         "tokens_per_second": round(workload.batch * contender.step_count / seconds, 3),
         "step_seconds_of_last_run": [_rounded(step.seconds) for step in runs[-1].steps],
         "agreeing_token_share": (
-            None if reference is None else round(_agreement(runs[0], reference.runs[0]), 4)
+            None
+            if reference is None
+            else round(agreeing_share(runs[0].tokens, reference.runs[0].tokens), 4)
         ),
     }
 
@@ -305,7 +307,7 @@ def _ratios(results: OffloadResults) -> dict[str, float]:
 
 
 def _prediction(results: OffloadResults) -> dict[str, Any]:
-    """Over all steps of the pipelined contender."""
+    """Return the prediction error over all steps of the pipelined contender."""
     steps = [step for run in results.contenders[PIPELINED].runs for step in run.steps]
     errors = [step.error for step in steps if step.error is not None]
     return {
@@ -316,7 +318,7 @@ def _prediction(results: OffloadResults) -> dict[str, Any]:
 
 
 def _link(results: OffloadResults) -> dict[str, Any]:
-    """Bytes over the best measured rate, over the time they took: at l = 0."""
+    """Return the link's efficiency at l = 0: bytes over the measured rate, over their time."""
     steps = [step for run in results.contenders[FULL_LOAD].runs for step in run.steps]
     moved = sum(step.link_bytes for step in steps)
     if not moved:
@@ -344,22 +346,6 @@ def _change(change: LinkChange) -> dict[str, Any]:
             for step in change.steps
         ],
     }
-
-
-def _agreement(run: DecodeRun, reference: DecodeRun) -> float:
-    """Share of tokens before the first difference of each sequence."""
-    pairs = list(zip(run.tokens, reference.tokens, strict=True))
-    agreeing = sum(_first_difference(mine, other) for mine, other in pairs)
-    return agreeing / sum(min(len(mine), len(other)) for mine, other in pairs)
-
-
-def _first_difference(mine: Iterable[int], other: Sequence[int]) -> int:
-    count = 0
-    for left, right in zip(mine, other, strict=False):
-        if left != right:
-            break
-        count += 1
-    return count
 
 
 def _rounded(seconds: float) -> float:

@@ -1,6 +1,6 @@
-"""What `bench offload` runs, in which order: rounds of all contenders, a sweep, a changed link.
+"""The runs of `bench offload`: rounds of all contenders, a sweep, a changed link.
 
-Rounds alternate who goes first. Imported, with torch, only once the benchmark starts.
+Rounds alternate the order of contenders. Imported, with torch, only once the benchmark starts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from splitpoint.planning.plan import Residency
 from splitpoint.shapes import ModelShape
 from splitpoint_cli.bench.offload.costs import BatchCosts
-from splitpoint_cli.bench.offload.engine import CHUNK_TOKENS, OffloadHost
+from splitpoint_cli.bench.offload.engine import OffloadHost
 from splitpoint_cli.bench.offload.peer import Peer
 from splitpoint_cli.bench.offload.report import (
     FULL_LOAD,
@@ -31,7 +31,8 @@ from splitpoint_cli.bench.offload.report import (
     OffloadWorkload,
     SweepPoint,
 )
-from splitpoint_cli.bench.progress import Progress
+from splitpoint_cli.bench.shared.engine_memory import CHUNK_TOKENS
+from splitpoint_cli.bench.shared.progress import Progress
 from worker_service.startup import choose_device
 
 WARM_UP_TOKENS = 4

@@ -1,8 +1,7 @@
-"""A real store in this process, for a benchmark of the engine: what a worker's client does.
+"""A real store in this process, for a benchmark of the engine, without gRPC.
 
-Chunks are reserved, copied, verified and sealed on one thread beside the engine, as
-write-back does, and the engine hears of it by the same commands. What is left out is
-gRPC and the other processes.
+Chunks are reserved, copied, verified and sealed on one thread beside the engine, as write-back
+does; the engine gets the same commands.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from splitpoint.arena.owner import open_or_create_arena
 from splitpoint.config import remove_tree
 from splitpoint.keys import chunk_key
 from splitpoint.shapes import ArenaLayout
-from splitpoint_cli.bench.arena import bench_arena_path
+from splitpoint_cli.bench.shared.arena import bench_arena_path
 from worker_service.device.cache import DeviceCache
 from worker_service.device.pinning import pieces_of
 from worker_service.device.registrar import CudaRegistrar
@@ -41,14 +40,14 @@ from worker_service.store.write_back import (
     copy_chunks,
 )
 
-# Nothing keeps the session alive here, and nobody else is there to wait for it.
+# Nothing keeps the session alive here, and no other session waits for it.
 LEASE_SECONDS = 86_400.0
 SALT = b""
 
 
 @dataclass(slots=True)
 class _Chain:
-    """What a sequence has in the store: the last full chunk, and its leases."""
+    """A sequence's last full chunk in the store, and its leases."""
 
     parent_key: bytes
     lease_ids: list[int]
@@ -91,7 +90,7 @@ class LocalStore:
         self.pinning = self._lock()
 
     def match(self, key: SequenceKey, token_ids: Sequence[int]) -> Match:
-        """The longest stored prefix, leased until the sequence is flushed."""
+        """Return the longest stored prefix, leased until the sequence is flushed."""
         found = self._store.match(self._session, SALT, token_ids)
         chunks = tuple(_stored(entry) for entry in found.entries)
         # The last token is computed whatever is stored; see Engine.
@@ -101,9 +100,9 @@ class LocalStore:
         return Match(self.connection, found.cached_tokens, chunks, found.lease_id)
 
     def handle(self, output: StepOutput) -> None:
-        """Begin what a step asks of the store; whatever it answers comes from `answers`."""
+        """Begin what a step asks of the store; `answers` yields the results."""
         if output.lookups:
-            raise RuntimeError("a chunk was lost, though nobody else uses this store")
+            raise RuntimeError("a chunk was lost, although nothing else uses this store")
         for key, jobs in output.writes:
             for first in range(0, len(jobs), BATCH_CHUNKS):
                 self._begin(self._write, key, jobs[first : first + BATCH_CHUNKS])
@@ -111,7 +110,7 @@ class LocalStore:
             self._begin(self._flush, key)
 
     def answers(self, *, wait: bool) -> Iterable[Command]:
-        """What is done, for the engine; with `wait`, once anything is. Raises what failed."""
+        """Yield finished commands; with `wait`, wait for one. Raises their errors."""
         if wait and not self._pending:
             raise RuntimeError("the engine waits for a store that has nothing to do")
         while self._pending and (wait or not self._done.empty()):
@@ -186,7 +185,7 @@ class LocalStore:
     # -- page-locking ------------------------------------------------------------------
 
     def _lock(self) -> str:
-        """All planes, at once: a benchmark does not begin before."""
+        """Lock all planes before the benchmark begins; return the result for people."""
         if self._registrar is None:
             return "not pinned: no GPU"
         arena = self._opened.arena

@@ -1,12 +1,10 @@
 """`splitpoint bench restore`: a cached prefix brought back in every way, beside its limit.
 
-This file is the command; what is run is in restore_runs.py, which is imported
-(with torch) only once the benchmark starts.
+runs.py has what is run; it is imported, with torch, only once the benchmark starts.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -14,59 +12,66 @@ import typer
 
 from splitpoint import config
 from splitpoint.extras import need_all
-from splitpoint_cli.bench.options import ElementType, LinkRate, RandomShape, Threads
-from splitpoint_cli.bench.progress import Progress
 from splitpoint_cli.bench.restore.picture import picture_of
 from splitpoint_cli.bench.restore.report import report_of, table_of
 from splitpoint_cli.bench.restore.workload import CHUNK_TOKENS, RestoreWorkload
+from splitpoint_cli.bench.shared import options
+from splitpoint_cli.bench.shared.progress import Progress
+from splitpoint_cli.bench.shared.report import hand_over_report
 from splitpoint_cli.files import check_output
 from splitpoint_cli.plots import check_picture, save
-from splitpoint_cli.report import AsJson, OutputFile, hand_over, print_table
+from splitpoint_cli.report import AsJson, OutputFile
 from worker_service.lanes.timeline import Trace
 
 SWEEP_POINTS = 16
 
+_Prompt = Annotated[int, typer.Option(help="Cached tokens of each sequence.", min=CHUNK_TOKENS)]
+_Batch = Annotated[int, typer.Option(help="Sequences, one after the other.", min=1)]
+_Layers = Annotated[int, typer.Option(help="Only so many layers of the shape; 0: all.", min=0)]
+_Balance = Annotated[
+    bool,
+    typer.Option(
+        "--balance",
+        help="Emulate a link on which loading everything takes as long as recomputing it "
+        "from token ids.",
+    ),
+]
+_Device = Annotated[str, typer.Option(help="Device to restore to.", metavar="cpu|cuda|cuda:N")]
+_Repeats = Annotated[int, typer.Option(help="Timed runs of each contender.", min=5)]
+_Sweep = Annotated[bool, typer.Option("--sweep", help="Also measure the time over all splits.")]
+_Tile = Annotated[
+    int, typer.Option(help="Tokens of X on the link at once; 0: the planner's.", min=0)
+]
+_Seed = Annotated[int, typer.Option(help="Seed of weights and prompts.", min=0)]
+_Picture = Annotated[
+    Path | None, typer.Option(help="Draw the sweep and the contenders.", metavar="FILE")
+]
+_TraceFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="Write the lanes of one pipelined run, for `splitpoint trace`.", metavar="FILE"
+    ),
+]
+
 
 def restore(
-    shape: RandomShape = "opt-125m",
-    dtype: ElementType = "float32",
-    prompt: Annotated[
-        int, typer.Option(help="Cached tokens of each sequence.", min=CHUNK_TOKENS)
-    ] = 2000,
-    batch: Annotated[int, typer.Option(help="Sequences, one after the other.", min=1)] = 1,
-    layers: Annotated[
-        int, typer.Option(help="Only so many layers of the shape; 0: all.", min=0)
-    ] = 0,
-    link_rate: LinkRate = None,
-    balance: Annotated[
-        bool,
-        typer.Option(
-            "--balance",
-            help="Emulate a link on which loading everything takes as long as recomputing it "
-            "from token ids.",
-        ),
-    ] = False,
-    device: Annotated[str, typer.Option(help="Where to.", metavar="cpu|cuda|cuda:N")] = "cpu",
-    threads: Threads = 0,
-    repeats: Annotated[int, typer.Option(help="Timed runs of each contender.", min=5)] = 5,
-    sweep: Annotated[
-        bool, typer.Option("--sweep", help="Measure the time over all splits, too.")
-    ] = False,
-    tile: Annotated[
-        int, typer.Option(help="Tokens of X on the link at once; 0: the planner's.", min=0)
-    ] = 0,
-    seed: Annotated[int, typer.Option(help="Of weights and prompts.", min=0)] = 0,
+    shape: options.RandomShape = "opt-125m",
+    dtype: options.ElementType = "float32",
+    prompt: _Prompt = 2000,
+    batch: _Batch = 1,
+    layers: _Layers = 0,
+    link_rate: options.LinkRate = None,
+    balance: _Balance = False,
+    device: _Device = "cpu",
+    threads: options.Threads = 0,
+    repeats: _Repeats = 5,
+    sweep: _Sweep = False,
+    tile: _Tile = 0,
+    seed: _Seed = 0,
     as_json: AsJson = False,
     output: OutputFile = None,
-    png: Annotated[
-        Path | None, typer.Option(help="Draw the sweep and the contenders.", metavar="FILE")
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write the lanes of one pipelined run, for `splitpoint trace`.", metavar="FILE"
-        ),
-    ] = None,
+    png: _Picture = None,
+    trace: _TraceFile = None,
 ) -> None:
     """Loading, recomputing, KVPR's sequential split, the pipelined split and its serial twin.
 
@@ -83,7 +88,7 @@ def restore(
         layers=layers,
         link_rate=None if link_rate is None else config.parse_rate(link_rate, field="link_rate"),
         device=device,
-        threads=threads or len(os.sched_getaffinity(0)),
+        threads=options.thread_count(threads),
         repeats=repeats,
         sweep_points=SWEEP_POINTS if sweep else 0,
         tile=tile,
@@ -102,17 +107,11 @@ def restore(
         save(picture_of(report), png)
     if trace is not None and recorder is not None:
         recorder.write(trace)
-    hand_over(
-        report,
-        lambda: print_table(table_of(report)),
-        as_json=as_json,
-        output=output,
-        indent=None,
-    )
+    hand_over_report(report, table_of, as_json=as_json, output=output)
 
 
 def _facts(workload: RestoreWorkload) -> dict[str, str]:
-    """The title of a trace's picture."""
+    """Return what a reader of the trace should know."""
     facts = {
         "shape": f"{workload.shape} {workload.dtype}",
         "device": f"{workload.device} ({workload.threads} threads)",

@@ -1,4 +1,4 @@
-"""What a restore benchmark found, as JSON and as a table; runs nothing, needs no torch."""
+"""Results of `bench restore`, as JSON and as a table; runs nothing, needs no torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rich.table import Table
 
 from splitpoint.config import format_rate
 from splitpoint.costs.profile import Profile
-from splitpoint_cli.bench.decode.report import commit, hardware
 from splitpoint_cli.bench.restore.workload import RestoreWorkload
+from splitpoint_cli.bench.shared.report import commit, hardware, ratio_lines, report_table
 from splitpoint_cli.output import seconds_text
 
 # Names of contenders, in the order in which they are shown.
@@ -93,7 +93,7 @@ class RestoreResults:
 
 
 def ratios_of(found: RestoreResults, *, swept: bool) -> dict[str, float]:
-    """Each in one run with its peer; those whose contenders were not measured are missing.
+    """Return each ratio of one run with its peer; ratios without both contenders are missing.
 
     The bound of a pipelined run is the greater of the seconds that link and device had
     work in that very run, which is never above its time. Beside it stands what they need
@@ -132,12 +132,12 @@ def ratios_of(found: RestoreResults, *, swept: bool) -> dict[str, float]:
 
 
 def has_no_link(device: str, link_rate: float | None) -> bool:
-    """Whether loading is computing, too: a CPU copies with the cores that rebuild."""
+    """Return True if loading is computing, too: a CPU copies with the cores that rebuild."""
     return device == "cpu" and link_rate is None
 
 
 def worst_in_sweep(sweep: Sequence[SweepPoint]) -> float | None:
-    """The greatest pipelined / sequential at any split; None without a sweep."""
+    """Return the greatest pipelined / sequential at any split; None without a sweep."""
     column = {point.split: point.seconds for point in sweep if point.schedule == "column"}
     ratios = [
         point.seconds / column[point.split]
@@ -148,7 +148,7 @@ def worst_in_sweep(sweep: Sequence[SweepPoint]) -> float | None:
 
 
 def report_of(workload: RestoreWorkload, found: RestoreResults) -> dict[str, Any]:
-    """The JSON object. Times in seconds, rates per second, differences as shares."""
+    """Return the JSON object. Times in seconds, rates per second, differences as shares."""
     return {
         "benchmark": "restore",
         **asdict(workload),
@@ -184,20 +184,14 @@ def _result_json(result: Result) -> dict[str, Any]:
 
 
 def table_of(report: Mapping[str, Any]) -> Table:
-    """The contenders for people, each against loading everything."""
+    """Return the contenders for people, each against loading everything."""
     rate = report["link_rate"]
     link = f"link emulated at {format_rate(rate)}" if rate else report["memory"]
-    table = Table(
-        box=None,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-        header_style="bold",
-        title=f"{report['shape']} {report['dtype']}: {report['batch']} x {report['prompt']} "
+    table = report_table(
+        f"{report['shape']} {report['dtype']}: {report['batch']} x {report['prompt']} "
         f"cached tokens, {report['device']}, {report['threads']} threads, {link}",
+        *("restore", "split", "time", "min-max", "/ load", "predicted", "link", "device"),
     )
-    table.add_column("restore")
-    for heading in ("split", "time", "min-max", "/ load", "predicted", "link", "device"):
-        table.add_column(heading, justify="right")
     load = report["contenders"][LOAD]["seconds"]
     for name, facts in report["contenders"].items():
         predicted = facts["predicted_seconds"]
@@ -211,7 +205,7 @@ def table_of(report: Mapping[str, Any]) -> Table:
             f"{facts['link_busy_seconds'] / facts['seconds']:.0%}",
             f"{facts['compute_busy_seconds'] / facts['seconds']:.0%}",
         )
-    lines = [f"{name.replace('_', ' ')}: {value}" for name, value in report["ratios"].items()]
+    lines = ratio_lines(report["ratios"])
     lines.append(
         f"restored K and V equal the stored ones: {report['largest_difference']:.1e} of the "
         f"largest at most, {report['tolerance']:g} allowed"

@@ -1,7 +1,7 @@
-"""What `splitpoint bench restore` runs: one prefix, brought back in every way there is.
+"""The runs of `splitpoint bench restore`: one prefix, brought back by every method.
 
-All ways take turns in one process, with the same weights, arena and pages. Whatever
-comes back is compared with what was stored before a time counts.
+All methods take turns in one process, with the same weights, arena and pages. A time counts only
+after the restored pages were compared with what was stored.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -20,7 +21,6 @@ from splitpoint.planning.split_costs import PipelineOptions, SplitCosts
 from splitpoint.planning.split_search import best_pipeline_options, best_split
 from splitpoint.planning.token_recompute import RecomputeEstimate, TokenRecompute
 from splitpoint.shapes import chunks_of
-from splitpoint_cli.bench.progress import Progress
 from splitpoint_cli.bench.restore.report import (
     ACTIVATIONS,
     BOTH_ENDS,
@@ -41,6 +41,7 @@ from splitpoint_cli.bench.restore.workload import (
     TOLERANCES,
     RestoreWorkload,
 )
+from splitpoint_cli.bench.shared.progress import Progress
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.device.memory import STAGING_PAGES
@@ -85,7 +86,7 @@ class Contender:
 
 
 class Restorer:
-    """The ways to restore what is stored, on two sets of lanes."""
+    """The methods to restore what is stored, on two sets of lanes."""
 
     def __init__(self, stored: Stored, workload: RestoreWorkload) -> None:
         self.stored = stored
@@ -112,7 +113,7 @@ class Restorer:
     def split(
         self, split: int, schedule: Schedule, tile_tokens: int, *, serial: bool = False
     ) -> list[Span]:
-        """By activations and loads. Sequential splits send X in one piece."""
+        """Restore by activations and loads. Sequential splits send X in one piece."""
         transfer = self._whole_transfer if schedule is Schedule.COLUMN else self._transfer
         spans: list[Span] = []
         for sequence in self.stored.sequences:
@@ -128,11 +129,11 @@ class Restorer:
         return spans
 
     def both_ends(self, expected_tokens: int) -> list[Span]:
-        """By token ids and loads."""
+        """Restore by token ids and loads."""
         return self._from_both_ends(self.lanes, expected_tokens)
 
     def prefill(self) -> list[Span]:
-        """By token ids alone: nothing of the arena is read."""
+        """Restore by token ids alone, without reading the arena."""
         return self._from_both_ends(self.serial_lanes, self.workload.prompt)
 
     @torch.inference_mode()
@@ -153,7 +154,7 @@ class Restorer:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What the planner would do, from the measured profile."""
+    """The planner's choices, from the measured profile."""
 
     costs: SplitCosts
     column: PipelineOptions
@@ -199,7 +200,7 @@ class Planned:
 def run_all(
     workload: RestoreWorkload, progress: Progress, trace: Trace | None = None
 ) -> RestoreResults:
-    """Everything, in turns. Raises Internal when something comes back wrong.
+    """Measure all methods in turns. Raises Internal if a restored page is wrong.
 
     `trace` gets one run of the pipelined split, or, where there is none, of loading.
     """
@@ -226,7 +227,7 @@ def run_all(
 
 
 def _balanced(workload: RestoreWorkload, stored: Stored) -> RestoreWorkload:
-    """With a link that loads everything in the time that recomputing everything takes."""
+    """Return the workload with a link that loads everything as fast as recomputing it."""
     workload = replace(workload, balance=False)
     restorer = Restorer(stored, workload)
     seconds = []
@@ -295,8 +296,10 @@ def _measure(
 
 
 def _refitted(profile: Profile, workload: RestoreWorkload, restorer: Restorer) -> Profile:
-    """As a worker refits it by its own restores: what they compute reads and writes memory
-    that no cache holds, unlike what is measured alone."""
+    """Return the profile as a worker refits it by its own restores.
+
+    They read and write memory that no processor cache holds, unlike the first measurement.
+    """
     planned = Planned.of(workload, profile)
     tile, split = planned.pipelined.tile_tokens, planned.column_split
     ways: list[Callable[[], list[Span]]] = [
@@ -333,7 +336,7 @@ def _split_contenders(
     predicted: Callable[[int, PipelineOptions], float],
     sweep: Sequence[SweepPoint],
 ) -> list[Contender]:
-    """Each schedule at the split that was best in the sweep."""
+    """Return each schedule at the split that was best in the sweep."""
     cached, tile = workload.prompt, planned.pipelined.tile_tokens
     column, pipelined = (_best(sweep, kind) for kind in (Schedule.COLUMN, Schedule.PIPELINED))
     return [
@@ -375,7 +378,7 @@ def _sweep(
     predicted: Callable[[int, PipelineOptions], float],
     progress: Progress,
 ) -> list[SweepPoint]:
-    """Time over the split for both schedules, or, if none was asked for, near its best."""
+    """Measure time over the split for both schedules; without a sweep only near the best."""
     tile = planned.pipelined.tile_tokens
     points: list[tuple[PipelineOptions, Contender]] = []
     for options, best in (
@@ -385,11 +388,7 @@ def _sweep(
         for split in _splits(workload, best):
             size = tile if options is planned.pipelined else _whole(split)
 
-            def run(
-                split: int = split, options: PipelineOptions = options, size: int = size
-            ) -> list[Span]:
-                return restorer.split(split, options.schedule, size)
-
+            run = partial(restorer.split, split, options.schedule, size)
             name = f"{options.schedule.value}, split {split:,}"
             points.append((options, Contender(name, run, split, size)))
     rounds = workload.repeats if workload.sweep_points else SEARCH_RUNS
@@ -407,7 +406,7 @@ def _sweep(
 
 
 def _splits(workload: RestoreWorkload, best: int) -> list[int]:
-    """Splits to measure: whole chunks, or all."""
+    """Return the splits to measure: whole chunks, or all."""
     cached = workload.prompt
     wanted: Iterable[float] = (best * factor for factor in NEARBY)
     if workload.sweep_points:
@@ -423,7 +422,7 @@ def _best(sweep: Sequence[SweepPoint], schedule: Schedule) -> int:
 
 
 def _whole(split: int) -> int:
-    """One tile for all of it."""
+    """Return the size of one tile for the whole split."""
     return max(1, chunks_of(split, CHUNK_TOKENS)) * CHUNK_TOKENS
 
 
@@ -434,7 +433,7 @@ def run_rounds(
     progress: Progress,
     trace: Trace | None = None,
 ) -> None:
-    """A run of each to warm up, then the timed rounds, each in the other order."""
+    """Run each to warm up, then in timed rounds, each in the other order."""
     for contender in progress.track("warming up", contenders):
         contender.run()
     for contender in progress.rounds("timed runs", contenders, rounds):

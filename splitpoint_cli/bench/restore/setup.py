@@ -1,7 +1,6 @@
-"""Prefixes in a real arena, written there from what the model computes, to be restored.
+"""Prefixes in a real arena, computed by the model, for benchmarks that restore them.
 
-The store runs in this process: what is measured is the worker's side, which maps
-the arena as it always does. Whoever restores compares with what was stored.
+The store runs in this process. The measured worker side maps the arena as it always does.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from splitpoint.arena.owner import open_or_create_arena
 from splitpoint.errors import Internal
 from splitpoint.keys import chunk_key
 from splitpoint.shapes import ArenaLayout, chunks_of
-from splitpoint_cli.bench.arena import bench_arena_path
 from splitpoint_cli.bench.restore.workload import (
     CHUNK_TOKENS,
     MAX_BATCHED_TOKENS,
     TOLERANCES,
     RestoreWorkload,
 )
+from splitpoint_cli.bench.shared.arena import bench_arena_path
 from worker_service.device.registrar import CudaRegistrar, PinningFailed
 from worker_service.model.attention import prefill
 from worker_service.model.attention_plan import PrefillPlan
@@ -37,9 +36,9 @@ from worker_service.model.layer import DecoderLayer
 from worker_service.pipeline.restore import Prefix
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
 
-# The store's sessions end after so long without a word; nobody speaks for this one.
+# The store's sessions end after so long without a heartbeat; this one sends none.
 _LEASE_SECONDS = 24 * 3600.0
-# No key or value is that large: what was not restored is seen.
+# No key or value is that large: the comparison finds rows that were not restored.
 _POISON = 1e4
 
 
@@ -69,10 +68,7 @@ class StoredSequence:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """All that a restore needs.
-
-    `memory`: how the device sees the arena, in words.
-    """
+    """All that a restore needs. `memory`: how the device sees the arena, in words."""
 
     model: Decoder
     device: torch.device
@@ -83,7 +79,7 @@ class Stored:
 
     @torch.inference_mode()
     def largest_difference(self) -> float:
-        """Between K and V in the pages and those stored, as a share of the largest stored."""
+        """Return the largest difference of a page, as a share of the largest stored value."""
         difference = largest = 0.0
         for sequence in self.sequences:
             first, count = sequence.chunks[0].slot, len(sequence.chunks)
@@ -100,7 +96,7 @@ class Stored:
         return difference / largest
 
     def check(self, name: str) -> float:
-        """`largest_difference`; raises Internal when what came back is not what was stored."""
+        """Return `largest_difference`. Raises Internal if it is above the tolerance."""
         found = self.largest_difference()
         allowed = TOLERANCES[self.model.shape.data_type]
         if not found <= allowed:
@@ -112,7 +108,7 @@ class Stored:
 def stored_prefixes(
     workload: RestoreWorkload, model: Decoder, device: torch.device
 ) -> Iterator[Stored]:
-    """Prefills random prompts and seals all of their chunks; removes the arena afterwards."""
+    """Prefill random prompts and seal all of their chunks; remove the arena afterwards."""
     layout = ArenaLayout.of(
         model.shape,
         chunk_tokens=CHUNK_TOKENS,
@@ -157,56 +153,64 @@ def fill_pages(
     numbers: Sequence[int],
     keep_inputs: Callable[[int, range, torch.Tensor], None] | None = None,
 ) -> None:
-    """A prefill of the whole prefix into its pages, in a worker's pieces, without logits.
+    """Prefill the whole prefix into its pages, in a worker's pieces, without logits.
 
     `keep_inputs` gets each layer's index, the positions of a piece, and its X `[N, h]`.
     """
-    device = pages.keys[0].device
-    windows = {layer.window for layer in model.layers}
     for start in range(0, len(token_ids), MAX_BATCHED_TOKENS):
         piece = range(start, min(start + MAX_BATCHED_TOKENS, len(token_ids)))
-        positions = torch.arange(piece.start, piece.stop, device=device)
-        page_of = torch.tensor([numbers[each // CHUNK_TOKENS] for each in piece], device=device)
-        row_of = positions % CHUNK_TOKENS
-        plan = PrefillPlan.of_prefix(
-            numbers,
-            piece.start,
-            len(piece),
-            chunk_tokens=CHUNK_TOKENS,
-            windows=windows,
-            device=device,
+        _fill_piece(model, token_ids, piece, pages, numbers, keep_inputs)
+
+
+def _fill_piece(
+    model: Decoder,
+    token_ids: Sequence[int],
+    piece: range,
+    pages: Pages,
+    numbers: Sequence[int],
+    keep_inputs: Callable[[int, range, torch.Tensor], None] | None,
+) -> None:
+    device = pages.keys[0].device
+    positions = torch.arange(piece.start, piece.stop, device=device)
+    page_of = torch.tensor([numbers[each // CHUNK_TOKENS] for each in piece], device=device)
+    row_of = positions % CHUNK_TOKENS
+    plan = PrefillPlan.of_prefix(
+        numbers,
+        piece.start,
+        len(piece),
+        chunk_tokens=CHUNK_TOKENS,
+        windows={layer.window for layer in model.layers},
+        device=device,
+    )
+
+    def attend(
+        index: int,
+        layer: DecoderLayer,
+        inputs: torch.Tensor,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        pages.keys[index][page_of, :, row_of] = keys
+        pages.values[index][page_of, :, row_of] = values
+        if keep_inputs is not None:
+            keep_inputs(index, piece, inputs)
+        planes = pages.keys[index], pages.values[index]
+        return prefill(
+            queries,
+            keys,
+            values,
+            *planes,
+            plan,
+            window=layer.window,
+            scale=layer.scale,
+            cap=layer.cap,
         )
 
-        def attend(
-            index: int,
-            layer: DecoderLayer,
-            inputs: torch.Tensor,
-            queries: torch.Tensor,
-            keys: torch.Tensor,
-            values: torch.Tensor,
-            piece: range = piece,
-            page_of: torch.Tensor = page_of,
-            row_of: torch.Tensor = row_of,
-            plan: PrefillPlan = plan,
-        ) -> torch.Tensor:
-            pages.keys[index][page_of, :, row_of] = keys
-            pages.values[index][page_of, :, row_of] = values
-            if keep_inputs is not None:
-                keep_inputs(index, piece, inputs)
-            planes = pages.keys[index], pages.values[index]
-            return prefill(
-                queries,
-                keys,
-                values,
-                *planes,
-                plan,
-                window=layer.window,
-                scale=layer.scale,
-                cap=layer.cap,
-            )
-
-        hidden = model.embed(torch.tensor(token_ids[start : piece.stop], device=device), positions)
-        through_layers(model.layers, hidden, model.rotary(positions), attend)
+    hidden = model.embed(
+        torch.tensor(token_ids[piece.start : piece.stop], device=device), positions
+    )
+    through_layers(model.layers, hidden, model.rotary(positions), attend)
 
 
 def _store_sequence(
@@ -218,7 +222,7 @@ def _store_sequence(
     pages: Pages,
     numbers: range,
 ) -> tuple[StoredChunk, ...]:
-    """Compute it and seal it; an empty store grants one run."""
+    """Compute and seal one sequence; an empty store grants one run."""
     [run] = store.reserve(session, len(numbers))
     slots = range(run.first, run.first + len(run.generations))
 
@@ -256,7 +260,7 @@ def _seal(
 
 
 def _empty_pages(tensors: ArenaTensors, count: int, device: torch.device) -> Pages:
-    """Zeros, all of them touched: a run must not pay for fresh memory."""
+    """Return zeros that were written once: a run must not pay for fresh memory."""
 
     def planes(layers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         shape = tensors.keys[0].shape[1:]
@@ -268,7 +272,7 @@ def _empty_pages(tensors: ArenaTensors, count: int, device: torch.device) -> Pag
 
 
 def _lock_memory(tensors: ArenaTensors, device: torch.device) -> tuple[str, Callable[[], None]]:
-    """Page-locked for a GPU, if the driver lets us; and how to undo it."""
+    """Page-lock the arena for a GPU if the driver can; return the state and how to undo it."""
     payload = tensors.arena.payload
     if device.type != "cuda":
         return "mapped", lambda: None
@@ -281,5 +285,5 @@ def _lock_memory(tensors: ArenaTensors, device: torch.device) -> tuple[str, Call
 
 
 def _rows(pages: torch.Tensor, count: int) -> torch.Tensor:
-    """The first `count` tokens of `[pages, n_kv, C, d]` as fp32 `[count, n_kv, d]`."""
+    """Return the first `count` tokens of `[pages, n_kv, C, d]` as fp32 `[count, n_kv, d]`."""
     return pages.transpose(1, 2).flatten(0, 1)[:count].to(torch.float32)

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import BUILT_IN_SHAPES, DataType, ModelShape
+from splitpoint_cli.bench.shared.options import built_in_shape, check_data_type
 
 CHUNK_TOKENS = 64
-# As a worker has them: pages of X that its staging memory holds, prompt tokens a step.
+# As a worker has it: prompt tokens a step.
 MAX_BATCHED_TOKENS = 512
 # Rebuilt K and V may differ from the stored ones by this share of the largest of them:
 # the same products, added up in another order.
@@ -45,12 +46,7 @@ class RestoreWorkload:
     def __post_init__(self) -> None:
         if self.balance and self.link_rate is not None:
             raise InvalidArgument("give a link rate or balance it, not both", field="balance")
-        shape = BUILT_IN_SHAPES.get(self.shape)
-        if shape is None:
-            raise InvalidArgument(
-                f"no shape is called {self.shape!r}: there are {', '.join(BUILT_IN_SHAPES)}",
-                field="shape",
-            )
+        shape = built_in_shape(self.shape)
         check_data_type(self.dtype)
         if not CHUNK_TOKENS <= self.prompt <= shape.context_length:
             raise InvalidArgument(
@@ -71,12 +67,3 @@ class RestoreWorkload:
         shape = BUILT_IN_SHAPES[self.shape]
         layers = self.layers or shape.layer_count
         return replace(shape, data_type=self.data_type, layer_count=layers)
-
-
-def check_data_type(name: str) -> None:
-    """Raises InvalidArgument with the names that there are."""
-    names = [known.value for known in DataType]
-    if name not in names:
-        raise InvalidArgument(
-            f"no data type is called {name!r}: there are {', '.join(names)}", field="dtype"
-        )

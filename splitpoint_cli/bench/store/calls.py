@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Iterator, Sequence
 from typing import TypeVar
 
 from splitpoint.keys import chunk_key
-from splitpoint_cli.bench.progress import Progress
+from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.store.report import BatchResult, CallsResult
 from splitpoint_cli.bench.store.workload import SALT
 from worker_service.store.client import StoreClient, WrittenChunk

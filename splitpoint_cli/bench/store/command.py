@@ -1,7 +1,6 @@
 """`splitpoint bench store`: the store's data path and control calls, each beside its limit.
 
-This file is the command; what is run is in store_runs.py, which is imported
-(with the workers' client, and torch) only once the benchmark starts.
+runs.py has what is run; it is imported, with torch, only once the benchmark starts.
 """
 
 from __future__ import annotations
@@ -12,11 +11,12 @@ import typer
 
 from splitpoint import config
 from splitpoint.extras import need_all
-from splitpoint_cli.bench.ending import run_until_signal
-from splitpoint_cli.bench.progress import Progress
+from splitpoint_cli.bench.shared.ending import run_until_signal
+from splitpoint_cli.bench.shared.progress import Progress
+from splitpoint_cli.bench.shared.report import hand_over_report
 from splitpoint_cli.bench.store.report import report_of, table_of
 from splitpoint_cli.bench.store.workload import StoreWorkload
-from splitpoint_cli.report import AsJson, OutputFile, hand_over, print_table
+from splitpoint_cli.report import AsJson, OutputFile
 
 
 def store(
@@ -59,10 +59,4 @@ def store(
 
     results = run_until_signal(run_all(workload, redis, Progress()))
     report = report_of(workload, results)
-    hand_over(
-        report,
-        lambda: print_table(table_of(report)),
-        as_json=as_json,
-        output=output,
-        indent=None,
-    )
+    hand_over_report(report, table_of, as_json=as_json, output=output)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from splitpoint.arena.mapping import Arena
 from splitpoint.errors import Internal
-from splitpoint_cli.bench.progress import Progress
+from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.store.report import MappingResult
 
 Bytes = npt.NDArray[np.uint8]

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import redis
 
 from splitpoint.errors import Unavailable
-from splitpoint_cli.bench.progress import Progress
+from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.store.report import StreamResult
 
 _PREFIX = "sp:bench:"

@@ -21,8 +21,8 @@ from splitpoint.transport.channels import open_channel
 from splitpoint.transport.statuses import error_of
 from splitpoint.v1 import kvstore_pb2 as pb
 from splitpoint.v1 import kvstore_pb2_grpc, types_pb2
-from splitpoint_cli.bench import raw_stream
-from splitpoint_cli.bench.progress import Progress
+from splitpoint_cli.bench.shared import raw_stream
+from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.store.report import StreamResult
 
 _SECONDS = 60.0

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.table import Table
 
 from splitpoint.config import format_size
-from splitpoint_cli.bench.decode.report import commit, hardware
+from splitpoint_cli.bench.shared.report import commit, hardware
 from splitpoint_cli.bench.store.workload import StoreWorkload
 
 
@@ -105,7 +105,7 @@ class StoreResults:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that `percent` of them do not exceed."""
+    """Return the smallest value that `percent` of them do not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
@@ -162,8 +162,8 @@ def report_of(workload: StoreWorkload, results: StoreResults) -> dict[str, Any]:
     }
 
 
-def table_of(report: dict[str, Any]) -> Table:
-    """The report for people."""
+def table_of(report: Mapping[str, Any]) -> Table:
+    """Return the report for people."""
     mapping, calls, batches = report["mapping"], report["calls"], report["batches"]
     table = Table(
         box=None, pad_edge=False, header_style="bold", title=f"KV store, {report['hardware']}"

@@ -17,8 +17,8 @@ import numpy as np
 from splitpoint.config import format_size, remove_tree
 from splitpoint.keys import chunk_key
 from splitpoint.shapes import ArenaLayout
-from splitpoint_cli.bench.arena import bench_arena_path
-from splitpoint_cli.bench.progress import Progress
+from splitpoint_cli.bench.shared.arena import bench_arena_path
+from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.store import redis as store_redis
 from splitpoint_cli.bench.store.calls import measure_batches, measure_calls
 from splitpoint_cli.bench.store.mapping import Bytes, measure_mapping, runs_of
@@ -194,7 +194,7 @@ async def _measure_remote(
     address: str, sequences: Sequence[Sequence[int]], workload: StoreWorkload, progress: Progress
 ) -> StreamResult:
     peer = ServiceCommand(
-        "peer", ("-m", "splitpoint_cli.bench.raw_stream", "--listen", "127.0.0.1:0")
+        "peer", ("-m", "splitpoint_cli.bench.shared.raw_stream", "--listen", "127.0.0.1:0")
     )
     chunks = _REMOTE_BYTES // DATA_LAYOUT.chunk_bytes
     some = sequences[: max(1, chunks // workload.run_slots)]

@@ -42,7 +42,7 @@ from splitpoint_cli.bench.offload.report import (
     table_of,
 )
 from splitpoint_cli.bench.offload.runs import peer_of, run_all
-from splitpoint_cli.bench.progress import Progress
+from splitpoint_cli.bench.shared.progress import Progress
 
 SHAPE = ModelShape("By hand", "opt", 4, 8, 2, 2, 4, 16, 128, 512, DataType.FLOAT32, False, True)
 PROFILE = Profile(1e6, 0.0, 1e6, 0.0, 1e6, step_compute_seconds=0.5)

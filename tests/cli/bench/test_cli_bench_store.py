@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from splitpoint.arena.payload import PIECE_BYTES
 from splitpoint.errors import InvalidArgument, Unavailable
-from splitpoint_cli.bench.progress import Progress
+from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.store.mapping import SlotRun, runs_of
 from splitpoint_cli.bench.store.redis import measure_redis, server
 from splitpoint_cli.bench.store.report import (

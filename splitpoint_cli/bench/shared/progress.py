@@ -1,7 +1,7 @@
-"""What a benchmark does, how far it is, and how long that will still take: on standard error.
+"""Progress of a benchmark on standard error: what runs, how far, and the time left.
 
-A terminal shows a bar, which is drawn between runs only: nothing is drawn beside what is
-measured. Anything else gets a line now and then.
+A terminal shows a bar, drawn between runs only, so that drawing is never measured. Other outputs
+get a line now and then.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Item = TypeVar("Item")
 
 
 class Progress:
-    """Tells on `console` what goes on; `clock` is in seconds."""
+    """Prints to `console`; `clock` is in seconds."""
 
     def __init__(self, console: Console = err, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console

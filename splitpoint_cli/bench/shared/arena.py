@@ -1,7 +1,7 @@
-"""Where a benchmark's arena lies, and what happens to those of benchmarks that were killed.
+"""The arena of a benchmark, and removal of those that killed benchmarks left.
 
-The lock beside an arena says whether somebody uses it, in whatever container; process
-ids in a path only keep two benchmarks apart.
+The lock beside an arena tells whether a process uses it, in any container; the process id in its
+path only keeps two benchmarks apart.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from splitpoint.config import SHARED_MEMORY
 from splitpoint.errors import SplitpointError
-from splitpoint_cli.bench.ending import ARENA_PREFIX, own_arena_path
+from splitpoint_cli.bench.shared.ending import ARENA_PREFIX, own_arena_path
 
 
 def bench_arena_path() -> Path:
@@ -29,7 +29,7 @@ def _remove_abandoned(path: Path) -> None:
     except ArenaInUse:
         return
     except SplitpointError:
-        return  # not a folder of ours: nobody asked us to judge it
+        return  # not an arena of ours
     try:
         owner.remove_existing()
     finally:

@@ -1,4 +1,4 @@
-"""How a benchmark ends by a signal: what it holds is given back before the process goes.
+"""End a benchmark by a signal: it releases what it holds before the process exits.
 
 SIGINT, SIGTERM and SIGHUP end it once, with exit code 128 and the signal's number. Later
 ones are ignored until everything is cleaned up; only SIGKILL ends a benchmark at once.
@@ -95,7 +95,7 @@ def run_until_signal(work: Coroutine[Any, Any, Result]) -> Result:
         try:
             return await task
         except BaseException as error:
-            # Whatever cancelled work raises on its way out, the signal is why.
+            # The signal is the cause, whatever the cancelled work raises.
             if caught:
                 raise SystemExit(128 + caught[0]) from error
             raise

@@ -1,6 +1,6 @@
 """A server whose only method streams one message over and over: gRPC with nothing around it.
 
-    python -m splitpoint_cli.bench.raw_stream --listen ADDRESS --parent-fd N
+    python -m splitpoint_cli.bench.shared.raw_stream --listen ADDRESS --parent-fd N
 
 The limit that `splitpoint bench store` measures the store's streams against. A
 request is two numbers as text, "SIZE COUNT"; messages are plain bytes.

@@ -1,0 +1,74 @@
+"""What the benchmarks of this folder share: their options and results, and a stack under test."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from splitpoint.client import AsyncClient
+from splitpoint.errors import InvalidArgument
+from splitpoint_cli.files import check_output
+from splitpoint_cli.report import FILE_HELP, FLAG_HELP, hand_over
+from splitpoint_cli.stack.options import StackOptions
+from splitpoint_cli.stack.plan import Stack, plan_stack
+from splitpoint_cli.stack.runner import StackRunner
+
+# Of the bundled model, for random token ids.
+VOCABULARY = 4096
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser with `--json` and `--output`, described by a module's docstring."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help=FLAG_HELP)
+    parser.add_argument("--output", type=_place, metavar="FILE", help=FILE_HELP)
+    return parser
+
+
+def _place(text: str) -> Path:
+    try:
+        check_output(Path(text), "output")
+    except InvalidArgument as error:
+        raise argparse.ArgumentTypeError(error.message) from error
+    return Path(text)
+
+
+def finish(
+    arguments: argparse.Namespace,
+    result: Mapping[str, Any],
+    show: Callable[[Mapping[str, Any]], None],
+) -> None:
+    """Write the result to `--output`, then print it as JSON or `show` it."""
+    hand_over(
+        result,
+        lambda: show(result),
+        as_json=arguments.json,
+        output=arguments.output,
+        indent=None,
+    )
+
+
+@asynccontextmanager
+async def serving(name: str, **options: Any) -> AsyncIterator[tuple[Stack, AsyncClient]]:
+    """Run a stack on the CPU, with these StackOptions, and a client of it."""
+    stack = plan_stack(
+        StackOptions(
+            device="cpu", listen="127.0.0.1:0", instance=f"{name}-{os.getpid()}", **options
+        )
+    )
+    runner = StackRunner(stack, quiet=True)
+    async with runner.running(asyncio.Event()), AsyncClient(runner.address) as client:
+        yield stack, client
+
+
+def random_ids(rng: random.Random, count: int) -> list[int]:
+    """Return token ids without the special ones."""
+    return [rng.randrange(2, VOCABULARY) for _ in range(count)]

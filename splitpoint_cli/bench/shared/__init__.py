@@ -1,0 +1,1 @@
+"""Parts that all benchmarks share: options, progress, endings, the machine, transformers."""
