@@ -215,7 +215,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "splitpoint_cli": (
         *("files", "output", "report", "plots", "identity", "options", "models", "devices"),
         *("checks", "stack", "request", "top", "trace"),
-        *("arena", "security", "compose", "planning", "doctor", "bench"),
+        *("arena", "security", "compose", "planning", "doctor"),
+        *("bench.shared", "bench.decode", "bench.restore", "bench.offload", "bench.store", "bench"),
     ),
 }
 MOST_MODULES = 15

@@ -72,11 +72,11 @@ def test_a_snapshot_of_a_stack_under_load(stack: Stack) -> None:
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["status"]["complete"]
-    assert 1 <= told["interval_seconds"] < 30
+    assert told["interval_seconds"] >= 1
     assert told["status"]["scheduler"]["running_count"] == 1
     rates = told["rates"]["scheduler"]
-    assert 0 < rates["generated_per_second"] < 1e5
-    assert 0 < rates["itl_seconds"] < 10
+    assert rates["generated_per_second"] > 0
+    assert rates["itl_seconds"] > 0
     busy, idle = sorted(
         told["rates"]["workers"].values(), key=lambda worker: -worker["steps_per_second"]
     )
