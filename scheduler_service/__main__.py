@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from splitpoint.checkpoint.config import read_shape
 from splitpoint.extras import need_for_program
 
-need_for_program("scheduler")  # before the imports that it is about
+need_for_program("scheduler")  # before the imports that need the extra
 
 import argparse
 import logging
@@ -19,6 +18,7 @@ from dataclasses import replace
 from scheduler_service.limits import Limits
 from scheduler_service.options import SchedulerOptions, ServedModel
 from scheduler_service.service import Scheduler
+from splitpoint.checkpoint.config import read_shape
 from splitpoint.checkpoint.resolve import eos_token_ids, resolve_model
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.config import check_address

@@ -16,25 +16,16 @@ from splitpoint.observe.meters import Meters, Reading
 if TYPE_CHECKING:
     from splitpoint.discovery.redis_link import RedisLink
 
-_HISTOGRAMS = (
-    metrics.TTFT_SECONDS,
-    metrics.ITL_SECONDS,
-    metrics.QUEUE_SECONDS,
-    metrics.PREFILL_SECONDS,
-    metrics.DECODE_SECONDS,
-    metrics.TPOT_SECONDS,
-    metrics.REQUEST_SECONDS,
-    metrics.KAPPA_RATIO,
-    metrics.REQUEST_PROMPT_TOKENS,
-    metrics.REQUEST_GENERATED_TOKENS,
-)
-
 
 class Distributions:
     """Puts each sample of `Accounts` into its histogram."""
 
     def __init__(self, meters: Meters) -> None:
-        self._histograms = {metric: meters.histogram(metric) for metric in _HISTOGRAMS}
+        self._histograms = {
+            metric: meters.histogram(metric)
+            for metric in metrics.metrics_of(metrics.Service.SCHEDULER)
+            if metric.kind is metrics.Kind.HISTOGRAM
+        }
 
     def observe(self, metric: metrics.Metric, value: float) -> None:
         self._histograms[metric].observe(value)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from splitpoint.discovery.redis_link import RedisLink
 
 # Time for streams to deliver their last message after the last request ended.
-_LAST_WORDS_SECONDS = 1.0
+_LAST_MESSAGES_SECONDS = 1.0
 
 # Health, admin and reflection calls that may be open besides Generate calls.
 _SPARE_CALLS = 128
@@ -108,7 +108,7 @@ class Scheduler:
         self.registry.start(self.manager)
         self._tasks = [
             asyncio.create_task(self._report_health(), name="health"),
-            asyncio.create_task(self.manager.keep_house(), name="keep house"),
+            asyncio.create_task(self.manager.tick_forever(), name="tick"),
         ]
         if self._directory is not None:
             reading = self._directory.run(self.registry.discovered)
@@ -121,7 +121,7 @@ class Scheduler:
         await self.health.shut_down()
         # Still serving: new requests are told that the scheduler is draining.
         await self.manager.drain(grace_seconds)
-        await self.server.stop(min(grace_seconds, _LAST_WORDS_SECONDS))
+        await self.server.stop(min(grace_seconds, _LAST_MESSAGES_SECONDS))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

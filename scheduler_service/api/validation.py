@@ -207,15 +207,15 @@ def _check_sampling(
     sampling: types_pb2.SamplingParams, model: ModelShape, *, has_tokenizer: bool
 ) -> None:
     _check_range(sampling, "temperature", 0, math.inf)
-    _check_range(sampling, "top_k", 0, math.inf, integer=True)
+    _check_range(sampling, "top_k", 0, math.inf)
     _check_range(sampling, "top_p", 0, 1, above=True)
     _check_range(sampling, "min_p", 0, 1)
     _check_range(sampling, "presence_penalty", -2, 2)
     _check_range(sampling, "frequency_penalty", -2, 2)
     _check_range(sampling, "repetition_penalty", 0, math.inf, above=True)
-    _check_range(sampling, "max_tokens", 1, math.inf, integer=True)
-    _check_range(sampling, "min_tokens", 0, math.inf, integer=True)
-    _check_range(sampling, "logprobs", 0, LOGPROBS_LIMIT, integer=True)
+    _check_range(sampling, "max_tokens", 1, math.inf)
+    _check_range(sampling, "min_tokens", 0, math.inf)
+    _check_range(sampling, "logprobs", 0, LOGPROBS_LIMIT)
     _check_count(len(sampling.logit_bias), "logit_bias", LOGIT_BIAS_LIMIT)
     for token_id, bias in sampling.logit_bias.items():
         if not 0 <= token_id < model.vocabulary_size:
@@ -242,13 +242,7 @@ def _check_sampling(
 
 
 def _check_range(
-    sampling: types_pb2.SamplingParams,
-    name: str,
-    least: float,
-    most: float,
-    *,
-    above: bool = False,
-    integer: bool = False,
+    sampling: types_pb2.SamplingParams, name: str, least: float, most: float, *, above: bool = False
 ) -> None:
     """Check a number. An absent optional field passes; NaN and infinity never do."""
     field = sampling.DESCRIPTOR.fields_by_name[name]
@@ -258,7 +252,7 @@ def _check_range(
     # An infinite `most` means no upper bound, not that infinity is allowed.
     if math.isfinite(value) and value <= most and (value > least if above else value >= least):
         return
-    kind = "an integer" if integer else "finite and"
+    kind = "an integer" if isinstance(value, int) else "finite and"
     low = f"{'above' if above else 'at least'} {least:g}"
     high = "" if math.isinf(most) else f" and at most {most:g}"
     raise InvalidArgument(f"{name} must be {kind} {low}{high}", field=f"sampling.{name}")

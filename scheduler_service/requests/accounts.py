@@ -60,6 +60,7 @@ class Accounts:
         self.finished_counts = dict.fromkeys(Outcome, 0)
         self.rejected_counts = dict.fromkeys((*REJECTIONS, OTHER), 0)
         self.plan_counts = {(kind, method): 0 for kind in Residency for method in RestoreMethod}
+        # Requests that were queued again because their worker was lost.
         self.failover_count = 0
         # Step messages that were dropped: of an attempt that was over, or with tokens
         # that had come before.
@@ -117,16 +118,6 @@ class Accounts:
             self.itl_count += 1
             self.itl_seconds += now - times.last_token
             self._on_sample(metrics.ITL_SECONDS, now - times.last_token)
-
-    def came_late(self) -> None:
-        self.late_count += 1
-
-    def came_twice(self) -> None:
-        self.duplicate_count += 1
-
-    def failed_over(self) -> None:
-        """Count a request that was queued again because its worker was lost."""
-        self.failover_count += 1
 
     def completed(self, message: scheduler_pb2.GenerateComplete) -> None:
         stopped = message.finish_reason == types_pb2.FINISH_REASON_STOP

@@ -197,7 +197,7 @@ class RequestManager:
         for result in response.tokens:
             attempt = self.attempts.find(result.request_id, result.attempt)
             if attempt is None or attempt.request.has_ended:
-                self.accounts.came_late()
+                self.accounts.late_count += 1
                 continue
             with self._tasks.contained(attempt.request):
                 self._on_tokens(attempt, result)
@@ -222,7 +222,7 @@ class RequestManager:
             self._retry(attempt, None)
             return
         if not count:
-            self.accounts.came_twice()
+            self.accounts.duplicate_count += 1
             return
         now = self._clock()
         self.accounts.tokens_came(request.times, count, now)
@@ -273,7 +273,7 @@ class RequestManager:
             self._fail(request, outcome.error)
             return
         if counts:
-            self.accounts.failed_over()
+            self.accounts.failover_count += 1
         request.times.queued = self._clock()
         request.times.looked_up = None
         request.cached = CachedPrefix()
@@ -335,7 +335,7 @@ class RequestManager:
 
     # -- time passes ----------------------------------------------------------------------------
 
-    async def keep_house(self) -> None:
+    async def tick_forever(self) -> None:
         """Call `tick` until cancelled."""
         while True:
             await asyncio.sleep(_TICK_SECONDS)

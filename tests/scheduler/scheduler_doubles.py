@@ -1,4 +1,4 @@
-"""A worker and a store that speak the real protocol without a model, and a stack around them.
+"""Doubles of worker and store that speak the real protocol without a model, and a stack of them.
 
 The worker's tokens are a hash of (prompt, index), so any answer can be checked
 without having been there.
@@ -62,7 +62,7 @@ LAYOUT = ArenaLayout.of(SHAPE, chunk_tokens=CHUNK_TOKENS, has_activations=True)
 
 
 def token_at(prompt: Sequence[int], index: int, vocabulary: int = SHAPE.vocabulary_size) -> int:
-    """Never one of the two special tokens."""
+    """Return a token that is neither of the two special ones."""
     seed = xxhash.xxh3_64_intdigest(pack_tokens([*prompt, index]))
     return 2 + seed % (vocabulary - 2)
 
@@ -110,7 +110,7 @@ class WorkerDouble(worker_pb2_grpc.WorkerServiceServicer):
         self.profile = profile
         # Where token ids and loaded chunks meet; None: where the plan says.
         self.met_at: int | None = None
-        # What every finish says of its steps; None: nothing.
+        # mean_step_seconds of every finish; None: absent.
         self.mean_step_seconds: float | None = None
         self.worker_id = worker_id
         self.capacity_pages = capacity_pages
@@ -144,7 +144,7 @@ class WorkerDouble(worker_pb2_grpc.WorkerServiceServicer):
         self._stream_open = False
 
     def report(self, telemetry: types_pb2.Telemetry) -> None:
-        """Said in the next message, which comes at once when nothing runs."""
+        """Send telemetry with the next message, at once if nothing runs."""
         self._telemetry = telemetry
         self._work.set()
 
@@ -160,7 +160,7 @@ class WorkerDouble(worker_pb2_grpc.WorkerServiceServicer):
         return self.address
 
     async def kill(self) -> None:
-        """Streams break at once; whatever ran is gone."""
+        """Break all streams at once and lose what ran."""
         if self._server is not None:
             server, self._server = self._server, None
             await server.stop(0)
@@ -333,7 +333,7 @@ class WorkerDouble(worker_pb2_grpc.WorkerServiceServicer):
 
 
 class StoreDouble(kvstore_pb2_grpc.KvStoreServiceServicer):
-    """Says how many tokens are cached; forgets everything else."""
+    """Answers how many tokens are cached, and stores nothing."""
 
     def __init__(self, cached_tokens: int = 0, slot_count: int = 1000) -> None:
         self.cached_tokens = cached_tokens
@@ -364,7 +364,7 @@ class StoreDouble(kvstore_pb2_grpc.KvStoreServiceServicer):
 
 
 class Steps:
-    """A pace that tests turn by hand: `allow(n)` steps, then the worker waits."""
+    """A pace that tests control: the worker waits after `allow(n)` steps."""
 
     def __init__(self) -> None:
         self._permits = asyncio.Semaphore(0)
@@ -378,7 +378,7 @@ class Steps:
 
 
 class FakeClock:
-    """Seconds that pass when a test says so."""
+    """A clock that tests advance."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -389,7 +389,7 @@ class FakeClock:
 
 @dataclass(slots=True)
 class Answer:
-    """Everything one Generate call said."""
+    """All messages of one Generate call."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -419,7 +419,7 @@ class Stack:
         return self.scheduler.manager
 
     async def generate(self, request: scheduler_pb2.GenerateRequest, timeout: float = 30) -> Answer:
-        """One whole answer; checks that indices count from 0 without gaps."""
+        """Return a complete answer. Checks that indices count from 0 without gaps."""
         result = Answer()
         call = self.inference.Generate(request, timeout=timeout)
         try:
@@ -440,7 +440,7 @@ class Stack:
         return result
 
     async def error(self, request: scheduler_pb2.GenerateRequest, **kw: Any) -> SplitpointError:
-        """What the call fails with."""
+        """Return the error of a call that must fail."""
         try:
             await self.generate(request, **kw)
         except grpc.RpcError as error:
@@ -448,7 +448,7 @@ class Stack:
         raise RuntimeError("the call did not fail")
 
     async def until(self, condition: Callable[[], Any], seconds: float = 20) -> None:
-        """Waits for a state that will come; fails loudly when it does not."""
+        """Wait for a condition. Raises TimeoutError if it does not come true."""
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:
@@ -470,7 +470,7 @@ async def stack(
     server_key: bytes = b"k" * 32,
     absent: Sequence[str] = (),
 ) -> AsyncIterator[Stack]:
-    """A running scheduler, its workers ready. Ends with its books checked.
+    """Run a scheduler until its workers are ready. Checks its ledgers at the end.
 
     `absent`: addresses of workers that are not there.
     """

@@ -1,4 +1,4 @@
-"""The process: arguments, READY line, key files, signals."""
+"""The scheduler process: arguments, READY line, key files, signals."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def test_wrong_arguments_are_refused(arguments: list[str], word: str) -> N
 
 
 def test_a_key_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed between any two steps of making it, the next start still has a key."""
+    """After a kill between any two steps of creating a key, the next start has one."""
     path = tmp_path / "key"
 
     class Killed(BaseException):
@@ -98,7 +98,7 @@ def test_a_key_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(Killed):
             read_server_key(str(path))
     assert not path.exists()
-    # What kill -9 leaves of another try, by a process of the same id.
+    # An unfinished key file of a killed process with the same id.
     (tmp_path / f"key.{os.getpid()}.new").touch(0o600)
     key = read_server_key(str(path))
     assert len(key) == 32

@@ -1,4 +1,4 @@
-"""A real scheduler over worker doubles: the ways a request can go well."""
+"""A real scheduler over worker doubles: requests that succeed."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ async def test_five_hundred_calls_on_one_connection() -> None:
         )
         for request, result in zip(requests, results, strict=True):
             if isinstance(result, grpc.RpcError):
-                # The only reason to turn one away is said, with when to come again.
+                # A refusal names its reason and when to come back.
                 assert statuses.error_of(result).reason == "QUEUE_FULL"
             else:
                 assert not isinstance(result, BaseException)
@@ -402,7 +402,7 @@ async def test_the_same_request_id_attaches_or_is_taken() -> None:
         one, two = await asyncio.gather(first, second)
         assert one.token_ids == two.token_ids == answer([5, 6], 10)
         assert one.done == two.done
-        # And once more after its end.
+        # A client may also attach after its end.
         three = await running.generate(request)
         assert (three.token_ids, three.done) == (one.token_ids, one.done)
         assert three.text == one.text

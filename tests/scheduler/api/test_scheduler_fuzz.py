@@ -1,4 +1,4 @@
-"""Random bytes at every method: an answer or a status of the contract, and no crash."""
+"""Random bytes sent to every method give an answer or a documented status, and no crash."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ METHODS = {
 
 
 def random_bytes(rng: random.Random, seed: bytes) -> bytes:
-    """Half pure noise, half a valid message with some bytes changed, cut or repeated."""
+    """Return noise, or a valid message with some bytes changed, cut or repeated."""
     if not seed or rng.random() < 0.5:
         return rng.randbytes(rng.randrange(0, 64))
     mutated = bytearray(seed * rng.choice((1, 1, 2)))

@@ -1,4 +1,4 @@
-"""Every bad input of the contract: its code and its field, pure and over the wire."""
+"""Every bad input has its code and its field, in a pure call and over the wire."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_bad_inputs_name_their_field(field: str, change: Any) -> None:
 
 
 async def test_bad_inputs_over_the_wire() -> None:
-    """The same table through a real server (whose vocabulary and context are larger)."""
+    """Send the same table to a real server, whose vocabulary and context are larger."""
     context, vocabulary = SHAPE.context_length, SHAPE.vocabulary_size
     async with stack(limits=Limits(retry_seconds=0.01)) as running:
         replaced = {

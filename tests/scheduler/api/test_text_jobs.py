@@ -1,4 +1,4 @@
-"""Long texts take turns: bounded together, by tenant, and in how many wait."""
+"""Long texts wait for places: the total, each tenant's share and the queue are bounded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONG = 1 << 20
 
 
 class Gate:
-    """Jobs that run until they are let go."""
+    """Jobs that run until the test releases them."""
 
     def __init__(self) -> None:
         self.open = threading.Event()
@@ -101,7 +101,7 @@ async def test_a_tenant_leaves_half_of_the_queue_to_others(desk: Desk) -> None:
 
 
 async def test_closing_leaves_the_loop_to_others() -> None:
-    """A loop that stood still until the job ends could not let it end."""
+    """A job on the event loop would block the loop that has to end it."""
     desk = Desk(LIMITS)
     running = desk.ask("a")
     await desk.until_running(["a"])

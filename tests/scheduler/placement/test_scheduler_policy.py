@@ -1,4 +1,4 @@
-"""Footprint, routing, admission and the token rule: pure, against brute force and invariants."""
+"""The pure policy: footprint, routing, admission, failover, plans."""
 
 from __future__ import annotations
 
@@ -273,7 +273,7 @@ def test_a_ledger_refuses_what_would_break_it() -> None:
 
 
 class AdmissionMachine(RuleBasedStateMachine):
-    """Random traffic over three workers that come and go: nothing lost, nobody overtaken."""
+    """Random traffic over three workers that come and go: no request is lost or overtaken."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -345,7 +345,7 @@ class AdmissionMachine(RuleBasedStateMachine):
     def place(self) -> None:
         while (one := self.admission.admit()) is not None:
             earlier = [r for a, r in self.waiting.items() if a < one.request.arrival]
-            for other in earlier:  # whoever is passed could not use this worker at all
+            for other in earlier:  # a request is overtaken only if it could not use this worker
                 worker = self.workers[one.worker_id]
                 verdict = footprint_of(other.token_count, other.residency, worker)
                 assert isinstance(verdict, NeverFits) or other.worker_id not in (
@@ -541,7 +541,7 @@ def test_a_restore_unlike_its_prediction_says_what_limited_it(
     assert happened.reason.startswith(f"{plan.reason}; restored in ")
     assert words in happened.reason
     assert ("neither" in happened.reason) == (max(device, link) < restored / 2)
-    # Near the prediction, or without one, there is nothing to say.
+    # Near the prediction, or without one, the reason stays as it is.
     report.predicted_restore_seconds = restored / 1.2
     assert actual_plan(plan, report).reason == plan.reason
     report.predicted_restore_seconds = 0
@@ -564,7 +564,7 @@ def test_both_ends_that_meet_elsewhere_say_where_it_was_expected() -> None:
 
 
 def explained_tokens() -> Plan:
-    """A plan from both ends."""
+    """Return a plan that recomputes tokens from the front while loading from the back."""
     return replace(planned(), method=RestoreMethod.TOKENS)
 
 
@@ -589,7 +589,7 @@ def test_plans_follow_the_workers_schedule_staging_and_encoding() -> None:
     int8 = planned(int8_worker, token_count=2000, cached_tokens=1900)
     assert int8.predicted_load_seconds < 0.53 * plan.predicted_load_seconds
     assert "cached tokens are approximate" in int8.reason
-    # Nothing comes from the store, and nothing will: a resident request reads it once.
+    # A resident request reads the store only at its start, and nothing is cached.
     cold = planned(int8_worker, token_count=2000, cached_tokens=0)
     assert "approximate" not in cold.reason
     # Four pieces of prefill have four overheads.

@@ -1,4 +1,4 @@
-"""What every catalog promises, asked of both: the one on Redis and the one that asks the stores."""
+"""The contract of prefix catalogs, checked for both: with Redis, and by asking the stores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMPT = list(range(100, 100 + 6 * SIZE))
 
 
 async def settles(catalog: PrefixCatalog, question: PrefixQuery, wanted: dict[Store, int]) -> None:
-    """The answer comes to this; a store without tokens may be missing from it."""
+    """Wait until the answer is this; a store without tokens may be missing from it."""
 
     async def ask() -> dict[str, int]:
         found = await catalog.cached_tokens(question)
@@ -38,7 +38,7 @@ async def test_the_longest_run_of_chunks_counts(
         await settles(catalog, query(PROMPT[: 2 * SIZE], store), {store: 2 * SIZE})
         store.seal(PROMPT)
         await settles(catalog, query(PROMPT, store), {store: 6 * SIZE})
-        # Another beginning, another tenant: nothing.
+        # Nothing is found for another beginning or another tenant.
         await settles(catalog, query([5, *PROMPT], store), {})
         await settles(catalog, query(PROMPT, store, salt=b"t"), {})
         store.seal(PROMPT[:SIZE], salt=b"t")

@@ -1,4 +1,4 @@
-"""What a scheduler counts: its status and its metrics, after traffic of known outcome."""
+"""Status and metrics of a scheduler after traffic with a known outcome."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PROMPT = [5, 6, 7]
 
 
 def value(running: Stack, metric: metrics.Metric, *labels: str, part: str = "") -> float | None:
-    """Of one series of a scrape; None: there is none. `part`: _count or _sum of a histogram."""
+    """Return the value of one series, or None. `part`: _count or _sum of a histogram."""
     named = dict(zip(metric.labels, labels, strict=True))
     return running.scheduler.meters.registry.get_sample_value(metric.name + part, named)
 
@@ -92,7 +92,7 @@ async def test_tokens_and_times_of_completed_requests() -> None:
         assert value(running, metrics.QUEUE_SECONDS, part="_sum") == 0
         assert value(running, metrics.PREFILL_SECONDS, part="_sum") == 0.5 + 0.5
         assert value(running, metrics.DECODE_SECONDS, part="_sum") == 2.0 + 1.0
-        # Of each request its mean, and not of each gap.
+        # TPOT has one value per request (its mean), not one per gap.
         assert value(running, metrics.TPOT_SECONDS, part="_count") == 2
         assert value(running, metrics.TPOT_SECONDS, part="_sum") == 0.5 + 0.5
         assert value(running, metrics.REQUEST_PROMPT_TOKENS, part="_sum") == 40
@@ -198,7 +198,7 @@ async def test_calls_and_quotas_beyond_their_limits_are_rejections() -> None:
         held = [asyncio.create_task(running.generate(ids_request(PROMPT, 4, request_id="r")))]
         await running.until(lambda: worker.admits)
         assert (await running.error(ids_request(PROMPT, 4))).reason == "TENANT_QUOTA"
-        # The same request again is no second one.
+        # A repeated request counts once.
         held.append(asyncio.create_task(running.generate(ids_request(PROMPT, 4, request_id="r"))))
         request = running.manager.requests.running()[0]
         await running.until(lambda: len(request._readers) == 2)
@@ -233,13 +233,13 @@ async def test_failures_and_readers_that_left() -> None:
 
 def test_no_text_from_outside_becomes_a_label() -> None:
     accounts = Accounts(0.0, lambda sample, value: None)
-    accounts.rejected(Unavailable("no", reason="SENT_BY_SOMEBODY"))
+    accounts.rejected(Unavailable("no", reason="UNKNOWN_REASON"))
     accounts.rejected(KeyError("a bug"))
     assert accounts.rejected_counts[OTHER] == accounts.rejected_counts["INTERNAL"] == 1
     assert set(accounts.rejected_counts) == {*REJECTIONS, OTHER}
 
 
-# Ends of requests that were accepted, and errors of calls that are not Generate.
+# Reasons of accepted requests that failed, and of calls other than Generate.
 NO_REJECTIONS = {
     *("ABANDONED", "MESSAGE_TOO_LARGE", "REQUEST_QUARANTINED", "SLOW_READER", "STOPPED"),
     "WORKER_DRAINED",
@@ -247,7 +247,7 @@ NO_REJECTIONS = {
 
 
 def test_every_reason_to_turn_a_request_away_has_its_own_count() -> None:
-    """Of the modules that a Generate call goes through before it is accepted."""
+    """Check the modules that a Generate call passes before it is accepted."""
     reasons = set()
     for module in (manager, planning, availability, table, server, validation):
         for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text())):
@@ -310,7 +310,7 @@ def test_names_that_are_long_gone_are_forgotten() -> None:
 
 
 async def test_a_worker_that_never_answered_is_known_by_its_address(tmp_path: Path) -> None:
-    """Else one of two would look like all of one."""
+    """Otherwise one of two workers would look like one of one."""
     nowhere = f"unix:{tmp_path}/w"
     async with stack(WorkerDouble("0"), absent=[nowhere]) as running:
         assert value(running, metrics.WORKER_KNOWN, "0") == 1
@@ -334,8 +334,8 @@ async def test_a_drain_is_no_loss() -> None:
         assert (gone.ready, gone.draining, gone.loss_count) == (False, False, 0)
 
 
-async def test_a_scheduler_that_stops_loses_nobody() -> None:
-    """Its metrics are read until the end: an alert must not take its stop for a worker's."""
+async def test_a_scheduler_that_stops_loses_no_worker() -> None:
+    """Its metrics are read until the end, and an alert must not blame a worker."""
     async with stack(WorkerDouble()) as running:
         assert value(running, metrics.WORKER_READY, "0") == 1
     assert value(running, metrics.WORKER_READY, "0") == 0

@@ -1,4 +1,4 @@
-"""A real scheduler over worker doubles: what goes wrong, and stays where it went wrong."""
+"""A real scheduler over worker doubles: failures, and that they affect nothing else."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_a_disconnect_cancels_within_one_step() -> None:
         assert worker.cancels[0][0] == "gone"
         steps.allow(1)
         await running.until(lambda: all_is_released(running))
-        # A request that was left is forgotten: trying again runs it again.
+        # An abandoned request is forgotten: a repeated call runs it again.
         steps.allow(200)
         again = await running.generate(ids_request(PROMPT, 8, request_id="gone"))
         assert again.token_ids == answer(PROMPT, 8)
@@ -183,7 +183,7 @@ async def test_without_any_worker_it_waits_ten_seconds() -> None:
 
 
 async def test_an_end_that_was_lost_is_found_in_the_tokens() -> None:
-    """All tokens came, the finish did not, the worker died: nothing is generated again."""
+    """If a worker dies after the last token but before its finish, nothing is generated again."""
     worker = WorkerDouble()
     worker.pace = steps = Steps()
 
@@ -324,7 +324,7 @@ async def read_to_the_error(call: Any) -> SplitpointError:
 
 
 def small_window_stub(running: Stack) -> tuple[grpc.aio.Channel, Any]:
-    """A client whose transport takes little ahead of its reader."""
+    """A client whose transport buffers little."""
     options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
     channel = grpc.aio.insecure_channel(running.address, options=options)
     return channel, scheduler_pb2_grpc.InferenceServiceStub(channel)
@@ -345,7 +345,7 @@ async def test_a_slow_reader_pauses_its_request_and_no_other() -> None:
         produced = len(live.output)
         other = await running.generate(ids_request([8], 500))
         assert len(other.token_ids) == 500
-        # What was under way when the worker heard of it still came, no more.
+        # Only tokens under way when the worker got the pause still come.
         assert len(live.output) - produced < 500
         while (response := await slow.read()).HasField("chunk"):
             tokens += response.chunk.token_ids

@@ -1,4 +1,4 @@
-"""Requests, readers, transcripts and the table of known requests, without any server."""
+"""Requests, readers, outputs and the table of known requests, without a server."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_stop_token_before_min_tokens_is_text() -> None:
     script = output(stop_token_ids=[ids[0]], min_tokens=len(ids))
     assert said(script, ids, stopped=False) == "x = 1; x = 2"
     assert not script.ends_in_stop
-    # As the very last one it is text too when the length ended the request.
+    # A last stop token is text, too, if the length ended the request.
     ids = TOKENIZER.encode("x = 1")
     script = output(stop_token_ids=[ids[-1]], min_tokens=99)
     assert said(script, ids, stopped=False) == "x = 1"
@@ -119,7 +119,7 @@ def test_chunks_are_groups_with_their_logprobs() -> None:
 def test_any_order_of_messages_gives_each_token_once(
     count: int, deliveries: Sequence[tuple[int, int]]
 ) -> None:
-    """Duplicates, late and reordered pieces of one sequence, then the whole sequence again."""
+    """Deliver duplicate, late and reordered pieces of a sequence, then the whole sequence."""
     source = list(range(count))
     taken = Output(types_pb2.SamplingParams(), None, frozenset())
     for first, size in (*deliveries, *((index, 1) for index in range(count))):
@@ -269,7 +269,7 @@ def test_ids_mean_something_within_their_tenant_only() -> None:
 
 
 def test_workers_never_hear_the_same_name_twice() -> None:
-    """A pause reaches requests by name: it must not reach another tenant's."""
+    """A worker pauses a request by name: it must not pause another tenant's."""
     name = "x" * 64
     requests = [make_request(tenant=t, request_id=name) for t in ("a", "b", "a")]
     assert len({request.request_id for request in requests}) == 3
