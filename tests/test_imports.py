@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
@@ -267,6 +268,21 @@ def test_folders_say_in_one_sentence_what_lives_there() -> None:
                 wrong.append(name)
             assert ast.get_docstring(tree)
     assert wrong == []
+
+
+def test_the_architecture_page_shows_every_folder() -> None:
+    """Its tree has each folder's own sentence."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    tree = re.sub(r" {2,}", " ", page)
+    missing = []
+    for name, tree_of_file in sources(*ALLOWED):
+        folder, _, file = name.rpartition("/")
+        if file == "__init__.py":
+            sentence = (ast.get_docstring(tree_of_file) or "").partition("\n")[0]
+            row = f"{folder.rpartition('/')[2]}/ {sentence.replace('`', '')}\n"
+            if row not in tree:
+                missing.append(row)
+    assert missing == []
 
 
 MOST_LINES = 80
