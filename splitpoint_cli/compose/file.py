@@ -1,4 +1,4 @@
-"""What `splitpoint compose` writes: docker-compose.yml's services for a node of several GPUs.
+"""The files of `splitpoint compose`: docker-compose.yml's services for a node of several GPUs.
 
 Pure: numbers in, text out. The commands are those of docker-compose.yml, to which
 tests compare them; Compose replaces a command as a whole, so an override has to
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from splitpoint.config import format_size
 from splitpoint.errors import InvalidArgument
 
-# First line of each file written, by which it is known as one that may be replaced.
+# First line of each written file; files that begin with it may be replaced.
 MARK = "# Written by `splitpoint compose`: changes made here are lost."
 MOST_GPUS = 64
-# A few slots of a small model; less is a unit forgotten.
+# Room for a few slots of a small model; a smaller size probably lacks its unit.
 LEAST_MEMORY = 16 << 20
-# What the store's container may take beside the arena.
+# Memory of the store's container in addition to the arena, in bytes.
 STORE_MEMORY = 2 << 30
 METRICS_PORT = 9400
 
@@ -37,12 +37,12 @@ _REDIS_AND_METRICS = (
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What the services of one node get. Raises InvalidArgument for what no node has.
+    """Settings of the services of one node. Raises InvalidArgument for impossible ones.
 
     Attributes:
         gpus: workers, one for each of the devices 0 to gpus - 1.
-        host_memory_bytes: of the arena; None: $SPLITPOINT_HOST_MEMORY, as without the file.
-        device_memory_bytes: of each GPU, weights and cache together; None: most of it.
+        host_memory_bytes: size of the arena; None: $SPLITPOINT_HOST_MEMORY.
+        device_memory_bytes: memory of each GPU for weights and cache; None: most of it.
         max_batch: sequences that run at once on a GPU; None: the worker's default.
     """
 
@@ -60,7 +60,7 @@ class Node:
         ):
             if size is not None and size < LEAST_MEMORY:
                 raise InvalidArgument(
-                    f"--{field}: {format_size(size)} is under the least of "
+                    f"--{field}: {format_size(size)} is below the smallest size of "
                     f"{format_size(LEAST_MEMORY)}; was a unit forgotten (64GiB)?",
                     field=field,
                 )
@@ -69,7 +69,7 @@ class Node:
 
     @property
     def workers(self) -> list[str]:
-        """Names of the services, which are the workers' ids, too."""
+        """Names of the services, which are also the workers' ids."""
         return [f"worker-gpu-{gpu}" for gpu in range(self.gpus)]
 
 
@@ -78,7 +78,7 @@ def socket_of(service: str) -> str:
 
 
 def store_command(node: Node) -> list[str]:
-    """Arguments, one or an option with its value in each."""
+    """Return the store's command; each text is a word, or an option with its value."""
     memory = "${SPLITPOINT_HOST_MEMORY:-1g}"
     return [
         "python -m kvstore_service",
@@ -93,7 +93,7 @@ def store_command(node: Node) -> list[str]:
 
 
 def worker_command(name: str, device: str, node: Node) -> list[str]:
-    """Of one worker; a container sees its own GPU only, which is cuda:0 there."""
+    """Return one worker's command; its container sees one GPU only, as cuda:0."""
     return [
         "python -m worker_service",
         f"--listen {socket_of(name)}",
@@ -109,8 +109,11 @@ def worker_command(name: str, device: str, node: Node) -> list[str]:
 
 
 def scheduler_command(workers: Sequence[str]) -> list[str]:
-    """`workers` are named beside those that are found in Redis: they work without it, and
-    `splitpoint status` misses one that is not there."""
+    """Return the scheduler's command with the names of all workers.
+
+    Redis lists them, too; named, they also work without it, and `splitpoint status` reports
+    one that is missing.
+    """
     return [
         "python -m scheduler_service",
         "--listen 0.0.0.0:50050",
@@ -126,14 +129,14 @@ def scheduler_command(workers: Sequence[str]) -> list[str]:
 
 
 def targets_file(node: Node) -> str:
-    """What Prometheus scrapes of the workers (file_sd)."""
+    """Return the workers' targets for Prometheus (file_sd)."""
     targets = ", ".join(f'"{worker}:{METRICS_PORT}"' for worker in node.workers)
-    # As deploy/prometheus/targets/workers.yml, which it takes the place of.
+    # Replaces deploy/prometheus/targets/workers.yml.
     return f"{MARK}\n- targets: [{targets}]\n  labels: {{host: local}}\n"
 
 
 def override_file(node: Node, targets: str) -> str:
-    """The override of docker-compose.yml; `targets` is where `targets_file` lies."""
+    """Return the override of docker-compose.yml; `targets` is the path of `targets_file`."""
     parts = [
         MARK,
         f"# {node.gpus} GPU{'s' if node.gpus > 1 else ''} of one node, to be given behind the "
@@ -158,7 +161,7 @@ def override_file(node: Node, targets: str) -> str:
 
 
 def _store_limit(node: Node) -> list[str]:
-    """Its limit on memory, which the arena is charged to."""
+    """Return the store's memory limit, to which the arena is charged."""
     if node.host_memory_bytes is None:
         return []
     limit = node.host_memory_bytes + STORE_MEMORY

@@ -15,21 +15,25 @@ from splitpoint_cli.output import out
 
 
 def certs(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Made when missing.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder for the files; made if it is missing.")
+    ],
     host: Annotated[
         list[str] | None,
         typer.Option(
-            help="A name or address by which clients reach the server, besides localhost; "
-            "may be given several times.",
+            help="Name or address by which clients reach the server, besides localhost; "
+            "repeatable.",
             metavar="NAME",
         ),
     ] = None,
-    days: Annotated[int, typer.Option(help="How long they are valid.", min=1)] = 365,
-    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+    days: Annotated[
+        int, typer.Option(help="Days for which the certificates are valid.", min=1)
+    ] = 365,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
 ) -> None:
     """Make a development CA, a server certificate and a client certificate.
 
-    Keep ca-key.pem off the servers: whoever has it can be anybody.
+    Keep ca-key.pem off the servers: its holder can impersonate every client and server.
     """
     from splitpoint_cli.security.authority import (
         make_certificates,  # no other command loads what it needs

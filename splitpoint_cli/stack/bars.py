@@ -1,4 +1,4 @@
-"""A bar for each service that says how far it is, below the lines that scroll by."""
+"""Progress bars of services, below the lines that scroll by."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from splitpoint.progress import Progress
 
 
 class LoadingBars:
-    """Bars on a terminal, there only while something is under way. `close` at the end."""
+    """Bars on a terminal, shown while a service loads. Call `close` at the end."""
 
     def __init__(self, console: Console) -> None:
         self._bars = Bars(

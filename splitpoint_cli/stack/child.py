@@ -1,7 +1,7 @@
-"""One child process: how it is started, what it says, and how it ended.
+"""One child process: its start, its output and its end.
 
-Knows commands, pipes and process groups; which children there are, and when
-one is to stop, is the supervisor's business.
+Knows commands, pipes and process groups. The supervisor knows which children there are, and
+stops them.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from splitpoint.transport.failure import read_failure
 TAIL_LINES = 20
 # Longer lines are cut; a traceback or a log record never needs more.
 _LINE_LIMIT = 64 * 1024
-# For the last lines of a dead child; its pipes close with its process group.
+# Longest wait for the last lines of a dead child, whose pipes close with its process group.
 _READ_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceCommand:
-    """How to start one service.
+    """The command of one service.
 
     Attributes:
-        name: what people see, such as "worker 0".
+        name: shown to people, such as "worker 0".
         arguments: after the interpreter, such as ("-m", "kvstore_service", ...).
             `--parent-fd N` is added.
-        stop_seconds: how long it may take to stop after SIGTERM.
-        socket: the file it listens on, removed between its death and its next start.
+        stop_seconds: longest time between SIGTERM and its end.
+        socket: the file that it listens at, removed between its death and its next start.
     """
 
     name: str
@@ -51,7 +51,7 @@ class ServiceCommand:
     socket: Path | None = None
 
     def listening_on(self, address: str) -> ServiceCommand:
-        """The same command with this `--listen`: port 0 means another port each time."""
+        """Return the same command with this `--listen`, in place of port 0 for any port."""
         arguments = list(self.arguments)
         if "--listen" in arguments:
             arguments[arguments.index("--listen") + 1] = address
@@ -60,9 +60,11 @@ class ServiceCommand:
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """One line a child wrote. `important`: a warning or worse, or no log record at all.
+    """One line that a child wrote.
 
-    `progress`: what the line says of how far it is; then nothing else is in it.
+    Attributes:
+        important: True for a warning or worse, and for a text that is no log record.
+        progress: None if the line is no report of progress.
     """
 
     service: str
@@ -72,10 +74,10 @@ class LogLine:
 
 
 class ServiceNotStarted(SplitpointError):
-    """The system gave no process for a service: no room for one, no memory, no descriptors.
+    """The system could not start a service's process: too many processes, no memory, no files.
 
     Attributes:
-        why: the system's words.
+        why: the system's message.
     """
 
     code = 8
@@ -91,11 +93,11 @@ class ServiceNotStarted(SplitpointError):
 
 
 class ServiceExited(SplitpointError):
-    """A child ended without being told to.
+    """A child ended without being stopped.
 
     Attributes:
         tail: its last lines.
-        failure: what it said of its end, its name in front; None: nothing.
+        failure: the error that it reported, with its name in front; None if it reported none.
     """
 
     code = 14
@@ -137,8 +139,8 @@ class Service:
 
     Attributes:
         tail: its last lines.
-        failure: why it ends, as it said; None: it did not.
-        address: what it printed when it was ready; empty before.
+        failure: the error that it reported; None if it reported none.
+        address: the address that it printed when it was ready; empty before.
         gone: set once the process and all of its group are dead and read out.
         ready_at, gone_at: on the loop's clock; None: not yet.
     """
@@ -293,12 +295,12 @@ class Service:
         self.gone.set()
         if not self._ready.done():
             self._ready.set_exception(self.death())
-            self._ready.exception()  # seen here: nobody may be waiting for it
+            self._ready.exception()  # retrieved here: possibly no task waits for it
         self._on_exit(self)
 
 
 async def _process_end(process: Process) -> None:
-    """Return when the process has ended, whoever still holds its pipes."""
+    """Return when the process has ended, even if a grandchild still holds its pipes."""
     try:
         descriptor = os.pidfd_open(process.pid)
     except ProcessLookupError:  # ended and reaped already
@@ -317,11 +319,11 @@ def _kill_group(process: Process) -> None:
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
-        pass  # nobody is left in it
+        pass  # no process is left in it
 
 
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment, with the packages' folder importable and output unbuffered."""
+    """Return this process's environment, with the packages importable and output unbuffered."""
     root = str(Path(splitpoint.__file__).resolve().parent.parent)
     inherited = os.environ.get("PYTHONPATH")
     path = root if not inherited else f"{root}{os.pathsep}{inherited}"

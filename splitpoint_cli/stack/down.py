@@ -26,11 +26,13 @@ def down(
         typer.Option(
             "--listen",
             "--address",
-            help="The --listen address of the stack.",
+            help="Address that the stack listens at (its --listen).",
             envvar="SPLITPOINT_ADDRESS",
         ),
     ] = config.DEFAULT_ADDRESS,
-    instance: Annotated[str | None, typer.Option(help="Its --instance, where it has one.")] = None,
+    instance: Annotated[
+        str | None, typer.Option(help="Name of the stack (its --instance), if it has one.")
+    ] = None,
 ) -> None:
     """Stop a running stack as Ctrl-C in its terminal would, and wait until it is gone.
 
@@ -41,7 +43,7 @@ def down(
     if instance is None and not _is_here(listen):
         raise InvalidArgument(
             f"{listen} is not an address of this host: run `splitpoint down` there, as the user "
-            "who runs the stack (a token of whatever role does not stop it)",
+            "that runs the stack (a token does not stop it)",
             field="listen",
         )
     runtime = config.runtime_directory(name)
@@ -64,7 +66,7 @@ def down(
 
 
 def _is_here(address: str) -> bool:
-    """Whether a stack of this host may listen there."""
+    """Return True if a stack of this host may listen there."""
     if config.is_local_address(address):
         return True
     try:
@@ -75,7 +77,7 @@ def _is_here(address: str) -> bool:
 
 
 def _clear(instance: str, runtime: Path) -> None:
-    """What is left of a stack that nobody runs any more. Raises NotFound when nothing is."""
+    """Remove the remains of a killed stack. Raises NotFound if there are none."""
     was_there = clear_leftovers(runtime, instance)
     arena = config.arena_path(instance)
     kept = ""
@@ -86,4 +88,4 @@ def _clear(instance: str, runtime: Path) -> None:
         )
     if not was_there:
         raise NotFound(f"no stack named {instance} is running{kept}")
-    err.print(f"{instance} was killed: removed what it left in {runtime}{kept}")
+    err.print(f"{instance} was killed: removed its remains in {runtime}{kept}")

@@ -1,7 +1,7 @@
 """Workers that `splitpoint up` has given up: a file beside their sockets, read by `status`.
 
-The scheduler only sees that such a worker does not answer. `up` alone knows that it died
-again and again, and when it is tried next.
+The scheduler only sees that such a worker does not answer; `up` alone knows its deaths and
+its next start.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class GivenUpWorker:
 
     Attributes:
         address: its `unix:` address, as the scheduler knows it.
-        why: how it ended and how often.
+        why: how it ended, and how often.
         retry_seconds: from now until the next attempt to start it.
     """
 
@@ -36,7 +36,7 @@ class GivenUpWorker:
 
 
 def write_given_up(runtime: Path, workers: Iterable[GivenUpWorker]) -> None:
-    """Replace what the file in `runtime` says. Without workers there is no file."""
+    """Replace the content of the file in `runtime`; remove the file if there are no workers."""
     path = runtime / _NAME
     now = time.time()
     told = [
@@ -57,9 +57,9 @@ def write_given_up(runtime: Path, workers: Iterable[GivenUpWorker]) -> None:
 
 
 def read_given_up(addresses: Iterable[str]) -> dict[str, GivenUpWorker]:
-    """Workers at these addresses that their `up` has given up, by address.
+    """Return the workers at these addresses that their `up` has given up, by address.
 
-    Empty for addresses that are no socket files of this host and user.
+    Addresses other than socket files of this host and user have none.
     """
     wanted = {address for address in addresses if address.startswith("unix:/")}
     folders = {Path(address.removeprefix("unix:")).parent for address in wanted}
@@ -74,13 +74,13 @@ def _read(path: Path) -> list[GivenUpWorker]:
         return []
     with os.fdopen(file, "rb") as stream:
         facts = os.fstat(file)
-        # The folder's name came from the scheduler: only an `up` of this user is believed.
+        # The folder's name came from the scheduler: accept files of this user only.
         if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid():
             return []
         try:
             return [_parsed(told) for told in json.loads(stream.read(_MOST_BYTES))]
         except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
-            return []  # damaged: `status` tells the rest
+            return []  # damaged: `status` reports the rest
 
 
 def _parsed(told: Any) -> GivenUpWorker:

@@ -1,8 +1,8 @@
-"""The folder of one running stack: its locks, its sockets, and what a killed `up` left there.
+"""The folder of one running stack: its locks, its sockets, and the remains of a killed `up`.
 
-Two locks. `lock` is held by `up` alone and names it. `services` is held by `up` and,
-because they inherit the open file, by each of its services: it is free once the last
-of them is gone, however each of them ended.
+There are two locks. `up` alone holds `lock`, which contains its process id. `up` and each of
+its services, which inherit the open file, hold `services`: it is free once the last of them
+has ended, in whatever way.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from splitpoint.errors import Cancelled, FailedPrecondition
 
 _LOCK = "lock"
 _SERVICES = "services"
-# Always as long, so that one write replaces one id by another. Ids end at 2^22.
+# Of fixed length, so that one write replaces one id by another. Ids end at 2^22.
 _ID_DIGITS = 10
-# Between taking the lock and writing the id a process does nothing else.
+# Longest wait for a process that has the lock to write its id, which it does at once.
 _ID_SECONDS = 2.0
 # A worker drains for 30 s, then its store stops.
 _STOP_SECONDS = 60.0
@@ -30,10 +30,10 @@ _POLL_SECONDS = 0.05
 
 
 class Held:
-    """Both locks of an instance, as the `up` that runs it holds them.
+    """Both locks of an instance, held by the `up` that runs it.
 
     Attributes:
-        services: the open file that every service has to inherit.
+        services: the open file that every service inherits.
     """
 
     def __init__(self, runtime: Path, lock: int) -> None:
@@ -43,15 +43,15 @@ class Held:
         self.services = _open(runtime / _SERVICES)
 
     def is_there(self) -> bool:
-        """Whether both files still are where others look for them."""
+        """Return True if both files are still at their paths."""
         return _is_at(self._lock, self._runtime / _LOCK) and _is_at(
             self.services, self._runtime / _SERVICES
         )
 
     def take_again(self) -> bool:
-        """Make the folder and both files anew; False if another `up` was quicker.
+        """Make the folder and both files again; return False if another `up` holds the lock.
 
-        `services` stays the same number: services that start from now on inherit the new file.
+        `services` keeps its number: services that start from now on inherit the new file.
         """
         lock = _take(self._runtime)
         if lock is None:
@@ -65,9 +65,9 @@ class Held:
 
 @contextmanager
 def exclusive(runtime: Path, instance: str) -> Iterator[Held]:
-    """Hold the instance's lock. Raises FailedPrecondition when another `up` has it.
+    """Hold the instance's lock. Raises FailedPrecondition if another `up` has it.
 
-    `predecessors_gone` comes before the first service.
+    Await `predecessors_gone` before starting the first service.
     """
     lock = _take(runtime)
     if lock is None:
@@ -96,11 +96,11 @@ async def predecessors_gone(
 ) -> None:
     """Wait until no service of a killed `up` runs, then remove the sockets that they left.
 
-    They end by themselves once their running requests are done. Until then the arena
-    is theirs, and each unlinks its socket by name as it ends.
+    The services end by themselves after their running requests. Until then they use the
+    arena, and each one unlinks its socket by name as it ends.
 
-    Raises FailedPrecondition when they take longer than `seconds`, Cancelled when
-    `stop` is set before.
+    Raises FailedPrecondition if they take longer than `seconds`, Cancelled if `stop` is set
+    before.
     """
     deadline = time.monotonic() + seconds
     is_first = True
@@ -122,7 +122,7 @@ def _unlink_sockets(runtime: Path) -> None:
 
 
 def running_process(runtime: Path, *, seconds: float = _ID_SECONDS) -> int | None:
-    """Process id of the `up` that holds the lock; None: there is none, or it starts just now."""
+    """Return the process id of the `up` that holds the lock; None without one."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -141,7 +141,7 @@ def running_process(runtime: Path, *, seconds: float = _ID_SECONDS) -> int | Non
 
 
 def _id_in(text: str) -> int | None:
-    """None: whoever holds the lock has not written yet, at most a dead one has."""
+    """Return the id; None if the holder has not written it yet and the text is a dead one's."""
     try:
         process_id = int(text)
     except ValueError:
@@ -150,10 +150,10 @@ def _id_in(text: str) -> int | None:
 
 
 def clear_leftovers(runtime: Path, instance: str) -> bool:
-    """Remove what a killed `up` left in its folder, and the folder; whether there was anything.
+    """Remove the folder of a killed `up`; return True if `up` had used it.
 
-    Raises FailedPrecondition while services of it still run: they end by
-    themselves, once their running requests are done.
+    Raises FailedPrecondition while its services still run: they end by themselves after
+    their running requests.
     """
     lock = _take(runtime)
     if lock is None:
@@ -168,7 +168,7 @@ def clear_leftovers(runtime: Path, instance: str) -> bool:
                 raise FailedPrecondition(f"{_leftover(runtime, instance)}: try again in a moment")
         finally:
             os.close(services)
-        config.remove_tree(runtime)  # the lock last held: nobody starts in between
+        config.remove_tree(runtime)  # while the lock is held: no `up` starts in between
         return was_used
     finally:
         os.close(lock)
@@ -183,7 +183,7 @@ def _leftover(runtime: Path, instance: str) -> str:
 
 
 def _users_of(path: Path) -> set[int]:
-    """Other processes of this user that have the file open."""
+    """Return the ids of other processes of this user that have the file open."""
     found = set()
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # ended meanwhile, or not ours to look into
@@ -193,7 +193,7 @@ def _users_of(path: Path) -> set[int]:
 
 
 def _take(runtime: Path) -> int | None:
-    """An open file that holds the lock, with its folder made; None: somebody else has it."""
+    """Return an open file that holds the lock; None if another process has it. Makes the folder."""
     while True:
         config.make_private(runtime)
         path = runtime / _LOCK
@@ -206,11 +206,11 @@ def _take(runtime: Path) -> int | None:
             return None
         if _is_at(lock, path):
             return lock
-        os.close(lock)  # its former holder removed the file before we had the lock
+        os.close(lock)  # the former holder removed the file before this lock
 
 
 def _is_at(file: int, path: Path) -> bool:
-    """Whether the open file is the one at `path`."""
+    """Return True if the open file is the one at `path`."""
     try:
         return os.path.samestat(os.fstat(file), os.lstat(path))
     except FileNotFoundError:
@@ -222,7 +222,7 @@ def _open(path: Path) -> int:
 
 
 def _lock_at_once(file: int) -> bool:
-    """Whether the open file has its lock now."""
+    """Lock the open file without waiting; return True if it is locked."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,8 +1,8 @@
-"""What `splitpoint up` prints: lines of services, what becomes of them, the summary.
+"""The output of `splitpoint up`: lines of services, events, the summary.
 
-As text each line is named by its service. As JSON every line of stderr is one object: the
-services' own as they wrote them, what is not a record (a crash of the interpreter, a
-library's print) wrapped into one, and what `up` itself has to say as service "up".
+Text lines begin with the name of their service. With JSON every line of stderr is one object:
+records of services unchanged, other lines of services (a crash of the interpreter, a library's
+print) wrapped into a record, and messages of `up` as service "up".
 """
 
 from __future__ import annotations
@@ -24,57 +24,59 @@ from splitpoint_cli.stack.child import LogLine, ServiceExited, ServiceNotReady, 
 from splitpoint_cli.stack.plan import Stack
 
 _COLOURS = {"store": "cyan", "worker": "green", "scheduler": "magenta"}
-# Between two lines of one service that tell how far it is, where there are no bars.
+# Interval of a service's progress lines where there are no bars.
 _PROGRESS_SECONDS = 2.0
 
 StartFailure = ServiceExited | ServiceNotReady | ServiceNotStarted
 
 
 def cause_of(error: StartFailure) -> SplitpointError:
-    """What the service said of its end, else how it ended."""
+    """Return the error that the service reported, else how it ended."""
     said = error.failure if isinstance(error, ServiceExited) else None
     return said or error
 
 
 def end_of(error: StartFailure) -> int:
-    """Exit code of a stack that ends so: a service's own where it said why, else the error's."""
+    """Return the exit code: the service's own if it reported an error, else that of `error`."""
     if isinstance(error, ServiceExited) and error.failure is not None and error.status > 0:
         return error.status
     return error.exit_code
 
 
 class Output(Protocol):
-    """Everything about a stack on stderr."""
+    """Messages about a stack on stderr."""
 
     def line(self, line: LogLine) -> None:
-        """What a service wrote."""
+        """Show a line that a service wrote."""
 
     def event(self, service: str, text: str) -> None:
-        """What becomes of a service: a warning."""
+        """Show a warning about a service."""
 
     def progress(self, text: str, service: str = "") -> None:
-        """What goes as it should."""
+        """Show progress that needs no attention."""
 
     def show_tail(self, error: StartFailure) -> None:
-        """The service's last lines that were not shown when written."""
+        """Show the service's last lines, except those shown when written."""
 
     def failure(self, error: StartFailure) -> None:
-        """The error, after those of the service's last lines that were not shown when written."""
+        """Show the service's last lines as above, then the error."""
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
 
 
 def output_of(log_format: LogFormat, *, verbose: bool = False, quiet: bool = False) -> Output:
-    """`verbose` shows every line of a service, not only warnings; `quiet` hides progress,
-    never a warning."""
+    """Return the output in this format.
+
+    `verbose` shows every line of a service, not only warnings; `quiet` hides progress only.
+    """
     if log_format is LogFormat.JSON:
         return JsonOutput(verbose=verbose, quiet=quiet)
     return StackOutput(verbose=verbose, quiet=quiet)
 
 
 class StackOutput:
-    """For people."""
+    """Output as text."""
 
     def __init__(self, *, verbose: bool = False, quiet: bool = False) -> None:
         self._verbose = verbose
@@ -90,7 +92,7 @@ class StackOutput:
 
     def event(self, service: str, text: str) -> None:
         if self._bars is not None:
-            self._bars.remove(service)  # whatever it did, it does no longer
+            self._bars.remove(service)  # it no longer loads
         self._print(service, text)
 
     def progress(self, text: str, service: str = "") -> None:
@@ -109,7 +111,7 @@ class StackOutput:
     def show_tail(self, error: StartFailure) -> None:
         unseen = [line for line in error.tail if not _is_shown(line, self._verbose)]
         if unseen:
-            err.print(f"last lines of {error.service}, beside what it warned of above:")
+            err.print(f"last lines of {error.service}, in addition to its warnings above:")
             for line in unseen:
                 self._print(line.service, line.text)
 
@@ -130,7 +132,7 @@ class StackOutput:
 
 
 class JsonOutput:
-    """For programs: one object a line, as `splitpoint.observe.logs` writes them."""
+    """Output as JSON: one object a line, as `splitpoint.observe.logs` writes them."""
 
     def __init__(self, *, verbose: bool = False, quiet: bool = False) -> None:
         self._verbose = verbose
@@ -162,7 +164,7 @@ class JsonOutput:
         self._say("ERROR", f"{code_name(cause)}: {cause.message}")
 
     def close(self) -> None:
-        """There is nothing to restore."""
+        """Do nothing: there is no terminal to restore."""
 
     def _say(self, level: str, text: str) -> None:
         self._write(json_line("up", level, text, logger="splitpoint_cli"))
@@ -173,7 +175,7 @@ class JsonOutput:
 
 
 class _Pace:
-    """Lets what a service says of its progress through now and then, and its end always."""
+    """A rate limit for progress lines; the last line of a service always passes."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -189,14 +191,14 @@ class _Pace:
 
 
 def progress_text(progress: Progress) -> str:
-    """Like "loading: 1.5 GiB of 15 GiB (10%)"."""
+    """Return a text such as "loading: 1.5 GiB of 15 GiB (10%)"."""
     done, total = (config.format_size(n) for n in (progress.done_bytes, progress.total_bytes))
     share = progress.done_bytes / max(1, progress.total_bytes)
     return f"{progress.what}: {done} of {total} ({share:.0%})"
 
 
 def as_record(line: LogLine) -> str:
-    """A child's line, if it is a JSON record; else a record that holds it."""
+    """Return a child's line if it is a JSON record, else a record that contains it."""
     if line.text.startswith("{") and level_of(line.text) is not None:
         return line.text
     return json_line(line.service, "WARNING", line.text, logger="output")
@@ -212,7 +214,7 @@ def _prefix(service: str) -> str:
 
 
 def _print_metrics(stack: Stack) -> None:
-    # The scheduler alone has the certificate: the others are for this host.
+    # Only the scheduler has the certificate; the other services are for this host.
     scheme = "https" if stack.identity.serves_tls else "http"
     scheduler, store, *workers = stack.metrics
     first, last = (address.rpartition(":")[2] for address in (workers[0], workers[-1]))
@@ -222,7 +224,7 @@ def _print_metrics(stack: Stack) -> None:
 
 
 def print_summary(stack: Stack, address: str) -> None:
-    """Where everything is and what to try; on stdout."""
+    """Print the addresses and files of the stack, and commands to try, on stdout."""
     shape = stack.shape
     kept = " (kept on exit)" if stack.keep_arena else ""
     memory = config.format_size(stack.host_memory_bytes)

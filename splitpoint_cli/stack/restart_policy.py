@@ -1,6 +1,6 @@
-"""When a dead service comes back, and when it is given up. Pure: no clock, no processes.
+"""The policy of restarts: when a dead service starts again, and when it is given up.
 
-The times are the caller's: seconds on any one monotonic clock.
+Pure: no clock, no processes. Times are the caller's, in seconds of one monotonic clock.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RestartLimits:
-    """How patient the policy is.
+    """Limits of the policy.
 
     Attributes:
         first_delay_seconds, longest_delay_seconds: the pause doubles from one to the other.
-        good_seconds: who served this long starts over with the first delay.
-        most_deaths, within_seconds: so many deaths within this time, and it is given up.
+        good_seconds: a service that served this long starts over with the first delay.
+        most_deaths, within_seconds: number of deaths within this time at which it is given up.
         first_retry_seconds, longest_retry_seconds: the pause before a given-up service is
             tried again doubles from one to the other.
     """
@@ -32,7 +32,7 @@ class RestartLimits:
 
 @dataclass(frozen=True, slots=True)
 class RestartAfter:
-    """Start it again after a pause. `recent_deaths` counts this one too."""
+    """Decision to start the service again after a pause; `recent_deaths` includes this one."""
 
     seconds: float
     recent_deaths: int
@@ -40,11 +40,11 @@ class RestartAfter:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Do without the service.
+    """Decision to go on without the service.
 
     Attributes:
-        reason: completes "X ended by SIGKILL, ..."; it may be empty.
-        retry_seconds: when to try it again all the same, if the rest can serve without it.
+        reason: completes "X ended by SIGKILL, ..."; may be empty.
+        retry_seconds: pause before the next attempt, if the stack can serve without it.
     """
 
     reason: str
@@ -52,20 +52,20 @@ class GiveUp:
 
 
 class RestartPolicy:
-    """The deaths of one service so far, and what follows from the next one.
+    """The recent deaths of one service, and the decision after the next one.
 
-    `limits` None: nothing is ever started again.
+    With `limits` None no service is started again.
     """
 
     def __init__(self, limits: RestartLimits | None) -> None:
         self._limits = limits
         self._deaths: deque[float] = deque()
         self._last_delay = 0.0
-        # The last pause of a service that was given up; 0: it is not.
+        # The last pause of a given-up service; 0 if it is not given up.
         self._last_retry = 0.0
 
     def died(self, at: float, *, served_seconds: float) -> RestartAfter | GiveUp:
-        """Decide after a death at `at`; it had served for `served_seconds` (0: never ready)."""
+        """Decide after a death at `at`, after `served_seconds` of service (0: never ready)."""
         limits = self._limits
         if limits is None:
             return GiveUp("")

@@ -1,4 +1,4 @@
-"""Runs a planned stack: started in order, kept alive, stopped, and every trace taken away."""
+"""Runs a planned stack: starts it in order, keeps it alive, stops it, and removes its files."""
 
 from __future__ import annotations
 
@@ -25,38 +25,37 @@ from splitpoint_cli.stack.restart_policy import RestartLimits
 from splitpoint_cli.stack.supervisor import Supervisor
 
 _SERVE_SECONDS = 60.0
-# Between two looks at whether the runtime folder is there.
+# Interval of the check that the runtime folder still exists.
 _LOOK_SECONDS = 1.0
 
 
 class StackRunner:
-    """Starts a planned stack, and takes every trace of it away again."""
+    """A planned stack, from its start until its files are removed."""
 
     def __init__(self, stack: Stack, *, verbose: bool = False, quiet: bool = False) -> None:
         self._stack = stack
         self.output = output_of(stack.log_format, verbose=verbose, quiet=quiet)
         self.address = stack.listen
-        # An arena that an earlier run kept is ours once our own store has served it.
+        # An arena that an earlier run kept is ours once our store has opened it.
         self._arena_is_ours = False
         self._held: Held | None = None
 
     @asynccontextmanager
     async def running(self, stop: asyncio.Event) -> AsyncIterator[Supervisor]:
-        """The supervised stack, from the moment it serves.
+        """Yield the supervised stack once it serves; stop it at the end of the block.
 
-        Raises Cancelled when `stop` is set before that, FailedPrecondition when the
-        instance is not free, what `check_machine` raises, ServiceNotStarted,
-        ServiceExited or ServiceNotReady when a service fails to start: a wrong argument must
-        not be tried for ever. Once the block is left, `stop` being set (again) means: do not
-        wait for anything.
+        If `stop` is set again while the stack stops, every process is killed.
+        Raises Cancelled if `stop` is set before the stack serves, FailedPrecondition if the
+        instance is not free, the errors of `check_machine`, and ServiceNotStarted,
+        ServiceExited or ServiceNotReady if a service fails to start for the first time.
         """
         runtime, instance = self._stack.runtime, self._stack.instance
         with exclusive(runtime, instance) as held:
-            # Before anything is ours to clean up.
+            # Before there are files of this stack to clean up.
             await predecessors_gone(
                 held.services, runtime, instance, stop=stop, say=self.output.progress
             )
-            write_given_up(runtime, ())  # those of a killed `up`
+            write_given_up(runtime, ())  # forget those of a killed `up`
             self._held = held
             self._arena_is_ours = not self._stack.arena.exists()
             try:
@@ -81,8 +80,8 @@ class StackRunner:
     ) -> None:
         """Start dead services again until `stop` is set.
 
-        Raises ServiceExited when one is given up that the stack cannot do without.
-        Nothing starts any more once this has returned.
+        Raises ServiceExited if a service is given up that the stack needs. No service starts
+        after the return.
         """
         stack = self._stack
         names = [worker.name for worker in stack.workers]
@@ -110,17 +109,17 @@ class StackRunner:
                 raise death
 
     def _note_given_up(self, keeper: Keeper) -> None:
-        """For `status`, which can do without: the stack goes on if there is no place for it."""
+        """Write the given-up workers for `status`; the stack goes on if that fails."""
         try:
             write_given_up(self._stack.runtime, keeper.given_up())
         except OSError as error:
-            self.output.event("up", f"workers that were given up are not noted: {error}")
+            self.output.event("up", f"the list of given-up workers cannot be written: {error}")
 
     async def _watch_folder(self, supervisor: Supervisor, keeper: Keeper) -> None:
-        """Heal the runtime folder when something else removed it, or sockets in it.
+        """Restore the runtime folder if another program removed it, or sockets in it.
 
-        A service without its socket serves the connections that it has, but no new ones:
-        it starts again. Raises ServiceExited.
+        A service without its socket accepts no new connections, so it starts again. Raises
+        ServiceExited.
         """
         if self._held is None:
             raise RuntimeError("the stack is not running")
@@ -128,13 +127,13 @@ class StackRunner:
             await asyncio.sleep(_LOOK_SECONDS)
             if not self._held.is_there():
                 if not self._held.take_again():
-                    continue  # an `up` of the same name has it; it cannot have the arena
-                text = f"{self._stack.runtime} was removed from outside: made anew"
+                    continue  # an `up` of the same name has the lock, but not the arena
+                text = f"{self._stack.runtime} was removed by another program: made again"
                 self.output.event("up", text)
                 keeper.on_given_up()
             names = supervisor.unreachable()
             if names:
-                text = "sockets were removed from outside; start again, one after the other: "
+                text = "sockets were removed by another program; restarting one after the other: "
                 self.output.event("up", text + ", ".join(names))
                 await keeper.renew(names)
 
@@ -147,7 +146,7 @@ class StackRunner:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             has_died, has_started = death.done(), starting.done()
         finally:
-            # Whatever ended the wait, nothing goes on starting processes.
+            # However the wait ended, no further process starts.
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -155,7 +154,7 @@ class StackRunner:
             raise death.result().death()
         if not has_started:
             raise Cancelled("stopped while starting")
-        starting.result()  # its error, if there is one
+        starting.result()  # raises its error, if any
 
     async def _start(self, supervisor: Supervisor) -> None:
         stack = self._stack
@@ -185,7 +184,7 @@ class StackRunner:
         return address
 
     def _clean_up(self) -> None:
-        """Sockets and shared memory, whatever state the services left them in."""
+        """Remove sockets and shared memory, in whatever state the services left them."""
         config.remove_tree(self._stack.runtime)
         if self._arena_is_ours and not self._stack.keep_arena:
             config.remove_tree(self._stack.arena.parent)
@@ -197,9 +196,9 @@ async def _hurry_when(stop: asyncio.Event, supervisor: Supervisor) -> None:
 
 
 async def run_stack(stack: Stack, *, verbose: bool, limits: RestartLimits | None) -> int:
-    """Run a stack until a signal, or until a service is given up; returns the exit code.
+    """Run a stack until a signal, or until a needed service is given up; return the exit code.
 
-    `limits` None: the first death of a service ends everything.
+    With `limits` None the first death of a service ends the stack.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

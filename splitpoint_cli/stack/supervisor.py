@@ -1,7 +1,7 @@
 """A set of child processes: started, watched, stopped in order, and never left behind.
 
-What the services do is none of its business. Three things make sure that
-nothing survives:
+It does not know what the services do. Three measures ensure that no process
+survives:
 
 * every child inherits the read end of one pipe and stops when the kernel
   closes the other end, so even `kill -9` of this process ends them;
@@ -22,12 +22,12 @@ from splitpoint_cli.stack.child import LogLine, Service, ServiceCommand
 
 
 class Supervisor:
-    """Owns a set of services; leaving the `async with` block stops them all.
+    """A set of services; leaving the `async with` block stops them all.
 
     Args:
         interpreter: path of the Python that runs the services.
         show: called with every line a child writes.
-        inherited: open files that every child gets beside the pipe.
+        inherited: open files that every child gets in addition to the pipe.
     """
 
     def __init__(
@@ -36,13 +36,12 @@ class Supervisor:
         self._interpreter = interpreter
         self._show = show
         self._inherited = inherited
-        # By name, in the order of their first start: a successor takes the place
-        # of the one that died.
+        # By name, in the order of their first start: a successor replaces the one that died.
         self._services: dict[str, Service] = {}
         self._exits: asyncio.Queue[Service] = asyncio.Queue()
         self._stopping = False
         self._hurry = asyncio.Event()
-        # Held open until this process ends, however it does.
+        # Held open until this process ends, in whatever way.
         self._alive_read, self._alive_write = os.pipe()
 
     async def __aenter__(self) -> Self:
@@ -58,7 +57,7 @@ class Supervisor:
     # -- starting -----------------------------------------------------------------
 
     async def start(self, command: ServiceCommand) -> Service:
-        """Start a service without waiting for it; one of its name must be gone.
+        """Start a service without waiting for it; its predecessor of the same name must be gone.
 
         Raises ServiceNotStarted.
         """
@@ -87,16 +86,16 @@ class Supervisor:
             self._exits.put_nowait(service)
 
     async def next_exit(self) -> Service:
-        """Wait until a service ends that nobody stopped; each such end is told once."""
+        """Wait for a service that ends without being stopped; return each such service once."""
         return await self._exits.get()
 
     def running(self, name: str) -> Service | None:
-        """The service of this name. None if it has ended, or was never started."""
+        """Return the service of this name; None if it has ended, or was never started."""
         service = self._services.get(name)
         return None if service is None or service.gone.is_set() else service
 
     def unreachable(self) -> list[str]:
-        """Names of ready services whose socket file is gone, in the order of their start."""
+        """Return the names of ready services whose socket file is gone, in the order of start."""
         return [
             name
             for name, service in self._services.items()
@@ -109,7 +108,7 @@ class Supervisor:
     # -- stopping -----------------------------------------------------------------
 
     def hurry(self) -> None:
-        """Stop waiting politely: everything that is still there gets SIGKILL."""
+        """Stop waiting: every process that still runs gets SIGKILL."""
         self._hurry.set()
 
     async def stop(self) -> None:

@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 import yaml
 
+from splitpoint.options import scheduler, store, worker
 from tools.render_chart import CASES, CHART, RULES, rendered_of, without_rules
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
@@ -83,6 +84,29 @@ def test_the_schema_knows_every_value() -> None:
 def test_the_schema_refuses_what_the_chart_would_misread(wrong: dict[str, Any]) -> None:
     with pytest.raises(jsonschema.ValidationError):
         validate(merged(DEFAULTS, wrong))
+
+
+def test_the_schema_has_the_choices_and_bounds_of_the_options() -> None:
+    model, kvstore, workers, scheduling = (
+        SCHEMA["properties"][part]["properties"]
+        for part in ("model", "kvstore", "worker", "scheduler")
+    )
+    assert tuple(model["dtype"]["enum"]) == store.DTYPE.choices
+    assert tuple(kvstore["encoding"]["enum"]) == store.KV_ENCODING.choices
+    for value, option in (
+        (kvstore["chunkTokens"], store.CHUNK_TOKENS),
+        (workers["maxBatch"], worker.MAX_BATCH),
+        (scheduling["queueCapacity"], scheduler.QUEUE_CAPACITY),
+    ):
+        assert (value["minimum"], value.get("maximum")) == (option.least, option.most)
+    for part, value, default in (
+        ("model", "dtype", store.DTYPE.default),
+        ("kvstore", "chunkTokens", store.CHUNK_TOKENS.default),
+        ("kvstore", "encoding", store.KV_ENCODING.default),
+        ("worker", "maxBatch", worker.MAX_BATCH.default),
+        ("scheduler", "queueCapacity", scheduler.QUEUE_CAPACITY.default),
+    ):
+        assert DEFAULTS[part][value] == default
 
 
 def test_a_drain_takes_one_pod_of_each_kind_at_a_time() -> None:

@@ -174,7 +174,7 @@ def test_a_stack_that_cannot_note_a_given_up_worker_goes_on(tmp_path: Path) -> N
         wait_until_up(process)
         (runtime_directory(instance) / "given-up.new").mkdir()
         os.kill(lives(log, "worker-0")[0], signal.SIGKILL)
-        read_until(process, "workers that were given up are not noted")
+        read_until(process, "the list of given-up workers cannot be written")
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=SECONDS)
     assert process.returncode == 0
