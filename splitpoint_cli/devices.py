@@ -1,4 +1,4 @@
-"""Which devices this host has for workers, told without loading a driver library or torch."""
+"""Devices of this host for workers, found without loading a driver library or torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from splitpoint.host.processor import instruction_sets
 
 
 def choose_devices(device: str, workers: int | None) -> tuple[str, ...]:
-    """One device per worker: GPUs in turn (cuda:0, cuda:1, ...), or cpu for all.
+    """Return a device for each worker: GPUs in turn (cuda:0, cuda:1, ...), or cpu for all.
 
     Without a count there is one worker per GPU, or one CPU worker.
     """
@@ -31,7 +31,7 @@ def choose_devices(device: str, workers: int | None) -> tuple[str, ...]:
 
 
 def visible_gpu_count() -> int:
-    """GPUs this process may use, without loading a driver library or torch."""
+    """Return the number of GPUs that this process may use."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return len([part for part in chosen.split(",") if part.strip() not in ("", "-1")])
@@ -46,14 +46,14 @@ def _torch_has_cuda() -> bool:
 
 
 def default_threads(devices: tuple[str, ...], device: str) -> int | None:
-    """Threads of one CPU worker: the cores, divided among the CPU workers."""
+    """Return the threads of one CPU worker, a share of the cores; None for a GPU worker."""
     if device != "cpu":
         return None
     return max(1, available_cores() // devices.count("cpu"))
 
 
 def worker_spin_count(threads: int, workers: int) -> str:
-    """How often threads of this host's CPU workers spin before they sleep (openmp.py)."""
+    """Return how often threads of CPU workers spin before they sleep (openmp.py)."""
     return spin_count(
         threads=threads,
         workers=workers,

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and whether there is a place for one."""
+"""Files that appear whole or not at all, and checks of their paths."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from splitpoint.errors import InvalidArgument
 
 
 def check_output(path: Path | None, field: str) -> None:
-    """Before work whose result goes there: that it has a place. None: nothing is written.
+    """Check that a file can be written, before the work for it. Accept None.
 
     Raises InvalidArgument that names the option `field`.
     """
@@ -26,8 +26,8 @@ def check_output(path: Path | None, field: str) -> None:
 
 
 def replace_file(path: Path, content: bytes, mode: int) -> None:
-    """Write or replace a file in one step; nobody but this user can read it before it is done."""
-    # mkstemp makes it with mode 0600, under a name that nobody has.
+    """Write or replace a file in one step; until then only this user can read it."""
+    # mkstemp makes it with mode 0600, under a new name.
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     fresh = Path(name)
     try:

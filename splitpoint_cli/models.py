@@ -12,15 +12,12 @@ from splitpoint.shapes import BUILT_IN_SHAPES, DataType, ModelShape
 
 
 def model_shape(folder: Path, dtype: str) -> ModelShape:
-    """The checkpoint's shape in the element type asked for; "auto" is the stored one.
-
-    Decided here once, since store and workers must agree on it.
-    """
+    """Return a checkpoint's shape in this element type; "auto" is the stored one."""
     return read_shape(folder, data_type=parse_dtype(dtype))
 
 
 def parse_dtype(text: str) -> DataType | None:
-    """An element type by name; None for "auto". Raises InvalidArgument."""
+    """Return an element type by name; None for "auto". Raises InvalidArgument."""
     if text == "auto":
         return None
     try:
@@ -33,10 +30,9 @@ def parse_dtype(text: str) -> DataType | None:
 
 
 def find_shape(model: str, dtype: str = "auto") -> ModelShape:
-    """A built-in shape by name, else the shape of a checkpoint on this machine.
+    """Return a built-in shape by name, else the shape of a checkpoint on this machine.
 
-    Raises NotFound when `model` is neither, InvalidArgument for a folder that
-    is no checkpoint.
+    Raises NotFound if `model` is neither, InvalidArgument for a folder that is no checkpoint.
     """
     data_type = parse_dtype(dtype)
     built_in = BUILT_IN_SHAPES.get(model.lower())

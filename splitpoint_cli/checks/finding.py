@@ -1,4 +1,4 @@
-"""What a check says: one finding, in words, with what to do about it."""
+"""Results of checks: findings in words, with advice."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ T = TypeVar("T")
 
 
 class Verdict(StrEnum):
-    """How bad it is. Only problems change the exit code."""
+    """Severity of a finding. Only problems change the exit code."""
 
     OK = "ok"
-    NOTE = "note"  # worth knowing; nothing to do unless one wants to
-    WARNING = "warning"  # it works, but slower or not for long
-    PROBLEM = "problem"  # it does not start, or something that was asked for does not work
+    NOTE = "note"  # worth knowing; needs no action
+    WARNING = "warning"  # it works, but slowly or not for long
+    PROBLEM = "problem"  # it does not start, or an option has no effect
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One subject's verdict.
+    """The verdict on one subject.
 
-    `found`: what there is, one sentence. `advice`: what to do, with the command; empty
-    where nothing is to be done.
+    `found`: the facts in one sentence. `advice`: what to do, with the command; empty if
+    nothing is to be done.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the machine tells about itself."""
+    """Folders with facts about the machine."""
 
     proc: Path = Path("/proc")
     sys: Path = Path("/sys")
@@ -48,14 +48,14 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A named piece of work; `run` gives one finding or several."""
+    """A named check; `run` returns one finding or several."""
 
     name: str
     run: Callable[[], Finding | Iterable[Finding]]
 
 
 def run_check(check: Check) -> tuple[Finding, ...]:
-    """What the check finds. An error that it did not expect is a finding, too."""
+    """Run a check; return its findings, or one about an unexpected error."""
 
     def run() -> tuple[Finding, ...]:
         found = check.run()
@@ -66,14 +66,13 @@ def run_check(check: Check) -> tuple[Finding, ...]:
 
 
 def attempt(name: str, work: Callable[[], T]) -> T | Finding:
-    """What `work` returns, or a finding of this name that tells what it raised."""
+    """Return the result of `work`, or a finding of this name about its error."""
     try:
         return work()
     except SplitpointError as error:
         return Finding(name, Verdict.PROBLEM, one_line(error.message))
     except Exception as error:
-        # A bare machine, a container or a kernel may differ from all that were seen: the
-        # other checks are worth having all the same.
+        # An unknown kind of machine must not keep the other checks from running.
         return Finding(
             name,
             Verdict.WARNING,
@@ -87,7 +86,7 @@ def one_line(text: str) -> str:
 
 
 def read_text(path: Path) -> str | None:
-    """What the kernel says there, without spaces around it; None: it does not say."""
+    """Return the text of a kernel's file, stripped; None if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

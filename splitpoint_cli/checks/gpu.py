@@ -16,10 +16,10 @@ _TORCH_ADVICE = (
 
 
 def check_presence(device: str, on_bus: int, visible: int) -> Finding:
-    """What workers will run on.
+    """Check the device that workers will use.
 
     Args:
-        device: as of --device: auto, cpu or cuda.
+        device: the value of --device: auto, cpu or cuda.
         on_bus: NVIDIA devices that the kernel sees.
         visible: those that this process may use.
     """
@@ -49,7 +49,7 @@ def check_presence(device: str, on_bus: int, visible: int) -> Finding:
 
 
 def check_driver(driver: Driver) -> Iterator[Finding]:
-    """Of a host with a GPU: driver, memory and the link of each."""
+    """Check the driver, and memory and link of each GPU."""
     name = "driver"
     if driver.error:
         yield Finding(
@@ -65,12 +65,12 @@ def check_driver(driver: Driver) -> Iterator[Finding]:
 
 
 def check_link(gpu: Gpu) -> Finding:
-    """Lanes that are missing cost bandwidth always; a lower generation is how idle GPUs rest."""
+    """Check lanes and generation of the link; an idle GPU lowers its generation."""
     name = f"GPU {gpu.index}"
     found = gpu.name + ("" if gpu.memory_bytes is None else f", {format_size(gpu.memory_bytes)}")
     link = gpu.link
     if link is None:
-        return Finding(name, Verdict.NOTE, f"{found}; it does not tell its PCIe link")
+        return Finding(name, Verdict.NOTE, f"{found}; its PCIe link is unknown")
     now = f"{found}, PCIe {link.generation} x{link.lanes}{_ceiling(link)}"
     if link.lanes < link.most_lanes:
         return Finding(
@@ -92,7 +92,7 @@ def check_link(gpu: Gpu) -> Finding:
 
 
 def _ceiling(link: Link) -> str:
-    """At its best generation with these lanes, as far as that is known."""
+    """Return the rate of these lanes at the best generation, if it is known."""
     try:
         return f" (up to {format_rate(link_ceiling(link.most_generation, link.lanes))})"
     except ValueError:
@@ -100,7 +100,7 @@ def _ceiling(link: Link) -> str:
 
 
 def check_torch(torch: TorchBuild, driver: Driver) -> Finding:
-    """Of a host with a GPU: whether this torch can use it."""
+    """Check that this torch can use the GPU."""
     name = "torch"
     if torch.error:
         return Finding(

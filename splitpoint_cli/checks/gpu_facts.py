@@ -1,7 +1,7 @@
-"""What the driver, the kernel and torch say of this host's GPUs, as data.
+"""Facts about this host's GPUs from the driver, the kernel and torch.
 
-Reads only; judging is `checks.gpu`'s business. The driver is asked through NVML, torch in
-a process of its own: loading it takes seconds, so only where a GPU is.
+`checks.gpu` judges them. The driver is asked through NVML, torch in a process of its own,
+since loading it takes seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ASK_TORCH = (
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """PCIe: generation and lanes, now and at most. 0: not told."""
+    """PCIe generation and lanes, now and at most; 0 if unknown."""
 
     generation: int
     most_generation: int
@@ -37,7 +37,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU as its driver tells. None: it does not, as of memory that it shares with the CPU."""
+    """One GPU; None for facts that its driver does not know, such as memory shared with the CPU."""
 
     index: int
     name: str
@@ -47,7 +47,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """`error`: why it does not answer; "" when it does, and then there is the rest."""
+    """The driver; `error` says why it does not answer, and is empty if it does."""
 
     version: str = ""
     cuda_version: str = ""
@@ -57,7 +57,7 @@ class Driver:
 
 @dataclass(frozen=True, slots=True)
 class TorchBuild:
-    """`cuda`: version it was built for, None: for none. `error`: why it cannot be asked."""
+    """A build of torch. `cuda`: its CUDA version, or None; `error`: why it cannot be asked."""
 
     version: str = ""
     cuda: str | None = None
@@ -66,7 +66,7 @@ class TorchBuild:
 
 
 def pci_gpu_count(places: Places) -> int:
-    """NVIDIA display devices on the bus, whether or not a driver has them."""
+    """Return the number of NVIDIA display devices on the bus, with or without a driver."""
     count = 0
     for device in (places.sys / "bus/pci/devices").glob("*"):
         vendor, kind = read_text(device / "vendor"), read_text(device / "class")
@@ -79,7 +79,7 @@ def _binding() -> Any:
 
 
 def read_driver(load: Callable[[], Any] = _binding) -> Driver:
-    """Asks NVML, through the binding that `load` gives. Never raises for what the driver lacks."""
+    """Return NVML's facts, through the binding that `load` returns. Does not raise."""
     try:
         nvml = load()
     except ImportError:
@@ -110,7 +110,7 @@ def _gpu(nvml: Any, index: int) -> Gpu:
             lanes=int(nvml.nvmlDeviceGetCurrPcieLinkWidth(handle)),
             most_lanes=int(nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)),
         )
-    except nvml.NVMLError:  # virtual GPUs tell nothing of it
+    except nvml.NVMLError:  # virtual GPUs do not report it
         link = None
     try:
         memory_bytes = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
@@ -120,7 +120,7 @@ def _gpu(nvml: Any, index: int) -> Gpu:
 
 
 def ask_torch(python: str = sys.executable) -> TorchBuild:
-    """Imports it in another process. Never raises."""
+    """Import torch in another process. Does not raise."""
     try:
         done = subprocess.run(
             [python, "-c", _ASK_TORCH],

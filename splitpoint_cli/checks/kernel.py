@@ -17,9 +17,9 @@ _POPULATE = (5, 14)
 
 
 def check_kernel(system: str, release: str, machine: str) -> Finding:
-    """As `os.uname` names them."""
+    """Check the kernel; the arguments are those of `os.uname`."""
     name = "kernel"
-    # What follows the first dash is the distributor's.
+    # The part after the first dash is the distributor's.
     found = f"{system} {release.partition('-')[0]} on {machine}"
     version = _version(release)
     if system != "Linux":
@@ -48,7 +48,7 @@ def check_kernel(system: str, release: str, machine: str) -> Finding:
 
 
 def check_locks(folder: Path) -> Finding:
-    """That a lock of one open file is seen by another one, in the folder where arenas lie."""
+    """Check in the folder of arenas that an open file sees the lock of another one."""
     name = "file locks"
     session = b"doctor\0\0"
     with tempfile.NamedTemporaryFile(dir=folder, prefix="splitpoint-doctor-") as file:

@@ -7,12 +7,12 @@ import resource
 from splitpoint.config import format_size
 from splitpoint_cli.checks.finding import Finding, Verdict
 
-# Connections, mapped checkpoint files, the arena: far below, and a limit under it is odd.
+# Far above the need of connections, checkpoint files and the arena.
 _OPEN_FILES = 1024
 
 
 def check_locked_memory(limit: int, pinned_bytes: int, *, has_gpu: bool) -> Finding:
-    """RLIMIT_MEMLOCK against what a worker would page-lock of the arena.
+    """Compare RLIMIT_MEMLOCK with the part of the arena that a worker would page-lock.
 
     Args:
         limit: the soft limit in bytes, or resource.RLIM_INFINITY.

@@ -21,11 +21,11 @@ _MIB = 1 << 20
 def check_shared_memory(
     folder: Path, wish_bytes: int, *, is_chosen: bool, there_bytes: int = 0
 ) -> Finding:
-    """Whether an arena of `wish_bytes` fits into the file system of `folder`.
+    """Check that an arena of `wish_bytes` fits into the file system of `folder`.
 
     Args:
-        is_chosen: the size is ours, since nobody gave one.
-        there_bytes: of the arena that lies there and would be taken over or replaced.
+        is_chosen: True for the default size.
+        there_bytes: size of an arena there that would be adopted or replaced.
     """
     name = "shared memory"
     try:
@@ -67,7 +67,7 @@ def _larger(folder: Path, size_bytes: int) -> str:
 
 
 def _mount_size(size_bytes: int) -> str:
-    """As mount and docker take it, rounded up."""
+    """Return a size for mount and docker, rounded up."""
     return f"{-(-size_bytes // _MIB)}m"
 
 
@@ -76,11 +76,11 @@ def _fitting(free_bytes: int) -> str:
 
 
 def check_memory(facts: MemoryFacts, arena_bytes: int, weight_bytes: int) -> Finding:
-    """Whether the arena, and the weights that lie in host memory, fit beside all else.
+    """Check that the arena, and the weights in host memory, fit into the available memory.
 
     Args:
-        arena_bytes: to be allocated; 0 for an arena that is there already.
-        weight_bytes: of all CPU workers together.
+        arena_bytes: size to be allocated; 0 for an existing arena.
+        weight_bytes: weights of all CPU workers together.
     """
     name = "memory"
     room = f"{format_size(facts.usable_bytes)} available"
@@ -112,7 +112,7 @@ def check_memory(facts: MemoryFacts, arena_bytes: int, weight_bytes: int) -> Fin
 
 
 def check_chunks(arena_bytes: int, layout: ArenaLayout) -> Finding | None:
-    """What is wrong with an arena that has room, but not for one chunk; None: nothing."""
+    """Return a finding if the arena has no room for one chunk, else None."""
     try:
         Geometry.fitting(layout, arena_bytes)
     except InvalidArgument as error:
@@ -126,7 +126,7 @@ def check_chunks(arena_bytes: int, layout: ArenaLayout) -> Finding | None:
 
 
 def check_huge_pages(wish: str, places: Places) -> Finding:
-    """`wish` as of --huge-pages."""
+    """Check huge pages; `wish`: the value of --huge-pages."""
     name = "huge pages"
     if wish == "never":
         return Finding(name, Verdict.OK, "not asked for (--huge-pages never)")

@@ -1,4 +1,4 @@
-"""The checkpoint: there, of a known family, readable, with a tokenizer, and not too large."""
+"""The checkpoint: present, of a known family, readable, with a tokenizer, not too large."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from splitpoint_cli.models import model_shape
 
 @dataclass(frozen=True, slots=True)
 class FoundModel:
-    """What --model means. None: it is not there, or of no known family."""
+    """The model of --model; folder and shape are None if it is absent or of an unknown family."""
 
     finding: Finding
     folder: Path | None = None
@@ -29,7 +29,7 @@ class FoundModel:
 
 
 def find_model(text: str | None, dtype: str) -> FoundModel:
-    """Folder and shape of what --model and --dtype name, as far as they are there."""
+    """Return folder and shape of the model, as far as they are present."""
     name = "model"
     try:
         folder = resolve_model(text, download=False)
@@ -75,7 +75,7 @@ def _advice(error: SplitpointError, text: str | None) -> str:
 
 
 def check_weights(folder: Path) -> Finding:
-    """Every safetensors file is there and as long as its header says."""
+    """Check that every safetensors file is present, with the length in its header."""
     name = "weights"
     try:
         files = [read_header(path) for path in weight_files(folder)]
@@ -98,7 +98,7 @@ def check_weights(folder: Path) -> Finding:
 
 
 def check_tokenizer(folder: Path, vocabulary_size: int) -> Finding:
-    """That text can be served; token ids always can."""
+    """Check the tokenizer, without which only token ids can be served."""
     from splitpoint.checkpoint.text import Tokenizer  # loads the tokenizers library
 
     name = "tokenizer"
@@ -132,7 +132,7 @@ def check_tokenizer(folder: Path, vocabulary_size: int) -> Finding:
 def check_device_memory(
     shape: ModelShape, wish: str | None, gpu_bytes: tuple[int, ...]
 ) -> Iterator[Finding]:
-    """Weights against the memory of the smallest GPU, or what --device-memory leaves of it."""
+    """Compare the weights with the smallest GPU's memory, or with --device-memory."""
     name = "device memory"
     most = min(gpu_bytes, default=None)
     budget = most if wish is None else config.parse_size(wish, field="device_memory")

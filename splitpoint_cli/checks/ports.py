@@ -43,7 +43,7 @@ def metrics_addresses(port: int | None, listen: str, workers: int) -> tuple[str,
 
 
 def check_listen(address: str, *, has_tls: bool, has_tokens: bool) -> Finding:
-    """As of --listen."""
+    """Check the address of --listen."""
     name = "listen"
     try:
         check_listen_address(address, has_tls=has_tls, has_tokens=has_tokens)
@@ -58,7 +58,7 @@ def check_listen(address: str, *, has_tls: bool, has_tokens: bool) -> Finding:
 
 
 def check_metrics(addresses: Sequence[str]) -> Finding:
-    """As of `up --metrics`: a port for each service."""
+    """Check the ports of `up --metrics`, one for each service."""
     found = _first_obstacle(addresses)
     if found is not None:
         return Finding("metrics", Verdict.PROBLEM, found, _row_advice(addresses))
@@ -66,7 +66,7 @@ def check_metrics(addresses: Sequence[str]) -> Finding:
 
 
 def check_free(name: str, address: str, option: str) -> Finding:
-    """Binds it for a moment. `option`: what the address was given by."""
+    """Check an address by binding it for a moment. `option`: the option with the address."""
     if address.startswith("unix:"):
         return _check_socket_file(name, Path(address.removeprefix("unix:")), option)
     try:
@@ -147,7 +147,7 @@ def bind_error(host: str, port: int) -> OSError | None:
 
 
 def _free_port(host: str, port: int) -> int:
-    """A port near the taken one; 0 (any) when all of them are taken."""
+    """Return a free port near the taken one; 0 (any) if all of them are taken."""
     for other in range(port + 1, min(port + 1 + _NEIGHBOURS, 65536)):
         if bind_error(host, other) is None:
             return other

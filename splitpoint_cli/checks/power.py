@@ -1,4 +1,4 @@
-"""Whether the CPU's energy can be read (RAPL); what a GPU draws comes with its driver."""
+"""Whether the CPU's energy can be read (RAPL); a GPU's driver reports its power."""
 
 from __future__ import annotations
 

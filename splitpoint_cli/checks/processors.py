@@ -13,7 +13,7 @@ from splitpoint_cli.checks.finding import Finding, Places, Verdict, read_text
 def check_cores(
     usable: int, cpu_workers: int, places: Places, *, flags: Collection[str] = ()
 ) -> Finding:
-    """`usable`: cores this process may run on, by affinity and quota; `flags`: of cpuinfo."""
+    """Check the cores that this process may use; `flags` are those of cpuinfo."""
     name = "cores"
     total = len(parse_nodes(read_text(places.sys / "devices/system/cpu/online") or "")) or usable
     text = f"{usable} to use" + (f" of {total}" if total != usable else "")
@@ -52,14 +52,14 @@ def check_cores(
 
 
 def check_numa(wish: str, places: Places) -> Finding:
-    """`wish` as of --numa-node."""
+    """Check the NUMA node of the arena; `wish`: the value of --numa-node."""
     name = "NUMA"
     text = read_text(places.sys / "devices/system/node/has_memory")
     if text is None:
         return Finding(
             name,
             Verdict.OK if wish == "none" else Verdict.PROBLEM,
-            "this kernel tells nothing of NUMA nodes",
+            "this kernel does not report NUMA nodes",
             "" if wish == "none" else "Leave the placement to the kernel: --numa-node none",
         )
     nodes = parse_nodes(text)

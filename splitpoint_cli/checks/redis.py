@@ -1,4 +1,4 @@
-"""Redis: whether it answers, how fast, as whom, and whether it lets itself be written to."""
+"""Redis: whether it answers, how fast, and whether this user may write to it."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from splitpoint_cli.output import seconds_text
 
 _NAME = "Redis"
 _PINGS = 5
-# Services give an operation up after a quarter of a second.
+# Services give up an operation after a quarter of a second.
 _SLOW_SECONDS = 0.05
-# Older ones lack options of the commands that are used.
+# Older versions lack options of the commands in use.
 _LEAST_VERSION = (6, 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a server said. `version`: "" where it does not say."""
+    """Answers of a server; `version` is empty if unknown."""
 
     version: str
     ping_seconds: float
 
 
 def check_redis(url: str, password_file: str | None, ca: str | None) -> Finding:
-    """As of --redis, --redis-password-file and --redis-ca. Never shows URL or password."""
+    """Check Redis by its options, without showing URL or password."""
     try:
         options = read_redis_options(url, password_file=password_file, ca_file=ca)
     except PermissionDenied as error:
@@ -53,7 +53,7 @@ def check_redis(url: str, password_file: str | None, ca: str | None) -> Finding:
 
 
 def judge(where: str, answers: Answers) -> Finding:
-    """Of a server that answered."""
+    """Return the finding about a server that answered."""
     took = seconds_text(answers.ping_seconds)
     found = f"{where} answers in {took}, may be written to"
     if answers.version:
@@ -72,7 +72,7 @@ def judge(where: str, answers: Answers) -> Finding:
 
 
 async def _ask(options: RedisOptions) -> Answers:
-    """Raises Unavailable, with the kind of failure."""
+    """Ask the server. Raises Unavailable, with the kind of failure."""
     from splitpoint.discovery.redis_link import RedisLink  # slow to load, and few have a Redis
 
     link = RedisLink(options)
@@ -97,7 +97,7 @@ async def _ask(options: RedisOptions) -> Answers:
 
 
 def _version(hello: object) -> str:
-    """From the list of names and values that HELLO is answered with."""
+    """Return the version in the answer to HELLO, a list of names and values."""
     if isinstance(hello, list):
         pairs = dict(zip(hello[::2], hello[1::2], strict=False))
         version = pairs.get(b"version", b"")
@@ -107,7 +107,7 @@ def _version(hello: object) -> str:
 
 
 def _refusal(options: RedisOptions, why: str) -> Finding:
-    """What to do about the kinds of failure that `RedisLink` names."""
+    """Return the finding for a kind of failure that `RedisLink` names."""
     if any(word in why for word in ("Authentication", "NOAUTH", "WRONGPASS")):
         advice = (
             "Name the user in the URL (redis://USER@HOST) and give its password by "

@@ -20,7 +20,7 @@ _EVERYWHERE = {"0.0.0.0", "::"}
 def check_tls(
     certificate: str | None, key: str | None, authorities: str | None, listen: str, now: datetime
 ) -> Iterator[Finding]:
-    """As of --tls-cert, --tls-key, --tls-ca and --listen."""
+    """Check the files of --tls-cert, --tls-key and --tls-ca for the address of --listen."""
     name = "TLS files"
     try:
         identity = read_identity(certificate=certificate, key=key, authorities=authorities)
@@ -48,7 +48,7 @@ def check_tls(
 
 
 def judge_end(end: datetime, now: datetime) -> Finding:
-    """Of a certificate that ends then."""
+    """Return a finding about a certificate's end."""
     name, on = "certificate ends", end.astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
     renew = "Renew it; of a development authority: splitpoint certs DIR --force"
     if end <= now:
@@ -59,7 +59,7 @@ def judge_end(end: datetime, now: datetime) -> Finding:
 
 
 def judge_hosts(names: list[str], host: str) -> Finding:
-    """Whether clients that connect to `host` find it in the certificate."""
+    """Return a finding on whether the certificate names `host`, which clients call."""
     name, shown = "certificate names", ", ".join(names)
     if not names:
         return Finding(
@@ -92,7 +92,7 @@ def _covers(pattern: str, host: str) -> bool:
 
 
 def check_tokens(path: str) -> Finding:
-    """As of --tokens."""
+    """Check the file of --tokens."""
     name = "tokens"
     make = f"splitpoint token --file {path} --name me --role admin"
     try:
@@ -104,7 +104,7 @@ def check_tokens(path: str) -> Finding:
         return Finding(name, Verdict.PROBLEM, error.message, advice)
     roles = Counter(entry.caller.role for entry in entries)
     if not entries:
-        return Finding(name, Verdict.WARNING, "no token in it: nobody is let in", make)
+        return Finding(name, Verdict.WARNING, "no token in it: every caller is refused", make)
     found = ", ".join(f"{count} {role}" for role, count in sorted(roles.items()) if role)
     if Role.ADMIN not in roles:
         return Finding(

@@ -11,7 +11,7 @@ from splitpoint.extras import SERVICES
 from splitpoint_cli.checks.finding import Finding, Verdict
 
 _LEAST_PYTHON = (3, 11)
-# "grpcio>=1.70,<2" or "redis[hiredis]>=5.2"; what is behind a ";" is for extras.
+# "grpcio>=1.70,<2" or "redis[hiredis]>=5.2"; the part after ";" names an extra.
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^]]*\])?\s*([^;]*)(;.*)?")
 _EXTRA = re.compile(r"""extra == ['"]([a-z]+)['"]""")
 
@@ -25,7 +25,7 @@ def check_python(version: tuple[int, int, int]) -> Finding:
 
 
 def check_packages(requirements: Sequence[str], version_of: Callable[[str], str | None]) -> Finding:
-    """`version_of`: the installed version of a package, None where it is not installed."""
+    """Check versions. `version_of` returns a package's version; None if it is not installed."""
     wrong: list[str] = []
     needed: list[str] = []
     count = 0
@@ -55,9 +55,9 @@ def check_packages(requirements: Sequence[str], version_of: Callable[[str], str 
 
 
 def own_requirements() -> list[str]:
-    """What a whole stack needs, by the installed distribution, else by the source tree.
+    """Return the requirements of a stack, from the installed distribution or the source tree.
 
-    Requirements of the base and of the services' extras, without their markers.
+    They are those of the base and of the services' extras, without markers.
     """
     from importlib import metadata  # slow to load, and rarely needed
 
@@ -73,7 +73,7 @@ def own_requirements() -> list[str]:
 
 
 def _of_services(requirement: str) -> str | None:
-    """The requirement without its marker; None if services do not have it."""
+    """Return the requirement without its marker; None if no service has it."""
     bare, _, marker = requirement.partition(";")
     extra = _EXTRA.search(marker)
     is_wanted = not marker or (extra is not None and extra[1] in {"service", *SERVICES})
@@ -90,7 +90,7 @@ def installed_version(package: str) -> str | None:
 
 
 def _satisfies(version: str, bounds: str) -> bool:
-    """Bounds such as ">=1.70,<2": those that this project uses."""
+    """Return True if a version meets bounds such as ">=1.70,<2"."""
     ours = _numbers(version)
     for bound in filter(None, map(str.strip, bounds.split(","))):
         if bound.startswith(">=") and ours < _numbers(bound[2:]):
@@ -101,7 +101,7 @@ def _satisfies(version: str, bounds: str) -> bool:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """2.13.0+cpu is (2, 13, 0); equal lengths make (2,) no less than (2, 0)."""
+    """Return four numbers, such as (2, 13, 0, 0) of 2.13.0+cpu."""
     parts = re.match(r"\d+(?:\.\d+)*", version.strip())
     numbers = [int(part) for part in parts[0].split(".")] if parts else []
     return tuple((numbers + [0] * 4)[:4])

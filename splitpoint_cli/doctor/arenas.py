@@ -1,4 +1,4 @@
-"""Arenas in shared memory: that of this instance, and what dead ones left."""
+"""Arenas in shared memory: that of this instance, and those of dead stacks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _NAME = "arenas"
 class FoundArena:
     """An arena of this user's `splitpoint up`.
 
-    `is_used`: a store runs on it, or will again. `is_kept`: the secret of its keys lies
-    beside it, as --keep-arena leaves it.
+    `is_used`: a store runs on it, or will again. `is_kept`: --keep-arena left it, with the
+    secret of its keys.
     """
 
     instance: str
@@ -33,7 +33,7 @@ class FoundArena:
 
 
 def find_arenas(shm: Path, user: int) -> list[FoundArena]:
-    """In order of their names."""
+    """Return the arenas in order of their names."""
     found = []
     for folder in sorted(shm.glob(f"splitpoint-{user}-*")):
         arena = folder / "arena"
@@ -53,15 +53,15 @@ def find_arenas(shm: Path, user: int) -> list[FoundArena]:
 
 
 def _is_supervised(instance: str) -> bool:
-    """Whether its `splitpoint up` lives: it starts a store that died again, after a pause."""
+    """Return True if its `splitpoint up` runs, which restarts a dead store after a pause."""
     try:
         return running_process(runtime_path(instance), seconds=0) is not None
-    except InvalidArgument:  # somebody else's way of naming
+    except InvalidArgument:  # not a name of `up`
         return False
 
 
 def is_locked(lock: Path) -> bool:
-    """Whether a store holds it. Asks for a shared lock, which it gives back at once."""
+    """Return True if a store holds the lock. Takes a shared lock for a moment."""
     try:
         file = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -76,7 +76,7 @@ def is_locked(lock: Path) -> bool:
 
 
 def check_arenas(arenas: list[FoundArena], instance: str | None) -> Iterator[Finding]:
-    """What lies there, seen by a stack of this name that is to be started; None: none is."""
+    """Check the arenas for the start of a stack named `instance`; None: it runs already."""
     for arena in arenas:
         size = format_size(arena.size_bytes)
         if arena.is_used and arena.instance == instance:
@@ -94,14 +94,14 @@ def check_arenas(arenas: list[FoundArena], instance: str | None) -> Iterator[Fin
                 _NAME,
                 Verdict.NOTE,
                 f"{arena.instance} keeps {size} of memory (--keep-arena)",
-                f"If nobody wants it any more: splitpoint arena rm {arena.instance}",
+                f"If it is no longer needed: splitpoint arena rm {arena.instance}",
             )
         else:
             yield Finding(
                 _NAME,
                 Verdict.WARNING,
                 f"a dead stack left {size} of memory: {arena.instance}",
-                f"Give it back: splitpoint arena rm {arena.instance}",
+                f"Free it: splitpoint arena rm {arena.instance}",
             )
     if not arenas:
         yield Finding(_NAME, Verdict.OK, "nothing was left in shared memory")

@@ -36,9 +36,9 @@ from splitpoint_cli.stack.plan import arena_bytes, default_host_memory, instance
 
 
 def examine(options: DoctorOptions) -> Iterator[Finding]:
-    """Every finding, in order. Never raises."""
+    """Yield every finding, in order. Does not raise."""
     own = attempt("instance", lambda: _own_stack(options))
-    if isinstance(own, Finding):  # wrong options, which other checks tell of
+    if isinstance(own, Finding):  # wrong options, which other checks report
         own = None
     for check in (*_machine(options), *_stack(options, own), *_network(options, own)):
         yield from run_check(check)
@@ -76,7 +76,7 @@ def _machine(options: DoctorOptions) -> Iterator[Check]:
 
 
 def _stack(options: DoctorOptions, own: own_stack.OwnStack | None) -> Iterator[Check]:
-    """What depends on each other: GPUs, the model, and the memory for both."""
+    """Yield the checks of GPUs, the model, and the memory for both."""
     on_bus = gpu_facts.pci_gpu_count(options.places)
     visible = visible_gpu_count()
     yield Check("GPU", lambda: gpu.check_presence(options.device, on_bus, visible))
@@ -124,7 +124,7 @@ def _memory(
     has_gpu: bool,
     own: own_stack.OwnStack | None,
 ) -> Iterator[Finding]:
-    """All that host memory is needed for, and how much of it is to be locked."""
+    """Check all uses of host memory, and the part that is to be page-locked."""
     there = arena_bytes(_arena(options))
     chosen = options.host_memory is None
     if options.host_memory is not None:
@@ -160,7 +160,7 @@ def _memory(
 
 
 def _metrics(wanted: str, options: DoctorOptions) -> Finding:
-    """A port as of `up`, which takes one for each service, or a service's own HOST:PORT."""
+    """Check ports from this one on, as `up` takes them, or a service's HOST:PORT."""
     if not wanted.isdigit():
         return ports.check_free("metrics", wanted, "--metrics")
     workers = len(_devices(options))
@@ -169,7 +169,7 @@ def _metrics(wanted: str, options: DoctorOptions) -> Finding:
 
 def _network(options: DoctorOptions, own: own_stack.OwnStack | None) -> Iterator[Check]:
     has_tls, has_tokens = options.tls_cert is not None, options.tokens is not None
-    if own is not None:  # its ports are taken by itself
+    if own is not None:  # it uses the ports itself
         running = own
         yield Check("instance", lambda: own_stack.check_own_stack(running))
     else:
@@ -198,7 +198,7 @@ def _network(options: DoctorOptions, own: own_stack.OwnStack | None) -> Iterator
 
 
 def _devices(options: DoctorOptions) -> tuple[str, ...]:
-    """As `up` would choose them; that there is no GPU for a worker is another check's finding."""
+    """Return the devices that `up` would choose; another check reports a missing GPU."""
     if options.device == "cuda" and not visible_gpu_count():
         return ("cuda:0",) * (options.workers or 1)
     return choose_devices(options.device, options.workers)
@@ -213,7 +213,7 @@ def _instance(options: DoctorOptions) -> str:
 
 
 def _arena(options: DoctorOptions) -> Path:
-    """As `config.arena_path`, below the folder of shared memory that is looked at."""
+    """Return the path of `config.arena_path`, below the folder that is checked."""
     return options.places.shm / f"splitpoint-{os.getuid()}-{_instance(options)}" / "arena"
 
 

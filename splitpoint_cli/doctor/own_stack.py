@@ -1,4 +1,4 @@
-"""Whether the stack that is asked about is running already, and serves."""
+"""Whether a stack of this instance is running already, and serves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ANSWER_SECONDS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class OwnStack:
-    """A healthy stack of the instance: its ports and its arena are taken by itself."""
+    """A healthy stack of the instance, which itself uses the ports and the arena."""
 
     instance: str
     process_id: int
@@ -27,7 +27,7 @@ class OwnStack:
 def find_own_stack(
     instance: str, listen: str, *, certificate: str | None, key: str | None, ca: str | None
 ) -> OwnStack | None:
-    """The stack of this name that serves at `listen`. None if there is none."""
+    """Return the stack of this name that serves at `listen`; None if there is none."""
     process_id = running_process(runtime_path(instance), seconds=0)
     if process_id is None:
         return None

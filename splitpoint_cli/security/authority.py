@@ -20,13 +20,13 @@ from splitpoint.errors import AlreadyExists, InvalidArgument
 from splitpoint_cli.files import replace_file
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
-# Clocks differ: what was made a moment ago is valid on a machine that is behind.
+# New certificates are valid on machines whose clock is behind.
 _BACKDATE = timedelta(minutes=5)
 _Usage = x509.ObjectIdentifier
 
 
 class Authority:
-    """A certificate authority whose key lives as long as this object, unless it is written."""
+    """A certificate authority; its key is in memory only, unless it is written to a file."""
 
     def __init__(self, days: float, now: datetime) -> None:
         self.key = ec.generate_private_key(ec.SECP256R1())
@@ -44,7 +44,7 @@ class Authority:
     def issue(
         self, name: str, hosts: Sequence[str], usages: Sequence[_Usage]
     ) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-        """A certificate for these hosts (names or addresses), and its key."""
+        """Return a certificate for these hosts (names or addresses), and its key."""
         key = ec.generate_private_key(ec.SECP256R1())
         authority_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())
         builder = (
@@ -82,10 +82,10 @@ def make_certificates(
     force: bool = False,
     now: datetime | None = None,
 ) -> list[Path]:
-    """Writes ca, server and client certificates (NAME.pem) and their keys (NAME-key.pem).
+    """Write ca, server and client certificates (NAME.pem) and their keys (NAME-key.pem).
 
-    The server's is good for localhost and each of `hosts`, and services show it
-    to each other as clients, too. Raises AlreadyExists without `force`,
+    The server's is for localhost and each of `hosts`; services also use it as clients of
+    each other. Raises AlreadyExists without `force`,
     InvalidArgument for a host that is neither a name nor an address.
     """
     authority = Authority(days, now or datetime.now(UTC))

@@ -1,6 +1,6 @@
-"""Brings dead services back, as the restart policy says; decides when the stack cannot go on.
+"""Restarts dead services by the restart policy, and decides when the stack cannot go on.
 
-A stack can do without a worker while another one is left. Store and scheduler are needed.
+A stack goes on without a worker while another one is left. It needs store and scheduler.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from splitpoint_cli.stack.supervisor import Supervisor
 
 
 class Keeper:
-    """Watches a supervisor's services once all of them have started.
+    """Keeps a supervisor's services alive, once all of them have started.
 
-    A successor gets the arguments of the one that died, and the very address it
-    served at. Cancelling `run` ends pauses and starts under way.
+    A successor gets the arguments and the address of the service that died. Cancelling `run`
+    also ends pauses and starts under way.
 
     Args:
-        limits: of each service's restarts; None: the first death is the end.
-        workers: names of the services of which one is enough, with their addresses.
-        say: called with a service's name and what happens to it.
-        show_tail: called with the death of a worker that is given up, before that is said.
+        limits: of each service's restarts; None: the first death ends the stack.
+        say: called with a service's name and a message about it.
+        workers: names and addresses of the workers, of which one is enough.
+        show_tail: called with the death of a worker that is given up.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class Keeper:
         self._policies: dict[str, RestartPolicy] = {}
         self._starts: set[asyncio.Task[None]] = set()
         self._failures: asyncio.Queue[BaseException] = asyncio.Queue()
-        # Workers that were given up: how the last life ended, when the next one begins.
+        # Given-up workers: the message of the last death, and the time of the next start.
         self._given_up: dict[str, tuple[str, float]] = {}
-        # Ends of these are no deaths: they are being replaced.
+        # Services that are being replaced: their ends are no deaths.
         self._renewed: set[Service] = set()
-        # Called when `given_up` has another answer.
+        # Called when the result of `given_up` changes.
         self.on_given_up: Callable[[], None] = lambda: None
 
     async def run(self) -> ServiceExited:
@@ -68,7 +68,7 @@ class Keeper:
                 if failure.done():
                     if isinstance(error := failure.result(), ServiceExited):
                         return error
-                    raise error  # a bug: no way to go on is known
+                    raise error  # a bug
                 end = self._decide(exit_.result())
                 if end is not None:
                     return end
@@ -80,7 +80,7 @@ class Keeper:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def given_up(self) -> list[GivenUpWorker]:
-        """Workers that the stack does without at this moment."""
+        """Return the workers that the stack does without at this moment."""
         now = asyncio.get_running_loop().time()
         return [
             GivenUpWorker(self._workers[name], why, max(0.0, at - now))
@@ -88,21 +88,21 @@ class Keeper:
         ]
 
     async def renew(self, names: Iterable[str]) -> None:
-        """Stop these services and start them again, one after the other; no deaths of theirs.
+        """Stop these services and start them again, one after the other.
 
-        One that is given up meanwhile is left to `run`, which tries it again later.
-        Raises ServiceExited when one that the stack cannot do without cannot be started.
+        `run` later retries a service that is given up meanwhile. Raises ServiceExited if a
+        service that the stack needs cannot be started.
         """
         for name in names:
             service = self._supervisor.running(name)
             if service is None:
-                continue  # it died, and is brought back anyway
+                continue  # it died, and is restarted anyway
             self._renewed.add(service)
             await self._supervisor.stop_one(service)
             await self._bring_back(_same_again(service), 0.0)
 
     def _decide(self, service: Service) -> ServiceExited | None:
-        """What follows from the end of a service; its death if that is the end of the stack."""
+        """Restart the service or give it up; return its death if the stack cannot go on."""
         if service in self._renewed:
             self._renewed.discard(service)
             return None
@@ -124,7 +124,7 @@ class Keeper:
         return None
 
     def _can_do_without(self, name: str, death: ServiceExited, decision: GiveUp) -> bool:
-        """Whether other workers are left; then this one is noted as given up, and that is said."""
+        """Return True if other workers are left; then note and report this one as given up."""
         others = self._workers.keys() - self._given_up.keys() - {name}
         if name not in self._workers or not others or not decision.retry_seconds:
             return False
@@ -137,9 +137,9 @@ class Keeper:
         return True
 
     async def _start(self, command: ServiceCommand) -> Service | None:
-        """A process for the command; while the system has none to give, that is a death, too.
+        """Start a process; a failure to do so counts as a death.
 
-        None if it was given up for now.
+        Return None if the service was given up for now.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -181,7 +181,7 @@ class Keeper:
         try:
             await service.ready()
         except ServiceExited:
-            return  # its end is told by the supervisor, and decided about like any other
+            return  # `run` gets its end from the supervisor, like any other
         except ServiceNotReady as error:
             self._say(service.name, f"{error.message}: killed")
             service.kill()
@@ -192,5 +192,5 @@ class Keeper:
 
 
 def _same_again(service: Service) -> ServiceCommand:
-    """The command of its successor: port 0 must not become another port."""
+    """Return the command of its successor, which listens at the same address."""
     return service.command.listening_on(service.address) if service.address else service.command

@@ -1,6 +1,6 @@
-"""One host's whole stack as data: which processes, with which arguments, listening where.
+"""One host's whole stack as data: its processes, their arguments and addresses.
 
-Turns options into commands; starting them is the supervisor's business.
+Turns options into commands, which the supervisor starts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from splitpoint_cli.options import arguments_of, check_options
 from splitpoint_cli.stack.child import ServiceCommand
 from splitpoint_cli.stack.options import StackOptions
 
-# Beyond the grace given to running requests; a worker also waits for write-back.
+# In addition to the grace of running requests; a worker also waits for write-back.
 _SCHEDULER_STOP_SECONDS = 10.0
 _WORKER_STOP_SECONDS = 40.0
 _LOAD_SECONDS = 600.0  # a large checkpoint from a cold disk
@@ -43,7 +43,7 @@ _MOST_DEFAULT_HOST_MEMORY = 8 << 30
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Everything that was decided, ready to start: store, then workers, then scheduler."""
+    """All decisions about a stack, ready to start: store, then workers, then scheduler."""
 
     model: Path
     name: str
@@ -57,15 +57,15 @@ class Stack:
     store_address: str
     worker_addresses: tuple[str, ...]
     listen: str
-    # Who the scheduler is, for the check that it serves.
+    # Identity of the scheduler, for the check that it serves.
     identity: Identity
     has_tokens: bool
-    # Where metrics are: of the scheduler, the store, and the workers in order. Empty: nowhere.
+    # Addresses of metrics: the scheduler's, the store's, the workers' in order; empty: none.
     metrics: tuple[str, ...]
     store: ServiceCommand
     workers: tuple[ServiceCommand, ...]
     scheduler: ServiceCommand
-    # Of what services write, and of what is said of them.
+    # Format of log lines of services and of `up`.
     log_format: LogFormat = LogFormat.TEXT
 
 
@@ -329,7 +329,7 @@ def _check_lanes(options: StackOptions, devices: tuple[str, ...]) -> None:
 
 
 def trace_path(trace: str | None, worker: int) -> Path | None:
-    """`trace.json` of worker 0 is `trace-0.json`: each has a file of its own."""
+    """Return the file of one worker: `trace-0.json` of worker 0 for `trace.json`."""
     if trace is None:
         return None
     path = Path(trace).absolute()
@@ -337,7 +337,7 @@ def trace_path(trace: str | None, worker: int) -> Path | None:
 
 
 def socket_path(address: str) -> Path | None:
-    """The file of a `unix:` address."""
+    """Return the file of a `unix:` address; None for other addresses."""
     return Path(address.removeprefix("unix:")) if address.startswith("unix:") else None
 
 
@@ -346,15 +346,17 @@ def _given(flag: str, value: object | None) -> list[str]:
 
 
 def default_host_memory(shm: Path = config.SHARED_MEMORY) -> int:
-    """A quarter of the memory this process may use, at most 8 GiB and half of what
-    /dev/shm has left: enough to be useful, little enough to live beside others."""
+    """Return the default size of the arena in bytes.
+
+    It is a quarter of the usable memory, at most 8 GiB and half of the free space of /dev/shm.
+    """
     free = os.statvfs(shm)
     shm_free = free.f_bavail * free.f_frsize
     return min(memory_facts().usable_bytes // 4, shm_free // 2, _MOST_DEFAULT_HOST_MEMORY)
 
 
 def instance_of(listen: str) -> str:
-    """A name that two stacks on one host cannot share by accident: the public port."""
+    """Return the default name of a stack, which is unique on a host: that of its port."""
     port = listen.rpartition(":")[2]
     if listen.startswith("unix:") or port == "0":
         return f"pid-{os.getpid()}"

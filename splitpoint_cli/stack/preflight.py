@@ -1,7 +1,7 @@
 """Checks of `splitpoint up` before it starts a process: options, ports, memory, weights.
 
-The findings are those of `splitpoint doctor`; here problems become errors. A service that
-meets one later (a port was taken meanwhile) says so by itself.
+The checks are those of `splitpoint doctor`; here problems become errors. A service reports
+a problem that arises later by itself, such as a port that was taken meanwhile.
 """
 
 from __future__ import annotations
