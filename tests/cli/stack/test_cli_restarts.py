@@ -217,7 +217,7 @@ def test_a_store_that_cannot_come_back_ends_the_stack(tmp_path: Path) -> None:
     assert_nothing_left(log, instance)
 
 
-def test_a_removed_runtime_folder_is_made_anew(tmp_path: Path) -> None:
+def test_a_removed_runtime_folder_is_made_again(tmp_path: Path) -> None:
     log, instance = tmp_path / "log", instance_name("folder")
     runtime = runtime_directory(instance)
     with stack(log, instance, pause="0.02") as process:
@@ -225,7 +225,7 @@ def test_a_removed_runtime_folder_is_made_anew(tmp_path: Path) -> None:
         before = sockets(instance)
         remove_tree(runtime)
         printed = "".join(read_until(process, "ready again") for _ in range(4))
-        assert printed.count(f"{runtime} was removed from outside: made anew") == 1
+        assert printed.count(f"{runtime} was removed by another program: made again") == 1
         assert "death" not in printed
         assert all(len(lives(log, name)) == 2 for name in ("store", "worker-0", "worker-1"))
         assert sockets(instance) == before | {"public.sock"}
