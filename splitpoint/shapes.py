@@ -35,7 +35,7 @@ class DataType(Enum):
 
 
 class Encoding(Enum):
-    """How a store keeps K, V and X; the value is its name on command lines.
+    """The format in which a store keeps K, V and X; the value is its name on command lines.
 
     A row is one token of one head (K, V: d elements) or one token (X: h elements). It is
     encoded by itself, in groups of consecutive elements with their own parameters; the last
@@ -201,7 +201,7 @@ class ModelShape:
 
     @property
     def mlp_parameters(self) -> int:
-        """Of one layer: gate (if gated), up and down."""
+        """Parameters of one layer: gate (if gated), up and down."""
         return (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size
 
     @property

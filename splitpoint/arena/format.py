@@ -148,7 +148,7 @@ class Geometry:
 
 
 class Condition(IntEnum):
-    """How the file was left: information only, no check is skipped because of it."""
+    """The state in which the file was left. No check is skipped because of it."""
 
     OPEN = 1
     CLOSED = 2

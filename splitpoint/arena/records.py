@@ -23,7 +23,6 @@ COMMIT_BYTES = 8
 GRANT_OFFSET = COMMIT_BYTES
 CHUNK_OFFSET = 64
 SALT_TAG_BYTES = 16
-GENERATION_LIMIT = 1 << 56
 NO_PARENT = bytes(KEY_BYTES)
 
 # generation, epoch, session id, start ticks, process id, zero | CRC
@@ -31,7 +30,6 @@ _GRANT = struct.Struct("<QQ16sQI8x")
 # generation, key, parent, layout hash, salt tag, fingerprint, checksum, seal
 # number, token_count, chunk index, zero | CRC
 _CHUNK = struct.Struct("<Q32s32s16s16sQQQII52x")
-GRANT_BYTES = _GRANT.size + 4
 CHUNK_BYTES = _CHUNK.size + 4
 
 

@@ -1,4 +1,4 @@
-"""How long OpenMP's threads spin for each other before they sleep.
+"""The time for which OpenMP's threads spin for each other before they sleep.
 
 By default GNU OpenMP spins for milliseconds at every barrier. Next to another worker, a
 benchmark or a build, spinning threads keep the threads they wait for from running: products

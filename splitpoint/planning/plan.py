@@ -11,14 +11,14 @@ from splitpoint.shapes import Encoding
 
 
 class Residency(Enum):
-    """Where the cache lives while a request decodes."""
+    """The place of the cache while a request decodes."""
 
     RESIDENT = "resident"
     STREAMED = "streamed"
 
 
 class RestoreMethod(Enum):
-    """How a cached prefix gets back onto the device."""
+    """The way in which a cached prefix gets back onto the device."""
 
     NONE = "none"
     LOAD = "load"
@@ -37,7 +37,7 @@ class RestoreMethod(Enum):
 
 
 class Objective(Enum):
-    """What a plan minimizes; see choices.py."""
+    """The quantity that a plan minimizes; see choices.py."""
 
     LATENCY = "latency"
     THROUGHPUT = "throughput"

@@ -40,7 +40,7 @@ class Lane(Enum):
 
 
 class Schedule(Enum):
-    """How copies and products overlap; see the module's text."""
+    """The overlap of copies and products; see the module's text."""
 
     SERIAL = "serial"
     COLUMN = "column"

@@ -50,7 +50,7 @@ from splitpoint.shapes import Encoding, ModelShape
 
 
 class Scenario(Enum):
-    """What the predicted seconds are those of."""
+    """The work whose seconds are predicted."""
 
     # One restore that runs alone.
     RESTORE = "restore"
@@ -63,7 +63,7 @@ class Scenario(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PipelineOptions:
-    """How a prefix comes back, apart from its split.
+    """The settings of a restore, apart from its split.
 
     Attributes:
         tile_tokens: tokens of X in one copy; 0: all of them.

@@ -1,4 +1,4 @@
-"""What each decode step of a streamed sequence moves, and what stays on the device instead.
+"""The work of a streamed sequence's decode steps, and the part that stays on the device.
 
 A token of the prefix is resident, rebuilt or loaded. With spare device memory either K and
 V of the front stay there, and the best split divides the rest; or X of the front stays

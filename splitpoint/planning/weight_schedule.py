@@ -43,7 +43,7 @@ LAYER_PIECES = (
 
 
 class WeightOrder(Enum):
-    """How a layer's pieces are grouped into copies; see the module's text."""
+    """The grouping of a layer's pieces into copies; see the module's text."""
 
     FINE = "fine"
     COARSE = "coarse"

@@ -1,4 +1,4 @@
-"""What is told of something long, and when."""
+"""Reports of a long operation's progress."""
 
 from __future__ import annotations
 

@@ -326,7 +326,7 @@ def test_a_damaged_arena_of_ours_is_set_aside(path: Path, caplog: pytest.LogCapt
     assert opened.arena.superblock.instance_id != before
     assert path.with_name("arena.damaged").exists()
     assert "damaged" in caplog.text
-    worker.plane(1, "V")[SLOTS - 1] = 1  # whoever maps it still is not killed by that
+    worker.plane(1, "V")[SLOTS - 1] = 1  # a process that still maps it is not killed by that
     worker.close()
     opened.arena.close()
     opened.owner.remove()

@@ -103,7 +103,7 @@ def stream(tokenizer: Tokenizer, ids: list[int], stops: tuple[str, ...] = ()) ->
 
 
 def byte_runs_are_text(backend: tokenizers.Tokenizer, ids: list[int]) -> bool:
-    """Whether every run of byte tokens is UTF-8 (where the library's decode is sound)."""
+    """Return True if every run of byte tokens is UTF-8 (where the library's decode is sound)."""
     run = b""
     for index in [*ids, -1]:
         spelling = backend.id_to_token(index) if index >= 0 else None

@@ -1,4 +1,4 @@
-"""Where the link becomes the limit, against published figures and the definition itself."""
+"""kappa_crit against published figures and its definition."""
 
 from __future__ import annotations
 

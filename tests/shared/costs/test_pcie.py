@@ -1,4 +1,4 @@
-"""What a PCIe link can carry, against the figures that everybody quotes."""
+"""The capacity of a PCIe link, against published figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long OpenMP's threads spin: by processor, and by whether they have their cores alone."""
+"""The spin time of OpenMP's threads, by processor and by the cores of a worker."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_with_a_right_expectation_neither_waits_for_more_than_one_chunk(
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("ratio", [0.1, 0.5, 1.0, 2.0, 10.0])
 def test_a_wrong_expectation_costs_little(share: float, ratio: float) -> None:
-    """How far both have come soon counts for more than what was expected."""
+    """The progress of both sides soon counts more than the expectation."""
     seconds, _ = meet(31, 1.0, ratio, share=share)
     assert seconds <= best(31, 1.0, ratio) + 2 * max(1.0, ratio)
 

@@ -1,4 +1,4 @@
-"""What the planner chooses, that it is the best of all, and what it says."""
+"""The planner's choices against brute force, and their reasons."""
 
 from __future__ import annotations
 
@@ -402,7 +402,7 @@ def test_smaller_bytes_on_the_link_move_the_split() -> None:
 
 
 def busier(plan: Plan, shape: ModelShape, profile: Profile, request: PlanInput) -> float:
-    """How long the request occupies whichever of link and device it occupies longer."""
+    """Return for how long the request occupies the busier of link and device."""
     costs = SplitCosts.of(shape, profile)
     prefill = plan.predicted_ttft_seconds - plan.predicted_restore_seconds
     if plan.method is RestoreMethod.TOKENS:

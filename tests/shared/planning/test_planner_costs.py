@@ -165,7 +165,7 @@ def task_seconds(costs: SplitCosts, task: Task) -> float:
 def simulated(
     costs: SplitCosts, split: int, cached: int, options: PipelineOptions, chunk: int
 ) -> float:
-    """What the lanes take for the very tasks that a worker is given."""
+    """Return the simulated seconds of the tasks that a worker runs."""
     work = RestoreWork(
         layer_count=costs.layer_count,
         first=0,

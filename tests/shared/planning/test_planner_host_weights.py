@@ -1,4 +1,4 @@
-"""What plans make of weights on the host: against the simulated lanes, and what it changes."""
+"""Plans with weights on the host, against the simulated lanes."""
 
 from __future__ import annotations
 

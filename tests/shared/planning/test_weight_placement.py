@@ -114,7 +114,7 @@ def test_the_cache_gets_about_what_the_weights_exceed_the_memory_by() -> None:
         exceeds = sizes.total - free * MIB
         # To the slots and one layer: layers are placed whole.
         assert abs(cache - exceeds) <= 35 * MIB
-    # More than full batches fill is of no use to anybody.
+    # More than full batches can use counts for nothing.
     few = place(sizes, 600, most=100)
     assert 600 * MIB - few.device_bytes < 120 * MIB
     assert len(few.on_host.layers) < len(place(sizes, 600).on_host.layers)
