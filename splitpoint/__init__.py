@@ -1,4 +1,4 @@
-"""The library that the services share. It imports no service and never needs a GPU."""
+"""What the services share. Imports no service and never needs a GPU."""
 
 import os
 
