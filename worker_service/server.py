@@ -41,7 +41,7 @@ SERVICE_NAME = "splitpoint.v1.WorkerService"
 DRAIN_SECONDS = 30.0
 LONGEST_DRAIN_SECONDS = 3600.0
 
-_RunCall = grpc.aio.ServicerContext[pb.RunRequest, pb.RunResponse]
+_Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(slots=True)
@@ -55,11 +55,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     _ending: asyncio.Task[None] | None = field(default=None, init=False)
     _closing: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
-    async def GetInfo(
-        self,
-        request: pb.GetInfoRequest,
-        context: grpc.aio.ServicerContext[pb.GetInfoRequest, pb.GetInfoResponse],
-    ) -> pb.GetInfoResponse:
+    async def GetInfo(self, request: pb.GetInfoRequest, context: _Context) -> pb.GetInfoResponse:
         worker = self._loaded()
         plan, lanes = worker.engine.plan, worker.engine.lanes
         pinning = worker.store.pinning if worker.store is not None else None
@@ -89,11 +85,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             emulated_link_bytes_per_second=lanes.link.bytes_per_second if lanes.link else 0.0,
         )
 
-    async def Profile(
-        self,
-        request: pb.ProfileRequest,
-        context: grpc.aio.ServicerContext[pb.ProfileRequest, pb.ProfileResponse],
-    ) -> pb.ProfileResponse:
+    async def Profile(self, request: pb.ProfileRequest, context: _Context) -> pb.ProfileResponse:
         worker = self._loaded()
         if request.refresh:
             await worker.runtime.call(lambda: _measure(worker))
@@ -101,7 +93,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return pb.ProfileResponse(profile=profile_to_proto(worker.profile))
 
     async def Run(
-        self, request_iterator: AsyncIterator[pb.RunRequest], context: _RunCall
+        self, request_iterator: AsyncIterator[pb.RunRequest], context: _Context
     ) -> AsyncIterator[pb.RunResponse]:
         worker = self._loaded()
         if self.draining:
@@ -150,11 +142,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         await worker.runtime.wait_idle(DRAIN_SECONDS)
         self._stream_is_open = False
 
-    async def Drain(
-        self,
-        request: pb.DrainRequest,
-        context: grpc.aio.ServicerContext[pb.DrainRequest, pb.DrainResponse],
-    ) -> pb.DrainResponse:
+    async def Drain(self, request: pb.DrainRequest, context: _Context) -> pb.DrainResponse:
         grace = DRAIN_SECONDS
         if request.HasField("grace_duration"):
             grace = request.grace_duration.ToTimedelta().total_seconds()

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from splitpoint.costs.profile import Profile
 from splitpoint.costs.tracker import CostTracker, MeanTracker, Observation
 from splitpoint.planning.schedule import Lane, Schedule
-from splitpoint.planning.split_costs import PipelineOptions, SplitCosts
-from splitpoint.shapes import ArenaLayout, ModelShape
 from worker_service.lanes.timeline import REBUILDING, Span, StepTimes, Trace
 
 # In a restore that takes longer, what its operations took is less than what the rates
@@ -86,23 +84,6 @@ class CostWatch:
         link += sum(self._tracker.link.seconds(size) for size in traffic.copies)
         device = own + sum(self._tracker.rebuild.seconds(work) for work in traffic.rebuilds)
         return max(link, device) + beyond
-
-    def restore_seconds(
-        self,
-        shape: ModelShape,
-        layout: ArenaLayout,
-        *,
-        split: int,
-        cached: int,
-        schedule: Schedule,
-        tile_tokens: int,
-        slots: int,
-        extra_operations: int = 0,
-    ) -> float:
-        """Predict a restore of `cached` tokens, `split` of them rebuilt; see `PipelineOptions`."""
-        costs = SplitCosts.of(shape, self.fits, layout.encoding)
-        options = PipelineOptions(schedule, tile_tokens, slots, extra_operations=extra_operations)
-        return costs.seconds(split, cached, options)
 
     @property
     def fits(self) -> Profile:

@@ -7,13 +7,11 @@ engine's thread only.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-
-import torch
 
 from splitpoint.planning.plan import RestoreMethod
 from splitpoint.planning.schedule import Lane
+from splitpoint.planning.split_costs import PipelineOptions, SplitCosts
 from splitpoint.shapes import chunks_of
 from worker_service.device.cache import DeviceCache
 from worker_service.engine.cost_watch import Observers
@@ -235,35 +233,26 @@ class Restorer:
 
     def _copy_inputs(self, work: _Restore) -> None:
         """Bring X that stays on the device: of the kept chunks, and of the partial last one."""
-        sequence, cache = work.sequence, self._cache
+        sequence, cache, transfer = work.sequence, self._cache, work.transfer
+        if not cache.inputs:
+            return
+        copies = []
         kept = work.chunks[: min(sequence.kept_inputs, work.full_count)]
         if kept:
             planes = [cache.inputs_in_pages(layer) for layer in range(len(self._model.layers))]
             for half in (0, 1):
                 chunks = kept[half::2]
                 targets = [plane[half] for plane in planes]
-                self._send_inputs(work, chunks, targets, sequence.row_pages[: len(chunks)])
-            self._finish_inputs(work, kept)
-        if work.tail and cache.inputs:
+                copies += transfer.send_inputs(chunks, targets, sequence.row_pages[: len(chunks)])
+        if work.tail:
             # The chunk will be sealed anew with more tokens, X included.
             page = sequence.input_pages[work.full_count]
-            self._send_inputs(work, work.tail, cache.inputs, [page])
-            self._finish_inputs(work, work.tail)
-
-    def _send_inputs(
-        self,
-        work: _Restore,
-        chunks: Items[StoredChunk],
-        targets: Items[torch.Tensor],
-        pages: Items[int],
-    ) -> None:
-        for copy in work.transfer.send_inputs(chunks, targets, pages):
-            self._lanes.run(Lane.LINK_IN, copy)
-
-    def _finish_inputs(self, work: _Restore, chunks: Items[StoredChunk]) -> None:
-        """Wait for X of these chunks. Raises ChunkLost if a chunk changed meanwhile."""
-        work.spans += self._lanes.finish()
-        work.transfer.tensors.check_current(chunks)
+            copies += transfer.send_inputs(work.tail, cache.inputs, [page])
+        if copies:
+            for copy in copies:
+                self._lanes.run(Lane.LINK_IN, copy)
+            work.spans += self._lanes.finish()
+            transfer.tensors.check_current((*kept, *work.tail))
 
     # -- prediction and report --------------------------------------------------------
 
@@ -276,16 +265,14 @@ class Restorer:
             return sequence.admission.predicted_restore_seconds
         # The staging memory may shrink the tile.
         work.transfer.divide(work.tile_tokens)
-        return costs.restore_seconds(
-            self._model.shape,
-            self._cache.layout,
-            split=work.split_tokens,
-            cached=work.cached_tokens,
-            schedule=self._lanes.schedule,
-            tile_tokens=work.transfer.tile_tokens,
-            slots=work.transfer.slot_count,
+        options = PipelineOptions(
+            self._lanes.schedule,
+            work.transfer.tile_tokens,
+            work.transfer.slot_count,
             extra_operations=len(self._cache.inputs) if work.tail else 0,
         )
+        split_costs = SplitCosts.of(self._model.shape, costs.fits, self._cache.layout.encoding)
+        return split_costs.seconds(work.split_tokens, work.cached_tokens, options)
 
     def _report(self, work: _Restore, started: float, predicted: float) -> RestoreEvent:
         """Let the costs learn from the restore, and return its event."""
