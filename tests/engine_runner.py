@@ -38,7 +38,7 @@ def make_engine(
     lanes: Lanes | None = None,
     verifier: Verifier | None = None,
 ) -> Engine:
-    """An fp32 engine of a checkpoint or model; `cache_pages` sizes its budget exactly."""
+    """Return an fp32 engine of a checkpoint or model; `cache_pages` sizes its budget exactly."""
     model = source if isinstance(source, Decoder) else Decoder.load(source, device, torch.float32)
     layout = ArenaLayout.of(model.shape, chunk_tokens=chunk_tokens, has_activations=has_activations)
 
@@ -90,7 +90,7 @@ def admission(
 
 @dataclass
 class Transcript:
-    """What came out of an engine, by request id."""
+    """Outputs of an engine, by request id."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     first_index: dict[str, int] = field(default_factory=dict)

@@ -38,7 +38,7 @@ EOS = 2
 
 
 def _sizes(**changes: Any) -> dict[str, Any]:
-    """The common tiny dimensions of the rotary families."""
+    """Return the common tiny dimensions of the rotary families."""
     return {
         "vocab_size": VOCABULARY,
         "hidden_size": 64,
@@ -92,7 +92,7 @@ GEMMA3_ROPE = {
 _BUILDERS: dict[str, Callable[..., PreTrainedModel]] = {
     # Biases, learned positions, tied embeddings.
     "opt": _opt,
-    # OPT-350M's way: norms after the sums, narrow embeddings; and no biases.
+    # As OPT-350M: norms after the sums, narrow embeddings; and no biases.
     "opt-post-norm": lambda **more: _opt(
         do_layer_norm_before=False, word_embed_proj_dim=32, **more
     ),
@@ -163,7 +163,7 @@ _SHARDED = ("llama-3", "qwen3")
 
 
 def build_tiny(case: str, seed: int = 0, **changes: int) -> PreTrainedModel:
-    """The transformers model of a case, fp32, in evaluation mode; `changes` to its config."""
+    """Return the transformers model of a case, fp32, in evaluation mode, its config changed."""
     torch.manual_seed(seed)
     model = _BUILDERS[case](**changes)
     with torch.no_grad():
@@ -172,7 +172,7 @@ def build_tiny(case: str, seed: int = 0, **changes: int) -> PreTrainedModel:
             # usual small ones the greedy text soon repeats a single token.
             if name.endswith(("proj.weight", "fc1.weight", "fc2.weight")):
                 parameter.normal_(0.0, 0.3)
-            # transformers starts biases at 0 and norms at 1, which tests nothing.
+            # transformers initializes biases to 0 and norms to 1, which would hide errors.
             elif name.endswith(".bias"):
                 parameter.normal_(0.0, 0.1)
             elif "norm" in name:
@@ -199,14 +199,14 @@ CLEAR_LEAD = 1e-3
 
 
 def greedy_reference(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
-    """`count` greedy tokens after the prompt, by transformers; end of sequence ignored."""
+    """Return `count` greedy tokens of transformers, which ignore the end of sequence."""
     return _greedy(model, prompt, count)[0]
 
 
 def clear_prompt(
     model: PreTrainedModel, length: int, count: int, *, before: Sequence[int] = (), seed: int = 0
 ) -> tuple[list[int], list[int]]:
-    """A random prompt, after `before`, and its `count` greedy tokens, none of them near a tie."""
+    """Return a random prompt after `before` and its greedy tokens, none of them near a tie."""
     for attempt in range(20):
         rng = random.Random(1000 * seed + 31 * length + attempt)
         prompt = [*before, *(rng.randrange(3, VOCABULARY) for _ in range(length))]
@@ -217,7 +217,7 @@ def clear_prompt(
 
 
 def _greedy(model: PreTrainedModel, prompt: Sequence[int], count: int) -> tuple[list[int], float]:
-    """Greedy tokens, and the smallest lead of a chosen logit over the second one."""
+    """Return greedy tokens, and the smallest lead of a chosen logit over the second one."""
     ids = torch.tensor([list(prompt)])
     # A generation config of its own: the checkpoint's eos must not stop it.
     generating: Any = model

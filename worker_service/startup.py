@@ -59,7 +59,7 @@ class WorkerOptions:
     """Options of the command line. Those that are None are decided at the start.
 
     Attributes:
-        pin_limit_bytes: most bytes of the arena to page-lock for a GPU; 0: none, None: all.
+        pin_limit_bytes: most bytes of the arena to page-lock for a GPU; None locks all, 0 none.
         verify_rate: share of chunk reads, after the first of each chunk, whose checksum is
             compared.
         identity: TLS identity towards stores.

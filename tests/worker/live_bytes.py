@@ -1,7 +1,7 @@
 """Counts device memory on a CPU: what an engine holds, and what its operations take beside.
 
 On a CPU device memory is a budget that nothing enforces; these count the tensors
-themselves, not what anybody says of them.
+themselves.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch.utils._pytree import tree_leaves
 
 from worker_service.weights.host import HostUnit
 
-# What these refer to belongs to nobody, or to everybody.
+# Objects that share what they refer to.
 _BORDERS = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, HostUnit)
 
 
 def held_bytes(*roots: object, beside: tuple[torch.Tensor | None, ...] = ()) -> int:
-    """Bytes of the tensors that can be reached from here, each memory once.
+    """Return the bytes of the tensors that can be reached from here, each memory once.
 
     Weights on the host are no device memory: HostUnits, and the tensors in `beside`.
     """
@@ -85,6 +85,6 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def counting() -> Iterator[_Counting]:
-    """Counts in this thread: `.peak` bytes of tensors that operations made meanwhile."""
+    """Count in this thread: `.peak` bytes of tensors that operations made meanwhile."""
     with _Counting() as mode:
         yield mode

@@ -104,7 +104,7 @@ class StoreRunner:
         return output
 
     def _are_intact(self, suspects: Suspects) -> bool:
-        """What ReportChunks does."""
+        """Inspect suspect chunks as ReportChunks does."""
         pool, inspection = self.store.pool, self.store.inspection
         found = [pool.find(chunk.slot) for chunk in suspects.chunks]
         entries = [entry for entry in found if entry is not None]
@@ -112,12 +112,12 @@ class StoreRunner:
         return all(entry is not None and pool.holds(entry) for entry in found)
 
     def lose(self, chunk: StoredChunk) -> None:
-        """The store withdraws a leased chunk, as it does with damaged ones."""
+        """Withdraw a leased chunk, as the store does with damaged ones."""
         session = self.connection.session_id
         self.store.found_damaged(self.store.leased_chunk(session, chunk.slot, chunk.generation))
 
     def scrub(self) -> int:
-        """Read every sealed chunk back, as the store does; how many were dropped for it."""
+        """Read every sealed chunk as the store's scrubber does; return how many were dropped."""
         inspection, entries = self.store.inspection, list(self.store.pool.index)
         before = inspection.damaged_count
         inspection.settle(entries, inspection.inspect(entries), Finder.SCRUB)
@@ -171,7 +171,7 @@ class StoreRunner:
 @contextmanager
 def store_runner(layout: ArenaLayout, folder: Path, slot_count: int) -> Iterator[StoreRunner]:
     opened = open_or_create_arena(folder / "store" / "arena", layout, slot_count)
-    # Time stands still: nobody is late.
+    # Time stands still: no heartbeat is late.
     store = KvStore(opened.arena, clock=lambda: 0.0, lease_seconds=60, is_present=lambda _: True)
     try:
         session = store.sessions.attach("test", ProcessIdentity(1, 1)).session_id
@@ -192,7 +192,7 @@ def streamed(
     resident_tokens: int = 0,
     schedule: Schedule = Schedule.PIPELINED,
 ) -> Admission:
-    """A request whose cache lives in the store."""
+    """Return the admission of a request whose cache lives in the store."""
     return replace(
         admission(name, prompt, sampling),
         residency=Residency.STREAMED,

@@ -40,7 +40,7 @@ class Computed:
 
 @torch.inference_mode()
 def compute(model: Decoder, token_ids: Sequence[int]) -> Computed:
-    """A plain prefill of the whole prefix at once."""
+    """Prefill the whole prefix at once."""
     ids = torch.tensor(token_ids)
     positions = torch.arange(len(token_ids))
     hidden, rotary = model.embed(ids, positions), model.rotary(positions)
@@ -94,7 +94,7 @@ class StoredPrefix:
         return CacheTransfer(self.model, self.tensors, Staging(self.layout, staging_pages, CPU))
 
     def empty_cache(self, page_count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Device planes `[pages, n_kv, C, d]` of every layer, poisoned."""
+        """Return poisoned device planes `[pages, n_kv, C, d]` of every layer."""
         like = self.tensors.keys[0]
         planes = [
             [torch.full((page_count, *like.shape[1:]), 1e4, dtype=like.dtype) for _ in layers]
@@ -103,11 +103,11 @@ class StoredPrefix:
         return planes[0], planes[1]
 
     def rows(self, plane: torch.Tensor, pages: Sequence[int], count: int) -> torch.Tensor:
-        """The first `count` rows of these pages as `[count, n_kv, d]`."""
+        """Return the first `count` rows of these pages as `[count, n_kv, d]`."""
         return plane[list(pages)].transpose(1, 2).flatten(0, 1)[:count]
 
     def lose(self, index: int) -> None:
-        """The store withdraws a chunk, as it does with damaged ones: readers must notice."""
+        """Withdraw a chunk, as the store does with damaged ones."""
         chunk = self.chunks[index]
         self.store.found_damaged(
             self.store.leased_chunk(self.session_id, chunk.slot, chunk.generation)
@@ -115,7 +115,7 @@ class StoredPrefix:
 
 
 def token_ids(count: int) -> list[int]:
-    """Random ids, the same for the same count."""
+    """Return random ids, the same for the same count."""
     generator = torch.Generator().manual_seed(count)
     return torch.randint(3, VOCABULARY, (count,), generator=generator).tolist()
 
@@ -123,7 +123,7 @@ def token_ids(count: int) -> list[int]:
 def tiny_prefix(
     case: str, folders: pytest.TempPathFactory, token_count: int
 ) -> Iterator[StoredPrefix]:
-    """The prefix of a tiny model in fp32, for a fixture."""
+    """Yield the prefix of a tiny model in fp32, for a fixture."""
     model = Decoder.load(write_tiny(case, folders.mktemp("model")), CPU, torch.float32)
     with stored_prefix(model, folders.mktemp("arena"), token_ids(token_count)) as prefix:
         yield prefix
@@ -133,7 +133,7 @@ def tiny_prefix(
 def stored_prefix(
     model: Decoder, folder: Path, token_ids: Sequence[int], *, chunk_tokens: int = 16
 ) -> Iterator[StoredPrefix]:
-    """Every other slot is somebody else's, so that runs are short as in a used arena."""
+    """Write a chunk into every other slot, so that runs are short as in a used arena."""
     layout = ArenaLayout.of(model.shape, chunk_tokens=chunk_tokens, has_activations=True)
     count = chunks_of(len(token_ids), chunk_tokens)
     opened = open_or_create_arena(folder / "store" / "arena", layout, count + count // 2 + 2)

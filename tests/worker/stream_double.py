@@ -1,6 +1,6 @@
 """CUDA streams and events on paper: what `StreamLanes` uses of torch.cuda, in adversarial order.
 
-Work sits in its stream until somebody on the host waits; then any stream whose next
+Work sits in its stream until the host waits; then any stream whose next
 piece may run is chosen at random, so whatever streams and events leave open happens
 some day. Each stream keeps its own time. It knows no device, and proves nothing
 about one: only that the waits which were asked for suffice.
@@ -34,7 +34,7 @@ class Stream:
     queue: deque[tuple[str, object, float]] = field(default_factory=deque)
 
     def wait_event(self, event: TimedEvent) -> None:
-        if event.recording is not None:  # as CUDA: an event never recorded holds nobody
+        if event.recording is not None:  # as CUDA: an event never recorded blocks nothing
             self.queue.append(("wait", event.recording, 0.0))
 
     @property

@@ -1,4 +1,4 @@
-"""The account against what engines and lanes really did: known bytes, tokens and kinds of steps."""
+"""Test the account against known bytes, tokens and kinds of steps."""
 
 from __future__ import annotations
 
@@ -54,20 +54,20 @@ class Case:
         )
 
     def account_of(self, engine: Engine) -> Account:
-        """Fed with all that the engine hands over from now on."""
+        """Return an account that gets all further outputs of the engine."""
         account = Account()
         self.runner.after_step = account.add
         return account
 
     @property
     def kv_bytes(self) -> int:
-        """K and V of one chunk in one layer, fp32."""
+        """Bytes of K and V of one chunk in one layer, fp32."""
         shape = self.model.shape
         return 2 * shape.kv_head_count * CHUNK * shape.head_dim * 4
 
     @property
     def x_bytes(self) -> int:
-        """X of one chunk in one layer, fp32."""
+        """Bytes of X of one chunk in one layer, fp32."""
         return CHUNK * self.model.shape.hidden_size * 4
 
 
@@ -182,7 +182,7 @@ def test_what_a_lost_restore_copied_has_crossed_the_link_all_the_same(
 
 
 def test_kinds_of_steps_and_their_tokens(case: Case) -> None:
-    """A prompt in three pieces, another beside the first one's decodes; nothing streams."""
+    """Prefill a prompt in three pieces, and another beside the first one's decodes."""
     engine = make_engine(case.model, max_batched_tokens=16)
     account = Account()
 
@@ -193,7 +193,7 @@ def test_kinds_of_steps_and_their_tokens(case: Case) -> None:
 
     engine.admit(admission("a", PROMPT, GREEDY))
     outputs = [step() for _ in range(3)]
-    # Pieces that end in no token are handed over, too, or nobody would count them.
+    # Pieces that end in no token are handed over and counted, too.
     assert [output.is_empty for output in outputs] == [False] * 3
     assert [bool(output.tokens) for output in outputs] == [False, False, True]
     engine.admit(admission("b", PROMPT[:20], GREEDY))
@@ -212,8 +212,8 @@ def test_kinds_of_steps_and_their_tokens(case: Case) -> None:
     assert account.split_tokens is None
 
 
-def test_compute_that_was_told_never_goes_back() -> None:
-    """A step that has just ended is for a moment neither under way nor taken."""
+def test_reported_compute_never_decreases() -> None:
+    """Count a step that has just ended and is for a moment neither under way nor added."""
     account = Account()
     assert account.compute_until_now(0.5) == 0.5
     assert account.compute_until_now(0.0) == 0.5
@@ -249,7 +249,7 @@ def test_a_streamed_step_counts_what_it_reads_each_time(case: Case, kind: str, s
 
 
 def test_of_a_streamed_prefix_the_restore_counts_what_stays(case: Case) -> None:
-    """Three chunks stay on the device, and the tail; X of others is no restored token."""
+    """Keep three chunks and the tail on the device; X of others is no restored token."""
     engine = case.engine(SerialLanes(CPU))
     outputs: list[StepOutput] = []
     case.runner.after_step = outputs.append
@@ -318,7 +318,7 @@ def test_predictions_are_compared_with_the_same_restores_and_steps(case: Case) -
     lanes = ThreadLanes(CPU)
     engine = case.engine(lanes)
     engine.watch_costs(measure(case.model, CPU, "cpu", lanes=lanes))
-    # What measured the link is nobody's traffic.
+    # Copies that measured the link are no traffic.
     account = case.account_of(engine)
     case.runner.run(engine, [])
     assert sum(account.link_in_bytes.values()) == 0
@@ -352,7 +352,7 @@ def test_predictions_are_compared_with_the_same_restores_and_steps(case: Case) -
 
 
 def test_an_error_in_a_lane_leaves_its_copies_counted(case: Case) -> None:
-    """Half of a step's copies were made when one of them failed."""
+    """Fail one of a step's copies after half of them were made."""
     lanes = SerialLanes(CPU)
     engine = case.engine(lanes)
     case.runner.after_step = lambda _: None

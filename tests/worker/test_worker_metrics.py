@@ -1,4 +1,4 @@
-"""A worker's metrics as Prometheus reads them, and its telemetry on a real Run stream."""
+"""Test a worker's metrics as Prometheus reads them, and its telemetry on a Run stream."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Scrape:
-    """One answer of /metrics: values by name and labels."""
+    """Return one answer of /metrics: values by name and labels."""
 
     values: dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -77,7 +77,7 @@ class Scrape:
         return any(name == each for each, _ in self.values)
 
     def labelled(self, metric: Metric) -> dict[frozenset[str], float]:
-        """By the values of the labels."""
+        """Return the values by their labels."""
         name = metric.name + ("_count" if metric.kind is Kind.HISTOGRAM else "")
         return {
             frozenset(value for _, value in labels): value
@@ -103,7 +103,7 @@ async def test_a_scrape_tells_what_a_worker_and_its_store_did(folder: Path, tmp_
             if metric.services == (Service.WORKER,) and metric.needs in (None, Needs.STORE):
                 assert metric in before, metric.name
             assert metric.needs is not Needs.GPU or metric not in before, metric.name
-        # Whatever can be counted is there before it happened.
+        # Every counter is there from the start.
         assert before.labelled(metrics.LINK_BYTES) == {
             frozenset(("in", "kv")): 0,
             frozenset(("in", "activations")): 0,
@@ -184,7 +184,7 @@ async def test_distributions_see_what_the_account_sees(folder: Path, tmp_path: P
                 key, 64, 0, RestoreMethod.LOAD, 0.5, predicted_restore_seconds=0.4, loaded_tokens=64
             ),
             RestoreEvent(key, 64, 0, RestoreMethod.TOKENS, 0.5, recomputed_tokens=64),
-            # It streams: nothing came.
+            # Streamed: no token came.
             RestoreEvent(key, 64, 0, RestoreMethod.LOAD, 0.5),
         ]
         step = StepEvent(StepTimes(0.3, predicted_seconds=0.1), 0, 1)
@@ -290,7 +290,7 @@ async def test_telemetry_comes_from_an_idle_and_from_a_busy_worker(
 ) -> None:
     async with one_worker(folder, tmp_path, shm_folder) as (worker, stub):
         runtime = worker.runtime
-        # Nobody listens; what is done counts all the same.
+        # Without a Run stream the work counts all the same.
         runtime.admit(admission("unheard", PROMPT, Sampling(max_tokens=8, ignore_eos=True)))
         assert await runtime.wait_idle(30)
         assert runtime.account.generated_tokens == 8
@@ -299,7 +299,7 @@ async def test_telemetry_comes_from_an_idle_and_from_a_busy_worker(
 
         run = stub.Run()
         await run.initial_metadata()
-        # The engine has something long to do, and nobody waits for it.
+        # The engine is busy with a call.
         go_on = threading.Event()
 
         def wait_at_most() -> None:
@@ -324,7 +324,7 @@ async def test_telemetry_comes_from_an_idle_and_from_a_busy_worker(
         assert not first.HasField("link_ceiling_bytes_per_second")
         assert not first.HasField("power_watts")
 
-        # Busy: along with tokens, none of which is late or missing.
+        # Busy: telemetry comes along with the tokens.
         await run.write(admit("long", 400))
         tokens = finishes = 0
         telemetry: list[types_pb2.Telemetry] = []

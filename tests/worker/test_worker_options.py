@@ -1,4 +1,4 @@
-"""What the command line says about lanes: the serial twin, the emulated link, the trace."""
+"""Test the options of lanes: the serial twin, the emulated link, the trace."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def info_of(worker: LoadedWorker) -> pb.GetInfoResponse:
     return await servicer.GetInfo(pb.GetInfoRequest(), None)  # type: ignore[arg-type]
 
 
-async def test_a_worker_overlaps_unless_told_otherwise(folder: Path) -> None:
+async def test_a_worker_overlaps_by_default(folder: Path) -> None:
     worker = await load_worker(options(folder))
     info = await info_of(worker)
     await worker.runtime.stop()
@@ -60,7 +60,7 @@ async def test_a_serial_worker_on_an_emulated_link_says_so(folder: Path, tmp_pat
     assert info.schedule == types_pb2.SCHEDULE_SERIAL
     assert info.emulated_link_bytes_per_second == 5e8
     assert "link emulated at 500 MB/s" in info.device
-    # No faster than the emulation, whatever memory could do.
+    # No faster than the emulated link.
     assert info.profile.link_bytes_per_second < 5.5e8
     # The file is there from the start, and what the profile measured is not in it.
     recorded = read_trace(file)
@@ -77,7 +77,7 @@ async def test_a_serial_worker_on_an_emulated_link_says_so(folder: Path, tmp_pat
         ("--trace", "/no/such/folder/trace.json", "trace"),
     ],
 )
-def test_nonsense_is_refused(folder: Path, flag: str, value: str, field: str) -> None:
+def test_bad_values_are_refused(folder: Path, flag: str, value: str, field: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         options(folder, flag, value)
     assert caught.value.field == field

@@ -1,4 +1,4 @@
-"""WorkerService over a real socket: info, the Run stream, drain, bad input, random bytes."""
+"""Test WorkerService over a socket: info, the Run stream, drain, bad input, random bytes."""
 
 from __future__ import annotations
 

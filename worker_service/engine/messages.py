@@ -141,8 +141,7 @@ class RestoreEvent:
 
 @dataclass(frozen=True, slots=True)
 class StepEvent:
-    """A step that ran the model: what it computed, and what it read from the store, if
-    anything."""
+    """A step that ran the model. `streamed` is None if it read nothing from the store."""
 
     times: StepTimes
     prefilled_tokens: int

@@ -26,7 +26,7 @@ from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk, SuspectChunks
 from worker_service.store.verifier import Check, Verifier, differing
 
-# Positions that a query sees back from its own; None: all.
+# How many positions back a query sees; None if it sees all.
 Window = int | None
 
 

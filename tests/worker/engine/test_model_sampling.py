@@ -1,4 +1,4 @@
-"""Sampling: against a naive reference, reproducible, and independent of the batch."""
+"""Test that sampling matches a naive reference, is reproducible, and ignores the batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ids(choices: list[Choice | NonFiniteLogits]) -> list[int]:
 
 
 def naive_distribution(logits: list[float], sampling: Sampling) -> dict[int, float]:
-    """Tokens and probabilities left by top_k, top_p and min_p, in plain Python."""
+    """Return tokens and probabilities left by top_k, top_p and min_p, in plain Python."""
     weights = [math.exp((x - max(logits)) / sampling.temperature) for x in logits]
     order = sorted(range(len(logits)), key=lambda token: (-weights[token], token))
     if sampling.top_k:
@@ -86,7 +86,7 @@ def test_draws_follow_the_naive_distribution(sampling: Sampling) -> None:
 
 @pytest.mark.parametrize("flat", [False, True])
 def test_nucleus_of_a_wide_vocabulary(flat: bool) -> None:
-    """Whether the nucleus is found among the likeliest tokens or needs them all."""
+    """Find the nucleus among the likeliest tokens, or in all of them."""
     generator = torch.Generator().manual_seed(6)
     # Coarse values, so that many tokens are exactly equal.
     logits = torch.randint(40, (1, 3000), generator=generator) * (0.01 if flat else 0.5)

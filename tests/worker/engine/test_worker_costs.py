@@ -31,7 +31,7 @@ from worker_service.model.decoder import Decoder
 
 CHUNK = 16
 FAST, SLOW = 8e6, 1e6
-# What the worker believes at first: a link on which nothing needs to be rebuilt.
+# The first profile: a link so fast that nothing needs to be rebuilt.
 PROFILE = Profile(
     link_bytes_per_second=1e12,
     link_overhead_seconds=0.0,
@@ -99,10 +99,10 @@ def test_a_link_that_changes_is_told_and_followed_within_twenty_steps(
     link_of(engine).bytes_per_second = SLOW
     step(20)
     assert told[-1].link_bytes_per_second == pytest.approx(SLOW, rel=0.15)
-    # Believing in the first profile, nothing was rebuilt; now X instead of K,V crosses.
+    # By the first profile nothing was rebuilt; now X crosses the link instead of K and V.
     assert splits[0] == 0
     assert splits[-1] > 0
-    # What was not measured stays as it was.
+    # Costs that were not measured do not change.
     assert told[-1].prefill_flops_per_second == PROFILE.prefill_flops_per_second
 
 
@@ -134,7 +134,7 @@ def test_steps_are_predicted_from_the_second_on_and_never_below_the_link(
         if times is not None and times.link_bytes:
             predicted.append(times.predicted_seconds)
             floors.append(times.link_bytes / FAST)
-    # The prompt's own step says nothing of decoding; the first decode is the first known.
+    # Only the first decode shows the time of a decode step.
     known = [each for each in predicted if each is not None]
     assert len(known) >= len(predicted) - 3
     for said, floor in list(zip(predicted, floors, strict=True))[4:]:
@@ -148,7 +148,7 @@ def test_a_restore_reports_what_was_predicted_and_what_it_moved(
 ) -> None:
     few = Sampling(max_tokens=2, ignore_eos=True)
     runner.run(engine, [admission("cold", PROMPT, few)])
-    # The link is known by now; the profile is told only if it moved.
+    # The link is known by now; the profile is reported only if it changed.
     reports: list[RestoreEvent] = []
     runner.after_step = lambda output: reports.extend(output.restores)
     for name in ("warm", "again"):
@@ -169,7 +169,7 @@ def test_a_restore_reports_what_was_predicted_and_what_it_moved(
         + sent * shape.activation_bytes_per_token_layer * (layers - 1)
     )
     assert report.link_busy_seconds >= report.link_bytes / FAST * (1 - 1e-6)
-    # By the refitted link, not by the terabyte a second that was believed at first.
+    # By the refitted link, not by the terabyte a second of the first profile.
     assert report.predicted_restore_seconds == pytest.approx(
         (report.link_bytes - tail) / FAST, rel=0.3
     )
@@ -188,7 +188,7 @@ def test_a_prefill_that_waited_for_weights_says_nothing_of_the_device(host_bytes
         assert told.prefill_flops_per_second < PROFILE.prefill_flops_per_second / 10
 
 
-def test_whoever_joins_a_step_is_planned_with_those_who_share_it(
+def test_sequences_that_share_steps_are_planned_together(
     engine: Engine, runner: StoreRunner
 ) -> None:
     """On a fast link one sequence needs no rebuilding beside the step; three of them do."""
@@ -201,7 +201,7 @@ def test_whoever_joins_a_step_is_planned_with_those_who_share_it(
 
     runner.admit(engine, streamed("0", PROMPT, sampling, split=start))
     runner.step(engine)
-    assert lines() == [start], "what the scheduler planned stands while nobody shares the step"
+    assert lines() == [start], "the scheduler's plan holds while one sequence streams"
     for name in ("1", "2"):
         runner.admit(engine, streamed(name, PROMPT, sampling, split=start, salt=name.encode()))
     runner.step(engine)

@@ -1,4 +1,4 @@
-"""The engine without a store: parity, batching, memory, and failures that stay put."""
+"""Test the engine without a store: parity, batching, memory, and contained failures."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_greedy_tokens_equal_transformers_alone_and_together(case: str, tmp_path
 
 
 def test_more_requests_than_memory_wait_their_turn_and_are_right(llama: Path) -> None:
-    """50 requests against a cache for about 8: first come, first served."""
+    """Run 50 requests in a cache for about 8, in order of arrival."""
     reference = build_tiny("llama-3")
     checked = {i: clear_prompt(reference, 20 + i % 7, 20, seed=i) for i in range(0, 50, 7)}
     prompts = [checked[i][0] if i in checked else prompt_of(20 + i % 7, i) for i in range(50)]
@@ -138,7 +138,7 @@ def test_cancel_and_pause_touch_only_their_request(llama: Path) -> None:
 
 @pytest.mark.parametrize("length", [10, 150])
 def test_nan_fails_its_own_request_only(llama: Path, length: int) -> None:
-    """A poisoned embedding row: whoever uses it fails, at once or chunks later."""
+    """Poison an embedding row: requests that use it fail, at once or chunks later."""
     engine = make_engine(llama)
     poisoned = 5
     engine.model._embedding[poisoned] = float("nan")

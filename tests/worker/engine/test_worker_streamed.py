@@ -1,4 +1,4 @@
-"""Streamed steps: through the prefetcher, in tiles of any size, the tokens are the same."""
+"""Test that streamed steps give the same tokens, in tiles of any size."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from worker_service.store.verifier import Verifier
 CHUNK = 16
 NEW = 8
 GREEDY = Sampling(max_tokens=NEW, ignore_eos=True, logprobs=1)
-# Around chunk borders; while they grow, each gives chunks up and takes new pages.
+# Lengths around chunk borders; each frees chunks and takes new pages while it grows.
 LENGTHS = (45, 79, 130)
 SPLITS = (0, 1, CHUNK - 1, CHUNK, 56, 1000)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Products this small only wait for a second thread."""
+    """Use one thread: products this small gain nothing from a second."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -48,7 +48,7 @@ def one_thread() -> Iterator[None]:
 
 @dataclass
 class Case:
-    """A model, prompts with the tokens that transformers gives them, and a store with both."""
+    """A model, prompts with transformers' answers to them, and a store with both."""
 
     model: Decoder
     runner: StoreRunner
@@ -67,7 +67,7 @@ class Case:
         return engine
 
     def warm(self) -> None:
-        """Prompts and answers into the store."""
+        """Write prompts and answers into the store."""
         lanes = SerialLanes(CPU)
         requests = [admission(str(i), prompt, GREEDY) for i, prompt in enumerate(self.prompts)]
         self.check(self.runner.run(self.engine(lanes), requests))
@@ -85,7 +85,7 @@ class Case:
         residents: Sequence[int] = (),
         **options: Any,
     ) -> list[float]:
-        """All prompts streamed, and some of them resident beside; their log-probabilities."""
+        """Stream all prompts, run some resident beside them; return their log-probabilities."""
         requests = [
             streamed(str(i), prompt, GREEDY, split=split, salt=salt, **options)
             for i, prompt in enumerate(self.prompts)
@@ -143,7 +143,7 @@ def lanes() -> Iterator[ThreadLanes]:
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_tokens_are_those_of_transformers(case: Case, split: int, lanes: ThreadLanes) -> None:
-    """Several streamed sequences in one batch with a resident one, from a warm store."""
+    """Batch several streamed sequences with a resident one, from a warm store."""
     case.run(case.engine(lanes, tile_pages=(1, 3, 16)[split % 3]), split, residents=[1])
 
 
@@ -161,7 +161,7 @@ def test_the_serial_twin_computes_the_same_bits(
 def test_a_long_prompt_is_prefilled_behind_a_prefix_in_the_store(
     case: Case, split: int, lanes: ThreadLanes
 ) -> None:
-    """A cold store: each piece of the prompt attends what the pieces before it stored."""
+    """Attend in each piece of the prompt what the pieces before it stored."""
     engine = case.engine(lanes)
     engine.max_batched_tokens = 40
     case.run(engine, split, salt=bytes([split % 251]))
@@ -170,7 +170,7 @@ def test_a_long_prompt_is_prefilled_behind_a_prefix_in_the_store(
 
 
 def test_runs_with_delayed_lanes_find_no_race(llama: Case) -> None:
-    """Copies and products that fall behind at random, in staging memory of every size."""
+    """Delay copies and products at random, in staging memory of every size."""
     seed = random.randrange(1 << 30)
     print("seed", seed)
     rng = random.Random(seed)
@@ -220,14 +220,14 @@ def test_runs_with_delayed_lanes_find_no_race(llama: Case) -> None:
 
 
 def test_the_next_layer_is_on_the_link_while_this_one_computes(llama: Case) -> None:
-    """By the spans' own clock, on a link that is slower than the device."""
+    """Measure by the spans' clock, on a link that is slower than the device."""
     lanes = ThreadLanes(CPU, EmulatedLink(4e6))
     engine = llama.engine(lanes, tile_pages=2, staging_pages=12)
     few = Sampling(max_tokens=2, ignore_eos=True)
     llama.runner.after_step = lambda _: None
     llama.runner.admit(engine, streamed("2", llama.prompts[2], few, split=64))
     llama.runner.step(engine)
-    engine.trace = Trace()  # what was restored is of no interest
+    engine.trace = Trace()  # without the restore's spans
     transcript = Transcript()
     step_until_idle(llama.runner, engine, transcript)
     assert transcript.tokens["2"] == llama.wanted[2][1:2]
@@ -266,7 +266,7 @@ def test_the_next_layer_is_on_the_link_while_this_one_computes(llama: Case) -> N
 def test_windows_read_what_some_query_sees(
     lanes: ThreadLanes, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Windows of 20 in two of three layers: of 8 stored chunks these read two at most."""
+    """Read at most two of 8 stored chunks in layers with a window of 20."""
     for case in make_case("qwen2-windows", tmp_path_factory.mktemp("windows")):
         engine = case.engine(lanes)
         few = Sampling(max_tokens=2, ignore_eos=True)
@@ -328,7 +328,7 @@ def test_what_stays_on_the_device_is_neither_loaded_nor_rebuilt(
 def test_activations_that_stay_on_the_device_are_rebuilt_from_without_the_link(
     name: str, lanes: ThreadLanes, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Schedule ROW, from a warm store and from a cold one, two chunks of X in a page."""
+    """Run schedule ROW from a warm and a cold store, with two chunks of X in a page."""
     for case in make_case(name, tmp_path_factory.mktemp("row")):
         row: Any = {"schedule": Schedule.ROW}
         for kept in (CHUNK, 5 * CHUNK, 1000):
@@ -363,7 +363,7 @@ def test_activations_that_stay_on_the_device_are_rebuilt_from_without_the_link(
 def test_a_chunk_lost_in_mid_step_costs_its_own_sequence_a_new_start(
     llama: Case, serial: bool
 ) -> None:
-    """Its slot is reused under the copies: what was read is NaN, and nobody keeps any."""
+    """Reuse a slot under the copies: the NaN that was read must not stay anywhere."""
     lanes = SerialLanes(CPU) if serial else ThreadLanes(CPU)
     engine = llama.engine(lanes)
     lost: list[int] = []
@@ -381,7 +381,7 @@ def test_a_chunk_lost_in_mid_step_costs_its_own_sequence_a_new_start(
                 plane[chunk.slot] = float("nan")
 
     lanes.before = lose
-    # A salt of its own: what is lost here is lost to nobody else.
+    # A salt of its own, so that other tests do not lose these chunks.
     llama.run(engine, 24, salt=b"lost" + bytes([serial]))
     assert lost == [81, 85]
     for plane in (*engine.cache.keys, *engine.cache.values, *engine.cache.inputs):
@@ -390,7 +390,7 @@ def test_a_chunk_lost_in_mid_step_costs_its_own_sequence_a_new_start(
 
 
 def test_a_step_that_read_a_damaged_chunk_does_not_go_on_computing(tmp_path: Path) -> None:
-    """Until the store has answered the engine has nothing to compute."""
+    """Wait for the store's answer: the engine has nothing to compute meanwhile."""
     for case in make_case("llama", tmp_path):
         engine = make_engine(
             case.model,
@@ -417,7 +417,7 @@ def test_a_step_that_read_a_damaged_chunk_does_not_go_on_computing(tmp_path: Pat
 def test_logits_that_are_no_numbers_end_a_request_whose_chunks_are_intact(
     tmp_path: Path, is_streamed: bool
 ) -> None:
-    """The model's doing: nothing is dropped, and no other request notices."""
+    """Let the model itself give NaN: no chunk is dropped, and other requests go on."""
     bad = 5
     for case in make_case("llama", tmp_path):
         weights = case.model._embedding
@@ -463,7 +463,7 @@ def test_an_error_in_a_lane_ends_the_step_and_leaves_nothing_under_way(llama: Ca
         step_until_idle(llama.runner, engine, transcript)
     lanes.before = None
     assert lanes.finish() == []
-    # Nobody's token was counted in the step that failed.
+    # The step that failed counted no token.
     step_until_idle(llama.runner, engine, transcript)
     llama.check(transcript)
     lanes.close()
@@ -473,7 +473,7 @@ def test_an_error_in_a_lane_ends_the_step_and_leaves_nothing_under_way(llama: Ca
 def test_a_step_takes_no_more_memory_than_was_planned(
     llama: Case, split: int, tile_pages: int
 ) -> None:
-    """Everything a step allocates while it prefills and decodes, tiles of any size."""
+    """Check everything that a step allocates in prefills and decodes, with tiles of any size."""
     engine = llama.engine(SerialLanes(CPU), tile_pages=tile_pages)
     engine.max_batched_tokens = 64
     shape, layout, plan = llama.model.shape, llama.runner.layout, engine.plan

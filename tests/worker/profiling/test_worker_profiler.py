@@ -1,4 +1,4 @@
-"""The profiler measures the link that restores use, and every cost of the model."""
+"""Test that the profiler measures the link of restores, and every cost of the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class CountingLink(EmulatedLink):
-    """Remembers what crossed it."""
+    """Lanes that record what crossed the link."""
 
     def __init__(self, bytes_per_second: float) -> None:
         super().__init__(bytes_per_second)

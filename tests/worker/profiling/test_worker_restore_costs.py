@@ -1,4 +1,4 @@
-"""What a restore takes beside its copies and products: measured at the start, then learned."""
+"""Test the overhead of restores: measured at the start, then learned."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_worker_measures_on_chunks_of_its_own(
     engine = make_engine(folder, has_activations=has_activations, lanes=lanes, cache_pages=12)
     profile = measure_overheads(engine, PROFILE)
     assert profile.restore_overhead_seconds + profile.operation_overhead_seconds > 0
-    # Copies of zeros that are in the processor's caches say nothing of the link.
+    # Copies of zeros from the processor's caches do not show the link's rate.
     assert profile.link_bytes_per_second == PROFILE.link_bytes_per_second
     assert profile.prefill_flops_per_second != PROFILE.prefill_flops_per_second
     # Pages hold finite values, none is taken, and the copies are no request's traffic.
