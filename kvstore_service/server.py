@@ -19,7 +19,7 @@ from kvstore_service import validation
 from kvstore_service.idempotency import Call, IdempotentCalls, Response
 from kvstore_service.integrity.scrubber import Scrubbing
 from kvstore_service.maintenance import Maintenance
-from kvstore_service.messages import handle_of, sealed_chunks
+from kvstore_service.messages import handle_of, next_message, sealed_chunks
 from kvstore_service.pool.chunk_pool import GrantedRun, Preparation, WrittenChunk
 from kvstore_service.remote.reader import ChunkReader
 from kvstore_service.remote.turns import StreamTurns
@@ -114,10 +114,10 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
     async def KeepAlive(
         self, requests: AsyncIterator[pb.KeepAliveRequest], context: _Context
     ) -> AsyncIterator[pb.KeepAliveResponse]:
-        messages = _Messages(requests, self._stopping)
+        messages = aiter(requests)
         session_id = b""
         try:
-            first = await messages.next(self.store.sessions.lease_seconds)
+            first = await self._next_beat(messages, self.store.sessions.lease_seconds)
             if first is None:
                 return
             validation.check_session_id(first.session_id)
@@ -136,12 +136,23 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
                     epoch=self.store.epoch,
                     lease_duration=_duration(self.store.sessions.keep_alive(session_id)),
                 )
-                message = await messages.next(self.store.sessions.seconds_left(session))
+                message = await self._next_beat(messages, self.store.sessions.seconds_left(session))
         finally:
             if session_id:
                 self.store.sessions.end(session_id)
                 _log.info("session %s ended", session_id.hex()[:8])
-            await messages.close()
+
+    async def _next_beat(
+        self, messages: AsyncIterator[pb.KeepAliveRequest], timeout: float
+    ) -> pb.KeepAliveRequest | None:
+        try:
+            return await next_message(messages, timeout, self._stopping)
+        except TimeoutError:
+            if self._stopping.is_set():
+                raise Unavailable("the store is stopping", reason="STOPPING") from None
+            raise FailedPrecondition(
+                "the session expired: no KeepAlive message came in time", reason="SESSION_EXPIRED"
+            ) from None
 
     # -- reading -------------------------------------------------------------------------
 
@@ -334,38 +345,6 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
             self.maintenance.check_integrity()
         uptime = time.monotonic() - self._started
         return stats_response(self.store, self.maintenance, self.info, uptime)
-
-
-class _Messages:
-    """The messages of a KeepAlive stream, with a time limit and until the store stops."""
-
-    def __init__(
-        self, requests: AsyncIterator[pb.KeepAliveRequest], stopping: asyncio.Event
-    ) -> None:
-        self._requests = aiter(requests)
-        self._stopped = asyncio.ensure_future(stopping.wait())
-        self._next: asyncio.Future[pb.KeepAliveRequest | None] | None = None
-
-    async def next(self, timeout: float) -> pb.KeepAliveRequest | None:
-        """Return the next message. None at the end. Raises FailedPrecondition and Unavailable."""
-        self._next = asyncio.ensure_future(anext(self._requests, None))
-        await asyncio.wait(
-            {self._next, self._stopped}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
-        )
-        if self._next.done():
-            return self._next.result()
-        if self._stopped.done():
-            raise Unavailable("the store is stopping", reason="STOPPING")
-        raise FailedPrecondition(
-            "the session expired: no KeepAlive message came in time", reason="SESSION_EXPIRED"
-        )
-
-    async def close(self) -> None:
-        tasks = [task for task in (self._next, self._stopped) if task is not None]
-        for task in tasks:
-            task.cancel()
-        # Retrieve their errors, too: no other task does.
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _duration(seconds: float) -> Duration:

@@ -185,7 +185,7 @@ class KvStore:
     ) -> int | None:
         if self.admission is None:
             return None
-        missing = self.pool.missing_keys(salt, found.entries, token_ids)
+        missing = self.pool.index.missing_keys(salt, found.entries, token_ids)
         admitted = self.admission.admit(missing)
         if admitted == len(missing):
             return None

@@ -46,31 +46,3 @@ class ChunkIdentity:
             and entry.fingerprint == self.fingerprint
             and entry.packed == self.packed
         )
-
-
-def missing_keys(
-    layout_hash: bytes,
-    chunk_tokens: int,
-    salt: bytes,
-    entries: Sequence[Entry],
-    token_ids: Sequence[int],
-) -> list[bytes]:
-    """Return the keys of a sequence's chunks that follow its matched `entries`.
-
-    The last chunk may be a partial tail. A chunk that the match covers in part counts as
-    missing.
-    """
-    packed_tokens = pack_tokens(token_ids)
-    size = 4 * chunk_tokens
-    parent = b""
-    start = 0
-    for entry in entries:
-        if entry.packed != sortable(packed_tokens[start : start + size]):
-            break
-        parent, start = entry.key, start + len(entry.packed)
-    keys = []
-    for place in range(start, len(packed_tokens), size):
-        piece = packed_tokens[place : place + size]
-        parent = packed_chunk_key(layout_hash, salt, parent, piece)
-        keys.append(parent)
-    return keys

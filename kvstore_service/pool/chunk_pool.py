@@ -14,12 +14,11 @@ from typing import Protocol
 
 from kvstore_service.eviction.policies import EvictionPolicy
 from kvstore_service.pool.allocator import Run, RunAllocator
-from kvstore_service.pool.chunk_identity import ChunkIdentity, missing_keys
+from kvstore_service.pool.chunk_identity import ChunkIdentity
 from kvstore_service.pool.leases import Lease, LeaseTable
 from kvstore_service.pool.prefix_index import Entry, PrefixIndex, PrefixMatch
 from kvstore_service.pool.recovered_state import RecoveredState
 from kvstore_service.pool.slot_table import MetadataWriter, SlotTable
-from kvstore_service.pool.tenant_tags import TenantTags
 from kvstore_service.sessions import ProcessIdentity
 from splitpoint.arena.mapping import Arena
 from splitpoint.arena.records import NO_PARENT, ChunkBlock, SlotState, encode_token_row
@@ -29,6 +28,8 @@ from splitpoint.errors import FailedPrecondition, ResourceExhausted
 _RETRY_SECONDS = 0.25
 # Reason of a refused reservation that a larger or less busy arena would have granted.
 ARENA_FULL = "ARENA_FULL"
+# Tag of slots that an unknown tenant wrote. No salt has it.
+_UNKNOWN_TENANT = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +113,12 @@ class ChunkPool:
         self._chunks: dict[int, Entry] = {}  # slot -> sealed chunk
         self._guarded: Counter[bytes] = Counter()  # keys of chunks about to get children
         self._seal_number = recovered.last_seal_number
-        self._tags = TenantTags(
-            slot for slot, generation in enumerate(recovered.generations) if generation
-        )
+        # Salt tag of the tenant that last wrote a slot. Slots without a tag are all zeros.
+        self._tags = {
+            slot: _UNKNOWN_TENANT
+            for slot, generation in enumerate(recovered.generations)
+            if generation
+        }
         self._restore(recovered)
         self.allocator = RunAllocator(arena.slot_count, self.slots.in_state(SlotState.FREE))
 
@@ -130,7 +134,7 @@ class ChunkPool:
             entry = chunk.entry
             self.index.add(entry)
             self._chunks[entry.slot] = entry
-            self._tags.set(entry.slot, entry.salt_tag)
+            self._tags[entry.slot] = entry.salt_tag
             self.unverified.add(entry.slot)
         for slot, state in enumerate(recovered.states):
             if state is SlotState.SEALED and slot not in self._chunks:
@@ -154,7 +158,8 @@ class ChunkPool:
         runs = tuple(self.allocator.allocate(count))
         slots = [slot for run in runs for slot in run]
         self.prepared.update(slots)
-        return Preparation(runs, tag, self._tags.foreign(slots, tag))
+        dirty_slots = tuple(slot for slot in slots if self._tags.get(slot, tag) != tag)
+        return Preparation(runs, tag, dirty_slots)
 
     def grant(
         self, preparation: Preparation, session_id: bytes, process: ProcessIdentity
@@ -170,12 +175,12 @@ class ChunkPool:
 
     def _grant(self, slot: int, tag: bytes, session_id: bytes, process: ProcessIdentity) -> int:
         self.prepared.discard(slot)
-        self._tags.set(slot, tag)
+        self._tags[slot] = tag
         return self.slots.grant(slot, session_id, process.process_id, process.start_ticks)
 
     def tag_of(self, slot: int) -> bytes:
         """Return the salt tag of the tenant that a slot was granted for."""
-        return self._tags.of(slot)
+        return self._tags[slot]
 
     def abandon(self, preparation: Preparation) -> None:
         """Free prepared slots that were not granted."""
@@ -269,12 +274,6 @@ class ChunkPool:
     def match(self, salt: bytes, token_ids: Sequence[int]) -> PrefixMatch:
         """The longest cached prefix. Counts as no use and protects nothing."""
         return self.index.match(salt, token_ids)
-
-    def missing_keys(
-        self, salt: bytes, entries: Sequence[Entry], token_ids: Sequence[int]
-    ) -> list[bytes]:
-        """See `chunk_identity.missing_keys`."""
-        return missing_keys(self._layout_hash, self.layout.chunk_tokens, salt, entries, token_ids)
 
     def use(self, entries: Sequence[Entry]) -> None:
         """Record a use of a sequence's chunks, given in order."""

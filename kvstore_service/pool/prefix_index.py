@@ -153,6 +153,29 @@ class PrefixIndex:
             found.append(tail)
         return PrefixMatch(tuple(found), cached_tokens + common)
 
+    def missing_keys(
+        self, salt: bytes, entries: Sequence[Entry], token_ids: Sequence[int]
+    ) -> list[bytes]:
+        """Return the keys of a sequence's chunks that follow its matched `entries`.
+
+        The last chunk may be a partial tail. A chunk that the match covers in part counts as
+        missing.
+        """
+        packed_tokens = pack_tokens(token_ids)
+        size = 4 * self._chunk_tokens
+        parent = b""
+        start = 0
+        for entry in entries:
+            if entry.packed != sortable(packed_tokens[start : start + size]):
+                break
+            parent, start = entry.key, start + len(entry.packed)
+        keys = []
+        for place in range(start, len(packed_tokens), size):
+            piece = packed_tokens[place : place + size]
+            parent = packed_chunk_key(self._layout_hash, salt, parent, piece)
+            keys.append(parent)
+        return keys
+
     def _closest(self, branch: bytes, packed: bytes) -> tuple[Entry | None, int]:
         """Return the child that shares most leading tokens with `packed`, and their number."""
         siblings = self._children.get(branch)

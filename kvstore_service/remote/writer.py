@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from kvstore_service import validation
 from kvstore_service.idempotency import Call, IdempotentCalls
-from kvstore_service.messages import sealed_chunks
+from kvstore_service.messages import next_message, sealed_chunks
 from kvstore_service.pool.chunk_pool import WrittenChunk
 from kvstore_service.remote import turns
 from kvstore_service.remote.turns import StreamTurns
@@ -159,30 +159,14 @@ class ChunkWriter:
         Raises DeadlineExceeded if the peer is too slow, and an error if the session or the
         store ends.
         """
-        events = [self._streams.stopping] + ([] if session is None else [session.ended])
-        message = asyncio.ensure_future(_anext(parts))
-        ends = [asyncio.ensure_future(event.wait()) for event in events]
+        ends = [self._streams.stopping] + ([] if session is None else [session.ended])
         try:
-            await asyncio.wait(
-                {message, *ends},
-                timeout=turns.PIECE_SECONDS,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            if message.done():
-                return message.result()
-        finally:
-            for end in ends:
-                end.cancel()
-            message.cancel()
-            await asyncio.gather(message, return_exceptions=True)
-        self._streams.check_stopping()
-        if session is not None and session.ended.is_set():
-            raise FailedPrecondition("the session ended", reason="SESSION_EXPIRED")
-        raise turns.stalled()
-
-
-async def _anext(parts: AsyncIterator[pb.WriteChunksRequest]) -> pb.WriteChunksRequest | None:
-    return await anext(parts, None)
+            return await next_message(parts, turns.PIECE_SECONDS, *ends)
+        except TimeoutError:
+            self._streams.check_stopping()
+            if session is not None and session.ended.is_set():
+                raise FailedPrecondition("the session ended", reason="SESSION_EXPIRED") from None
+            raise turns.stalled() from None
 
 
 def _places(chunks: Iterable[WrittenChunk]) -> list[tuple[int, int]]:

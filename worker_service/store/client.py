@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from splitpoint.keys import chunk_key
 from splitpoint.shapes import ArenaLayout
 from splitpoint.transport.tls import PLAIN, Identity
 from splitpoint.v1 import kvstore_pb2 as pb
@@ -240,6 +241,25 @@ class StoreClient:
 
     def _request_id(self) -> bytes:
         return next(self._request_numbers).to_bytes(8, "little")
+
+
+def written_chunks(
+    layout_hash: bytes,
+    salt: bytes,
+    parent_key: bytes,
+    granted: Sequence[tuple[int, int]],
+    token_ids: Sequence[tuple[int, ...]],
+    checksums: Sequence[int],
+) -> tuple[list[WrittenChunk], bytes]:
+    """Name the parent of each written chunk. Return the chunks, and the key of the last one.
+
+    The store computes the keys again and compares them.
+    """
+    chunks = []
+    for (slot, generation), tokens, checksum in zip(granted, token_ids, checksums, strict=True):
+        chunks.append(WrittenChunk(slot, generation, parent_key, tokens, checksum))
+        parent_key = chunk_key(layout_hash, salt, parent_key, tokens)
+    return chunks, parent_key
 
 
 def storable_tokens(answer: pb.MatchResponse) -> int | None:

@@ -28,7 +28,7 @@ from worker_service.lanes.spans import TRACED_BATCHES
 from worker_service.store.arena_tensors import ArenaTensors
 from worker_service.store.chunk_streams import BATCH_BYTES, ReadTarget, read_chunks
 from worker_service.store.cleanups import Cleanups
-from worker_service.store.client import Match, StoreClient, WrittenChunk
+from worker_service.store.client import Match, StoreClient, written_chunks
 from worker_service.store.remote_session import RemoteSession, remote_session
 from worker_service.store.session import Connection
 
@@ -210,11 +210,9 @@ class PrefixFetcher:
         )
         try:
             checksums = await self._read(fetch, handles, [slot for slot, _ in granted], pieces)
-            written = []
-            parent = fetch.parent
-            for (slot, generation), piece, checksum in zip(granted, pieces, checksums, strict=True):
-                written.append(WrittenChunk(slot, generation, parent, piece, checksum))
-                parent = chunk_key(self._layout.layout_hash, fetch.salt, parent, piece)
+            written, parent = written_chunks(
+                self._layout.layout_hash, fetch.salt, fetch.parent, granted, pieces, checksums
+            )
             sealed = await self._cleanups.obtain(
                 self._store.seal(connection, fetch.salt, written, fetch.lease_ids[-1]),
                 lambda sealed: self._store.release(connection, lease_ids=[sealed.lease_id]),

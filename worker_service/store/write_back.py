@@ -28,7 +28,6 @@ from splitpoint.errors import (
     ResourceExhausted,
     SplitpointError,
 )
-from splitpoint.keys import chunk_key
 from splitpoint.observe.logs import for_request, log_failure
 from splitpoint.observe.tracing import NO_SPAN
 from splitpoint.planning.schedule import Lane
@@ -39,7 +38,7 @@ from worker_service.lanes.lanes import Lanes, Work
 from worker_service.lanes.spans import WriteBackSpans
 from worker_service.lanes.timeline import Span, Trace
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
-from worker_service.store.client import Match, StoreClient, WrittenChunk
+from worker_service.store.client import Match, StoreClient, written_chunks
 from worker_service.store.session import Connection
 
 log = logging.getLogger(__name__)
@@ -310,7 +309,11 @@ class WriteBack:
             self.totals.seconds += span.seconds
             if chain.spans is not None:
                 chain.spans.copied(span)
-            written = self._chain_keys(chain, jobs, granted, checksums)
+            layout_hash = self._cache.layout.layout_hash
+            tokens = [job.token_ids for job in jobs]
+            written, _ = written_chunks(
+                layout_hash, chain.salt, chain.parent_key, granted, tokens, checksums
+            )
             answer = await self._store.seal(
                 chain.connection, chain.salt, written, chain.lease_ids[-1]
             )
@@ -357,21 +360,6 @@ class WriteBack:
                 if not chain.must_store or wait is None or time.monotonic() + wait > deadline:
                     raise
             await asyncio.sleep(wait)
-
-    def _chain_keys(
-        self,
-        chain: _Chain,
-        jobs: Sequence[WriteJob],
-        granted: Sequence[tuple[int, int]],
-        checksums: Sequence[int],
-    ) -> list[WrittenChunk]:
-        """Name each chunk's parent. The store computes the keys again and compares them."""
-        parent = chain.parent_key
-        written = []
-        for job, (slot, generation), checksum in zip(jobs, granted, checksums, strict=True):
-            written.append(WrittenChunk(slot, generation, parent, job.token_ids, checksum))
-            parent = chunk_key(self._cache.layout.layout_hash, chain.salt, parent, job.token_ids)
-        return written
 
 
 def copy_chunks(
