@@ -85,7 +85,7 @@ class Call(Generic[Response]):
     def of(
         cls, request: Any, answers: AnswerCache, response_type: type[Response]
     ) -> Call[Response]:
-        """`request` has the fields session_id and request_id."""
+        """Return the call of a request, which has the fields session_id and request_id."""
         content = request.SerializeToString(deterministic=True)
         kind = request.DESCRIPTOR.full_name.encode()
         digest = hashlib.blake2b(kind + b"\0" + content, digest_size=16).digest()

@@ -272,7 +272,7 @@ class ChunkPool:
         )
 
     def match(self, salt: bytes, token_ids: Sequence[int]) -> PrefixMatch:
-        """The longest cached prefix. Counts as no use and protects nothing."""
+        """Return the longest cached prefix. This is no use of its chunks, and protects nothing."""
         return self.index.match(salt, token_ids)
 
     def use(self, entries: Sequence[Entry]) -> None:

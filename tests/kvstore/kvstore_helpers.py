@@ -1,4 +1,4 @@
-"""Small layouts, a clock to turn by hand, processes that end on command, and a writer."""
+"""Helpers: small layouts, a manual clock, simulated processes, and a writer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class FakeClock:
 
 
 class FakePresence:
-    """Who holds a presence: everybody until told to be gone."""
+    """Presence of sessions: all are present until added to `gone`."""
 
     def __init__(self) -> None:
         self.gone: set[bytes] = set()
@@ -49,7 +49,7 @@ class FakePresence:
 
 
 def payload_of(layout: ArenaLayout, seed: int, token_count: int) -> dict[tuple[int, str], bytes]:
-    """Random rows for the tokens, zeros behind them, for every plane of one slot."""
+    """Return random rows for the tokens, then zeros, for every plane of one slot."""
     generator = np.random.default_rng(seed)
     planes = {}
     for layer in range(layout.layer_count):
@@ -66,7 +66,7 @@ def payload_of(layout: ArenaLayout, seed: int, token_count: int) -> dict[tuple[i
 
 
 def write_payload(arena: Arena, slot: int, seed: int, token_count: int) -> int:
-    """What a worker does with a granted slot; returns the checksum."""
+    """Write a granted slot as a worker does. Return the checksum."""
     for (layer, tensor), rows in payload_of(arena.layout, seed, token_count).items():
         arena.plane(layer, tensor)[slot] = np.frombuffer(rows, dtype=np.uint8)
     return arena.checksum(slot)
@@ -93,7 +93,7 @@ def store_sequence(
     *,
     keep_leased: bool = False,
 ) -> tuple[list[bytes], int]:
-    """Reserve, write and seal a whole sequence; (keys, lease id)."""
+    """Reserve, write and seal a whole sequence. Return (keys, lease id)."""
     size = store.arena.layout.chunk_tokens
     layout_hash = store.arena.layout.layout_hash
     pieces = [tuple(token_ids[i : i + size]) for i in range(0, len(token_ids), size)]
@@ -115,7 +115,7 @@ def store_sequence(
 
 
 class Bench:
-    """A store on a real arena with a clock and processes under control."""
+    """A store on a real arena with a manual clock and simulated processes."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class Bench:
         self._process_id = 100
 
     def crash(self) -> None:
-        """The process is gone, and with it all but the file; another one adopts that."""
+        """Simulate the store's end by a crash, and another store that adopts its arena."""
         path = self.arena.path
         self.store.pool.close()
         self.arena.close()
@@ -157,16 +157,16 @@ class Bench:
         self.integrity = IntegrityChecker(self.store.pool, self.store.sessions)
 
     def attach(self) -> bytes:
-        """A session of a new process."""
+        """Open a session of a new process."""
         self._process_id += 1
         return self.store.sessions.attach("test", self.process()).session_id
 
     def process(self) -> ProcessIdentity:
-        """The process of the newest session."""
+        """Return the process of the newest session."""
         return ProcessIdentity(self._process_id, 7)
 
     def states(self) -> tuple[int, int, int, int]:
-        """Free, writing, sealed, quarantined; every invariant must hold."""
+        """Check every invariant. Return the counts (free, writing, sealed, quarantined)."""
         assert self.integrity.check_integrity() == []
         return tuple(self.store.pool.slots.count(state) for state in SlotState)  # type: ignore[return-value]
 

@@ -58,7 +58,7 @@ def stub_of(store: StoreProcess) -> Iterator[Any]:
 
 
 def attach(stub: Any) -> tuple[bytes, Arena]:
-    """A session of this process, without a KeepAlive stream: it lasts one lease."""
+    """Open a session of this process without a KeepAlive stream. It lasts one lease."""
     answer = stub.Attach(
         pb.AttachRequest(client_name="test", process_id=os.getpid(), process_start_ticks=1)
     )
@@ -77,7 +77,7 @@ def attach(stub: Any) -> tuple[bytes, Arena]:
 
 
 def test_a_lease_that_expires_protects_the_copy_under_way(path: Path, socket_address: str) -> None:
-    """A reader that lags three leases behind: its slots are not reused before it is done."""
+    """The slots of a reader that is three leases late are not reused before it is done."""
     with running(path, socket_address, "--lease-seconds", "0.3") as store, stub_of(store) as stub:
         worker = start_worker(socket_address, [1] * 8, seals=True)
         session, arena = attach(stub)
@@ -106,7 +106,7 @@ def test_a_lease_that_expires_protects_the_copy_under_way(path: Path, socket_add
             mapped.close()
 
 
-# -- bits that flip while nobody looks -----------------------------------------------------
+# -- bits that flip in memory --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["superblock", "record", "payload"])
@@ -152,7 +152,7 @@ def test_a_flipped_bit_is_another_copy_or_a_miss(
 
 
 @pytest.mark.parametrize("what", ["link", "foreign", "version", "layout", "size"])
-def test_what_is_not_its_arena_is_refused_and_left(
+def test_files_that_are_not_its_arena_are_refused_and_left(
     path: Path, socket_address: str, tmp_path: Path, what: str
 ) -> None:
     victim = tmp_path / "victim"
@@ -284,7 +284,7 @@ def test_sigterm_with_sessions_at_work(path: Path, socket_address: str) -> None:
         worker = start_worker(socket_address, [1] * 10)
         assert store.end()[0] == 0
         with running(path, socket_address) as again, stub_of(again) as stub:
-            # The writer lives: what it was granted is not given to anybody.
+            # The writer lives: its slots are not granted again.
             assert stats_of(stub).quarantined_at_start_count == 3
             assert stats_of(stub).quarantined_slot_count == 3
             worker.kill()
@@ -293,7 +293,7 @@ def test_sigterm_with_sessions_at_work(path: Path, socket_address: str) -> None:
             assert again.end()[0] == 0
 
 
-def test_a_store_killed_while_allocating_blocks_nobody(path: Path, socket_address: str) -> None:
+def test_a_store_killed_while_allocating_blocks_no_other(path: Path, socket_address: str) -> None:
     path.parent.mkdir(mode=0o700)
     half_made = path.with_name("arena.new")
     free = os.statvfs(path.parent)
@@ -312,7 +312,7 @@ def test_a_store_killed_while_allocating_blocks_nobody(path: Path, socket_addres
 
 
 def test_a_clock_that_jumps_changes_nothing(path: Path, socket_address: str) -> None:
-    """A store whose wall clock is an hour ahead or behind at every look keeps its leases."""
+    """A store keeps its leases if its wall clock jumps by an hour at every reading."""
     jumping = (
         "import runpy, sys, time\n"
         "real, sign = time.time, [1]\n"

@@ -1,4 +1,4 @@
-"""Random bytes against every method: the server lives, and nothing in it breaks."""
+"""Sends random bytes to every method: the server survives with its invariants."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ EXPECTED = {
 
 
 class Fuzzer:
-    """Bytes of every kind: noise, damaged messages, messages of random fields."""
+    """Return noise, damaged messages, or messages with random fields."""
 
     def __init__(self, session_id: bytes) -> None:
         self.random = random.Random(SEED)
@@ -59,7 +59,7 @@ class Fuzzer:
         return bytes(raw)
 
     def _message(self, kind: type) -> bytes:
-        """A message of this kind with random values in its fields."""
+        """Return a message of this type with random field values."""
         message = kind()
         for field in message.DESCRIPTOR.fields:
             if self.random.random() < 0.2:

@@ -36,7 +36,7 @@ WRITERS = 2
 
 
 class Writer:
-    """One client that outlives the stores: writes sequences, and remembers what was sealed.
+    """A client that survives the stores: writes sequences, and records what was sealed.
 
     Attributes:
         sealed: sequences whose seal was acknowledged.
@@ -54,7 +54,7 @@ class Writer:
         self._requests = 0
 
     def run(self) -> None:
-        """Until the store dies."""
+        """Run until the store dies."""
         try:
             with open_sync_channel(self._address) as channel:
                 self._work(kvstore_pb2_grpc.KvStoreServiceStub(channel))
@@ -94,7 +94,7 @@ class Writer:
 
     @contextmanager
     def attached(self, stub: Any) -> Iterator[Arena]:
-        """A session that is kept alive, and its arena."""
+        """Return a session that is kept alive, and its arena."""
         answer, arena = self.attach(stub)
         over = threading.Event()
 
@@ -156,7 +156,7 @@ class Writer:
         )
 
     def check(self, stub: Any, arena: Arena, tokens: list[int]) -> None:
-        """The whole sequence is there, and every byte of it."""
+        """Check every byte of the sequence."""
         found = stub.Match(
             pb.MatchRequest(session_id=self._session, request_id=self._id(), token_ids=tokens),
             timeout=10,
@@ -188,7 +188,7 @@ def kill_again_and_again(folder: Path, address: str, kills: int, seed: int) -> N
 
 
 def held() -> tuple[int, int]:
-    """Descriptors and threads of this process, which is the stores' client."""
+    """Return the descriptors and threads of this process, the stores' client."""
     gc.collect()
     return len(os.listdir("/proc/self/fd")), threading.active_count()
 
@@ -241,7 +241,7 @@ def _kill_again_and_again(
 
 
 def finish(stub: Any, writers: list[Writer]) -> None:
-    """Everything that was ever sealed is there; nothing is held by anybody."""
+    """Check that every sealed chunk is there, and that no session holds anything."""
     for writer in writers:
         with writer.attached(stub) as arena:
             for tokens in writer.sealed:

@@ -1,4 +1,4 @@
-"""The store process with its memory options: what it says, and what a full file system does."""
+"""The store process with its memory options, and on a full file system."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the store says of itself to Prometheus, beside what it says in GetStats."""
+"""Compares the store's Prometheus metrics with GetStats."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def value(service: Service, metric: Metric, *labels: str) -> float:
 
 
 async def store_chunks(service: Service, *starts: int) -> None:
-    """One sealed chunk without children for each start."""
+    """Seal one chunk without children for each start."""
     for start in starts:
         await service.seal(await service.written((start, 2, 3, 4)))
 

@@ -1,4 +1,4 @@
-"""The store as a process: workers in other processes, signals, kills, what is left behind."""
+"""The store as a process: workers in other processes, signals, kills, leftovers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class StoreProcess:
         return channel, kvstore_pb2_grpc.KvStoreServiceStub(channel)
 
     def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
-        """(exit status, stderr)."""
+        """End the process. Return (exit status, stderr)."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         _, errors = self.process.communicate(timeout=30)
@@ -95,7 +95,7 @@ def eventually(condition: Callable[[], bool]) -> None:
 def start_worker(
     address: str, tokens: list[int], *, seals: bool = False, forks: bool = False
 ) -> subprocess.Popen[str]:
-    """Another process that writes a sequence, then waits for a line on stdin."""
+    """Start a process that writes a sequence, then waits for a line on stdin."""
     what = "seal" if seals else "fork" if forks else "write"
     worker = subprocess.Popen(
         [sys.executable, str(WORKER), address, json.dumps(tokens), what],
@@ -227,7 +227,7 @@ def test_a_kept_arena_stays(shm_folder: Path, socket_address: str) -> None:
     store = StoreProcess(path, socket_address, "--keep-arena")
     assert store.end()[0] == 0
     assert path.exists()
-    # Nobody holds its lock: the next store takes the path.
+    # Its lock is free: the next store takes the path.
     store = StoreProcess(path, socket_address)
     assert store.end()[0] == 0
     assert not path.parent.exists()
@@ -279,7 +279,7 @@ def test_a_taken_port_for_metrics_is_said_before_an_arena_is_made(
 
 
 def test_metrics_go_on_until_the_end(shm_folder: Path, socket_address: str) -> None:
-    """Scraped all the time, up to and through its stop: never a failure of its own."""
+    """Metrics can be scraped all the time, also while the store stops."""
     path = shm_folder / "store" / "arena"
     store = StoreProcess(path, socket_address, "--metrics", "127.0.0.1:0")
     assert store.process.stderr is not None

@@ -90,7 +90,7 @@ class Remote:
         return [bytes(payload) for payload in payloads]
 
     def header(self, tokens: list[int], **changes: Any) -> tuple[pb.WriteChunksHeader, list[bytes]]:
-        """A header for a whole sequence, and the payloads behind it."""
+        """Return a header for a whole sequence, and its payloads."""
         header = pb.WriteChunksHeader(session_id=self.session, request_id=self.request_id())
         payloads, parent, size = [], b"", LAYOUT.chunk_tokens
         for start in range(0, len(tokens), size):
@@ -106,7 +106,7 @@ class Remote:
         return header, payloads
 
     async def send(self, *parts: pb.WriteChunksRequest) -> pb.WriteChunksResponse:
-        """As a worker does: once more if gRPC lost the answer while it was sending."""
+        """Repeat the call if gRPC lost the answer while it was sending, as a worker does."""
         answer: pb.WriteChunksResponse
         try:
             answer = await call(self.stub.WriteChunks(iter(parts), timeout=20))
@@ -130,7 +130,7 @@ class Remote:
 def parts_of(
     header: pb.WriteChunksHeader, payloads: list[bytes], size: int = 100
 ) -> list[pb.WriteChunksRequest]:
-    """The messages of a whole stream, in small pieces."""
+    """Yield the messages of a whole stream, in small pieces."""
     return [
         pb.WriteChunksRequest(header=header),
         *(
@@ -178,7 +178,7 @@ async def test_a_remote_session_is_told_no_path_and_gives_no_process(remote: Rem
     assert caught.value.field == "process_id"
 
 
-async def test_what_is_written_is_read(remote: Remote) -> None:
+async def test_written_chunks_are_read(remote: Remote) -> None:
     header, payloads = remote.header(TOKENS, keep_leased=True)
     answer = await remote.send(*parts_of(header, payloads))
     assert [chunk.duplicate for chunk in answer.chunks] == [False] * 3
@@ -322,7 +322,7 @@ async def test_a_broken_stream_leaves_nothing(remote: Remote, case: str) -> None
 
 
 async def test_a_status_that_grpc_lost_is_no_internal_error(remote: Remote) -> None:
-    """A write that loses against the call's end makes grpc.aio forget the server's status."""
+    """grpc.aio loses the server's status if the call ends during a write."""
     stream = remote.stub.WriteChunks()
     await stream.write(pb.WriteChunksRequest())
     assert await stream.code() == grpc.StatusCode.INVALID_ARGUMENT
@@ -432,7 +432,7 @@ async def test_random_bytes(remote: Remote) -> None:
 
 
 async def test_random_streams_of_valid_messages(remote: Remote) -> None:
-    """Shuffled, doubled, cut and altered streams: refused, or exactly what was meant."""
+    """Shuffled, doubled, cut and altered streams are refused, or stored exactly."""
     rng = random.Random(6)
     codes = set()
     for _ in range(150):

@@ -74,7 +74,7 @@ class Service:
         return answer
 
     async def written(self, *pieces: tuple[int, ...], parent: bytes = b"") -> list[pb.SealChunk]:
-        """Reserve and write chunks that follow each other."""
+        """Reserve and write consecutive chunks."""
         answer = await self.reserve(len(pieces))
         slots = [
             (run.first_slot + offset, generation)
@@ -288,7 +288,7 @@ async def test_a_full_arena_may_be_asked_again(service: Service) -> None:
 
 
 class GatedThreads(ThreadPoolExecutor):
-    """Takes work at once and does it when the gate is opened."""
+    """Accepts work at once and carries it out when the gate is open."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -301,7 +301,7 @@ class GatedThreads(ThreadPoolExecutor):
 
 
 async def test_seals_under_way_are_shared_by_retries(shm_folder: Path, socket_address: str) -> None:
-    """Equal calls while the payload is being read back, one by a caller that leaves."""
+    """Equal calls while the payload is read back; one of the callers is cancelled."""
     bench = Bench(shm_folder, SLOTS)
     threads = GatedThreads()
     async with serve(bench, socket_address, threads) as service:

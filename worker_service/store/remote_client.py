@@ -73,7 +73,10 @@ class RemoteStoreClient(StoreClient):
         self._cleanups = Cleanups()
 
     async def start(self, layout: ArenaLayout) -> None:
-        """Raises ResourceExhausted if the mirror does not fit, and what Attach raises."""
+        """Allocate the mirror and attach.
+
+        Raises ResourceExhausted if the mirror does not fit, and what Attach raises.
+        """
         self.mirror = await asyncio.to_thread(MirrorCache, layout, self._mirror_bytes)
         if self.pinning is not None:
             self.pinning.attach(self.mirror.arena)

@@ -1,4 +1,4 @@
-"""Eviction policies against naive ones, the account of them, watermarks, second use."""
+"""Compares eviction policies with naive ones; tests statistics, watermarks, cache admission."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SLOTS = 6
 
 
 class Naive:
-    """All three policies by the book: sort everything, every time."""
+    """A simple form of all three policies: sorts everything at every call."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -101,17 +101,17 @@ def test_policies_choose_what_naive_ones_choose(
             policy.forget(slot)
             naive.forget(slot)
             protected.add(slot)
-    everyone = set(naive.born)
-    for slot in sorted(everyone):
+    slots_left = set(naive.born)
+    for slot in sorted(slots_left):
         policy.offer(slot)
         naive.offered.add(slot)
-    while everyone:
+    while slots_left:
         victim = policy.choose(lambda slot: True)
         assert victim is not None
         assert victim == naive.choose(set())
         policy.forget(victim)
         naive.forget(victim)
-        everyone.remove(victim)
+        slots_left.remove(victim)
     assert policy.choose(lambda slot: True) is None
 
 
@@ -128,7 +128,7 @@ def test_counts_saturate_halve_and_begin_at_the_median() -> None:
     assert [policy.count_of(slot) for slot in range(4)] == [0, 5, 127, 5]
 
 
-def test_the_record_counts_uses_and_ages_of_what_was_evicted() -> None:
+def test_statistics_count_uses_and_ages_of_evicted_chunks() -> None:
     now = 100.0
     policy = InstrumentedPolicy(POLICIES["fifo"](), lambda: now)
     for slot, uses_beyond in enumerate((0, 1, 3, 4, 0)):

@@ -1,4 +1,4 @@
-"""Sealed chunks that change while a store runs: found, dropped, and nothing sealed on them."""
+"""Sealed chunks that change while a store runs are found and dropped."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def test_a_leased_slot_is_not_used_again_before_its_lease_ended(bench: Bench) ->
     assert bench.states() == (8, 0, 0, 0)
 
 
-def test_what_was_computed_under_a_lease_of_a_damaged_chunk_is_not_sealed(bench: Bench) -> None:
-    """Its checksum would be right, and its contents wrong, for ever."""
+def test_chunks_computed_under_a_lease_of_a_damaged_chunk_are_not_sealed(bench: Bench) -> None:
+    """It would have a matching checksum and wrong contents."""
     session, reader = bench.attach(), bench.attach()
     store_sequence(bench.store, session, SALT, [1] * 4)
     lease = bench.store.match(reader, SALT, [1] * 4).lease_id
@@ -145,7 +145,7 @@ async def report(service: Service, *handles: tuple[int, int]) -> int:
     return int(answer.lost_chunk_count)
 
 
-async def test_a_report_drops_what_is_damaged_and_keeps_the_rest(service: Service) -> None:
+async def test_a_report_drops_damaged_chunks_and_keeps_the_rest(service: Service) -> None:
     await service.seal(await service.written((1, 2, 3, 4), (5, 6, 7, 8), (9,)))
     entries = sorted(service.bench.store.pool.index, key=lambda entry: entry.chunk_index)
     handles = [(entry.slot, entry.generation) for entry in entries]
@@ -161,7 +161,7 @@ async def test_a_report_drops_what_is_damaged_and_keeps_the_rest(service: Servic
 
 
 async def test_a_scrubber_passes_again_and_again(service: Service) -> None:
-    """Within its bound: 3 chunks of 10 a second take longer than the pass that is wanted."""
+    """Three chunks at 10 chunks a second take longer than the configured pass."""
     await service.seal(await service.written((1, 2, 3, 4), (5, 6, 7, 8), (9,)))
     store, chunk = service.bench.store, LAYOUT.chunk_bytes
     scrubbing = Scrubbing(pass_seconds=0.1, bytes_per_second=10 * chunk)
@@ -185,7 +185,7 @@ async def test_a_scrubber_passes_again_and_again(service: Service) -> None:
 
 
 class CountedThreads(ThreadPoolExecutor):
-    """Counts what it is given to do."""
+    """Counts the submitted calls."""
 
     def __init__(self) -> None:
         super().__init__(1)

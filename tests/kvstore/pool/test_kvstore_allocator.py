@@ -1,4 +1,4 @@
-"""Runs of slots: conserved, maximal, as few as possible, longest first."""
+"""Runs of slots are conserved, maximal, as few as possible, and longest first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvstore_service.pool.allocator import Run, RunAllocator
 
 
 def runs_of(free: set[int]) -> list[Run]:
-    """Maximal runs of a set, by hand."""
+    """Compute the maximal runs of a set."""
     runs: list[Run] = []
     for slot in sorted(free):
         if runs and runs[-1].first + runs[-1].count == slot:

@@ -58,7 +58,7 @@ tokens = st.builds(
 
 @dataclass
 class Holder:
-    """A session as the model sees it."""
+    """A session in the model."""
 
     process: ProcessIdentity
     deadline: float
@@ -70,14 +70,14 @@ class Holder:
 
 @dataclass
 class Stored:
-    """A chunk as the model sees it."""
+    """A chunk in the model."""
 
     salt: bytes
     parent: bytes
     tokens: tuple[int, ...]
     last_use: int
     seal_number: int
-    # A bit of its payload flipped; whoever looks first must notice.
+    # A bit of its payload flipped. The next read must detect it.
     is_damaged: bool = False
 
 
@@ -136,7 +136,7 @@ class StoreMachine(RuleBasedStateMachine):
         return [key for key in self.chunks if key not in kept]
 
     def make_room(self, count: int) -> bool:
-        """Evict as the store must; False, and nothing changed, if it cannot be."""
+        """Evict as the store must. Return False, and change nothing, if that is impossible."""
         before = dict(self.chunks)
         while self.free_count() < count:
             victims = self.evictable()
@@ -222,7 +222,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def crash(self, data: st.DataObject) -> None:
-        """kill -9; leases are forgotten, and everything else is as it was."""
+        """Crash the store: leases are gone, and all else is unchanged."""
         flips = data.draw(
             st.lists(
                 st.tuples(
@@ -249,7 +249,7 @@ class StoreMachine(RuleBasedStateMachine):
                 del self.holders[name]
 
     def flip(self, slot: int, where: str) -> bytes | None:
-        """Flip a bit of a sealed slot; the key of the chunk whose record is ruined."""
+        """Flip a bit of a sealed slot. Return the chunk's key if its record is damaged."""
         arena = self.bench.arena
         entry = self.store.pool.chunks().get(slot)
         if entry is None:
@@ -267,13 +267,13 @@ class StoreMachine(RuleBasedStateMachine):
         return entry.key
 
     def lose(self, key: bytes) -> None:
-        """A chunk is gone, with all below it."""
+        """Remove a chunk and all below it."""
         if self.chunks.pop(key, None) is not None:
             for child in [name for name, chunk in self.chunks.items() if chunk.parent == key]:
                 self.lose(child)
 
     def settle(self, entries: list[Entry]) -> None:
-        """Compare adopted chunks; the model loses the damaged ones, and only those."""
+        """Verify recovered chunks. The model loses only the damaged ones."""
         damages = self.store.recovered.check(entries)
         for entry, damage in zip(entries, damages, strict=True):
             assert bool(damage) == self.chunks[entry.key].is_damaged
@@ -363,7 +363,7 @@ class StoreMachine(RuleBasedStateMachine):
         keep_leased: bool,
         joins: bool,
     ) -> None:
-        """One session writes a sequence behind what is cached of it, as workers do."""
+        """Write the uncached part of a sequence in one session, as workers do."""
         name = data.draw(st.sampled_from(self.live()))
         holder = self.holders[name]
         if (own := len(self.granted_for(holder, salt))) < 3:

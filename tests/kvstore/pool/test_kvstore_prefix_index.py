@@ -1,4 +1,4 @@
-"""The prefix index against a naive longest prefix over everything stored."""
+"""Compares the prefix index with a naive search of the longest prefix."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def entry_of(salt: bytes, parent: Entry | None, piece: list[int], slot: int = 0)
 
 
 def store(index: PrefixIndex, salt: bytes, sequence: list[int]) -> list[Entry]:
-    """Add the chunks of a sequence that are not there yet."""
+    """Add the missing chunks of a sequence."""
     parent: Entry | None = None
     entries = []
     for start in range(0, len(sequence), CHUNK):
@@ -117,7 +117,7 @@ def test_equal_beginnings_prefer_the_longest_match_among_full_and_partial_siblin
 
 
 def test_a_key_that_collides_serves_nothing_foreign() -> None:
-    """Two contents of one key: only the content that was stored is ever found."""
+    """If two chunks have equal keys, only the stored one is found."""
     asked = [7, 8, 9]
     key = chunk_key(HASH, b"a", b"", asked)
     for stored, tag in (([1, 2, 3], salt_tag(b"a")), ([7, 8, 9], salt_tag(b"b"))):

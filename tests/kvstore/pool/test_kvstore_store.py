@@ -1,4 +1,4 @@
-"""The store's rules, one by one: grants, seals, leases, sessions, eviction."""
+"""The store's operations: grants, seals, leases, sessions, eviction."""
 
 from __future__ import annotations
 
@@ -97,13 +97,13 @@ def test_grants_are_all_or_nothing(bench: Bench) -> None:
     with pytest.raises(ResourceExhausted, match="1 are free and 3 can be evicted") as later:
         grant(bench, session, 5)
     assert later.value.retry_after_seconds is not None
-    # Neither refusal cost anybody a cached chunk.
+    # Neither refusal evicted a cached chunk.
     assert bench.states() == (1, 4, 3, 0)
     grant(bench, session, 4)
     assert bench.states() == (0, 8, 0, 0)
 
 
-def test_sealing_what_is_sealed_frees_the_slot(bench: Bench) -> None:
+def test_sealing_a_duplicate_frees_the_slot(bench: Bench) -> None:
     session = bench.attach()
     other = bench.attach()
     [first] = grant(bench, session)
@@ -191,7 +191,7 @@ def test_parents_must_be_sealed_full_and_of_the_same_tenant(bench: Bench) -> Non
     seal(bench, session, written(bench, granted, (9,), keys[0]))
 
 
-def test_a_lease_of_somebody_else_is_not_joined(bench: Bench) -> None:
+def test_a_lease_of_another_session_is_not_joined(bench: Bench) -> None:
     session, other = bench.attach(), bench.attach()
     store_sequence(bench.store, session, SALT, [1, 2, 3, 4])
     lease_id = bench.store.match(session, SALT, [1, 2, 3, 4]).lease_id
@@ -208,7 +208,7 @@ def test_a_lease_of_somebody_else_is_not_joined(bench: Bench) -> None:
 def test_equal_hashes_of_different_contents_are_told_apart(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a hash that is a constant, tokens, fingerprints, parents and tenants still differ."""
+    """A constant hash does not mix up chunks: tokens, parents and tenants differ."""
     for module in (prefix_index, chunk_identity):
         monkeypatch.setattr(module, "packed_chunk_key", lambda *_: b"k" * 32)
     session = bench.attach()
@@ -359,7 +359,7 @@ def test_what_an_ended_session_held_waits_for_its_process(bench: Bench) -> None:
         grant(bench, session)
 
 
-def test_reserving_finds_room_that_the_dead_left(bench: Bench) -> None:
+def test_reserving_finds_the_slots_of_dead_clients(bench: Bench) -> None:
     session, other = bench.attach(), bench.attach()
     grant(bench, other, SLOTS)
     bench.store.sessions.end(other)
@@ -465,7 +465,7 @@ def test_the_integrity_check_sees_damage(bench: Bench) -> None:
     for slot in range(8):
         if slot not in (head.slot, tail.slot):
             bench.store.pool.allocator.free(slot)
-    lease = bench.store.pool.leases.create(b"nobody", [7])
+    lease = bench.store.pool.leases.create(b"no session", [7])
     found = bench.integrity.check_integrity()
     assert any("without a chunk: [7]" in line for line in found)
     assert any("has no session" in line for line in found)

@@ -1,4 +1,4 @@
-"""What a store finds that adopts an arena: crashes between any two stores, damage, the dead."""
+"""Recovery of an adopted arena: crashes between any two writes, damage, dead writers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Write:
 
 
 class LoggingWriter(MappedMetadata):
-    """Writes, and remembers each write in order."""
+    """Writes metadata, and records each write in order."""
 
     def __init__(self, bench: Bench) -> None:
         super().__init__(bench.arena)
@@ -66,7 +66,7 @@ class LoggingWriter(MappedMetadata):
 
 @dataclass(frozen=True)
 class Seen:
-    """All that matters of a recovered store."""
+    """Return what must be equal in two recovered stores."""
 
     chunks: frozenset[tuple[int, int, bytes, tuple[bytes, ...]]]
     held: frozenset[tuple[bytes, int]]
@@ -88,7 +88,7 @@ def seen(store: KvStore) -> Seen:
 
 
 class Crashes:
-    """Recovers from chosen images of the metadata, in a copy of the arena."""
+    """Recovers from given images of the metadata, in a copy of the arena."""
 
     def __init__(self, bench: Bench, folder: Path) -> None:
         self.bench = bench
@@ -97,7 +97,7 @@ class Crashes:
         self.generations = 0
 
     def recover(self, metadata: bytes) -> Seen:
-        """What a store finds that was killed when the metadata looked like this."""
+        """Return what a store recovers from this image of the metadata."""
         image = metadata + self.bench.arena.payload.tobytes()
         self.path.write_bytes(image)
         self.path.chmod(0o600)
@@ -120,7 +120,7 @@ class Crashes:
 
 def check_every_crash(bench: Bench, folder: Path, operate: object) -> int:
     """Run an operation; each torn prefix of its writes recovers to the state before or after
-    the commit word that follows. Returns how many crashes that were."""
+    the commit word that follows. Return the number of crashes."""
     writer = LoggingWriter(bench)
     bench.store.pool.slots._writer = writer
     before = bytes(bench.arena.metadata)
@@ -184,7 +184,7 @@ def test_a_crash_while_releasing_and_quarantining(bench: Bench, tmp_path: Path) 
 
 
 def test_a_crash_while_adopting(bench: Bench) -> None:
-    """Superblocks: whatever instant the writer dies at, one of them is whole."""
+    """At least one superblock is intact, whenever the writer dies."""
     now = bench.arena.superblock
     image = bytearray(bytes(bench.arena.metadata[: 2 * SUPERBLOCK_BYTES]))
     later = now
@@ -256,7 +256,7 @@ def test_unsealed_slots_wait_for_their_writer(bench: Bench) -> None:
     assert again.session_id != session
 
 
-def test_unsealed_slots_of_the_dead_are_free(bench: Bench) -> None:
+def test_unsealed_slots_of_dead_writers_are_free(bench: Bench) -> None:
     session = bench.attach()
     bench.store.reserve(session, 3, SALT)
     bench.presence.gone.add(session)
@@ -275,7 +275,7 @@ def test_age_survives(bench: Bench) -> None:
     assert bench.store.peek(SALT, [2] * 4).cached_tokens == 4
 
 
-def test_what_was_released_or_evicted_stays_away(bench: Bench) -> None:
+def test_released_and_evicted_slots_stay_free(bench: Bench) -> None:
     session = bench.attach()
     store_sequence(bench.store, session, SALT, [1] * 4)
     bench.store.pool.evict_all()
@@ -309,14 +309,14 @@ def test_a_damaged_record_is_a_miss_and_is_counted(bench: Bench, where: str) -> 
     assert len(bench.store.recovered_state.damages) == 1
     assert bench.store.peek(SALT, [1] * 12).cached_tokens == 4
     assert bench.store.peek(SALT, [2] * 4).cached_tokens == 4
-    # With its state unknown somebody might be writing there: then it stays away.
+    # If its state is unknown a client may be writing there: the slot stays unused.
     assert bench.states() == ((5, 0, 2, 1) if where == "state" else (6, 0, 2, 0))
     bench.presence.gone.add(session)
     bench.store.sessions.sweep()
     assert bench.states() == (6, 0, 2, 0)
 
 
-def test_a_slot_nobody_can_be_named_for_is_never_used(bench: Bench) -> None:
+def test_a_slot_of_an_unknown_writer_is_never_used(bench: Bench) -> None:
     session = bench.attach()
     bench.store.reserve(session, 1, SALT)
     bench.arena.metadata[record_offset(0)] = 0x77
@@ -357,7 +357,7 @@ def test_a_damaged_duplicate_or_parent_is_noticed_by_a_seal(bench: Bench) -> Non
     assert bench.store.match(again, SALT, [1] * 8).cached_tokens == 8
 
 
-def test_a_chunk_that_proves_damaged_under_leases_is_served_to_nobody(bench: Bench) -> None:
+def test_a_chunk_that_proves_damaged_under_leases_is_not_served(bench: Bench) -> None:
     session, other = bench.attach(), bench.attach()
     store_sequence(bench.store, session, SALT, [1] * 12)
     found = bench.store.match(other, SALT, [1] * 12)
@@ -389,7 +389,7 @@ def test_a_condemned_slot_survives_a_crash_as_quarantined(bench: Bench) -> None:
     assert bench.states() == (8, 0, 0, 0)
 
 
-def test_nobody_speaks_for_writers_that_nobody_knows(bench: Bench) -> None:
+def test_no_client_can_acknowledge_unknown_writers(bench: Bench) -> None:
     session = bench.attach()
     bench.store.reserve(session, 1, SALT)
     bench.arena.metadata[record_offset(0)] = 0x77

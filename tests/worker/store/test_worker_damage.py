@@ -46,7 +46,7 @@ def damage(case: Case, chunk: StoredChunk) -> None:
 def test_a_resident_request_on_a_damaged_chunk_starts_over_when_the_store_says_so(
     case: Case, is_decoding: bool
 ) -> None:
-    """Nothing that it computed behind the chunk is stored; nothing may be answered either."""
+    """No chunk computed after the damaged one is stored, and no token is answered."""
     number, salt = (1 if is_decoding else 2), b"seal"
     prompt, wanted = case.prompts[number], case.wanted[number]
     prefix = prompt if is_decoding else prompt[: 3 * CHUNK]
@@ -83,7 +83,7 @@ def test_a_resident_request_on_a_damaged_chunk_starts_over_when_the_store_says_s
 
 
 def test_a_slot_that_was_used_again_is_not_counted_as_damaged(case: Case) -> None:
-    """A worker that lost its lease reads another chunk's bytes; memory is fine."""
+    """A worker without its lease reads another chunk's bytes. No memory is damaged."""
     tensors, verifier = case.runner.connection.tensors, Verifier(0.0)
     first, second, *_ = stored_chunks(case, b"", case.prompts[2])
     replaced = replace(first, generation=first.generation - 1, checksum=first.checksum ^ 1)

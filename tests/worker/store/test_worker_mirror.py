@@ -1,4 +1,4 @@
-"""Damaged chunks of a mirror: found no more, and their slots free once they are not held."""
+"""Damaged chunks of a mirror are not found again. Their slots are freed when unreferenced."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYOUT = ArenaLayout(
 
 
 def filled(mirror: MirrorCache, key: bytes) -> StoredChunk:
-    """A chunk whose payload is its key, again and again."""
+    """Return a chunk whose payload repeats its key."""
     [place] = mirror.grant(1)
     for tensor in LAYOUT.tensors:
         for layer in range(LAYOUT.layer_count):

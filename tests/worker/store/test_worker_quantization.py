@@ -1,4 +1,4 @@
-"""int8 and int4 rows: bounds of the error, odd values and widths, bytes as documented."""
+"""int8 and int4 rows: error bounds, special values and widths, documented bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def groups(row: torch.Tensor, encoding: Encoding) -> list[torch.Tensor]:
 
 
 def allowed_error(group: torch.Tensor, encoding: Encoding, dtype: torch.dtype) -> float:
-    """Half a step and the roundings of its parameters, as `encode` promises."""
+    """Return half a step plus the rounding of its parameters, as `encode` documents."""
     low, high = group.min().item(), group.max().item()
     largest = max(abs(low), abs(high))
     if encoding is Encoding.INT8:
@@ -47,7 +47,7 @@ def allowed_error(group: torch.Tensor, encoding: Encoding, dtype: torch.dtype) -
 
 @st.composite
 def rows(draw: st.DrawFn) -> torch.Tensor:
-    """One row of any width whose groups differ in size and offset by many decades."""
+    """Return a row whose groups differ in size and offset by orders of magnitude."""
     width = draw(widths)
     dtype = draw(st.sampled_from(TYPES))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
@@ -77,7 +77,7 @@ def test_every_value_comes_back_within_half_a_step(encoding: Encoding, row: torc
 def test_a_second_pass_moves_nothing_further_than_the_first(
     encoding: Encoding, row: torch.Tensor
 ) -> None:
-    """A chunk's tail that was restored is encoded anew each time it grows."""
+    """A restored tail is encoded again each time it grows."""
     first = through(row, encoding)
     second = through(first, encoding)
     for before, after in zip(groups(first, encoding), groups(second, encoding), strict=True):
@@ -86,8 +86,8 @@ def test_a_second_pass_moves_nothing_further_than_the_first(
 
 
 @pytest.mark.parametrize("encoding", LOSSY)
-def test_what_was_decoded_is_encoded_to_the_same_bytes(encoding: Encoding) -> None:
-    """In float32; and for int8 in bfloat16, whose largest value comes back as it was."""
+def test_decoded_values_are_encoded_to_the_same_bytes(encoding: Encoding) -> None:
+    """It holds in float32, and for int8 in bfloat16, which keeps the largest value."""
     generator = torch.Generator().manual_seed(0)
     values = 3 * torch.randn((16, 4, 8, 128), generator=generator) + 1
     exact = {Encoding.INT8: (torch.float32, torch.bfloat16), Encoding.INT4: (torch.float32,)}
@@ -152,7 +152,7 @@ def test_int8_reaches_further_than_float16() -> None:
 
 
 def test_the_bytes_of_the_document() -> None:
-    """By hand: scale 0.5 for int8; scale 1 and minimum -3 for int4."""
+    """Scale 0.5 for int8; scale 1 and minimum -3 for int4."""
     row = torch.tensor([63.5, -63.5, 0.5, -1.0, 0.2])
     assert encode(row, Encoding.INT8).tolist() == [
         *struct.pack("<e5bx", 0.5, 127, -127, 1, -2, 0),
@@ -168,7 +168,7 @@ def test_the_bytes_of_the_document() -> None:
 
 @pytest.mark.parametrize("encoding", LOSSY)
 def test_groups_do_not_touch_each_other(encoding: Encoding) -> None:
-    """A group of large values beside one of small ones costs the small ones nothing."""
+    """A group of large values does not change the error of another group."""
     generator = torch.Generator().manual_seed(1)
     row = torch.randn(3 * encoding.group_elements + 5, generator=generator)
     louder = row.clone()

@@ -1,4 +1,4 @@
-"""A worker and its store when calls are not answered, sessions end, or the worker stops."""
+"""Store calls that are not answered, sessions that end, and workers that stop."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ FIRST = (1, 2, 3, 4)
 
 
 class Servicer(KvStoreServicer):
-    """Carries every call out; the answers of `held` methods wait until `let_go`."""
+    """Carries out every call. Answers of `held` methods wait until `let_go`."""
 
     def __init__(self, store: KvStore) -> None:
         super().__init__(store)
@@ -97,7 +97,7 @@ class Setup:
     servicer: Servicer
 
     def held(self) -> tuple[int, int]:
-        """(leases, slots that are being written)"""
+        """Return (leases, slots that are being written)."""
         pool = self.servicer.store.pool
         return len(pool.leases), pool.slots.count(SlotState.WRITING)
 
@@ -301,7 +301,7 @@ async def test_write_back_counts_how_its_chunks_end(setup: Setup) -> None:
 
 
 class Posted:
-    """An engine that takes its commands when the test says so."""
+    """An engine that takes commands when the test says so."""
 
     def __init__(self) -> None:
         self.commands: list[Call] = []
@@ -368,7 +368,7 @@ async def test_slots_given_back_while_they_are_sent_are_not_published(setup: Set
         sealing = asyncio.create_task(client.seal(client.connection, SALT, [chunk], 0))
         await setup.servicer.reached("seal")
         assert setup.held() == (1, 0)
-        # As a fetch does that is cancelled; then they are somebody else's.
+        # As a cancelled fetch does. The slots may be granted again then.
         await client.release(client.connection, slots=[place])
         others = mirror.grant(mirror.free_count)
         assert chunk.slot in dict(others)
@@ -382,7 +382,7 @@ async def test_slots_given_back_while_they_are_sent_are_not_published(setup: Set
 
 
 async def test_the_mirror_names_the_bytes_that_it_has(setup: Setup) -> None:
-    """The store keeps the first of two payloads of one sequence; each is called what it is."""
+    """The store keeps the first of two payloads of a sequence. Their names differ."""
     async with setup.client(remote=True) as client, setup.client() as writer:
         assert client.connection is not None
         await store_one(writer, seed=1)
