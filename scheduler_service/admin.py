@@ -83,7 +83,7 @@ class AdminServicer(scheduler_pb2_grpc.AdminServiceServicer):
 
     def _worker(self, worker: WorkerConnection) -> pb.WorkerStatus:
         is_draining = worker.ready is not None and worker.is_draining
-        losses = self._manager.registry.losses.of(worker.worker_id)
+        losses = self._manager.registry.losses
         entry = pb.WorkerStatus(
             worker_id=worker.worker_id,
             address=worker.address,
@@ -91,8 +91,8 @@ class AdminServicer(scheduler_pb2_grpc.AdminServiceServicer):
             draining=is_draining,
             message="draining" if is_draining else worker.message,
             telemetry=worker.telemetry,
-            loss_count=losses.count,
-            last_lost_seconds_ago=losses.seconds_ago,
+            loss_count=losses.count(worker.worker_id),
+            last_lost_seconds_ago=losses.seconds_ago(worker.worker_id),
         )
         known = worker.ready or worker.former
         if known is not None:

@@ -79,7 +79,7 @@ def _ledgers(admission: AdmissionQueue) -> Iterator[Reading]:
 
 def _workers(registry: Registry) -> Iterator[Reading]:
     """A lost worker stays, with 0; one that never answered is named by its address."""
-    losses = dict(registry.losses.counts())
+    losses = registry.losses.counts()
     for worker in registry.connections:
         yield Reading(metrics.WORKER_KNOWN, 1, (worker.worker_id or worker.address,))
         if not worker.worker_id:

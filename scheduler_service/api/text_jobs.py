@@ -24,7 +24,7 @@ _Result = TypeVar("_Result")
 
 
 class TextJobs:
-    """Belongs to one event loop.
+    """Places and a queue for long texts. Belongs to one event loop.
 
     One tenant gets at most all places but one, and half of the queue: another tenant always
     finds room.
@@ -46,8 +46,8 @@ class TextJobs:
         the wait was too long.
         """
         if text_bytes > _LONG_TEXT_BYTES:
-            await self._take_turn(tenant)
-            return await self._in_turn(job, tenant)
+            await self._take_place(tenant)
+            return await self._run_in_place(job, tenant)
         if request_bytes > _SHORT_BYTES:
             return await asyncio.to_thread(job)
         return job()
@@ -56,7 +56,7 @@ class TextJobs:
         """Wait for the running jobs."""
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
 
-    async def _take_turn(self, tenant: str) -> None:
+    async def _take_place(self, tenant: str) -> None:
         if not self._has_place(tenant) and not self._may_wait(tenant):
             raise self._busy()
         self._waiting[tenant] += 1
@@ -78,7 +78,7 @@ class TextJobs:
         places = self._limits.text_jobs
         return self._running.total() < places and self._running[tenant] < max(1, places - 1)
 
-    async def _in_turn(self, job: Callable[[], _Result], tenant: str) -> _Result:
+    async def _run_in_place(self, job: Callable[[], _Result], tenant: str) -> _Result:
         """Run the job in its place. The job frees the place, since it outlives its caller."""
         loop = asyncio.get_running_loop()
 

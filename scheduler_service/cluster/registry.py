@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from scheduler_service.cluster.connection import WorkerConnection, WorkerListener
-from scheduler_service.cluster.losses import LossBook
+from scheduler_service.cluster.losses import WorkerLosses
 from scheduler_service.prefixes.stores import StoreCatalog
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.discovery.entries import ModelName, WorkerEntry
@@ -37,7 +37,7 @@ class Registry:
         identity: Identity = PLAIN,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.losses = LossBook(clock)
+        self.losses = WorkerLosses(clock)
         self.connections = [
             WorkerConnection(address, model, stores, identity) for address in addresses
         ]
@@ -134,7 +134,7 @@ class Registry:
         """Return True if the worker was lost a short while ago and has not come back."""
         if not connection.was_lost:
             return False
-        ago = self.losses.of(connection.worker_id).seconds_ago
+        ago = self.losses.seconds_ago(connection.worker_id)
         return ago is not None and ago < _MISSED_SECONDS
 
     def _add(self, entry: WorkerEntry) -> WorkerConnection:

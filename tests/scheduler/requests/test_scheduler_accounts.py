@@ -24,7 +24,7 @@ from scheduler_doubles import (
 from scheduler_service import server
 from scheduler_service.api import validation
 from scheduler_service.api.request import Times
-from scheduler_service.cluster.losses import LossBook
+from scheduler_service.cluster.losses import WorkerLosses
 from scheduler_service.limits import Limits
 from scheduler_service.placement import planning
 from scheduler_service.requests import availability, manager, table
@@ -297,16 +297,16 @@ async def test_a_lost_worker_stays_visible_and_its_requests_fail_over() -> None:
 
 def test_names_that_are_long_gone_are_forgotten() -> None:
     clock = FakeClock()
-    book = LossBook(clock)
+    losses = WorkerLosses(clock)
     for name in ("a-1", "a-2", "static"):
-        book.note(name, known={"static"})
+        losses.note(name, known={"static"})
     clock.now += 3000
-    book.note("a-2", known={"static"})
+    losses.note("a-2", known={"static"})
     clock.now += 1000
-    assert (book.of("a-1").count, book.of("a-1").seconds_ago) == (1, 4000)
-    book.note("b", known={"static"})
-    assert dict(book.counts()) == {"a-2": 2, "static": 1, "b": 1}
-    assert (book.of("a-1").count, book.of("a-1").seconds_ago) == (0, None)
+    assert (losses.count("a-1"), losses.seconds_ago("a-1")) == (1, 4000)
+    losses.note("b", known={"static"})
+    assert losses.counts() == {"a-2": 2, "static": 1, "b": 1}
+    assert (losses.count("a-1"), losses.seconds_ago("a-1")) == (0, None)
 
 
 async def test_a_worker_that_never_answered_is_known_by_its_address(tmp_path: Path) -> None:
