@@ -83,14 +83,10 @@ class PlanInput:
         return self.residency is Residency.STREAMED
 
     def __post_init__(self) -> None:
-        if self.cached_tokens < 0:
-            raise InvalidArgument("cached_tokens must be at least 0", field="cached_tokens")
-        if self.new_tokens < 1:
-            raise InvalidArgument("new_tokens must be at least 1", field="new_tokens")
-        if self.chunk_tokens < 1:
-            raise InvalidArgument("chunk_tokens must be at least 1", field="chunk_tokens")
-        if self.spare_bytes < 0:
-            raise InvalidArgument("spare_bytes must be at least 0", field="spare_bytes")
+        least = {"cached_tokens": 0, "new_tokens": 1, "chunk_tokens": 1, "spare_bytes": 0}
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise InvalidArgument(f"{name} must be at least {value}", field=name)
         if self.forced_split_tokens is not None:
             check_forced_split(self.forced_split_tokens, has_activations=self.has_activations)
         if self.forced_method is not None:

@@ -50,7 +50,7 @@ def meet(
     """(seconds until both are done, chunks computed); each chunk was taken once, in order."""
     if share is None:
         share = back_seconds / (front_seconds + back_seconds)
-    meeting = BidirectionalQueue(
+    queue = BidirectionalQueue(
         count,
         front=front or PieceSize(1, 8),
         back=back or PieceSize(1, 16),
@@ -58,8 +58,8 @@ def meet(
         ahead=ahead,
     )
     ends = (
-        End(meeting.pop_front, front_seconds, ahead),
-        End(meeting.pop_back, back_seconds, ahead),
+        End(queue.pop_front, front_seconds, ahead),
+        End(queue.pop_back, back_seconds, ahead),
     )
     while waiting := [end for end in ends if not end.is_done]:
         min(waiting, key=lambda end: end.asks_at).ask()
@@ -125,31 +125,29 @@ def test_random_histories_hand_out_each_chunk_once() -> None:
 
 
 def test_the_serial_twin_meets_where_it_was_expected() -> None:
-    meeting = BidirectionalQueue(
-        20, front=PieceSize(2, 6), back=PieceSize(1, 5), expected_share=0.4
-    )
-    loaded = list(iter(meeting.pop_back_in_turn, None))
-    computed = list(iter(meeting.pop_front, None))
+    queue = BidirectionalQueue(20, front=PieceSize(2, 6), back=PieceSize(1, 5), expected_share=0.4)
+    loaded = list(iter(queue.pop_back_in_turn, None))
+    computed = list(iter(queue.pop_front, None))
     assert loaded == [range(15, 20), range(10, 15), range(8, 10)]
     assert computed == [range(6), range(6, 8)]
     for share, chunks in ((0.0, 0), (1.0, 20)):
-        meeting = BidirectionalQueue(
+        queue = BidirectionalQueue(
             20, front=PieceSize(2, 6), back=PieceSize(1, 5), expected_share=share
         )
-        while meeting.pop_back_in_turn() is not None:
+        while queue.pop_back_in_turn() is not None:
             pass
-        while meeting.pop_front() is not None:
+        while queue.pop_front() is not None:
             pass
-        assert meeting.front == meeting.back == chunks
+        assert queue.front == queue.back == chunks
 
 
 def test_nothing_is_handed_out_once_it_is_closed() -> None:
-    meeting = BidirectionalQueue(9, front=PieceSize(1, 4), back=PieceSize(1, 4))
-    assert meeting.pop_front() == range(1)
-    assert meeting.pop_back() == range(8, 9)
-    meeting.close()
-    assert meeting.pop_front() is meeting.pop_back() is meeting.pop_back_in_turn() is None
-    assert (meeting.front, meeting.back) == (1, 8)
+    queue = BidirectionalQueue(9, front=PieceSize(1, 4), back=PieceSize(1, 4))
+    assert queue.pop_front() == range(1)
+    assert queue.pop_back() == range(8, 9)
+    queue.close()
+    assert queue.pop_front() is queue.pop_back() is queue.pop_back_in_turn() is None
+    assert (queue.front, queue.back) == (1, 8)
 
 
 def test_impossible_sizes_and_shares_are_refused() -> None:

@@ -34,7 +34,7 @@ STREAMED = PlanInput(
 def step_of(
     shape: ModelShape, profile: Profile, request: PlanInput, split: int, resident: int = 0
 ) -> float:
-    """A decode step that pulls all tokens with this split, by the formula."""
+    """Return the seconds of a decode step over all tokens with this split, by the formula."""
     plan = plan_request(shape, profile, request)
     costs, staging = SplitCosts.of(shape, profile), request.staging_tokens
     length = request.cached_tokens + request.new_tokens
@@ -57,7 +57,7 @@ def test_the_split_is_the_best_of_a_step_not_of_a_restore() -> None:
         profile = replace(A100, step_compute_seconds=step)
         plan = plan_request(OPT, profile, request)
         splits.append(plan.split_tokens)
-        # By then the new tokens are pulled, too.
+        # By then the new tokens are restored, too.
         split = round(plan.split_slope * 2048 + plan.split_intercept)
         assert split % 64 == 0
         assert plan.predicted_step_seconds == pytest.approx(step_of(OPT, profile, request, split))
@@ -144,7 +144,7 @@ def test_spare_memory_keeps_the_front_on_the_device() -> None:
     assert "nothing is loaded" in plan.reason
 
 
-def pulled_seconds(
+def least_step_seconds(
     shape: ModelShape,
     costs: SplitCosts,
     cached: int,
@@ -181,12 +181,12 @@ def test_what_stays_is_the_best_of_all_three_way_splits() -> None:
         step = rng.choice([0.0, 0.001, 0.02])
         options = PipelineOptions(Schedule.PIPELINED, 256, 4, Scenario.DECODE_STEP, step)
         spare = int(cached * shape.kv_bytes_per_token * rng.random())
-        pull = best_stream_plan(
+        plan = best_stream_plan(
             shape, costs, cached, options, chunk_tokens=chunk, spare_bytes=spare
         )
-        least = pulled_seconds(shape, costs, cached, options, spare, chunk)
-        assert pull.seconds == pytest.approx(least, rel=1e-9)
-        rows += pull.schedule is Schedule.ROW
+        least = least_step_seconds(shape, costs, cached, options, spare, chunk)
+        assert plan.seconds == pytest.approx(least, rel=1e-9)
+        rows += plan.schedule is Schedule.ROW
     assert rows > 5
 
 
@@ -203,14 +203,14 @@ def test_resident_keys_and_values_always_beat_resident_activations_from_rho_1_on
             Schedule.PIPELINED, scenario=Scenario.DECODE_STEP, compute_seconds=step
         )
         spare = int(cached * shape.kv_bytes_per_token * rng.random())
-        pull = best_stream_plan(shape, costs, cached, options, spare_bytes=spare)
-        assert pull.schedule is Schedule.PIPELINED
+        plan = best_stream_plan(shape, costs, cached, options, spare_bytes=spare)
+        assert plan.schedule is Schedule.PIPELINED
         kept = min(spare // shape.activation_bytes_per_token, cached)
         row = min(
             costs.seconds(front, cached, replace(options, schedule=Schedule.ROW))
             for front in range(0, kept + 1, max(1, kept // 20))
         )
-        assert pull.seconds <= row * (1 + 1e-9)
+        assert plan.seconds <= row * (1 + 1e-9)
 
 
 def test_activations_stay_where_the_device_would_wait_for_the_link() -> None:
@@ -225,7 +225,7 @@ def test_activations_stay_where_the_device_would_wait_for_the_link() -> None:
     assert "X that stays on the device" in plan.reason
     plain = replace(STREAMED, spare_bytes=spare, keeps_activations=False)
     assert plan_request(shape, profile, plain).schedule is Schedule.PIPELINED
-    # The serial twin pulls, rebuilds and decodes in turn: nothing waits for the link alone.
+    # The serial twin loads, rebuilds and decodes in turn: nothing waits for the link alone.
     serial = replace(STREAMED, schedule=Schedule.SERIAL, spare_bytes=spare)
     assert plan_request(shape, profile, serial).schedule is Schedule.SERIAL
 
@@ -246,5 +246,5 @@ def test_a_forced_split_beside_a_resident_front() -> None:
 def test_nothing_spare_nothing_stays() -> None:
     costs = SplitCosts.of(OPT, A100)
     options = PipelineOptions(Schedule.PIPELINED, scenario=Scenario.DECODE_STEP)
-    pull = best_stream_plan(OPT, costs, 1000, options, spare_bytes=0, has_activations=False)
-    assert pull == StreamPlan(1000, 0, 0, Schedule.PIPELINED, costs.seconds(0, 1000, options))
+    plan = best_stream_plan(OPT, costs, 1000, options, spare_bytes=0, has_activations=False)
+    assert plan == StreamPlan(1000, 0, 0, Schedule.PIPELINED, costs.seconds(0, 1000, options))
