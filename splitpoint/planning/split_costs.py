@@ -341,7 +341,7 @@ class SplitCosts:
         return self.layer_count * (pieces * self.rebuild_overhead + self.rebuild * split)
 
     def _load(self, tokens: int, pieces: int) -> float:
-        """Return P for so many tokens beside `pieces` tiles."""
+        """Return P for so many tokens, in as many pieces as there are tiles."""
         if not tokens:
             return 0.0
         return self.layer_count * (max(1, pieces) * self.copy_overhead + self.load * tokens)
