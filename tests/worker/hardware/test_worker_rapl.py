@@ -72,7 +72,7 @@ def test_a_counter_that_begins_anew_counts_for_nothing(tmp_path: Path) -> None:
 def test_what_may_not_be_read_is_absent_and_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As for anybody but root: the folder can be listed, the counter cannot be read."""
+    """Without root's rights: the folder can be listed, the counter cannot be read."""
     caplog.set_level(logging.INFO)
     for number in range(2):
         counter = write_zone(tmp_path, f"intel-rapl:{number}", f"package-{number}", 1)

@@ -360,7 +360,7 @@ def test_the_link_is_idle_until_what_a_transfer_waits_for_is_done() -> None:
 
 
 def test_both_directions_have_a_link_of_their_own() -> None:
-    """The way out is the thread of whoever writes back."""
+    """The lane out is the calling thread of the write-back."""
     lanes = linked()
     outward: list[Span] = []
 
@@ -495,7 +495,7 @@ def test_streams_keep_every_order_that_was_asked_for_and_no_other(
         return Step(task.lane, Work(str(number), call), task.after)
 
     lanes.run_all([step_of(number) for number in range(len(tasks))])
-    assert cuda.synchronized == 0, "the host waited before anybody asked it to"
+    assert cuda.synchronized == 0, "the host waited without being asked to"
     spans = lanes.finish()
     assert not broken
     assert sorted(done) == list(range(len(tasks)))

@@ -1,4 +1,4 @@
-"""Restores from both ends: whoever is faster, every row is what was stored."""
+"""Restores from both ends: every row is as stored, whichever side is faster."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def restore_and_compare(
             found = stored.rows(planes, pages, cached)
             torch.testing.assert_close(found, wanted[:cached], rtol=1e-4, atol=1e-4)
             assert torch.equal(found[met_at:], wanted[met_at:cached]), "not what was stored"
-            assert (planes[spare] == 1e4).all(), "a page of somebody else was written"
+            assert (planes[spare] == 1e4).all(), "a foreign page was written"
     check_spans(stored, met, cached)
     return met
 
@@ -311,7 +311,7 @@ def test_a_chunk_lost_on_the_way_is_never_taken_for_a_prefix(
         begin_with(lanes, Lane.LINK_IN, lambda: stored.lose(len(stored.chunks) - 1))
         with pytest.raises(ChunkLost):
             restore_and_compare(stored, lanes, expected=100, cached=200)
-    # The lanes go on with somebody else's work.
+    # The lanes go on with other work.
     lanes.before = None
     restore_and_compare(one, lanes, expected=100)
     lanes.close()

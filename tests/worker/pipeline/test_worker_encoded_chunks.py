@@ -90,7 +90,7 @@ def written(folder: Path, encoding: Encoding, dtype: torch.dtype) -> Written:
     ]
     mirror = MirrorCache(layout, 16 << 20)
     for plane in (*mirror.tensors.keys, *mirror.tensors.values, *mirror.tensors.inputs):
-        plane.fill_(7)  # somebody's bytes of before
+        plane.fill_(7)  # bytes of an earlier use
     places = [place for index in range(2 * CHUNKS) for place in mirror.grant(1) if index % 3]
     places = places[:CHUNKS]
     # Rows past the tokens may hold anything at all, and it must not get out.

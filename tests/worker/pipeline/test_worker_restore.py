@@ -81,7 +81,7 @@ def restore_and_compare(
             torch.testing.assert_close(found, wanted[begin:cached], rtol=1e-5, atol=1e-5)
             used = set(pages[first_chunk:])
             spare = [page for page in range(17) if page not in used]
-            assert (planes[layer][spare] == 1e4).all(), "a page of somebody else was written"
+            assert (planes[layer][spare] == 1e4).all(), "a foreign page was written"
     return spans
 
 
@@ -198,7 +198,7 @@ def test_a_chunk_lost_on_the_way_is_never_taken_for_a_prefix(
             )
         assert len(copies) > 3
         lanes.before = None
-    # The lanes go on with somebody else's work.
+    # The lanes go on with other work.
     restore_and_compare(one, lanes, split=32, schedule=Schedule.PIPELINED, tile_tokens=CHUNK)
     lanes.close()
 

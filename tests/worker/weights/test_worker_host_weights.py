@@ -215,7 +215,7 @@ def test_weights_come_in_order_and_one_layer_ahead(folders: Callable[[str], Path
 def test_matrices_out_of_turn_are_an_error_and_nothing_else(
     folders: Callable[[str], Path],
 ) -> None:
-    """What is in a slot changes: nobody may multiply with it but during its layer's turn."""
+    """A slot's content changes: only its layer may multiply with it, in its turn."""
     lanes = ThreadLanes(CPU)
     model = Decoder.load(folders("llama-3"), CPU, torch.float32, EVERYTHING)
     rows = torch.zeros(1, 64)
@@ -229,7 +229,7 @@ def test_matrices_out_of_turn_are_an_error_and_nothing_else(
     second.query(rows)
     with pytest.raises(RuntimeError, match="out of turn"):
         first.query(rows)
-    # Whoever breaks off leaves the weights to the next one.
+    # A pass that breaks off leaves the weights to the next one.
     layers.close()
     resident = Decoder.load(folders("llama-3"), CPU, torch.float32)
     assert torch.equal(one_pass(model, 1)[0], one_pass(resident, 1)[0])

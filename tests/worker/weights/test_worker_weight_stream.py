@@ -95,7 +95,7 @@ class Reader:
 def test_every_reader_finds_its_own_weights_in_any_order_of_the_streams(
     order: WeightOrder, slots: int
 ) -> None:
-    """Passes, passes that are broken off, restores, and somebody who waits now and then."""
+    """Passes, passes that break off, restores, and waits now and then."""
     read = 0
     for seed in range(15):
         rng = random.Random(seed)
