@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from worker_service.model.attention import decode, prefill
+from worker_service.model.attention import decode_partial, prefill
 from worker_service.model.attention_plan import DecodePlan, PrefillPlan
 from worker_service.model.decoder import Decoder
 
@@ -93,7 +93,7 @@ class PagedRunner:
             queries, keys, values = layer.project(layer.attention_input(hidden), rotary)
             for row, (pages, length) in enumerate(zip(page_tables, lengths, strict=True)):
                 self._write(index, pages, length, keys[row : row + 1], values[row : row + 1])
-            attended = decode(
+            partial = decode_partial(
                 queries,
                 self.keys[index],
                 self.values[index],
@@ -102,5 +102,5 @@ class PagedRunner:
                 scale=layer.scale,
                 cap=layer.cap,
             )
-            hidden = layer.finish(hidden, attended)
+            hidden = layer.finish(hidden, partial.attended(queries.dtype))
         return model.logits(hidden)

@@ -120,21 +120,6 @@ def decode_partial(
     return Partial(weighted[:count], peak[:count], total[:count])
 
 
-def decode(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    plan: DecodePlan,
-    *,
-    window: int | None,
-    scale: float,
-    cap: float | None = None,
-) -> torch.Tensor:
-    """Normalise `decode_partial` of a plan that covers all keys: `[B, n_q * d]`."""
-    partial = decode_partial(queries, keys, values, plan, window=window, scale=scale, cap=cap)
-    return partial.attended(queries.dtype)
-
-
 def prefill(
     queries: torch.Tensor,
     new_keys: torch.Tensor,

@@ -18,23 +18,11 @@ from worker_service.model.rope import Rotary
 Result = TypeVar("Result")
 
 
-class Attend(Protocol):
-    """Stores a layer's new K and V (and X, if wanted), and attends over the cache.
-
-    Arguments: the layer's index, the layer, X `[N, h]`, q `[N, n_q, d]`, k and v
-    `[N, n_kv, d]`. Returns `[N, n_q * d]`.
-    """
-
-    def __call__(
-        self,
-        index: int,
-        layer: DecoderLayer,
-        inputs: torch.Tensor,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        /,
-    ) -> torch.Tensor: ...
+# Stores a layer's new K and V (and X, if wanted), and attends over the cache. Takes the layer's
+# index, the layer, X `[N, h]`, q `[N, n_q, d]`, k and v `[N, n_kv, d]`; returns `[N, n_q * d]`.
+Attend = Callable[
+    [int, DecoderLayer, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
+]
 
 
 class CarryOut(Protocol):

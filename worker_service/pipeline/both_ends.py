@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 import torch
@@ -123,33 +123,27 @@ class _LockedQueue:
             self._queue.close()
 
 
+@dataclass(slots=True)
 class _BackLoader:
     """Loads whole chunks over the link, all layers of them at once."""
 
-    def __init__(
-        self,
-        transfer: CacheTransfer,
-        prefix: Prefix,
-        keys: Sequence[torch.Tensor],
-        values: Sequence[torch.Tensor],
-    ) -> None:
-        self._transfer = transfer
-        self._prefix = prefix
-        self._keys = keys
-        self._values = values
-        self.loaded: list[StoredChunk] = []
+    transfer: CacheTransfer
+    prefix: Prefix
+    keys: Sequence[torch.Tensor]
+    values: Sequence[torch.Tensor]
+    loaded: list[StoredChunk] = field(default_factory=list)
 
     def works(self, chunks: range | None) -> list[Work]:
         """Return a copy for each layer; no copies if there are no chunks."""
         if chunks is None:
             return []
-        chunk = self._transfer.chunk_tokens
-        last = min(chunks.stop * chunk, self._prefix.cached_tokens)
-        part = self._prefix.part(chunks, last - chunks.start * chunk)
+        chunk = self.transfer.chunk_tokens
+        last = min(chunks.stop * chunk, self.prefix.cached_tokens)
+        part = self.prefix.part(chunks, last - chunks.start * chunk)
         self.loaded += part.chunks
         return [
-            self._transfer.load(layer, part, keys, values)
-            for layer, (keys, values) in enumerate(zip(self._keys, self._values, strict=True))
+            self.transfer.load(layer, part, keys, values)
+            for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True))
         ]
 
 

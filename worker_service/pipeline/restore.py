@@ -8,7 +8,7 @@ calls of the store.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -97,34 +97,28 @@ def restore(
     return spans
 
 
+@dataclass(slots=True)
 class _WorkMaker:
     """Makes the work of tasks; all layers share what depends on the tokens alone."""
 
-    def __init__(
-        self,
-        transfer: CacheTransfer,
-        prefix: Prefix,
-        keys: Sequence[torch.Tensor],
-        values: Sequence[torch.Tensor],
-    ) -> None:
-        self._transfer = transfer
-        self._prefix = prefix
-        self._keys = keys
-        self._values = values
-        self._parts: dict[tuple[bool, int, int], Part] = {}
-        # The slot of each layer's W_K and W_V that come over the link.
-        self._weight_slots: dict[int, int] = {}
+    transfer: CacheTransfer
+    prefix: Prefix
+    keys: Sequence[torch.Tensor]
+    values: Sequence[torch.Tensor]
+    parts: dict[tuple[bool, int, int], Part] = field(default_factory=dict)
+    # The slot of each layer's W_K and W_V that come over the link.
+    weight_slots: dict[int, int] = field(default_factory=dict)
 
     def work_of(self, task: Task) -> Work:
-        transfer, layer = self._transfer, task.layer
-        keys, values = self._keys[layer], self._values[layer]
+        transfer, layer = self.transfer, task.layer
+        keys, values = self.keys[layer], self.values[layer]
         match task.kind:
             case TaskKind.LOAD:
                 return transfer.load(layer, self._part(task), keys, values)
             case TaskKind.WEIGHTS:
                 return self._load_weights(task)
             case TaskKind.EMBED:
-                ids = self._prefix.token_ids[task.first : task.last]
+                ids = self.prefix.token_ids[task.first : task.last]
                 token_ids = torch.tensor(ids, dtype=torch.int64, device=transfer.device)
                 return transfer.embed(token_ids, self._positions(task), task.slot)
             case TaskKind.SEND:
@@ -136,14 +130,14 @@ class _WorkMaker:
                 return self._with_weights(work, layer)
 
     def _load_weights(self, task: Task) -> Work:
-        weights = self._transfer.model.layer_weights
+        weights = self.transfer.model.layer_weights
         if weights is None or task.slot is None:
             raise RuntimeError("weights that are on the device are said to be on the host")
-        self._weight_slots[task.layer] = task.slot
+        self.weight_slots[task.layer] = task.slot
         return weights.piece_work(task.layer, WeightPiece.KEY_VALUE, task.slot)
 
     def _with_weights(self, work: Work, layer: int) -> Work:
-        weights, slot = self._transfer.model.layer_weights, self._weight_slots.get(layer)
+        weights, slot = self.transfer.model.layer_weights, self.weight_slots.get(layer)
         if weights is None or slot is None:
             return work
 
@@ -156,12 +150,12 @@ class _WorkMaker:
     def _part(self, task: Task) -> Part:
         is_rebuilt = task.kind is not TaskKind.LOAD
         key = (is_rebuilt, task.first, task.last)
-        if key not in self._parts:
-            chunk = self._transfer.chunk_tokens
+        if key not in self.parts:
+            chunk = self.transfer.chunk_tokens
             chunks = range(task.first // chunk, chunks_of(task.last, chunk))
             positions = self._positions(task) if is_rebuilt else None
-            self._parts[key] = self._prefix.part(chunks, task.tokens, positions)
-        return self._parts[key]
+            self.parts[key] = self.prefix.part(chunks, task.tokens, positions)
+        return self.parts[key]
 
     def _positions(self, task: Task) -> torch.Tensor:
-        return torch.arange(task.first, task.last, device=self._transfer.device)
+        return torch.arange(task.first, task.last, device=self.transfer.device)

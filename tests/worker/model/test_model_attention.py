@@ -10,7 +10,6 @@ import torch
 
 from splitpoint.host.processor import AMX_BF16
 from worker_service.model.attention import (
-    decode,
     decode_partial,
     prefill,
     prefill_partial,
@@ -88,7 +87,9 @@ def test_decode(order: str, heads: tuple[int, int], window: int | None, cap: flo
     plan = DecodePlan.of_sequences(
         pool.page_tables, LENGTHS, chunk_tokens=CHUNK, windows={None, window}, device=CPU
     )
-    got = decode(queries, pool.keys, pool.values, plan, window=window, scale=SCALE, cap=cap)
+    got = decode_partial(
+        queries, pool.keys, pool.values, plan, window=window, scale=SCALE, cap=cap
+    ).attended(queries.dtype)
     for row, (keys, values) in enumerate(pool.sequences):
         wanted = naive(queries[row], keys, values, window, cap)
         torch.testing.assert_close(got[row], wanted, atol=1e-5, rtol=1e-5)
@@ -116,7 +117,9 @@ def test_a_foreign_page_of_nan_inside_the_range_changes_nothing() -> None:
         pool.page_tables, [9, 9], chunk_tokens=CHUNK, windows=[None], device=CPU
     )
     assert plan.views[None].pages == slice(0, 5)
-    got = decode(queries, pool.keys, pool.values, plan, window=None, scale=SCALE)
+    got = decode_partial(queries, pool.keys, pool.values, plan, window=None, scale=SCALE).attended(
+        queries.dtype
+    )
     for row, (keys, values) in enumerate(pool.sequences):
         torch.testing.assert_close(got[row], naive(queries[row], keys, values, None))
 
@@ -167,7 +170,9 @@ def test_rows_past_a_partial_chunk_are_hidden() -> None:
         windows=[None],
         device=CPU,
     )
-    got = decode(queries, pool.keys, pool.values, plan, window=None, scale=SCALE)
+    got = decode_partial(queries, pool.keys, pool.values, plan, window=None, scale=SCALE).attended(
+        queries.dtype
+    )
     torch.testing.assert_close(got[0], naive(queries[0], *pool.sequences[0], None))
 
 
