@@ -1,4 +1,4 @@
-"""What a compressed store costs in accuracy and saves on the link: native, int8, int4.
+"""Accuracy and link bytes of a compressed store: native, int8, int4.
 
 The bundled model reads Python files it was never trained on, with teacher
 forcing. What it has read goes through write-back into an arena and comes back by
@@ -79,7 +79,7 @@ class Sample:
 
 
 def read_unseen(tokenizer: Tokenizer, window_count: int) -> Iterator[Sample]:
-    """Of each package so many files that fill a window, in a random order that stays."""
+    """Yield each package's files that fill a window, in a reproducible random order."""
     for scheme, package in UNSEEN:
         root = Path(sysconfig.get_paths()[scheme])
         paths = sorted((root / package).rglob("*.py"))
@@ -189,13 +189,13 @@ class Reader:
             )
         chunks = []
         for job, place, checksum in zip(jobs, places, checksums, strict=True):
-            # Named by what it holds: nobody looks these chunks up by their keys.
+            # Any distinct key will do: no look-up uses it.
             key = hashlib.sha256(repr((job.chunk_index, place, checksum)).encode()).digest()
             chunks.append(self.mirror.publish(place, name_of(key, checksum), key, CHUNK))
         return chunks
 
     def forget(self) -> None:
-        """What the pages hold; a restore that forgot a row would be seen."""
+        """Clear the pages, so that a row which a restore misses is found."""
         for plane in (*self.cache.keys, *self.cache.values, *self.cache.inputs):
             plane.zero_()
 
@@ -220,7 +220,7 @@ class Reader:
     # -- what is measured: negative log-likelihoods of the tokens that were predicted ----
 
     def restored(self, token_ids: Sequence[int], split: int) -> torch.Tensor:
-        """Of the tokens after the prefix."""
+        """Return the losses of the tokens after the prefix."""
         self.compute(token_ids, 0, PREFIX)
         chunks = self.store(token_ids, 0, PREFIX // CHUNK)
         self.forget()
@@ -228,7 +228,7 @@ class Reader:
         return losses(self.compute(token_ids, PREFIX, WINDOW - PREFIX), token_ids, PREFIX)
 
     def streamed(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Of the tokens after the first chunk, each chunk encoded once it is complete."""
+        """Return the losses after the first chunk; each chunk is encoded once it is complete."""
         found = []
         chunks: list[StoredChunk] = []
         for start in range(0, WINDOW, CHUNK):
@@ -240,14 +240,14 @@ class Reader:
 
 
 def losses(logits: torch.Tensor, token_ids: Sequence[int], start: int) -> torch.Tensor:
-    """Of predicting token i + 1 at each position i from `start` on, where there is one."""
+    """Return the losses of predicting token i + 1 at each position i from `start` on."""
     targets = torch.tensor(token_ids[start + 1 : start + 1 + len(logits)])
     return functional.cross_entropy(logits[: len(targets)], targets, reduction="none")
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of one encoding: perplexities, and bytes a token on the link."""
+    """One encoding: perplexities, and bytes a token on the link."""
 
     encoding: str
     perplexity: dict[str, float]

@@ -61,7 +61,7 @@ class Part:
 
 
 def parts_of(device: str, *, is_tiny: bool) -> list[Part]:
-    """In order of importance: what comes last is what a short lease leaves out."""
+    """Return the parts by importance; a short lease leaves out the last ones."""
     files = sorted(
         str(path.relative_to(ROOT))
         for path in (ROOT / "tests").rglob("test_*.py")
@@ -176,7 +176,7 @@ def exit_by_signal(number: int, frame: FrameType | None) -> None:
 
 
 def tests_outcome(seconds: float, code: int, lines: Sequence[str]) -> Outcome:
-    """From pytest's last line, and the lines about what failed or was skipped."""
+    """Read pytest's last line, and the lines about failed and skipped tests."""
     counts = {
         name: sum(int(count) for count in re.findall(rf"(\d+) {name}", lines[-1] if lines else ""))
         for name in ("passed", "failed", "error", "skipped")

@@ -1,4 +1,4 @@
-"""What is promised of a GPU, beside what the parts of `make gpu` measured. Pure."""
+"""Claims about a GPU, beside what the parts of `make gpu` measured. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEW_TOKENS = (32, 128)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a part printed, or why there is nothing. `report` is its JSON line."""
+    """A part's JSON line as `report`, or the problem that kept it from printing one."""
 
     seconds: float
     report: Mapping[str, Any] | None = None
@@ -26,7 +26,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Something promised. `measured` None: it was not; `limit` is the most, or the least."""
+    """One claim. `measured`: None if it was not measured; `limit`: the most, or the least."""
 
     text: str
     measured: float | None
@@ -41,7 +41,7 @@ class Claim:
 
 
 def claims_of(outcomes: Mapping[str, Outcome]) -> list[Claim]:
-    """What is promised of a GPU of the H200's class, beside what was measured."""
+    """Return the claims about a GPU of the H200's class, beside what was measured."""
     reports = {
         name: outcome.report for name, outcome in outcomes.items() if outcome.report is not None
     }
@@ -69,7 +69,7 @@ def over_full_load(report: Mapping[str, Any] | None) -> float | None:
 
 
 def over_peer(report: Mapping[str, Any] | None, new_tokens: int) -> float | None:
-    """Decode latency of so many tokens, ours over transformers'; None: one of them has none."""
+    """Return our decode latency of so many tokens over transformers'; None if not measured."""
     if report is None:
         return None
     contenders = report["contenders"]

@@ -1,4 +1,4 @@
-"""Makes a bare machine with torch run our source tree: carried wheels, generated stubs.
+"""Prepare a bare machine with torch to run our source tree: carried wheels, generated stubs.
 
 A GPU node often has no network and another set of packages. Needs only the standard
 library itself.
@@ -41,7 +41,7 @@ PACKAGES = {
 
 
 def prepared(wheels: Path | None, folder: Path) -> dict[str, str]:
-    """The environment of all parts: wheels installed beside, stubs generated.
+    """Return the environment of all parts: wheels installed beside, stubs generated.
 
     Raises SystemExit with what to carry when a package is missing.
     """

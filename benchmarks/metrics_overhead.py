@@ -1,8 +1,8 @@
-"""What it costs to measure: decode steps with account, metrics, telemetry and scrapes, and without.
+"""The cost of measuring: decode steps with and without account, metrics, telemetry and scrapes.
 
 One engine and its runtime decode a batch again and again, in turns: watched as a worker's
 is (every step goes into the account and the histograms, telemetry goes out each second,
-and all metrics are scraped over HTTP each second), and with nobody watching. Both make
+and all metrics are scraped over HTTP each second), and unwatched. Both make
 the messages of a Run stream. A busy machine moves a step's time by more than what is
 looked for. So the processor time of all threads is compared, too, which moves less,
 the scraper's own included; and each part's cost is timed by itself: of a step, in
@@ -186,7 +186,7 @@ async def subject(name: str, data_type: DataType, seed: int) -> AsyncIterator[Su
 
 
 def _engine(model: Decoder) -> Engine:
-    """With room for the batch, to the end of the context."""
+    """Return memory for the batch, to the end of the context."""
     layout = ArenaLayout.of(model.shape, chunk_tokens=CHUNK_TOKENS, has_activations=False)
     longest = min(model.shape.context_length, 2048)
     pages = BATCH * (-(-longest // CHUNK_TOKENS) + 1)
@@ -210,7 +210,7 @@ def _engine(model: Decoder) -> Engine:
 
 @asynccontextmanager
 async def scraped(address: str) -> AsyncIterator[None]:
-    """All metrics each second, as Prometheus asks for them."""
+    """Scrape all metrics each second, as Prometheus does."""
 
     def fetch() -> None:
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as page:
@@ -234,7 +234,7 @@ async def scraped(address: str) -> AsyncIterator[None]:
 
 
 def microseconds(call: Callable[[], object], calls: int = CALLS) -> float:
-    """Of one call: the median of REPEATS timings of many."""
+    """Return the time of one call: the median of REPEATS timings of many calls."""
     timings = []
     for _ in range(REPEATS):
         started = time.perf_counter()
@@ -311,7 +311,7 @@ async def compare(
 
 
 def overhead(seconds: dict[bool, list[float]]) -> float:
-    """Of the watched side, above 0: the median of the rounds' ratios, less 1."""
+    """Return the overhead of watching: the median of the rounds' ratios, less 1."""
     pairs = zip(seconds[True], seconds[False], strict=True)
     return statistics.median(watched / alone for watched, alone in pairs) - 1
 

@@ -1,4 +1,4 @@
-"""How good the planner's choice is: random shapes, links and lengths, each measured.
+"""Quality of the planner's choices: random shapes, links and lengths, each measured.
 
 For every case a worker's profile is measured, the planner asked, and what it chose
 is timed in turns with a grid of splits (multi-head attention) or with loading
@@ -58,7 +58,7 @@ NEAR_LOAD = 1.03
 
 
 def draw(number: int, rng: random.Random, threads: int, repeats: int) -> RestoreWorkload:
-    """Case `number`: the shape in turn; layers, tokens and link at random."""
+    """Draw case `number`: the shape in turn; layers, tokens and link at random."""
     name, least, most = SHAPES[number % len(SHAPES)]
     low, high = LINK_RATES
     return RestoreWorkload(
@@ -76,7 +76,7 @@ def draw(number: int, rng: random.Random, threads: int, repeats: int) -> Restore
 
 
 def run_case(workload: RestoreWorkload, progress: Progress) -> dict[str, Any]:
-    """One case, measured; seconds are medians."""
+    """Measure one case; seconds are medians."""
     device = torch.device("cpu")
     torch.set_num_threads(workload.threads)
     model = Decoder.random(
@@ -137,7 +137,7 @@ def _input(workload: RestoreWorkload, stored: Stored) -> PlanInput:
 def _contenders(
     workload: RestoreWorkload, stored: Stored, restorer: Restorer, plan: Plan
 ) -> list[Contender]:
-    """The planner's choice first, then loading, then whatever else there is."""
+    """Return the planner's choice first, then loading, then the other methods."""
     tile = plan.tile_tokens or 4 * CHUNK_TOKENS
 
     def split(tokens: int) -> Contender:

@@ -1,4 +1,4 @@
-"""What a process's private memory is, by the kernel: heap of malloc, and what is mapped beside it.
+"""A process's private memory by the kernel: heaps of malloc, and other mappings.
 
 Reads /proc only; knows nothing of the services.
 """
@@ -15,7 +15,7 @@ _ARENA_ALIGNMENT = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Resident bytes of a process that no file and no shared memory stands behind.
+    """Resident bytes of a process that belong to no file and no shared memory.
 
     Attributes:
         anonymous: all of them.
@@ -40,7 +40,7 @@ class Memory:
 
 
 def memory_of(pid: int | str) -> Memory:
-    """Of a process id, or of "self". Raises FileNotFoundError, ProcessLookupError if it is gone."""
+    """Read the memory of a process. Raises FileNotFoundError, ProcessLookupError if it is gone."""
     parts = dict.fromkeys(("heap", "arenas", "mapped", "files"), 0)
     rss = arena_count = 0
     kind = "mapped"
@@ -65,7 +65,7 @@ def _kind(addresses: str, fields: list[str]) -> str:
 
 
 def children_of(parent: int) -> dict[int, str]:
-    """Every child by its process id: the service's name, with its worker id or a number."""
+    """Return each child's name by process id: the service, or "worker" and its id."""
     found: dict[int, str] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -83,6 +83,6 @@ def children_of(parent: int) -> dict[int, str]:
 
 
 def processor_seconds(pid: int) -> float:
-    """User and system time of all its threads until now."""
+    """Return user and system time of all threads of a process until now."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

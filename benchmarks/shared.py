@@ -1,4 +1,4 @@
-"""What the benchmarks of this folder share: their options and results, and a stack under test."""
+"""Parts that the benchmarks of this folder share: options, results, a stack under test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much host memory one cache takes when several workers map it.
+"""Host memory of one cache that several workers map.
 
 Starts the real stack with two CPU workers, fills the arena through both of
 them, and reads the kernel's own accounting (/proc/PID/smaps): each process's

@@ -1,4 +1,4 @@
-"""What comparing checksums costs a restore: none, a worker's first read, its later reads.
+"""Cost of comparing checksums in a restore: none, a worker's first read, its later reads.
 
 One prefix in a real arena is restored in the three ways in turns, in one process. Hashing
 begins with the restore, on the verifier's threads; the clock stops when the pages are filled
@@ -37,7 +37,7 @@ _TILE_TOKENS = 256
 
 
 def restore(stored: Stored, restorer: Restorer, verifier: Verifier | None) -> tuple[float, float]:
-    """Seconds until the pages are filled, and until the comparison is done as well."""
+    """Return seconds until the pages are filled, and until the comparison is done as well."""
     began = time.perf_counter()
     checks = []
     if verifier is not None:
@@ -93,7 +93,7 @@ def measure(workload: RestoreWorkload, progress: Progress) -> dict[str, object]:
 
 
 def _ratio(times: tuple[float, ...], base: list[tuple[float, float]]) -> float:
-    """Median of the rounds' ratios to what the restore takes alone."""
+    """Return the median of the rounds' ratios to the restore alone."""
     return statistics.median(mine / alone for mine, (alone, _) in zip(times, base, strict=True))
 
 

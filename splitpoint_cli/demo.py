@@ -51,18 +51,18 @@ _SEAL_SECONDS = 10.0
 
 
 def prompts() -> tuple[str, str]:
-    """A piece of the standard library that the bundled model has not seen, and a longer one."""
+    """Return two beginnings of a file that the bundled model has not seen, the shorter first."""
     source = inspect.getsource(asyncio.queues)
     return _cut(source, _SHORT_CHARACTERS), _cut(source, _LONG_CHARACTERS)
 
 
 def _cut(source: str, characters: int) -> str:
-    """The beginning, up to the end of a line (its line break left out)."""
+    """Return the beginning, up to the end of a line, without its line break."""
     return source[: source.rindex("\n", 0, characters)].rstrip()
 
 
 async def demonstrate(client: AsyncClient, store_address: str) -> None:
-    """Three completions and the table. Raises Internal when warm and cold text differ."""
+    """Print three completions and the table. Raises Internal if warm and cold text differ."""
     short, long = prompts()
     for worker in ("0", "1"):
         await client.generate(
@@ -105,7 +105,7 @@ async def demonstrate(client: AsyncClient, store_address: str) -> None:
 
 
 async def _wait_sealed(store_address: str) -> None:
-    """Chunks are written back in the background; wait until none is under way."""
+    """Wait until no write-back is under way."""
     deadline = time.monotonic() + _SEAL_SECONDS
     while True:
         store = await asyncio.to_thread(read_store, store_address)
@@ -127,7 +127,7 @@ def _show_text(title: str, prompt: str, completion: Completion) -> None:
 
 
 def leftovers(stack: Stack) -> list[str]:
-    """What the stopped stack left on this machine: nothing, if all is well."""
+    """Return what the stopped stack left on this machine; empty if all is well."""
     found = [str(path) for path in (stack.arena.parent, stack.runtime) if path.exists()]
     for entry in Path("/proc").glob("[0-9]*"):
         try:

@@ -121,7 +121,7 @@ class Stack:
         return None
 
     def kill(self, service: str) -> None:
-        """As a crash: `docker kill` would count as a stop that somebody wanted."""
+        """Kill the service as a crash would: `docker kill` counts as a wanted stop."""
         image = self.inspect(service)["Image"]
         code = f"import os; os.kill({self.state(service)['Pid']}, 9)"
         isolation = ("--network", "none", "--pid", "host", "--user", "0", "--cap-add", "KILL")

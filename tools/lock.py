@@ -94,7 +94,7 @@ def _resolve(
     extras: Sequence[str] = (),
     more: Sequence[str] = (),
 ) -> Entries:
-    """What these extras and requirements bring; versions of `pins` are kept."""
+    """Resolve these extras and requirements; keep the versions of `pins`."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "resolved.lock"
         output.write_text(pins)

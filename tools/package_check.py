@@ -108,7 +108,7 @@ def refused(python: str, module: str, extra: str, folder: Path) -> None:
 
 
 def run(command: Sequence[str], folder: Path | None = None) -> str:
-    """What a command prints. Raises Failed with what it says of its failure."""
+    """Return a command's output. Raises Failed with its error output."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=ENVIRONMENT)
     expect(done.returncode == 0, f"{' '.join(command)}: {done.stderr or done.stdout}")
     return done.stdout

@@ -49,7 +49,7 @@ def pinned(text: str, digests: dict[str, str]) -> str:
 
 
 def digest_of(image: str, engine: str) -> str:
-    """What the image's registry calls it. Exits with the engine's words if it cannot be had."""
+    """Return the image's digest in its registry. Exits with the engine's message on failure."""
     _run(engine, "pull", "--quiet", image)
     shown = _run(engine, "image", "inspect", "--format", '{{join .RepoDigests "\\n"}}', image)
     if (found := _DIGEST.search(shown)) is None:

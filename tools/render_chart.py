@@ -28,7 +28,7 @@ HEADER = "# Rendered from the chart of digest "
 
 
 def digest_of(case: Path) -> str:
-    """Of everything that decides what is rendered."""
+    """Return a hash of all inputs of the rendering."""
     digest = hashlib.sha256()
     parts = (path for path in CHART.rglob("*") if path.is_file() and path.parent.name != "rules")
     for path in [*sorted(parts), case]:
@@ -37,7 +37,7 @@ def digest_of(case: Path) -> str:
 
 
 def rendered_of(case: Path) -> Path:
-    """Where the manifests of a values file are."""
+    """Return the place of a values file's manifests."""
     return case.with_name(f"{case.name.removesuffix('.values.yaml')}.rendered.yaml")
 
 

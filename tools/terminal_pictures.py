@@ -80,7 +80,7 @@ def stack(listen: str) -> Iterator[None]:
         yield
     finally:
         process.send_signal(signal.SIGINT)
-        process.send_signal(signal.SIGINT)  # nobody waits for these answers
+        process.send_signal(signal.SIGINT)  # the second one does not wait for answers
         process.wait(READY_SECONDS)
 
 
@@ -102,7 +102,7 @@ def load(address: str) -> Iterator[None]:
 
 
 def ask(address: str, number: int, stop: threading.Event) -> None:
-    """Prompts of a few thousand tokens: three beginnings, and endings that nobody had before."""
+    """Prompts of a few thousand tokens: three beginnings, and new endings."""
     text = inspect.getsource(argparse)
     options: Any = {"residency": Residency.STREAMED} if number % 2 else {}
     count = 0

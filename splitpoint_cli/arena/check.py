@@ -17,8 +17,8 @@ from splitpoint.arena.format import SUPERBLOCK_BYTES, ArenaFormatError, Superblo
 from splitpoint.arena.mapping import Arena, open_arena
 from splitpoint.arena.records import SlotRecord, SlotState
 
-# A store changes a slot within microseconds and a superblock only when it starts
-# or stops: whoever is that unlucky so often in a row is told so.
+# A store changes a slot within microseconds, and a superblock only when it starts or stops. After
+# this many looks that met a change, the check reports it.
 _LOOKS = 5
 _SUPERBLOCK_PAUSE = 0.02
 
@@ -84,7 +84,7 @@ def read_slot(
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What the slots of an arena hold.
+    """Contents of an arena's slots.
 
     Attributes:
         states: slots by state; damaged and changing ones are in none of them.

@@ -1,4 +1,4 @@
-"""What an arena file is and holds, as the object of `--json` and as lines for people."""
+"""Description of an arena file, as the object of `--json` and as lines for people."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from splitpoint_cli.arena.check import Contents, Damage
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a store is running on the arena.
+    """Return True if a store is running on the arena.
 
-    Asks by taking the lock in shared mode for a moment, which a store that
-    starts in that very moment takes for another store.
+    Takes the lock in shared mode for a moment; a store that starts in that moment sees another
+    store.
     """
     try:
         lock = os.open(lock_path_of(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -59,7 +59,7 @@ def describe_file(path: Path, copies: tuple[Superblock | Damage, ...]) -> dict[s
 
 
 def describe_arena(arena: Arena) -> dict[str, Any]:
-    """What the superblock in force says. Process ids mean nothing after a reboot."""
+    """Return the superblock in force. Process ids mean nothing after a reboot."""
     superblock = arena.superblock
     is_this_boot = superblock.boot_id == boot_id()
     return {

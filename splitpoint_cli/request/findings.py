@@ -1,6 +1,6 @@
-"""What is wrong with a stack, and what to do about it: a pure function of its status.
+"""Problems of a stack, and what to do about each: a pure function of its status.
 
-docs/operations.md has the same list for people; a finding that is added here is added there.
+docs/operations.md has the same list for people; keep both alike.
 """
 
 from __future__ import annotations
@@ -17,25 +17,24 @@ from splitpoint_cli.output import duration_text, plain_reason
 from splitpoint_cli.request.observed import Status, Store
 from splitpoint_cli.stack.given_up import GivenUpWorker
 
-# A refusal, or a loss, this long ago is over.
+# Refusals and losses longer ago are not reported.
 _LATELY_SECONDS = 60.0
 _RECENT_LOSS_SECONDS = 600.0
-# Measured over predicted: outside, plans are made from wrong costs. Less than the
-# seconds below, of both, is too little to tell, and less than the share below of the
-# time in steps too little to matter: restores of a millisecond, with a model as small
-# as the bundled one, take several times as long as copies alone.
+# Measured over predicted time: outside of this range plans use wrong costs. Too few seconds
+# prove nothing, and a small share of the time in steps does not matter: with a small model,
+# restores of a millisecond take several times as long as their copies.
 _AS_PREDICTED = (0.67, 1.5)
 _LEAST_SECONDS = 1.0
 _LEAST_SHARE_OF_STEPS = 0.05
-# Of what the link could reach.
+# Share of the rate that the link could reach.
 _WORN_LINK = 0.5
-# There is a connection, and nobody answers: what workers said of it before is no news.
+# Connected, but no answer: the workers' earlier telemetry is out of date.
 _SILENT = "DEADLINE_EXCEEDED"
 
 
 class Severity(enum.StrEnum):
-    """ERROR: something does not serve. WARNING: it serves worse than it could, or soon will
-    not. NOTE: it is as somebody wanted it, and not as usual."""
+    """ERROR: a part does not serve. WARNING: it serves worse than it could, or soon will not
+    serve. NOTE: an operator wanted it so, but it is unusual."""
 
     ERROR = "error"
     WARNING = "warning"
@@ -44,7 +43,7 @@ class Severity(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of what, why it is said, and one line of what to do."""
+    """One line each: the problem, its evidence, what to do."""
 
     severity: Severity
     what: str
@@ -53,7 +52,7 @@ class Finding:
 
 
 def findings_of(status: Status) -> list[Finding]:
-    """All of them, the worst first."""
+    """Return all findings, the worst first."""
     found = [*_scheduler(status), *_redis(status)]
     for worker in status.workers:
         given_up = status.given_up.get(worker.address)
@@ -85,7 +84,7 @@ def _scheduler(status: Status) -> Iterator[Finding]:
 
 
 def _redis(status: Status) -> Iterator[Finding]:
-    """One finding, whoever says it."""
+    """Yield one finding for all parts that miss Redis."""
     without, addresses = [], set()
     if status.scheduler.redis is not None and not status.scheduler.redis.is_up:
         without.append("the scheduler")
@@ -106,9 +105,9 @@ def _redis(status: Status) -> Iterator[Finding]:
         yield Finding(
             Severity.WARNING,
             f"Redis{at} does not answer",
-            f"says {', '.join(without)}",
-            "start it again, or look at the network to it; until then all go on with what they "
-            "know: new workers, and prefixes on other hosts, are not found",
+            f"reported by {', '.join(without)}",
+            "start it again, or check the network to it; until then new workers, and prefixes on "
+            "other hosts, are not found",
         )
 
 
@@ -216,7 +215,7 @@ def _predictions(worker: Worker) -> Iterator[Finding]:
 
 
 def _attached(store: Store, workers: Iterable[Worker]) -> list[str]:
-    """Workers that say that this store serves them."""
+    """Return the workers that report this store as attached."""
     return [
         worker.id
         for worker in workers
@@ -252,8 +251,7 @@ def _store(store: Store, attached: Sequence[str]) -> Iterator[Finding]:
 
 
 def _room(address: str, stats: kvstore_pb2.GetStatsResponse) -> Iterator[Finding]:
-    """Whether the arena is full of what cannot be evicted; full of cached chunks is as it
-    should be."""
+    """Yield a finding if slots that cannot be evicted fill the arena; cached chunks may."""
     held = stats.leased_slot_count + stats.writing_slot_count + stats.quarantined_slot_count
     is_refusing = (
         stats.HasField("last_refused_seconds_ago")
@@ -280,13 +278,13 @@ def _room(address: str, stats: kvstore_pb2.GetStatsResponse) -> Iterator[Finding
 
 
 def _former_arena(address: str, stats: kvstore_pb2.GetStatsResponse) -> Iterator[Finding]:
-    """An arena that the store lost lately."""
+    """Yield a finding if the store lost its arena lately."""
     if not stats.former_arena_loss or stats.uptime_seconds > _RECENT_LOSS_SECONDS:
         return
     yield Finding(
         Severity.WARNING,
         f"store {address} lost its arena {duration_text(stats.uptime_seconds)} ago",
-        f"its file was {stats.former_arena_loss}; the cache began anew",
+        f"its file was {stats.former_arena_loss}; the cache began empty",
         "look for what cleans up shared memory (a job, or RemoveIPC= of systemd-logind), and do "
         "without it",
     )

@@ -1,4 +1,4 @@
-"""What `splitpoint generate` prints of an answer beside its text: for people, and as JSON."""
+"""The output of `splitpoint generate` beside the text: for people, and as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that can be asked of a running stack from outside: its scheduler and its stores."""
+"""Read the status of a running stack: its scheduler and its stores."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STORE_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """One KV store's own account; `message` says why there is none."""
+    """One KV store's statistics; `message` says why there are none."""
 
     address: str
     stats: kvstore_pb2.GetStatsResponse | None
@@ -31,7 +31,7 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Everything the scheduler knows, and what the stores say."""
+    """The scheduler's and the stores' status."""
 
     address: str
     # Requests can succeed: at least one worker is ready.
@@ -56,7 +56,7 @@ class Status:
 
 
 def read_status(client: Client) -> Status:
-    """Ask scheduler and stores. Raises Unavailable when there is no scheduler."""
+    """Ask scheduler and stores. Raises Unavailable without a scheduler."""
     workers = client.list_workers()
     addresses = sorted({worker.kvstore_address for worker in workers if worker.kvstore_address})
     serving = client.health()
@@ -73,7 +73,7 @@ def read_status(client: Client) -> Status:
 
 
 def read_store(address: str, identity: Identity = PLAIN) -> Store:
-    """GetStats of one store; a store that cannot be asked is no error here."""
+    """Return GetStats of one store; a store that does not answer is no error here."""
     try:
         opened = channels.open_sync_channel(address, identity)
     except InvalidArgument as error:  # the token would travel in the clear

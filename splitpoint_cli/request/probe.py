@@ -1,7 +1,7 @@
 """`splitpoint probe`: does a service serve? For health checks of containers and supervisors.
 
-Run every few seconds, and so light: it loads gRPC and neither torch nor the other
-commands. `python -m splitpoint_cli.request.probe` does the same without loading those at all.
+It runs every few seconds, so it loads gRPC but neither torch nor the other commands.
+`python -m splitpoint_cli.request.probe` does not load the command line either.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ _CHECK = "/grpc.health.v1.Health/Check"
 
 
 def probe(
-    address: Annotated[str, typer.Argument(help="host:port or unix:/path.")],
+    address: Annotated[
+        str, typer.Argument(help="Address of the service: host:port or unix:/path.")
+    ],
     service: Annotated[
         str,
         typer.Option(
-            help="As splitpoint.v1.WorkerService; absent: whether the process answers at all.",
+            help="Service, such as splitpoint.v1.WorkerService; absent: the process as a whole.",
             metavar="NAME",
         ),
     ] = "",
@@ -39,13 +41,13 @@ def probe(
     ] = None,
     server_cert: Annotated[
         Path | None,
-        typer.Option(
-            help="Instead of --ca: the very certificate (PEM) that the server has, whatever host "
-            "it is for."
-        ),
+        typer.Option(help="Trust exactly this certificate (PEM), for any host; instead of --ca."),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(help="For connection and answer together.", metavar="SECONDS")
+        float,
+        typer.Option(
+            help="Give up after this time, connection and answer together.", metavar="SECONDS"
+        ),
     ] = DEFAULT_SECONDS,
 ) -> None:
     """Ask a service for its health: exit 0 when it serves, 1 when it does not, with the reason.
@@ -65,7 +67,7 @@ def probe(
 
 
 def identity_for(ca: Path | None, server_cert: Path | None) -> Identity:
-    """Whom the probe believes. Raises InvalidArgument."""
+    """Return the authorities that the probe trusts. Raises InvalidArgument."""
     if ca is not None and server_cert is not None:
         raise InvalidArgument("give --ca or --server-cert, not both", field="ca")
     if server_cert is None:
@@ -81,7 +83,7 @@ def identity_for(ca: Path | None, server_cert: Path | None) -> Identity:
 def obstacle_of(
     address: str, *, service: str = "", identity: Identity, seconds: float
 ) -> str | None:
-    """Why the service does not serve, in words; None: it does. Raises InvalidArgument."""
+    """Return why the service does not serve; None if it does. Raises InvalidArgument."""
     if not 0 < seconds <= 3600:
         raise InvalidArgument("--timeout is more than 0 and at most 3600 seconds", field="timeout")
     with channels.open_sync_channel(address, identity) as channel:
@@ -102,7 +104,7 @@ def obstacle_of(
 
 
 def main() -> None:
-    """Without the other commands; as `splitpoint_cli.main` otherwise."""
+    """Run the probe without loading the other commands."""
     try:
         typer.run(probe)
     except SplitpointError as error:

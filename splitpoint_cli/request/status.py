@@ -24,7 +24,7 @@ from splitpoint_cli.request.findings import Finding, Severity, findings_of
 from splitpoint_cli.request.observed import Status, Store, read_status
 
 _POLL_SECONDS = 0.2
-# Beside the codes of `splitpoint_cli.output`, none of which says this.
+# In addition to the codes of `splitpoint_cli.output`.
 GIVEN_UP_EXIT = 6
 
 
@@ -57,7 +57,7 @@ def status(
 
 
 def status_exit_code(found: Status, *, has_waited: bool) -> int:
-    """As docs/operations.md has them. `has_waited`: a complete stack was asked for."""
+    """Return the exit code (docs/operations.md). `has_waited`: --wait was given."""
     if not found.serving:
         return 1
     if found.given_up:
@@ -66,7 +66,7 @@ def status_exit_code(found: Status, *, has_waited: bool) -> int:
 
 
 def _wait_complete(client: Client, seconds: float) -> Status:
-    """The first complete status, or the last one before the time was over."""
+    """Return the first complete status, or the last one before the time was over."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -81,7 +81,7 @@ def _wait_complete(client: Client, seconds: float) -> Status:
 
 
 def status_json(found: Status) -> dict[str, object]:
-    """The object that `--json` prints; each worker's `profile` fits `plan --profile`."""
+    """Return the object that `--json` prints; each worker's `profile` fits `plan --profile`."""
     return {
         "serves": found.serving,
         "complete": found.is_complete,
@@ -223,13 +223,13 @@ def _store_line(store: Store) -> str:
 
 
 def _lossy_note(stats: kvstore_pb2.GetStatsResponse) -> str:
-    """What reuse costs in exactness; nothing for a store that keeps what was computed."""
+    """Return a note for a store with a lossy encoding; empty for others."""
     encoding = convert.encoding_from_proto(stats.layout.encoding)
     return f" in {encoding.value}: what is reused is approximate" if encoding.is_lossy else ""
 
 
 def _memory_line(stats: kvstore_pb2.GetStatsResponse) -> str:
-    """How the store uses its room: what went, after how much use, and what was kept out."""
+    """Return the store's policy, its evictions, and the chunks that it did not admit."""
     parts = [f"  eviction {stats.eviction_policy or 'unknown'}"]
     if stats.evicted_chunk_count:
         unused = stats.evicted_by_use_count[0] if stats.evicted_by_use_count else 0

@@ -1,4 +1,4 @@
-"""Bars and cells of a terminal: text of a known width, also where there is no more than ASCII."""
+"""Bars and cells of a terminal: text of a known width, in ASCII if need be."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NOTHING = "-"
 
 @dataclass(frozen=True, slots=True)
 class Glyphs:
-    """What bars are made of; each part of a stacked bar is told apart without colours, too."""
+    """Characters of bars; the parts of a stacked bar differ without colours, too."""
 
     full: str
     empty: str
@@ -24,7 +24,7 @@ PLAIN = Glyphs("#", ".", ("#", "=", "+", "x", "."))
 
 
 def bar(share: float | None, width: int, glyphs: Glyphs, style: str) -> Text:
-    """From 0 to 1; what is more shows as full. None: nothing to show."""
+    """Draw a share from 0 to 1; more shows as full, None as empty."""
     if share is None:
         return Text(glyphs.empty * width, style="dim")
     filled = min(width, round(share * width))
@@ -34,7 +34,7 @@ def bar(share: float | None, width: int, glyphs: Glyphs, style: str) -> Text:
 
 
 def stacked_bar(parts: Sequence[tuple[int, str]], width: int, glyphs: Glyphs) -> Text:
-    """Counts, each with its colour, in the order of `glyphs.parts`; the last one fills up."""
+    """Draw counts, each with its colour, in the order of `glyphs.parts`; the last fills up."""
     total = sum(count for count, _ in parts)
     text = Text()
     left = width
@@ -50,7 +50,7 @@ def stacked_bar(parts: Sequence[tuple[int, str]], width: int, glyphs: Glyphs) ->
 
 
 def cell(label: str, value: str | Text, width: int) -> Text:
-    """A dim label and its value in `width` columns: cells of lines stand below each other."""
+    """Return a dim label and its value in `width` columns, so that cells of lines align."""
     text = Text.assemble((f"{label} ", "dim"), value)
     if text.cell_len < width:
         text.pad_right(width - text.cell_len)
@@ -58,7 +58,7 @@ def cell(label: str, value: str | Text, width: int) -> Text:
 
 
 def flow(cells: Iterable[Text], width: int, *, gap: int = 3) -> list[Text]:
-    """As many cells on a line as fit; no cell is cut unless it alone is too wide."""
+    """Put as many cells on a line as fit; cut no cell unless it alone is too wide."""
     lines: list[Text] = []
     line = Text()
     for each in cells:
@@ -87,7 +87,7 @@ def percent(share: float | None) -> str:
 
 
 def amount(value: float | None, unit: str = "") -> str:
-    """Three digits that matter: "0.25", "12.3", "4,560"."""
+    """Return three significant digits: "0.25", "12.3", "4,560"."""
     if value is None:
         return NOTHING
     number = f"{value:,.0f}" if value >= 99.95 or value == 0 else f"{value:.3g}"

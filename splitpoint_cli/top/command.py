@@ -1,7 +1,6 @@
 """`splitpoint top`: a live view of what a running stack does, and what limits it.
 
-Asks scheduler and stores again and again; counts nothing itself. What the numbers are is
-in `top_rates`, how they look in `top_view`.
+It asks scheduler and stores again and again. rates.py computes the numbers, view.py draws them.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ from splitpoint_cli.top.rates import (
 )
 from splitpoint_cli.top.view import Frame
 
-# Workers tell something new about once a second.
+# Workers send telemetry about once a second.
 _TELLING_SECONDS = 3.0
 _POLL_SECONDS = 0.2
-# Of each call: a scheduler that hangs must show as one that is away.
+# Limit of each call: a scheduler that hangs must show as one that is away.
 _CALL_SECONDS = 3.0
 _HINT = "q quits"
 _PICTURE_COLUMNS = 120
@@ -65,7 +64,7 @@ def top(
 ) -> None:
     """Watch a running stack: requests, each worker's link, power and split, stores, queue.
 
-    Rates are over the last interval. Where nobody told a number there is a `-`. q or
+    Rates are over the last interval. A `-` stands for a missing number. q or
     Ctrl-C ends it. While the scheduler is away it says so and goes on trying; with --once
     that is an error (exit code 3).
     """
@@ -83,7 +82,7 @@ def top(
 
 
 def read(client: Client) -> Reading:
-    """Raises Unavailable or DeadlineExceeded when there is no scheduler."""
+    """Read the status once. Raises Unavailable or DeadlineExceeded without a scheduler."""
     status = read_status(client)
     return Reading(time.monotonic(), status)
 
@@ -95,7 +94,7 @@ def _once(
     time.sleep(interval)
     deadline = time.monotonic() + _TELLING_SECONDS
     while True:
-        # All since then: who told late must not make the others' interval a short one.
+        # Over the whole time: late telemetry of one process must not shorten the others' interval.
         readings = following(begun, read(client))
         if readings.is_complete or time.monotonic() >= deadline:
             break
@@ -133,7 +132,7 @@ def _live(client: Client, interval: float) -> None:
 
 
 def _watch(client: Client, interval: float, wait: Wait, show: Show) -> None:
-    """Read and show until a key is pressed; who is away may come back."""
+    """Read and show until a key is pressed; a scheduler that is away may come back."""
     readings: Readings | None = None
     lost_at = time.monotonic()
     while True:
@@ -151,7 +150,7 @@ def _watch(client: Client, interval: float, wait: Wait, show: Show) -> None:
 
 
 def readings_json(readings: Readings) -> dict[str, object]:
-    """What `status --json` prints, and the rates of the last interval beside it."""
+    """Return what `status --json` prints, and the rates of the last interval."""
     status = readings.latest.status
     limits = {worker.id: link_limit(worker) for worker in status.workers}
     return {

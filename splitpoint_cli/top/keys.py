@@ -1,4 +1,4 @@
-"""Single keys of a terminal, without Enter; the terminal is as before afterwards, always."""
+"""Single keys of a terminal, without Enter; the terminal's settings are always restored."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from contextlib import contextmanager
 from types import FrameType
 
 Wait = Callable[[float], bool]
-# What ends a process without unwinding it, unless somebody listens.
+# Signals that end a process without unwinding it, unless they are handled.
 _ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
 def quitting_keys(keys: str = "qQ") -> Iterator[Wait]:
-    """Gives a function that waits so many seconds, or until a key of `keys`; whether one came.
+    """Give a function that waits some seconds or for a key of `keys`; it returns True for a key.
 
     Without a terminal to read from it only waits. Ctrl-C stays KeyboardInterrupt; SIGTERM
-    and SIGHUP end the block by SystemExit, so that whoever changed the terminal can put
-    it back.
+    and SIGHUP end the block by SystemExit, so that callers can restore the terminal.
     """
     before = {number: signal.signal(number, _end) for number in _ENDINGS}
     try:

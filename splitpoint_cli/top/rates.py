@@ -1,7 +1,6 @@
-"""What a running stack does per second: two readings of its counters, and their difference.
+"""Rates of a running stack: the differences of two readings of its counters. Pure.
 
-Pure. Counters begin anew when their process does; then there is no rate until the next
-reading, never a negative or absurd one.
+Counters restart with their process; then there is no rate until the next reading.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from splitpoint_cli.request.observed import Status, Store
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Everything that was asked at once. `seconds`: of this process's monotonic clock."""
+    """One status. `seconds`: of this process's monotonic clock."""
 
     seconds: float
     status: Status
@@ -33,28 +32,28 @@ C = TypeVar("C", bound=_Counting)
 
 @dataclass(frozen=True, slots=True)
 class Window(Generic[C]):
-    """The two latest different tellings of one process. `before`: None after its start."""
+    """The two latest different readings of one process. `before`: None after its start."""
 
     after: C
     before: C | None = None
 
     def next(self, told: C) -> Window[C]:
-        """With what was told now; a worker speaks once a second, and may be asked twice."""
+        """Return the window with a new reading; without change if the reading is the same."""
         if told.uptime_seconds == self.after.uptime_seconds:
             return self
         if told.uptime_seconds < self.after.uptime_seconds:
-            return Window(told)  # another process: its counters are others
+            return Window(told)  # a new process with new counters
         return Window(told, self.after)
 
     @property
     def seconds(self) -> float:
-        """Between both; 0 where there is one only."""
+        """Seconds between both readings; 0 if there is one only."""
         return self.after.uptime_seconds - self.before.uptime_seconds if self.before else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class StoreTelling:
-    """A store's counters; it does not tell how long it runs, so the asking clock counts."""
+    """A store's counters, with the time of this process's clock."""
 
     uptime_seconds: float
     stats: GetStatsResponse
@@ -71,7 +70,7 @@ class Readings:
 
     @property
     def is_complete(self) -> bool:
-        """Whether there are rates of everything that tells anything."""
+        """True if each process has two readings."""
         return (
             self.scheduler.before is not None
             and all(window.before is not None for window in self.workers.values())
@@ -97,7 +96,7 @@ def first(reading: Reading) -> Readings:
 
 
 def following(readings: Readings, reading: Reading) -> Readings:
-    """With another reading; who is not in it any more is forgotten."""
+    """Return the readings with a new one; drop processes that are missing from it."""
     now = first(reading)
     stores = {}
     for address, told in now.stores.items():
@@ -118,8 +117,7 @@ def following(readings: Readings, reading: Reading) -> Readings:
 
 
 def with_newcomers(begun: Readings, readings: Readings) -> Readings:
-    """`begun`, and the first telling of who came, or started again, since: to go on comparing
-    later readings with."""
+    """Return `begun` with the first readings of processes that have started since."""
 
     def merged(before: dict[str, Window[C]], after: dict[str, Window[C]]) -> dict[str, Window[C]]:
         return before | {name: told for name, told in after.items() if told.before is None}
@@ -134,13 +132,13 @@ def with_newcomers(begun: Readings, readings: Readings) -> Readings:
 
 
 def _is_same_store(before: GetStatsResponse, after: GetStatsResponse) -> bool:
-    """A store that started again adopts its arena in the next epoch, and counts from 0."""
+    """Return True if both are of one process: a restarted store has the next epoch."""
     return (before.instance_id, before.epoch) == (after.instance_id, after.epoch)
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerRates:
-    """Over the interval. None: nothing of the kind happened, or there is one reading only."""
+    """Rates over the interval. None: nothing to count, or one reading only."""
 
     generated_per_second: float | None
     prompt_per_second: float | None
@@ -153,7 +151,7 @@ class SchedulerRates:
 class WorkerRates:
     """Over the interval; rates in bytes, tokens or steps per second, shares from 0 to 1.
 
-    `host_cpu_watts` is of all CPU packages of the host, whoever uses them.
+    `host_cpu_watts` is of all CPU packages of the host, for all processes.
     `measured_over_predicted` is since the worker started: few things are predicted in an
     interval.
     """
@@ -257,7 +255,7 @@ def store_rates(window: Window[StoreTelling]) -> StoreRates:
 
 
 def link_limit(worker: Worker) -> tuple[float | None, str]:
-    """What a link's rate is compared with, and what that is; None: nothing is known."""
+    """Return the limit of a link's rate and its kind; None if it is not known."""
     if worker.emulated_link_bytes_per_second is not None:
         return worker.emulated_link_bytes_per_second, "emulated"
     if worker.telemetry is not None and worker.telemetry.link_ceiling_bytes_per_second:
@@ -278,7 +276,7 @@ def rates_of_store(readings: Readings, store: Store) -> StoreRates:
 
 
 def _rate(amount: float, seconds: float) -> float | None:
-    """None for what cannot be: time stood still, or a counter went back."""
+    """Return the rate; None if no time passed or a counter went back."""
     return amount / seconds if seconds > 0 and amount >= 0 else None
 
 
@@ -287,6 +285,6 @@ def _share(part: float, whole: float) -> float | None:
 
 
 def _busy(busy: float, seconds: float) -> float | None:
-    """Work is counted when it ends, so an interval may end up with more than it had."""
+    """Return the busy share, at most 1: work is counted when it ends."""
     share = _rate(busy, seconds)
     return None if share is None else min(1.0, share)

@@ -1,4 +1,4 @@
-"""What `splitpoint top` shows of its readings: a frame of text for a terminal of any width."""
+"""Draw the readings of `splitpoint top` as text for a terminal of any width."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _FINDINGS = 4
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One picture. `away`: since how many seconds the scheduler is, and why; None: it answers.
+    """One picture. `away`: for how many seconds the scheduler is away, and why; None if it answers.
 
-    `hint`: how to leave; empty in a snapshot. `fills_screen`: what is below the terminal's
-    last line could not be seen, and is counted there.
+    `hint`: how to leave; empty in a snapshot. `fills_screen`: cut the lines at the terminal's
+    height, and count the others.
     """
 
     address: str
@@ -60,7 +60,7 @@ class Frame:
         yield from _as_high(lines, options.size.height) if self.fills_screen else lines
 
     def lines(self, width: int, glyphs: Glyphs) -> list[Text]:
-        """Each at most `width` columns wide."""
+        """Return the lines, each at most `width` columns wide."""
         lines = self._head(width, glyphs)
         if self.readings is not None:
             lines += _scheduler(self.readings, width)
@@ -92,7 +92,7 @@ class Frame:
 
 
 def _as_high(lines: list[Text], height: int) -> list[Text]:
-    """The first of them; if some are left out, the last one shown says so."""
+    """Return the lines that fit; if some do not, the last one says so."""
     left_out = len(lines) - height
     if left_out <= 0 or height < 2:
         return lines[: max(height, 0)]
@@ -132,7 +132,7 @@ def _scheduler(readings: Readings, width: int) -> list[Text | str]:
 
 
 def _findings(status: Status, width: int) -> list[Text | str]:
-    """The worst first; `splitpoint status` also says what to do."""
+    """Return the findings, the worst first; `splitpoint status` also says what to do."""
     found = findings_of(status)
     lines: list[Text | str] = []
     for finding in found[:_FINDINGS]:
@@ -164,7 +164,7 @@ def _worker(readings: Readings, worker: Worker, width: int, glyphs: Glyphs) -> l
         head.append(f"  lost {worker.loss_count}×", style="yellow")
     lines: list[Text | str] = [*_wrapped_text(head, width)]
     if told is None:
-        lines.append(Text("  it has told nothing yet", style="dim"))
+        lines.append(Text("  no telemetry yet", style="dim"))
         return lines
     limit, kind = link_limit(worker)
     split = NOTHING if told.split_tokens is None else f"{told.split_tokens:,}"
@@ -217,7 +217,7 @@ def _state(worker: Worker) -> tuple[str, str]:
 
 
 def _rate_bar(rate: float | None, limit: float | None, kind: str, glyphs: Glyphs) -> Text:
-    """The link's rate against its ceiling, an emulated one, or at least what was measured."""
+    """Draw the link's rate against its ceiling, emulated rate, or measured rate."""
     share = None if rate is None or not limit else rate / limit
     text = bar(share, _BAR, glyphs, "magenta")
     text.append(f" {_rate_text(rate)}")
@@ -280,7 +280,7 @@ def _store(readings: Readings, store: Store, width: int, glyphs: Glyphs) -> list
 
 
 def _short(address: str) -> str:
-    """The folder of a stack's sockets is long, and the same for all of them."""
+    """Return the address without the long folder that all sockets of a stack share."""
     if not address.startswith("unix:"):
         return address
     folder, _, name = address.removeprefix("unix:").rpartition("/")

@@ -1,4 +1,4 @@
-"""How long each lane worked in a window of a trace, and how long lanes worked at once."""
+"""Busy time of each lane in a window of a trace, and of lanes at once."""
 
 from __future__ import annotations
 

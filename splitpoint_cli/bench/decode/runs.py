@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import StoppingCriteria
 
 from splitpoint.planning.planner import Residency
 from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout, DataType
@@ -25,6 +24,7 @@ from splitpoint_cli.bench.shared.engine_memory import (
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.shared.transformers_peer import (
     ATTENTIONS,
+    TokenTimes,
     generate_greedy,
     random_model,
 )
@@ -103,18 +103,6 @@ class OurWorker:
         return Run(seconds, first_seconds, before, ordered)
 
 
-class FirstToken(StoppingCriteria):
-    """Note when all sequences had their first token; never stop anything."""
-
-    def __init__(self) -> None:
-        self.at: float | None = None
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
-        if self.at is None:
-            self.at = time.perf_counter()
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-
 class Transformers:
     """`generate` with one of its caches and one of its attention implementations."""
 
@@ -126,14 +114,14 @@ class Transformers:
     def run(self, prompts: torch.Tensor, new_tokens: int) -> Run:
         self._model.set_attn_implementation(self._attention)
         prompts = prompts.to(self._model.device)
-        watch = FirstToken()
+        watch = TokenTimes()
         started = time.perf_counter()
         output = generate_greedy(self._model, prompts, new_tokens, watch, **self._cache)
         seconds = time.perf_counter() - started
         answers = output[:, prompts.shape[1] :].tolist()
         return Run(
             seconds=seconds,
-            first_token_seconds=(watch.at or started) - started,
+            first_token_seconds=watch.times[0] - started,
             tokens_before=len(answers),
             tokens=tuple(tuple(answer) for answer in answers),
         )

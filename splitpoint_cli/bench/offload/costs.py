@@ -1,4 +1,4 @@
-"""What the planner expects of a batch whose cache is on the host: splits and step times.
+"""The planner's predictions for a batch whose cache is on the host: splits and step times.
 
 Equal sequences that decode together share the link and the step, so to the planner
 they are one sequence of all their tokens. Pure arithmetic; knows no runs, no torch.
@@ -46,7 +46,7 @@ class BatchCosts:
     compute_seconds: float
 
     def planned(self) -> BatchSplit:
-        """The planner's own choice, and why."""
+        """Return the planner's own choice, and why."""
         plan = plan_batch(
             self.shape,
             self.profile,
@@ -61,20 +61,20 @@ class BatchCosts:
         return BatchSplit(split, self.step_seconds(split), plan.reason, plan.line)
 
     def sequential(self) -> BatchSplit:
-        """The best split when nothing overlaps."""
+        """Return the best split when nothing overlaps."""
         return self._best(self._costs, self._step(PipelineOptions(Schedule.SERIAL)))
 
     def column(self) -> BatchSplit:
-        """KVPR's order at its best: all of X first, then rebuilding beside loading (Eq. 10)."""
+        """Return KVPR's best split: all of X first, then rebuilding beside loading (Eq. 10)."""
         costs = replace(self._costs, embeds=False)
         return self._best(costs, self._step(PipelineOptions(Schedule.COLUMN)))
 
     def step_seconds(self, split: int) -> float:
-        """Of a pipelined step with every sequence split at `split`."""
+        """Return the time of a pipelined step with each sequence split at `split`."""
         return self._costs.seconds(self._all(split), self._total, self._pipelined)
 
     def bound(self, split: int) -> tuple[float, float]:
-        """(link seconds, compute seconds) of a step: the greater of them cannot be beaten."""
+        """Return (link seconds, compute seconds) of a step; the greater is its lower bound."""
         rates = replace(self._costs, copy_overhead=0.0, rebuild_overhead=0.0)
         total = self._all(split)
         link = rates.link_seconds(total, self._total)
@@ -115,7 +115,7 @@ class BatchCosts:
         return self.batch * split
 
     def _of_each(self, total: int) -> int:
-        """A split of each sequence: whole chunks, or everything."""
+        """Return the split of each sequence: whole chunks, or everything."""
         if total >= self._total:
             return self.cached
         chunks = round(total / self.batch / self.chunk_tokens)

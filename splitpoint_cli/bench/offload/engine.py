@@ -152,7 +152,7 @@ class OffloadHost:
         residency: Residency = Residency.STREAMED,
         on_step: OnStep | None = None,
     ) -> DecodeRun:
-        """All sequences from their stored prompts, together.
+        """Decode all sequences from their stored prompts, together.
 
         `split_line`: the engine follows it, and draws it anew when costs change; None:
         the split stays.

@@ -7,33 +7,17 @@ so that nothing is written to disk and both compute with the same numbers.
 from __future__ import annotations
 
 import itertools
-import time
-from typing import Any
 
 import torch
-from transformers import StoppingCriteria
 
 from splitpoint.shapes import ModelShape
 from splitpoint_cli.bench.offload.report import DecodeRun, Step
 from splitpoint_cli.bench.shared.transformers_peer import (
     ATTENTIONS,
+    TokenTimes,
     generate_greedy,
     random_model,
 )
-
-
-class TokenTimes(StoppingCriteria):
-    """Note when all sequences had each token; never stop anything."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
-        # generate looks at a value on the device next, which waits all the same.
-        if input_ids.device.type == "cuda":
-            torch.cuda.synchronize(input_ids.device)
-        self.times.append(time.perf_counter())
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
 class Peer:

@@ -38,14 +38,14 @@ from worker_service.startup import choose_device
 WARM_UP_TOKENS = 4
 SWEEP_POINTS = 9
 SWEEP_TOKENS = 6
-# What runs in turn takes longest and the reference only has to say which tokens are right.
+# The serial run takes longest, and the reference only has to tell which tokens are right.
 MOST_REFERENCE_TOKENS = 32
 
 Decode = Callable[[int], DecodeRun]
 
 
 def peer_of(shape: ModelShape, workload: OffloadWorkload, progress: Progress) -> Peer | None:
-    """transformers with its offloaded cache; None: there is no GPU, which it needs."""
+    """Return transformers with its offloaded cache; None without a GPU, which it needs."""
     device = choose_device(workload.device)
     if device.type != "cuda":
         return None
@@ -60,7 +60,7 @@ def run_all(
     peer: Peer | None,
     trace_file: Path | None = None,
 ) -> OffloadResults:
-    """Everything the workload asks for; `trace_file` gets the timeline of our runs."""
+    """Measure all that the workload asks for; `trace_file` gets the timeline of our runs."""
     torch.set_num_threads(workload.threads)
     skipped: list[str] = []
     if peer is None:
@@ -124,7 +124,7 @@ class _Bench:
         self._serial_split = costs.sequential().split_tokens
 
     def rounds(self) -> dict[str, Contender]:
-        """All contenders, warmed up, then in alternating order."""
+        """Run all contenders: warm them up, then alternate their order."""
         host, workload = self._host, self._workload
         splits: dict[str, int | None] = {
             FULL_LOAD: 0,
@@ -160,7 +160,7 @@ class _Bench:
         return {name: Contender(splits[name], tuple(each)) for name, each in runs.items()}
 
     def sweep(self, compute_seconds: float) -> tuple[SweepPoint, ...]:
-        """Step time over the split, pipelined and serial, beside prediction and bound."""
+        """Measure step times over the split, pipelined and serial, beside prediction and bound."""
         workload = self._workload
         tokens = min(workload.new, SWEEP_TOKENS)
         splits = self._swept_splits()
@@ -183,7 +183,7 @@ class _Bench:
         )
 
     def changed_link(self, factor: float) -> LinkChange:
-        """A run in whose middle the link's rate changes; it has its old rate afterwards.
+        """Run with a link whose rate changes in the middle; restore its rate afterwards.
 
         The split follows the plan's line, which the engine draws anew as it learns.
         """
@@ -209,7 +209,7 @@ class _Bench:
         return LinkChange(factor, middle, run.steps)
 
     def _swept_splits(self) -> list[int]:
-        """Whole chunks from nothing to everything, and the planner's choice."""
+        """Return whole chunks from nothing to everything, and the planner's choice."""
         prompt = self._workload.prompt
         if not self._host.has_activations:
             return [0]

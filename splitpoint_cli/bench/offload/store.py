@@ -26,7 +26,7 @@ from splitpoint.shapes import ArenaLayout
 from splitpoint_cli.bench.shared.arena import bench_arena_path
 from worker_service.device.cache import DeviceCache
 from worker_service.device.pinning import pieces_of
-from worker_service.device.registrar import CudaRegistrar
+from worker_service.device.registrar import CudaRegistrar, LockedRanges
 from worker_service.engine.messages import Command, StepOutput
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
 from worker_service.store.client import Match
@@ -85,9 +85,9 @@ class LocalStore:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="write-back")
         self._pending = 0
         self._done: queue.SimpleQueue[Command | Exception] = queue.SimpleQueue()
-        self._locked: list[int] = []
-        self._registrar = CudaRegistrar(device) if device.type == "cuda" else None
-        self.pinning = self._lock()
+        self._registrar = CudaRegistrar(device)
+        self._locked = LockedRanges(self._registrar)
+        self.pinning = self._lock() if device.type == "cuda" else "not pinned: no GPU"
 
     def match(self, key: SequenceKey, token_ids: Sequence[int]) -> Match:
         """Return the longest stored prefix, leased until the sequence is flushed."""
@@ -124,9 +124,7 @@ class LocalStore:
     def close(self) -> None:
         """Give everything back; nothing may read the arena any more."""
         self._writer.shutdown()
-        if self._registrar is not None:
-            for address in self._locked:
-                self._registrar.unregister(address)
+        self._locked.release()
         self._store.close()
         self._opened.owner.remove()
         remove_tree(self._path.parent)
@@ -186,15 +184,12 @@ class LocalStore:
 
     def _lock(self) -> str:
         """Lock all planes before the benchmark begins; return the result for people."""
-        if self._registrar is None:
-            return "not pinned: no GPU"
         arena = self._opened.arena
         geometry = arena.geometry
         faults = []
         for piece in pieces_of(geometry.planes, arena.slot_count, geometry.payload_offset):
             address = arena.payload.ctypes.data + piece.offset
-            self._registrar.register(address, piece.size_bytes)
-            self._locked.append(address)
+            self._locked.lock(address, piece.size_bytes)
             fault = self._registrar.fault_of(address, piece.size_bytes)
             if fault is not None:
                 faults.append(fault)

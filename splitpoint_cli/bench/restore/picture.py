@@ -18,7 +18,7 @@ _LABELS = {"column": "sequential (KVPR)", "pipelined": "pipelined"}
 
 
 def picture_of(report: Mapping[str, Any]) -> Figure:
-    """From the JSON object. Raises FailedPrecondition without matplotlib."""
+    """Draw the JSON object. Raises FailedPrecondition without matplotlib."""
     figure = new_figure(13, 5)
     curves, bars = figure.subplots(1, 2, width_ratios=(3, 2))
     _draw_sweep(curves, report)
@@ -34,7 +34,7 @@ def picture_of(report: Mapping[str, Any]) -> Figure:
 
 
 def _draw_sweep(axes: Axes, report: Mapping[str, Any]) -> None:
-    """Measured points and the planner's lines, one colour for each schedule."""
+    """Draw measured points and the planner's lines, one colour for each schedule."""
     for schedule, colour in _COLOURS.items():
         points = [point for point in report["sweep"] if point["schedule"] == schedule]
         if not points:
@@ -66,7 +66,7 @@ def _draw_sweep(axes: Axes, report: Mapping[str, Any]) -> None:
 
 
 def _draw_contenders(axes: Axes, report: Mapping[str, Any]) -> None:
-    """One bar each, the first on top."""
+    """Draw one bar for each contender, the first on top."""
     names = list(report["contenders"])
     seconds = [report["contenders"][name]["seconds"] for name in names]
     bars = axes.barh(range(len(names)), seconds, color="#7f7f7f")

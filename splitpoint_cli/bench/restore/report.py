@@ -28,7 +28,7 @@ NO_LINK = "no link to overlap here: --link-rate emulates one"
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One run: seconds on the wall, and seconds that link and device were busy in it."""
+    """One run: wall-clock seconds, and seconds in which link and device were busy."""
 
     seconds: float
     link_busy: float
@@ -192,6 +192,7 @@ def table_of(report: Mapping[str, Any]) -> Table:
         f"cached tokens, {report['device']}, {report['threads']} threads, {link}",
         *("restore", "split", "time", "min-max", "/ load", "predicted", "link", "device"),
     )
+    table.padding = (0, 1, 0, 0)  # so that it fits 80 columns
     load = report["contenders"][LOAD]["seconds"]
     for name, facts in report["contenders"].items():
         predicted = facts["predicted_seconds"]

@@ -1,4 +1,4 @@
-"""What a restore benchmark restores, on what, and how often; needs no torch."""
+"""The workload of `bench restore`; needs no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the reports of all benchmarks share: the machine, tables, and how they are handed over."""
+"""Parts of all benchmarks' reports: the machine, tables, and the output of the result."""
 
 from __future__ import annotations
 

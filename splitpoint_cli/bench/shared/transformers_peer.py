@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteria
 from transformers.utils import logging as transformers_logging
 
 from splitpoint.shapes import ModelShape
@@ -13,6 +14,20 @@ from worker_service.checkpoint.config import plain_config
 from worker_service.device.cache import TORCH_TYPES
 
 ATTENTIONS = ("sdpa", "eager")
+
+
+class TokenTimes(StoppingCriteria):
+    """Note when all sequences had each token; never stop anything."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        # generate looks at a value on the device next, which waits all the same.
+        if input_ids.device.type == "cuda":
+            torch.cuda.synchronize(input_ids.device)
+        self.times.append(time.perf_counter())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
 def random_model(shape: ModelShape, seed: int, device: torch.device) -> Any:

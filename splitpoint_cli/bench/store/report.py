@@ -1,4 +1,4 @@
-"""What a store benchmark found, as JSON and as a table; runs nothing."""
+"""Results of `bench store`, as JSON and as a table; runs nothing."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def report_of(workload: StoreWorkload, results: StoreResults) -> dict[str, Any]:
-    """The JSON object. Rates are medians, in GB/s (1e9 bytes); times in seconds or ms."""
+    """Return the JSON object. Rates are medians, in GB/s (1e9 bytes); times in seconds or ms."""
     mapping, calls, batches = results.mapping, results.calls, results.batches
     return {
         "benchmark": "store",

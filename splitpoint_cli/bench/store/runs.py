@@ -1,4 +1,4 @@
-"""What `splitpoint bench store` runs: real stores, each in its own process, one after the other."""
+"""The runs of `bench store`: real stores, each in its own process, one after the other."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _REDIS_VALUES = 64
 async def run_all(
     workload: StoreWorkload, redis_url: str | None, progress: Progress
 ) -> StoreResults:
-    """Every reading in turn, each with its peers beside it."""
+    """Measure everything in turn, each with its peers beside it."""
     streams: list[StreamResult] = []
     skipped: list[str] = []
     # Over TCP: that is how another host would read it.
@@ -84,9 +84,9 @@ async def run_all(
 async def _store(
     layout: ArenaLayout, memory_bytes: int, listen: str, progress: Progress
 ) -> AsyncIterator[StoreClient]:
-    """A store process of its own, and a client that is not attached yet.
+    """Run a store process, and give a client that is not attached yet.
 
-    An empty `listen` is a socket file of its own.
+    An empty `listen` stands for a new socket file.
     """
     folder = Path(tempfile.mkdtemp(prefix="splitpoint-bench-"))
     arena = bench_arena_path()
@@ -114,7 +114,7 @@ async def _store(
 
 
 def _shower(progress: Progress) -> Callable[[LogLine], None]:
-    """Says what a service warns of."""
+    """Return a function that prints a service's warnings."""
 
     def show(line: LogLine) -> None:
         if line.important:
@@ -129,7 +129,7 @@ async def _measure_mapping(
     workload: StoreWorkload,
     progress: Progress,
 ) -> MappingResult:
-    """Through a mapping that is new: a session of its own, after the writer's ended."""
+    """Read through a new mapping: a second session, after the writer's ended."""
     began = time.perf_counter()
     await client.start(DATA_LAYOUT)
     attach_seconds = time.perf_counter() - began
@@ -171,7 +171,7 @@ async def _fill(address: str, workload: StoreWorkload) -> list[list[int]]:
 async def _write(
     writer: StoreClient, connection: Connection, tokens: Sequence[int], noise: Bytes
 ) -> None:
-    """One sequence of full chunks, each plane of each slot the same bytes."""
+    """Write one sequence of full chunks; each plane of each slot has the same bytes."""
     arena, layout = connection.tensors.arena, DATA_LAYOUT
     pieces = [
         tuple(tokens[start : start + layout.chunk_tokens])

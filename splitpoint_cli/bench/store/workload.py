@@ -1,4 +1,4 @@
-"""What a store benchmark measures: the layouts of its two arenas, and how much of what."""
+"""The workload of `bench store`, and the layouts of its two arenas."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MOST_BATCH = 1024
 
 @dataclass(frozen=True, slots=True)
 class StoreWorkload:
-    """What is measured.
+    """Sizes and counts of one run.
 
     Attributes:
         memory_bytes: of the arena whose payload is read.

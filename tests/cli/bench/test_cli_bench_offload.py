@@ -171,12 +171,12 @@ def test_without_predictions_it_says_why() -> None:
         BOUND,
         Formula(0, 1.0),
         dict.fromkeys(names, silent),
-        unpredicted="nobody does",
+        unpredicted="no prediction",
     )
     report = report_of(WORKLOAD, results)
     assert report["prediction"]["median_error"] is None
-    assert report["prediction"]["missing"] == "nobody does"
-    assert "nobody does" in str(table_of(report).caption)
+    assert report["prediction"]["missing"] == "no prediction"
+    assert "no prediction" in str(table_of(report).caption)
 
 
 @pytest.mark.parametrize(

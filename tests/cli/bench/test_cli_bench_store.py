@@ -121,10 +121,10 @@ def test_without_a_redis_server_it_says_so(tmp_path: Path) -> None:
 
 def test_redis_leaves_nothing_in_the_server() -> None:
     with server(None) as client:
-        client.set("of somebody else", "x")
+        client.set("of another client", "x")
         set_, get = measure_redis(client, b"v" * 10_000, count=4, repeats=5, progress=Progress())
         assert len(set_.rates) == len(get.rates) == 5
-        assert client.keys() == [b"of somebody else"]
+        assert client.keys() == [b"of another client"]
 
 
 def test_an_unreachable_redis_is_an_error(free_port: int) -> None:

@@ -97,7 +97,7 @@ def test_a_part_that_takes_too_long_ends_with_its_children(tmp_path: Path) -> No
 
 
 def is_running(process_id: int) -> bool:
-    """Neither gone nor waiting to be reaped by whoever inherited it."""
+    """Return True if the process is neither gone nor a zombie."""
     try:
         state = Path(f"/proc/{process_id}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

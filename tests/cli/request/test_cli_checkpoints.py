@@ -48,8 +48,8 @@ def test_the_bundled_model_is_the_default(bundled_model: Path) -> None:
         ("nosuchdir@main", InvalidArgument),
         ("tests/nosuchdir", InvalidArgument),
         # The suite runs offline: an unknown name can only be "not cached".
-        ("nobody/nothing-of-that-name", Unavailable),
-        ("nobody/nothing@refs/pr/1", Unavailable),
+        ("no-such-owner/nothing-of-that-name", Unavailable),
+        ("no-such-owner/nothing@refs/pr/1", Unavailable),
     ],
 )
 def test_names_that_lead_nowhere(text: str, kind: type[SplitpointError]) -> None:
@@ -61,7 +61,7 @@ def test_names_that_lead_nowhere(text: str, kind: type[SplitpointError]) -> None
 
 def test_without_download_only_the_cache_is_asked() -> None:
     with pytest.raises(NotFound, match="downloaded before"):
-        resolve_model("nobody/nothing-of-that-name", download=False)
+        resolve_model("no-such-owner/nothing-of-that-name", download=False)
 
 
 def test_a_folder_without_config_is_no_checkpoint(tmp_path: Path) -> None:

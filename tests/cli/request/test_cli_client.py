@@ -180,7 +180,7 @@ def test_a_gap_in_the_tokens_is_an_error(script: Script) -> None:
         client.generate("abc").complete()
 
 
-def test_nobody_there() -> None:
+def test_no_scheduler() -> None:
     with Client("127.0.0.1:1", timeout=2) as client:
         with pytest.raises(errors.Unavailable):
             client.list_workers()

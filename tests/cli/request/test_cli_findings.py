@@ -132,15 +132,15 @@ def test_workers_that_take_no_requests() -> None:
     draining = the_only(status(replace(WORKER, ready=False, draining=True, running_count=3)))
     assert (draining.severity, draining.what) == (Severity.NOTE, "worker 0 is draining")
     assert "3 requests" in draining.why
-    nobody = replace(status(), workers=())
-    assert the_only(nobody).what == "the scheduler knows no worker"
+    without = replace(status(), workers=())
+    assert the_only(without).what == "the scheduler knows no worker"
 
 
 def test_an_arena_that_was_lost_lately() -> None:
     finding = the_only(status(store=stats(former_arena_loss="removed", uptime_seconds=200.0)))
     assert finding.severity is Severity.WARNING
     assert finding.what == "store unix:/kv lost its arena 3 min ago"
-    assert finding.why == "its file was removed; the cache began anew"
+    assert finding.why == "its file was removed; the cache began empty"
     assert findings_of(status(store=stats(former_arena_loss="removed", uptime_seconds=601.0))) == []
 
 
@@ -180,7 +180,7 @@ def test_an_arena_that_is_full_of_what_is_in_use() -> None:
     assert findings_of(status(store=stats(last_refused_seconds_ago=61.0))) == []
 
 
-def test_redis_away_is_one_finding_whoever_says_so() -> None:
+def test_redis_away_is_one_finding_of_all_services() -> None:
     down = RedisStatus("redis://cache:6379/0", is_up=False)
     finding = the_only(
         status(
@@ -191,9 +191,9 @@ def test_redis_away_is_one_finding_whoever_says_so() -> None:
     )
     assert finding.severity is Severity.WARNING
     assert finding.what == "Redis at redis://cache:6379/0 does not answer"
-    assert finding.why == "says the scheduler, store unix:/kv, worker 0"
+    assert finding.why == "reported by the scheduler, store unix:/kv, worker 0"
     only_one = the_only(status(replace(WORKER, telemetry=replace(TELEMETRY, redis_is_up=False))))
-    assert (only_one.what, only_one.why) == ("Redis does not answer", "says worker 0")
+    assert (only_one.what, only_one.why) == ("Redis does not answer", "reported by worker 0")
 
 
 def _without_redis() -> kvstore_pb2.GetStatsResponse:

@@ -62,7 +62,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         processes.append(store)
         scheduler, at_port = started(
             *("scheduler_service", "--listen", "127.0.0.1:0", "--model", MODEL),
-            *("--worker", f"unix:{folder}/nobody.sock", "--tokens", tokens),
+            *("--worker", f"unix:{folder}/absent.sock", "--tokens", tokens),
             *("--tls-cert", certificates / "server.pem"),
             *("--tls-key", certificates / "server-key.pem"),
         )
@@ -120,7 +120,7 @@ def test_a_server_that_demands_a_certificate(served: Served, tmp_path: Path) -> 
     files = served.certificates
     server, address = started(
         *("scheduler_service", "--listen", "127.0.0.1:0", "--model", MODEL),
-        *("--worker", f"unix:{tmp_path}/nobody.sock", "--tls-ca", files / "ca.pem"),
+        *("--worker", f"unix:{tmp_path}/absent.sock", "--tls-ca", files / "ca.pem"),
         *("--tls-cert", files / "server.pem", "--tls-key", files / "server-key.pem"),
     )
     known = {"SPLITPOINT_CA": str(files / "ca.pem"), "SPLITPOINT_SERVER_NAME": "scheduler"}
@@ -151,8 +151,8 @@ def test_a_service_that_does_not_exist(served: Served) -> None:
     assert "there is no service splitpoint.v1.Nothing" in done.stderr
 
 
-def test_nobody_is_there(tmp_path: Path) -> None:
-    done = probe(f"unix:{tmp_path}/nobody.sock", "--timeout", "2")
+def test_no_service(tmp_path: Path) -> None:
+    done = probe(f"unix:{tmp_path}/absent.sock", "--timeout", "2")
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
 

@@ -145,7 +145,7 @@ def test_before_the_second_reading_there_are_no_rates() -> None:
     only = first(reading(1.0, worker(told=telemetry(5.0)), worker("1"), store=stats()))
     text = shown(Frame("a:1", only), 80)
     assert "steps/s -" in text
-    assert "it has told nothing yet" in text
+    assert "no telemetry yet" in text
     assert "(fitted)" in text
 
 

@@ -1,4 +1,4 @@
-"""Processes of the trial: started with a log of their own, stopped whatever happens."""
+"""Processes of the trial: each has a log, and is stopped in any case."""
 
 from __future__ import annotations
 

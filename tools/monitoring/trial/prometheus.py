@@ -28,7 +28,7 @@ _CALL_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One address to scrape, and what its target adds to everything from there."""
+    """One address to scrape, and the labels that its target adds."""
 
     job: str
     address: str
@@ -44,13 +44,13 @@ class Series:
 
 
 class Prometheus:
-    """Answers of one server. Raises OSError while it is not there."""
+    """One server. Raises OSError while it is away."""
 
     def __init__(self, address: str) -> None:
         self._base = f"http://{address}"
 
     def series(self, query: str, start: float, end: float, step: float) -> list[Series]:
-        """Over a range; series without any number are left out."""
+        """Query a range; leave out series without any number."""
         result = self._get("/api/v1/query_range", query=query, start=start, end=end, step=step)[
             "result"
         ]
@@ -63,12 +63,12 @@ class Prometheus:
         return found
 
     def targets(self) -> dict[str, str]:
-        """Health (up, down, unknown) by scrape address."""
+        """Return health (up, down, unknown) by scrape address."""
         active = self._get("/api/v1/targets")["activeTargets"]
         return {f"{each['labels']['job']} {each['scrapeUrl']}": each["health"] for each in active}
 
     def firing(self) -> Counter[tuple[str, str]]:
-        """How many alerts fire, by name and severity."""
+        """Count the firing alerts by name and severity."""
         return Counter(
             (alert["labels"]["alertname"], alert["labels"]["severity"])
             for alert in self._get("/api/v1/alerts")["alerts"]
@@ -76,7 +76,7 @@ class Prometheus:
         )
 
     def unhealthy_rules(self) -> dict[str, str]:
-        """Errors by the names of rules that could not be evaluated."""
+        """Return errors by the names of rules that could not be evaluated."""
         return {
             rule["name"]: rule["lastError"]
             for group in self._get("/api/v1/rules")["groups"]
@@ -99,7 +99,7 @@ class Prometheus:
 
 @contextmanager
 def scraping(targets: Sequence[Target], port: int, folder: Path) -> Iterator[Prometheus]:
-    """A server at 127.0.0.1:`port` that reads `targets`, with a fresh database in `folder`."""
+    """Run a server at 127.0.0.1:`port` that reads `targets`, with a new database in `folder`."""
     configuration = folder / "prometheus.yml"
     # JSON is YAML.
     configuration.write_text(json.dumps(configuration_for(targets)))
@@ -117,7 +117,7 @@ def scraping(targets: Sequence[Target], port: int, folder: Path) -> Iterator[Pro
 
 
 def configuration_for(targets: Sequence[Target]) -> dict[str, Any]:
-    """What is shipped, with other addresses and intervals; further jobs are added."""
+    """Return the shipped configuration with other addresses, intervals, and further jobs."""
     shipped: dict[str, Any] = yaml.safe_load(CONFIGURATION.read_text())
     shipped["global"] = {
         "scrape_interval": _INTERVAL,
@@ -134,7 +134,7 @@ def configuration_for(targets: Sequence[Target]) -> dict[str, Any]:
 
 
 def _job(shipped: Mapping[str, Any], targets: Sequence[Target]) -> dict[str, Any]:
-    """The shipped job's own treatment of labels, for these targets."""
+    """Return the shipped job, with its relabelling, for these targets."""
     job = {key: value for key, value in shipped.items() if key != "file_sd_configs"}
     job["static_configs"] = [_static(target) for target in targets]
     return job
@@ -145,7 +145,7 @@ def _static(target: Target) -> dict[str, Any]:
 
 
 def wait_until(is_true: Callable[[], bool], seconds: float, what: str) -> None:
-    """Raises DeadlineExceeded."""
+    """Wait until the condition holds. Raises DeadlineExceeded."""
     deadline = time.monotonic() + seconds
     while not is_true():
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""What the trial runs: Redis, `splitpoint up`, a made-up GPU's exporter, Prometheus."""
+"""The processes of the trial: Redis, `splitpoint up`, a double of a GPU exporter, Prometheus."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from splitpoint.errors import DeadlineExceeded, Unavailable
 from tools.monitoring.trial.processes import free_ports, running
 from tools.monitoring.trial.prometheus import Prometheus, Target, scraping, wait_until
 
-# What the tests share has plain names.
+# Shared parts of the tests have plain names.
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests"))
 from redis_server import RedisServer
 
@@ -31,7 +31,7 @@ _SIZES = (
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """All of it, serving and scraped."""
+    """The running processes, served and scraped."""
 
     address: str
     up: subprocess.Popen[bytes]
@@ -41,7 +41,7 @@ class Trial:
 
 @contextmanager
 def trial(folder: Path) -> Iterator[Trial]:
-    """Two CPU workers on one store over an emulated link; stopped and gone at the end.
+    """Run two CPU workers on one store over an emulated link.
 
     Logs lie in `folder`, whose path must be short enough for a socket. Raises
     DeadlineExceeded for what does not start, Unavailable for what ends at once.
@@ -76,7 +76,7 @@ def _up(address: str, metrics: int, redis: str) -> list[str]:
 
 
 def _targets(first: int, exporter: str) -> list[Target]:
-    """As `splitpoint up --metrics` places them: scheduler, store, workers."""
+    """Return the targets as `splitpoint up --metrics` orders them: scheduler, store, workers."""
     local = [f"127.0.0.1:{first + number}" for number in range(4)]
     return [
         Target("scheduler", local[0], {}),

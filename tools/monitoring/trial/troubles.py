@@ -1,7 +1,4 @@
-"""Trouble made on purpose: the arena filled, Redis stopped, a worker frozen; what fires then.
-
-What promtool's tests say of made-up series, said of real ones.
-"""
+"""Trouble made on purpose: fill the arena, stop Redis, freeze a worker; read the alerts."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ _VOCABULARY = 4096
 
 
 def firing_in_trouble(running: Trial) -> Counter[tuple[str, str]]:
-    """How many alerts fire within two minutes, by name and severity."""
+    """Count the alerts that fire within two minutes, by name and severity."""
     asyncio.run(_fill_arena(running))
     running.redis.kill()
     with frozen(worker_process(running.up.pid, "0")):
@@ -37,12 +34,12 @@ def firing_in_trouble(running: Trial) -> Counter[tuple[str, str]]:
                 lambda: running.prometheus.firing().keys() >= EXPECTED_ALERTS, _SECONDS, "alerts"
             )
         except DeadlineExceeded:
-            pass  # what is missing is said by whoever compares
+            pass  # the caller reports what is missing
         return running.prometheus.firing()
 
 
 def wrong_alerts(firing: Counter[tuple[str, str]]) -> Iterator[str]:
-    """What is missing, what comes more than once for one trouble, and what should not page."""
+    """Yield missing alerts, repeated ones, and critical ones."""
     for name, severity in sorted(EXPECTED_ALERTS):
         if firing[name, severity] != 1:
             yield f"{name} ({severity}) fires {firing[name, severity]} times, not once"
@@ -52,7 +49,7 @@ def wrong_alerts(firing: Counter[tuple[str, str]]) -> Iterator[str]:
 
 
 async def _fill_arena(running: Trial) -> None:
-    """A streamed request holds every slot; resident ones beside it find no room for theirs."""
+    """Fill the arena by a streamed request; resident ones beside it find no free slot."""
     now = time.time()
     (slots,) = running.prometheus.series("sum(splitpoint_store_slots)", now - 1, now, 1)
     tokens = int(slots.points[-1][1] - 1) * CHUNK_TOKENS
