@@ -56,20 +56,9 @@ LOADING_SECONDS = 0.2
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """Options of the command line. Those that are None are decided at the start.
+    """The options of splitpoint/options/worker.py. Those that are None are decided at the start.
 
-    Attributes:
-        pin_limit_bytes: most bytes of the arena to page-lock for a GPU; None locks all, 0 none.
-        verify_rate: share of chunk reads, after the first of each chunk, whose checksum is
-            compared.
-        identity: TLS identity towards stores.
-        kvstore_is_remote: the store is on another host; its chunks are mirrored in
-            `mirror_memory_bytes` of private memory.
-        is_serial: nothing overlaps (the serial twin).
-        link_bytes_per_second: rate of an emulated link, on a CPU only.
-        trace_file: receives the lanes' spans at the stop.
-        progress_seconds: seconds between two log lines on loading and page-locking.
-        on_loading: also called with the progress of loading, more often than the log.
+    `on_loading` is called with the progress of loading, more often than the log is written.
     """
 
     worker_id: str
