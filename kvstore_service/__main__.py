@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from splitpoint.checkpoint.config import read_shape
 from splitpoint.extras import need_for_program
 
 need_for_program("store")  # before the imports that it is about
@@ -25,6 +24,7 @@ from kvstore_service.store import KvStore
 from splitpoint.arena.format import Geometry
 from splitpoint.arena.loss import ArenaLost
 from splitpoint.arena.owner import OpenedArena, open_or_create_arena
+from splitpoint.checkpoint.config import read_shape
 from splitpoint.checkpoint.resolve import model_fingerprint
 from splitpoint.config import format_size, parse_rate, parse_size
 from splitpoint.discovery.redis_announcer import Announcer, announced

@@ -80,7 +80,7 @@ def text(name: str, value: Any) -> str:
         value.encode()
     except UnicodeEncodeError as error:
         raise InvalidArgument(
-            f"{name} is not text that UTF-8 can encode: it has half a character at {error.start}",
+            f"{name} is not valid UTF-8: character {error.start} is half of a surrogate pair",
             field=name,
         ) from error
     return value

@@ -22,7 +22,7 @@ from scheduler_doubles import (
 )
 
 from scheduler_service import server
-from scheduler_service.api import validation
+from scheduler_service.api import text_jobs, validation
 from scheduler_service.api.request import Times
 from scheduler_service.cluster.losses import WorkerLosses
 from scheduler_service.limits import Limits
@@ -249,12 +249,12 @@ NO_REJECTIONS = {
 def test_every_reason_to_turn_a_request_away_has_its_own_count() -> None:
     """Check the modules that a Generate call passes before it is accepted."""
     reasons = set()
-    for module in (manager, planning, availability, table, server, validation):
+    for module in (manager, planning, availability, table, server, text_jobs, validation):
         for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text())):
             if isinstance(node, ast.keyword) and node.arg == "reason":
                 reasons |= {n.value for n in ast.walk(node.value) if isinstance(n, ast.Constant)}
     names = {name for name in reasons if isinstance(name, str) and name.isupper()}
-    assert {"TENANT_QUOTA", "WORKER_NOT_FOUND", "CONTEXT_EXCEEDED"} <= names
+    assert {"TENANT_QUOTA", "TOKENIZER_BUSY", "WORKER_NOT_FOUND", "CONTEXT_EXCEEDED"} <= names
     assert names - NO_REJECTIONS <= set(REJECTIONS)
     assert InvalidArgument("").reason in REJECTIONS
 
