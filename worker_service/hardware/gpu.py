@@ -212,7 +212,7 @@ class GpuWatch:
 
     def _leave_out(self, name: str, reason: str) -> None:
         self._fields[name] = reason
-        self._say(f"not told by the GPU's driver: {name}: {reason}")
+        self._say(f"not reported by the GPU's driver: {name}: {reason}")
 
     def _say(self, text: str) -> None:
         """Log a text once."""

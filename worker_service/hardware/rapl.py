@@ -60,7 +60,7 @@ def packages(folder: Path = POWERCAP) -> list[Zone]:
             hidden.append(f"{entry.name}: {error}")
     if hidden:
         log.info(
-            "no energy of the CPU (%s): see RAPL in docs/operations.md for who may read it",
+            "no energy of the CPU (%s): docs/operations.md, RAPL, says how to permit it",
             "; ".join(hidden),
         )
     return zones
@@ -84,7 +84,7 @@ class RaplWatch:
             try:
                 value = zone.read()
             except (OSError, ValueError) as error:
-                log.info("the energy of %s is no longer told: %s", zone.name, error)
+                log.info("the energy of %s can no longer be read: %s", zone.name, error)
                 del self._totals[zone]
                 continue
             total.see(
@@ -94,9 +94,9 @@ class RaplWatch:
                 _MOST_MICROWATTS,
                 _SLACK_SECONDS * _MOST_MICROWATTS,
             )
-        told = {zone.name: total.total / 1e6 for zone, total in self._totals.items()}
+        joules = {zone.name: total.total / 1e6 for zone, total in self._totals.items()}
         # The total of a zone that became unreadable stays: sums never shrink.
-        self.joules = {**self.joules, **told}
+        self.joules = {**self.joules, **joules}
         return PERIOD_SECONDS
 
     def close(self) -> None:

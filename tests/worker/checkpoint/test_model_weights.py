@@ -313,7 +313,7 @@ def test_the_bundled_model_loads(bundled_model: Path) -> None:
 
 
 def test_gemma_3_is_read_in_the_old_and_the_new_form() -> None:
-    """As on the hub, where much is left out, and as transformers writes it today."""
+    """Read the hub's form, where much is left out, and that of today's transformers."""
     rope = {"rope_type": "linear", "factor": 8.0}
     text = {
         "model_type": "gemma3_text",

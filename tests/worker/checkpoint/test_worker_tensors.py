@@ -30,7 +30,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def run_worker(
     folder: Path, tmp_path: Path, *more: str
 ) -> tuple[list[Progress], list[str], str]:
-    """What it printed before READY as progress, and otherwise; and its log."""
+    """Return its progress lines before READY, its other lines, and its log."""
     log = tmp_path / "worker.log"
     with log.open("wb") as file:
         process = await asyncio.create_subprocess_exec(

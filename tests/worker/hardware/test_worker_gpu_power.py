@@ -1,4 +1,4 @@
-"""What a real GPU's driver tells: traffic that was made is traffic that is counted."""
+"""A real GPU's driver counts the traffic that the test makes."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def test_without_the_library_the_reason_says_what_to_do() -> None:
 
 
 def test_the_real_binding_without_a_driver() -> None:
-    """Where this runs on a GPU machine, an identity that no GPU has."""
+    """An identity that no GPU has, also on a machine with a GPU."""
     with pytest.raises(GpuGone, match="NVML"):
         open_gpu(nvml.binding(), GpuIdentity("unknown"))
 

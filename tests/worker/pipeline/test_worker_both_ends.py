@@ -60,8 +60,8 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredPrefix]:
 class PacedLanes(ThreadLanes):
     """Lanes on a clock of the test's own, where a token takes what the test says.
 
-    A lane goes on only when the other one has come as far on that clock: who asks
-    for the next piece when is certain, however busy the machine is.
+    A lane goes on only when the other one has come as far on that clock, so
+    the order of requests for pieces is certain, however busy the machine is.
 
     Attributes:
         seconds: when the last piece ended.
@@ -426,7 +426,7 @@ def test_an_error_of_who_is_asked_is_the_lane_s_error() -> None:
 def admit(
     name: str, prompt: list[int], new_tokens: int, expected: int | None = None
 ) -> worker_pb2.RunRequest:
-    """By method TOKENS if a meeting point is expected, else by loading."""
+    """Restore by method TOKENS if a meeting point is expected, else by loading."""
     tokens, load = types_pb2.RESTORE_METHOD_TOKENS, types_pb2.RESTORE_METHOD_LOAD
     plan = types_pb2.Plan(
         residency=types_pb2.RESIDENCY_RESIDENT,

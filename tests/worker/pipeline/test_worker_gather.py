@@ -1,4 +1,4 @@
-"""The gather kernel under Triton's interpreter equals plain copies; who is chosen when."""
+"""The gather kernel under Triton's interpreter equals plain copies; the faster way is chosen."""
 
 from __future__ import annotations
 

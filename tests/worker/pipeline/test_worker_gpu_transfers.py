@@ -44,7 +44,7 @@ CUDA = torch.device("cuda:0")
 CPU = torch.device("cpu")
 CHUNK = 16
 TOKENS = 150  # the last chunk is partial
-# What libraries take from torch's allocator beside what a budget divides: workspaces.
+# Workspaces that libraries take from torch's allocator, outside of the budget.
 LIBRARY_BYTES = 128 << 20
 
 

@@ -44,7 +44,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredPrefix]:
 
 
 class Deferred(StreamLanes):
-    """As on a GPU: the host only puts work into streams, which run it much later."""
+    """Lanes like a GPU's: the host puts work into streams, which run it much later."""
 
     def __init__(self, seed: int) -> None:
         self.double = StreamDouble(random.Random(seed))

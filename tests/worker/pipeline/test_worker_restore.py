@@ -163,7 +163,7 @@ def test_a_hundred_runs_with_delayed_lanes_find_no_race(one: StoredPrefix) -> No
 
 
 def test_on_a_slow_link_copies_and_products_run_side_by_side(one: StoredPrefix) -> None:
-    """By the spans' own clock: rebuilds happen while the link is busy, on one link in turn."""
+    """Rebuilds run while the link is busy, by the spans' clock; copies take turns on the link."""
     lanes = ThreadLanes(CPU, EmulatedLink(2e6))
     spans = restore_and_compare(
         one, lanes, split=96, schedule=Schedule.PIPELINED, tile_tokens=2 * CHUNK

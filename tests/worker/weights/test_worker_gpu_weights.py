@@ -34,7 +34,7 @@ pytestmark = [
 
 CUDA = torch.device("cuda:0")
 NEW_TOKENS = 8
-# What libraries take from torch's allocator beside what a budget divides: workspaces.
+# Workspaces that libraries take from torch's allocator, outside of the budget.
 LIBRARY_BYTES = 128 << 20
 
 
@@ -54,7 +54,7 @@ def test_tokens_are_exact_with_a_quarter_of_the_weights_memory(case: str, tmp_pa
 
 
 def test_memory_stays_within_the_budget_and_copies_beside_compute(tmp_path: Path) -> None:
-    """Of a model of 1.4 GiB in 16 bits: a quarter of it is enough, by torch's own account."""
+    """A model of 1.4 GiB in 16 bits needs a quarter of it, as torch counts it."""
     shape = ModelShape("large", "llama", 16, 2048, 16, 4, 128, 5632, 8192, 2048, DataType.BFLOAT16)
     config = DecoderConfig.of_shape(shape)
     sizes = weight_sizes(config, CUDA, torch.bfloat16)

@@ -129,7 +129,7 @@ def one_pass(model: Decoder, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("case", ["opt", "qwen3"])
 def test_device_memory_stays_within_the_budget(case: str, folders: Callable[[str], Path]) -> None:
-    """By the tensors themselves: what is held, and what operations make beside it."""
+    """Count the tensors that are held, and those that operations allocate."""
     lanes = ThreadLanes(CPU)
     engine = small_engine(folders(case), lanes)
     plan, model = engine.plan, engine.model
@@ -188,8 +188,8 @@ def test_a_budget_that_even_the_slots_exceed_is_refused(folders: Callable[[str],
 
 
 def test_weights_come_in_order_and_one_layer_ahead(folders: Callable[[str], Path]) -> None:
-    """By the trace of a slow link: each step brings every layer on the host once, its
-    W_K and W_V first, and while a layer computes the next one is on its way."""
+    """Each step loads every layer on the host once, W_K and W_V first, as the trace of a slow
+    link shows; while a layer computes the next one is on its way."""
     lanes = ThreadLanes(CPU, EmulatedLink(2e7))
     engine = small_engine(folders("llama-3"), lanes)
     assert engine.trace is not None

@@ -126,7 +126,7 @@ def test_every_reader_finds_its_own_weights_in_any_order_of_the_streams(
 
 
 def restore(stream: WeightStream, lanes: Lanes, reader: Reader, rng: random.Random) -> None:
-    """What restores do with W_K and W_V, by their list of tasks."""
+    """Restores load W_K and W_V as their task lists say."""
     layers = max(stream.keys) + 1
     work = RestoreWork(
         layers,
@@ -187,7 +187,7 @@ def test_threads_and_the_serial_twin_find_them_too(make: type[Lanes]) -> None:
 
 
 def test_what_is_there_does_not_come_again() -> None:
-    """As many units as slots: they come once. More: each pass brings every one."""
+    """As many units as slots are loaded once; more are loaded in each pass."""
     lanes = SerialLanes(CPU)
     few, many = make_stream(lanes, [3, 4]), make_stream(lanes, [0, 1, 2])
     for stream, wanted in ((few, 2), (many, 12)):
