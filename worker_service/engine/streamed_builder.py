@@ -70,7 +70,7 @@ class StreamedBuilder:
         self._cache = cache
         self._chunk = cache.layout.chunk_tokens
         self._device = cache.device
-        # The window of each layer.
+        # One for each layer.
         self._windows = windows
         self._tile_pages = min(tile_pages, largest_tile(cache.plan.staging_pages))
 
@@ -101,13 +101,14 @@ class StreamedBuilder:
         return StreamedStep(sequences, self._tile_pages, layers, tokens, planned)
 
     def prefill(self, segment: Segment, first_row: int) -> StreamedPrefill:
+        """Return what a prefill segment attends; its queries begin at `first_row`."""
         sequence = segment.sequence
         tile_pages = min(self._tile_pages, PREFILL_TILE_PAGES)
         pages = self._stored_pages(sequence, 0)
         tile_transfers = self._by_window(
             pages,
             [segment.start],
-            lambda seen: self._ship(seen, [sequence], tile_pages, prefill_tiles),
+            lambda seen: self._transfers(seen, [sequence], tile_pages, prefill_tiles),
         )
         return StreamedPrefill(
             first_row,
@@ -129,11 +130,11 @@ class StreamedBuilder:
         ]
         queries = [sequence.computed for sequence in decodes]
 
-        def ship(seen: list[StoredPage]) -> list[tuple[TileTransfer, DecodePlan]]:
-            tile_transfers = self._ship(seen, decodes, self._tile_pages, decode_tiles)
+        def with_plans(seen: list[StoredPage]) -> list[tuple[TileTransfer, DecodePlan]]:
+            tile_transfers = self._transfers(seen, decodes, self._tile_pages, decode_tiles)
             return [(each, self._plan_of(each.tile, queries)) for each in tile_transfers]
 
-        return self._by_window(pages, queries, ship)
+        return self._by_window(pages, queries, with_plans)
 
     def _plan_of(self, tile: Tile, queries: list[int]) -> DecodePlan:
         return DecodePlan.of_pages(
@@ -182,7 +183,7 @@ class StreamedBuilder:
             by_window[window] = made[len(seen)]
         return by_window
 
-    def _ship(
+    def _transfers(
         self,
         pages: list[StoredPage],
         sequences: Rows[Sequence],
