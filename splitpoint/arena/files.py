@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import stat
@@ -36,6 +37,25 @@ def boot_id() -> bytes:
 
 def lock_path_of(path: Path) -> Path:
     return path.with_name(path.name + ".lock")
+
+
+def is_locked(path: Path) -> bool:
+    """Return True if a store runs on the arena.
+
+    Takes the lock in shared mode for a moment; a store that starts in that moment takes
+    it for the lock of another store.
+    """
+    try:
+        lock = os.open(lock_path_of(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
 
 
 def unfinished_path(path: Path) -> Path:

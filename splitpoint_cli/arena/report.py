@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from splitpoint.arena.files import boot_id, lock_path_of
+from splitpoint.arena.files import boot_id, is_locked
 from splitpoint.arena.format import Superblock
 from splitpoint.arena.mapping import Arena
 from splitpoint.config import format_size
 from splitpoint.words import counted
 from splitpoint_cli.arena.check import Contents, Damage
-
-
-def is_locked(path: Path) -> bool:
-    """Return True if a store is running on the arena.
-
-    Takes the lock in shared mode for a moment; a store that starts in that moment sees another
-    store.
-    """
-    try:
-        lock = os.open(lock_path_of(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(lock)
-    return False
 
 
 def describe_file(path: Path, copies: tuple[Superblock | Damage, ...]) -> dict[str, Any]:

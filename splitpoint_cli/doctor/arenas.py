@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from splitpoint.arena.files import lock_path_of
+from splitpoint.arena.files import is_locked
 from splitpoint.config import format_size, runtime_path
 from splitpoint.errors import InvalidArgument
 from splitpoint_cli.checks.finding import Finding, Verdict
@@ -45,7 +43,7 @@ def find_arenas(shm: Path, user: int) -> list[FoundArena]:
                 instance=instance,
                 path=arena,
                 size_bytes=arena.stat().st_blocks * 512,
-                is_used=is_locked(lock_path_of(arena)) or _is_supervised(instance),
+                is_used=is_locked(arena) or _is_supervised(instance),
                 is_kept=(folder / "key").exists(),
             )
         )
@@ -58,21 +56,6 @@ def _is_supervised(instance: str) -> bool:
         return running_process(runtime_path(instance), seconds=0) is not None
     except InvalidArgument:  # not a name of `up`
         return False
-
-
-def is_locked(lock: Path) -> bool:
-    """Return True if a store holds the lock. Takes a shared lock for a moment."""
-    try:
-        file = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(file)
-    return False
 
 
 def check_arenas(arenas: list[FoundArena], instance: str | None) -> Iterator[Finding]:
