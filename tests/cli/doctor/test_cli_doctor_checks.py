@@ -331,7 +331,7 @@ def test_what_the_driver_does_not_tell() -> None:
         lambda: NvmlDouble(nvmlDeviceGetCurrPcieLinkWidth=untold, nvmlDeviceGetMemoryInfo=untold)
     )
     assert driver.gpus[0] == Gpu(0, "NVIDIA H200", None, None)
-    assert gpu.check_link(driver.gpus[0]).found == "NVIDIA H200; it does not tell its PCIe link"
+    assert gpu.check_link(driver.gpus[0]).found == "NVIDIA H200; its PCIe link is unknown"
     missing = read_driver(lambda: NvmlDouble(nvmlInit=pynvml.NVML_ERROR_LIBRARY_NOT_FOUND))
     assert "Not Found" in missing.error
 

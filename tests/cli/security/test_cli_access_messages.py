@@ -80,4 +80,4 @@ def test_down_is_for_the_host_of_the_stack_whatever_token_there_is() -> None:
     code, line = failing("down", "--address", "gpu.invalid:50050")
     assert code == 2
     assert line.startswith("splitpoint: INVALID_ARGUMENT: gpu.invalid:50050 is not an address of")
-    assert "as the user who runs the stack (a token of whatever role does not stop it)" in line
+    assert "as the user that runs the stack (a token does not stop it)" in line

@@ -236,7 +236,7 @@ def test_a_removed_runtime_folder_is_made_again(tmp_path: Path) -> None:
         assert "is already running" in errors
         # One socket alone.
         (runtime / "worker-1.sock").unlink()
-        assert "start again, one after the other: worker 1\n" in read_until(process, "ready again")
+        assert "restarting one after the other: worker 1\n" in read_until(process, "ready again")
         assert [len(lives(log, name)) for name in ("worker-0", "worker-1")] == [2, 3]
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=SECONDS)
