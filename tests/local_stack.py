@@ -70,7 +70,7 @@ class LocalStack:
     start_store: Callable[[], Awaitable[asyncio.subprocess.Process]]
 
     async def kill_store(self) -> None:
-        """kill -9: nothing is said to anybody, and the arena stays."""
+        """kill -9: no component is told, and the arena stays."""
         self.store_process.kill()
         await self.store_process.wait()
 

@@ -29,7 +29,7 @@ CHUNK_TOKENS = 64
 
 @dataclass(frozen=True)
 class RealStack:
-    """Every service a process of its own, and nobody who starts one again."""
+    """Every service is a process of its own, without a supervisor."""
 
     client: AsyncClient
     worker: asyncio.subprocess.Process

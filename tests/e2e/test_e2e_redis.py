@@ -1,4 +1,4 @@
-"""Redis killed, frozen, flushed and set back under load: every stream is right, nobody waits."""
+"""Redis killed, frozen, flushed and reset under load: streams stay right and do not wait."""
 
 from __future__ import annotations
 

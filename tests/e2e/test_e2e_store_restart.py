@@ -1,4 +1,4 @@
-"""The store is killed under running requests and started again: nobody's answer changes."""
+"""The store is killed under running requests and started again: no answer changes."""
 
 from __future__ import annotations
 

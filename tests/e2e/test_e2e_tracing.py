@@ -262,7 +262,7 @@ async def test_a_trace_that_nobody_samples_is_not_sent(tmp_path: Path, shm_folde
             pass
         await asyncio.sleep(0.5)
         assert collector.spans == []
-        # A caller that samples decides for everybody.
+        # A caller that samples decides for all services.
         parent = f"00-{'ab' * 16}-{'cd' * 8}-01"
         request = generate_request(PROMPT, {"max_tokens": 2})
         async for _ in stub.Generate(request, metadata=(("traceparent", parent),), timeout=30):
@@ -270,7 +270,7 @@ async def test_a_trace_that_nobody_samples_is_not_sent(tmp_path: Path, shm_folde
         await eventually(lambda: {"generate", "run", "match"} <= {s.name for s in collector.spans})
         assert {span.trace_id for span in collector.spans} == {"ab" * 16}
         assert {span.service for span in collector.spans} == {"mine"}
-        # Nonsense begins a trace of its own, which nobody samples.
+        # Nonsense begins a trace of its own, which is not sampled.
         before = len(collector.named("generate"))
         for nonsense in ("x" * 4000, "00-" + "0" * 32 + "-" + "0" * 16 + "-01"):
             async for _ in stub.Generate(

@@ -108,7 +108,7 @@ def test_the_command_prints_rows_and_json() -> None:
 
 
 def test_measured_costs_want_the_devices_memory(tmp_path: Path) -> None:
-    """That of an H100 would be wrong for whoever measured."""
+    """The link of an H100 would be wrong for a measured profile."""
     profile = tmp_path / "profile.json"
     profile.write_text(H100.to_json())
     runner = CliRunner()
