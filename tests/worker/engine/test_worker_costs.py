@@ -169,10 +169,9 @@ def test_a_restore_reports_what_was_predicted_and_what_it_moved(
         + sent * shape.activation_bytes_per_token_layer * (layers - 1)
     )
     assert report.link_busy_seconds >= report.link_bytes / FAST * (1 - 1e-6)
-    # By the refitted link, not by the terabyte a second of the first profile.
-    assert report.predicted_restore_seconds == pytest.approx(
-        (report.link_bytes - tail) / FAST, rel=0.3
-    )
+    # By the refitted link, not by the terabyte a second of the first profile. How much more a
+    # prediction says depends on overheads that were measured on this machine.
+    assert report.predicted_restore_seconds > 0.7 * (report.link_bytes - tail) / FAST
 
 
 @pytest.mark.parametrize("host_bytes", [0, 1000])
