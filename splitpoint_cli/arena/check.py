@@ -1,4 +1,4 @@
-"""Looks at an arena file without changing a byte, beside a store that may be running on it.
+"""Read an arena file without changing it, also while a store runs on it.
 
 A slot is judged only if its commit word is the same before and after: what the
 store was changing meanwhile is neither whole nor damaged, and looked at again.
@@ -42,7 +42,7 @@ class Changing:
 
 
 def read_superblocks(path: Path) -> tuple[Superblock | Damage, Superblock | Damage]:
-    """Both copies. Raises NotFound and the errors of a file that is not ours alone."""
+    """Return both copies. Raises as `open_arena` does."""
     fd = open_arena(path, read_only=True)
     try:
         return _read_superblock(fd, 0), _read_superblock(fd, 1)
@@ -64,7 +64,7 @@ def _read_superblock(fd: int, copy: int) -> Superblock | Damage:
 def read_slot(
     arena: Arena, slot: int, *, with_payload: bool = False
 ) -> SlotRecord | Damage | Changing:
-    """The slot's record if everything its state relies on holds.
+    """Return the slot's record if everything its state relies on holds.
 
     `with_payload` also reads the payload of a sealed slot back.
     """

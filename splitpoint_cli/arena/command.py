@@ -153,7 +153,7 @@ def rm(which: Which) -> None:
 
 
 def find(which: str) -> Path:
-    """The arena's path. Raises NotFound, naming the arenas there are."""
+    """Return the arena's path. Raises NotFound with the arenas that exist."""
     path = Path(which).absolute() if "/" in which else config.arena_path(which)
     if not os.path.lexists(path):
         known = sorted(

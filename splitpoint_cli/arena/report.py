@@ -17,7 +17,7 @@ from splitpoint_cli.arena.check import Contents, Damage
 
 
 def describe_file(path: Path, copies: tuple[Superblock | Damage, ...]) -> dict[str, Any]:
-    """The file, who uses it, and both copies of its superblock."""
+    """Return the file, its users, and both copies of its superblock."""
     return {
         "path": str(path),
         "size_bytes": path.stat().st_size,
@@ -69,7 +69,7 @@ def describe_contents(contents: Contents) -> dict[str, Any]:
 
 
 def lines_of(report: Mapping[str, Any]) -> Iterator[str]:
-    """The report for people; parts that are missing in it are left out."""
+    """Return the report for people, without missing parts."""
     use = "a store is running on it" if report["locked"] else "no store is running on it"
     yield f"arena       {report['path']}, {format_size(report['size_bytes'])}; {use}"
     for copy, found in enumerate(report["superblocks"]):

@@ -25,7 +25,7 @@ _BATCHES_IN_FLIGHT = 3
 
 
 class _Sequences:
-    """Token ids that no other chunk of the run begins with."""
+    """Return token ids with which no other chunk of the run begins."""
 
     def __init__(self, chunk_tokens: int, seed: int) -> None:
         self._chunk_tokens = chunk_tokens
@@ -37,7 +37,7 @@ class _Sequences:
 
 
 async def measure_calls(client: StoreClient, in_flight: int, calls: int, seed: int) -> CallsResult:
-    """`in_flight` callers, each Reserve, Seal, Match, Release of one chunk at a time."""
+    """Run `in_flight` callers: Reserve, Seal, Match, Release of one chunk at a time."""
     connection = _connection(client)
     layout = connection.tensors.layout
     checksum = connection.tensors.arena.checksum(0)  # of zeros
@@ -74,7 +74,7 @@ async def measure_calls(client: StoreClient, in_flight: int, calls: int, seed: i
 async def measure_batches(
     client: StoreClient, batch: int, chunks: int, repeats: int, seed: int, progress: Progress
 ) -> BatchResult:
-    """Chains of `batch` chunks through Reserve, Seal and Release, `chunks` in each repeat."""
+    """Send chains of `batch` chunks through Reserve, Seal and Release, `chunks` in each repeat."""
     connection = _connection(client)
     layout = connection.tensors.layout
     checksum = connection.tensors.arena.checksum(0)  # of zeros
@@ -106,7 +106,7 @@ def _chain(
     layout_hash: bytes,
     checksum: int,
 ) -> list[WrittenChunk]:
-    """One sequence of as many chunks as there are slots."""
+    """Return one sequence of as many chunks as there are slots."""
     chunks = []
     parent = b""
     for slot, generation in granted:

