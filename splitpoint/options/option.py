@@ -97,12 +97,15 @@ class Option(Generic[T_co]):
                 required=self.is_required,
                 choices=self.choices or None,
                 metavar=None if self.choices else self.unit or None,
-                help=self.help if self.default in (None, "") else f"{self.help} {self._default}",
+                help=self._help,
             )
 
     @property
-    def _default(self) -> str:
-        return f"Default: {self.default}."
+    def _help(self) -> str:
+        if self.is_required or self.default in (None, ""):
+            return self.help
+        shown = f"{self.default:g}" if isinstance(self.default, float) else self.default
+        return f"{self.help} Default: {shown}."
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,7 @@ def test_the_commands_agree_with_each_other() -> None:
         if name.startswith("worker"):
             assert command.worker_id == name
             assert command.kvstore == commands["kvstore"].listen
-    # Only Redis's network and Prometheus's: nobody outside reaches the open metrics.
+    # Only Redis's network and Prometheus's: no other network reaches the open metrics.
     assert all(base()["networks"][name] == {"internal": True} for name in ("control", "metrics"))
     assert [name for name in services if "/etc/splitpoint" in mounts(services[name])] == [
         "setup",

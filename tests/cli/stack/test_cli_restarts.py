@@ -514,7 +514,7 @@ def test_down_between_taking_the_lock_and_writing_the_id(tmp_path: Path) -> None
     with (runtime / "lock").open("w+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert running_process(runtime, seconds=0.1) is None
-        # What a killed `up` had written is nobody's id.
+        # The id that a killed `up` had written is that of no process.
         lock.write(f"{gone.pid:10}")
         lock.flush()
         assert running_process(runtime, seconds=0.1) is None
