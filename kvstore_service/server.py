@@ -20,7 +20,8 @@ from kvstore_service.idempotency import Call, IdempotentCalls, Response
 from kvstore_service.integrity.scrubber import Scrubbing
 from kvstore_service.maintenance import Maintenance
 from kvstore_service.messages import handle_of, next_message, sealed_chunks
-from kvstore_service.pool.chunk_pool import GrantedRun, Preparation, WrittenChunk
+from kvstore_service.pool.chunk_pool import WrittenChunk
+from kvstore_service.pool.slot_grants import GrantedRun, Preparation
 from kvstore_service.remote.reader import ChunkReader
 from kvstore_service.remote.turns import StreamTurns
 from kvstore_service.remote.writer import ChunkWriter
@@ -249,7 +250,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServiceServicer):
         try:
             await loop.run_in_executor(self._threads, self.store.zero, prepared)
         except BaseException:
-            self.store.pool.abandon(prepared)
+            self.store.pool.grants.abandon(prepared)
             raise
         return self._reserved(self.store.grant(session_id, prepared))
 

@@ -243,7 +243,7 @@ class SessionManager:
     def free(self, session: Session, slot: int) -> None:
         """Free a granted slot that will not be sealed."""
         del session.granted[slot]
-        self._pool.give_back(slot)
+        self._pool.grants.give_back(slot)
 
     def lease(self, session: Session, entries: Sequence[Entry]) -> Lease:
         """Protect chunks from eviction until the session releases the lease, or ends."""

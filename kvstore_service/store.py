@@ -19,11 +19,10 @@ from kvstore_service.integrity.inspection import Inspection
 from kvstore_service.pool.chunk_pool import (
     ARENA_FULL,
     ChunkPool,
-    GrantedRun,
-    Preparation,
     WrittenChunk,
 )
 from kvstore_service.pool.prefix_index import Entry, PrefixMatch
+from kvstore_service.pool.slot_grants import GrantedRun, Preparation
 from kvstore_service.pool.slot_table import MetadataWriter
 from kvstore_service.recovery.recovered_chunks import RecoveredChunks, damage_of
 from kvstore_service.recovery.scan import read_arena
@@ -259,9 +258,9 @@ class KvStore:
         try:
             session = self.sessions.arena_user(session_id)
         except SplitpointError:
-            self.pool.abandon(preparation)
+            self.pool.grants.abandon(preparation)
             raise
-        runs = self.pool.grant(preparation, session.session_id, session.process)
+        runs = self.pool.grants.grant(preparation, session.session_id, session.process)
         for run in runs:
             for offset, generation in enumerate(run.generations):
                 session.granted[run.first + offset] = generation
@@ -334,7 +333,7 @@ class KvStore:
                 f"{chunk.generation}",
                 reason="NOT_GRANTED",
             )
-        if self.pool.tag_of(chunk.slot) != salt_tag(salt):
+        if self.pool.grants.tag_of(chunk.slot) != salt_tag(salt):
             raise FailedPrecondition(
                 f"slot {chunk.slot} was reserved for another tenant salt", reason="OTHER_TENANT"
             )

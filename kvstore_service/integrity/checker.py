@@ -46,18 +46,18 @@ class IntegrityChecker:
         violations = []
         in_runs: set[int] = set()
         end_before = -1
-        for run in pool.allocator.runs():
+        for run in pool.grants.allocator.runs():
             if run.first <= end_before:
                 violations.append(f"free runs overlap or touch at slot {run.first}")
             in_runs.update(run)
             end_before = run.first + run.count
         free = set(pool.slots.in_state(SlotState.FREE))
-        if in_runs | pool.prepared != free or in_runs & pool.prepared:
+        if in_runs | pool.grants.prepared != free or in_runs & pool.grants.prepared:
             violations.append(
                 f"free runs, prepared slots and free slots differ: "
-                f"{sorted(in_runs ^ free ^ pool.prepared)}"
+                f"{sorted(in_runs ^ free ^ pool.grants.prepared)}"
             )
-        if pool.allocator.free_count != len(in_runs):
+        if pool.grants.allocator.free_count != len(in_runs):
             violations.append("the allocator's count differs from its runs")
         return violations
 

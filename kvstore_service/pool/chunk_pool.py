@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvstore_service.eviction.policies import EvictionPolicy
-from kvstore_service.pool.allocator import Run, RunAllocator
 from kvstore_service.pool.chunk_identity import ChunkIdentity
 from kvstore_service.pool.leases import Lease, LeaseTable
 from kvstore_service.pool.prefix_index import Entry, PrefixIndex, PrefixMatch
 from kvstore_service.pool.recovered_state import RecoveredState
+from kvstore_service.pool.slot_grants import Preparation, SlotGrants
 from kvstore_service.pool.slot_table import MetadataWriter, SlotTable
-from kvstore_service.sessions import ProcessIdentity
 from splitpoint.arena.mapping import Arena
 from splitpoint.arena.records import NO_PARENT, ChunkBlock, SlotState, encode_token_row
 from splitpoint.errors import FailedPrecondition, ResourceExhausted
@@ -28,16 +27,6 @@ from splitpoint.errors import FailedPrecondition, ResourceExhausted
 _RETRY_SECONDS = 0.25
 # Reason of a refused reservation that a larger or less busy arena would have granted.
 ARENA_FULL = "ARENA_FULL"
-# Tag of slots that an unknown tenant wrote. No salt has it.
-_UNKNOWN_TENANT = b""
-
-
-@dataclass(frozen=True, slots=True)
-class GrantedRun:
-    """Slots [first, first + len(generations)), granted for writing."""
-
-    first: int
-    generations: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +38,6 @@ class WrittenChunk:
     parent_key: bytes
     token_ids: tuple[int, ...]
     checksum: int
-
-
-@dataclass(frozen=True, slots=True)
-class Preparation:
-    """Slots that are set aside and not granted yet.
-
-    Attributes:
-        tag: salt tag of the tenant that the slots are for.
-        dirty_slots: slots with bytes of another or an unknown tenant, which must be zeroed
-            before they are granted.
-    """
-
-    runs: tuple[Run, ...]
-    tag: bytes
-    dirty_slots: tuple[int, ...]
 
 
 class PoolListener(Protocol):
@@ -82,10 +56,10 @@ class ChunkPool:
 
     Attributes:
         listener: is told about every chunk that is published or removed.
-        slots, allocator, index, leases: for reading and for integrity checks.
+        slots, index, leases: for reading and for integrity checks.
+        grants: free and granted slots.
         unverified: slots of recovered chunks whose payload was not verified yet.
         condemned: leased slots whose chunk proved damaged.
-        prepared: slots between `prepare` and `grant` or `abandon`.
         sealed_total, evicted_total: counts since start.
     """
 
@@ -105,7 +79,6 @@ class ChunkPool:
         self.leases = LeaseTable()
         self.unverified: set[int] = set()
         self.condemned: set[int] = set()
-        self.prepared: set[int] = set()
         self.sealed_total = 0
         self.evicted_total = 0
         self.listener: PoolListener | None = None
@@ -113,14 +86,8 @@ class ChunkPool:
         self._chunks: dict[int, Entry] = {}  # slot -> sealed chunk
         self._guarded: Counter[bytes] = Counter()  # keys of chunks about to get children
         self._seal_number = recovered.last_seal_number
-        # Salt tag of the tenant that last wrote a slot. Slots without a tag are all zeros.
-        self._tags = {
-            slot: _UNKNOWN_TENANT
-            for slot, generation in enumerate(recovered.generations)
-            if generation
-        }
         self._restore(recovered)
-        self.allocator = RunAllocator(arena.slot_count, self.slots.in_state(SlotState.FREE))
+        self.grants = SlotGrants(self.slots, recovered)
 
     def close(self) -> None:
         self.slots.close()
@@ -134,7 +101,6 @@ class ChunkPool:
             entry = chunk.entry
             self.index.add(entry)
             self._chunks[entry.slot] = entry
-            self._tags[entry.slot] = entry.salt_tag
             self.unverified.add(entry.slot)
         for slot, state in enumerate(recovered.states):
             if state is SlotState.SEALED and slot not in self._chunks:
@@ -155,44 +121,7 @@ class ChunkPool:
         could never hold as many.
         """
         self._make_room(count)
-        runs = tuple(self.allocator.allocate(count))
-        slots = [slot for run in runs for slot in run]
-        self.prepared.update(slots)
-        dirty_slots = tuple(slot for slot in slots if self._tags.get(slot, tag) != tag)
-        return Preparation(runs, tag, dirty_slots)
-
-    def grant(
-        self, preparation: Preparation, session_id: bytes, process: ProcessIdentity
-    ) -> list[GrantedRun]:
-        """Grant prepared slots for writing. The dirty ones must be zeroed by now."""
-        return [
-            GrantedRun(
-                run.first,
-                tuple(self._grant(slot, preparation.tag, session_id, process) for slot in run),
-            )
-            for run in preparation.runs
-        ]
-
-    def _grant(self, slot: int, tag: bytes, session_id: bytes, process: ProcessIdentity) -> int:
-        self.prepared.discard(slot)
-        self._tags[slot] = tag
-        return self.slots.grant(slot, session_id, process.process_id, process.start_ticks)
-
-    def tag_of(self, slot: int) -> bytes:
-        """Return the salt tag of the tenant that a slot was granted for."""
-        return self._tags[slot]
-
-    def abandon(self, preparation: Preparation) -> None:
-        """Free prepared slots that were not granted."""
-        for run in preparation.runs:
-            for slot in run:
-                self.prepared.discard(slot)
-                self.allocator.free(slot)
-
-    def give_back(self, slot: int) -> None:
-        """Free a slot that was granted and not published."""
-        self.slots.free(slot)
-        self.allocator.free(slot)
+        return self.grants.prepare(count, tag)
 
     def quarantine(self, slot: int) -> None:
         self.slots.quarantine(slot)
@@ -290,7 +219,7 @@ class ChunkPool:
         for slot in self.leases.end(lease):
             if slot in self.condemned:
                 self.condemned.discard(slot)
-                self.give_back(slot)
+                self.grants.give_back(slot)
             else:
                 self._offer(slot)
 
@@ -398,8 +327,7 @@ class ChunkPool:
             self.slots.quarantine(slot)
             self.condemned.add(slot)
         else:
-            self.slots.free(slot)
-            self.allocator.free(slot)
+            self.grants.give_back(slot)
         if self.listener is not None:
             self.listener.evicted(entry)
         parent = self.index.get(entry.parent_key)
@@ -414,7 +342,7 @@ class ChunkPool:
 
     @property
     def free_count(self) -> int:
-        return self.allocator.free_count
+        return self.grants.allocator.free_count
 
     def find(self, slot: int) -> Entry | None:
         """Return the sealed chunk in a slot, if there is one."""

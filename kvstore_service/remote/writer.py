@@ -82,7 +82,7 @@ class ChunkWriter:
                 await asyncio.shield(zeroing)
             except BaseException:
                 # Only after the thread is done.
-                zeroing.add_done_callback(lambda _: self._store.pool.abandon(prepared))
+                zeroing.add_done_callback(lambda _: self._store.pool.grants.abandon(prepared))
                 raise
         return [
             (run.first + offset, generation)

@@ -458,13 +458,13 @@ def test_the_integrity_check_sees_damage(bench: Bench) -> None:
     row = bench.arena.geometry.tokens_offset + tail.slot * 16
     assert any("FingerprintMismatch" in line for line in damage(row, 0xFF))
     assert any("BadTokenRow" in line for line in damage(row + 12, 0xFF))
-    bench.store.pool.allocator.free(head.slot)
+    bench.store.pool.grants.allocator.free(head.slot)
     assert any("free runs" in line for line in bench.integrity.check_integrity())
-    bench.store.pool.allocator.allocate(7)
+    bench.store.pool.grants.allocator.allocate(7)
     assert any("free" in line for line in bench.integrity.check_integrity())
     for slot in range(8):
         if slot not in (head.slot, tail.slot):
-            bench.store.pool.allocator.free(slot)
+            bench.store.pool.grants.allocator.free(slot)
     lease = bench.store.pool.leases.create(b"no session", [7])
     found = bench.integrity.check_integrity()
     assert any("without a chunk: [7]" in line for line in found)

@@ -1,0 +1,100 @@
+"""Slots on their way from free to granted and back, and the tenant that last wrote each slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstore_service.pool.allocator import Run, RunAllocator
+from kvstore_service.pool.recovered_state import RecoveredState
+from kvstore_service.pool.slot_table import SlotTable
+from kvstore_service.sessions import ProcessIdentity
+from splitpoint.arena.records import SlotState
+
+# Tag of slots that an unknown tenant wrote. No salt has it.
+_UNKNOWN_TENANT = b""
+
+
+@dataclass(frozen=True, slots=True)
+class GrantedRun:
+    """Slots [first, first + len(generations)), granted for writing."""
+
+    first: int
+    generations: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """Slots that are set aside and not granted yet.
+
+    Attributes:
+        tag: salt tag of the tenant that the slots are for.
+        dirty_slots: slots with bytes of another or an unknown tenant, which must be zeroed
+            before they are granted.
+    """
+
+    runs: tuple[Run, ...]
+    tag: bytes
+    dirty_slots: tuple[int, ...]
+
+
+class SlotGrants:
+    """The free, prepared and granted slots of one arena.
+
+    Attributes:
+        allocator: the free slots.
+        prepared: slots between `prepare` and `grant` or `abandon`.
+    """
+
+    def __init__(self, slots: SlotTable, recovered: RecoveredState) -> None:
+        self.allocator = RunAllocator(len(recovered.states), slots.in_state(SlotState.FREE))
+        self.prepared: set[int] = set()
+        self._slots = slots
+        # Salt tag of the tenant that last wrote a slot. Slots without a tag are all zeros.
+        self._tags = {
+            slot: _UNKNOWN_TENANT
+            for slot, generation in enumerate(recovered.generations)
+            if generation
+        }
+        for chunk in recovered.chunks:
+            self._tags[chunk.entry.slot] = chunk.entry.salt_tag
+
+    def prepare(self, count: int, tag: bytes) -> Preparation:
+        """Set free slots aside for the tenant with this salt tag; see `ChunkPool.prepare`."""
+        runs = tuple(self.allocator.allocate(count))
+        slots = [slot for run in runs for slot in run]
+        self.prepared.update(slots)
+        dirty_slots = tuple(slot for slot in slots if self._tags.get(slot, tag) != tag)
+        return Preparation(runs, tag, dirty_slots)
+
+    def grant(
+        self, preparation: Preparation, session_id: bytes, process: ProcessIdentity
+    ) -> list[GrantedRun]:
+        """Grant prepared slots for writing. The dirty ones must be zeroed by now."""
+        return [
+            GrantedRun(
+                run.first,
+                tuple(self._grant(slot, preparation.tag, session_id, process) for slot in run),
+            )
+            for run in preparation.runs
+        ]
+
+    def _grant(self, slot: int, tag: bytes, session_id: bytes, process: ProcessIdentity) -> int:
+        self.prepared.discard(slot)
+        self._tags[slot] = tag
+        return self._slots.grant(slot, session_id, process.process_id, process.start_ticks)
+
+    def tag_of(self, slot: int) -> bytes:
+        """Return the salt tag of the tenant that a slot was granted for."""
+        return self._tags[slot]
+
+    def abandon(self, preparation: Preparation) -> None:
+        """Free prepared slots that were not granted."""
+        for run in preparation.runs:
+            for slot in run:
+                self.prepared.discard(slot)
+                self.allocator.free(slot)
+
+    def give_back(self, slot: int) -> None:
+        """Free a slot that was granted and not published."""
+        self._slots.free(slot)
+        self.allocator.free(slot)
