@@ -12,10 +12,9 @@ import os
 import ssl
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from redis.asyncio import ConnectionPool, Redis, SSLConnection, UnixDomainSocketConnection
-from redis.asyncio.connection import Connection
+from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
@@ -119,36 +118,27 @@ class RedisLink:
 
 
 def _client(options: RedisOptions) -> Redis:
-    arguments: dict[str, Any] = {
-        "username": options.user,
-        "password": options.password,
+    return Redis(
+        host=options.host,
+        port=options.port,
+        db=options.database,
+        unix_socket_path=options.socket_path or None,
+        username=options.user,
+        password=options.password,
         # `run` limits the whole operation. Time limits of the client that end at the same
         # moment would leave a stray cancellation in the caller's task.
-        "socket_timeout": None,
+        socket_timeout=None,
+        socket_connect_timeout=None,
         # One try: callers work without Redis, and the next heartbeat tries again.
-        "retry": Retry(NoBackoff(), 0),
-        "protocol": 2,
-        "max_connections": 2 * _MOST_CONNECTIONS,
-    }
-    if options.socket_path:
-        arguments |= {"connection_class": UnixDomainSocketConnection, "path": options.socket_path}
-        return Redis.from_pool(ConnectionPool(**arguments))
-    arguments |= {
-        "connection_class": Connection,
-        "host": options.host,
-        "port": options.port,
-        "db": options.database,
-        "socket_connect_timeout": None,
-    }
-    if options.tls:
-        arguments |= {
-            "connection_class": SSLConnection,
-            "ssl_cert_reqs": "required",
-            "ssl_check_hostname": True,
-            "ssl_ca_certs": options.ca_file,
-            "ssl_min_version": ssl.TLSVersion.TLSv1_2,
-        }
-    return Redis.from_pool(ConnectionPool(**arguments))
+        retry=Retry(NoBackoff(), 0),
+        protocol=2,
+        max_connections=2 * _MOST_CONNECTIONS,
+        ssl=options.tls,
+        ssl_cert_reqs="required",
+        ssl_check_hostname=True,
+        ssl_ca_certs=options.ca_file,
+        ssl_min_version=ssl.TLSVersion.TLSv1_2,
+    )
 
 
 def _words(error: BaseException) -> str:

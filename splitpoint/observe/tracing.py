@@ -89,18 +89,9 @@ class Span:
     @contextmanager
     def part(self, name: str, **facts: Fact) -> Iterator[Span]:
         """Add a child span around the block, and give its context to calls in the block."""
-        if not self.is_recorded:
-            with self.current():
-                yield self
-            return
         part = self._begin(name, None, facts)
-        try:
-            with part.current():
-                yield part
-        except BaseException as error:
-            part.end(error=name_of(error))
-            raise
-        part.end()
+        with _ending(part), part.current():
+            yield part
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -168,8 +159,15 @@ def serving(name: str, call: Any, **facts: Fact) -> Iterator[Span]:
     """Add a span around the answer to a gRPC call, if the caller traces it."""
     parent = parent_of(call)
     span = begin(name, parent, **facts) if parent else NO_SPAN
-    try:
+    with _ending(span):
         yield span
+
+
+@contextmanager
+def _ending(span: Span) -> Iterator[None]:
+    """End a span with the block, and with the error that leaves it."""
+    try:
+        yield
     except BaseException as error:
         span.end(error=name_of(error))
         raise

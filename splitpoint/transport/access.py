@@ -63,34 +63,28 @@ _OBSERVERS = frozenset({Role.WORKER, Role.ADMIN})
 _ADMINS = frozenset({Role.ADMIN})
 _ANY_TOKEN = frozenset(Role)
 
+
+def _allow(roles: frozenset[Role], service: str, *methods: str) -> dict[str, frozenset[Role]]:
+    return {f"/{service}/{method}": roles for method in methods}
+
+
+_INFERENCE = "splitpoint.v1.InferenceService"
+_ADMIN = "splitpoint.v1.AdminService"
+_WORKER = "splitpoint.v1.WorkerService"
+_STORE = "splitpoint.v1.KvStoreService"
 # A method that is not listed here is refused to every role.
 ROLES: dict[str, frozenset[Role]] = {
-    "/splitpoint.v1.InferenceService/Generate": _CLIENTS,
-    "/splitpoint.v1.InferenceService/Tokenize": _CLIENTS,
-    "/splitpoint.v1.InferenceService/GetModel": _CLIENTS,
-    "/splitpoint.v1.InferenceService/ListModels": _CLIENTS,
-    "/splitpoint.v1.InferenceService/ExplainPlan": _CLIENTS,
-    "/splitpoint.v1.AdminService/ListWorkers": _ADMINS,
-    "/splitpoint.v1.AdminService/GetQueue": _ADMINS,
-    "/splitpoint.v1.AdminService/GetSchedulerStatus": _ADMINS,
-    "/splitpoint.v1.WorkerService/GetInfo": _OBSERVERS,
-    "/splitpoint.v1.WorkerService/Profile": _OBSERVERS,
-    "/splitpoint.v1.WorkerService/Run": _SERVICES,
-    "/splitpoint.v1.WorkerService/Drain": _OBSERVERS,
-    "/splitpoint.v1.KvStoreService/Attach": _SERVICES,
-    "/splitpoint.v1.KvStoreService/KeepAlive": _SERVICES,
-    "/splitpoint.v1.KvStoreService/Match": _SERVICES,
-    "/splitpoint.v1.KvStoreService/Reserve": _SERVICES,
-    "/splitpoint.v1.KvStoreService/Seal": _SERVICES,
-    "/splitpoint.v1.KvStoreService/Release": _SERVICES,
-    "/splitpoint.v1.KvStoreService/ReadChunks": _SERVICES,
-    "/splitpoint.v1.KvStoreService/WriteChunks": _SERVICES,
-    "/splitpoint.v1.KvStoreService/ReportChunks": _SERVICES,
-    "/splitpoint.v1.KvStoreService/Evict": _ADMINS,
-    "/splitpoint.v1.KvStoreService/GetStats": _OBSERVERS,
-    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _ADMINS,
+    **_allow(_CLIENTS, _INFERENCE, "Generate", "Tokenize", "GetModel", "ListModels", "ExplainPlan"),
+    **_allow(_ADMINS, _ADMIN, "ListWorkers", "GetQueue", "GetSchedulerStatus"),
+    **_allow(_OBSERVERS, _WORKER, "GetInfo", "Profile", "Drain"),
+    **_allow(_SERVICES, _WORKER, "Run"),
+    **_allow(_SERVICES, _STORE, "Attach", "KeepAlive", "Match", "Reserve", "Seal", "Release"),
+    **_allow(_SERVICES, _STORE, "ReadChunks", "WriteChunks", "ReportChunks"),
+    **_allow(_ADMINS, _STORE, "Evict"),
+    **_allow(_OBSERVERS, _STORE, "GetStats"),
+    **_allow(_ADMINS, "grpc.reflection.v1alpha.ServerReflection", "ServerReflectionInfo"),
     # A watch lasts: callers without a token could use up all calls of a server.
-    "/grpc.health.v1.Health/Watch": _ANY_TOKEN,
+    **_allow(_ANY_TOKEN, "grpc.health.v1.Health", "Watch"),
 }
 # Probes of orchestrators carry no tokens; they learn only whether the service serves.
 OPEN_METHODS = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/List"})

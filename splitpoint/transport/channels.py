@@ -62,23 +62,23 @@ def open_channel(
     options = _options_for(address, identity)
     if is_fresh:
         options.append(("grpc.use_local_subchannel_pool", 1))
-    channel = (
-        grpc.aio.secure_channel(address, _channel_credentials(identity), options=options)
-        if _is_encrypted(address, identity)
-        else grpc.aio.insecure_channel(address, options=options)
-    )
-    return cast(grpc.aio.Channel, _with_token(channel, identity))
+    return cast(grpc.aio.Channel, _open(grpc.aio, address, identity, options))
 
 
 def open_sync_channel(address: str, identity: Identity = PLAIN) -> grpc.Channel:
     """Return a blocking channel with the same options."""
-    options = _options_for(address, identity)
-    channel = (
-        grpc.secure_channel(address, _channel_credentials(identity), options=options)
-        if _is_encrypted(address, identity)
-        else grpc.insecure_channel(address, options=options)
-    )
-    return cast(grpc.Channel, _with_token(channel, identity))
+    return cast(grpc.Channel, _open(grpc, address, identity, _options_for(address, identity)))
+
+
+def _open(api: Any, address: str, identity: Identity, options: Options) -> Any:
+    """Open a channel of `api`, grpc or grpc.aio."""
+    if _is_encrypted(address, identity):
+        channel = api.secure_channel(address, _channel_credentials(identity), options=options)
+    else:
+        channel = api.insecure_channel(address, options=options)
+    if not identity.token:
+        return channel
+    return _TokenChannel(channel, (METADATA_KEY, f"Bearer {identity.token}"))
 
 
 def _is_encrypted(address: str, identity: Identity) -> bool:
@@ -106,12 +106,6 @@ def _channel_credentials(identity: Identity) -> grpc.ChannelCredentials:
         private_key=identity.key or None,
         certificate_chain=identity.certificate or None,
     )
-
-
-def _with_token(channel: Any, identity: Identity) -> Any:
-    if not identity.token:
-        return channel
-    return _TokenChannel(channel, (METADATA_KEY, f"Bearer {identity.token}"))
 
 
 _CALL_KINDS = frozenset({"unary_unary", "unary_stream", "stream_unary", "stream_stream"})
