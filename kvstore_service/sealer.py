@@ -48,7 +48,7 @@ class Sealer:
         keep_leased: bool,
     ) -> SealOutcome:
         """Seal each chunk whose payload has its checksum. Raises what `KvStore.seal` raises."""
-        with self._store.sealing(chunks):
+        with self._store.protect_parents(chunks):
             await self._maintenance.verify(lambda: self._store.recovered.in_seal(salt, chunks))
             damages = await self._read_back(chunks)
             return self._store.seal(

@@ -42,7 +42,7 @@ class Matched:
     """The longest cached prefix of a sequence.
 
     Attributes:
-        entries: its chunks; of the last one perhaps only the first tokens.
+        entries: chunks of the prefix. The prefix may end inside the last chunk.
         lease_id: 0 if the chunks are not leased.
         storable_tokens: number of leading tokens that may be stored, a multiple of a chunk's
             tokens. None if there is no limit.
@@ -90,7 +90,7 @@ class Counters:
 
 
 class KvStore:
-    """One arena with its chunks and sessions, those of an earlier store included.
+    """The chunks and sessions of one arena, including those that an earlier store left in it.
 
     Args:
         clock: monotonic seconds.
@@ -211,7 +211,7 @@ class KvStore:
             )
         return entry
 
-    def found_damaged(self, entry: Entry) -> None:
+    def drop_damaged(self, entry: Entry) -> None:
         """Drop a chunk whose payload differs from its checksum."""
         if self.pool.holds(entry):
             self.counters.checksum_failures += 1
@@ -272,7 +272,7 @@ class KvStore:
         self.counters.evicted_on_request += evicted
         return evicted
 
-    def sealing(self, chunks: Sequence[WrittenChunk]) -> AbstractContextManager[None]:
+    def protect_parents(self, chunks: Sequence[WrittenChunk]) -> AbstractContextManager[None]:
         """Protect the chunks' parents from eviction while the payloads are verified."""
         return self.pool.guard(chunk.parent_key for chunk in chunks)
 
@@ -305,8 +305,8 @@ class KvStore:
         while unverified := self.recovered.in_seal(salt, chunks):
             self.recovered.settle(unverified, self.recovered.check(unverified))
         lease = self.sessions.lease_of(session, lease_id)
-        if lease is not None and not lease.slots.isdisjoint(self.pool.condemned):
-            # New chunks may be computed from it. Once sealed, they would pass every check.
+        if lease is not None and not lease.slots.isdisjoint(self.pool.damaged_leased):
+            # The new chunks may be computed from the damaged one. No later check would detect that.
             raise FailedPrecondition("a chunk under this lease proved damaged", reason="CHUNK_LOST")
         is_new_lease = lease is None and keep_leased
         if is_new_lease:

@@ -94,7 +94,7 @@ class AdminServicer(scheduler_pb2_grpc.AdminServiceServicer):
             loss_count=losses.count(worker.worker_id),
             last_lost_seconds_ago=losses.seconds_ago(worker.worker_id),
         )
-        known = worker.ready or worker.former
+        known = worker.ready or worker.last_ready
         if known is not None:
             entry.MergeFrom(_facts_of(known))
         ledger = self._manager.admission.ledger(worker.worker_id)

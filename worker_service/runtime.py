@@ -45,20 +45,20 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-# Queued step outputs at which the Run stream is given up: the scheduler reads none.
+# Number of queued step outputs at which the worker closes the Run stream.
 OUTPUT_LIMIT = 10_000
 # Message to callers and requests after the engine's thread has failed.
 ENGINE_FAILED = "the engine failed; the worker restarts"
-# Above the longest step: a long prefill on a slow device.
-STEP_SECONDS = 120.0
+# Time limit of one engine step: more than a long prefill on a slow device takes.
+STEP_TIMEOUT_SECONDS = 120.0
 
 
 @dataclass(slots=True)
 class Listener:
-    """The worker's end of a Run stream. `given_up` is set if its outputs are not read."""
+    """The worker's end of a Run stream. `closed` is set if the scheduler reads no outputs."""
 
     outputs: asyncio.Queue[StepOutput] = field(default_factory=asyncio.Queue)
-    given_up: asyncio.Event = field(default_factory=asyncio.Event)
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Runtime:
@@ -116,7 +116,10 @@ class Runtime:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Finish write-back, end the session, stop the thread. Cancel requests first."""
+        """Finish write-back, end the session, stop the thread.
+
+        The caller must have cancelled all requests.
+        """
         if self._lookups:
             await asyncio.wait(self._lookups.values())
         if self.write_back is not None:
@@ -147,8 +150,8 @@ class Runtime:
         if listener is None:
             return
         if listener.outputs.qsize() >= OUTPUT_LIMIT:
-            log.error("step outputs are not taken: giving the Run stream up")
-            listener.given_up.set()
+            log.error("the scheduler does not read step outputs: closing the Run stream")
+            listener.closed.set()
             self._listener = None
             self.cancel_all()
             return
@@ -239,14 +242,15 @@ class Runtime:
             self._calls.discard(done)
 
     def _between_steps(self, function: Callable[[], None]) -> None:
-        """Run `function` on the engine's thread and return after it; from another thread.
+        """Run `function` on the engine's thread and wait until it returns.
 
-        Raises TimeoutError if the engine does not come to it; it never runs then.
+        Call it from any thread except the engine's and the event loop's. Raises TimeoutError
+        if the engine does not start `function` in time; `function` is then never run.
         """
         done = self._post_call(function)
-        concurrent.futures.wait([done], STEP_SECONDS)
+        concurrent.futures.wait([done], STEP_TIMEOUT_SECONDS)
         if done.cancel():
-            raise TimeoutError(f"the engine's step did not end within {STEP_SECONDS:g} s")
+            raise TimeoutError(f"the engine's step did not end within {STEP_TIMEOUT_SECONDS:g} s")
         done.result()
 
     def _post_call(self, function: Callable[[], Result]) -> concurrent.futures.Future[Result]:
@@ -279,7 +283,10 @@ class Runtime:
         self._loop.call_soon_threadsafe(self._on_output, output)
 
     def _on_failure(self) -> None:
-        """Fail all pending calls and requests. `failed` is set first, which ends a Run stream."""
+        """Fail all pending calls and requests.
+
+        `failed` is set before the output is emitted; this ends the Run stream.
+        """
         error = Internal(ENGINE_FAILED, reason="ENGINE_FAILED")
         output = StepOutput(finishes=[FinishEvent(key, error=error) for key in self.live])
         for call in self._calls:
@@ -338,7 +345,7 @@ class Runtime:
         match = await self._match(key, admission.salt, tokens, streamed=streamed)
         if match is None and streamed:
             error = Unavailable(
-                "streamed residency needs the KV store, which is away",
+                "streamed residency needs the KV store, which is not reachable",
                 reason="STORE_LOST",
                 retry_after_seconds=1.0,
             )
@@ -347,7 +354,7 @@ class Runtime:
         self.engine.admit(admission, match, self._spans.get(key))
 
     async def _fetch(self, admission: Admission, tokens: list[int]) -> None:
-        """Fetch what another host's store has more of into the own one."""
+        """Fetch the chunks that this worker's store lacks from the source store."""
         source, key = admission.source, admission.key
         if source is None or self.fetcher is None or self.store is None:
             return
@@ -386,7 +393,7 @@ class Runtime:
     async def _match(
         self, key: SequenceKey, salt: bytes, tokens: list[int], *, streamed: bool
     ) -> Match | None:
-        """Lease the prefix and open its write-back chain; None if the store is away."""
+        """Lease the cached prefix and prepare its write-back. Return None if the lookup fails."""
         if self._prefixes is None:
             return None
         return await self._prefixes.match(

@@ -107,7 +107,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         ends = [
             asyncio.create_task(self._read_commands(worker, request_iterator)),
             asyncio.create_task(self._closing.wait()),
-            asyncio.create_task(_given_up(listener)),
+            asyncio.create_task(_closed(listener)),
         ]
         try:
             # The scheduler learns at once that the stream was accepted.
@@ -233,9 +233,9 @@ def _measure(worker: LoadedWorker) -> None:
     )
 
 
-async def _given_up(listener: Listener) -> None:
+async def _closed(listener: Listener) -> None:
     """Raise Aborted once the listener was given up."""
-    await listener.given_up.wait()
+    await listener.closed.wait()
     raise Aborted("step outputs were not taken", reason="SLOW_SCHEDULER")
 
 

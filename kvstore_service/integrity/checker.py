@@ -34,7 +34,7 @@ class IntegrityChecker:
         pool = self._pool
         return [
             *pool.slots.check_integrity(),
-            *pool.leases.check_integrity(set(pool.chunks()) | pool.condemned),
+            *pool.leases.check_integrity(set(pool.chunks()) | pool.damaged_leased),
             *self._check_free_runs(),
             *self._check_generations(),
             *self._check_sessions(),
@@ -95,7 +95,7 @@ class IntegrityChecker:
             *pool.slots.in_state(SlotState.WRITING),
             *pool.slots.in_state(SlotState.QUARANTINED),
         }
-        expected_unsealed = set(holder) | pool.condemned
+        expected_unsealed = set(holder) | pool.damaged_leased
         if unsealed != expected_unsealed:
             violations.append(
                 f"unsealed slots without a session: {sorted(unsealed ^ expected_unsealed)}"

@@ -59,7 +59,7 @@ class ChunkPool:
         slots, index, leases: for reading and for integrity checks.
         grants: free and granted slots.
         unverified: slots of recovered chunks whose payload was not verified yet.
-        condemned: leased slots whose chunk proved damaged.
+        damaged_leased: leased slots whose chunk proved damaged.
         sealed_total, evicted_total: counts since start.
     """
 
@@ -78,7 +78,7 @@ class ChunkPool:
         self.index = PrefixIndex(self._layout_hash, self.layout.chunk_tokens)
         self.leases = LeaseTable()
         self.unverified: set[int] = set()
-        self.condemned: set[int] = set()
+        self.damaged_leased: set[int] = set()
         self.sealed_total = 0
         self.evicted_total = 0
         self.listener: PoolListener | None = None
@@ -217,8 +217,8 @@ class ChunkPool:
 
     def unlease(self, lease: Lease) -> None:
         for slot in self.leases.end(lease):
-            if slot in self.condemned:
-                self.condemned.discard(slot)
+            if slot in self.damaged_leased:
+                self.damaged_leased.discard(slot)
                 self.grants.give_back(slot)
             else:
                 self._offer(slot)
@@ -270,7 +270,7 @@ class ChunkPool:
         guarded = (self.index.get(key) for key in self._guarded)
         slots = [*self.leases.leased_slots, *(entry.slot for entry in guarded if entry)]
         for slot in slots:
-            entry = self._chunks.get(slot)  # None if condemned
+            entry = self._chunks.get(slot)  # None if damaged
             while entry is not None and entry.slot not in kept:
                 kept.add(entry.slot)
                 entry = self.index.get(entry.parent_key)
@@ -325,7 +325,7 @@ class ChunkPool:
         self._policy.forget(slot)
         if self.leases.is_leased(slot):
             self.slots.quarantine(slot)
-            self.condemned.add(slot)
+            self.damaged_leased.add(slot)
         else:
             self.grants.give_back(slot)
         if self.listener is not None:

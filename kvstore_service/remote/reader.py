@@ -75,7 +75,7 @@ class ChunkReader:
         self._check_current(entry)
         digest.update(data)
         if offset + size == self._payload.size_bytes and digest.intdigest() != entry.checksum:
-            self._store.found_damaged(entry)
+            self._store.drop_damaged(entry)
             raise DataLoss(
                 f"the payload of slot {entry.slot} differs from its checksum",
                 reason="PAYLOAD_MISMATCH",

@@ -1,4 +1,4 @@
-"""The connection to one worker: GetInfo, then a Run stream, again and again.
+"""The connection to one worker: GetInfo, then a Run stream; both again when it ends.
 
 It also watches the worker's health, which announces a drain. gRPC itself reconnects
 with back-off.
@@ -33,14 +33,14 @@ _log = logging.getLogger(__name__)
 
 WORKER_SERVICE = "splitpoint.v1.WorkerService"
 _INFO_SECONDS = 5.0
-# Between attempts at a worker that answers but is not ready: it loads, or it still serves
-# the stream of a scheduler that died.
+# Pause before connecting again to a worker that is not ready: it is loading its model, or
+# it still serves the stream of an earlier scheduler.
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 1.0
 
 
 class WorkerListener(Protocol):
-    """Is told what happens to workers. Implemented by the request manager."""
+    """Receives the events of workers. The request manager implements it."""
 
     def on_worker_ready(self, worker: WorkerConnection) -> None: ...
 
@@ -89,8 +89,8 @@ class WorkerConnection:
         # From the worker's GetInfo; empty until it was reached once.
         self.worker_id = ""
         self.ready: ReadyWorker | None = None
-        # `ready` before the last stream ended, and whether that end was unannounced.
-        self.former: ReadyWorker | None = None
+        # The value of `ready` before the last stream ended; whether it ended without a drain.
+        self.last_ready: ReadyWorker | None = None
         self.was_lost = False
         self.is_draining = False
         # The latest telemetry. None: none yet, or the worker is lost.
@@ -105,7 +105,7 @@ class WorkerConnection:
     def takes_requests(self) -> bool:
         return self.ready is not None and not self.is_draining
 
-    def learn_store(self, instance_id: bytes) -> None:
+    def set_store_instance(self, instance_id: bytes) -> None:
         """Note the store instance that the worker advertises; empty: it advertises none."""
         if not instance_id or instance_id == self._advertised_store:
             return
@@ -131,7 +131,7 @@ class WorkerConnection:
                 await asyncio.sleep(pause)
 
     async def _serve(self, channel: grpc.aio.Channel, owner: ConnectionOwner) -> bool:
-        """Serve one Run stream to its end. Returns whether it was ever open."""
+        """Serve one Run stream to its end. Return True if it was ever open."""
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         health = asyncio.create_task(self._watch_health(channel, owner))
         was_ready = ended_cleanly = False
@@ -144,7 +144,7 @@ class WorkerConnection:
                 was_ready = True
                 self._became_ready(ReadyWorker(info, facts, stream), owner)
                 async for response in stream.responses():
-                    self._read_news(response)
+                    self._keep_measurements(response)
                     owner.listener.on_step(self, response)
             ended_cleanly = True
             self._note("the worker ended its stream")
@@ -156,7 +156,7 @@ class WorkerConnection:
         finally:
             health.cancel()
             if self.ready is not None:
-                self.former, self.ready, self.telemetry = self.ready, None, None
+                self.last_ready, self.ready, self.telemetry = self.ready, None, None
                 self.was_lost = not (ended_cleanly or self.is_draining)
                 if self.was_lost:
                     owner.note_loss(self.worker_id)
@@ -174,7 +174,7 @@ class WorkerConnection:
             owner.listener.on_worker_draining(self)
 
     def _check_model(self, info: worker_pb2.GetInfoResponse) -> None:
-        """Raises FailedPrecondition for a worker that cannot be used."""
+        """Raise FailedPrecondition if the worker cannot be used."""
         for name in ("layer_count", "hidden_size", "vocabulary_size", "context_length"):
             theirs, ours = getattr(info.shape, name), getattr(self._model, name)
             if theirs != ours:
@@ -185,7 +185,10 @@ class WorkerConnection:
             raise FailedPrecondition("its GetInfo lacks worker_id, page_bytes or max_batch_size")
 
     async def _facts_of(self, info: worker_pb2.GetInfoResponse) -> WorkerFacts:
-        """Return what policy needs. Raises SplitpointError for a malformed message."""
+        """Return the facts that the scheduling policy needs.
+
+        Raises SplitpointError for a malformed message.
+        """
         layout = layout_from_proto(info.layout)
         store = None
         if info.kvstore_address:
@@ -203,7 +206,8 @@ class WorkerConnection:
             max_batch_size=info.max_batch_size,
             kvstore_address=info.kvstore_address,
             layout_hash=layout.layout_hash,
-            # The worker's word comes first: its address may name another store on this host.
+            # Prefer the instance that the worker advertises: on this host, its store's address may
+            # reach another store.
             store_instance_id=self._advertised_store or (store.instance_id if store else b""),
             store_slot_count=store.slot_count if store else None,
             slot_bytes=layout.chunk_bytes,
@@ -226,12 +230,12 @@ class WorkerConnection:
                     _log.info("worker %s is draining", self.worker_id)
                     owner.listener.on_worker_draining(self)
         except grpc.RpcError as error:
-            # Whether the worker is gone is told by the end of its stream.
+            # Not a lost worker: only the end of its stream says that.
             _log.info("no health from %s: %s", self.address, statuses.error_of(error).message)
         finally:
             call.cancel()
 
-    def _read_news(self, response: worker_pb2.RunResponse) -> None:
+    def _keep_measurements(self, response: worker_pb2.RunResponse) -> None:
         """Keep the telemetry and the newly measured profile of a message, if any."""
         if response.HasField("telemetry"):
             self.telemetry = response.telemetry

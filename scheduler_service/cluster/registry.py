@@ -112,7 +112,7 @@ class Registry:
         known = {connection.address: connection for connection in self.connections}
         for address, entry in advertised.items():
             connection = known.get(address) or self._add(entry)
-            connection.learn_store(entry.store_instance_id)
+            connection.set_store_instance(entry.store_instance_id)
 
     def _usable(self, entries: Sequence[WorkerEntry]) -> dict[str, WorkerEntry]:
         """Return the entries of this model by address, without second addresses of a worker

@@ -39,7 +39,7 @@ Bytes = npt.NDArray[np.uint8]
 _WORDS_PER_RECORD = RECORD_BYTES // 8
 _FIRST_WORD = RECORDS_OFFSET // 8
 # xxhash releases the GIL from this size on (its own constant).
-_LARGE_ROW_BYTES = 100_000
+_GIL_RELEASE_BYTES = 100_000
 _BLOCK_BYTES = 512 << 10
 
 
@@ -51,7 +51,7 @@ class ForeignOwner(ArenaFormatError):
     """The file belongs to another user."""
 
 
-class OpenToOthers(ArenaFormatError):
+class PermissionsTooOpen(ArenaFormatError):
     """Group or others have permissions on the file."""
 
 
@@ -60,7 +60,7 @@ class InstanceMismatch(ArenaFormatError):
 
 
 class EpochMismatch(ArenaFormatError):
-    """The arena was adopted anew since the caller learned of it."""
+    """Another store has adopted the arena since the caller got its epoch."""
 
 
 class Arena:
@@ -111,10 +111,10 @@ class Arena:
             offset=payload_offset,
         )
         self.payload: Bytes = np.frombuffer(payload, dtype=np.uint8)
-        # Many rows, each too small for the hash to release the GIL.
-        self._is_finely_cut = (
+        # Each plane's part of a slot is too small for the hash to release the GIL.
+        self._has_small_parts = (
             self.layout.chunk_bytes > _BLOCK_BYTES
-            and max(plane.slot_bytes for plane in self.geometry.planes) < _LARGE_ROW_BYTES
+            and max(plane.slot_bytes for plane in self.geometry.planes) < _GIL_RELEASE_BYTES
         )
         self._scratch = threading.local()
         self._planes: dict[tuple[int, str], Bytes] = {}
@@ -136,7 +136,7 @@ class Arena:
         epoch: int,
         session_id: bytes = b"",
     ) -> Arena:
-        """Map the arena that the store's Attach named, for that session.
+        """Map the arena that the store's answer to Attach describes, for that session.
 
         The session's presence is held until `close`; the store serves only sessions that
         hold it. Without a session the arena is only inspected.
@@ -185,9 +185,9 @@ class Arena:
     def is_current(self, slots: Sequence[int], generations: Sequence[int]) -> bool:
         """Return True if every slot is sealed under its generation.
 
-        Call it before reading and again after the last byte was read; bytes read between two
-        different answers must not be used. In a shortened file no slot is current: the rest
-        of its last page reads as zeros.
+        Call it before reading and again after the last byte was read; if the second call returns
+        False, the bytes must not be used. If the file was truncated, the result is False: the
+        kernel returns zeros for the rest of the file's last memory page.
         """
         if os.fstat(self.fd).st_size != self.size_bytes:
             return False
@@ -200,7 +200,7 @@ class Arena:
         )
 
     def commit_word(self, slot: int) -> int:
-        """Read the slot's commit word: one aligned 8-byte load."""
+        """Read the slot's commit word: one aligned 8-byte read."""
         return self._words[_FIRST_WORD + self._checked(slot) * _WORDS_PER_RECORD]
 
     def record(self, slot: int) -> bytes:
@@ -223,7 +223,7 @@ class Arena:
         """
         self._checked(slot)
         digest = xxhash.xxh3_64()
-        if self._is_finely_cut:
+        if self._has_small_parts:
             for block in self._blocks(slot):
                 digest.update(block.data)
         else:
@@ -234,7 +234,7 @@ class Arena:
     def _blocks(self, slot: int) -> Iterator[Bytes]:
         """Yield the payload in blocks that are large enough for the hash to release the GIL.
 
-        A thread that hashes one small row after another keeps the GIL for the interpreter's
+        A thread that hashes many small parts one after another keeps the GIL for the interpreter's
         whole switch interval of 5 ms.
         """
         block: Bytes | None = getattr(self._scratch, "block", None)
@@ -274,7 +274,7 @@ class Arena:
             plane[slot] = 0
 
     def close(self) -> None:
-        """Drop this object's views. The last view anywhere keeps the mapping."""
+        """Drop this object's views. The memory stays mapped while any other view exists."""
         self._planes.clear()
         self._words.release()
         self.metadata.release()
@@ -293,7 +293,7 @@ class Arena:
 def open_arena(path: Path, *, read_only: bool = False) -> int:
     """Open the regular file at `path`, which must be this user's and closed to others.
 
-    Raises NotFound, NotARegularFile, ForeignOwner or OpenToOthers.
+    Raises NotFound, NotARegularFile, ForeignOwner or PermissionsTooOpen.
     """
     try:
         # Non-blocking, so that a pipe in its place does not block this process.
@@ -312,7 +312,7 @@ def open_arena(path: Path, *, read_only: bool = False) -> int:
         if found.st_uid != os.geteuid():
             raise ForeignOwner(f"{path} belongs to user {found.st_uid}")
         if found.st_mode & 0o077:
-            raise OpenToOthers(f"{path} has mode {found.st_mode & 0o777:o}, not 600")
+            raise PermissionsTooOpen(f"{path} has mode {found.st_mode & 0o777:o}, not 600")
     except ArenaFormatError:
         os.close(fd)
         raise

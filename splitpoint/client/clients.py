@@ -5,8 +5,8 @@
             ...                                     # Tokens, ..., then one Completion
         answer = client.generate("def main():").complete()
 
-Both build requests, read answers and translate errors with the same functions; only what
-waits is written twice. Errors are those of `splitpoint.errors`. The clients speak to a
+Both build requests, read answers and translate errors with the same functions; only the code that
+waits exists twice. Errors are those of `splitpoint.errors`. The clients speak to a
 scheduler only, never to workers or stores.
 
 Token and certificates come from the arguments, else from the environment
@@ -84,12 +84,12 @@ _CHECK_HEALTH = _Method(_HEALTH, "Check", answers.is_serving)
 # -- generations -------------------------------------------------------------------------
 
 
-# Functions, not methods: a generator that referred to its Generation would make a
-# reference cycle, and a loop left with `break` would cancel only when the garbage
-# collector runs. The Completion is yielded after the call has ended with its status.
+# These are functions, not methods. A generator method would refer to its Generation and
+# make a reference cycle; after `break` the request would then be cancelled only when the
+# garbage collector runs. The Completion is yielded after the call has ended without error.
 def _receive(call: Any, timeout: float | None) -> Iterator[Event]:
     builder = CompletionBuilder()
-    with _ending(call, timeout):
+    with _cancel_at_end(call, timeout):
         for message in call:
             yield from builder.events(message)
     yield builder.completion()
@@ -97,7 +97,7 @@ def _receive(call: Any, timeout: float | None) -> Iterator[Event]:
 
 async def _receive_async(call: Any, timeout: float | None) -> AsyncIterator[Event]:
     builder = CompletionBuilder()
-    with _ending(call, timeout):
+    with _cancel_at_end(call, timeout):
         async for message in call:
             for event in builder.events(message):
                 yield event
@@ -105,25 +105,25 @@ async def _receive_async(call: Any, timeout: float | None) -> AsyncIterator[Even
 
 
 @contextmanager
-def _ending(call: Any, timeout: float | None) -> Iterator[None]:
+def _cancel_at_end(call: Any, timeout: float | None) -> Iterator[None]:
     """Cancel the call at the end of the block; translate its errors."""
     try:
-        with _translated(f"the generation did not end within {timeout or 0:g} s"):
+        with _translate_errors(f"the generation did not end within {timeout or 0:g} s"):
             yield
     finally:
         _cancel(call)
 
 
 @contextmanager
-def _translated(too_late: str) -> Iterator[None]:
-    """Raise gRPC's errors as ours; `too_late` replaces gRPC's text about a passed deadline."""
+def _translate_errors(deadline_message: str) -> Iterator[None]:
+    """Raise gRPC's errors as SplitpointErrors; `deadline_message` replaces gRPC's text."""
     try:
         yield
     except grpc.RpcError as error:
         result = error_of(error)
         # gRPC's own text contains these words; the scheduler's texts do not.
         if isinstance(result, DeadlineExceeded) and "deadline exceeded" in result.message.lower():
-            result = DeadlineExceeded(too_late)
+            result = DeadlineExceeded(deadline_message)
         raise result from error
 
 
@@ -135,7 +135,7 @@ def _cancel(call: Any) -> None:
         call.cancel()
 
 
-_READ_BEFORE = "this generation was closed or read to its end before"
+_READ_BEFORE = "this generation was already closed or read to its end"
 
 
 class Generation:
@@ -244,9 +244,9 @@ class _Connection:
         requests.check_size(request)
         return getattr(self._stubs[method.stub], method.name)(request, timeout=self._timeout)
 
-    def _answering(self) -> AbstractContextManager[None]:
+    def _translate_unary_errors(self) -> AbstractContextManager[None]:
         """Translate the errors of a unary call."""
-        return _translated(f"{self.address} did not answer within {self._timeout:g} s")
+        return _translate_errors(f"{self.address} did not answer within {self._timeout:g} s")
 
     def _not_ready(self, seconds: float, obstacle: str) -> DeadlineExceeded:
         return DeadlineExceeded(f"{self.address} was not ready within {seconds:g} s: {obstacle}")
@@ -264,7 +264,8 @@ class Client(_Connection):
         token: bearer token. Never sent unencrypted beyond this host.
         ca: PEM file with the authority of the server's certificate; turns TLS on.
         certificate, key: PEM files for a server that demands them.
-        identity: all four in one, read before; the environment is ignored then.
+        identity: token and certificates that were read before. If set, the four arguments
+            above and the environment are ignored.
 
     Raises InvalidArgument and PermissionDenied for files that cannot be used.
     """
@@ -308,7 +309,7 @@ class Client(_Connection):
         return self._call(_CHECK_HEALTH, health_pb2.HealthCheckRequest(service=service))
 
     def _call(self, method: _Method[_Result], request: Message) -> _Result:
-        with self._answering():
+        with self._translate_unary_errors():
             return method.read(self._send(method, request))
 
     def wait_ready(self, timeout: float = 60.0) -> None:
@@ -378,7 +379,7 @@ class AsyncClient(_Connection):
         return await self._call(_CHECK_HEALTH, health_pb2.HealthCheckRequest(service=service))
 
     async def _call(self, method: _Method[_Result], request: Message) -> _Result:
-        with self._answering():
+        with self._translate_unary_errors():
             return method.read(await self._send(method, request))
 
     async def wait_ready(self, timeout: float = 60.0) -> None:

@@ -1,4 +1,4 @@
-"""Plans of a request and of a streamed batch: how cached tokens come back, and why so.
+"""Plans of a request and of a streamed batch: how the cached prefix is restored, and the reason.
 
 Pure arithmetic over shape and profile: no gRPC, no clock, no tensors. In the order in which
 a plan is made: `choices` compares the ways, with `split_costs` (formulas of the schedules),
@@ -44,7 +44,11 @@ __all__ = [
 
 
 def plan_request(shape: ModelShape, profile: Profile, request: PlanInput) -> Plan:
-    """Return the plan of one request; unless forced, never predicted slower than loading."""
+    """Return the plan of one request.
+
+    Unless the client forces a method or a split, the predicted score under the request's
+    objective is never worse than that of loading everything.
+    """
     chooser = Chooser.of(shape, profile, request)
     comparison = chooser.choose()
     best, cached = comparison.best, request.cached_tokens
@@ -80,8 +84,8 @@ class BatchPlan:
     """The split of each sequence in a batch of streamed ones.
 
     Attributes:
-        line: for each sequence by itself.
-        step_seconds: predicted, of a decode step of the whole batch.
+        line: the split as a function of the length of one sequence.
+        step_seconds: predicted seconds of one decode step of the whole batch.
     """
 
     line: SplitLine
@@ -106,17 +110,17 @@ def plan_batch(
     """Return one split line for streamed sequences of these lengths, in tokens.
 
     Sequences that decode together share the link and the step, so they are planned as one
-    sequence of all their tokens. Planned one by one, each would count the whole step's
-    compute as its own, and rebuild too little.
+    sequence of all their tokens. If each sequence had its own plan, each plan would
+    count the compute of the whole step, and would rebuild too few tokens.
 
     Args:
         lengths: at least one.
-        resident_tokens: those of all sequences whose K and V stay on the device.
-        step_compute_seconds: of a step with nothing to fetch; None: the profile's.
+        resident_tokens: tokens, of all sequences together, whose K and V stay on the device.
+        step_compute_seconds: seconds of a step without cache traffic. None: use the profile's.
     """
     total, count = sum(lengths), len(lengths)
     plan = plan_request(
-        # The line of the sum ends at the sum of the contexts.
+        # The combined sequence may be as long as the maximum contexts of all sequences together.
         replace(shape, context_length=count * shape.context_length),
         profile,
         PlanInput(

@@ -11,13 +11,13 @@ from prometheus_client import Counter
 
 from splitpoint.observe.meters import Meters
 from splitpoint.observe.metrics import RPC_CALLS
-from splitpoint.transport.guard import OnAnswer
+from splitpoint.transport.guard import OnCallEnded
 
 # The label of any other method: callers must not be able to add series.
 UNKNOWN_METHOD = "unknown"
 
 
-def count_calls(meters: Meters, service_names: Sequence[str]) -> OnAnswer:
+def count_calls(meters: Meters, service_names: Sequence[str]) -> OnCallEnded:
     """Return the `on_answer` of a server of these services (full names) and health.
 
     Every method starts with 0 calls that succeeded. Call once per process.

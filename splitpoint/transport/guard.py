@@ -25,7 +25,7 @@ from splitpoint.transport.statuses import status_of, trailers_of
 _log = logging.getLogger(__name__)
 
 # Called with the method and the status of each call that has ended.
-OnAnswer = Callable[[str, grpc.StatusCode], None]
+OnCallEnded = Callable[[str, grpc.StatusCode], None]
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -38,7 +38,7 @@ class Guard(grpc.aio.ServerInterceptor):
     request stream through its iterator: `context.read()` would return undecoded bytes.
     """
 
-    def __init__(self, access: Access | None, on_answer: OnAnswer) -> None:
+    def __init__(self, access: Access | None, on_answer: OnCallEnded) -> None:
         self._access = access
         self._on_answer = on_answer
         self._guarded: dict[str, tuple[Any, Any]] = {}
@@ -49,7 +49,7 @@ class Guard(grpc.aio.ServerInterceptor):
             try:
                 caller = self._access.admit(method, handler_call_details.invocation_metadata)
             except Exception as error:
-                return _refusing(method, error, self._on_answer)
+                return _refusing_handler(method, error, self._on_answer)
             # gRPC runs the handler in the same task.
             set_caller(caller)
         handler = await continuation(handler_call_details)
@@ -63,7 +63,7 @@ class Guard(grpc.aio.ServerInterceptor):
         return known[1]
 
 
-def _guarded(handler: Any, method: str, on_answer: OnAnswer) -> Any:
+def _guarded(handler: Any, method: str, on_answer: OnCallEnded) -> Any:
     # Both serializers run inside the guarded call, so that the guard answers their
     # errors. gRPC's own serializer is for handlers that pass messages to context.write().
     def serialize(message: Any) -> bytes:
@@ -80,14 +80,14 @@ def _guarded(handler: Any, method: str, on_answer: OnAnswer) -> Any:
     receive = _decode_stream if handler.request_streaming else _decode
 
     async def answer_once(raw: Any, context: _Context) -> bytes:
-        with _reported(method, context, on_answer):
+        with _report_call_end(method, context, on_answer):
             try:
                 return _encode(handler, await behaviour(receive(handler, raw), context))
             except Exception as error:
                 await _abort(context, method, error)
 
     async def answer_stream(raw: Any, context: _Context) -> None:
-        with _reported(method, context, on_answer):
+        with _report_call_end(method, context, on_answer):
             try:
                 result = behaviour(receive(handler, raw), context)
                 if isinstance(result, Awaitable):
@@ -106,7 +106,7 @@ def _guarded(handler: Any, method: str, on_answer: OnAnswer) -> Any:
 
 
 @contextmanager
-def _reported(method: str, context: _Context, on_answer: OnAnswer) -> Iterator[None]:
+def _report_call_end(method: str, context: _Context, on_answer: OnCallEnded) -> Iterator[None]:
     """Report how the call in this block ended."""
     try:
         yield
@@ -124,18 +124,18 @@ def _code_of(context: _Context) -> grpc.StatusCode:
     return code if isinstance(code, grpc.StatusCode) else _CODES[code or 0]
 
 
-def ignore_answer(method: str, code: grpc.StatusCode) -> None:
+def ignore_call_end(method: str, code: grpc.StatusCode) -> None:
     """Do nothing, for servers that do not count their calls."""
 
 
-def _refusing(method: str, error: Exception, on_answer: OnAnswer) -> Any:
+def _refusing_handler(method: str, error: Exception, on_answer: OnCallEnded) -> Any:
     """Return a handler that answers a call with `error`.
 
     It is a stream on both sides for every kind of method, so that gRPC reads no request.
     """
 
     async def refuse(_: Any, context: _Context) -> None:
-        with _reported(method, context, on_answer):
+        with _report_call_end(method, context, on_answer):
             await _abort(context, method, error)
 
     return grpc.stream_stream_rpc_method_handler(refuse)

@@ -11,7 +11,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from splitpoint.errors import Unavailable
 from splitpoint.host.descriptors import connection_limit
 from splitpoint.transport.access import Access
-from splitpoint.transport.guard import Guard, OnAnswer, ignore_answer
+from splitpoint.transport.guard import Guard, OnCallEnded, ignore_call_end
 from splitpoint.transport.limits import SHARED_OPTIONS, Options
 from splitpoint.transport.tls import PLAIN, Identity
 
@@ -37,7 +37,7 @@ def create_server(
     max_concurrent_rpcs: int | None = None,
     options: Sequence[tuple[str, Any]] = (),
     access: Access | None = None,
-    on_answer: OnAnswer | None = None,
+    on_answer: OnCallEnded | None = None,
 ) -> grpc.aio.Server:
     """Return a server with guarded handlers and the limits of the wire contract.
 
@@ -53,7 +53,7 @@ def create_server(
     """
     merged = {**dict(_SERVER_OPTIONS), _CONNECTIONS: connection_limit(), **dict(options)}
     return grpc.aio.server(
-        interceptors=[Guard(access, on_answer or ignore_answer)],
+        interceptors=[Guard(access, on_answer or ignore_call_end)],
         options=list(merged.items()),
         maximum_concurrent_rpcs=max_concurrent_rpcs,
     )

@@ -39,13 +39,13 @@ def up(
     the first time, or 5 times within 2 minutes, everything stops, with its reason
     in the last line and its exit code: 2 wrong input, 3 a port is taken, 4 not ready
     in time, 5 memory or another resource is short, 1 anything else.
-    While other workers are left, a worker is given up alone and tried again later.
+    If other workers still run, only the failing worker is given up; it is started again later.
     """
     stack = plan_stack(options)
     check_store_arguments(stack)
     running = run_stack(
         stack,
-        # A level that was asked for is shown.
+        # If the user sets a log level, the lines of this level are shown.
         verbose=verbose or options.log_level is not None,
         limits=None if no_restart else RestartLimits(),
     )

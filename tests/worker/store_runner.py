@@ -114,7 +114,7 @@ class StoreRunner:
     def lose(self, chunk: StoredChunk) -> None:
         """Withdraw a leased chunk, as the store does with damaged ones."""
         session = self.connection.session_id
-        self.store.found_damaged(self.store.leased_chunk(session, chunk.slot, chunk.generation))
+        self.store.drop_damaged(self.store.leased_chunk(session, chunk.slot, chunk.generation))
 
     def scrub(self) -> int:
         """Read every sealed chunk as the store's scrubber does; return how many were dropped."""

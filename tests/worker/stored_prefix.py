@@ -109,7 +109,7 @@ class StoredPrefix:
     def lose(self, index: int) -> None:
         """Withdraw a chunk, as the store does with damaged ones."""
         chunk = self.chunks[index]
-        self.store.found_damaged(
+        self.store.drop_damaged(
             self.store.leased_chunk(self.session_id, chunk.slot, chunk.generation)
         )
 

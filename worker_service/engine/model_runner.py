@@ -91,7 +91,7 @@ class ModelRunner:
             spans = self._lanes.collect()
         except BaseException:
             # Between steps no copy may be under way, also when the engine ends here.
-            self._lanes.settle()
+            self._lanes.finish_after_error()
             raise
         lost = _lost(batch, checks)
         if lost:
@@ -101,7 +101,7 @@ class ModelRunner:
         choices = self._choose(batch, logits, finite)
         whole = []
         if prefetcher is None:
-            whole = self._lanes.counted([_step_span(batch, began, time.perf_counter())])
+            whole = self._lanes.count_spans([_step_span(batch, began, time.perf_counter())])
         self._computing_since = None
         return StepResult(batch, spans, whole, choices)
 

@@ -14,11 +14,11 @@ import torch
 from splitpoint.planning.schedule import Lane
 from worker_service.lanes.lanes import (
     SIDE_LANES,
+    DoneEvent,
     EmulatedLink,
     Event,
     FutureEvent,
     Lanes,
-    Reached,
     Source,
     Step,
     Work,
@@ -58,7 +58,7 @@ class ThreadLanes(Lanes):
             for event in after:
                 event.wait()
             self._spans.append(self._carry_out(lane, work, time.perf_counter()))
-            return Reached()
+            return DoneEvent()
         futures = [event.future for event in after if isinstance(event, FutureEvent)]
         return FutureEvent(self._run_in(lane, work, futures))
 
@@ -141,7 +141,7 @@ class ThreadLanes(Lanes):
         while self._pending:
             future = self._pending[0]
             failure = future.exception()  # waits
-            # Only now: if the wait is interrupted, `settle` must still wait for this one.
+            # Only now: after an interrupted wait `finish_after_error` must wait for this one.
             self._pending.popleft()
             if failure is None:
                 spans += future.result()

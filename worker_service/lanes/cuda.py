@@ -47,7 +47,7 @@ class StreamLanes(Lanes):
     """
 
     # One answer of a source is under way while the next is given to its stream.
-    ahead = 1
+    unfinished_batches = 1
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         super().__init__(device)
@@ -88,7 +88,7 @@ class StreamLanes(Lanes):
             with torch.inference_mode():
                 while works := source():
                     under_way.append([self._enqueue(lane, stream, work) for work in works][-1])
-                    if len(under_way) > self.ahead:
+                    if len(under_way) > self.unfinished_batches:
                         under_way.popleft().synchronize()
             for end in under_way:
                 end.synchronize()

@@ -23,7 +23,7 @@ from splitpoint.planning.schedule import Lane, Schedule
 from worker_service.lanes.timeline import Span
 from worker_service.lanes.totals import LaneTotals
 
-# Write-back uses the lane LINK_OUT from a thread of its own: see `carry_out`.
+# Write-back uses the lane LINK_OUT from a thread of its own: see `run_in_this_thread`.
 SIDE_LANES = (Lane.LINK_IN, Lane.WEIGHTS_IN)
 
 
@@ -67,7 +67,7 @@ class Event(ABC):
         """True if the event was reached; never waits."""
 
 
-class Reached(Event):
+class DoneEvent(Event):
     """An event of work that was done before the event was made."""
 
     def wait(self) -> None:
@@ -144,11 +144,11 @@ class Lanes(ABC):
     Attributes:
         before: called in the lane before each piece of work; tests delay lanes with it.
         overlapping: lanes run side by side; False for the serial twin.
-        ahead: the number of a source's latest answers that are not done at its next call.
+        unfinished_batches: most batches of a source that may still run when it is called again.
     """
 
     overlapping = True
-    ahead = 0
+    unfinished_batches = 0
 
     def __init__(self, device: torch.device, link: EmulatedLink | None = None) -> None:
         if link is not None and device.type != "cpu":
@@ -174,7 +174,7 @@ class Lanes(ABC):
     def run_all(self, steps: Iterable[Step]) -> None:
         """Run steps that are known in advance; raises as `run` does.
 
-        Unlike a loop over `run`, this lets side lanes go ahead of the caller's own
+        Unlike a loop over `run`, this lets side lanes go unfinished_batches of the caller's own
         compute work, which on a CPU is done in this call.
         """
         events: list[Event] = []
@@ -197,21 +197,21 @@ class Lanes(ABC):
 
     def record_event(self) -> Event:
         """Return an event after all compute that was issued until now, also without `run`."""
-        return Reached()
+        return DoneEvent()
 
     def collect(self) -> list[Span]:
         """Return the spans of the work that ended since the last call.
 
         Waits for compute alone. Raises the first error of the work that ended.
         """
-        return self.counted(self._collect())
+        return self.count_spans(self._collect())
 
     def finish(self) -> list[Span]:
         """Wait on the host until every lane is empty; return the spans since the last call.
 
         Raises the first error of a lane's work, after all of it has ended.
         """
-        return self.counted(self._finish())
+        return self.count_spans(self._finish())
 
     @abstractmethod
     def _collect(self) -> list[Span]:
@@ -221,7 +221,7 @@ class Lanes(ABC):
     def _finish(self) -> list[Span]:
         """Do what `finish` says, without counting."""
 
-    def counted(self, spans: list[Span]) -> list[Span]:
+    def count_spans(self, spans: list[Span]) -> list[Span]:
         """Count and return spans. Callers use it only for work that no lane ran."""
         if spans:
             if self._totals is None:
@@ -230,21 +230,21 @@ class Lanes(ABC):
         return spans
 
     def pop_totals(self) -> LaneTotals | None:
-        """Return and reset the totals of `collect`, `finish` and `settle`; None if empty.
+        """Return and reset the totals of all work that was collected; None if empty.
 
-        Callers of `carry_out` count their own work.
+        Callers of `run_in_this_thread` count their own work.
         """
         tally, self._totals = self._totals, None
         return tally
 
-    def settle(self) -> None:
+    def finish_after_error(self) -> None:
         """Finish after an error: drop the spans and any further error."""
         with contextlib.suppress(Exception):
             self.finish()
 
     def close(self) -> None:
         """Wait for all work, and end the lanes' threads."""
-        self.settle()
+        self.finish_after_error()
 
     @staticmethod
     def _require_side(lane: Lane) -> None:
@@ -255,7 +255,7 @@ class Lanes(ABC):
         if self.before is not None:
             self.before(lane)
 
-    def carry_out(self, lane: Lane, work: Work) -> Span:
+    def run_in_this_thread(self, lane: Lane, work: Work) -> Span:
         """Do the work now, in the calling thread, and return its span.
 
         This is for a lane that has a single user, with a thread of its own. `finish` does
@@ -289,14 +289,14 @@ class SerialLanes(Lanes):
             torch.cuda.current_stream(self.device).synchronize()
             span = span_of(lane, work, span.start, time.perf_counter())
         self._spans.append(span)
-        return Reached()
+        return DoneEvent()
 
     def run_on_demand(self, lane: Lane, source: Source) -> Event:
         self._require_side(lane)
         while works := source():
             for work in works:
                 self.run(lane, work)
-        return Reached()
+        return DoneEvent()
 
     def _collect(self) -> list[Span]:
         return self._finish()

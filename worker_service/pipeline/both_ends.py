@@ -69,7 +69,7 @@ def restore_from_both_ends(
         begun: deque[Event] = deque()
         while (chunks := queue.pop_front()) is not None:
             begun.append(lanes.run(Lane.COMPUTE, front.work(chunks)))
-            if len(begun) > lanes.ahead:
+            if len(begun) > lanes.unfinished_batches:
                 begun.popleft().wait()
             if loads.is_done:
                 loads.wait()  # raises the error that ended it
@@ -77,7 +77,7 @@ def restore_from_both_ends(
     except BaseException:
         queue.close()
         # The pages may be given to another request: no lane may touch them any more.
-        lanes.settle()
+        lanes.finish_after_error()
         raise
     # A slot's generation only grows: one that is current now was current all the time.
     transfer.tensors.check_current(back.loaded)
@@ -105,7 +105,7 @@ class _LockedQueue:
             front=front,
             back=back,
             expected_share=1.0 if expected_tokens >= cached else expected_tokens / (count * chunk),
-            ahead=lanes.ahead,
+            ahead=lanes.unfinished_batches,
         )
 
     def pop_front(self) -> range | None:

@@ -90,7 +90,7 @@ def restore(
         spans += lanes.finish()
     except BaseException:
         # The pages may be given to another request: no lane may touch them any more.
-        lanes.settle()
+        lanes.finish_after_error()
         raise
     # A slot's generation only grows: one that is current now was current all the time.
     transfer.tensors.check_current(wanted)

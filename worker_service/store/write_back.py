@@ -339,7 +339,7 @@ class WriteBack:
         size = len(jobs) * tensors.layout.chunk_bytes
         tokens = sum(len(job.token_ids) for job in jobs)
         work = Work("store K,V,X", call, size, size, tokens=tokens)
-        span = self._lanes.carry_out(Lane.LINK_OUT, work)
+        span = self._lanes.run_in_this_thread(Lane.LINK_OUT, work)
         if self.trace is not None:
             self.trace.extend([span])
         return checksums, span

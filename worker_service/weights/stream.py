@@ -17,7 +17,7 @@ import torch
 from splitpoint.planning.schedule import Lane
 from splitpoint.planning.weight_schedule import WeightPiece
 from worker_service.device.copies import copy
-from worker_service.lanes.lanes import Event, Lanes, Reached, Work
+from worker_service.lanes.lanes import DoneEvent, Event, Lanes, Work
 from worker_service.weights.host import HostUnit, Slot
 
 Portions = Sequence[Sequence[WeightPiece]]
@@ -30,7 +30,7 @@ class _Filled:
     slot: Slot
     position: int | None = None
     arrived: dict[WeightPiece, Event] = field(default_factory=dict)
-    # Reached when all compute that read the slot is done; None if there was none.
+    # DoneEvent when all compute that read the slot is done; None if there was none.
     read: Event | None = None
 
 
@@ -127,7 +127,7 @@ class WeightStream:
     def lent(self, key: int, piece: WeightPiece, slot: int) -> Iterator[None]:
         """Use a piece that arrived in a slot while compute that reads it is issued."""
         filled = self._slots[slot]
-        filled.position, filled.arrived = self._positions[key], {piece: Reached()}
+        filled.position, filled.arrived = self._positions[key], {piece: DoneEvent()}
         try:
             with self._lent(filled):
                 yield

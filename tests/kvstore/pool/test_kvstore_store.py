@@ -260,7 +260,7 @@ def test_a_parent_stays_while_its_child_is_being_sealed(bench: Bench) -> None:
     keys, _ = store_sequence(bench.store, session, SALT, [1, 2, 3, 4])
     [granted] = grant(bench, session)
     chunk = written(bench, granted, (5,), keys[0])
-    with bench.store.sealing([chunk]):
+    with bench.store.protect_parents([chunk]):
         with pytest.raises(ResourceExhausted):
             grant(bench, session, 7)
         damages = bench.store.verify([chunk])
@@ -272,7 +272,7 @@ def test_a_parent_without_child_goes_after_all(bench: Bench) -> None:
     session = bench.attach()
     keys, _ = store_sequence(bench.store, session, SALT, [1, 2, 3, 4])
     chunk = WrittenChunk(5, 1, keys[0], (5,), 0)
-    with bench.store.sealing([chunk]), bench.store.sealing([chunk]):
+    with bench.store.protect_parents([chunk]), bench.store.protect_parents([chunk]):
         assert bench.store.pool.reclaimable_count() == 0
     assert bench.store.pool.reclaimable_count() == 1
     grant(bench, session, SLOTS)

@@ -363,8 +363,8 @@ def test_a_chunk_that_proves_damaged_under_leases_is_not_served(bench: Bench) ->
     found = bench.store.match(other, SALT, [1] * 12)
     middle = found.entries[1]
     handles = [(entry.slot, entry.generation) for entry in found.entries]
-    bench.store.found_damaged(middle)
-    bench.store.found_damaged(middle)  # again: it is known
+    bench.store.drop_damaged(middle)
+    bench.store.drop_damaged(middle)  # again: it is known
     assert bench.store.counters.checksum_failures == 1
     assert bench.store.match(session, SALT, [1] * 12).cached_tokens == 4
     # The reader finds out, and its slots are not used by others before it is done.
@@ -377,11 +377,11 @@ def test_a_chunk_that_proves_damaged_under_leases_is_not_served(bench: Bench) ->
     assert bench.states() == (2, 5, 1, 0)
 
 
-def test_a_condemned_slot_survives_a_crash_as_quarantined(bench: Bench) -> None:
+def test_a_damaged_leased_slot_survives_a_crash_as_quarantined(bench: Bench) -> None:
     session, other = bench.attach(), bench.attach()
     store_sequence(bench.store, session, SALT, [1] * 4)
     found = bench.store.match(other, SALT, [1] * 4)
-    bench.store.found_damaged(found.entries[0])
+    bench.store.drop_damaged(found.entries[0])
     bench.crash()
     assert bench.states() == (7, 0, 0, 1)
     bench.presence.gone.add(session)

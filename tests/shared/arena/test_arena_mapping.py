@@ -214,7 +214,7 @@ def test_attach_refuses_files_that_cannot_be_ours(made: Arena, shm_folder: Path)
         refuse(shm_folder / "socket", arenas.NotARegularFile)
     refuse(shm_folder / "nothing", NotFound)
     made.path.chmod(0o640)
-    refuse(made.path, arenas.OpenToOthers)
+    refuse(made.path, arenas.PermissionsTooOpen)
     made.path.chmod(0o600)
     if os.geteuid() == 0:
         os.chown(made.path, 65534, -1)

@@ -31,7 +31,7 @@ STORE = "splitpoint.v1.KvStoreService"
 @asynccontextmanager
 async def listening(
     register: Callable[[grpc.aio.Server], object],
-    on_answer: guard.OnAnswer,
+    on_answer: guard.OnCallEnded,
     access: Access | None = None,
 ) -> AsyncIterator[str]:
     server = servers.create_server(on_answer=on_answer, access=access)
@@ -42,7 +42,7 @@ async def listening(
     await server.stop(0)
 
 
-def counting(heard: Heard) -> guard.OnAnswer:
+def counting(heard: Heard) -> guard.OnCallEnded:
     def hear(method: str, code: grpc.StatusCode) -> None:
         heard[method.removeprefix("/test.Service/"), code.name] += 1
 

@@ -159,7 +159,7 @@ def test_copies_behind_compute_that_failed_are_not_done(threads: ThreadLanes) ->
                 Step(Lane.WEIGHTS_IN, Work("never", lambda: seen.append("out")), (2,)),
             ]
         )
-    threads.settle()
+    threads.finish_after_error()
     assert seen == []
 
 
@@ -253,7 +253,7 @@ def test_what_waits_for_something_that_failed_is_not_done(threads: ThreadLanes) 
     threads.run(Lane.WEIGHTS_IN, Work("other", lambda: seen.append("other")))
     with pytest.raises(OSError, match="the bus is gone"):
         threads.run(Lane.COMPUTE, Work("never", lambda: seen.append("compute")), [dependent])
-    threads.settle()
+    threads.finish_after_error()
     assert seen == ["other"]
     assert threads.finish() == []
 
@@ -268,7 +268,7 @@ def test_settling_waits_and_drops_errors_and_spans(threads: ThreadLanes) -> None
     for number in range(20):
         threads.run(Lane.LINK_IN, Work("slow", partial(slowly, 1e-3, done, number)))
     threads.run(Lane.LINK_IN, Work("bad", raiser(ValueError("x"))))
-    threads.settle()
+    threads.finish_after_error()
     assert done == list(range(20))
     assert threads.finish() == []
 
@@ -366,7 +366,7 @@ def test_both_directions_have_a_link_of_their_own() -> None:
 
     def write_back() -> None:
         for _ in range(30):
-            outward.append(lanes.carry_out(Lane.LINK_OUT, copy(PIECE)))
+            outward.append(lanes.run_in_this_thread(Lane.LINK_OUT, copy(PIECE)))
 
     writer = threading.Thread(target=write_back)
     writer.start()
@@ -562,7 +562,7 @@ def test_settling_waits_for_work_that_failed_half_way() -> None:
     with pytest.raises(OSError, match="out of streams"):
         lanes.run(Lane.WEIGHTS_IN, Work("half", half))
     assert cuda.current is cuda.default
-    lanes.settle()
+    lanes.finish_after_error()
     assert seen == ["half"]
 
 

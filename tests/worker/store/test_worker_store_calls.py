@@ -311,7 +311,7 @@ class Posted:
 
 
 async def test_between_two_steps_or_never(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker_service.runtime.STEP_SECONDS", 0.05)
+    monkeypatch.setattr("worker_service.runtime.STEP_TIMEOUT_SECONDS", 0.05)
     engine: Any = Posted()
     runtime = Runtime(engine, None)
     ran: list[str] = []

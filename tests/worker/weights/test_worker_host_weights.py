@@ -249,7 +249,7 @@ def test_an_error_on_the_weights_lane_ends_the_step(folders: Callable[[str], Pat
     lanes.before = fail
     with pytest.raises(OSError, match="the bus is gone"):
         one_pass(model, 0)
-    lanes.settle()
+    lanes.finish_after_error()
     lanes.close()
 
 
