@@ -86,13 +86,13 @@ class ChunkPool:
         self._chunks: dict[int, Entry] = {}  # slot -> sealed chunk
         self._guarded: Counter[bytes] = Counter()  # keys of chunks about to get children
         self._seal_number = recovered.last_seal_number
-        self._restore(recovered)
+        self._adopt(recovered)
         self.grants = SlotGrants(self.slots, recovered)
 
     def close(self) -> None:
         self.slots.close()
 
-    def _restore(self, recovered: RecoveredState) -> None:
+    def _adopt(self, recovered: RecoveredState) -> None:
         """Serve, quarantine or free every slot that an earlier store used."""
         for slot, state in enumerate(recovered.states):
             if state is SlotState.WRITING:

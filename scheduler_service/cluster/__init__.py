@@ -1,1 +1,1 @@
-"""The workers that the scheduler knows: how it finds, connects to, and loses them."""
+"""The workers that the scheduler knows: how it finds and connects to them."""

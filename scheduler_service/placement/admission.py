@@ -1,7 +1,7 @@
 """Decides which requests start, wait, or are rejected: FIFO over each worker's ledger.
 
-Pure: no clock, no I/O. A waiting request keeps every worker that could run it from
-later requests, so nothing overtakes on the memory it needs and nothing starves. A
+Pure: no clock, no I/O. No later request starts on a worker that a waiting request could run on, so
+none takes memory that an earlier one waits for and nothing starves. A
 request pinned to a busy worker holds up only that worker.
 """
 

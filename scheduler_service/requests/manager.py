@@ -75,7 +75,9 @@ class RequestManager:
     # -- a request arrives ------------------------------------------------------------------
 
     def start(self, request: Request, span: Span = NO_SPAN) -> Request:
-        """Accept a request, or return the known one of its id. Attach to the result at once.
+        """Accept a request, or return the known one of its id.
+
+        The caller attaches a reader to the result before it awaits anything.
 
         An accepted request takes the span over and ends it.
 

@@ -85,7 +85,7 @@ class PipelineOptions:
     extra_operations: int = 0
 
 
-class Work(NamedTuple):
+class WorkSeconds(NamedTuple):
     """Seconds of each kind of work at one split, summed over all layers.
 
     Attributes:
@@ -118,24 +118,24 @@ class Delays(NamedTuple):
 NO_DELAYS = Delays()
 
 
-def serial_bounds(work: Work) -> tuple[float, ...]:
+def serial_bounds(work: WorkSeconds) -> tuple[float, ...]:
     """Return the only bound where nothing overlaps."""
     return (work.send + work.rebuild + work.load + work.compute,)
 
 
-def column_bounds(work: Work) -> tuple[float, ...]:
+def column_bounds(work: WorkSeconds) -> tuple[float, ...]:
     """Return the bounds where each layer sends X first, then rebuilds while it loads."""
     link = work.send + work.load + work.compute
     device = work.send + work.rebuild + work.compute
     return link, device
 
 
-def shared_bounds(work: Work) -> tuple[float, ...]:
+def shared_bounds(work: WorkSeconds) -> tuple[float, ...]:
     """Return for how long one of many overlapping restores occupies link and device."""
     return work.send + work.load, work.rebuild + work.compute
 
 
-def pipelined_bounds(work: Work, delays: Delays) -> tuple[float, ...]:
+def pipelined_bounds(work: WorkSeconds, delays: Delays) -> tuple[float, ...]:
     """Return the bounds of a restore without barriers."""
     device = work.rebuild + work.compute
     link = work.send + work.load + work.compute
@@ -143,7 +143,7 @@ def pipelined_bounds(work: Work, delays: Delays) -> tuple[float, ...]:
 
 
 def step_bounds(
-    work: Work, delays: Delays, *, layers: int, ahead: float, weights: float
+    work: WorkSeconds, delays: Delays, *, layers: int, ahead: float, weights: float
 ) -> tuple[float, ...]:
     """Return the bounds of a decode step that streams the prefix.
 
@@ -291,7 +291,7 @@ class SplitCosts:
 
     def _work(
         self, split: int, pieces: int, cached: int, options: PipelineOptions
-    ) -> tuple[Work, float]:
+    ) -> tuple[WorkSeconds, float]:
         """Return the work, and the seconds of its sends that host weights take."""
         is_row = options.schedule is Schedule.ROW
         kv_weights = self.kv_weights if split else 0.0
@@ -300,7 +300,7 @@ class SplitCosts:
         if options.scenario is Scenario.RESTORE and cached:
             operations = self.operations(pieces, cached - split, sends=not is_row)
             compute += self.overhead_seconds(operations + options.extra_operations)
-        work = Work(
+        work = WorkSeconds(
             weights if is_row else weights + self._send(split, pieces),
             self._rebuild(split, pieces),
             self._load(cached - split, pieces),
@@ -326,7 +326,7 @@ class SplitCosts:
             waits = max(0, pieces - options.slots + 1) if options.slots else 0
             free_slot = waits * self._rebuild_tile(tile) - load / layers
         elif self.sending_layers:
-            # The first X, behind a load, against the one tile of layer 0.
+            # The first X arrives after one load; meanwhile layer 0 rebuilds one tile.
             arrival = load / (layers * pieces) + first_copy
             first_send = arrival - self._rebuild_tile(first_tile)
         # The first layer's weights arrive before anything is rebuilt with them.

@@ -53,13 +53,13 @@ class Keeper:
         self._failures: asyncio.Queue[BaseException] = asyncio.Queue()
         # Given-up workers: the message of the last death, and the time of the next start.
         self._given_up: dict[str, tuple[str, float]] = {}
-        # Services that are being replaced: their ends are no deaths.
+        # Services that are being replaced: their exits are expected.
         self._renewed: set[Service] = set()
         # Called when the result of `given_up` changes.
         self.on_given_up: Callable[[], None] = lambda: None
 
     async def run(self) -> ServiceExited:
-        """Return the last death of a service that the stack cannot do without."""
+        """Run until a needed service is down for good, and return its exit."""
         exit_ = asyncio.create_task(self._supervisor.next_exit())
         failure = asyncio.create_task(self._failures.get())
         try:
@@ -111,7 +111,7 @@ class Keeper:
         decision = policy.died(now, served_seconds=service.served_seconds)
         if isinstance(decision, GiveUp):
             death = service.death(and_then=decision.reason)
-            if not self._can_do_without(service.name, death, decision):
+            if not self._try_give_up(service.name, death, decision):
                 return death
             seconds = decision.retry_seconds
         else:
@@ -123,7 +123,7 @@ class Keeper:
         self._bring_back_later(_same_again(service), seconds)
         return None
 
-    def _can_do_without(self, name: str, death: ServiceExited, decision: GiveUp) -> bool:
+    def _try_give_up(self, name: str, death: ServiceExited, decision: GiveUp) -> bool:
         """Return True if other workers are left; then note and report this one as given up."""
         others = self._workers.keys() - self._given_up.keys() - {name}
         if name not in self._workers or not others or not decision.retry_seconds:
@@ -151,7 +151,7 @@ class Keeper:
                 if isinstance(decision, GiveUp):
                     why = f"cannot be started: {error.why}"
                     death = ServiceExited(command.name, 1, (), and_then=why)
-                    if not self._can_do_without(command.name, death, decision):
+                    if not self._try_give_up(command.name, death, decision):
                         raise death from error
                     self._bring_back_later(command, decision.retry_seconds)
                     return None

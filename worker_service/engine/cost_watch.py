@@ -69,7 +69,7 @@ class CostWatch:
             self._tracker.step_compute.observe(times.compute_busy - rebuilding)
             self._beyond.observe(max(0.0, times.seconds - max(times.link_busy, times.compute_busy)))
 
-    def settle(self) -> Profile | None:
+    def changed_profile(self) -> Profile | None:
         """Return the profile if it changed enough to be reported, else None."""
         return self._tracker.profile if self._tracker.settle() else None
 

@@ -119,7 +119,7 @@ class Engine:
         match: Match | None = None,
         spans: RequestSpans | None = None,
     ) -> None:
-        """Queue a request with its leased prefix; from any thread."""
+        """Queue a request with its leased prefix for the next step; from any thread."""
         self.post(Sequence(admission, match, spans))
 
     def post(self, command: Command) -> None:
@@ -135,7 +135,7 @@ class Engine:
                     deliver(output)
                 if not output.ran and not self._stopped:
                     # Whatever lets a request go on arrives as a command.
-                    self._carry_out(self._commands.get())
+                    self._apply(self._commands.get())
         finally:
             self.lanes.close()
             if self.verifier is not None:
@@ -183,13 +183,13 @@ class Engine:
     def _schedule(self) -> Batch | None:
         """Carry out commands, admit and restore requests, and lay out what can run."""
         while not self._commands.empty():
-            self._carry_out(self._commands.get())
+            self._apply(self._commands.get())
         self.queues.admit_waiting()
         self._restore_admitted()
-        self._draw_shared_split(costs_changed=False)
+        self._plan_shared_split(costs_changed=False)
         return self._form_batch()
 
-    def _carry_out(self, command: Command) -> None:
+    def _apply(self, command: Command) -> None:
         match command:
             case Sequence():
                 self.queues.waiting.append(command)
@@ -221,15 +221,15 @@ class Engine:
             try:
                 event = self.restorer.restore(sequence)
             except ChunkLost as error:
-                self.queues.lose(sequence, error)
+                self.queues.restart_after_loss(sequence, error)
             except SplitpointError as error:
                 self.queues.finish(sequence, FinishEvent(sequence.key, error=error))
             else:
                 if event is not None:
                     self.queues.output.restores.append(event)
 
-    def _draw_shared_split(self, *, costs_changed: bool) -> None:
-        """Give all sequences that stream one split line, except those with a forced split."""
+    def _plan_shared_split(self, *, costs_changed: bool) -> None:
+        """Give one split line to all streamed sequences, except those with a forced split."""
         costs = self._observers.costs
         if costs is None:
             return
@@ -288,9 +288,9 @@ class Engine:
         output, self.queues.output = self.queues.output, StepOutput()
         output.work = self.lanes.pop_totals()
         if self._observers.costs is not None:
-            output.profile = self._observers.costs.settle()
+            output.profile = self._observers.costs.changed_profile()
             if output.profile is not None:
-                self._draw_shared_split(costs_changed=True)
+                self._plan_shared_split(costs_changed=True)
         output.running_count = len(self.queues.running)
         output.cache_used_bytes = self.cache.used_bytes
         return output

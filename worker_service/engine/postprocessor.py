@@ -35,7 +35,7 @@ class Postprocessor:
         """
         batch = result.batch
         for each in result.lost:
-            self._queues.lose(each.sequence, each.cause)
+            self._queues.restart_after_loss(each.sequence, each.cause)
         if result.lost:
             return
         if tracing.is_on():
@@ -90,7 +90,7 @@ class Postprocessor:
         """
         error = Internal("the model produced NaN or infinite logits", reason="NON_FINITE_LOGITS")
         if sequence.match is not None and sequence.cached_chunks:
-            self._queues.lose(sequence, error, fatal=error)
+            self._queues.restart_after_loss(sequence, error, fatal=error)
             return None
         sequence.writes_back = False
         self._page_manager.clear_unwritten(sequence)

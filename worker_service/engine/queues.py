@@ -139,7 +139,7 @@ class SequenceQueues:
         else:
             self._release(sequence, event)
 
-    def lose(
+    def restart_after_loss(
         self, sequence: Sequence, cause: SplitpointError, *, fatal: SplitpointError | None = None
     ) -> None:
         """Start a sequence over, once the store has inspected the chunks that it read.
@@ -176,7 +176,7 @@ class SequenceQueues:
         is_running = sequence in self.running
         if is_running and error.reason == "CHUNK_LOST":
             if not sequence.awaits_match:
-                self.lose(sequence, error)
+                self.restart_after_loss(sequence, error)
             return
         self._page_manager.free_input_pages(sequence)
         if not sequence.is_streamed or not is_running:

@@ -17,7 +17,12 @@ from splitpoint.errors import ChunkLost
 from worker_service.device.cache import DeviceCache
 from worker_service.engine.cost_watch import StepTraffic
 from worker_service.engine.sequence import Sequence
-from worker_service.model.attention import Partial, decode_partial, prefill_partial, tile_rows
+from worker_service.model.attention import (
+    PartialAttention,
+    decode_partial,
+    prefill_partial,
+    tile_rows,
+)
 from worker_service.model.attention_plan import DecodePlan
 from worker_service.model.layer import DecoderLayer
 from worker_service.pipeline.prefetch import Prefetcher, TileTransfer
@@ -60,7 +65,7 @@ class _Attention:
     queries: torch.Tensor
     layer: DecoderLayer
     first_position: int = 0
-    merged: Partial | None = None
+    merged: PartialAttention | None = None
 
     def add_prefill(
         self, keys: torch.Tensor, values: torch.Tensor, *, rows: int, first_position: int
@@ -94,11 +99,11 @@ class _Attention:
             )
         )
 
-    def _merge(self, part: Partial) -> None:
+    def _merge(self, part: PartialAttention) -> None:
         self.merged = part if self.merged is None else self.merged.merge(part)
 
     @property
-    def result(self) -> Partial:
+    def result(self) -> PartialAttention:
         if self.merged is None:
             raise RuntimeError("a query attends nothing, not even itself")
         return self.merged
@@ -109,7 +114,7 @@ class StreamedPrefill:
     """New tokens after a prefix that is partly in the store.
 
     Attributes:
-        kept: pages of the prefix on the device, before and behind what is stored; the new
+        kept: device pages before and after the stored part; the new
             tokens' own pages included.
         tile_transfers: the stored rest, for layers of each window.
     """
@@ -160,7 +165,7 @@ class StreamedStep:
         sequences: those that it reads for.
         tile_pages: pages of the largest tile.
         layers: the tiles of each layer, in the order in which it consumes them.
-        tokens: what a layer reads; of layers with windows, the one that sees most.
+        tokens: what the layer that reads most reads; layers with sliding windows read less.
         decodes: the tiles of decoding sequences, for layers of each window.
     """
 
@@ -176,8 +181,8 @@ class StreamedStep:
         index: int,
         layer: DecoderLayer,
         queries: torch.Tensor,
-        on_device: Partial,
-    ) -> Partial:
+        on_device: PartialAttention,
+    ) -> PartialAttention:
         """Merge the attention over the device's own pages with every tile's.
 
         `queries`: `[B, n_q, d]`.

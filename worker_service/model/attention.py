@@ -34,7 +34,7 @@ _LEAST = float(LEAST)
 
 
 @dataclass(frozen=True, slots=True)
-class Partial:
+class PartialAttention:
     """Attention of N query tokens over some of their keys, not normalised yet.
 
     Attributes:
@@ -47,11 +47,11 @@ class Partial:
     peak: torch.Tensor
     total: torch.Tensor
 
-    def merge(self, other: Partial) -> Partial:
+    def merge(self, other: PartialAttention) -> PartialAttention:
         """Return the attention over the keys of both (online softmax)."""
         peak = torch.maximum(self.peak, other.peak)
         mine, theirs = (self.peak - peak).exp_(), (other.peak - peak).exp_()
-        return Partial(
+        return PartialAttention(
             weighted=torch.addcmul(
                 self.weighted * mine.unsqueeze(-1), other.weighted, theirs.unsqueeze(-1)
             ),
@@ -76,7 +76,7 @@ def decode_partial(
     window: int | None,
     scale: float,
     cap: float | None = None,
-) -> Partial:
+) -> PartialAttention:
     """Attend one layer's pages with one query token of each of B sequences.
 
     Args:
@@ -117,7 +117,7 @@ def decode_partial(
     )
     weighted = queries.new_zeros((count + 1, query_heads, head_dim), dtype=torch.float32)
     weighted.index_add_(0, owner, by_page.view(pages, query_heads, head_dim).to(torch.float32))
-    return Partial(weighted[:count], peak[:count], total[:count])
+    return PartialAttention(weighted[:count], peak[:count], total[:count])
 
 
 def prefill(
@@ -188,7 +188,7 @@ def prefill_partial(
     window: int | None,
     scale: float,
     cap: float | None = None,
-) -> Partial:
+) -> PartialAttention:
     """Attend S consecutive keys, one tile of a streamed prefill, with T consecutive queries.
 
     Args:
@@ -217,7 +217,7 @@ def prefill_partial(
     total = by_query.sum(-1)
     weighted = torch.bmm(scores.to(values.dtype), values).to(torch.float32)
     weighted = weighted.view(kv_heads, group, count, head_dim)
-    return Partial(
+    return PartialAttention(
         weighted.permute(2, 0, 1, 3).reshape(count, query_heads, head_dim),
         peak.permute(2, 0, 1).reshape(count, query_heads),
         total.permute(2, 0, 1).reshape(count, query_heads),

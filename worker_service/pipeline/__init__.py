@@ -1,1 +1,1 @@
-"""The overlap pipeline: copies cached chunks while the device recomputes others."""
+"""The overlap pipeline: copies cached chunks while the device rebuilds others."""

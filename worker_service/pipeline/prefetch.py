@@ -95,8 +95,9 @@ class _InFlight:
 class Prefetcher:
     """The tiles of one step: `start`, then `consume` each in order.
 
-    The step's caller finishes the lanes at its end, or settles them on an error: no
-    transfer may be under way between steps.
+        The caller of the step collects the lanes at its end, or calls their
+    `finish_after_error`: no
+        transfer may be under way between steps.
     """
 
     def __init__(
@@ -188,7 +189,7 @@ class Prefetcher:
     def _rebuild(
         self, arriving: _InFlight, x_slot: int, keys: torch.Tensor, values: torch.Tensor
     ) -> Event:
-        """Compute K,V of the tile's rebuilt rows, over loaded rows if there are any."""
+        """Compute K,V of the tile's rebuilt rows, overwriting loaded rows, if there are any."""
         layer, tile_transfer = arriving.layer, arriving.tile_transfer
         part, token_ids = tile_transfer.rebuilt, tile_transfer.token_ids
         if part is None or part.positions is None or token_ids is None:

@@ -2,8 +2,9 @@
 
 Each sequence has a chain. Its chunks are reserved, copied, checksummed and sealed front to back,
 since a chunk's key contains its parent's. Copies run on one thread off the event loop. A chain
-that fails, or that reaches the limit of what the store accepts, stores nothing more. Its request
-goes on without reuse.
+that fails, or that reaches the limit of what the store accepts, stores nothing more. A resident
+request goes on, and later requests reuse less. A streamed one starts over, or ends if the
+store is full.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ class WriteBack:
         self.copy: CopyChunks = copy_chunks
         self._chains: dict[SequenceKey, _Chain] = {}
         self._closers: set[asyncio.Task[None]] = set()
-        self._lane = ThreadPoolExecutor(1, thread_name_prefix="write-back")
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="write-back")
 
     def open(
         self,
@@ -225,11 +226,11 @@ class WriteBack:
                 log.warning("%d sequences are not stored: the store takes too long", len(late))
             for task in late:
                 task.cancel()
-        await asyncio.to_thread(self._lane.shutdown)
+        await asyncio.to_thread(self._copier.shutdown)
 
     async def quiesce(self) -> None:
         """Return when all copies that had begun are done."""
-        await passed(self._lane)
+        await passed(self._copier)
 
     async def _close_chain(self, key: SequenceKey) -> None:
         chain = self._chains.pop(key, None)
@@ -299,7 +300,7 @@ class WriteBack:
             # that is given up waits for the lane before its slots are freed.
             self._check_session(chain)
             checksums, span = await asyncio.get_running_loop().run_in_executor(
-                self._lane,
+                self._copier,
                 self._send_out,
                 chain.connection.tensors,
                 jobs,

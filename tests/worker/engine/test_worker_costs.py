@@ -179,7 +179,7 @@ def test_a_prefill_that_waited_for_weights_says_nothing_of_the_device(host_bytes
     watch = CostWatch(replace(PROFILE, host_weight_bytes=host_bytes))
     slow = PROFILE.prefill_flops_per_second / 100
     watch.restored([Span(Lane.COMPUTE, "prefill", 0.0, 1.0, tokens=64, amount=slow)])
-    told = watch.settle()
+    told = watch.changed_profile()
     if host_bytes:
         assert told is None
     else:
