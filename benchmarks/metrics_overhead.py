@@ -32,7 +32,7 @@ from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.observe.meters import Meters
 from splitpoint.observe.metrics import Service
 from splitpoint.observe.metrics_server import metrics_served
-from splitpoint.planning.planner import Residency
+from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Lane
 from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout, DataType
 from splitpoint_cli.bench.shared.ending import run_until_signal

@@ -21,7 +21,8 @@ import torch
 from rich.console import Console
 
 from benchmarks.shared import finish, parser_of
-from splitpoint.planning.planner import Plan, PlanInput, RestoreMethod, plan_request
+from splitpoint.planning.plan import Plan, PlanInput, RestoreMethod
+from splitpoint.planning.planner import plan_request
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import BUILT_IN_SHAPES
 from splitpoint_cli.bench.restore.runs import Contender, Restorer, run_rounds

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.shared import finish, parser_of, random_ids, serving
 from splitpoint.client.requests import GenerateOptions
-from splitpoint.planning.planner import Residency, RestoreMethod
+from splitpoint.planning.plan import Residency, RestoreMethod
 from splitpoint_cli.bench.shared.ending import run_until_signal
 from splitpoint_cli.bench.shared.report import commit, hardware
 

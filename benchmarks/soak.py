@@ -32,7 +32,7 @@ from benchmarks.process_memory import Memory, children_of, memory_of, processor_
 from benchmarks.shared import finish, parser_of, random_ids, serving
 from splitpoint.client import AsyncClient
 from splitpoint.errors import SplitpointError
-from splitpoint.planning.planner import Residency, RestoreMethod
+from splitpoint.planning.plan import Residency, RestoreMethod
 from splitpoint_cli.bench.shared.ending import run_until_signal
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.shared.report import commit, hardware

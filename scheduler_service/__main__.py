@@ -26,7 +26,7 @@ from splitpoint.errors import InvalidArgument, PermissionDenied
 from splitpoint.observe.metrics_server import metrics_served
 from splitpoint.options.option import parser_of
 from splitpoint.options.scheduler import SECTIONS
-from splitpoint.planning.planner import Objective, Residency
+from splitpoint.planning.plan import Objective, Residency
 from splitpoint.service import Setup, announce_ready, run_service, set_up
 from splitpoint.shapes import DataType
 from splitpoint.transport.tls import read_private

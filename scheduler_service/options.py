@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from scheduler_service.limits import Limits
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.discovery.redis_options import RedisOptions
-from splitpoint.planning.planner import Objective, Residency
+from splitpoint.planning.plan import Objective, Residency
 from splitpoint.shapes import ModelShape
 from splitpoint.transport.access import Access
 from splitpoint.transport.tls import PLAIN, Identity

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from splitpoint.planning.planner import Residency
+from splitpoint.planning.plan import Residency
 from splitpoint.shapes import ArenaLayout
 from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import STAGING_PAGES, MemoryPlan, divide

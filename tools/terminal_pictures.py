@@ -27,7 +27,7 @@ from typing import Any
 
 from splitpoint.client import Client
 from splitpoint.errors import Cancelled, Unavailable
-from splitpoint.planning.planner import Residency
+from splitpoint.planning.plan import Residency
 
 PROGRAM = [sys.executable, "-m", "splitpoint_cli"]
 WARM_UP_SECONDS = 25.0

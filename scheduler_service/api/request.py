@@ -17,7 +17,7 @@ from scheduler_service.api.output import Output
 from scheduler_service.prefixes.lookup import CachedPrefix
 from splitpoint.errors import SplitpointError
 from splitpoint.observe.tracing import NO_SPAN, Span
-from splitpoint.planning.planner import Residency, RestoreMethod
+from splitpoint.planning.plan import Residency, RestoreMethod
 from splitpoint.v1 import scheduler_pb2, types_pb2
 
 # Characters of a client's id that stay readable in the name of a tenant's request; with

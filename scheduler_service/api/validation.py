@@ -15,7 +15,7 @@ from scheduler_service.api.request import Request
 from splitpoint.checkpoint.text import TooManyTokens
 from splitpoint.errors import FailedPrecondition, InvalidArgument, NotFound
 from splitpoint.keys import SALT_LIMIT
-from splitpoint.planning.planner import Residency, RestoreMethod, check_forced_method
+from splitpoint.planning.plan import Residency, RestoreMethod, check_forced_method
 from splitpoint.shapes import ModelShape
 from splitpoint.transport.convert import method_from_proto, residency_from_proto
 from splitpoint.v1 import scheduler_pb2, types_pb2

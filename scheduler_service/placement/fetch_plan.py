@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from scheduler_service.prefixes.lookup import FetchSource
 from splitpoint.costs.profile import Profile
-from splitpoint.planning.planner import Plan
+from splitpoint.planning.plan import Plan
 from splitpoint.words import counted
 
 # Until a worker has measured the rate: 10 Gbit/s Ethernet, without its overhead.

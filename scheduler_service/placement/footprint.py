@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.config import format_size
-from splitpoint.planning.planner import Residency
+from splitpoint.planning.plan import Residency
 from splitpoint.shapes import chunks_of
 from splitpoint.words import counted
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from splitpoint.planning.planner import Plan
+from splitpoint.planning.plan import Plan
 from splitpoint.transport.convert import method_from_proto
 from splitpoint.v1 import worker_pb2
 from splitpoint.words import counted

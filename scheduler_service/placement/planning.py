@@ -13,14 +13,8 @@ from scheduler_service.placement.footprint import Grant, NeverFits, footprint_of
 from scheduler_service.prefixes.lookup import FetchSource
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.errors import InvalidArgument
-from splitpoint.planning.planner import (
-    Objective,
-    Plan,
-    PlanInput,
-    Residency,
-    RestoreMethod,
-    plan_request,
-)
+from splitpoint.planning.plan import Objective, Plan, PlanInput, Residency, RestoreMethod
+from splitpoint.planning.planner import plan_request
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from scheduler_service.api.request import Times
 from splitpoint.errors import SplitpointError
 from splitpoint.observe import metrics
 from splitpoint.observe.metrics import Metric
-from splitpoint.planning.planner import Plan, Residency, RestoreMethod
+from splitpoint.planning.plan import Plan, Residency, RestoreMethod
 from splitpoint.v1 import scheduler_pb2, types_pb2
 
 

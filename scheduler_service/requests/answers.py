@@ -8,7 +8,7 @@ from scheduler_service.placement.admission import Rejected
 from scheduler_service.placement.plan_report import actual_plan
 from scheduler_service.requests.attempts import Attempt
 from splitpoint.errors import ResourceExhausted
-from splitpoint.planning.planner import RestoreMethod
+from splitpoint.planning.plan import RestoreMethod
 from splitpoint.transport.convert import plan_to_proto
 from splitpoint.v1 import scheduler_pb2, types_pb2
 

@@ -16,7 +16,7 @@ from scheduler_service.requests import log_facts
 from scheduler_service.requests.accounts import Accounts
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.observe.tracing import NO_SPAN, Span
-from splitpoint.planning.planner import Objective, Plan, RestoreMethod
+from splitpoint.planning.plan import Objective, Plan, RestoreMethod
 from splitpoint.transport.convert import plan_to_proto
 from splitpoint.v1 import worker_pb2
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from scheduler_service.api.request import Request
 from splitpoint.errors import SplitpointError
 from splitpoint.observe.logs import LogFacts
-from splitpoint.planning.planner import Plan
+from splitpoint.planning.plan import Plan
 from splitpoint.v1 import scheduler_pb2, types_pb2
 
 

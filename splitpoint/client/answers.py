@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2
 from splitpoint.client.telemetry import Telemetry, telemetry_from_proto
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import Internal
-from splitpoint.planning.planner import Plan
+from splitpoint.planning.plan import Plan
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import Encoding, ModelShape
 from splitpoint.transport import convert

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from splitpoint.client import request_values
 from splitpoint.config import format_size
 from splitpoint.errors import ResourceExhausted
-from splitpoint.planning.planner import Objective, Residency, RestoreMethod
+from splitpoint.planning.plan import Objective, Residency, RestoreMethod
 from splitpoint.transport import convert
 from splitpoint.transport.limits import MESSAGE_LIMIT_BYTES
 from splitpoint.v1 import scheduler_pb2 as pb

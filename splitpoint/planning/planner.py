@@ -14,33 +14,15 @@ from dataclasses import dataclass, replace
 from splitpoint.costs.profile import Profile
 from splitpoint.planning.choices import Chooser
 from splitpoint.planning.plan import (
-    FORCED_METHODS,
     Objective,
     Plan,
     PlanInput,
     Residency,
-    RestoreMethod,
-    check_forced_method,
-    check_forced_split,
 )
 from splitpoint.planning.reasons import reason_of
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.split_line import SplitLine
 from splitpoint.shapes import Encoding, ModelShape
-
-__all__ = [
-    "FORCED_METHODS",
-    "BatchPlan",
-    "Objective",
-    "Plan",
-    "PlanInput",
-    "Residency",
-    "RestoreMethod",
-    "check_forced_method",
-    "check_forced_split",
-    "plan_batch",
-    "plan_request",
-]
 
 
 def plan_request(shape: ModelShape, profile: Profile, request: PlanInput) -> Plan:

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import InvalidArgument
-from splitpoint.planning.planner import Objective, Plan, Residency, RestoreMethod
+from splitpoint.planning.plan import Objective, Plan, Residency, RestoreMethod
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import ArenaLayout, DataType, Encoding, ModelShape
 from splitpoint.v1 import types_pb2 as pb

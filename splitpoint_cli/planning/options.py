@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.options import scheduler, store, worker
 from splitpoint.options.option import SIZE, Option
-from splitpoint.planning.planner import Residency
+from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding
 from splitpoint_cli.options import of

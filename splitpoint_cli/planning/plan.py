@@ -7,14 +7,8 @@ import dataclasses
 from splitpoint.config import format_size, parse_size
 from splitpoint.costs.profile import Profile, load_profile
 from splitpoint.errors import InvalidArgument
-from splitpoint.planning.planner import (
-    Objective,
-    Plan,
-    PlanInput,
-    Residency,
-    RestoreMethod,
-    plan_request,
-)
+from splitpoint.planning.plan import Objective, Plan, PlanInput, Residency, RestoreMethod
+from splitpoint.planning.planner import plan_request
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import Encoding, ModelShape
 from splitpoint.words import counted

@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 
 from splitpoint.costs.profile import BUILT_IN_PROFILES, Profile, load_profile
-from splitpoint.planning.planner import Plan, PlanInput, RestoreMethod, plan_request
+from splitpoint.planning.plan import Plan, PlanInput, RestoreMethod
+from splitpoint.planning.planner import plan_request
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding, ModelShape
 from splitpoint_cli.output import EXIT_HELP

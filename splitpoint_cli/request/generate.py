@@ -15,7 +15,7 @@ from splitpoint.client.answers import Completion
 from splitpoint.client.requests import GenerateOptions
 from splitpoint.config import DEFAULT_ADDRESS
 from splitpoint.errors import Cancelled, Internal, SplitpointError
-from splitpoint.planning.planner import Residency, RestoreMethod
+from splitpoint.planning.plan import Residency, RestoreMethod
 from splitpoint.transport.tls import client_identity
 from splitpoint_cli.identity import Address, CaFile, TokenFile
 from splitpoint_cli.output import EXIT_HELP, err

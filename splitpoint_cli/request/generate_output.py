@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from splitpoint.client.answers import Completion, Logprobs
-from splitpoint.planning.planner import Plan
+from splitpoint.planning.plan import Plan
 from splitpoint.words import counted
 from splitpoint_cli.output import seconds_text
 

@@ -17,7 +17,7 @@ from splitpoint.config import is_local_address
 from splitpoint.costs.profile import Profile
 from splitpoint.discovery.entries import StoreEntry
 from splitpoint.errors import InvalidArgument
-from splitpoint.planning.planner import Residency
+from splitpoint.planning.plan import Residency
 from splitpoint.transport.convert import (
     plan_from_proto,
     plan_to_proto,

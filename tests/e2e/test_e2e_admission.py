@@ -8,7 +8,7 @@ from local_stack import LocalStack, StackShape, local_stack
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
 from splitpoint.client.answers import Completion
-from splitpoint.planning.planner import Residency
+from splitpoint.planning.plan import Residency
 
 SECOND_USE = StackShape(
     workers=1,

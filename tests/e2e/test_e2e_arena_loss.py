@@ -27,7 +27,7 @@ from up_process import up_process, wait_until_up
 from splitpoint.client import Client
 from splitpoint.config import arena_path, runtime_directory
 from splitpoint.errors import Internal, Retryable, SplitpointError
-from splitpoint.planning.planner import Residency
+from splitpoint.planning.plan import Residency
 from splitpoint_cli.request.observed import Status, read_status
 
 SECONDS = 90.0

@@ -15,7 +15,7 @@ from tiny_models import VOCABULARY, write_tiny
 from splitpoint.arena.mapping import Arena
 from splitpoint.client import Client
 from splitpoint.client.answers import Completion
-from splitpoint.planning.planner import Residency
+from splitpoint.planning.plan import Residency
 from splitpoint.shapes import Encoding
 from splitpoint_cli.request.observed import read_status
 from splitpoint_cli.request.status import status_json

@@ -16,7 +16,7 @@ from local_stack import LocalStack, StackShape, local_stack
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
 from splitpoint.client.answers import Completion
-from splitpoint.planning.planner import Residency
+from splitpoint.planning.plan import Residency
 from splitpoint.v1 import kvstore_pb2
 from worker_service.store.remote_client import RemoteStoreClient
 

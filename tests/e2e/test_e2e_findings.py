@@ -19,7 +19,7 @@ from redis_server import RedisServer
 from tiny_models import write_tiny
 
 from splitpoint.client import AsyncClient
-from splitpoint.planning.planner import Residency
+from splitpoint.planning.plan import Residency
 from splitpoint_cli.stack.child import child_environment
 
 # Of a finding to show: some of what is read travels once a second.

@@ -10,7 +10,7 @@ import torch
 from local_stack import LocalStack, StackShape, local_stack, start_service, stop_process
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
-from splitpoint.planning.planner import Residency
+from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Lane
 from splitpoint.planning.weight_schedule import LAYER_PIECES
 from splitpoint.transport.channels import open_channel

@@ -24,7 +24,7 @@ from tiny_models import VOCABULARY, build_tiny, clear_prompt, write_tiny
 
 from splitpoint.client import AsyncClient
 from splitpoint.client.answers import Completion
-from splitpoint.planning.planner import Residency
+from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Lane
 from splitpoint.transport.channels import open_channel
 from splitpoint.v1 import worker_pb2, worker_pb2_grpc

@@ -21,7 +21,7 @@ from tiny_models import VOCABULARY, build_tiny, clear_prompt, write_tiny
 
 from splitpoint.client.answers import Completion
 from splitpoint.errors import InvalidArgument, NotFound, ResourceExhausted
-from splitpoint.planning.planner import Residency
+from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Schedule
 from worker_service.device.memory import MemoryPlan
 

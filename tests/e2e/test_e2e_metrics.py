@@ -29,7 +29,7 @@ from splitpoint.client.telemetry import SchedulerStatus
 from splitpoint.errors import ResourceExhausted
 from splitpoint.observe import metrics as m
 from splitpoint.observe.metrics import Kind, Metric, Needs, Service, metrics_of
-from splitpoint.planning.planner import Residency
+from splitpoint.planning.plan import Residency
 from splitpoint.transport.access import Caller, Role
 from splitpoint.transport.channels import open_sync_channel
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc

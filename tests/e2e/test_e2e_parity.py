@@ -14,7 +14,7 @@ from tiny_models import CASES, VOCABULARY, build_tiny, clear_prompt, write_tiny
 from transformers import PreTrainedModel
 
 from splitpoint.client.answers import Completion
-from splitpoint.planning.planner import Residency
+from splitpoint.planning.plan import Residency
 
 LENGTHS = (1, 15, 16, 17, 47, 64, 65, 130)
 NEW_TOKENS = 64

@@ -9,7 +9,7 @@ import pytest
 from local_stack import StackShape, local_stack, prompt_of
 from tiny_models import VOCABULARY, write_tiny
 
-from splitpoint.planning.planner import Residency
+from splitpoint.planning.plan import Residency
 
 SHAPE = StackShape(workers=1, host_memory="16MiB")
 PROMPT = prompt_of(64, 7, VOCABULARY)

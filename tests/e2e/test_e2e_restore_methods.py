@@ -10,8 +10,7 @@ from local_stack import local_stack
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
 from splitpoint.errors import InvalidArgument
-from splitpoint.planning.plan import RestoreMethod
-from splitpoint.planning.planner import Residency
+from splitpoint.planning.plan import Residency, RestoreMethod
 
 NEW_TOKENS = 16
 

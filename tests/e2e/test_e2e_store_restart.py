@@ -12,7 +12,7 @@ from local_stack import LocalStack, StackShape, local_stack
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
 from splitpoint.client.answers import Completion
-from splitpoint.planning.planner import Residency
+from splitpoint.planning.plan import Residency
 
 NEW_TOKENS = 160
 SHAPE = StackShape(host_memory="16MiB", device_memory_bytes=6 << 20, max_batch_size=8)

@@ -24,7 +24,7 @@ from tiny_models import VOCABULARY, write_tiny
 
 from splitpoint.client import AsyncClient, Client
 from splitpoint.client.requests import generate_request
-from splitpoint.planning.planner import Residency, RestoreMethod
+from splitpoint.planning.plan import Residency, RestoreMethod
 from splitpoint.transport import channels
 from splitpoint.v1 import scheduler_pb2_grpc
 

@@ -28,7 +28,7 @@ from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import FailedPrecondition, SplitpointError
 from splitpoint.keys import pack_tokens
-from splitpoint.planning.planner import Objective, Residency
+from splitpoint.planning.plan import Objective, Residency
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import ArenaLayout, ModelShape, chunks_of
 from splitpoint.transport import channels, servers, statuses

@@ -36,7 +36,7 @@ from splitpoint.errors import (
     Unavailable,
 )
 from splitpoint.keys import tenant_salt
-from splitpoint.planning.planner import Objective
+from splitpoint.planning.plan import Objective
 from splitpoint.planning.schedule import Schedule
 from splitpoint.transport import statuses
 from splitpoint.v1 import scheduler_pb2, types_pb2

@@ -22,7 +22,7 @@ from kvstore_service.store import KvStore
 from splitpoint.arena.owner import open_or_create_arena
 from splitpoint.errors import FailedPrecondition
 from splitpoint.keys import chunk_key
-from splitpoint.planning.planner import Residency
+from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.split_line import SplitLine
 from splitpoint.shapes import ArenaLayout

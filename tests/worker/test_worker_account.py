@@ -14,7 +14,7 @@ from store_runner import StoreRunner, store_runner, streamed
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
 from splitpoint.errors import FailedPrecondition
-from splitpoint.planning.planner import Residency, RestoreMethod
+from splitpoint.planning.plan import Residency, RestoreMethod
 from splitpoint.planning.schedule import Lane, Schedule
 from splitpoint.shapes import ArenaLayout
 from worker_service.account import Account, Predicted, StepKind, Traffic, Way

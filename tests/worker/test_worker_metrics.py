@@ -28,7 +28,7 @@ from tiny_models import build_tiny, clear_prompt, write_tiny
 from splitpoint.observe import metrics
 from splitpoint.observe.meters import Meters, Reading
 from splitpoint.observe.metrics import Kind, Metric, Needs, Service, metrics_of
-from splitpoint.planning.planner import RestoreMethod
+from splitpoint.planning.plan import RestoreMethod
 from splitpoint.transport.channels import open_channel
 from splitpoint.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from worker_service.account import StepKind

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from splitpoint.planning.planner import Residency
+from splitpoint.planning.plan import Residency
 from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout, DataType
 from splitpoint_cli.bench.decode.report import OURS, Run, Workload
 from splitpoint_cli.bench.shared.engine_memory import (

@@ -14,7 +14,7 @@ from splitpoint.client import AsyncClient, Client
 from splitpoint.client.answers import Completion, FinishReason, Tokens
 from splitpoint.client.requests import generate_request
 from splitpoint.client.telemetry import RedisStatus
-from splitpoint.planning.planner import Objective, Residency
+from splitpoint.planning.plan import Objective, Residency
 from splitpoint.v1 import types_pb2
 
 

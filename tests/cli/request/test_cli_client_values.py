@@ -15,7 +15,7 @@ from fake_scheduler import Script, fake_scheduler
 from splitpoint import errors
 from splitpoint.client import AsyncClient, Client
 from splitpoint.client.requests import generate_request
-from splitpoint.planning.planner import Residency, RestoreMethod
+from splitpoint.planning.plan import Residency, RestoreMethod
 from splitpoint.v1 import scheduler_pb2, types_pb2
 
 

@@ -19,7 +19,7 @@ from scheduler_service.api.validation import Encode, validate_generate
 from scheduler_service.limits import Limits
 from splitpoint.checkpoint.text import TooManyTokens
 from splitpoint.errors import FailedPrecondition, InvalidArgument, NotFound, SplitpointError
-from splitpoint.planning.planner import Residency, RestoreMethod
+from splitpoint.planning.plan import Residency, RestoreMethod
 from splitpoint.transport import statuses
 from splitpoint.v1 import scheduler_pb2, types_pb2
 

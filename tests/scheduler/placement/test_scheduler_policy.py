@@ -22,7 +22,7 @@ from scheduler_service.placement.routing import Candidate, choose_worker
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.errors import InvalidArgument, Unavailable
-from splitpoint.planning.planner import Plan, Residency, RestoreMethod
+from splitpoint.planning.plan import Plan, Residency, RestoreMethod
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding
 from splitpoint.transport.convert import method_to_proto

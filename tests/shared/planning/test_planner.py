@@ -11,14 +11,8 @@ import pytest
 
 from splitpoint.costs.profile import BUILT_IN_PROFILES, Profile, fit_line
 from splitpoint.errors import InvalidArgument
-from splitpoint.planning.planner import (
-    Objective,
-    Plan,
-    PlanInput,
-    Residency,
-    RestoreMethod,
-    plan_request,
-)
+from splitpoint.planning.plan import Objective, Plan, PlanInput, Residency, RestoreMethod
+from splitpoint.planning.planner import plan_request
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.split_costs import PipelineOptions, SplitCosts
 from splitpoint.planning.split_search import best_split

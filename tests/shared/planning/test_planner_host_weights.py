@@ -11,7 +11,8 @@ from test_planner_costs import near_balance, task_seconds
 
 from splitpoint.costs.profile import BUILT_IN_PROFILES, Profile
 from splitpoint.errors import InvalidArgument
-from splitpoint.planning.planner import PlanInput, Residency, RestoreMethod, plan_request
+from splitpoint.planning.plan import PlanInput, Residency, RestoreMethod
+from splitpoint.planning.planner import plan_request
 from splitpoint.planning.schedule import (
     RestoreWork,
     Schedule,

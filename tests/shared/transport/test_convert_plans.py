@@ -8,7 +8,7 @@ import pytest
 
 from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.errors import InvalidArgument
-from splitpoint.planning.planner import Objective, Plan, Residency, RestoreMethod
+from splitpoint.planning.plan import Objective, Plan, Residency, RestoreMethod
 from splitpoint.planning.schedule import Schedule
 from splitpoint.transport import convert
 from splitpoint.v1 import types_pb2

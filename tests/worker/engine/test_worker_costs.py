@@ -16,7 +16,7 @@ from store_runner import StoreRunner, store_runner, streamed
 from tiny_models import VOCABULARY, write_tiny
 
 from splitpoint.costs.profile import Profile
-from splitpoint.planning.planner import RestoreMethod
+from splitpoint.planning.plan import RestoreMethod
 from splitpoint.planning.schedule import Lane
 from splitpoint.planning.split_line import SplitLine
 from splitpoint.shapes import ArenaLayout
