@@ -94,7 +94,7 @@ class CatalogPublisher:
     def published(self, entry: Entry) -> None:
         self._record(entry, entry.generation)
 
-    def evicted(self, entry: Entry) -> None:
+    def removed(self, entry: Entry) -> None:
         self._record(entry, 0)
 
     def _record(self, entry: Entry, generation: int) -> None:

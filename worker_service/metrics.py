@@ -75,7 +75,7 @@ def _of_worker(worker: LoadedWorker) -> Iterable[Reading]:
         ("damaged", verifier.damaged_count if verifier else 0),
     ):
         yield Reading(metrics.WORKER_VERIFIED_CHUNKS, count, (result,))
-    used, capacity = engine.cache.used_bytes, engine.plan.cache_capacity_bytes
+    used, capacity = engine.cache.used_bytes, engine.memory_plan.cache_capacity_bytes
     yield Reading(metrics.WORKER_CACHE_BYTES, used, ("used",))
     yield Reading(metrics.WORKER_CACHE_BYTES, capacity, ("capacity",))
     yield Reading(metrics.WORKER_CACHE_USAGE, used / capacity)

@@ -57,7 +57,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: _Context) -> pb.GetInfoResponse:
         worker = self._loaded()
-        plan, lanes = worker.engine.plan, worker.engine.lanes
+        plan, lanes = worker.engine.memory_plan, worker.engine.lanes
         pinning = worker.store.pinning if worker.store is not None else None
         return pb.GetInfoResponse(
             worker_id=worker.worker_id,

@@ -1,6 +1,7 @@
-"""Slots and the chunks in them: grant, publish, protect, evict, find.
+"""The chunks of one arena: publish, find, protect, evict.
 
-Keeps slot table, allocator, prefix index, leases and eviction policy consistent. Knows
+Keeps slot table, prefix index, leases and eviction policy consistent; `slot_grants` keeps
+the free slots. Knows
 sessions only by their ids, no clock and no gRPC.
 """
 
@@ -45,7 +46,7 @@ class PoolListener(Protocol):
 
     def published(self, entry: Entry) -> None: ...
 
-    def evicted(self, entry: Entry) -> None: ...
+    def removed(self, entry: Entry) -> None: ...
 
 
 class ChunkPool:
@@ -329,7 +330,7 @@ class ChunkPool:
         else:
             self.grants.give_back(slot)
         if self.listener is not None:
-            self.listener.evicted(entry)
+            self.listener.removed(entry)
         parent = self.index.get(entry.parent_key)
         if parent is not None:
             self._offer(parent.slot)

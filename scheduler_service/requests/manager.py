@@ -264,8 +264,8 @@ class RequestManager:
         request = attempt.request
         if request.has_ended:
             return
-        counts = is_loss and attempt.plan is not None
-        losses = request.losses + counts
+        is_counted = is_loss and attempt.plan is not None
+        losses = request.losses + int(is_counted)
         outcome = after_lost_attempt(request, losses, self.limits.loss_count, cause)
         if isinstance(outcome, Finished):
             self._complete(attempt, outcome.reason, outcome.matched_stop)
@@ -274,7 +274,7 @@ class RequestManager:
         if isinstance(outcome, GiveUp):
             self._fail(request, outcome.error)
             return
-        if counts:
+        if is_counted:
             self.accounts.failover_count += 1
         request.times.queued = self._clock()
         request.times.looked_up = None

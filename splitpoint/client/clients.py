@@ -347,11 +347,11 @@ class AsyncClient(_Connection):
         return AsyncGeneration(*self._start(prompt, options))
 
     async def tokenize(self, text: str, *, model: str = "") -> Tokenization:
-        """As Client.tokenize."""
+        """Do the same as Client.tokenize."""
         return await self._call(_TOKENIZE, requests.tokenize_request(text, model))
 
     async def get_model(self, name: str = "") -> Model:
-        """As Client.get_model."""
+        """Do the same as Client.get_model."""
         return await self._call(_GET_MODEL, requests.model_request(name))
 
     async def list_models(self) -> tuple[Model, ...]:
@@ -360,7 +360,7 @@ class AsyncClient(_Connection):
     async def explain_plan(
         self, cached_tokens: int, new_tokens: int, **options: Unpack[ExplainOptions]
     ) -> tuple[WorkerPlan, ...]:
-        """As Client.explain_plan."""
+        """Do the same as Client.explain_plan."""
         request = requests.explain_request(cached_tokens, new_tokens, options)
         return await self._call(_EXPLAIN_PLAN, request)
 
@@ -371,11 +371,11 @@ class AsyncClient(_Connection):
         return await self._call(_GET_QUEUE, pb.GetQueueRequest())
 
     async def scheduler_status(self) -> SchedulerStatus:
-        """As Client.scheduler_status."""
+        """Do the same as Client.scheduler_status."""
         return await self._call(_SCHEDULER_STATUS, pb.GetSchedulerStatusRequest())
 
     async def health(self, service: str = INFERENCE_SERVICE) -> bool:
-        """As Client.health."""
+        """Do the same as Client.health."""
         return await self._call(_CHECK_HEALTH, health_pb2.HealthCheckRequest(service=service))
 
     async def _call(self, method: _Method[_Result], request: Message) -> _Result:

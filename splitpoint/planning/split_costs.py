@@ -20,6 +20,10 @@ overhead included. K and V of a layer count as one copy. Then t(l) is
     ROW        max(R, P)                              X is on the device already; a barrier
     PIPELINED  max(S + P, S + P - load + rebuild, R)  no barriers
 
+A restore beside other work that computes Q seconds (SHARED_RESTORE) takes max(S + P, R + Q).
+PIPELINED adds the delays of `Delays`: the last rebuild after the last load, the wait for a
+staging slot, and the wait for the first X.
+
 Each schedule has a function below, which returns the bounds whose largest is t(l).
 
 A single restore (RESTORE) takes o seconds more for each copy, product and embedding, for
@@ -33,7 +37,9 @@ keys and values have arrived. Meanwhile the part `ahead` of the next layer, as m
 the staging memory, may arrive:
 
     max(pipelined + D / L, R + D, P / L + R (L - 1) / L + D,
-        D + (S + P) (1 - ahead (L - 1) / L))
+        D + (S - W + P) (1 - ahead (L - 1) / L))
+
+W is the part of S that has memory of its own: weights.
 
 With ROW a step has no S and no delays, and no barriers.
 """
@@ -161,8 +167,8 @@ def step_bounds(
 
 
 def _link_bounds(link: float, delays: Delays) -> tuple[float, ...]:
-    fill, wait = delays.last_rebuild, delays.free_slot
-    return link, link + fill, link + wait, link + (wait + fill)
+    drain, wait = delays.last_rebuild, delays.free_slot
+    return link, link + drain, link + wait, link + (wait + drain)
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ async def test_a_prefix_is_reused_from_an_encoded_store(encoding: Encoding, tmp_
         for worker in stack.workers:
             assert worker.engine.cache.layout == arena.layout
             # Device pages are native: 4 bytes an element.
-            assert worker.engine.plan.page_bytes == 3 * 16 * 2 * 64 * 4
+            assert worker.engine.memory_plan.page_bytes == 3 * 16 * 2 * 64 * 4
         arena.close()
         await stack.assert_clean()
 

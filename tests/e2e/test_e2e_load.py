@@ -40,7 +40,7 @@ def fd_count(pid: int | str = "self") -> int:
 async def plan_of(folder: Path, sockets: Path, shape: StackShape) -> MemoryPlan:
     sockets.mkdir()
     async with local_stack(folder, sockets, shape) as stack:
-        return stack.workers[0].engine.plan
+        return stack.workers[0].engine.memory_plan
 
 
 async def test_50_requests_against_a_budget_for_8(folder: Path, tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ async def test_50_requests_against_a_budget_for_8(folder: Path, tmp_path: Path) 
     budget = probe.budget_bytes - (probe.page_count - 4 * pages_each) * probe.page_bytes
     shape = StackShape(device_memory_bytes=budget)
     async with local_stack(folder, tmp_path, shape) as stack:
-        assert stack.workers[0].engine.plan.page_count == 4 * pages_each
+        assert stack.workers[0].engine.memory_plan.page_count == 4 * pages_each
         prompts, wanted = zip(
             *(clear_prompt(model, 40, 20, seed=seed) for seed in range(50)), strict=True
         )
@@ -79,7 +79,7 @@ async def test_what_can_never_fit_is_refused_at_once_with_its_numbers(
 ) -> None:
     shape = StackShape(workers=1, device_memory_bytes=2 << 20, max_batched_tokens=32)
     async with local_stack(folder, tmp_path, shape) as stack:
-        plan = stack.workers[0].engine.plan
+        plan = stack.workers[0].engine.memory_plan
         prompt = prompt_of(300, 0, VOCABULARY)
         if plan.page_count * shape.chunk_tokens >= 500:
             pytest.fail(f"the budget is too large for this test: {plan}")
@@ -107,7 +107,7 @@ async def test_a_front_of_what_must_stream_stays_where_memory_is_free(
     shape = StackShape(workers=1, device_memory_bytes=budget)
     async with local_stack(folder, tmp_path, shape) as stack:
         engine = stack.workers[0].engine
-        assert (engine.plan.page_count, least) == (pages, 11)
+        assert (engine.memory_plan.page_count, least) == (pages, 11)
         for attempt in range(2):
             # Cold, its front stays as it is sealed; then it comes back from the store.
             answer = await stack.client.generate(prompt, max_tokens=40, ignore_eos=True).complete()

@@ -45,7 +45,7 @@ from worker_service.model.decoder import Decoder
 from worker_service.pipeline.staging import Staging
 from worker_service.store.client import Match
 from worker_service.store.verifier import Verifier
-from worker_service.store.write_back import ChunksStored, Flushed, WriteEnded, WriteFailed
+from worker_service.store.write_back import ChunksStored, Flushed, StoreLimitReached, WriteFailed
 
 
 class Engine:
@@ -76,13 +76,13 @@ class Engine:
         model.use_lanes(self.lanes)
         self.cache = cache
         self.verifier = verifier
-        self.plan: MemoryPlan = cache.plan
+        self.memory_plan: MemoryPlan = cache.plan
         self.chunk_tokens = cache.layout.chunk_tokens
         self.max_batch_size = max_batch_size
         self.max_batched_tokens = max_batched_tokens
         self.eos_token_ids = eos_token_ids
-        self.staging = Staging(cache.layout, self.plan.staging_pages, cache.device)
-        self.tile_pages = largest_tile(self.plan.staging_pages)
+        self.staging = Staging(cache.layout, self.memory_plan.staging_pages, cache.device)
+        self.tile_pages = largest_tile(self.memory_plan.staging_pages)
         self.last_step: StepTimes | None = None
         self.page_manager = PageManager(cache)
         self.queues = SequenceQueues(cache, self.page_manager, tokenizer, max_batch_size)
@@ -203,7 +203,7 @@ class Engine:
                     self.page_manager.chunks_stored(owner, command)
             case WriteFailed(key, error):
                 self.queues.write_failed(key, error)
-            case WriteEnded(key):
+            case StoreLimitReached(key):
                 self.queues.write_ended(key)
             case Flushed(key):
                 self.queues.flushed(key)

@@ -18,7 +18,7 @@ from worker_service.store.write_back import (
     ChunksStored,
     Flushed,
     SequenceKey,
-    WriteEnded,
+    StoreLimitReached,
     WriteFailed,
     WriteJob,
 )
@@ -71,7 +71,7 @@ Command = (
     | Stop
     | ChunksStored
     | WriteFailed
-    | WriteEnded
+    | StoreLimitReached
     | Flushed
 )
 

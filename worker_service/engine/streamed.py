@@ -1,6 +1,6 @@
 """Attention of one step over the parts of sequences that are in the store.
 
-Decoding sequences share tiles: one product attends pages of many of them, and the
+Decoding sequences share tiles: one attention call reads pages of many sequences, and the
 results are merged with those of the pages on the device by online softmax. A prefill has
 tiles of its own. `streamed_builder` lays the tiles out; they come through a prefetcher.
 """
@@ -236,7 +236,7 @@ class StreamedStep:
 
 
 def is_seen(window: Window, query_position: int, last_position: int) -> bool:
-    """Return whether a query behind rows up to `last_position` sees any of them."""
+    """Return True if a query at `query_position` attends to any key up to `last_position`."""
     return window is None or query_position - last_position < window
 
 

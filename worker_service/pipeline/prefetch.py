@@ -136,7 +136,7 @@ class Prefetcher:
         if arriving.layer != layer or arriving.tile_transfer is not tile_transfer:
             raise RuntimeError("tiles are taken in another order than they come")
         kv_slot = self._rebuilt_slot if arriving.kv_slot is None else arriving.kv_slot
-        keys, values = self._kv_slot(kv_slot)
+        keys, values = self._kv_tensors(kv_slot)
         after = arriving.loaded
         if arriving.x_slot is not None:
             after = [self._rebuild(arriving, arriving.x_slot, keys, values)]
@@ -182,7 +182,7 @@ class Prefetcher:
                 sent = [self._lanes.run(Lane.LINK_IN, work, sent)]
         if tile_transfer.loaded is not None:
             kv_slot, free = self._kv_slots.acquire()
-            work = transfer.load(layer, tile_transfer.loaded, *self._kv_slot(kv_slot))
+            work = transfer.load(layer, tile_transfer.loaded, *self._kv_tensors(kv_slot))
             loaded = [self._lanes.run(Lane.LINK_IN, work, free)]
         return _InFlight(layer, tile_transfer, kv_slot, x_slot, loaded, sent)
 
@@ -206,7 +206,7 @@ class Prefetcher:
         self._x_slots.release(x_slot, rebuilt)
         return rebuilt
 
-    def _kv_slot(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _kv_tensors(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         pages = slice(slot * self._tile_pages, (slot + 1) * self._tile_pages)
         return self._staging.keys[pages], self._staging.values[pages]
 

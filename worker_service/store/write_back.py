@@ -100,7 +100,7 @@ class WriteFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class WriteEnded:
+class StoreLimitReached:
     """Command to the engine: the store accepts no more of this sequence. Nothing failed."""
 
     key: SequenceKey
@@ -152,7 +152,7 @@ class WriteBack:
         self,
         store: StoreClient,
         cache: DeviceCache,
-        post: Callable[[ChunksStored | WriteFailed | WriteEnded | Flushed], None],
+        post: Callable[[ChunksStored | WriteFailed | StoreLimitReached | Flushed], None],
         lanes: Lanes,
         totals: WriteTotals | None = None,
     ) -> None:
@@ -253,7 +253,7 @@ class WriteBack:
             wanted = self._wanted(chain)
             if not wanted:
                 self._end(chain, WriteResult.UNWANTED, len(chain.jobs))
-                self._post(WriteEnded(chain.key))
+                self._post(StoreLimitReached(chain.key))
                 return
             jobs = [chain.jobs.popleft() for _ in range(min(BATCH_CHUNKS, wanted))]
             try:

@@ -476,7 +476,7 @@ def test_a_step_takes_no_more_memory_than_was_planned(
     """Check everything that a step allocates in prefills and decodes, with tiles of any size."""
     engine = llama.engine(SerialLanes(CPU), tile_pages=tile_pages)
     engine.max_batched_tokens = 64
-    shape, layout, plan = llama.model.shape, llama.runner.layout, engine.plan
+    shape, layout, plan = llama.model.shape, llama.runner.layout, engine.memory_plan
     staged = staging_bytes(shape, layout, plan.staging_pages)
     assert engine.staging.size_bytes == staged
     inputs = plan.input_page_count * CHUNK * shape.activation_bytes_per_token

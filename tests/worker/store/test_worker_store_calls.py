@@ -34,8 +34,8 @@ from worker_service.store.client import StoreClient, WrittenChunk
 from worker_service.store.remote_client import RemoteStoreClient
 from worker_service.store.write_back import (
     Flushed,
+    StoreLimitReached,
     WriteBack,
-    WriteEnded,
     WriteFailed,
     WriteJob,
     WriteResult,
@@ -271,7 +271,7 @@ async def test_write_back_counts_how_its_chunks_end(setup: Setup) -> None:
         write_back.copy = fill
         await open_chain("a")
         write_back.submit(("a", 0), jobs(0, 1, 2))
-        await until(lambda: any(isinstance(each, WriteEnded) for each in posted))
+        await until(lambda: any(isinstance(each, StoreLimitReached) for each in posted))
         # What was on its way to a chain that has ended meanwhile is wanted no more.
         write_back.submit(("a", 0), jobs(3, 4))
         assert totals.chunks == {

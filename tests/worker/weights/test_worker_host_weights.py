@@ -132,7 +132,7 @@ def test_device_memory_stays_within_the_budget(case: str, folders: Callable[[str
     """Count the tensors that are held, and those that operations allocate."""
     lanes = ThreadLanes(CPU)
     engine = small_engine(folders(case), lanes)
-    plan, model = engine.plan, engine.model
+    plan, model = engine.memory_plan, engine.model
     assert total_bytes(folders(case)) >= 4 * plan.budget_bytes
     assert plan.weight_bytes == model.weight_bytes
     host_tables = (model._embedding, model._positions)
