@@ -255,7 +255,7 @@ def test_generate_refuses_what_is_not_text_or_too_long(script: Script) -> None:
 
     said = refused(2, b"abc\xff")
     assert said.startswith("splitpoint: INVALID_ARGUMENT: the prompt on stdin is not UTF-8 text")
-    assert "INVALID_ARGUMENT: prompt is not text" in refused(2, b"", b"abc\xff")
+    assert "INVALID_ARGUMENT: prompt is not valid UTF-8" in refused(2, b"", b"abc\xff")
     said = refused(5, b"x" * (32 << 20))
     assert said.startswith("splitpoint: RESOURCE_EXHAUSTED: the request has 32 MiB, and at most 4")
     assert script.requests == []

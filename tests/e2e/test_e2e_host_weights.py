@@ -56,7 +56,7 @@ async def test_restores_and_streams_with_weights_on_the_host(
         cached = len(prefix) + NEW_TOKENS - 1
         engine.trace = Trace()
         # Slow enough for the link to be what a step waits for.
-        engine.lanes.link = EmulatedLink(3e8)
+        engine.lanes.link = EmulatedLink(1e8)
         half, streamed = cached // 2, Residency.STREAMED
         for split, residency in (
             (0, Residency.RESIDENT),

@@ -243,7 +243,7 @@ async def test_large_messages_and_metadata_are_refused(stack: SecuredStack, serv
 
 @pytest.mark.parametrize(("service", "limit"), [("WorkerService", 64), ("KvStoreService", 1024)])
 async def test_concurrent_calls_are_bounded(stack: SecuredStack, service: str, limit: int) -> None:
-    channels = [
+    opened = [
         channels.open_channel(stack.addresses[service], stack.identity("services"))
         for _ in range(-(-limit // 200) + 1)
     ]
@@ -251,7 +251,7 @@ async def test_concurrent_calls_are_bounded(stack: SecuredStack, service: str, l
     watches: list[Any] = []
     try:
         for index in range(limit):
-            stub: Any = health_pb2_grpc.HealthStub(channels[index // 200])
+            stub: Any = health_pb2_grpc.HealthStub(opened[index // 200])
             watches.append(stub.Watch(request, timeout=60))
         # The scheduler's own stream and watch take two places, so two of ours find none.
         answers = await asyncio.gather(
@@ -265,7 +265,7 @@ async def test_concurrent_calls_are_bounded(stack: SecuredStack, service: str, l
     finally:
         for watch in watches:
             watch.cancel()
-        for channel in channels:
+        for channel in opened:
             await channel.close()
 
 

@@ -25,6 +25,12 @@ STORE = (*BENCH, "store", "--memory", "12MiB", "--run-slots", "4", "--calls", "1
 WARM_PREFIX = ("-m", "benchmarks.warm_prefix")
 
 
+def heed_signals() -> None:
+    """Undo what a shell does to background jobs: they would ignore SIGINT, with nohup SIGHUP."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def session_of(process: int) -> set[int]:
     """The living processes of a session, whose leader `process` is or was."""
     found = set()
@@ -77,6 +83,7 @@ def test_a_signal_leaves_nothing_behind(
             cwd=ROOT,
             env=child_environment({}),
             start_new_session=True,
+            preexec_fn=heed_signals,
         )
     try:
         wait_until(lambda: said in log.read_bytes() and arenas_of(process.pid), process)
