@@ -1,4 +1,4 @@
-"""What the services share. Imports no service and never needs a GPU."""
+"""Shared code of services and clients. Imports no service and never needs a GPU."""
 
 import os
 

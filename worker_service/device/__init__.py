@@ -1,1 +1,1 @@
-"""Device memory: the paged cache, pinning, budgets, and the measured costs of the device."""
+"""Device memory: the paged cache, pinning, and budgets."""
