@@ -127,7 +127,7 @@ class LoadedWorker:
 
     @property
     def store_is_up(self) -> bool | None:
-        """Whether the worker is attached to its store; None if it has none."""
+        """True if the worker is attached to its store; None if it has none."""
         return None if self.store is None else self.store.connection is not None
 
     @property

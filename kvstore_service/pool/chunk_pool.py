@@ -1,8 +1,7 @@
 """The chunks of one arena: publish, find, protect, evict.
 
 Keeps slot table, prefix index, leases and eviction policy consistent; `slot_grants` keeps
-the free slots. Knows
-sessions only by their ids, no clock and no gRPC.
+the free slots. The pool knows sessions only by their ids, no clock and no gRPC.
 """
 
 from __future__ import annotations

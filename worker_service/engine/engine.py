@@ -155,7 +155,7 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is running, waiting, or being written back."""
+        """True if nothing is running, waiting, or being written back."""
         return self.queues.is_empty
 
     @property

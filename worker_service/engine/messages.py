@@ -187,12 +187,12 @@ class StepOutput:
 
     @property
     def ran(self) -> bool:
-        """Whether the model ran."""
+        """True if the model ran."""
         return self.step is not None
 
     @property
     def has_news(self) -> bool:
-        """Whether it holds anything that a Run stream reports."""
+        """True if it holds anything that a Run stream reports."""
         return bool(self.tokens or self.finishes or self.restores or self.profile is not None)
 
     @property

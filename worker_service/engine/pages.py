@@ -60,7 +60,7 @@ class PageManager:
 
     @property
     def has_input_page(self) -> bool:
-        """Whether an X page is free, or none is ever needed."""
+        """True if an X page is free, or none is ever needed."""
         return not self._keeps_inputs or self._cache.input_pages.free_count > 0
 
     def allocate_input_page(self, sequence: Sequence, chunk_index: int) -> int:

@@ -56,7 +56,7 @@ class Sampling:
 
     @property
     def uses_history(self) -> bool:
-        """Whether earlier tokens affect the choice."""
+        """True if earlier tokens affect the choice."""
         return (
             self.presence_penalty != 0
             or self.frequency_penalty != 0
@@ -95,7 +95,7 @@ class SamplingRow:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the choice is the largest raw logit and nothing else is asked for."""
+        """True if the choice is the largest raw logit and nothing else is asked for."""
         sampling = self.sampling
         return (
             sampling.temperature == 0

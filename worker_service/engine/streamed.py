@@ -194,7 +194,7 @@ class StreamedStep:
         return attention.result
 
     def traffic(self) -> StepTraffic:
-        """Return what the prefetcher will move and rebuild."""
+        """Return what the prefetcher moves and rebuilds: the tiles alone decide it."""
         copies: list[float] = []
         rebuilds: list[float] = []
         for layer, tile_transfers in enumerate(self.layers):

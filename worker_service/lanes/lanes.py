@@ -234,8 +234,8 @@ class Lanes(ABC):
 
         Callers of `run_in_this_thread` count their own work.
         """
-        tally, self._totals = self._totals, None
-        return tally
+        totals, self._totals = self._totals, None
+        return totals
 
     def finish_after_error(self) -> None:
         """Finish after an error: drop the spans and any further error."""
