@@ -99,7 +99,7 @@ class Subject:
         runtime.observers = [self.metrics.observe] if watched else []
 
     async def decode(self, new_tokens: int, *, watched: bool) -> Step:
-        """The steps in which the whole batch decodes."""
+        """Run and return the steps in which the whole batch decodes."""
         self.watch(watched)
         runtime = self.worker.runtime
         listener = runtime.listen()

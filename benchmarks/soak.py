@@ -106,7 +106,7 @@ class Load:
 
 
 def draw(rng: random.Random, prefixes: list[list[int]]) -> tuple[list[int] | str, dict[str, Any]]:
-    """One request of the mix: its prompt and its options."""
+    """Draw one request of the mix: its prompt and its options."""
     options: dict[str, Any] = {
         "max_tokens": rng.randrange(1, LONGEST_ANSWER),
         "ignore_eos": rng.random() < 0.5,

@@ -78,7 +78,7 @@ def _ledgers(admission: AdmissionQueue) -> Iterator[Reading]:
 
 
 def _workers(registry: Registry) -> Iterator[Reading]:
-    """A lost worker stays, with 0; one that never answered is named by its address."""
+    """Yield the readings of each worker; 0 if lost, and its address if it never answered."""
     losses = registry.losses.counts()
     for worker in registry.connections:
         yield Reading(metrics.WORKER_KNOWN, 1, (worker.worker_id or worker.address,))

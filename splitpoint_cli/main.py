@@ -54,7 +54,7 @@ def _print_version(wanted: bool) -> None:
 
 
 def version() -> str:
-    """The installed version; "unknown" when the packages run from a bare source tree."""
+    """Return the installed version; "unknown" if the packages run from a bare source tree."""
     from importlib import metadata  # slow to load, and rarely needed
 
     try:

@@ -27,7 +27,7 @@ def check_picture(path: Path) -> None:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure, in inches. Raises MissingExtra without matplotlib."""
+    """Return an empty figure, in inches. Raises MissingExtra without matplotlib."""
     need("a picture", "plots")
     from matplotlib.figure import Figure
 

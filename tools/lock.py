@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def entries_of(lock: str) -> dict[str, str]:
-    """The lines of each distribution in a lock, by its name."""
+    """Return the lines of each distribution in a lock, by its name."""
     found: dict[str, str] = {}
     for block in re.split(r"^(?=[a-z0-9])", lock, flags=re.MULTILINE):
         if (name := _NAME.match(block)) is not None:
@@ -75,7 +75,7 @@ def entries_of(lock: str) -> dict[str, str]:
 
 
 def _without_environment(entry: str) -> str:
-    """The entry with the markers alone that tell the locked environments from each other."""
+    """Return the entry with only those markers that tell the locked environments apart."""
     python, system = _EVERYWHERE.split(" and ")
     entry = entry.replace(f" ; {_EVERYWHERE}", "")
     return entry.replace(f"{python} and ", "").replace(f" and {system}", "")

@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def build(folder: Path) -> Path:
-    """The wheel of this source tree. Raises Failed."""
+    """Build the wheel of this source tree. Raises Failed."""
     run([sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(folder), str(ROOT)])
     (wheel,) = folder.glob("splitpoint-*.whl")
     names = zipfile.ZipFile(wheel).namelist()

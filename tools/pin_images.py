@@ -39,7 +39,7 @@ def images_in(text: str) -> set[str]:
 
 
 def pinned(text: str, digests: dict[str, str]) -> str:
-    """The text with the digest of each image in `digests` behind its tag."""
+    """Return the text with the digest of each image in `digests` behind its tag."""
 
     def pin(found: re.Match[str]) -> str:
         image = _tagged(found)

@@ -54,7 +54,7 @@ def render(case: Path) -> str:
 
 
 def without_rules(rendered: str) -> str:
-    """The manifests without what each PrometheusRule has of its file, which must be all of it."""
+    """Return the manifests without the PrometheusRules' groups, which must equal their file's."""
     kept = []
     for document in rendered.split("\n---\n"):
         manifest = yaml.safe_load(document)

@@ -92,7 +92,7 @@ def library_files(root: Path) -> tuple[list[Path], dict[str, list[Path]]]:
 
 
 def read_sources(files: Sequence[Path]) -> list[str]:
-    """The texts that are UTF-8; a few test files are meant not to be."""
+    """Read the texts that are UTF-8; a few test files are not, on purpose."""
     texts = []
     for path in files:
         try:
@@ -130,7 +130,7 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> torch.Tensor:
-    """One stream of ids: BOS document EOS BOS document EOS ..."""
+    """Return one stream of ids: BOS document EOS BOS document EOS ..."""
     end = tokenizer.token_to_id(EOS)
     assert end is not None
     stream: list[int] = []
@@ -236,7 +236,7 @@ def perplexity(model: LlamaForCausalLM, stream: torch.Tensor, settings: Settings
 
 
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
-    """A folder that transformers' Auto classes and Splitpoint load; weights in bfloat16."""
+    """Write a folder that transformers' Auto classes and Splitpoint load; weights in bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
     module: torch.nn.Module = model
     module.to(torch.bfloat16)

@@ -73,7 +73,7 @@ def has_problem(findings: Sequence[Finding]) -> bool:
 
 
 def findings_json(findings: Sequence[Finding]) -> dict[str, object]:
-    """The object that `--json` prints."""
+    """Return the object that `--json` prints."""
     return {
         "ok": not has_problem(findings),
         "findings": [dataclasses.asdict(finding) for finding in findings],
@@ -81,7 +81,7 @@ def findings_json(findings: Sequence[Finding]) -> dict[str, object]:
 
 
 def print_findings(console: Console, findings: Sequence[Finding]) -> None:
-    """A line for each finding, its advice below it, and a summary."""
+    """Print a line for each finding, its advice below it, and a summary."""
     is_plain = console.encoding.lower() not in ("utf-8", "utf8")
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column(no_wrap=True)
@@ -100,7 +100,7 @@ def print_findings(console: Console, findings: Sequence[Finding]) -> None:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """How many checks, and what came of them."""
+    """Return how many checks there were, and their results."""
     counts = Counter(finding.verdict.value for finding in findings)
     parts = [
         f"{counts[verdict]} {verdict}{'s' if counts[verdict] > 1 else ''}"

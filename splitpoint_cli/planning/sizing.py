@@ -138,7 +138,7 @@ def size_up(shape: ModelShape, node: Node, load: Load) -> Sizing:
 def _divided(
     shape: ModelShape, layout: ArenaLayout, node: Node
 ) -> tuple[MemoryPlan, WeightPlacement]:
-    """As a worker on a GPU does at its start."""
+    """Divide device memory as a worker on a GPU does at its start."""
     staging = staging_pages_on_gpu(shape, layout, node.device_memory_bytes)
     placement = place(
         shape,

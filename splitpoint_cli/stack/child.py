@@ -225,13 +225,13 @@ class Service:
         return self.gone_at - self.ready_at
 
     def death(self, *, and_then: str = "") -> ServiceExited:
-        """How it ended (and what followed), as an error. Only when gone."""
+        """Return as an error how the process ended and what followed. It must have ended."""
         return ServiceExited(
             self.name, self.status, self.tail, and_then=and_then, failure=self.failure
         )
 
     async def ready(self) -> str:
-        """The address the service printed. Raises ServiceExited, ServiceNotReady."""
+        """Wait for READY and return its address. Raises ServiceExited, ServiceNotReady."""
         bound = self.command.ready_seconds
         try:
             async with asyncio.timeout(bound):

@@ -103,7 +103,7 @@ class Contender:
         )
 
     def over(self, other: Contender) -> float:
-        """Its decode seconds over the other's, for the steps that both have."""
+        """Return its decode seconds over the other's, for the steps that both have."""
         steps = min(self.step_count, other.step_count)
         return self.decode_seconds(steps) / other.decode_seconds(steps)
 

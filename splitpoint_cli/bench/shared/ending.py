@@ -74,7 +74,7 @@ def ending_by_signals(function: Callable[Parameters, Result]) -> Callable[Parame
 
 
 def run_until_signal(work: Coroutine[Any, Any, Result]) -> Result:
-    """Like `asyncio.run`, but a signal cancels `work`; once it has cleaned up SystemExit is raised.
+    """Do as `asyncio.run`, but a signal cancels `work`; SystemExit is raised after its clean-up.
 
     An exception out of a signal handler would end the event loop instead, and with it what
     still has to be awaited.
