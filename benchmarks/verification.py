@@ -20,6 +20,7 @@ import torch
 
 from benchmarks.shared import finish, parser_of
 from splitpoint.config import parse_rate
+from splitpoint.options.worker import VERIFY_RATE
 from splitpoint.planning.schedule import Schedule
 from splitpoint_cli.bench.restore.runs import Restorer
 from splitpoint_cli.bench.restore.setup import Stored, stored_prefixes
@@ -30,7 +31,7 @@ from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.model.decoder import Decoder
 from worker_service.startup import choose_device, describe_device
-from worker_service.store.verifier import DEFAULT_VERIFY_RATE, Verifier
+from worker_service.store.verifier import Verifier
 
 NONE, FIRST, LATER = WAYS = ("none", "first read", "later reads")
 _TILE_TOKENS = 256
@@ -60,7 +61,7 @@ def measure(workload: RestoreWorkload, progress: Progress) -> dict[str, object]:
     times: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     with stored_prefixes(workload, model, device) as stored:
         restorer = Restorer(stored, workload)
-        later = Verifier(DEFAULT_VERIFY_RATE)
+        later = Verifier(VERIFY_RATE.default)
         for number in progress.track("rounds", range(workload.repeats + 1)):
             first = Verifier(0.0)  # which has read nothing
             for way, verifier in ((NONE, None), (FIRST, first), (LATER, later)):
@@ -79,7 +80,7 @@ def measure(workload: RestoreWorkload, progress: Progress) -> dict[str, object]:
         "payload_bytes": size,
         "link_rate": workload.link_rate,
         "rounds": workload.repeats,
-        "verify_rate": DEFAULT_VERIFY_RATE,
+        "verify_rate": VERIFY_RATE.default,
     }
     for way in WAYS:
         filled, compared = zip(*times[way], strict=True)

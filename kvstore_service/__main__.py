@@ -35,7 +35,7 @@ from splitpoint.observe.meters import Meters
 from splitpoint.observe.metrics import Service
 from splitpoint.observe.metrics_server import metrics_served
 from splitpoint.options import store as options
-from splitpoint.options.option import check_values, parser_of
+from splitpoint.options.option import parser_of
 from splitpoint.service import Setup, announce_ready, run_service, set_up
 from splitpoint.shapes import ArenaLayout, DataType, Encoding
 from splitpoint.transport.calls import count_calls
@@ -104,7 +104,6 @@ def check_arguments(
     arguments: argparse.Namespace,
 ) -> tuple[Geometry, Watermarks | None, Scrubbing | None]:
     """Check the arguments before anything is created. Raises InvalidArgument."""
-    check_values(options.SECTIONS, vars(arguments))
     watermarks, scrubbing = watermarks_of(arguments), scrubbing_of(arguments)
     choose_node(arguments.numa_node)
     size = parse_size(arguments.host_memory, field="host-memory")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvstore_service.eviction.policies import DEFAULT_POLICY
 from kvstore_service.eviction.watermarks import WatermarkEvictor
 from kvstore_service.maintenance import Maintenance
 from kvstore_service.store import KvStore
 from splitpoint.arena.loss import Loss
 from splitpoint.arena.records import SlotState
+from splitpoint.options.store import EVICTION
 from splitpoint.transport.convert import layout_to_proto
 from splitpoint.v1 import kvstore_pb2 as pb
 
@@ -28,7 +28,7 @@ class StoreInfo:
         redis: connection to the Redis that has this store's catalog. None without Redis.
     """
 
-    policy_name: str = DEFAULT_POLICY
+    policy_name: str = EVICTION.default
     memory_description: str = ""
     former_loss: Loss | None = None
     evictor: WatermarkEvictor | None = None

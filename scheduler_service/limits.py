@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from splitpoint.options.scheduler import QUEUE_CAPACITY
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Counts, tokens and seconds. Tests use small values; the defaults are documented."""
 
     # Requests that may wait for device memory.
-    queue_capacity: int = 256
+    queue_capacity: int = QUEUE_CAPACITY.default
     # Requests of one tenant that may run or wait. None: no such limit.
     tenant_requests: int | None = None
     # Generate calls that may be open at a time, waiting ones included.

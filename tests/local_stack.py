@@ -26,6 +26,7 @@ from splitpoint.checkpoint.config import read_shape
 from splitpoint.checkpoint.resolve import eos_token_ids
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.client import AsyncClient
+from splitpoint.options.worker import VERIFY_RATE
 from splitpoint.service import READY_PREFIX
 from splitpoint.shapes import DataType
 from splitpoint.transport.channels import open_channel
@@ -33,7 +34,6 @@ from splitpoint.transport.servers import create_server
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc, worker_pb2_grpc
 from worker_service.server import WorkerServicer
 from worker_service.startup import LoadedWorker, WorkerOptions, load_worker
-from worker_service.store.verifier import DEFAULT_VERIFY_RATE
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -53,7 +53,7 @@ class StackShape:
     # A machine that is busy with other tests must not end sessions.
     lease_seconds: float = 60.0
     store_arguments: tuple[str, ...] = ()
-    verify_rate: float = DEFAULT_VERIFY_RATE
+    verify_rate: float = VERIFY_RATE.default
     # The workers take their store for one on another host.
     mirror_memory_bytes: int | None = None
 

@@ -19,6 +19,7 @@ from splitpoint.config import format_rate, format_size
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.host.memory import memory_facts
+from splitpoint.options import worker as options
 from splitpoint.planning.weight_placement import NOTHING_ON_HOST, WeightSizes
 from splitpoint.progress import Progress, Ticker
 from splitpoint.shapes import ArenaLayout, DataType, ModelShape
@@ -26,7 +27,7 @@ from splitpoint.transport.tls import PLAIN, Identity
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
 from worker_service.device.memory import STAGING_PAGES, divide, place, staging_pages_on_gpu
-from worker_service.device.pinning import PROGRESS_SECONDS, Pinning
+from worker_service.device.pinning import Pinning
 from worker_service.device.registrar import CudaRegistrar
 from worker_service.engine.engine import Engine
 from worker_service.hardware.monitor import DeviceMonitor, monitor_of
@@ -39,13 +40,12 @@ from worker_service.profiling.restore_costs import measure_overheads
 from worker_service.runtime import Runtime
 from worker_service.store.client import StoreClient
 from worker_service.store.remote_client import RemoteStoreClient
-from worker_service.store.verifier import DEFAULT_VERIFY_RATE, Verifier
+from worker_service.store.verifier import Verifier
 from worker_service.weights.lock import WeightLock
 from worker_service.weights.matrices import weight_sizes
 
 log = logging.getLogger(__name__)
 
-DEFAULT_CHUNK_TOKENS = 64
 # A CPU worker without --device-memory takes this share of what is available.
 CPU_MEMORY_SHARE = 0.2
 # A GPU worker leaves this share to the driver, libraries and fragmentation.
@@ -67,19 +67,19 @@ class WorkerOptions:
     device: str = "auto"
     data_type: DataType | None = None
     device_memory_bytes: int | None = None
-    max_batch_size: int = 32
-    max_batched_tokens: int = 512
+    max_batch_size: int = options.MAX_BATCH.default
+    max_batched_tokens: int = options.MAX_BATCHED_TOKENS.default
     threads: int | None = None
-    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    chunk_tokens: int = options.CHUNK_TOKENS.default
     pin_limit_bytes: int | None = None
-    verify_rate: float = DEFAULT_VERIFY_RATE
+    verify_rate: float = options.VERIFY_RATE.default
     identity: Identity = PLAIN
     kvstore_is_remote: bool = False
     mirror_memory_bytes: int | None = None
     is_serial: bool = False
     link_bytes_per_second: int | None = None
     trace_file: Path | None = None
-    progress_seconds: float = PROGRESS_SECONDS
+    progress_seconds: float = options.PROGRESS_SECONDS.default
     on_loading: Callable[[Progress], None] | None = None
 
     def __post_init__(self) -> None:

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-# Values of --admission.
-ADMISSIONS = ("always", "second-use")
-
 # Leading bytes of a chunk's key, a SHA-256: enough to tell millions of keys apart.
 _MARK_BYTES = 8
 LEAST_MARKS = 1 << 16

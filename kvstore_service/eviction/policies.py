@@ -188,4 +188,3 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "lru": LeastRecentlyUsed,
     "counter": LeastOftenUsed,
 }
-DEFAULT_POLICY = "lru"

@@ -17,8 +17,6 @@ from kvstore_service.integrity.inspection import Finder, Inspection
 from kvstore_service.pool.chunk_pool import ChunkPool
 from kvstore_service.pool.prefix_index import Entry
 
-DEFAULT_PASS_SECONDS = 600.0
-LEAST_PASS_SECONDS = 0.1
 # Read at once: about 0.1 ms of a thread, and at least one chunk.
 _BATCH_BYTES = 1 << 20
 _BATCH_CHUNKS = 64

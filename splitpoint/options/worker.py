@@ -72,6 +72,7 @@ PIN_LIMIT: Option[str | None] = Option(
     "Largest part of the arena, in bytes, to page-lock for the GPU; 0: nothing; absent: all.",
     unit=SIZE,
 )
+# To verify one later read of a hundred costs a hundredth of a restore's bandwidth.
 VERIFY_RATE: Option[float] = Option(
     "verify-rate",
     float,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from splitpoint.arena.mapping import Arena
 from splitpoint.config import format_size
+from splitpoint.options.worker import PROGRESS_SECONDS
 from splitpoint.progress import Counter, Progress, Ticker
 from splitpoint.shapes import Plane
 from worker_service.device.registrar import LockedRanges, PinningFailed, Registrar, refusal
@@ -23,8 +24,6 @@ from worker_service.device.registrar import LockedRanges, PinningFailed, Registr
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 64 << 30
-# Between two log lines about progress.
-PROGRESS_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ class Pinning:
         *,
         limit_bytes: int | None = None,
         piece_bytes: int = PIECE_BYTES,
-        progress_seconds: float = PROGRESS_SECONDS,
+        progress_seconds: float = PROGRESS_SECONDS.default,
     ) -> None:
         self.description = "not pinned"
         self._registrar = registrar

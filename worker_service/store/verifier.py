@@ -15,10 +15,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
+from splitpoint.options.worker import VERIFY_RATE
 from worker_service.store.arena_tensors import ArenaTensors, DamagedChunks, StoredChunk
 
-# To verify one later read of a hundred costs a hundredth of a restore's bandwidth.
-DEFAULT_VERIFY_RATE = 0.01
 # Enough threads for the speed of a link to a GPU: a fast core hashes about 10 GB/s.
 _MOST_THREADS = 4
 
@@ -86,7 +85,7 @@ class Verifier:
         intact_count, damaged_count: chunks verified since start, by result.
     """
 
-    def __init__(self, rate: float = DEFAULT_VERIFY_RATE, *, threads: int | None = None) -> None:
+    def __init__(self, rate: float = VERIFY_RATE.default, *, threads: int | None = None) -> None:
         """`rate`: share of the reads after a chunk's first one to verify, in [0, 1]."""
         self.rate = rate
         self.intact_count = 0

@@ -12,9 +12,7 @@ from typer.testing import CliRunner
 
 from kvstore_service.__main__ import layout_of
 from kvstore_service.__main__ import parse_arguments as parse_store
-from kvstore_service.eviction.cache_admission import ADMISSIONS
-from kvstore_service.eviction.policies import DEFAULT_POLICY, POLICIES
-from kvstore_service.integrity.scrubber import DEFAULT_PASS_SECONDS, LEAST_PASS_SECONDS
+from kvstore_service.eviction.policies import POLICIES
 from scheduler_service.__main__ import parse_arguments as parse_scheduler
 from scheduler_service.limits import Limits
 from splitpoint.config import remove_tree, runtime_directory
@@ -28,9 +26,6 @@ from splitpoint_cli.stack import up
 from splitpoint_cli.stack.options import StackOptions
 from splitpoint_cli.stack.plan import Stack, plan_stack
 from worker_service.__main__ import parse_arguments as parse_worker
-from worker_service.device.pinning import PROGRESS_SECONDS
-from worker_service.startup import DEFAULT_CHUNK_TOKENS
-from worker_service.store.verifier import DEFAULT_VERIFY_RATE
 
 INSTANCE = instance_name("options")
 
@@ -113,14 +108,14 @@ def test_what_is_not_given_is_left_to_the_services(monkeypatch: pytest.MonkeyPat
 
 def test_choices_and_defaults_are_those_of_the_services() -> None:
     assert set(store_options.EVICTION.choices) == set(POLICIES)
-    assert store_options.EVICTION.default == DEFAULT_POLICY
-    assert store_options.ADMISSION.choices == ADMISSIONS
-    assert store_options.SCRUB_SECONDS.default == DEFAULT_PASS_SECONDS
-    assert store_options.LEAST_SCRUB_SECONDS == LEAST_PASS_SECONDS
-    assert worker_options.VERIFY_RATE.default == DEFAULT_VERIFY_RATE
-    assert worker_options.CHUNK_TOKENS.default == DEFAULT_CHUNK_TOKENS
-    assert worker_options.PROGRESS_SECONDS.default == PROGRESS_SECONDS
-    assert scheduler_options.QUEUE_CAPACITY.default == Limits().queue_capacity
+    assert store_options.EVICTION.default == "lru"
+    assert store_options.ADMISSION.choices == ("always", "second-use")
+    assert store_options.SCRUB_SECONDS.default == 600.0
+    assert store_options.LEAST_SCRUB_SECONDS == 0.1
+    assert worker_options.VERIFY_RATE.default == 0.01
+    assert worker_options.CHUNK_TOKENS.default == 64
+    assert worker_options.PROGRESS_SECONDS.default == 2.0
+    assert scheduler_options.QUEUE_CAPACITY.default == Limits().queue_capacity == 256
 
 
 def test_redis_is_for_every_service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
