@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import OrderedDict
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -25,15 +27,27 @@ TORCH_TYPES = {
 
 
 class PageAllocator:
-    """Allocates the lowest free page, so that live pages stay close together.
+    """Counts the references to pages, and keeps some pages after their last reference.
 
-    Attention reads a nearly contiguous range of pages without gathering them.
+    A page is free, in use (one reference or more), or cached: without a reference, but
+    `keep` marked it, and it can be shared again until its memory is wanted. The lowest
+    free page is allocated first, so that live pages stay close together: attention reads a
+    nearly contiguous range of pages without gathering them. Without a free page, the cached
+    page that lost its last reference first is evicted and allocated.
+
+    Attributes:
+        on_evict: called with each page that is evicted; its bytes are still unchanged.
     """
 
     def __init__(self, page_count: int) -> None:
         self.page_count = page_count
+        self.on_evict: Callable[[int], None] | None = None
         self._free = list(range(page_count))
-        self._used: set[int] = set()
+        # References of the pages in use.
+        self._references: dict[int, int] = {}
+        # Pages without a reference, least recently used first.
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._kept: set[int] = set()
 
     @property
     def free_count(self) -> int:
@@ -41,22 +55,83 @@ class PageAllocator:
 
     @property
     def used_count(self) -> int:
-        return len(self._used)
+        return len(self._references)
+
+    @property
+    def cached_count(self) -> int:
+        return len(self._cached)
+
+    @property
+    def available_count(self) -> int:
+        """Pages that can be allocated: free and cached ones."""
+        return len(self._free) + len(self._cached)
+
+    def references(self, page: int) -> int:
+        """Return how many references a page has; 0 if it is free or cached."""
+        return self._references.get(page, 0)
 
     def allocate(self) -> int:
-        """Return a free page. Raises ResourceExhausted if there is none."""
-        if not self._free:
+        """Return a page with one reference. Raises ResourceExhausted if all are in use."""
+        if self._free:
+            page = heapq.heappop(self._free)
+        elif self._cached:
+            page, _ = self._cached.popitem(last=False)
+            self._kept.remove(page)
+            if self.on_evict is not None:
+                self.on_evict(page)
+        else:
             raise ResourceExhausted(f"all {self.page_count} pages are in use", reason="NO_PAGE")
-        page = heapq.heappop(self._free)
-        self._used.add(page)
+        self._references[page] = 1
         return page
 
+    def share(self, page: int) -> None:
+        """Add a reference to a page in use or cached. Raises ValueError if it is free."""
+        if page in self._references:
+            self._references[page] += 1
+        elif page in self._cached:
+            del self._cached[page]
+            self._references[page] = 1
+        else:
+            raise ValueError(f"page {page} is free")
+
     def free(self, page: int) -> None:
-        """Free a page. Raises ValueError if it is not in use."""
-        if page not in self._used:
+        """Take a reference away. Raises ValueError if the page is not in use."""
+        count = self._references.get(page)
+        if count is None:
             raise ValueError(f"page {page} is not in use")
-        self._used.remove(page)
-        heapq.heappush(self._free, page)
+        if count > 1:
+            self._references[page] = count - 1
+            return
+        del self._references[page]
+        if page in self._kept:
+            self._cached[page] = None
+        else:
+            heapq.heappush(self._free, page)
+
+    def keep(self, page: int) -> None:
+        """Cache a page after its last reference. Raises ValueError if it is not in use."""
+        if page not in self._references:
+            raise ValueError(f"page {page} is not in use")
+        self._kept.add(page)
+
+    def drop(self, page: int) -> None:
+        """Undo `keep`: a cached page becomes free. Raises ValueError if it is not kept."""
+        if page not in self._kept:
+            raise ValueError(f"page {page} is not kept")
+        self._kept.remove(page)
+        if page in self._cached:
+            del self._cached[page]
+            heapq.heappush(self._free, page)
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError unless each page is in exactly one state and counts agree."""
+        pages = [*self._free, *self._references, *self._cached]
+        if sorted(pages) != list(range(self.page_count)):
+            raise RuntimeError(f"pages are lost or twice in a state: {sorted(pages)}")
+        if any(count < 1 for count in self._references.values()):
+            raise RuntimeError(f"a page in use has no reference: {self._references}")
+        if not self._cached.keys() <= self._kept <= self._cached.keys() | self._references.keys():
+            raise RuntimeError("a page is cached without being kept, or kept while free")
 
 
 class DeviceCache:
