@@ -145,6 +145,8 @@ class Lanes(ABC):
         before: called in the lane before each piece of work; tests delay lanes with it.
         overlapping: lanes run side by side; False for the serial twin.
         unfinished_batches: most batches of a source that may still run when it is called again.
+        schedule: the order of a streamed step, and the schedule whose costs describe restores.
+            COLUMN is KVPR's order, which `splitpoint bench offload` measures beside ours.
     """
 
     overlapping = True
@@ -156,12 +158,8 @@ class Lanes(ABC):
         self.device = device
         self.link = link
         self.before: Callable[[Lane], None] | None = None
+        self.schedule = Schedule.PIPELINED if self.overlapping else Schedule.SERIAL
         self._totals: LaneTotals | None = None
-
-    @property
-    def schedule(self) -> Schedule:
-        """The schedule whose costs describe restores on these lanes."""
-        return Schedule.PIPELINED if self.overlapping else Schedule.SERIAL
 
     @abstractmethod
     def run(self, lane: Lane, work: Work, after: Sequence[Event] = ()) -> Event:

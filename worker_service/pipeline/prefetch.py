@@ -6,6 +6,10 @@ across layers: while layer i computes its MLP, the first tiles of layer i + 1 ar
 slot is filled again only after its content was read. The host never waits here; on a
 GPU the lanes wait for each other (not confirmed on a GPU yet).
 
+On lanes with schedule COLUMN a layer's first copy waits until the layer before has been
+loaded and rebuilt: KVPR's order (Eq. 10 there), in which X of a layer crosses the link beside
+the attention and the MLP of the layer before, and nothing beside a rebuild but K,V.
+
 This module knows no requests, and not what attention does with a tile.
 """
 
@@ -18,7 +22,7 @@ from typing import TypeVar
 
 import torch
 
-from splitpoint.planning.schedule import Lane
+from splitpoint.planning.schedule import Lane, Schedule
 from worker_service.lanes.lanes import Event, Lanes, Work
 from worker_service.pipeline.staging import Staging
 from worker_service.pipeline.tiles import Tile
@@ -119,6 +123,12 @@ class Prefetcher:
         self._rebuilt_slot = slots - 1
         self._kv_slots = _SlotPool(slots - 1 if rebuilds else slots)
         self._x_slots = _SlotPool(slots)
+        # With COLUMN: the only layer whose tiles may be sent, the events before them, and
+        # those after which the next layer's may be.
+        self._in_turn = lanes.schedule is Schedule.COLUMN
+        self._open_layer = self._order[0][0] if self._order else 0
+        self._barrier: list[Event] = []
+        self._arrivals: list[Event] = []
 
     def start(self) -> None:
         """Fill the slots with the first tiles."""
@@ -142,6 +152,9 @@ class Prefetcher:
             after = [self._rebuild(arriving, arriving.x_slot, keys, values)]
             # The next X can be on its way while this tile is attended.
             self._fill()
+        if self._in_turn:
+            self._arrivals += after
+            self._open_next_layer()
         tokens = sum(page.chunk.token_count for page in tile_transfer.tile.pages)
         work = Work("attend", lambda: attend(keys, values), layer=layer, tokens=tokens)
         attended = self._lanes.run(Lane.COMPUTE, work, after)
@@ -162,12 +175,24 @@ class Prefetcher:
         """Send the next tiles, in order, until a slot is missing."""
         while self._next < len(self._order):
             layer, tile_transfer = self._order[self._next]
+            if self._in_turn and layer != self._open_layer:
+                return
             if tile_transfer.loaded is not None and self._kv_slots.is_empty:
                 return
             if tile_transfer.rebuilt is not None and self._x_slots.is_empty:
                 return
             self._next += 1
             self._in_flight.append(self._send(layer, tile_transfer))
+
+    def _open_next_layer(self) -> None:
+        """Send the next layer's first tiles once all of the present layer's have arrived."""
+        if self._in_flight or self._next == len(self._order):
+            return
+        layer = self._order[self._next][0]
+        if layer != self._open_layer:
+            self._open_layer = layer
+            self._barrier, self._arrivals = self._arrivals, []
+            self._fill()
 
     def _send(self, layer: int, tile_transfer: TileTransfer) -> _InFlight:
         kv_slot = x_slot = None
@@ -176,6 +201,7 @@ class Prefetcher:
         transfer = tile_transfer.transfer
         if tile_transfer.rebuilt is not None:
             x_slot, sent = self._x_slots.acquire()
+            sent = [*sent, *self._barrier]
             # Layer 0's X is computed from token ids when the tile is consumed.
             if layer and tile_transfer.copy_inputs is None:
                 work = transfer.send(layer, tile_transfer.rebuilt, x_slot)
@@ -183,7 +209,7 @@ class Prefetcher:
         if tile_transfer.loaded is not None:
             kv_slot, free = self._kv_slots.acquire()
             work = transfer.load(layer, tile_transfer.loaded, *self._kv_tensors(kv_slot))
-            loaded = [self._lanes.run(Lane.LINK_IN, work, free)]
+            loaded = [self._lanes.run(Lane.LINK_IN, work, [*free, *self._barrier])]
         return _InFlight(layer, tile_transfer, kv_slot, x_slot, loaded, sent)
 
     def _rebuild(

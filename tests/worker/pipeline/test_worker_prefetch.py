@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,8 +21,10 @@ from worker_service.engine.sampling import Sampling
 from worker_service.engine.sequence import Sequence as Running
 from worker_service.engine.streamed import StreamedStep
 from worker_service.engine.streamed_builder import StreamedBuilder
+from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.cuda import StreamLanes
-from worker_service.lanes.lanes import Event, Lanes, SerialLanes, Work
+from worker_service.lanes.lanes import EmulatedLink, Event, Lanes, SerialLanes, Work
+from worker_service.lanes.timeline import Span
 from worker_service.model.decoder import Decoder
 from worker_service.pipeline.prefetch import Prefetcher, TileTransfer
 from worker_service.pipeline.staging import Staging
@@ -98,7 +101,7 @@ class Setting:
         return cls(stored, staging, step, [])
 
     @torch.inference_mode()
-    def run(self, lanes: Lanes) -> None:
+    def run(self, lanes: Lanes) -> list[Span]:
         """Every tile of every layer, and what its attention would have seen."""
         prefetcher = Prefetcher(lanes, self.staging, self.step.tile_pages, self.step.layers)
         prefetcher.start()
@@ -113,7 +116,7 @@ class Setting:
         for layer, tile_transfers in enumerate(self.step.layers):
             for tile_transfer in tile_transfers:
                 prefetcher.consume(layer, tile_transfer, partial(attend, layer, tile_transfer))
-        lanes.finish()
+        spans = lanes.finish()
         assert len(seen) == sum(len(tile_transfers) for tile_transfers in self.step.layers)
         read: set[tuple[int, int]] = set()
         for layer, tile_transfer, keys, values in seen:
@@ -128,6 +131,7 @@ class Setting:
                     torch.testing.assert_close(found, rows, rtol=1e-5, atol=1e-5)
         layers = self.stored.layout.layer_count
         assert read == {(at, CHUNK * index) for at in range(layers) for index in range(CHUNKS)}
+        return spans
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -142,9 +146,43 @@ def test_streams_in_any_order_bring_every_tile(stored: StoredPrefix, seed: int) 
         kept_inputs=rng.choice([0, 3]),
     )
     lanes = Deferred(seed)
+    lanes.schedule = rng.choice([Schedule.PIPELINED, Schedule.COLUMN])
     setting.run(lanes)
     # The host waited at the end only: once for each lane that had work.
     assert lanes.double.synchronized <= len(Lane)
+
+
+def test_kvprs_order_sends_nothing_of_a_layer_before_the_one_before_is_there(
+    stored: StoredPrefix,
+) -> None:
+    """A whole layer is one tile of X, then one of K and V; ours sends both ahead."""
+    staging = 3 * CHUNKS
+    setting = Setting.of(stored, split=80, tile_pages=CHUNKS, staging_pages=staging)
+    ahead = {}
+    for schedule in (Schedule.COLUMN, Schedule.PIPELINED):
+        lanes = ThreadLanes(CPU, EmulatedLink(2e6))
+        lanes.schedule = schedule
+        lanes.before = lambda lane: time.sleep(0.02 * (lane is Lane.COMPUTE))
+        try:
+            spans = setting.run(lanes)
+        finally:
+            lanes.close()
+        begins: dict[int, float] = {}
+        ends: dict[int, float] = {}
+        for span in spans:
+            if span.layer is None or span.name == "attend":
+                continue
+            if span.lane is Lane.LINK_IN:
+                begins[span.layer] = min(begins.get(span.layer, span.start), span.start)
+            ends[span.layer] = max(ends.get(span.layer, 0.0), span.end)
+        ahead[schedule] = [
+            layer for layer in begins if layer and begins[layer] < ends[layer - 1] - 1e-9
+        ]
+        last = max(begins)
+        sent = [span.name for span in spans if span.layer == last and span.lane is Lane.LINK_IN]
+        assert sent == ["send X", "load K,V"]
+    assert ahead[Schedule.COLUMN] == []
+    assert ahead[Schedule.PIPELINED]
 
 
 def test_a_tile_out_of_its_turn_is_an_error(stored: StoredPrefix) -> None:
