@@ -23,6 +23,7 @@ from splitpoint.arena.records import (
     commit_word,
     first_generation,
 )
+from splitpoint.host.memory_order import fence
 
 FREE, WRITING, SEALED, QUARANTINED = SlotState
 
@@ -60,8 +61,12 @@ class MappedMetadata:
         self._metadata[offset : offset + len(data)] = data
 
     def store_word(self, offset: int, word: int) -> None:
+        # What the word vouches for is visible before it, and it before what follows: the
+        # answer that grants the slot to another writer.
+        fence()
         # One aligned 8-byte store is atomic.
         self._words[offset // 8] = word
+        fence()
 
     def close(self) -> None:
         self._words.release()

@@ -32,6 +32,7 @@ from splitpoint.arena.format import (
 )
 from splitpoint.arena.records import PayloadMismatch, RowsNotZero, SlotState, commit_word
 from splitpoint.errors import NotFound
+from splitpoint.host.memory_order import fence
 from splitpoint.shapes import ArenaLayout
 
 Bytes = npt.NDArray[np.uint8]
@@ -87,7 +88,11 @@ class Arena:
         write_metadata: bool = False,
         read_only: bool = False,
     ) -> None:
-        """Map an open, validated file; this object owns `fd`. Workers use `attach`."""
+        """Map an open, validated file; this object owns `fd`. Workers use `attach`.
+
+        Raises NoMemoryFence on a processor whose accesses cannot be ordered.
+        """
+        fence()
         self.path = path
         self.fd = fd
         self._close_fd = weakref.finalize(self, os.close, fd)
@@ -192,12 +197,17 @@ class Arena:
         if os.fstat(self.fd).st_size != self.size_bytes:
             return False
         words, slot_count = self._words, self.slot_count
-        return all(
+        # Payload that was read before this call is older than the words, payload that is
+        # read after it is newer.
+        fence()
+        is_current = all(
             0 <= slot < slot_count
             and words[_FIRST_WORD + slot * _WORDS_PER_RECORD]
             == commit_word(generation, SlotState.SEALED)
             for slot, generation in zip(slots, generations, strict=True)
         )
+        fence()
+        return is_current
 
     def commit_word(self, slot: int) -> int:
         """Read the slot's commit word: one aligned 8-byte read."""
