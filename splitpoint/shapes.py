@@ -209,6 +209,15 @@ class ModelShape:
         return self.parameter_count * self.data_type.size
 
     @property
+    def step_weight_bytes(self) -> int:
+        """Bytes of the weights that a decode step reads: all layers and the head.
+
+        Of an embedding table that is no head, only the rows of a few tokens are read.
+        """
+        table = 0 if self.tied_embeddings else self.embedding_bytes
+        return self.weight_bytes - table
+
+    @property
     def kv_weight_bytes(self) -> int:
         """W_K and W_V of one layer: 2 * h * d_kv * p, what rebuilding needs."""
         return 2 * self.hidden_size * self.kv_width * self.data_type.size

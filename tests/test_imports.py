@@ -187,7 +187,7 @@ def test_types_are_checked_in_every_folder_of_tests() -> None:
 LAYERS: dict[str, tuple[str, ...]] = {
     "splitpoint": (
         *("words", "errors", "extras", "keys", "progress", "shapes", "config"),
-        *("host", "costs", "planning", "checkpoint", "arena"),
+        *("host", "costs", "planning", "residency", "checkpoint", "arena"),
         *("observe", "options", "transport", "discovery", "client"),
     ),
     "kvstore_service": (

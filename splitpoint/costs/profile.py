@@ -39,6 +39,9 @@ class Profile:
     # and handing it to its lane. 0: not measured.
     restore_overhead_seconds: float = 0.0
     operation_overhead_seconds: float = 0.0
+    # Of reading one byte of device memory, as attention reads resident K and V. 0: not
+    # measured; it is then part of step_compute_seconds.
+    memory_seconds_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -164,9 +167,10 @@ def _require_finite(field: str, value: float, *, above_zero: bool) -> None:
         )
 
 
-def _assumed(name: str, link_gb: float, peak_tflops: float) -> Profile:
-    # Large GEMMs reach 60 % of the dense bf16 peak, whole prefills half of the peak. A pinned
-    # copy and a kernel take 10 us to launch; a prefill launches some hundred kernels.
+def _assumed(name: str, link_gb: float, peak_tflops: float, memory_tb: float) -> Profile:
+    # Large GEMMs reach 60 % of the dense bf16 peak, whole prefills half of the peak, reads of
+    # device memory 80 % of its peak. A pinned copy and a kernel take 10 us to launch; a
+    # prefill launches some hundred kernels.
     return Profile(
         link_bytes_per_second=link_gb * 1e9,
         link_overhead_seconds=10e-6,
@@ -174,13 +178,14 @@ def _assumed(name: str, link_gb: float, peak_tflops: float) -> Profile:
         rebuild_overhead_seconds=10e-6,
         prefill_flops_per_second=0.5 * peak_tflops * 1e12,
         prefill_overhead_seconds=2e-3,
+        memory_seconds_per_byte=1 / (0.8 * memory_tb * 1e12),
         description=f"{name}: assumed from data sheets, not measured",
     )
 
 
 BUILT_IN_PROFILES: dict[str, Profile] = {
-    "a100-pcie4": _assumed("A100, PCIe 4 x16", 25, 312),
-    "h100-pcie5": _assumed("H100, PCIe 5 x16", 52, 989),
-    "h200-pcie5": _assumed("H200, PCIe 5 x16", 54, 989),
-    "b200-pcie5": _assumed("B200, PCIe 5 x16", 55, 2250),
+    "a100-pcie4": _assumed("A100, PCIe 4 x16", 25, 312, 1.94),
+    "h100-pcie5": _assumed("H100, PCIe 5 x16", 52, 989, 3.35),
+    "h200-pcie5": _assumed("H200, PCIe 5 x16", 54, 989, 4.8),
+    "b200-pcie5": _assumed("B200, PCIe 5 x16", 55, 2250, 8.0),
 }

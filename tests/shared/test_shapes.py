@@ -168,3 +168,11 @@ def test_config_without_a_key_names_it() -> None:
 @pytest.mark.parametrize(("tokens", "chunks"), [(0, 0), (1, 1), (64, 1), (65, 2)])
 def test_chunks_of(tokens: int, chunks: int) -> None:
     assert chunks_of(tokens, 64) == chunks
+
+
+def test_a_step_reads_a_tied_table_as_its_head_and_no_rows_of_another_one() -> None:
+    tied, untied = BUILT_IN_SHAPES["opt-6.7b"], BUILT_IN_SHAPES["llama-3-8b"]
+    assert tied.step_weight_bytes == tied.weight_bytes
+    # 8.03 G parameters in all, 0.525 G of them in the embedding.
+    assert untied.weight_bytes - untied.step_weight_bytes == 2 * 128256 * 4096
+    assert untied.step_weight_bytes == pytest.approx(15.0e9, rel=0.01)

@@ -1,0 +1,1 @@
+"""Residency by rates: resident, waves, time slices and streaming, compared by prediction."""

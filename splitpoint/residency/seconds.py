@@ -1,0 +1,135 @@
+"""Seconds of the pieces that each residency is made of: a start, a step, a swap, a pull.
+
+With n sequences that decode together, each of length s, and B_kv bytes a token:
+
+    step(n)     max(D, n F / v) + n s B_kv m      all K and V on the device
+    streamed(n) a decode step that loads or rebuilds n s tokens besides (`plan_batch`)
+    start       restore of the cached tokens + prefill of the new ones
+    return      restore of all s tokens: what is sealed left the device for nothing
+
+D is the compute of one sequence's step, in which all weights are read; n F FLOP are those of
+a prefill of n tokens with their logits; m is seconds per byte of device memory, and 0 in a
+profile that has not measured it: its D has the attention in it already. Weights on the host
+cross the link in every step.
+
+A restore is predicted by `SplitCosts` with the split that the planner chooses. Knows no
+requests and no clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from splitpoint.costs.profile import Profile
+from splitpoint.planning.plan import Objective, Plan, PlanInput
+from splitpoint.planning.planner import plan_batch, plan_request
+from splitpoint.planning.split_costs import tiles_of
+from splitpoint.residency.load import DeviceRoom, RequestLoad
+from splitpoint.shapes import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class PieceSeconds:
+    """Predicted seconds of pieces of work on one device."""
+
+    shape: ModelShape
+    profile: Profile
+    room: DeviceRoom
+
+    # -- steps ---------------------------------------------------------------------
+
+    def step(self, count: int, length: int) -> float:
+        """Return a decode step of `count` resident sequences of this length."""
+        read = count * length * self.shape.kv_bytes_per_token
+        attention = read * self.profile.memory_seconds_per_byte
+        return max(self._products(count) + attention, self.profile.weight_seconds)
+
+    def streamed_step(
+        self, count: int, length: int, *, resident_tokens: int = 0, resident_count: int = 0
+    ) -> float:
+        """Return a decode step of `count` streamed sequences of this length.
+
+        Args:
+            resident_tokens: tokens, of all of them together, that stay on the device.
+            resident_count: resident sequences that decode in the same step.
+        """
+        return plan_batch(
+            self.shape,
+            self.profile,
+            [length] * count,
+            has_activations=self.room.has_activations,
+            schedule=self.room.schedule,
+            chunk_tokens=self.room.chunk_tokens,
+            staging_tokens=self.room.staging_tokens,
+            encoding=self.room.encoding,
+            resident_tokens=resident_tokens,
+            step_compute_seconds=self.step(count + resident_count, length),
+        ).step_seconds
+
+    def pulled_bytes(self, count: int, length: int, resident_tokens: int = 0) -> int:
+        """Return the bytes of K and V of `count` streamed sequences that stay on the host."""
+        tokens = max(0, count * length - resident_tokens)
+        return tokens * self.shape.stored_kv_bytes_per_token(self.room.encoding)
+
+    # -- starts and swaps ----------------------------------------------------------
+
+    def start(self, load: RequestLoad, count: int) -> float:
+        """Return the seconds until `count` resident sequences have their first tokens.
+
+        Restores and prefills follow one another. The shared prefix comes once.
+        """
+        shared = load.shared_tokens // self.room.chunk_tokens * self.room.chunk_tokens
+        own = self.restore(load.cached_tokens - shared)
+        prefill = self.prefill(load.new_tokens, load.cached_tokens)
+        return self.restore(load.cached_tokens) + (count - 1) * own + count * prefill
+
+    def streamed_start(self, load: RequestLoad, count: int) -> float:
+        """Return the seconds until `count` streamed sequences have their first tokens.
+
+        Each piece of a prefill pulls the cached prefix once.
+        """
+        pieces = tiles_of(load.new_tokens, self.room.prefill_tokens)
+        prefill = self.prefill(load.new_tokens, load.cached_tokens)
+        return count * max(prefill, pieces * self.restore(load.cached_tokens))
+
+    def restore(self, tokens: int) -> float:
+        """Return a restore of so many tokens by the way that the planner chooses; 0 for none."""
+        return self.restore_plan(tokens).predicted_restore_seconds if tokens > 0 else 0.0
+
+    def restore_plan(self, tokens: int) -> Plan:
+        """Return the plan of a resident prefix of so many tokens."""
+        room = self.room
+        return plan_request(
+            self.shape,
+            self.profile,
+            PlanInput(
+                cached_tokens=tokens,
+                new_tokens=1,
+                has_activations=room.has_activations,
+                schedule=room.schedule,
+                chunk_tokens=room.chunk_tokens,
+                staging_tokens=room.staging_tokens,
+                prefill_tokens=room.prefill_tokens,
+                encoding=room.encoding,
+                objective=Objective.LATENCY,
+            ),
+        )
+
+    def prefill(self, new_tokens: int, cached_tokens: int) -> float:
+        """Return a prefill of new tokens after the cached ones."""
+        pieces = tiles_of(new_tokens, self.room.prefill_tokens)
+        return self.profile.prefill_seconds(
+            self.shape.prefill_flops(new_tokens, cached_tokens), pieces
+        )
+
+    # -- inside --------------------------------------------------------------------
+
+    def _products(self, count: int) -> float:
+        """Return max(D, n F / v)."""
+        given, profile, shape = self.room.step_compute_seconds, self.profile, self.shape
+        alone = profile.step_compute_seconds if given is None else given
+        if not alone:
+            alone = shape.step_weight_bytes * profile.memory_seconds_per_byte
+        head = 2 * shape.vocabulary_size * shape.hidden_size
+        flops = count * (shape.prefill_flops_per_token + head)
+        return max(alone, flops / profile.prefill_flops_per_second)
