@@ -162,6 +162,8 @@ class Plan:
     # Streamed: predicted seconds of a decode step at this length.
     predicted_step_seconds: float = 0.0
     objective: Objective = Objective.LATENCY
+    # Leading cached tokens that are on the device already, so that they are not restored.
+    device_tokens: int = 0
 
     @property
     def kappa_ratio(self) -> float:

@@ -35,6 +35,7 @@ PLAN = Plan(
     tile_tokens=256,
     predicted_step_seconds=0.0625,
     objective=Objective.THROUGHPUT,
+    device_tokens=16,
 )
 
 
