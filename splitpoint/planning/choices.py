@@ -179,7 +179,9 @@ class Chooser:
             RestoreMethod.of(split, cached),
             request.schedule,
             seconds=costs.seconds(split, cached, options),
-            link_seconds=costs.link_seconds(split, cached, tile, sends=sends),
+            link_seconds=costs.link_seconds(
+                split, split + options.loaded_tokens(split, cached), tile, sends=sends
+            ),
             compute_seconds=costs.rebuild_seconds(split, tile),
             score=costs.seconds(split, cached, self._compared),
             split=split,

@@ -27,7 +27,12 @@ staging slot, and the wait for the first X.
 Each schedule has a function below, which returns the bounds whose largest is t(l).
 
 A single restore (RESTORE) takes o seconds more for each copy, product and embedding, for
-laying it out and handing it to its lane, and F seconds once.
+laying it out and handing it to its lane, and F seconds once. X of a partial last chunk that
+will be sealed anew follows it, one copy of a whole chunk in each layer.
+
+A restore moves whole chunks: P and S count the rows of the last chunk that are not part of
+the prefix, and both parts of a chunk in which the split lies. A decode step has its partial
+chunk on the device.
 
 Weights on the host share the link. A restore that rebuilds anything sends W_K and W_V of
 those layers once, which counts as part of S. A decode step sends all of their weights.
@@ -52,7 +57,7 @@ from typing import NamedTuple
 
 from splitpoint.costs.profile import Profile
 from splitpoint.planning.schedule import Schedule
-from splitpoint.shapes import Encoding, ModelShape
+from splitpoint.shapes import Encoding, ModelShape, chunks_of
 
 
 class Scenario(Enum):
@@ -78,8 +83,9 @@ class PipelineOptions:
             (DECODE_STEP), or in total (SHARED_RESTORE).
         ahead: DECODE_STEP: the part of a layer that fits the staging memory, and so can
             arrive while the layer before computes.
-        extra_operations: RESTORE: copies that every split needs, such as X of a partial
-            chunk.
+        extra_operations: RESTORE: copies of X of one chunk that every split needs, for a
+            partial last chunk.
+        chunk_tokens: RESTORE, SHARED_RESTORE: copies are whole chunks of so many tokens.
     """
 
     schedule: Schedule
@@ -89,6 +95,20 @@ class PipelineOptions:
     compute_seconds: float = 0.0
     ahead: float = 1.0
     extra_operations: int = 0
+    chunk_tokens: int = 1
+
+    def loaded_tokens(self, split: int, cached: int) -> int:
+        """Return the rows that are loaded for tokens [split, cached)."""
+        if split >= cached or self.scenario is Scenario.DECODE_STEP:
+            return cached - split
+        chunk = self.chunk_tokens
+        return chunks_of(cached, chunk) * chunk - split // chunk * chunk
+
+    def sent_tokens(self, split: int) -> int:
+        """Return the rows of X that are sent for tokens [0, split)."""
+        if self.scenario is Scenario.DECODE_STEP:
+            return split
+        return chunks_of(split, self.chunk_tokens) * self.chunk_tokens
 
 
 class WorkSeconds(NamedTuple):
@@ -245,6 +265,10 @@ class SplitCosts:
         loads = self.layer_count * max(1, pieces) if rest else 0
         return rebuilds + embeds + loads + (self.sending_layers * pieces if sends else 0)
 
+    def send_seconds(self, tokens: int) -> float:
+        """Return one copy of X of so many tokens in one layer."""
+        return self.copy_overhead + self.activation * tokens
+
     def overhead_seconds(self, operations: float) -> float:
         """Return what a restore with so many operations takes besides the operations themselves."""
         return self.fixed + self.operation * operations if operations else 0.0
@@ -306,10 +330,11 @@ class SplitCosts:
         if options.scenario is Scenario.RESTORE and cached:
             operations = self.operations(pieces, cached - split, sends=not is_row)
             compute += self.overhead_seconds(operations + options.extra_operations)
+            compute += options.extra_operations * self.send_seconds(options.chunk_tokens)
         work = WorkSeconds(
-            weights if is_row else weights + self._send(split, pieces),
+            weights if is_row else weights + self._send(options.sent_tokens(split), pieces),
             self._rebuild(split, pieces),
-            self._load(cached - split, pieces),
+            self._load(options.loaded_tokens(split, cached), pieces),
             compute,
         )
         return work, weights
@@ -322,7 +347,7 @@ class SplitCosts:
         last_tile = split - (pieces - 1) * tile
         last_rebuild = self._rebuild_tile(last_tile) - load / (layers * max(1, pieces))
         first_tile = tile if pieces > 1 else split
-        first_copy = self.copy_overhead + self.activation * first_tile
+        first_copy = self.send_seconds(tile if pieces > 1 else options.sent_tokens(split))
         free_slot = first_send = 0.0
         if not self.embeds:
             first_send = first_copy

@@ -131,7 +131,7 @@ def best_pipeline_options(
     def with_tile(chunks: int) -> PipelineOptions:
         tile = chunks * chunk_tokens
         slots = max(2, staging_tokens // tile) if staging_tokens else 0
-        return PipelineOptions(schedule, tile, slots)
+        return PipelineOptions(schedule, tile, slots, chunk_tokens=chunk_tokens)
 
     def rank(options: PipelineOptions) -> tuple[float, int]:
         split = best_split(costs, cached, options, quantum=chunk_tokens)

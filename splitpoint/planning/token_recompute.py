@@ -98,7 +98,8 @@ class TokenRecompute:
                 continue
             last = min(piece.stop * self.chunk_tokens, self.cached)
             if is_back:
-                loading += self.load_seconds(last - piece.start * self.chunk_tokens)
+                # Whole chunks cross the link.
+                loading += self.load_seconds(len(piece) * self.chunk_tokens)
                 operations += POPPED_COPY * self.costs.layer_count
             else:
                 computing += self.block_seconds(recomputed, last)
@@ -108,6 +109,7 @@ class TokenRecompute:
                 recomputed = last
         seconds = max(computing, loading) if overlapped else computing + loading
         seconds += self.costs.overhead_seconds(operations)
+        seconds += self.extra_operations * self.costs.send_seconds(self.chunk_tokens)
         return RecomputeEstimate(recomputed, seconds, loading, computing)
 
     def _in_one_piece(self, tokens: int) -> float:

@@ -270,6 +270,7 @@ class Restorer:
             work.transfer.tile_tokens,
             work.transfer.slot_count,
             extra_operations=len(self._cache.inputs) if work.tail else 0,
+            chunk_tokens=self._chunk,
         )
         split_costs = SplitCosts.of(self._model.shape, costs.fits, self._cache.layout.encoding)
         return split_costs.seconds(work.split_tokens, work.cached_tokens, options)

@@ -57,6 +57,8 @@ def seconds_of_all(
     operations += pieces * (sends if options.schedule is not Schedule.ROW else 0)
     operations += pieces if costs.embeds else 0
     operations += options.extra_operations
+    last_chunk = costs.copy_overhead + costs.activation * options.chunk_tokens
+    seconds = seconds + options.extra_operations * last_chunk
     return seconds + costs.fixed + costs.operation * operations
 
 
@@ -68,13 +70,20 @@ def _without_overheads(
     tile = options.tile_tokens or max(cached, 1)
     pieces = np.ceil(splits / tile)
     rest = cached - splits
+    if options.scenario is not Scenario.DECODE_STEP:
+        # The last chunk crosses the link as a whole.
+        missing = -cached % options.chunk_tokens
+        rest = np.where(rest > 0, rest + missing, 0)
     send_one: Seconds = np.where(pieces > 1, costs.copy_overhead + costs.activation * tile, 0.0)
-    send_one = np.where(pieces == 1, costs.copy_overhead + costs.activation * splits, send_one)
+    sent = splits
+    if options.scenario is not Scenario.DECODE_STEP:
+        sent = np.ceil(splits / options.chunk_tokens) * options.chunk_tokens
+    send_one = np.where(pieces == 1, costs.copy_overhead + costs.activation * sent, send_one)
     rebuild_one = costs.rebuild_overhead + costs.rebuild * tile
     load_layer: Seconds = np.where(
         rest > 0, np.maximum(pieces, 1) * costs.copy_overhead + costs.load * rest, 0.0
     )
-    send: Seconds = sends * (pieces * costs.copy_overhead + costs.activation * splits)
+    send: Seconds = sends * (pieces * costs.copy_overhead + costs.activation * sent)
     rebuild: Seconds = layers * (pieces * costs.rebuild_overhead + costs.rebuild * splits)
     load: Seconds = layers * load_layer
     if options.schedule is Schedule.SERIAL:
@@ -134,6 +143,7 @@ def test_closed_form_equals_brute_force_on_2000_random_profiles(
             else rng.choice([0.0, 10 ** rng.uniform(-6, 0)]),
             ahead=rng.choice([1.0, rng.random()]),
             extra_operations=rng.choice([0, costs.layer_count]),
+            chunk_tokens=rng.choice([1, quantum]),
         )
         cap = rng.choice([None, None, None, rng.randint(0, 400)])
         limit = cached if cap is None else min(cap, cached)
@@ -334,3 +344,24 @@ def test_fewer_bytes_on_the_link_are_fewer_seconds() -> None:
     assert int8.activation / native.activation == pytest.approx(130 / 256)
     assert int4.activation / native.activation == pytest.approx(72 / 256)
     assert int8.rebuild == int4.rebuild == native.rebuild
+
+
+def test_a_partial_last_chunk_is_loaded_whole_and_its_activations_follow() -> None:
+    """Chunks of 64: 65 tokens take the link for two chunks; a split counts from its chunk on."""
+    costs = SplitCosts(
+        2, activation=1e-5, load=2e-5, rebuild=1e-6, copy_overhead=0, rebuild_overhead=0
+    )
+    options = PipelineOptions(Schedule.SERIAL, chunk_tokens=64)
+    assert costs.seconds(0, 65, options) == pytest.approx(2 * 128 * 2e-5)
+    assert costs.seconds(0, 65, options) == costs.seconds(0, 128, options)
+    tail = replace(options, extra_operations=2)
+    # X of the partial chunk: one whole chunk in each of the two layers.
+    added = costs.seconds(0, 65, tail) - costs.seconds(0, 65, options)
+    assert added == pytest.approx(2 * 64 * 1e-5)
+    # [0, 70) is rebuilt in two layers; the chunk in which the split lies comes whole.
+    assert options.loaded_tokens(70, 100) == 64
+    assert options.loaded_tokens(100, 100) == 0
+    assert options.sent_tokens(70) == 128
+    # A decode step has the partial chunk on the device.
+    step = replace(options, scenario=Scenario.DECODE_STEP)
+    assert step.loaded_tokens(0, 65) == 65
