@@ -23,6 +23,7 @@ import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from prometheus_client import generate_latest
@@ -190,7 +191,7 @@ def _engine(model: Decoder) -> Engine:
     layout = ArenaLayout.of(model.shape, chunk_tokens=CHUNK_TOKENS, has_activations=False)
     longest = min(model.shape.context_length, 2048)
     pages = BATCH * (-(-longest // CHUNK_TOKENS) + 1)
-    limits = {"max_batch_size": BATCH, "max_batched_tokens": 512}
+    limits: Any = {"max_batch_size": BATCH, "max_batched_tokens": 512}
     # Any large budget tells what is fixed; then exactly the pages needed.
     roomy = divide(
         model.shape, layout, budget_bytes=1 << 50, weight_bytes=model.weight_bytes, **limits

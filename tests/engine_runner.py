@@ -35,6 +35,7 @@ def make_engine(
     device: torch.device = CPU,
     has_activations: bool = False,
     staging_pages: int = STAGING_PAGES,
+    has_store: bool = True,
     lanes: Lanes | None = None,
     verifier: Verifier | None = None,
 ) -> Engine:
@@ -51,6 +52,7 @@ def make_engine(
             max_batch_size=max_batch_size,
             max_batched_tokens=max_batched_tokens,
             staging_pages=staging_pages,
+            has_store=has_store,
         )
 
     plan = plan_for(device_memory_bytes)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -266,11 +267,12 @@ def _load_engine(
     sizes = weight_sizes(DecoderConfig.read(folder, shape.data_type), device, dtype)
     budget = _budget(options, sizes, device)
     is_gpu = device.type == "cuda"
-    limits = {
+    limits: dict[str, Any] = {
         "budget_bytes": budget,
         "max_batch_size": options.max_batch_size,
         "max_batched_tokens": options.max_batched_tokens,
         "staging_pages": staging_pages_on_gpu(shape, layout, budget) if is_gpu else STAGING_PAGES,
+        "has_store": options.kvstore_address is not None,
     }
     placement = place(shape, layout, sizes, **limits)
     # Before the weights are read: a budget that cannot hold them fails at once.

@@ -38,7 +38,13 @@ DEVICE_MEMORY: Option[str | None] = Option(
     unit=SIZE,
 )
 MAX_BATCH: Option[int] = Option(
-    "max-batch", int, 32, "Largest number of requests in one engine step.", unit="N", least=1
+    "max-batch",
+    int,
+    32,
+    "Largest number of requests in one engine step.",
+    unit="N",
+    least=1,
+    most=512,
 )
 MAX_BATCHED_TOKENS: Option[int] = Option(
     "max-batched-tokens",

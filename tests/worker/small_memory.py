@@ -20,7 +20,7 @@ from worker_service.weights.matrices import weight_sizes
 # Enough of them for two slots to be little.
 LAYERS = 16
 CHUNK_TOKENS = 2
-LIMITS: Any = {"max_batch_size": 4, "max_batched_tokens": 4}
+LIMITS: Any = {"max_batch_size": 4, "max_batched_tokens": 4, "has_store": False}
 
 
 def total_bytes(folder: Path, device: torch.device = CPU) -> int:

@@ -17,6 +17,7 @@ import torch
 
 from splitpoint.errors import ResourceExhausted
 from splitpoint.shapes import ArenaLayout, DataType
+from worker_service.device.claims import Claims
 from worker_service.device.memory import MemoryPlan
 
 TORCH_TYPES = {
@@ -137,13 +138,11 @@ class PageAllocator:
 class DeviceCache:
     """K and V pages of all layers, X pages of chunks not sealed yet, and claims.
 
-    A claim reserves pages for a request once, at admission; the pages themselves are
-    allocated one by one as the sequence grows, and can then never be missing. Memory is
-    filled with zeros: a masked row may have old values but never a NaN, since 0 * NaN
-    would be NaN.
+    Memory is filled with zeros: a masked row may have old values but never a NaN, since
+    0 * NaN would be NaN.
 
     Attributes:
-        keys, values: per layer `[page_count, n_kv, chunk_tokens, d]`.
+        keys, values: per layer `[device_page_count, n_kv, chunk_tokens, d]`.
         inputs: per layer `[input_page_count, chunk_tokens, h]`; empty without activations.
     """
 
@@ -158,32 +157,22 @@ class DeviceCache:
         def planes(count: int, page: tuple[int, ...]) -> list[torch.Tensor]:
             return [_zeros((count, *page), dtype, device) for _ in range(layout.layer_count)]
 
-        self.keys = planes(plan.page_count, kv_page)
-        self.values = planes(plan.page_count, kv_page)
+        self.keys = planes(plan.device_page_count, kv_page)
+        self.values = planes(plan.device_page_count, kv_page)
         self.inputs = planes(plan.input_page_count, x_page) if plan.input_page_count else []
-        self.pages = PageAllocator(plan.page_count)
+        self.pages = PageAllocator(plan.device_page_count)
         self.input_pages = PageAllocator(plan.input_page_count)
-        self._claimed = 0
+        self.claims = Claims(self.pages, plan.room_page_count)
 
     @property
     def claimed_count(self) -> int:
-        return self._claimed
+        """Pages promised to sequences."""
+        return self.claims.promised_count
 
     @property
     def used_bytes(self) -> int:
-        return self.pages.used_count * self.plan.page_bytes
-
-    def try_claim(self, page_count: int) -> bool:
-        """Claim pages; return False if too few are unclaimed."""
-        if self._claimed + page_count > self.plan.page_count:
-            return False
-        self._claimed += page_count
-        return True
-
-    def unclaim(self, page_count: int) -> None:
-        if page_count > self._claimed:
-            raise ValueError(f"{page_count} pages unclaimed, {self._claimed} claimed")
-        self._claimed -= page_count
+        """Bytes of the pages in use, without those of the room."""
+        return (self.pages.used_count - self.claims.room_used) * self.plan.page_bytes
 
     def write(
         self,

@@ -1,9 +1,10 @@
 """Divides a worker's device-memory budget, once, at start.
 
-    budget = weights + workspace + input pages + cache pages
+    budget = weights + workspace + input pages + room + cache pages
 
 Weights that do not fit stay on the host (`place`); `weights` then counts those on the
-device and the slots for the others. This is pure arithmetic and allocates nothing.
+device and the slots for the others. The room is pages that streamed sequences share; the
+other cache pages are charged to requests. This is pure arithmetic and allocates nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from splitpoint.config import format_size
 from splitpoint.errors import ResourceExhausted
 from splitpoint.planning.weight_placement import WeightPlacement, WeightSizes, place_weights
 from splitpoint.shapes import ArenaLayout, ModelShape, chunks_of
+from splitpoint.words import counted
 
 # Staging memory, in chunks of one layer. More of it makes larger tiles, and copies that go
 # further ahead.
@@ -28,6 +30,8 @@ STAGING_SHARE = 0.03
 CODEC_BYTES_PER_ELEMENT = 20
 # The largest tile of a streamed prefill, whose scores grow with the new tokens, too.
 PREFILL_TILE_PAGES = 16
+# Pages that a streamed sequence needs at all times: the one that holds its tail.
+STREAMED_PAGES = 1
 
 
 def largest_tile(staging_pages: int) -> int:
@@ -48,7 +52,17 @@ def staging_pages_on_gpu(shape: ModelShape, layout: ArenaLayout, budget_bytes: i
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes and pages of one worker, all charged against the budget."""
+    """Bytes and pages of one worker, all charged against the budget.
+
+    Attributes:
+        workspace_bytes: input pages and the room included.
+        page_count: cache pages that requests are charged for.
+        input_page_count: pages of X.
+        streamed_page_count: pages that a streamed request is charged for, besides those
+            that stay on the device.
+        room_page_count: cache pages for the chunks of streamed sequences that are computed
+            or written back; all streamed sequences share them. 0 without a store.
+    """
 
     budget_bytes: int
     weight_bytes: int
@@ -56,8 +70,14 @@ class MemoryPlan:
     page_bytes: int
     page_count: int
     input_page_count: int
-    streamed_page_count: int
+    streamed_page_count: int = STREAMED_PAGES
+    room_page_count: int = 0
     staging_pages: int = STAGING_PAGES
+
+    @property
+    def device_page_count(self) -> int:
+        """Cache pages on the device, the room included."""
+        return self.page_count + self.room_page_count
 
     @property
     def cache_capacity_bytes(self) -> int:
@@ -74,17 +94,25 @@ def place(
     max_batch_size: int,
     max_batched_tokens: int,
     staging_pages: int = STAGING_PAGES,
+    has_store: bool = True,
 ) -> WeightPlacement:
     """Place the weights so that a cache fits beside them.
 
     `divide` receives the placement's `device_bytes`, and raises if even they are too many.
     """
-    needs = _needs(shape, layout, max_batch_size, max_batched_tokens, staging_pages)
+    needs = _needs(
+        shape,
+        layout,
+        max_batch_size,
+        max_batched_tokens,
+        staging_pages,
+        has_store=has_store,
+    )
     longest = chunks_of(shape.context_length, layout.chunk_tokens)
     return place_weights(
         sizes,
         free_bytes=budget_bytes - needs.workspace_bytes,
-        least_cache_bytes=needs.streamed_pages * needs.page_bytes,
+        least_cache_bytes=needs.least_pages * needs.page_bytes,
         most_cache_bytes=max_batch_size * longest * needs.page_bytes,
     )
 
@@ -98,21 +126,32 @@ def divide(
     max_batch_size: int,
     max_batched_tokens: int,
     staging_pages: int = STAGING_PAGES,
+    has_store: bool = True,
 ) -> MemoryPlan:
-    """Divide the budget. Raises ResourceExhausted with the numbers if it is too small."""
-    needs = _needs(shape, layout, max_batch_size, max_batched_tokens, staging_pages)
-    page_bytes, streamed_pages = needs.page_bytes, needs.streamed_pages
+    """Divide the budget. Raises ResourceExhausted with the numbers if it is too small.
+
+    `has_store`: False for a worker without a store, which streams nothing and has no room.
+    """
+    needs = _needs(
+        shape,
+        layout,
+        max_batch_size,
+        max_batched_tokens,
+        staging_pages,
+        has_store=has_store,
+    )
+    page_bytes, least_pages = needs.page_bytes, needs.least_pages
     workspace = needs.workspace_bytes
     left = budget_bytes - weight_bytes - workspace
     page_count = left // page_bytes
-    if page_count < streamed_pages:
+    if page_count < least_pages:
         raise ResourceExhausted(
             f"device memory {format_size(budget_bytes)} is too small: weights take "
             f"{format_size(weight_bytes)}, workspace {format_size(workspace)}, and at least "
-            f"{streamed_pages} pages of {format_size(page_bytes)} are needed for the cache "
-            f"(in all {format_size(weight_bytes + workspace + streamed_pages * page_bytes)})",
+            f"{counted(least_pages, 'page')} of {format_size(page_bytes)} must be left for the "
+            f"cache (in all {format_size(weight_bytes + workspace + least_pages * page_bytes)})",
             reason="DEVICE_MEMORY",
-            needed_bytes=weight_bytes + workspace + streamed_pages * page_bytes,
+            needed_bytes=weight_bytes + workspace + least_pages * page_bytes,
             budget_bytes=budget_bytes,
         )
     return MemoryPlan(
@@ -122,7 +161,7 @@ def divide(
         page_bytes=page_bytes,
         page_count=page_count,
         input_page_count=needs.input_pages,
-        streamed_page_count=streamed_pages,
+        room_page_count=needs.room_pages,
         staging_pages=staging_pages,
     )
 
@@ -132,17 +171,18 @@ class _Needs:
     """The needs of a worker that do not depend on its budget.
 
     Attributes:
-        workspace_bytes: input pages included.
+        workspace_bytes: input pages and the room included.
         input_pages: X of chunks that are not sealed yet: one tail for each request of a
             batch, and two steps' tokens (one computed while the other is written back).
-        streamed_pages: pages that a streamed request keeps until they are sealed: the
-            present step's tokens, those being written back, and its tail.
+        room_pages: two steps' tokens likewise. Their tails are charged to the requests.
+        least_pages: cache pages without which the worker is of no use.
     """
 
     workspace_bytes: int
     page_bytes: int
     input_pages: int
-    streamed_pages: int
+    room_pages: int
+    least_pages: int
 
 
 def _needs(
@@ -151,10 +191,13 @@ def _needs(
     max_batch_size: int,
     max_batched_tokens: int,
     staging_pages: int,
+    *,
+    has_store: bool,
 ) -> _Needs:
-    chunk = layout.chunk_tokens
+    chunk, page_bytes = layout.chunk_tokens, shape.page_bytes(layout.chunk_tokens)
     prefill_pages = chunks_of(max_batched_tokens, chunk) + 1
     input_pages = max_batch_size + 2 * prefill_pages if layout.has_activations else 0
+    room_pages = 2 * prefill_pages if has_store else 0
     input_bytes = input_pages * chunk * shape.activation_bytes_per_token
     workspace = (
         staging_bytes(shape, layout, staging_pages)
@@ -162,12 +205,14 @@ def _needs(
         + _step_bytes(shape, max_batch_size, max_batched_tokens)
         + _streamed_bytes(shape, layout, max_batch_size, max_batched_tokens, staging_pages)
         + input_bytes
+        + room_pages * page_bytes
     )
     return _Needs(
         workspace_bytes=workspace,
-        page_bytes=shape.page_bytes(chunk),
+        page_bytes=page_bytes,
         input_pages=input_pages,
-        streamed_pages=2 * prefill_pages + 1,
+        room_pages=room_pages,
+        least_pages=2 * prefill_pages + STREAMED_PAGES - room_pages,
     )
 
 

@@ -1,8 +1,10 @@
 """Claims, allocates and frees the device pages of sequences.
 
-Resident sequences keep every page until they end; streamed ones keep the front that was
-granted to them and free any other page as soon as its chunk is sealed. X pages are held
-from a chunk's first token until it is sealed. Bookkeeping over `DeviceCache`'s allocators.
+Resident sequences keep every page until they end. A streamed one claims the front that was
+granted to it and the page of its tail; its other pages are in the room, which it shares
+with all streamed sequences, and are freed as soon as their chunks are sealed. X pages are
+held from a chunk's first token until it is sealed. Bookkeeping over `DeviceCache`'s
+allocators.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ class PageManager:
 
     def __init__(self, cache: DeviceCache) -> None:
         self._cache = cache
+        self._claims = cache.claims
         self._chunk_tokens = cache.layout.chunk_tokens
         self._keeps_inputs = bool(cache.inputs)
         layout = cache.layout
@@ -27,7 +30,10 @@ class PageManager:
         self._can_keep_rows = self._keeps_inputs and fits
 
     def claim_of(self, admission: Admission) -> int:
-        """Return how many pages a request may hold at once if it runs to max_tokens."""
+        """Return how many pages a request may hold at once if it runs to max_tokens.
+
+        Pages in the room are not counted.
+        """
         pages = chunks_of(admission.final_tokens, self._chunk_tokens)
         if admission.residency is Residency.STREAMED:
             kept = self.kept_chunks(admission) + _halves(self.kept_inputs(admission))
@@ -50,11 +56,22 @@ class PageManager:
     def _keeps_rows(self, admission: Admission) -> bool:
         return admission.schedule is Schedule.ROW and self._can_keep_rows
 
+    def claim(self, sequence: Sequence) -> bool:
+        """Promise a sequence its pages; return False if too few are spare."""
+        admission = sequence.admission
+        if not self._claims.promise(
+            sequence.claim, self.claim_of(admission), uses_room=sequence.is_streamed
+        ):
+            return False
+        sequence.kept_chunks = self.kept_chunks(admission)
+        sequence.kept_inputs = self.kept_inputs(admission)
+        return True
+
     def allocate_prefix(self, sequence: Sequence, stored: range, chunk_count: int) -> None:
         """Allocate pages for the first `chunk_count` chunks except those of `stored`, which
         stay in the store."""
         sequence.pages = [
-            None if index in stored else self._cache.pages.allocate()
+            None if index in stored else self._claimed_page(sequence)
             for index in range(chunk_count)
         ]
 
@@ -72,21 +89,36 @@ class PageManager:
         """Allocate pages for the next `count` tokens; return how many tokens have pages.
 
         A resident sequence always gets its K and V pages, which it claimed. A streamed
-        one, or any whose X is kept, may have to wait for write-back.
+        one, or any whose X is kept, may have to wait for write-back, which frees pages of
+        the room: only full chunks are in it, so those who wait for it hold none back.
         """
         chunk = self._chunk_tokens
         first = sequence.computed // chunk
         for index in range(first, chunks_of(sequence.computed + count, chunk)):
-            if index == len(sequence.pages):
-                if sequence.device_page_count >= sequence.claimed_pages:
-                    return max(0, index * chunk - sequence.computed)
-                sequence.pages.append(self._cache.pages.allocate())
-            keeps_input = sequence.writes_back and self._keeps_inputs
-            if keeps_input and index not in sequence.input_pages:
-                if not self._cache.input_pages.free_count:
-                    return max(0, index * chunk - sequence.computed)
-                self.allocate_input_page(sequence, index)
+            if not self._has_pages(sequence, index):
+                return max(0, index * chunk - sequence.computed)
         return count
+
+    def _has_pages(self, sequence: Sequence, index: int) -> bool:
+        """Allocate what the chunk lacks, X first; return False if it must wait."""
+        keeps_input = sequence.writes_back and self._keeps_inputs
+        if keeps_input and index not in sequence.input_pages:
+            if not self._cache.input_pages.free_count:
+                return False
+            self.allocate_input_page(sequence, index)
+        if index == len(sequence.pages):
+            page = self._claims.allocate(sequence.claim)
+            if page is None:
+                return False
+            sequence.pages.append(page)
+        return True
+
+    def _claimed_page(self, sequence: Sequence) -> int:
+        """Return a page that the sequence claimed."""
+        page = self._claims.allocate(sequence.claim)
+        if page is None:
+            raise RuntimeError("a sequence needs more pages at once than it claimed")
+        return page
 
     def full_chunks(self, sequence: Sequence, *, tail: bool) -> list[WriteJob]:
         """Return the chunks that became full since the last call; with `tail`, also the
@@ -117,7 +149,7 @@ class PageManager:
                 page = sequence.pages[index]
                 is_kept = not sequence.is_streamed or index < sequence.kept_chunks
                 if not is_kept and page is not None:
-                    self._cache.pages.free(page)
+                    self._claims.free(sequence.claim, page)
                     sequence.pages[index] = None
             if input_page is None:
                 continue
@@ -129,7 +161,7 @@ class PageManager:
     def allocate_row_pages(self, sequence: Sequence, chunk_count: int) -> None:
         """Allocate pages that hold X of the first `chunk_count` chunks, two in each."""
         while len(sequence.row_pages) < _halves(chunk_count):
-            sequence.row_pages.append(self._cache.pages.allocate())
+            sequence.row_pages.append(self._claimed_page(sequence))
 
     def clear_unwritten(self, sequence: Sequence) -> None:
         """Zero the pages of a sequence that were not handed to write-back.
@@ -157,15 +189,14 @@ class PageManager:
         """Free all pages and keep the claim: the sequence starts over."""
         for page in (*sequence.pages, *sequence.row_pages):
             if page is not None:
-                self._cache.pages.free(page)
+                self._claims.free(sequence.claim, page)
         sequence.pages, sequence.row_pages = [], []
         self.free_input_pages(sequence)
 
     def free(self, sequence: Sequence) -> None:
         """Free all pages and the claim: the sequence has ended."""
         self.free_pages(sequence)
-        self._cache.unclaim(sequence.claimed_pages)
-        sequence.claimed_pages = 0
+        self._claims.end(sequence.claim)
 
 
 def _halves(chunk_count: int) -> int:

@@ -75,17 +75,13 @@ class SequenceQueues:
         """Admit in order of arrival. A request that must wait blocks those behind it."""
         while self.waiting and len(self.running) < self._max_batch_size:
             sequence = self.waiting[0]
-            admission = sequence.admission
-            claim = self._page_manager.claim_of(admission)
+            claim = self._page_manager.claim_of(sequence.admission)
             if claim > self._cache.plan.page_count:
                 self._discard(sequence, FinishEvent(sequence.key, error=self._too_big(claim)))
                 continue
-            if not self._cache.try_claim(claim):
+            if not self._page_manager.claim(sequence):
                 return
             del self.waiting[0]
-            sequence.claimed_pages = claim
-            sequence.kept_chunks = self._page_manager.kept_chunks(admission)
-            sequence.kept_inputs = self._page_manager.kept_inputs(admission)
             sequence.text = self._stop_search(sequence)
             self.running.append(sequence)
 

@@ -9,6 +9,7 @@ from splitpoint.errors import SplitpointError
 from splitpoint.planning.plan import Residency, RestoreMethod
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.split_line import SplitLine
+from worker_service.device.claims import Claim
 from worker_service.engine.sampling import Sampling
 from worker_service.lanes.spans import RequestSpans
 from worker_service.pipeline.transfer import CacheTransfer
@@ -90,7 +91,7 @@ class Sequence:
 
     The lifecycle, in order:
       1. waiting    the store was asked for its prefix (`match`)
-      2. admitted   pages are claimed
+      2. admitted   pages are promised (`claim`)
       3. restored   [0, computed) has K and V on the device or in the store
       4. prefill    computed < len(tokens) - 1
       5. decode     computed == len(tokens) - 1: each step computes and samples one
@@ -112,7 +113,7 @@ class Sequence:
     split_line: SplitLine | None = field(init=False)
     # Write-back holds a chain (and the lease) for it.
     chain_is_open: bool = field(init=False)
-    claimed_pages: int = 0
+    claim: Claim = field(default_factory=Claim)
     kept_chunks: int = 0
     kept_inputs: int = 0
     # Looks for stop strings; None if there are none.
@@ -202,10 +203,6 @@ class Sequence:
         """All chunks that it may have read from the store, or may still read."""
         matched = self.match.chunks if self.match is not None and self.restored else ()
         return tuple(dict.fromkeys((*matched, *self.stored)))
-
-    @property
-    def device_page_count(self) -> int:
-        return len(self.pages) - len(self.stored_range) + len(self.row_pages)
 
     def page(self, chunk_index: int) -> int:
         """Return the device page of a chunk that must be there."""

@@ -480,6 +480,7 @@ def test_a_step_takes_no_more_memory_than_was_planned(
     staged = staging_bytes(shape, layout, plan.staging_pages)
     assert engine.staging.size_bytes == staged
     inputs = plan.input_page_count * CHUNK * shape.activation_bytes_per_token
+    room = plan.room_page_count * plan.page_bytes
     llama.runner.after_step = lambda _: None
     salt = b"memory" + bytes([split % 251, tile_pages])
     for index, prompt in enumerate(llama.prompts):
@@ -494,5 +495,5 @@ def test_a_step_takes_no_more_memory_than_was_planned(
             if event.name() == "[memory]":
                 live += event.nbytes()
                 most = max(most, live)
-    print("peak", most, "of", plan.workspace_bytes - staged - inputs)
-    assert 0 < most <= plan.workspace_bytes - staged - inputs
+    print("peak", most, "of", plan.workspace_bytes - staged - inputs - room)
+    assert 0 < most <= plan.workspace_bytes - staged - inputs - room
