@@ -107,6 +107,7 @@ class RestoreEvent:
     Attributes:
         fetched_tokens: tokens fetched before from another host's store.
         recomputed_tokens: tokens computed from their ids, from the front.
+        device_tokens: leading tokens that were on the device already.
         loaded_tokens, rebuilt_tokens: tokens brought onto the device: all that are cached,
             or of a streamed request those that stay there.
     """
@@ -125,6 +126,7 @@ class RestoreEvent:
     compute_busy_seconds: float = 0.0
     loaded_tokens: int = 0
     rebuilt_tokens: int = 0
+    device_tokens: int = 0
 
     @property
     def request_id(self) -> str:
