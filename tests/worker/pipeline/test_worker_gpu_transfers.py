@@ -253,8 +253,8 @@ def test_the_gather_kernel_equals_copies(
     eager = Gatherer(
         CUDA, gatherer.kernel, GatherCosts(copy=Line(1.0, 1e9), kernel=Line(0.0, 1e12))
     )
-    assert eager.is_faster([(stored.tensors.keys[0], by_kernel)], 1, 1)
-    assert not eager.is_faster([(torch.zeros(4, 64), by_kernel)], 4, 4), "pageable memory"
+    assert eager.is_faster([(stored.tensors.keys[0], by_kernel)], 1, [1])
+    assert not eager.is_faster([(torch.zeros(4, 64), by_kernel)], 4, range(4)), "pageable memory"
     arrival = Arrival(stored, model, eager)
     arrival.restore(lanes, 75)
     arrival.check(75)
