@@ -273,4 +273,6 @@ def _reason(
 def _rate(forecast: Forecast, objective: Objective) -> str:
     if objective is Objective.THROUGHPUT:
         return f"{forecast.tokens_per_second:,.0f} tokens/s"
-    return f"{forecast.mean_seconds:.3g} s to finish on average"
+    seconds = forecast.mean_seconds
+    text = f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
+    return f"{text} s to finish on average"

@@ -23,6 +23,11 @@ from splitpoint_cli.planning.plan_weights import (
     weights_report,
     weights_rows,
 )
+from splitpoint_cli.planning.residency import (
+    explain_residency,
+    residency_report,
+    show_residency,
+)
 from splitpoint_cli.report import AsJson, OutputFile, facts_table, hand_over, print_table
 from worker_service.device.memory import STAGING_PAGES
 
@@ -39,6 +44,16 @@ def plan(options: PlanOptions, as_json: AsJson = False, output: OutputFile = Non
     """Print the split point of a request, and the reason. Needs no server and no GPU."""
     shape = find_shape(options.model, options.dtype)
     costs = load_profile(options.profile)
+    if options.explain_residency:
+        _check_request(options, shape)
+        explained = explain_residency(options, shape, costs)
+        hand_over(
+            residency_report(explained),
+            lambda: show_residency(explained),
+            as_json=as_json,
+            output=output,
+        )
+        return
     weights = _weights(options, shape, costs)
     if weights is not None:
         costs = weights.profile

@@ -110,7 +110,7 @@ def size_up(shape: ModelShape, node: Node, load: Load) -> Sizing:
         has_activations=has_activations,
         encoding=node.encoding,
     )
-    memory, placement = _divided(shape, layout, node)
+    memory, placement = divided(shape, layout, node)
     profile = with_weights(node.profile, WeightSizes.of(shape), placement)
     pages = chunks_of(load.token_count, node.chunk_tokens)
     resident_bytes = pages * memory.page_bytes
@@ -135,7 +135,7 @@ def size_up(shape: ModelShape, node: Node, load: Load) -> Sizing:
     )
 
 
-def _divided(
+def divided(
     shape: ModelShape, layout: ArenaLayout, node: Node
 ) -> tuple[MemoryPlan, WeightPlacement]:
     """Divide device memory as a worker on a GPU does at its start."""
