@@ -1,165 +1,174 @@
-"""Quality of the planner's choices: random shapes, links and lengths, each measured.
+"""Quality of the planner's choices and predictions, on random cases, each measured.
 
-For every case a worker's profile is measured, the planner asked, and what it chose
-is timed in turns with a grid of splits (multi-head attention) or with loading
-everything and recomputing from both ends (grouped queries, whose activations are
-never sent). A case is good when the planner's choice takes at most 5 % longer than
-the best that was measured, and for grouped queries at most 3 % longer than loading.
+Three kinds of cases take turns. Of ten, six are restores of a multi-head model, whose
+splits are swept; two are restores with grouped queries, where no split can pay; two are
+residency choices: waves against streaming. In each a worker's profile is measured and
+refitted by ten runs, the planner is asked, and its choice is timed in turns with the others.
 
-    python -m benchmarks.planner_cases [--cases N] [--seed N] [--json] [--output FILE]
+A choice is near the best if it takes at most 5 % longer than the best that was measured.
+A prediction's error is its distance from the measured median, as a share of that median.
+
+    python -m benchmarks.planner_cases [--cases N] [--seed N] [--resume FILE] [--minutes M]
+
+With `--resume FILE` finished cases are read from the file and each new one is added to it,
+so that a run can be ended at any time and continued. `--minutes` ends it after the case in
+which the time is over.
 """
 
 from __future__ import annotations
 
-import io
+import argparse
+import json
+import os
 import random
 import statistics
 import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-import torch
-from rich.console import Console
-
+from benchmarks import planner_residency, planner_restores
 from benchmarks.shared import finish, parser_of
-from splitpoint.planning.plan import Plan, PlanInput, RestoreMethod
-from splitpoint.planning.planner import plan_request
-from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import BUILT_IN_SHAPES
-from splitpoint_cli.bench.restore.runs import Contender, Restorer, run_rounds
-from splitpoint_cli.bench.restore.setup import Stored, stored_prefixes
-from splitpoint_cli.bench.restore.workload import (
-    CHUNK_TOKENS,
-    MAX_BATCHED_TOKENS,
-    RestoreWorkload,
-)
+from splitpoint_cli.bench.restore.workload import RestoreWorkload
 from splitpoint_cli.bench.shared.ending import ending_by_signals
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.shared.report import commit, hardware
-from worker_service.checkpoint.config import DecoderConfig
-from worker_service.device.cache import TORCH_TYPES
-from worker_service.device.memory import STAGING_PAGES
-from worker_service.lanes.timeline import Span
-from worker_service.model.decoder import Decoder
-from worker_service.profiling.profiler import measure
 
-# (shape, fewest layers, most layers): what two cores compute in seconds. Cases take
-# them in turn: three of five can have a split, two have grouped queries and cannot.
-SHAPES = (
-    ("opt-125m", 4, 12),
-    ("smollm2-135m", 6, 16),
-    ("opt-125m", 4, 12),
-    ("llama-2-7b", 2, 2),
-    ("smollm2-135m", 6, 16),
+# (shape, fewest layers, most layers) of restores, by the last digit of the case's number;
+# None: a residency case.
+KINDS: tuple[tuple[str, int, int] | None, ...] = (
+    ("opt-125m", 3, 8),
+    ("opt-125m", 3, 8),
+    None,
+    ("smollm2-135m", 4, 12),
+    ("opt-125m", 3, 8),
+    ("opt-125m", 3, 8),
+    ("opt-125m", 3, 8),
+    None,
+    ("smollm2-135m", 4, 12),
+    ("opt-125m", 3, 8),
 )
-# Around where loading and computing take equally long on two cores.
-LINK_RATES = (60e6, 1.2e9)
-GRID = 8
+# Around where loading and computing take equally long on one core.
+LINK_RATES = (8e7, 8e8)
+TOKENS = (320, 1400)
 NEAR_BEST = 1.05
-NEAR_LOAD = 1.03
+Case = dict[str, Any]
 
 
-def draw(number: int, rng: random.Random, threads: int, repeats: int) -> RestoreWorkload:
-    """Draw case `number`: the shape in turn; layers, tokens and link at random."""
-    name, least, most = SHAPES[number % len(SHAPES)]
+def case_of(number: int, seed: int, threads: int) -> Callable[[], Case]:
+    """Return the run of case `number`, drawn from the seed and the number alone."""
+    rng = random.Random(f"{seed} {number}")
+    kind = KINDS[number % len(KINDS)]
+    if kind is None:
+        return partial(planner_residency.run_case, planner_residency.draw(rng, threads))
+    name, least, most = kind
     low, high = LINK_RATES
-    return RestoreWorkload(
+    workload = RestoreWorkload(
         shape=name,
         dtype="float32",
-        prompt=rng.randrange(512, min(2000, BUILT_IN_SHAPES[name].context_length - 1)),
+        prompt=rng.randrange(TOKENS[0], min(TOKENS[1], BUILT_IN_SHAPES[name].context_length - 1)),
         batch=1,
         device="cpu",
         threads=threads,
-        repeats=repeats,
+        repeats=planner_restores.FINAL_ROUNDS,
         seed=rng.randrange(1 << 30),
         link_rate=round(low * (high / low) ** rng.random()),
         layers=rng.randint(least, most),
     )
+    return partial(planner_restores.run_case, workload)
 
 
-def run_case(workload: RestoreWorkload, progress: Progress) -> dict[str, Any]:
-    """Measure one case; seconds are medians."""
-    device = torch.device("cpu")
-    torch.set_num_threads(workload.threads)
-    model = Decoder.random(
-        DecoderConfig.of_shape(workload.model_shape),
-        workload.seed,
-        device,
-        TORCH_TYPES[workload.data_type],
-    )
-    with stored_prefixes(workload, model, device) as stored:
-        restorer = Restorer(stored, workload)
-        try:
-            profile = measure(model, device, "planner_cases", lanes=restorer.lanes)
-            plan = plan_request(model.shape, profile, _input(workload, stored))
-            contenders = _contenders(workload, stored, restorer, plan)
-            run_rounds(contenders, stored, workload.repeats, progress)
-        finally:
-            restorer.close()
-    chosen, *others = [
-        statistics.median(timing.seconds for timing in each.timings) for each in contenders
-    ]
-    best = min(chosen, *others)
-    load = others[0]
-    rho = model.shape.rho
-    good = chosen <= NEAR_BEST * best if rho < 1 else chosen <= NEAR_LOAD * load
+def summary(cases: Sequence[Case]) -> Case:
+    """Return the shares and errors over all cases, and by kind."""
+    groups = {
+        "all": list(cases),
+        "multi_head_restores": [c for c in cases if c["kind"] == "restore" and c["split_can_pay"]],
+        "grouped_query_restores": [
+            c for c in cases if c["kind"] == "restore" and not c["split_can_pay"]
+        ],
+        "residency": [c for c in cases if c["kind"] == "residency"],
+    }
     return {
-        "shape": workload.shape,
-        "layers": workload.layers,
-        "tokens": workload.prompt,
-        "link_bytes_per_second": workload.link_rate,
-        "rho": rho,
-        "method": plan.method.value,
-        "split": plan.split_tokens,
-        "tile": plan.tile_tokens,
-        "predicted_seconds": plan.predicted_restore_seconds,
-        "chosen_seconds": chosen,
-        "best_seconds": best,
-        "best": contenders[[chosen, *others].index(best)].name,
-        "load_seconds": load,
-        "over_best": chosen / best,
-        "over_load": chosen / load,
-        "good": good,
-        "split_can_pay": rho < 1,
+        name: {
+            "cases": len(group),
+            "within_5_percent_of_best": statistics.mean(_is_near(c) for c in group),
+            "median_over_best": statistics.median(_over_best(c) for c in group),
+            "worst_over_best": max(map(_over_best, group)),
+            "median_error": statistics.median(_error(c, "predicted_seconds") for c in group),
+            "median_error_before_refitting": statistics.median(
+                _error(c, "first_predicted_seconds") for c in group
+            ),
+            "disturbed": sum(not c["quiet"] for c in group),
+        }
+        for name, group in groups.items()
+        if group
     }
 
 
-def _input(workload: RestoreWorkload, stored: Stored) -> PlanInput:
-    return PlanInput(
-        cached_tokens=workload.prompt,
-        new_tokens=1,
-        has_activations=bool(stored.tensors.inputs),
-        schedule=Schedule.PIPELINED,
-        chunk_tokens=CHUNK_TOKENS,
-        staging_tokens=STAGING_PAGES * CHUNK_TOKENS,
-        prefill_tokens=MAX_BATCHED_TOKENS,
+def _over_best(case: Case) -> float:
+    ratio: float = case["chosen_seconds"] / case["best_seconds"]
+    return ratio
+
+
+def _is_near(case: Case) -> bool:
+    return _over_best(case) <= NEAR_BEST
+
+
+def _error(case: Case, name: str) -> float:
+    error: float = abs(case[name] - case["chosen_seconds"]) / case["chosen_seconds"]
+    return error
+
+
+def _line(case: Case) -> str:
+    predicted, chosen = case["predicted_seconds"], case["chosen_seconds"]
+    return (
+        f"{case['number'] + 1:2} {case['shape']:12} x{case['layers']:<2} {case['tokens']:5} tokens "
+        f"{case['link_bytes_per_second'] / 1e6:6.0f} MB/s  {case['chosen']:12} "
+        f"{chosen * 1e3:8.1f} ms  predicted {predicted / chosen:.2f} x  best "
+        f"{_over_best(case):.2f} x ({case['best']}){'' if case['quiet'] else '  disturbed'}"
     )
 
 
-def _contenders(
-    workload: RestoreWorkload, stored: Stored, restorer: Restorer, plan: Plan
-) -> list[Contender]:
-    """Return the planner's choice first, then loading, then the other methods."""
-    tile = plan.tile_tokens or 4 * CHUNK_TOKENS
+def _resumed(path: Path | None, arguments: argparse.Namespace) -> list[Case]:
+    """Return the finished cases of the file. Raises ValueError if it is of other cases."""
+    if path is None or not path.exists():
+        return []
+    loaded = json.loads(path.read_text())
+    if (loaded["seed"], loaded["threads"]) != (arguments.seed, arguments.threads):
+        raise ValueError(f"{path} has cases of another seed or number of threads")
+    cases: list[Case] = loaded["cases"]
+    return cases
 
-    def split(tokens: int) -> Contender:
-        def run() -> list[Span]:
-            return restorer.split(tokens, Schedule.PIPELINED, tile)
 
-        return Contender(f"split {tokens:,}", run, tokens, tile)
+def _keep(path: Path | None, arguments: argparse.Namespace, cases: list[Case]) -> None:
+    if path is None:
+        return
+    text = json.dumps({"seed": arguments.seed, "threads": arguments.threads, "cases": cases})
+    partial_file = path.with_name(f"{path.name}.{os.getpid()}")
+    partial_file.write_text(text)
+    partial_file.replace(path)
 
-    def both_ends() -> Contender:
-        return Contender("both ends", lambda: restorer.both_ends(plan.recomputed_tokens))
 
-    tokens_chosen = plan.method is RestoreMethod.TOKENS
-    chosen = both_ends() if tokens_chosen else split(plan.split_tokens)
-    contenders = [chosen, split(0), both_ends()]
-    if stored.tensors.inputs:
-        steps = {
-            min(round(workload.prompt * step / GRID / CHUNK_TOKENS) * CHUNK_TOKENS, workload.prompt)
-            for step in range(1, GRID)
-        }
-        contenders += [split(tokens) for tokens in sorted(steps | {workload.prompt})]
-    return contenders
+def _run(arguments: argparse.Namespace) -> list[Case]:
+    """Run the missing cases until all are there or the time is over."""
+    progress = Progress()
+    cases = _resumed(arguments.resume, arguments)
+    done = {case["number"] for case in cases}
+    deadline = time.monotonic() + 60 * arguments.minutes if arguments.minutes else None
+    missing = [number for number in range(arguments.cases) if number not in done]
+    for number in progress.track("cases", missing):
+        if deadline is not None and time.monotonic() > deadline:
+            break
+        started = time.perf_counter()
+        case = {"number": number, **case_of(number, arguments.seed, arguments.threads)()}
+        case["wall_seconds"] = time.perf_counter() - started
+        cases.append(case)
+        _keep(arguments.resume, arguments, cases)
+        progress.say(_line(case))
+    return sorted(cases, key=lambda case: int(case["number"]))[: arguments.cases]
 
 
 @ending_by_signals
@@ -167,45 +176,36 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--cases", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
+    # Copies have the other core of two.
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--resume", type=Path, metavar="FILE")
+    parser.add_argument("--minutes", type=float, default=0.0)
     arguments = parser.parse_args()
-    rng = random.Random(arguments.seed)
-    cases = []
-    progress, silent = Progress(), Progress(Console(file=io.StringIO()))
-    for number in progress.track("cases", range(arguments.cases)):
-        workload = draw(number, rng, arguments.threads, arguments.repeats)
-        case = run_case(workload, silent)
-        cases.append(case)
-        progress.say(
-            f"{number + 1:2} {case['shape']:13} x{case['layers']:<2} {case['tokens']:5} tokens "
-            f"{case['link_bytes_per_second'] / 1e6:6.0f} MB/s  {case['method']:9} "
-            f"l={case['split']:<5} {case['chosen_seconds'] * 1e3:7.1f} ms  "
-            f"predicted {case['predicted_seconds'] * 1e3:7.1f}  best {case['over_best']:.2f} x "
-            f"({case['best']})  load {case['over_load']:.2f} x"
-        )
-    with_split = [case for case in cases if case["split_can_pay"]]
+    cases = _run(arguments)
+    if not cases:
+        raise SystemExit("no case ended within the time")
     report = {
         "benchmark": "planner_cases",
         "seed": arguments.seed,
-        "repeats": arguments.repeats,
+        "threads": arguments.threads,
         "commit": commit(),
         "hardware": hardware(),
-        "good": sum(case["good"] for case in cases),
-        "within_5_percent_of_best": sum(case["over_best"] <= NEAR_BEST for case in cases),
-        "split_can_pay": len(with_split),
-        "split_can_pay_good": sum(case["good"] for case in with_split),
+        "seconds": sum(case["wall_seconds"] for case in cases),
+        "summary": summary(cases),
         "cases": cases,
     }
-    finish(
-        arguments,
-        report,
-        lambda _: print(
-            f"{report['good']} of {len(cases)} cases are good, "
-            f"{report['split_can_pay_good']} of the {len(with_split)} in which a split can pay"
-        ),
-    )
+    finish(arguments, report, lambda _: _show(summary(cases)))
     return 0
+
+
+def _show(found: Case) -> None:
+    for name, group in found.items():
+        print(
+            f"{name.replace('_', ' ')}: {group['within_5_percent_of_best']:.0%} of "
+            f"{group['cases']} cases within 5 % of the best (worst {group['worst_over_best']:.2f} "
+            f"x); median error {group['median_error']:.1%}, before refitting "
+            f"{group['median_error_before_refitting']:.1%}; {group['disturbed']} disturbed"
+        )
 
 
 if __name__ == "__main__":

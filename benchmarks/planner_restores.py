@@ -1,0 +1,182 @@
+"""Cases of `benchmarks.planner_cases` about one restore: every method and a sweep of splits.
+
+A worker's profile is measured and refitted by ten restores. Then the planner's choice and
+every other contender are timed in turns, and the best of them once more in turns with the
+choice, so that the best of many noisy medians is not compared with a single one.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from benchmarks.quiet import timed
+from splitpoint.costs.profile import Profile
+from splitpoint.planning.plan import Plan, PlanInput, RestoreMethod
+from splitpoint.planning.planner import plan_request
+from splitpoint.planning.schedule import Schedule
+from splitpoint_cli.bench.restore.runs import Restorer
+from splitpoint_cli.bench.restore.setup import Stored, stored_prefixes
+from splitpoint_cli.bench.restore.workload import (
+    CHUNK_TOKENS,
+    MAX_BATCHED_TOKENS,
+    RestoreWorkload,
+)
+from worker_service.checkpoint.config import DecoderConfig
+from worker_service.device.cache import TORCH_TYPES
+from worker_service.device.memory import STAGING_PAGES
+from worker_service.engine.cost_watch import CostWatch
+from worker_service.lanes.timeline import Span
+from worker_service.model.decoder import Decoder
+from worker_service.profiling.profiler import measure
+
+REFITS = 10
+SWEEP_POINTS = 8
+SWEEP_ROUNDS = 2
+FINAL_ROUNDS = 5
+FINALISTS = 3
+LOAD = "split 0"
+Run = Callable[[], list[Span]]
+
+
+@dataclass(slots=True)
+class Contender:
+    """One way to restore the prefix, and its times; `quiet`: none of them was disturbed."""
+
+    name: str
+    run: Run
+    seconds: list[float] = field(default_factory=list)
+    quiet: bool = True
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+def run_case(workload: RestoreWorkload) -> dict[str, Any]:
+    """Measure one case; seconds are medians."""
+    device = torch.device("cpu")
+    torch.set_num_threads(workload.threads)
+    model = Decoder.random(
+        DecoderConfig.of_shape(workload.model_shape),
+        workload.seed,
+        device,
+        TORCH_TYPES[workload.data_type],
+    )
+    with stored_prefixes(workload, model, device) as stored:
+        restorer = Restorer(stored, workload)
+        try:
+            at_start = measure(model, device, "planner_cases", lanes=restorer.lanes)
+            first = plan_request(model.shape, at_start, plan_input(workload, stored))
+            profile = refitted(at_start, workload, stored, restorer)
+            plan = plan_request(model.shape, profile, plan_input(workload, stored))
+            contenders = _contenders(workload, stored, restorer, plan)
+            finalists = _measure(contenders, stored)
+        finally:
+            restorer.close()
+    chosen, load = contenders[0], next(each for each in contenders if each.name == LOAD)
+    best = min(finalists, key=lambda each: each.median)
+    return {
+        "kind": "restore",
+        "shape": workload.shape,
+        "layers": workload.layers,
+        "tokens": workload.prompt,
+        "link_bytes_per_second": workload.link_rate,
+        "split_can_pay": model.shape.rho < 1,
+        "method": plan.method.value,
+        "split": plan.split_tokens,
+        "tile": plan.tile_tokens,
+        "predicted_seconds": plan.predicted_restore_seconds,
+        "first_predicted_seconds": first.predicted_restore_seconds,
+        "chosen": chosen.name,
+        "chosen_seconds": chosen.median,
+        "best": best.name,
+        "best_seconds": best.median,
+        "load_seconds": load.median,
+        "sweep": {each.name: each.median for each in contenders},
+        "quiet": all(each.quiet for each in finalists),
+    }
+
+
+def plan_input(workload: RestoreWorkload, stored: Stored) -> PlanInput:
+    return PlanInput(
+        cached_tokens=workload.prompt,
+        new_tokens=1,
+        has_activations=bool(stored.tensors.inputs),
+        schedule=Schedule.PIPELINED,
+        chunk_tokens=CHUNK_TOKENS,
+        staging_tokens=STAGING_PAGES * CHUNK_TOKENS,
+        prefill_tokens=MAX_BATCHED_TOKENS,
+    )
+
+
+def refitted(
+    profile: Profile, workload: RestoreWorkload, stored: Stored, restorer: Restorer
+) -> Profile:
+    """Return the profile after ten restores, each by the plan of the moment or by another way."""
+    watch = CostWatch(profile)
+    rng = random.Random(workload.seed)
+    for number in range(REFITS + 1):
+        plan = plan_request(stored.model.shape, watch.fits, plan_input(workload, stored))
+        # Requests are of many lengths and their prefixes come back by every method.
+        ways = _contenders(workload, stored, restorer, plan)
+        way = ways[0] if number % 2 else rng.choice(ways[1:])
+        stored.pages.poison()
+        started = time.perf_counter()
+        spans = way.run()
+        if number:  # the first one warms up
+            watch.restored(spans)
+            watch.took(time.perf_counter() - started, spans, Schedule.PIPELINED)
+    return watch.fits
+
+
+def _contenders(
+    workload: RestoreWorkload, stored: Stored, restorer: Restorer, plan: Plan
+) -> list[Contender]:
+    """Return the planner's choice first, then loading, then the other methods."""
+    tile = plan.tile_tokens or 4 * CHUNK_TOKENS
+
+    def split(tokens: int) -> Contender:
+        return Contender(
+            f"split {tokens:,}", lambda: restorer.split(tokens, Schedule.PIPELINED, tile)
+        )
+
+    both_ends = Contender("both ends", lambda: restorer.both_ends(plan.recomputed_tokens))
+    is_tokens = plan.method is RestoreMethod.TOKENS
+    contenders = [both_ends if is_tokens else split(plan.split_tokens), split(0), both_ends]
+    if stored.tensors.inputs:
+        chunks = workload.prompt / SWEEP_POINTS / CHUNK_TOKENS
+        steps = {round(chunks * step) * CHUNK_TOKENS for step in range(1, SWEEP_POINTS)}
+        steps = {min(each, workload.prompt) for each in steps} | {workload.prompt}
+        contenders += [split(tokens) for tokens in sorted(steps)]
+    # A way that was chosen is no contender of itself.
+    return contenders[:1] + [each for each in contenders[1:] if each.name != contenders[0].name]
+
+
+def _measure(contenders: Sequence[Contender], stored: Stored) -> list[Contender]:
+    """Time all in turns, then the choice and the best others anew; return these."""
+    for contender in contenders:
+        contender.run()
+    _rounds(contenders, stored, SWEEP_ROUNDS)
+    others = sorted(contenders[1:], key=lambda each: each.median)
+    finalists = [contenders[0], *others[:FINALISTS]]
+    for each in finalists:
+        each.seconds.clear()
+    _rounds(finalists, stored, FINAL_ROUNDS)
+    return finalists
+
+
+def _rounds(contenders: Sequence[Contender], stored: Stored, rounds: int) -> None:
+    for number in range(rounds):
+        for contender in contenders if number % 2 else reversed(contenders):
+            found = timed(contender.run, stored.pages.poison)
+            contender.seconds.append(found.seconds)
+            contender.quiet = contender.quiet and found.quiet
+            # Outside of the time: every run counts only if it is right.
+            stored.check(contender.name)
