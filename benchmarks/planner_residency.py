@@ -26,7 +26,8 @@ from splitpoint.residency.load import DeviceRoom, RequestLoad
 from splitpoint.residency.seconds import PieceSeconds
 from splitpoint.residency.ways import Comparison, Way, compare_ways
 from splitpoint.shapes import BUILT_IN_SHAPES, ModelShape, chunks_of
-from splitpoint_cli.bench.offload.engine import OffloadHost
+from splitpoint_cli.bench.offload.engine import OffloadHost, make_model
+from splitpoint_cli.bench.offload.engine import Way as DecodeWay
 from splitpoint_cli.bench.offload.report import DecodeRun, OffloadWorkload
 from splitpoint_cli.bench.shared.engine_memory import CHUNK_TOKENS, MAX_BATCHED_TOKENS
 
@@ -91,7 +92,7 @@ def draw(rng: random.Random, threads: int) -> ResidencyCase:
 def run_case(case: ResidencyCase) -> dict[str, Any]:
     """Measure one case; seconds are medians."""
     torch.set_num_threads(case.threads)
-    with closing(OffloadHost(case.shape, case.workload)) as host:
+    with closing(OffloadHost(make_model(case.shape, case.workload), case.workload)) as host:
         host.prefill()
         runner = _Runner(host, case)
         first = runner.compare(host.profile)
@@ -214,7 +215,9 @@ class _Runner:
         pieces = PieceSeconds(host.shape, profile, self._room)
         if residency is Residency.RESIDENT:
             split = pieces.restore_plan(load.cached_tokens).split_tokens
-            return host.decode(load.answer_tokens, split_tokens=split, residency=residency)
+            return host.decode(
+                load.answer_tokens, DecodeWay(residency=residency, split_tokens=split)
+            )
         line = plan_batch(
             host.shape,
             profile,
@@ -226,7 +229,7 @@ class _Runner:
             step_compute_seconds=pieces.step(len(prompts), load.mean_length),
         ).line
         split = line.at(load.cached_tokens, CHUNK_TOKENS)
-        return host.decode(load.answer_tokens, split_tokens=split, residency=residency)
+        return host.decode(load.answer_tokens, DecodeWay(residency=residency, split_tokens=split))
 
 
 def _with_steps(profile: Profile, steps: Sequence[tuple[int, float]]) -> Profile:

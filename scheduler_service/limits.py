@@ -27,8 +27,8 @@ class Limits:
     remember_count: int = 1024
     # How long a request waits while no ready worker could run it.
     worker_wait_seconds: float = 10.0
-    # A request is not retried after this many workers were lost while they ran it.
-    loss_count: int = 2
+    # A request is not retried after workers refused or ended it this many times.
+    refusal_count: int = 2
     # A store that does not answer a prefix lookup within this time counts as empty.
     lookup_seconds: float = 0.25
     # A prefix lookup older than this is repeated before a worker is told.

@@ -97,8 +97,13 @@ class Request:
     # Its name for workers and logs. Clients cannot choose a name that is another request's.
     request_id: str = field(init=False)
     cached: CachedPrefix = field(default_factory=CachedPrefix)
-    # Workers lost while they ran it.
+    # Attempts that were lost, those among them that ended alone while their worker went on, and
+    # engines that failed with an unknown cause while they ran it.
     losses: int = 0
+    refusals: int = 0
+    engine_failures: int = 0
+    # Number of generated tokens at which it is no suspect any more. None: it never was one.
+    cleared_at_tokens: int | None = None
     is_paused: bool = False
     ended_at: float | None = None
     _complete: scheduler_pb2.GenerateComplete | None = field(default=None, init=False)
@@ -119,6 +124,11 @@ class Request:
     def token_count(self) -> int:
         """Tokens of the sequence if it runs to max_tokens."""
         return len(self.prompt) + self.sampling.max_tokens
+
+    @property
+    def is_suspect(self) -> bool:
+        """True if it may have ended an engine, until it gets past the place where that failed."""
+        return self.cleared_at_tokens is not None and len(self.output) < self.cleared_at_tokens
 
     @property
     def has_ended(self) -> bool:

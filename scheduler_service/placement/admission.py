@@ -2,7 +2,8 @@
 
 Pure: no clock, no I/O. No later request starts on a worker that a waiting request could run on, so
 none takes memory that an earlier one waits for and nothing starves. A
-request pinned to a busy worker holds up only that worker.
+request pinned to a busy worker holds up only that worker. Requests that may have ended an engine
+run apart from each other (`trial.py`).
 """
 
 from __future__ import annotations
@@ -124,6 +125,13 @@ class AdmissionQueue:
                 break
         return None
 
+    def tokens_came(self, admitted: Admitted) -> bool:
+        """Note new tokens of a running request. Return True if another one may start now."""
+        ledger, request = self._ledgers.get(admitted.worker_id), admitted.request
+        if ledger is None:
+            return False
+        return ledger.trial.got_tokens(request.arrival, is_suspect=request.is_suspect)
+
     def release(self, admitted: Admitted) -> None:
         """End a grant. Does nothing if the worker is gone."""
         ledger = self._ledgers.get(admitted.worker_id)
@@ -147,7 +155,7 @@ class AdmissionQueue:
         if not fitting:
             return "no worker that could run it is ready"
         return "; ".join(
-            self._reason_to_wait_for(self._ledgers[worker_id], fits)
+            self._reason_to_wait_for(self._ledgers[worker_id], request, fits)
             for worker_id, fits in fitting.items()
         )
 
@@ -203,7 +211,8 @@ class AdmissionQueue:
         candidates = []
         for worker_id, fits in fitting.items():
             ledger = self._ledgers[worker_id]
-            if worker_id not in claimed and self._has_room(ledger, fits):
+            is_open = ledger.trial.may_start(is_suspect=request.is_suspect)
+            if worker_id not in claimed and is_open and self._has_room(ledger, fits):
                 cached = request.cached.own.get(worker_id, 0)
                 candidates.append(
                     Candidate(worker_id, cached, ledger.free_share, ledger.running_count)
@@ -216,11 +225,17 @@ class AdmissionQueue:
         free_bytes = 0 if self._queue else ledger.free_bytes
         grant = grant_of(fits, free_bytes, ledger.facts.page_bytes)
         ledger.grant(request.arrival, grant.size_bytes)
+        ledger.trial.start(request.arrival, is_suspect=request.is_suspect)
         self._slots_of(ledger).grant(request.arrival, fits.slot_count)
         return Admitted(request, worker_id, grant)
 
-    def _reason_to_wait_for(self, ledger: Ledger, fits: Fits) -> str:
+    def _reason_to_wait_for(self, ledger: Ledger, request: Request, fits: Fits) -> str:
         worker_id = ledger.facts.worker_id
+        if not ledger.trial.may_start(is_suspect=request.is_suspect):
+            return (
+                f"worker {worker_id} finds out which request ended an engine: suspects start one "
+                "after the other"
+            )
         if self._has_room(ledger, fits):
             return f"earlier requests come first on worker {worker_id}"
         if not self._has_slots(ledger, fits):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from scheduler_service.placement.trial import Trial
 from scheduler_service.worker_facts import WorkerFacts
 
 
@@ -13,6 +14,7 @@ class Ledger:
         self.charged_bytes = 0
         # A draining worker keeps its grants and gets no new ones.
         self.is_closed = False
+        self.trial = Trial()
         self._grants: dict[int, int] = {}
 
     @property
@@ -52,6 +54,7 @@ class Ledger:
     def release(self, arrival: int) -> None:
         """End a request's charge, if it has one."""
         self.charged_bytes -= self._grants.pop(arrival, 0)
+        self.trial.end(arrival)
 
     def check_integrity(self) -> list[str]:
         """Return one line per violated invariant."""
@@ -60,7 +63,7 @@ class Ledger:
             problems.append(f"{self.charged_bytes} bytes charged for {self._grants}")
         if not 0 <= self.charged_bytes <= self.facts.cache_capacity_bytes:
             problems.append(f"{self.charged_bytes} of {self.facts.cache_capacity_bytes} charged")
-        return problems
+        return problems + self.trial.check_integrity(set(self._grants))
 
 
 class SlotLedger:

@@ -22,16 +22,22 @@ from scheduler_service.cluster.connection import WorkerConnection
 from scheduler_service.cluster.registry import Registry
 from scheduler_service.options import SchedulerOptions
 from scheduler_service.placement.admission import AdmissionQueue, Rejected
-from scheduler_service.placement.failover import Finished, GiveUp, after_lost_attempt
 from scheduler_service.prefixes.lookup import CachedPrefix
 from scheduler_service.requests import log_facts
 from scheduler_service.requests.accounts import ABANDONED_REASON, Accounts
 from scheduler_service.requests.answers import completion, rejection
 from scheduler_service.requests.attempts import Attempt, Attempts
 from scheduler_service.requests.availability import check_workers
+from scheduler_service.requests.failover import (
+    Finished,
+    GiveUp,
+    after_lost_attempt,
+    find_culprit,
+    suspect,
+)
 from scheduler_service.requests.table import RequestTable
 from scheduler_service.requests.tasks import RequestTasks
-from splitpoint.errors import SplitpointError, Unavailable, from_code
+from splitpoint.errors import Internal, SplitpointError, Unavailable, from_code
 from splitpoint.keys import tenant_salt
 from splitpoint.observe.logs import LogFacts, for_request
 from splitpoint.observe.tracing import NO_SPAN, Span
@@ -40,6 +46,7 @@ from splitpoint.v1 import types_pb2, worker_pb2
 _log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.1
+_ENDED = "the worker ended the request"
 
 
 class RequestManager:
@@ -184,12 +191,24 @@ class RequestManager:
         lost = self.attempts.on(worker.worker_id)
         if lost:
             _log.warning("worker %s was lost with %d requests", worker.worker_id, len(lost))
+        # A worker that ends its stream by itself has not failed.
+        cause = None if worker.was_lost else Unavailable(_ENDED, reason="WORKER_DRAINED")
+        culprit = self._blame(lost) if worker.was_lost else None
         for attempt in lost:
             attempt.span.end(error="WORKER_LOST")
             self.attempts.release(attempt)
-            self._retry(attempt, None)
+            self._retry(attempt, cause, is_culprit=attempt.request is culprit)
         self._start_waiting()
         self._on_readiness()
+
+    def _blame(self, lost: Sequence[Attempt]) -> Request | None:
+        """Return the request that ended an engine; if that is not known, suspect all it ran."""
+        running = [attempt.request for attempt in lost if attempt.plan is not None]
+        culprit = find_culprit(running)
+        if culprit is None:
+            for request in running:
+                suspect(request)
+        return culprit
 
     def on_step(self, worker: WorkerConnection, response: worker_pb2.RunResponse) -> None:
         for report in response.restores:
@@ -221,7 +240,8 @@ class RequestManager:
             self.attempts.cancel(attempt)
             if attempt in self.attempts:
                 self.attempts.release(attempt)
-            self._retry(attempt, None)
+            gap = Internal(f"worker {attempt.worker_id} skipped tokens", reason="TOKENS_SKIPPED")
+            self._retry(attempt, gap)
             return
         if not count:
             self.accounts.duplicate_count += 1
@@ -232,6 +252,8 @@ class RequestManager:
             attempt.span.record("first token", attempt.sent_at, now)
         request.times.tokens_came(now)
         request.append(result.token_ids[-count:], result.logprobs[-count:])
+        if self.admission.tokens_came(attempt.admitted):
+            self._start_waiting()
 
     def _on_finish(self, attempt: Attempt, finish: worker_pb2.RequestFinish) -> None:
         if finish.error_code:
@@ -255,22 +277,33 @@ class RequestManager:
             seconds = finish.mean_step_seconds if has_steps else None
             self._complete(attempt, finish.reason, finish.matched_stop, seconds)
         else:
-            cause = Unavailable("the worker ended the request", reason="WORKER_DRAINED")
-            self._retry(attempt, cause)
+            self._retry(attempt, Unavailable(_ENDED, reason="WORKER_DRAINED"))
 
-    def _retry(self, attempt: Attempt, cause: Unavailable | None, *, is_loss: bool = True) -> None:
+    def _retry(
+        self,
+        attempt: Attempt,
+        cause: SplitpointError | None,
+        *,
+        is_culprit: bool = False,
+        is_loss: bool = True,
+    ) -> None:
         """Queue the request of a released attempt again, unless it has all tokens or failed
-        too often."""
+        too often. `cause`: why the attempt ended alone; None: the worker was lost."""
         request = attempt.request
         if request.has_ended:
             return
         is_counted = is_loss and attempt.plan is not None
-        losses = request.losses + int(is_counted)
-        outcome = after_lost_attempt(request, losses, self.limits.loss_count, cause)
+        request.refusals += int(is_counted and cause is not None)
+        outcome = after_lost_attempt(
+            request,
+            is_culprit=is_culprit,
+            cause=cause,
+            most_refusals=self.limits.refusal_count,
+        )
         if isinstance(outcome, Finished):
             self._complete(attempt, outcome.reason, outcome.matched_stop)
             return
-        request.losses = losses
+        request.losses += int(is_counted)
         if isinstance(outcome, GiveUp):
             self._fail(request, outcome.error)
             return

@@ -1,4 +1,4 @@
-"""Copies of whole slots from host memory into device pages."""
+"""Copies of whole slots between host memory and device pages, and of small tables to a device."""
 
 from __future__ import annotations
 
@@ -9,19 +9,25 @@ import torch
 
 
 def copy_runs(
-    plane: torch.Tensor, target: torch.Tensor, slots: Sequence[int], pages: Sequence[int]
+    source: torch.Tensor,
+    target: torch.Tensor,
+    sources: Sequence[int],
+    targets: Sequence[int],
+    *,
+    source_cut: int = 0,
+    target_cut: int = 0,
 ) -> None:
-    """Copy `plane[slots[i]]` to `target[pages[i]]`, one copy for each run without a gap.
+    """Copy `source[sources[i]]` to `target[targets[i]]`, one copy for each run without a gap.
 
-    Copies below 64 KiB reach a tenth of a PCIe link.
+    Copies below 64 KiB reach a tenth of a PCIe link. `source_cut`, `target_cut`: see `runs`.
     """
-    for start, length in runs(slots, pages):
-        slot, page = slots[start], pages[start]
-        copy(target[page : page + length], plane[slot : slot + length])
+    for start, length in runs(sources, targets, source_cut, target_cut):
+        origin, place = sources[start], targets[start]
+        copy(target[place : place + length], source[origin : origin + length])
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy asynchronously to a GPU; on a CPU in this thread alone.
+    """Copy asynchronously from or to a GPU; on a CPU in this thread alone.
 
     torch would start a team of threads for a large copy, which would then take turns
     with the team that computes on the same cores.
@@ -32,14 +38,45 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)
 
 
-def runs(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (start, length) of the stretches where both sequences go up by one."""
+def runs(
+    first: Sequence[int], second: Sequence[int], first_cut: int = 0, second_cut: int = 0
+) -> Iterator[tuple[int, int]]:
+    """Yield (start, length) of the stretches where both sequences go up by one.
+
+    A stretch ends before each multiple of a cut, if that is not 0: a copy must not cross from
+    one registration of the driver into another (`pinning.piece_slots`).
+    """
     start = 0
     for index in range(1, len(first) + 1):
         if (
             index == len(first)
             or first[index] != first[index - 1] + 1
             or second[index] != second[index - 1] + 1
+            or (first_cut and first[index] % first_cut == 0)
+            or (second_cut and second[index] % second_cut == 0)
         ):
             yield start, index - start
             start = index
+
+
+def are_pinned(plane: torch.Tensor, slots: Sequence[int], cut: int) -> bool:
+    """Return True if the driver has locked these slots of `[slots, ...]`.
+
+    Registration may end, or fail, between two steps, so the driver is asked each time: once
+    for each piece of `cut` slots, which is locked as a whole or not at all.
+    """
+    return all(plane[slot].is_pinned() for slot in {slot // cut: slot for slot in slots}.values())
+
+
+def is_one_copy_a_run(sources: Sequence[int], targets: Sequence[int]) -> bool:
+    """Return True if `copy_runs` takes no more copies than `targets` has runs."""
+    return sum(1 for _ in runs(sources, targets)) == sum(1 for _ in runs(targets, targets))
+
+
+def sent(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return int64 `[n]` on the device. The host does not wait, as it would for pageable memory.
+
+    torch keeps the pinned memory until the copy is done.
+    """
+    table = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return table.to(device, non_blocking=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,10 @@ from worker_service.device.registrar import LockedRanges, PinningFailed, Registr
 
 log = logging.getLogger(__name__)
 
-PIECE_BYTES = 64 << 30
+# The driver locks a piece in a tenth of a second or so. Meanwhile other calls of the process to
+# the driver wait, and a stop that was asked for.
+PIECE_BYTES = 1 << 30
+_PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +47,8 @@ def pieces_of(
 ) -> list[Piece]:
     """Join whole planes into pieces of at most `piece_bytes`, in file order.
 
-    A larger plane is a piece of its own: no copy may cross from one registration into
-    another. Planes beyond `limit_bytes` stay unlocked.
+    A larger plane is cut into pieces of `piece_slots`: no copy may cross from one registration
+    into another. Planes beyond `limit_bytes` stay unlocked.
     """
     pieces: list[Piece] = []
     total = 0
@@ -54,11 +58,22 @@ def pieces_of(
         if limit_bytes is not None and total > limit_bytes:
             break
         last = pieces[-1] if pieces else None
-        if last is not None and offset + size - last.offset <= piece_bytes:
+        if size > piece_bytes:
+            step = piece_slots(plane.slot_bytes, piece_bytes) * plane.slot_bytes
+            pieces += [
+                Piece(offset + first, min(step, size - first)) for first in range(0, size, step)
+            ]
+        elif last is not None and offset + size - last.offset <= piece_bytes:
             pieces[-1] = Piece(last.offset, offset + size - last.offset)
         else:
             pieces.append(Piece(offset, size))
     return pieces
+
+
+def piece_slots(slot_bytes: int, piece_bytes: int = PIECE_BYTES) -> int:
+    """Return how many slots of a plane a piece holds: it begins and ends with a memory page."""
+    step = math.lcm(slot_bytes, _PAGE_BYTES) // slot_bytes
+    return max(step, piece_bytes // slot_bytes // step * step)
 
 
 class Pinning:

@@ -15,10 +15,25 @@ from splitpoint.planning.schedule import Lane
 from worker_service.lanes.lanes import SIDE_LANES, Event, FutureEvent, Lanes, Source, Work, span_of
 from worker_service.lanes.timeline import Span
 
+# Events that a pool keeps; a step of 32 layers and 30 tiles records some 4,000.
+POOLED_EVENTS = 8192
+
 
 class _StreamEvent(Event):
-    def __init__(self, event: Any) -> None:
+    """An event of the driver, which returns to its pool when nothing refers to it any more.
+
+    Recording it again then disturbs nothing: waits that were issued before keep the record
+    that they saw, and nothing asks for its time.
+    """
+
+    __slots__ = ("_pool", "event")
+
+    def __init__(self, event: Any, pool: deque[Any]) -> None:
         self.event = event
+        self._pool = pool
+
+    def __del__(self) -> None:
+        self._pool.append(self.event)
 
     def wait(self) -> None:
         self.event.synchronize()
@@ -34,9 +49,9 @@ class _Timed:
 
     lane: Lane
     work: Work
-    start: Any
-    end: Any
-    first: Any
+    start: _StreamEvent
+    end: _StreamEvent
+    first: _StreamEvent
 
 
 class StreamLanes(Lanes):
@@ -53,10 +68,12 @@ class StreamLanes(Lanes):
         super().__init__(device)
         self._cuda = cuda
         self._streams = {lane: cuda.Stream(device) for lane in SIDE_LANES}
+        # Making an event is a call of the driver; the threads of the lanes share them.
+        self._pool: deque[Any] = deque(maxlen=POOLED_EVENTS)
         # In order; read once the host has waited.
         self._timed: list[_Timed] = []
         # The lanes wait for it; None if no work began since the last `finish` or `collect`.
-        self._first: Any = None
+        self._first: _StreamEvent | None = None
         # Threads of the host that call sources and give their work to the streams.
         self._threads = {
             lane: ThreadPoolExecutor(1, thread_name_prefix=lane.value) for lane in SIDE_LANES
@@ -66,8 +83,7 @@ class StreamLanes(Lanes):
     def run(self, lane: Lane, work: Work, after: Sequence[Event] = ()) -> Event:
         compute = self._cuda.current_stream(self.device)
         stream = compute if lane is Lane.COMPUTE else self._streams[lane]
-        if self._first is None:
-            self._begin(compute)
+        first = self._first or self._begin(compute)
         # All work of a lane's sources comes before anything else in that lane.
         sources = [FutureEvent(future) for busy, future in self._sources if busy is lane]
         for event in (*after, *sources):
@@ -75,29 +91,29 @@ class StreamLanes(Lanes):
                 stream.wait_event(event.event)
             else:
                 event.wait()
-        return _StreamEvent(self._enqueue(lane, stream, work))
+        return self._enqueue(lane, stream, work, first)
 
     def run_on_demand(self, lane: Lane, source: Source) -> Event:
         self._require_side(lane)
-        if self._first is None:
-            self._begin(self._cuda.current_stream(self.device))
+        first = self._first or self._begin(self._cuda.current_stream(self.device))
         stream = self._streams[lane]
 
         def carry_out() -> None:
-            under_way: deque[Any] = deque()
+            under_way: deque[_StreamEvent] = deque()
             with torch.inference_mode():
                 while works := source():
-                    under_way.append([self._enqueue(lane, stream, work) for work in works][-1])
+                    ends = [self._enqueue(lane, stream, work, first) for work in works]
+                    under_way.append(ends[-1])
                     if len(under_way) > self.unfinished_batches:
-                        under_way.popleft().synchronize()
+                        under_way.popleft().wait()
             for end in under_way:
-                end.synchronize()
+                end.wait()
 
         future = self._threads[lane].submit(carry_out)
         self._sources.append((lane, future))
         return FutureEvent(future)
 
-    def _enqueue(self, lane: Lane, stream: Any, work: Work) -> Any:
+    def _enqueue(self, lane: Lane, stream: Any, work: Work, first: _StreamEvent) -> _StreamEvent:
         """Put work into its stream; return the event at its end."""
         with self._cuda.stream(stream):
             self._enter(lane)
@@ -107,7 +123,7 @@ class StreamLanes(Lanes):
             finally:
                 # Work that failed half way has used the stream, too.
                 end = self._record(stream)
-                self._timed.append(_Timed(lane, work, start, end, self._first))
+                self._timed.append(_Timed(lane, work, start, end, first))
         return end
 
     def wait_event(self, event: Event) -> None:
@@ -117,7 +133,7 @@ class StreamLanes(Lanes):
             event.wait()
 
     def record_event(self) -> Event:
-        return _StreamEvent(self._record(self._cuda.current_stream(self.device)))
+        return self._record(self._cuda.current_stream(self.device))
 
     def _collect(self) -> list[Span]:
         # The lanes must also wait for compute that is issued from here on, before they
@@ -126,13 +142,14 @@ class StreamLanes(Lanes):
         if not self._timed:
             return []
         now = self._record(self._cuda.current_stream(self.device))
-        now.synchronize()
-        origin = time.perf_counter() - self._timed[0].first.elapsed_time(now) / 1e3
+        now.wait()
+        first = self._timed[0].first
+        origin = time.perf_counter() - _seconds(first, now)
         ended: list[_Timed] = []
         going: list[_Timed] = []
         for entry in self._timed:
-            (ended if entry.end.query() else going).append(entry)
-        spans = self._spans_of(ended, self._timed[0].first, origin)
+            (ended if entry.end.is_done else going).append(entry)
+        spans = self._spans_of(ended, first, origin)
         self._timed = going
         return spans
 
@@ -146,7 +163,7 @@ class StreamLanes(Lanes):
         for lane in Lane:
             last = [entry for entry in timed if entry.lane is lane][-1:]
             for entry in last:
-                entry.end.synchronize()
+                entry.end.wait()
         if error is not None:
             raise error
         if not timed:
@@ -154,18 +171,18 @@ class StreamLanes(Lanes):
         # The host has just seen the last of them end. It cannot tell when `first` was
         # reached, because the stream may have been far behind the host.
         first = timed[0].first
-        longest = max(first.elapsed_time(entry.end) for entry in timed) / 1e3
+        longest = max(_seconds(first, entry.end) for entry in timed)
         return self._spans_of(timed, first, time.perf_counter() - longest)
 
     @staticmethod
-    def _spans_of(timed: Sequence[_Timed], first: Any, origin: float) -> list[Span]:
+    def _spans_of(timed: Sequence[_Timed], first: _StreamEvent, origin: float) -> list[Span]:
         """Return spans; `origin` is the time of `first` on the host's clock."""
         return [
             span_of(
                 entry.lane,
                 entry.work,
-                origin + first.elapsed_time(entry.start) / 1e3,
-                origin + first.elapsed_time(entry.end) / 1e3,
+                origin + _seconds(first, entry.start),
+                origin + _seconds(first, entry.end),
             )
             for entry in timed
         ]
@@ -175,13 +192,23 @@ class StreamLanes(Lanes):
         for thread in self._threads.values():
             thread.shutdown()
 
-    def _begin(self, compute: Any) -> None:
+    def _begin(self, compute: Any) -> _StreamEvent:
         """Let the lanes wait for compute issued so far, before they touch its memory."""
-        self._first = self._record(compute)
+        self._first = first = self._record(compute)
         for stream in self._streams.values():
-            stream.wait_event(self._first)
+            stream.wait_event(first.event)
+        return first
 
-    def _record(self, stream: Any) -> Any:
-        event = self._cuda.Event(enable_timing=True)
+    def _record(self, stream: Any) -> _StreamEvent:
+        try:
+            event = self._pool.pop()
+        except IndexError:
+            event = self._cuda.Event(enable_timing=True)
         event.record(stream)
-        return event
+        return _StreamEvent(event, self._pool)
+
+
+def _seconds(start: _StreamEvent, end: _StreamEvent) -> float:
+    """Return the time between two events that were reached."""
+    milliseconds: float = start.event.elapsed_time(end.event)
+    return milliseconds / 1e3

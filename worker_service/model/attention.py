@@ -15,6 +15,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
+from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 from torch.nn import functional
 
 from splitpoint.host.processor import AMX_BF16, instruction_sets
@@ -30,6 +31,11 @@ from worker_service.model.attention_plan import (
 # of 64 (32 on 8 of 128) a layer takes 3.1 (11) ms; with blocks of 128 4.5 (15), of 256 5.7
 # (21), with SDPA 5.7 (28). fp32 gains nothing.
 _BLOCK = 64
+# Elements of the largest mask for SDPA on a CPU, which also makes a float of each.
+_MASK_ELEMENTS = 8 << 20
+# Scores of one block of a prefill on a GPU, unless they are those of the fewest queries.
+SCORE_ELEMENTS = 16 << 20
+_LEAST_BLOCK = 16
 _LEAST = float(LEAST)
 
 
@@ -149,17 +155,96 @@ def prefill(
         all_values = torch.cat((_prefix(values, view.pages, view.row_count), all_values), dim=1)
     flags = instruction_sets() if flags is None else flags
     if prefills_in_blocks(queries.device, queries.dtype, cap, flags):
-        return _prefill_in_blocks(queries, all_keys, all_values, view, scale, cap)
+        most_scores = SCORE_ELEMENTS if queries.is_cuda else None
+        return prefill_in_blocks(queries, all_keys, all_values, view, scale, cap, most_scores)
+    if queries.is_cuda:
+        if view.window is not None or not has_fused_kernel(queries, all_keys, all_values):
+            return prefill_in_blocks(
+                queries, all_keys, all_values, view, scale, None, SCORE_ELEMENTS
+            )
+        return prefill_fused(queries, all_keys, all_values, scale)
+    rows = _block_rows(view.query_count, all_keys.shape[1], _MASK_ELEMENTS)
+    parts = [
+        _prefill_by_sdpa(queries, all_keys, all_values, view, scale, range(first, last))
+        for first, last in _blocks(view.query_count, rows)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def has_fused_kernel(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Return True if SDPA has a kernel for these that makes neither mask nor scores.
+
+    On CUDA its memory-efficient kernel does not know grouped queries, and its flash kernel no
+    fp32, odd head sizes and old GPUs. SDPA would otherwise repeat keys and values, and write
+    scores of all queries.
+    """
+    grouped = queries.shape[1] != keys.shape[0]
+    parameters = SDPAParams(*_heads_first(queries, keys, values), None, 0.0, False, grouped)
+    if can_use_flash_attention(parameters):
+        return True
+    return not grouped and can_use_efficient_attention(parameters)
+
+
+def prefill_fused(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attend all keys up to each query's own, `[n_kv, rows + T, d]`, without a mask.
+
+    The last query sees the last key: the triangle is aligned to the lower right.
+    """
+    # Brings torch's compiler with it, which takes seconds and a CPU never needs.
+    from torch.nn.attention.bias import causal_lower_right
+
     attended = functional.scaled_dot_product_attention(
-        queries.transpose(0, 1).unsqueeze(0),
-        all_keys.unsqueeze(0),
-        all_values.unsqueeze(0),
-        attn_mask=view.mask,
-        is_causal=view.mask is None,
+        *_heads_first(queries, keys, values),
+        attn_mask=causal_lower_right(len(queries), keys.shape[1]),
         scale=scale,
-        enable_gqa=queries.shape[1] != new_keys.shape[1],
+        enable_gqa=queries.shape[1] != keys.shape[0],
     )
-    return attended.squeeze(0).transpose(0, 1).reshape(queries.shape[0], -1)
+    return _rows_first(attended)
+
+
+def _prefill_by_sdpa(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    view: PrefillView,
+    scale: float,
+    block: range,
+) -> torch.Tensor:
+    """Attend with a block of the queries by SDPA, with a mask for these."""
+    seen = view.seen(block.start, block.stop)
+    last = view.row_count + block.stop
+    attended = functional.scaled_dot_product_attention(
+        *_heads_first(queries[block.start : block.stop], keys[:, :last], values[:, :last]),
+        attn_mask=seen,
+        is_causal=seen is None,
+        scale=scale,
+        enable_gqa=queries.shape[1] != keys.shape[0],
+    )
+    return _rows_first(attended)
+
+
+def _heads_first(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return views `[1, heads, rows, d]`."""
+    return queries.transpose(0, 1).unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0)
+
+
+def _rows_first(attended: torch.Tensor) -> torch.Tensor:
+    """Return `[T, n_q * d]` of `[1, n_q, T, d]`."""
+    return attended.squeeze(0).transpose(0, 1).reshape(attended.shape[2], -1)
+
+
+def _block_rows(count: int, columns: int, most_elements: int, least: int = _BLOCK) -> int:
+    """Return how many of `count` rows of so many columns are at most `most_elements`."""
+    return min(count, max(least, most_elements // max(1, columns)))
+
+
+def _blocks(count: int, rows: int) -> list[tuple[int, int]]:
+    """Return the first and last + 1 row of each block of `rows`."""
+    return [(first, min(first + rows, count)) for first in range(0, count, rows)]
 
 
 def prefills_in_blocks(
@@ -230,36 +315,51 @@ def tile_rows(pages: torch.Tensor, row_count: int) -> torch.Tensor:
     return pages.transpose(0, 1).reshape(kv_heads, count * rows, head_dim)[:, :row_count]
 
 
-def _prefill_in_blocks(
+def prefill_in_blocks(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     view: PrefillView,
     scale: float,
     cap: float | None,
+    most_scores: int | None,
 ) -> torch.Tensor:
-    """Prefill by plain products, where keys and values `[n_kv, rows + T, d]` have the prefix."""
+    """Prefill by plain products, where keys and values `[n_kv, rows + T, d]` have the prefix.
+
+    Args:
+        most_scores: scores of a block at once, or those of _LEAST_BLOCK queries; a block then
+            reads no keys that a sliding window hides from all of it. None: blocks of _BLOCK
+            queries, which are faster on a CPU.
+    """
     count, query_heads, head_dim = queries.shape
-    kv_heads = keys.shape[0]
+    kv_heads, rows, _ = keys.shape
     group = query_heads // kv_heads
-    transposed, values = keys.transpose(1, 2).contiguous(), values.contiguous()
+    if most_scores is None:
+        block_rows = _BLOCK
+        transposed, values = keys.transpose(1, 2).contiguous(), values.contiguous()
+    else:
+        block_rows = _block_rows(count, query_heads * rows, most_scores, _LEAST_BLOCK)
+        transposed = keys.transpose(1, 2)
     folded = (queries * scale).view(count, kv_heads, group, head_dim).permute(1, 2, 0, 3)
-    later = torch.ones((_BLOCK, _BLOCK), dtype=torch.bool, device=queries.device).triu_(1)
+    later = torch.ones((block_rows, block_rows), dtype=torch.bool, device=queries.device).triu_(1)
     attended = queries.new_empty((count, kv_heads, group, head_dim))
-    for first in range(0, count, _BLOCK):
-        last = min(first + _BLOCK, count)
-        size, seen = last - first, view.row_count + last
+    for first, last in _blocks(count, block_rows):
+        size, seen, start = last - first, view.row_count + last, 0
+        if most_scores is not None and view.window is not None:
+            start = max(0, view.row_count + first - view.window + 1)
         block = folded[:, :, first:last].reshape(kv_heads, group * size, head_dim)
-        scores = torch.bmm(block, transposed[:, :, :seen]).view(kv_heads, group, size, seen)
+        scores = torch.bmm(block, transposed[:, :, start:seen])
+        scores = scores.view(kv_heads, group, size, seen - start)
         if cap is not None:
             scores = _capped(scores, cap)
         least = torch.finfo(scores.dtype).min
-        if view.is_windowed and view.mask is not None:
-            scores.masked_fill_(~view.mask[first:last, :seen], least)
+        masked = None if view.window is None else view.masked(first, last, start)
+        if masked is not None:
+            scores.masked_fill_(masked, least)
         else:
-            scores[..., seen - size :].masked_fill_(later[:size, :size], least)
-        weights = torch.softmax(scores, dim=-1).view(kv_heads, group * size, seen)
-        product = torch.bmm(weights, values[:, :seen])
+            scores[..., seen - start - size :].masked_fill_(later[:size, :size], least)
+        weights = torch.softmax(scores, dim=-1).view(kv_heads, group * size, seen - start)
+        product = torch.bmm(weights, values[:, start:seen])
         attended[first:last] = product.view(kv_heads, group, size, head_dim).permute(2, 0, 1, 3)
     return attended.view(count, query_heads * head_dim)
 

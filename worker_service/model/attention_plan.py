@@ -8,7 +8,7 @@ pool that is read in place. This module knows no keys, values or requests.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -142,18 +142,52 @@ class DecodePlan:
 class PrefillView:
     """The pages that T new tokens read in the layers of one sliding window.
 
+    Query i is at row `row_count + i` of all keys: the pages' rows, then the new tokens.
+
     Attributes:
         pages: pages of the visible prefix; None if no row of it is visible.
         row_count: the pages' rows in use, from the first one on.
-        mask: bool `[T, rows + T]`, True where a query sees a key; None if a plain causal
-            mask is right.
-        is_windowed: some earlier key is masked, too.
+        query_count: T.
+        window: the sliding window, if it masks some of these rows; otherwise None.
     """
 
     pages: slice | torch.Tensor | None
     row_count: int
-    mask: torch.Tensor | None
-    is_windowed: bool
+    query_count: int
+    window: int | None
+    device: torch.device
+    # The mask of all queries, made by the first layer that wants it.
+    _whole: list[torch.Tensor] = field(default_factory=list, repr=False, compare=False)
+
+    def masked(self, first: int, last: int, start: int = 0) -> torch.Tensor | None:
+        """Return bool `[last - first, row_count + last - start]` for queries [first, last).
+
+        It is True where a query must not see a key; keys begin at row `start`. None if these
+        queries see all of them.
+        """
+        queries, keys = last - first, self.row_count + last - start
+        position = self.row_count + first
+        return masked_keys(position, queries, start, keys, self.window, self.device)
+
+    def seen(self, first: int, last: int) -> torch.Tensor | None:
+        """Return bool `[last - first, row_count + last]`, True where a query sees a key.
+
+        None if it is the plain triangle of a prompt without a prefix.
+        """
+        if not self.row_count and self.window is None and first == 0:
+            return None
+        is_whole = last - first == self.query_count
+        if is_whole and self._whole:
+            return self._whole[0]
+        masked = self.masked(first, last)
+        # A single new token may see all keys.
+        shape = (last - first, self.row_count + last)
+        seen = (
+            torch.ones(shape, dtype=torch.bool, device=self.device) if masked is None else ~masked
+        )
+        if is_whole:
+            self._whole.append(seen)
+        return seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,15 +271,7 @@ def _prefill_view(
     rows = prefix_tokens - first_row if pages is not None else 0
     # The last new token masks the first row that is read.
     is_windowed = window is not None and rows + new_tokens > window
-    mask = None
-    if rows or is_windowed:
-        masked = masked_keys(
-            prefix_tokens, new_tokens, prefix_tokens - rows, rows + new_tokens, window, device
-        )
-        # A single new token may see all keys.
-        whole = (new_tokens, rows + new_tokens)
-        mask = torch.ones(whole, dtype=torch.bool, device=device) if masked is None else ~masked
-    return PrefillView(pages, rows, mask, is_windowed)
+    return PrefillView(pages, rows, new_tokens, window if is_windowed else None, device)
 
 
 def _selection(pages: Sequence[int], device: torch.device) -> slice | torch.Tensor:

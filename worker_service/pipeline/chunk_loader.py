@@ -1,18 +1,26 @@
 """Loads chunks from the arena's mapping into device pages: copied or gathered, then decoded.
 
 An encoded chunk crosses the link as it is stored and lands in a buffer; the device
-decodes it from there. This module knows no lanes: its caller runs it in one lane.
+decodes it from there, on a GPU in a stream of its own. This module knows no lanes: its
+caller runs it in one lane.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 
-from worker_service.device.copies import copy_runs, runs
+from worker_service.device.bounce import Bounce
+from worker_service.device.copies import are_pinned, copy_runs, runs
+from worker_service.device.pinning import piece_slots
+from worker_service.pipeline.decode_stream import DecodeStream
 from worker_service.pipeline.gather import Gatherer, Planes
 from worker_service.store.arena_tensors import ArenaTensors
+
+# Parts of a buffer: all but the last part's decoding runs beside copies.
+PARTS = 4
 
 
 class ChunkLoader:
@@ -35,7 +43,12 @@ class ChunkLoader:
         # K and V have the same shape and share a buffer.
         kinds = () if codec.is_native else tensors.layout.tensors[1:]
         self._buffers = {kind: codec.room(kind, page_count, device) for kind in kinds}
-        self._page_count = page_count
+        on_gpu = device.type == "cuda"
+        self._part_pages = max(1, page_count // PARTS) if on_gpu else page_count
+        self._decoder = None
+        if on_gpu and kinds:
+            self._decoder = DecodeStream(device, page_count // self._part_pages)
+        self._bounce = Bounce(device) if on_gpu else None
 
     def load(
         self,
@@ -54,9 +67,12 @@ class ChunkLoader:
             self._fetch([(plane, targets[kind]) for kind, plane in planes], slots, pages)
             return
         for kind, plane in planes:
-            self._decode(kind, plane, targets[kind], slots, pages)
+            self._load_encoded(kind, plane, targets[kind], slots, pages)
+        if self._decoder is not None:
+            # The lane has this work done when it is decoded.
+            self._decoder.join()
 
-    def _decode(
+    def _load_encoded(
         self,
         kind: str,
         plane: torch.Tensor,
@@ -64,21 +80,36 @@ class ChunkLoader:
         slots: Sequence[int],
         pages: Sequence[int],
     ) -> None:
-        buffer = self._buffers["X" if kind == "X" else "V"]
-        for first in range(0, len(slots), self._page_count):
-            some = slots[first : first + self._page_count]
-            self._fetch([(plane, buffer)], some, range(len(some)))
-            wanted = pages[first : first + self._page_count]
-            for start, length in runs(wanted, wanted):
-                page = wanted[start]
-                self._codec.decode(buffer[start : start + length], target[page : page + length])
+        buffer, size = self._buffers["X" if kind == "X" else "V"], self._part_pages
+        for index, first in enumerate(range(0, len(slots), size)):
+            some, wanted = slots[first : first + size], pages[first : first + size]
+            part = 0 if self._decoder is None else index % self._decoder.part_count
+            room = buffer[part * size : (part + 1) * size]
+            fetch = partial(self._fetch, [(plane, room)], some, range(len(some)))
+            decode = partial(self._decode, room, target, wanted)
+            if self._decoder is None:
+                fetch()
+                decode()
+            else:
+                self._decoder.run(part, fetch, decode)
+
+    def _decode(self, room: torch.Tensor, target: torch.Tensor, pages: Sequence[int]) -> None:
+        for start, length in runs(pages, pages):
+            page = pages[start]
+            self._codec.decode(room[start : start + length], target[page : page + length])
 
     def _fetch(self, planes: Sequence[Planes], slots: Sequence[int], pages: Sequence[int]) -> None:
         """Copy slots of each plane to the pages of its target, in the faster way."""
         if self._gatherer is not None:
             run_count = sum(1 for _ in runs(slots, pages))
-            if self._gatherer.is_faster(planes, run_count, len(slots)):
+            if self._gatherer.is_faster(planes, run_count, slots):
                 self._gatherer.gather(planes, slots, pages)
                 return
         for plane, target in planes:
-            copy_runs(plane, target, slots, pages)
+            cut = piece_slots(plane[0].nbytes)
+            if self._bounce is None or are_pinned(plane, slots, cut):
+                copy_runs(plane, target, slots, pages, source_cut=cut)
+                continue
+            for start, length in runs(slots, pages):
+                slot, page = slots[start], pages[start]
+                self._bounce.copy(target[page : page + length], plane[slot : slot + length])

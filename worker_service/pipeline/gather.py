@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from splitpoint.costs.profile import Line, fit_line
+from worker_service.device.copies import are_pinned, sent
+from worker_service.device.pinning import piece_slots
 
 log = logging.getLogger(__name__)
 
@@ -61,27 +63,27 @@ class Gatherer:
         self.kernel = kernel
         self._device = device
 
-    def is_faster(self, planes: Sequence[Planes], run_count: int, slot_count: int) -> bool:
+    def is_faster(self, planes: Sequence[Planes], run_count: int, slots: Sequence[int]) -> bool:
         """Return True if the kernel may copy these slots, and is faster.
 
-        A kernel must never read memory that is not registered. Registration may end
-        between two steps, so this asks the driver each time.
+        A kernel must never read memory that is not registered.
         """
         sources = [source for source, _ in planes]
         slot_bytes = [source[0].nbytes for source in sources]
         return (
-            self.costs.prefers_kernel(run_count * len(planes), slot_count * sum(slot_bytes))
+            self.costs.prefers_kernel(run_count * len(planes), len(slots) * sum(slot_bytes))
             and all(size % WORD.itemsize == 0 for size in slot_bytes)
-            and all(source.is_pinned() for source in sources)
+            and all(
+                are_pinned(source, slots, piece_slots(size))
+                for source, size in zip(sources, slot_bytes, strict=True)
+            )
         )
 
     def gather(self, planes: Sequence[Planes], slots: Sequence[int], pages: Sequence[int]) -> None:
         """Do `target[pages[i]] = source[slots[i]]` for each plane, in the current stream."""
-        # From pinned memory: the host would wait for a copy from pageable memory.
-        index = torch.tensor([list(slots), list(pages)], dtype=torch.int64).pin_memory()
-        on_device = index.to(self._device, non_blocking=True)
+        both = sent([*slots, *pages], self._device)
         for source, target in planes:
-            launch(self.kernel, target, source, on_device[0], on_device[1])
+            launch(self.kernel, target, source, both[: len(slots)], both[len(slots) :])
 
 
 def launch(
@@ -107,7 +109,6 @@ def launch(
         blocks,
         count,
         block=BLOCK_WORDS,
-        programs=programs,
     )
 
 

@@ -10,7 +10,9 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+# Numbers and alignments that differ from transfer to transfer must not select another
+# compiled kernel: compiling takes longer than any transfer.
+@triton.jit(do_not_specialize=["slots", "pages", "blocks_per_slot", "block_count"])
 def gather_slots(
     target,
     source,
@@ -20,7 +22,6 @@ def gather_slots(
     blocks_per_slot,
     block_count,
     block: tl.constexpr,
-    programs: tl.constexpr,
 ):
     """Do `target[pages[i]] = source[slots[i]]` for slots of `slot_words` words each.
 
@@ -28,6 +29,7 @@ def gather_slots(
     link must leave most of the device to the computation beside it.
     """
     number = tl.program_id(0)
+    programs = tl.num_programs(0)
     while number < block_count:
         index = number // blocks_per_slot
         offsets = (number % blocks_per_slot) * block + tl.arange(0, block)

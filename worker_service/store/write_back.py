@@ -33,13 +33,16 @@ from splitpoint.observe.logs import for_request, log_failure
 from splitpoint.observe.tracing import NO_SPAN
 from splitpoint.planning.schedule import Lane
 from worker_service.device.cache import DeviceCache
+from worker_service.device.copies import copy_runs, is_one_copy_a_run, sent
 from worker_service.device.memory import STAGING_PAGES
+from worker_service.device.pinning import piece_slots
 from worker_service.lanes.cpu import passed
 from worker_service.lanes.lanes import Lanes, Work
 from worker_service.lanes.spans import WriteBackSpans
 from worker_service.lanes.timeline import Span, Trace
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
 from worker_service.store.client import Match, StoreClient, written_chunks
+from worker_service.store.codec import ChunkCodec
 from worker_service.store.session import Connection
 
 log = logging.getLogger(__name__)
@@ -377,15 +380,18 @@ def copy_chunks(
     """
     is_native = tensors.codec.is_native
     store = _copy_pages if is_native else _encode_pages
-    pages = [job.page for job in jobs]
-    rows = [len(job.token_ids) for job in jobs]
+    slots, rows = list(slots), [len(job.token_ids) for job in jobs]
     with _copy_stream(cache.device):
+        pages = _Pages.of([job.page for job in jobs], cache.device)
+        inputs = pages
+        if tensors.inputs:
+            inputs = _Pages.of([_input_page(job) for job in jobs], cache.device)
         for layer in range(tensors.layout.layer_count):
-            store(tensors, "K", layer, cache.keys[layer], pages, slots, rows)
-            store(tensors, "V", layer, cache.values[layer], pages, slots, rows)
+            store(tensors.plane(layer, "K"), cache.keys[layer], pages, slots, rows, tensors.codec)
+            store(tensors.plane(layer, "V"), cache.values[layer], pages, slots, rows, tensors.codec)
             if tensors.inputs:
-                input_pages = [_input_page(job) for job in jobs]
-                store(tensors, "X", layer, cache.inputs[layer], input_pages, slots, rows)
+                plane = tensors.plane(layer, "X")
+                store(plane, cache.inputs[layer], inputs, slots, rows, tensors.codec)
     if is_native:
         # After the copies are complete, since these would overwrite the zeros.
         for slot, row_count in zip(slots, rows, strict=True):
@@ -419,38 +425,56 @@ def _input_page(job: WriteJob) -> int:
     return job.input_page
 
 
+@dataclass(frozen=True, slots=True)
+class _Pages:
+    """Pages of the device: their numbers on the host, and as int64 `[n]` on the device."""
+
+    numbers: list[int]
+    index: torch.Tensor
+
+    @classmethod
+    def of(cls, numbers: list[int], device: torch.device) -> _Pages:
+        return cls(numbers, sent(numbers, device))
+
+
 def _copy_pages(
-    tensors: ArenaTensors,
-    tensor: str,
-    layer: int,
+    plane: torch.Tensor,
     source: torch.Tensor,
-    pages: Sequence[int],
-    slots: Sequence[int],
+    pages: _Pages,
+    slots: list[int],
     rows: Sequence[int],
+    codec: ChunkCodec,
 ) -> None:
-    """Copy one tensor of one layer as it is, unused rows included."""
-    plane = tensors.plane(layer, tensor)
-    for slot, page in zip(slots, pages, strict=True):
-        plane[slot].copy_(source[page], non_blocking=True)
+    """Copy one tensor of one layer as it is, unused rows included.
+
+    A GPU first brings spread pages together, STAGING_PAGES at a time, so that neighbours in
+    the arena are one copy over the link: its own memory is far faster.
+    """
+    cut = piece_slots(plane[0].nbytes)
+    if source.is_cuda and not is_one_copy_a_run(pages.numbers, slots):
+        for first in range(0, len(slots), STAGING_PAGES):
+            batch = slice(first, first + STAGING_PAGES)
+            together = source.index_select(0, pages.index[batch])
+            copy_runs(together, plane, range(len(together)), slots[batch], target_cut=cut)
+    else:
+        copy_runs(source, plane, pages.numbers, slots, target_cut=cut)
 
 
 def _encode_pages(
-    tensors: ArenaTensors,
-    tensor: str,
-    layer: int,
+    plane: torch.Tensor,
     source: torch.Tensor,
-    pages: Sequence[int],
-    slots: Sequence[int],
+    pages: _Pages,
+    slots: list[int],
     rows: Sequence[int],
+    codec: ChunkCodec,
 ) -> None:
     """Encode and copy one tensor of one layer, STAGING_PAGES pages at a time."""
-    plane = tensors.plane(layer, tensor)
-    for first in range(0, len(pages), STAGING_PAGES):
+    cut = piece_slots(plane[0].nbytes)
+    for first in range(0, len(slots), STAGING_PAGES):
         batch = slice(first, first + STAGING_PAGES)
-        native = source[torch.as_tensor(pages[batch], device=source.device)]
+        native = source.index_select(0, pages.index[batch])
         for index, count in enumerate(rows[batch]):
             # Unused rows may hold anything. Zeros are encoded as zeros.
             native[index, ..., count:, :] = 0
-        stored = tensors.codec.encode(native)
-        for slot, chunk in zip(slots[batch], stored, strict=True):
-            plane[slot].copy_(chunk, non_blocking=True)
+        encoded = codec.encode(native)
+        copy_runs(encoded, plane, range(len(encoded)), slots[batch], target_cut=cut)

@@ -40,17 +40,18 @@ class WeightStream:
     Attributes:
         keys: of the units, in the order in which a pass reads them.
         lanes: must be set before the first pass.
+        portions: pieces that are sent together, in link order; may change between passes.
     """
 
     def __init__(
         self, units: Mapping[int, HostUnit], slots: Sequence[Slot], portions: Portions
     ) -> None:
-        """`units`: in order; `portions`: pieces that are sent together."""
+        """`units`: in order."""
         self.keys = tuple(units)
         self.lanes: Lanes | None = None
+        self.portions = portions
         self._units = tuple(units.values())
         self._positions = {key: position for position, key in enumerate(self.keys)}
-        self._portions = portions
         self._slots = [_Filled(slot) for slot in slots]
         self._reading: _Filled | None = None
 
@@ -154,7 +155,7 @@ class WeightStream:
                 continue
             filled = next(each for each in self._slots if each.position not in wanted)
             filled.position, filled.arrived = position, {}
-            for pieces in self._portions:
+            for pieces in self.portions:
                 event = self._send(filled, position, pieces)
                 filled.arrived.update(dict.fromkeys(pieces, event))
             filled.read = None

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 
-from splitpoint.planning.plan import Residency
 from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout, DataType
 from splitpoint_cli.bench.decode.report import OURS, Run, Workload
 from splitpoint_cli.bench.shared.engine_memory import (
@@ -21,6 +20,7 @@ from splitpoint_cli.bench.shared.engine_memory import (
     MAX_BATCHED_TOKENS,
     exact_memory,
 )
+from splitpoint_cli.bench.shared.engine_runs import admission_of, outputs_until_idle
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.shared.transformers_peer import (
     ATTENTIONS,
@@ -30,8 +30,6 @@ from splitpoint_cli.bench.shared.transformers_peer import (
 )
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
 from worker_service.engine.engine import Engine
-from worker_service.engine.sampling import Sampling
-from worker_service.engine.sequence import Admission
 from worker_service.model.decoder import Decoder
 from worker_service.startup import choose_device
 
@@ -70,34 +68,17 @@ class OurWorker:
 
     def run(self, prompts: torch.Tensor, new_tokens: int) -> Run:
         engine = self._engine
-        sampling = Sampling(max_tokens=new_tokens, ignore_eos=True)
         tokens: dict[str, list[int]] = {}
         first_seconds, before = 0.0, 0
         started = time.perf_counter()
         for index, prompt in enumerate(prompts.tolist()):
-            admission = Admission(
-                request_id=str(index),
-                attempt=0,
-                prompt=tuple(prompt),
-                delivered=(),
-                sampling=sampling,
-                residency=Residency.RESIDENT,
-                split_tokens=0,
-                salt=b"",
-            )
-            engine.admit(admission)
-        while True:
-            output = engine.step()
+            engine.admit(admission_of(str(index), prompt, new_tokens))
+        for output in outputs_until_idle(engine):
             for event in output.tokens:
                 tokens.setdefault(event.key[0], []).append(event.choice.token_id)
-            for finish in output.finishes:
-                if finish.error is not None:
-                    raise finish.error
             if not before and len(tokens) == len(prompts):
                 first_seconds = time.perf_counter() - started
                 before = sum(len(each) for each in tokens.values())
-            if engine.is_idle:
-                break
         seconds = time.perf_counter() - started
         ordered = tuple(tuple(tokens[str(index)]) for index in range(len(prompts)))
         return Run(seconds, first_seconds, before, ordered)

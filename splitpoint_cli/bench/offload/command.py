@@ -13,6 +13,7 @@ import typer
 from splitpoint.config import parse_rate
 from splitpoint.errors import InvalidArgument
 from splitpoint.extras import need_all
+from splitpoint.shapes import Encoding
 from splitpoint_cli.bench.offload.picture import draw_sweep
 from splitpoint_cli.bench.offload.report import OffloadWorkload, report_of, table_of
 from splitpoint_cli.bench.shared import options
@@ -22,6 +23,8 @@ from splitpoint_cli.files import check_output
 from splitpoint_cli.models import find_shape
 from splitpoint_cli.plots import check_picture
 from splitpoint_cli.report import AsJson, OutputFile
+
+ENCODINGS = [each.value for each in Encoding if each.is_lossy]
 
 _Shape = Annotated[
     str,
@@ -36,6 +39,20 @@ _ChangedRate = Annotated[
     typer.Option(
         help="Also a run in whose middle the emulated link's rate is multiplied by this.",
         metavar="FACTOR",
+    ),
+]
+_WeightsOnHost = Annotated[
+    bool,
+    typer.Option(
+        "--weights-on-host", help="Keep all layers, the head and the table on the host, too."
+    ),
+]
+_Encodings = Annotated[
+    list[str],
+    typer.Option(
+        "--kv-encoding",
+        help="Also the pipelined split from a store with this encoding; may be repeated.",
+        metavar="int8|int4",
     ),
 ]
 _Picture = Annotated[
@@ -59,13 +76,15 @@ def offload(
     repeats: options.Repeats = 5,
     sweep: _Sweep = False,
     change_link_rate: _ChangedRate = None,
+    weights_on_host: _WeightsOnHost = False,
+    kv_encoding: _Encodings = [],  # noqa: B006 - typer's way to say "none"
     seed: options.Seed = 0,
     as_json: AsJson = False,
     output: OutputFile = None,
     png_file: _Picture = None,
     trace_file: _TraceFile = None,
 ) -> None:
-    """Decode from a cache on the host: loading all of it, splits in turn and overlapped.
+    """Decode from a cache on the host: loading all of it, KVPR's order, and ours.
 
     Our own decode with the cache on the device says which tokens are right and what a
     step computes; on a GPU transformers' offloaded cache runs beside, with its faster
@@ -81,6 +100,11 @@ def offload(
             raise InvalidArgument("--png draws what --sweep measures", field="png")
         check_picture(png_file)
     check_output(trace_file, "trace")
+    for name in kv_encoding:
+        if name not in ENCODINGS:
+            raise InvalidArgument(
+                f"{name!r} is none of {', '.join(ENCODINGS)}", field="kv_encoding"
+            )
     workload = OffloadWorkload(
         shape=model.name,
         dtype=dtype,
@@ -94,6 +118,8 @@ def offload(
         seed=seed,
         sweep=sweep,
         changed_link_factor=change_link_rate,
+        weights_on_host=weights_on_host,
+        kv_encodings=tuple(dict.fromkeys(kv_encoding)),
     )
     with options.importing_peer():
         from splitpoint_cli.bench.offload.runs import peer_of, run_all

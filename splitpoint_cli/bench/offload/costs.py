@@ -13,7 +13,7 @@ from splitpoint.planning.planner import plan_batch
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.split_costs import PipelineOptions, Scenario, SplitCosts
 from splitpoint.planning.split_line import SplitLine
-from splitpoint.planning.split_search import best_pipeline_options, best_split
+from splitpoint.planning.split_search import best_pipeline_options
 from splitpoint.shapes import ModelShape
 
 
@@ -60,25 +60,45 @@ class BatchCosts:
         split = plan.line.at(self.cached, self.chunk_tokens)
         return BatchSplit(split, self.step_seconds(split), plan.reason, plan.line)
 
-    def sequential(self) -> BatchSplit:
-        """Return the best split when nothing overlaps."""
-        return self._best(self._costs, self._step(PipelineOptions(Schedule.SERIAL)))
+    def best(self, schedule: Schedule) -> BatchSplit:
+        """Return the split with the shortest step in this order; whole chunks, or everything."""
+        chunks = range(0, self.cached, self.chunk_tokens) if self.has_activations else [0]
+        splits = [*chunks, *([self.cached] if self.has_activations else [])]
+        seconds, split = min((self.step_seconds(each, schedule), each) for each in splits)
+        return BatchSplit(split, seconds)
 
-    def column(self) -> BatchSplit:
-        """Return KVPR's best split: all of X first, then rebuilding beside loading (Eq. 10)."""
-        costs = replace(self._costs, embeds=False)
-        return self._best(costs, self._step(PipelineOptions(Schedule.COLUMN)))
+    def step_seconds(self, split: int, schedule: Schedule = Schedule.PIPELINED) -> float:
+        """Return the time of a step with each sequence split at `split`.
 
-    def step_seconds(self, split: int) -> float:
-        """Return the time of a pipelined step with each sequence split at `split`."""
-        return self._costs.seconds(self._all(split), self._total, self._pipelined)
+        COLUMN is KVPR's order: max(S + P, max(S, D) + R) + D / L. A layer's X crosses the
+        link (S) beside the attention and the MLP of the layer before (D); then it is
+        rebuilt (R) while K,V of the rest are loaded (P), as in Eq. 10 there.
+        """
+        if schedule is Schedule.COLUMN:
+            link, device = self.bound(split)
+            load = self._rates.link_seconds(0, self._total - self._all(split))
+            late = max(0.0, self.compute_seconds - (link - load))
+            rebuild = device - self.compute_seconds + late
+            last = self.compute_seconds / self.shape.layer_count
+            return link - load + max(load, rebuild) + last
+        options = PipelineOptions(Schedule.SERIAL)
+        if schedule is Schedule.PIPELINED:
+            options = best_pipeline_options(
+                self._costs,
+                self._total,
+                Schedule.PIPELINED,
+                chunk_tokens=self.chunk_tokens,
+                staging_tokens=self.staging_tokens,
+            )
+        step = replace(options, scenario=Scenario.DECODE_STEP, compute_seconds=self.compute_seconds)
+        return self._costs.seconds(self._all(split), self._total, step)
 
     def bound(self, split: int) -> tuple[float, float]:
         """Return (link seconds, compute seconds) of a step; the greater is its lower bound."""
-        rates = replace(self._costs, copy_overhead=0.0, rebuild_overhead=0.0)
+        rates = self._rates
         total = self._all(split)
-        link = rates.link_seconds(total, self._total)
-        return link, self.compute_seconds + rates.rebuild_seconds(total)
+        link = rates.link_seconds(total, self._total) - (rates.kv_weights if total else 0.0)
+        return link + rates.weights, self.compute_seconds + rates.rebuild_seconds(total)
 
     # -- below ------------------------------------------------------------------------
 
@@ -90,33 +110,9 @@ class BatchCosts:
     def _costs(self) -> SplitCosts:
         return SplitCosts.of(self.shape, self.profile)
 
-    def _step(self, options: PipelineOptions) -> PipelineOptions:
-        return replace(options, scenario=Scenario.DECODE_STEP, compute_seconds=self.compute_seconds)
-
     @property
-    def _pipelined(self) -> PipelineOptions:
-        options = best_pipeline_options(
-            self._costs,
-            self._total,
-            Schedule.PIPELINED,
-            chunk_tokens=self.chunk_tokens,
-            staging_tokens=self.staging_tokens,
-        )
-        return self._step(options)
-
-    def _best(self, costs: SplitCosts, options: PipelineOptions) -> BatchSplit:
-        quantum = self.batch * self.chunk_tokens
-        total = best_split(costs, self._total, options, quantum=quantum)
-        if not self.has_activations:
-            total = 0
-        return BatchSplit(self._of_each(total), costs.seconds(total, self._total, options))
+    def _rates(self) -> SplitCosts:
+        return replace(self._costs, copy_overhead=0.0, rebuild_overhead=0.0)
 
     def _all(self, split: int) -> int:
         return self.batch * split
-
-    def _of_each(self, total: int) -> int:
-        """Return the split of each sequence: whole chunks, or everything."""
-        if total >= self._total:
-            return self.cached
-        chunks = round(total / self.batch / self.chunk_tokens)
-        return min(chunks * self.chunk_tokens, self.cached)

@@ -7,6 +7,7 @@ and the store, and differ in their lanes, their split and where the cache lies.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,24 +18,25 @@ from splitpoint.config import format_size
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import InvalidArgument, ResourceExhausted
 from splitpoint.planning.plan import Residency
+from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.split_line import SplitLine
-from splitpoint.shapes import ArenaLayout, DataType, ModelShape, chunks_of
+from splitpoint.planning.weight_placement import NOTHING_ON_HOST, OnHost
+from splitpoint.planning.weight_schedule import WeightOrder
+from splitpoint.shapes import ArenaLayout, DataType, Encoding, ModelShape, chunks_of
 from splitpoint_cli.bench.offload.costs import BatchCosts
 from splitpoint_cli.bench.offload.report import DecodeRun, OffloadWorkload, Step
-from splitpoint_cli.bench.offload.store import LocalStore
 from splitpoint_cli.bench.shared.engine_memory import (
     CHUNK_TOKENS,
     MAX_BATCHED_TOKENS,
     exact_memory,
 )
+from splitpoint_cli.bench.shared.engine_runs import admission_of, outputs_until_idle
+from splitpoint_cli.bench.shared.local_store import LocalStore
 from worker_service.checkpoint.config import DecoderConfig
-from worker_service.checkpoint.tensors import TensorSource
+from worker_service.checkpoint.tensors import RandomTensors, TensorSource
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
 from worker_service.device.memory import STAGING_PAGES, MemoryPlan, staging_pages_on_gpu
 from worker_service.engine.engine import Engine
-from worker_service.engine.messages import StepOutput
-from worker_service.engine.sampling import Sampling
-from worker_service.engine.sequence import Admission
 from worker_service.lanes.lanes import EmulatedLink
 from worker_service.lanes.select import lanes_of
 from worker_service.lanes.timeline import StepTimes, Trace
@@ -48,17 +50,42 @@ OnStep = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Order:
-    """The request of each sequence in a run."""
+class Way:
+    """One way to decode: the order of a step, its split, and where cache and weights lie.
 
-    new_tokens: int
-    residency: Residency
+    Attributes:
+        split_line: the engine follows it, and draws it anew when costs change; None: the
+            split stays.
+        weights: the order of weights on the host, if there are any.
+    """
+
+    schedule: Schedule = Schedule.PIPELINED
+    residency: Residency = Residency.STREAMED
     split_tokens: int = 0
     split_line: SplitLine | None = None
+    weights: WeightOrder = WeightOrder.FINE
+
+
+WAY = Way()
+
+
+def make_model(
+    shape: ModelShape, workload: OffloadWorkload, weights: TensorSource | None = None
+) -> Decoder:
+    """Return the model of a benchmark: these weights, or random ones from the seed."""
+    device = choose_device(workload.device)
+    data_type = DataType(workload.dtype)
+    config = DecoderConfig.of_shape(replace(shape, data_type=data_type))
+    dtype = TORCH_TYPES[data_type]
+    source = weights or RandomTensors(config, workload.seed, device, dtype)
+    on_host = NOTHING_ON_HOST
+    if workload.weights_on_host:
+        on_host = OnHost(tuple(range(shape.layer_count)), table=True, head=True)
+    return Decoder(config, source, device, dtype, on_host)
 
 
 class OffloadHost:
-    """Weights, device pages, arena and engines of one benchmark. Close it.
+    """Device pages, arena and engines of one model, and its store's encoding. Close it.
 
     Attributes:
         prompts: token ids of each sequence; stored once `prefill` ran.
@@ -70,49 +97,37 @@ class OffloadHost:
 
     def __init__(
         self,
-        shape: ModelShape,
+        model: Decoder,
         workload: OffloadWorkload,
-        weights: TensorSource | None = None,
+        encoding: Encoding = Encoding.NATIVE,
+        link: EmulatedLink | None = None,
     ) -> None:
-        check_workload(shape, workload)
-        self.device = choose_device(workload.device)
-        self.shape = replace(shape, data_type=DataType(workload.dtype))
-        dtype = TORCH_TYPES[self.shape.data_type]
-        config = DecoderConfig.of_shape(self.shape)
-        if weights is None:
-            model = Decoder.random(config, workload.seed, self.device, dtype)
-        else:
-            model = Decoder(config, weights, self.device, dtype)
-        self.link = None if workload.link_rate is None else EmulatedLink(workload.link_rate)
+        """`link`: another host's, which both then use in turn; None: as the workload says."""
+        check_workload(model.shape, workload)
+        self.device, self.shape, self._model = model.device, model.shape, model
+        if link is None and workload.link_rate is not None:
+            link = EmulatedLink(workload.link_rate)
+        self.link = link
         self.prompts = random_prompts(self.shape, workload)
-        self.trace = Trace({"device": str(self.device), "model": shape.name})
+        self.trace = Trace({"device": str(self.device), "model": self.shape.name})
         self._workload = workload
         layout = ArenaLayout.of(
             self.shape,
             chunk_tokens=CHUNK_TOKENS,
             # The store's own choice: what can never pay is not kept.
             has_activations=self.shape.activations_can_pay,
+            encoding=encoding,
         )
-        self.memory = self._divide(model, layout)
+        self.memory = self._divide(layout)
         check_device(self.memory, self.device)
-        cache = DeviceCache(layout, self.memory, self.device)
-        self._engines = {
-            overlapped: Engine(
-                model,
-                cache,
-                max_batch_size=workload.batch,
-                max_batched_tokens=MAX_BATCHED_TOKENS,
-                lanes=lanes_of(self.device, overlapped=overlapped, link=self.link),
-            )
-            for overlapped in (True, False)
-        }
+        self._cache = DeviceCache(layout, self.memory, self.device)
+        ours = self._make_engine(Schedule.PIPELINED)
+        self._engines = {Schedule.PIPELINED: ours}
         self.profile: Profile = measure(
-            model, self.device, describe_device(self.device), lanes=self._engines[True].lanes
+            model, self.device, describe_device(self.device), lanes=ours.lanes
         )
-        for engine in self._engines.values():
-            engine.watch_costs(self.profile)
-            engine.trace = self.trace
-        self.store = LocalStore(layout, self._slot_count(), cache, self.device)
+        ours.watch_costs(self.profile)
+        self.store = LocalStore(layout, self._slot_count(), self._cache, self.device)
         self._run_count = 0
 
     @property
@@ -122,8 +137,8 @@ class OffloadHost:
 
     @property
     def refitted_profile(self) -> Profile:
-        """The profile as the overlapped runs until now have changed it."""
-        return self._engines[True].profile or self.profile
+        """The profile as the pipelined runs until now have changed it."""
+        return self._engines[Schedule.PIPELINED].profile
 
     def close(self) -> None:
         for engine in self._engines.values():
@@ -145,52 +160,38 @@ class OffloadHost:
 
     def prefill(self) -> None:
         """Compute and store every prompt."""
-        self._run(self._engines[True], _Order(1, Residency.RESIDENT))
+        self.decode(1, Way(residency=Residency.RESIDENT))
 
     def decode(
-        self,
-        new_tokens: int,
-        *,
-        split_tokens: int = 0,
-        split_line: SplitLine | None = None,
-        overlapped: bool = True,
-        residency: Residency = Residency.STREAMED,
-        on_step: OnStep | None = None,
+        self, new_tokens: int, way: Way = WAY, *, on_step: OnStep | None = None
     ) -> DecodeRun:
-        """Decode all sequences from their stored prompts, together.
-
-        `split_line`: the engine follows it, and draws it anew when costs change; None:
-        the split stays.
-        """
-        order = _Order(new_tokens, residency, split_tokens, split_line)
-        return self._run(self._engines[overlapped], order, on_step)
-
-    # -- below ---------------------------------------------------------------------------
-
-    def _run(self, engine: Engine, order: _Order, on_step: OnStep | None = None) -> DecodeRun:
+        """Decode all sequences from their stored prompts, together."""
+        engine = self._engine(way.schedule)
+        self._model.use_lanes(engine.lanes)
+        if self._model.layer_weights is not None:
+            self._model.layer_weights.portions = way.weights.portions
         self._run_count += 1
         names = [f"{self._run_count}.{index}" for index in range(len(self.prompts))]
         for name, prompt in zip(names, self.prompts, strict=True):
-            admission = Admission(
-                request_id=name,
-                attempt=0,
-                prompt=prompt,
-                delivered=(),
-                sampling=Sampling(max_tokens=order.new_tokens, ignore_eos=True),
-                residency=order.residency,
-                split_tokens=order.split_tokens,
-                split_line=order.split_line,
-                salt=b"",
+            admission = admission_of(
+                name,
+                prompt,
+                new_tokens,
+                residency=way.residency,
+                split_tokens=way.split_tokens,
+                split_line=way.split_line,
             )
             engine.admit(admission, self.store.match(admission.key, prompt))
         tokens: dict[str, list[int]] = {name: [] for name in names}
         steps: list[Step] = []
         times: list[StepTimes] = []
         begun: float | None = None
-        while True:
-            output = engine.step()
+        used_bytes = 0
+        for output in outputs_until_idle(engine, self.store):
             now = time.perf_counter()
-            _collect(output, tokens)
+            used_bytes = max(used_bytes, output.cache_used_bytes)
+            for event in output.tokens:
+                tokens[event.key[0]].append(event.choice.token_id)
             if output.ran and engine.last_step is not None:
                 times.append(engine.last_step)
             # Of a step in which some sequence had to wait for a page, the next is part.
@@ -200,23 +201,54 @@ class OffloadHost:
                     if on_step is not None:
                         on_step(len(steps))
                 begun, times = now, []
-            self.store.handle(output)
-            if engine.is_idle:
-                break
-            for answer in self.store.answers(wait=not output.ran):
-                engine.post(answer)
-        return DecodeRun(tuple(steps), tuple(tuple(tokens[name]) for name in names))
+        plan = engine.memory_plan
+        return DecodeRun(
+            tuple(steps),
+            tuple(tuple(tokens[name]) for name in names),
+            plan.weight_bytes + plan.workspace_bytes + used_bytes,
+        )
 
-    def _divide(self, model: Decoder, layout: ArenaLayout) -> MemoryPlan:
-        """Return a division with exactly the pages that the resident reference needs."""
-        staging = STAGING_PAGES
-        if self.device.type == "cuda":
+    # -- below ---------------------------------------------------------------------------
+
+    def _engine(self, schedule: Schedule) -> Engine:
+        """Return the engine whose steps have this order; its staging exists from then on."""
+        if schedule not in self._engines:
+            self._engines[schedule] = self._make_engine(schedule)
+            self._engines[schedule].watch_costs(self.profile)
+        return self._engines[schedule]
+
+    def _make_engine(self, schedule: Schedule) -> Engine:
+        workload, cache = self._workload, self._cache
+        if schedule is Schedule.COLUMN:
+            # KVPR holds a layer of the whole batch at once: X, K and V of a tile as large.
+            tile = workload.batch * chunks_of(workload.prompt + workload.new, CHUNK_TOKENS)
+            cache = copy.copy(cache)
+            cache.plan = self._divide(cache.layout, 3 * tile)
+        lanes = lanes_of(self.device, overlapped=schedule is not Schedule.SERIAL, link=self.link)
+        lanes.schedule = schedule
+        engine = Engine(
+            self._model,
+            cache,
+            max_batch_size=workload.batch,
+            max_batched_tokens=MAX_BATCHED_TOKENS,
+            lanes=lanes,
+        )
+        engine.trace = self.trace
+        return engine
+
+    def _divide(self, layout: ArenaLayout, staging_pages: int = 0) -> MemoryPlan:
+        """Return a division with exactly the pages that the resident reference needs.
+
+        `staging_pages`: 0: as many as a worker has.
+        """
+        staging = staging_pages or STAGING_PAGES
+        if not staging_pages and self.device.type == "cuda":
             _, total = torch.cuda.mem_get_info(self.device)
             staging = staging_pages_on_gpu(self.shape, layout, total)
         return exact_memory(
             self.shape,
             layout,
-            weight_bytes=model.weight_bytes,
+            weight_bytes=self._model.weight_bytes,
             batch=self._workload.batch,
             tokens=self._workload.prompt + self._workload.new,
             staging_pages=staging,
@@ -260,14 +292,6 @@ def random_prompts(shape: ModelShape, workload: OffloadWorkload) -> tuple[tuple[
     size = (workload.batch, workload.prompt)
     drawn = torch.randint(shape.vocabulary_size, size, generator=generator)
     return tuple(tuple(row) for row in drawn.tolist())
-
-
-def _collect(output: StepOutput, tokens: dict[str, list[int]]) -> None:
-    for finish in output.finishes:
-        if finish.error is not None:
-            raise finish.error
-    for event in output.tokens:
-        tokens[event.key[0]].append(event.choice.token_id)
 
 
 def _step(seconds: float, times: Sequence[StepTimes]) -> Step:

@@ -22,6 +22,7 @@ def draw_sweep(report: Mapping[str, Any], path: Path) -> None:
         axes.plot(splits, [1e3 * point[key] for point in points], style, label=label)
 
     line("sequential_seconds", "in turn (serial twin), measured", "s:")
+    line("kvpr_seconds", "KVPR's order, measured", "^-.")
     line("seconds", "pipelined, measured", "o-")
     line("predicted_seconds", "predicted by the planner", "--")
     line("bound_seconds", "max(link, compute)", "-")

@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
+from splitpoint.config import format_size
 from splitpoint.costs.profile import Profile
 from splitpoint_cli.bench.shared.report import (
     agreeing_share,
@@ -24,8 +25,11 @@ from splitpoint_cli.output import seconds_text
 
 FULL_LOAD = "full load"
 SEQUENTIAL = "sequential split"
+KVPR = "KVPR's order"
 PIPELINED = "pipelined split"
+COARSE = "coarse weights"
 RESIDENT = "resident"
+ENCODED = "pipelined split, "  # and the encoding
 # Once the link's rate has changed: what counts as recovered (Done-when of the refit).
 RECOVERED_ERROR = 0.15
 
@@ -36,6 +40,7 @@ class OffloadWorkload:
 
     `link_rate`: bytes per second of an emulated link, None: the device's own.
     `changed_link_factor`: what the rate is multiplied with in the run that follows it.
+    `kv_encodings`: of further stores, from which the pipelined split is decoded, too.
     """
 
     shape: str
@@ -50,6 +55,8 @@ class OffloadWorkload:
     seed: int
     sweep: bool = False
     changed_link_factor: float | None = None
+    weights_on_host: bool = False
+    kv_encodings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +81,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRun:
-    """One decode of all sequences, from the last one's first new token to the last token."""
+    """One decode of all sequences, from the last one's first new token to the last token.
+
+    `device_bytes`: weights, workspace (staging included) and the most pages in use;
+    None: not counted.
+    """
 
     steps: tuple[Step, ...]
     tokens: tuple[tuple[int, ...], ...]
+    device_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,19 +138,12 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True)
-class Formula:
-    """A step that was not run: its time by a formula."""
-
-    split_tokens: int
-    step_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class SweepPoint:
     """Step times with every sequence split here: measured, predicted, and the bound."""
 
     split_tokens: int
     seconds: float
+    kvpr_seconds: float
     sequential_seconds: float
     predicted_seconds: float
     bound_seconds: float
@@ -160,8 +165,6 @@ class OffloadResults:
     profile: Profile
     reason: str
     bound: Bound
-    # KVPR's order at its own best split, by its formula from the measured costs.
-    column: Formula
     contenders: Mapping[str, Contender]
     sweep: tuple[SweepPoint, ...] = ()
     change: LinkChange | None = None
@@ -195,6 +198,7 @@ def report_of(workload: OffloadWorkload, results: OffloadResults) -> dict[str, A
     report: dict[str, Any] = {
         "benchmark": "offload",
         **asdict(workload),
+        "kv_encodings": list(workload.kv_encodings),
         "hardware": hardware(),
         "commit": commit(),
         "store": "in this process: a real arena, store and seals, without gRPC",
@@ -208,7 +212,6 @@ def report_of(workload: OffloadWorkload, results: OffloadResults) -> dict[str, A
         "skipped": list(results.skipped),
     }
     report["bound"] = _bound(results.bound)
-    report["column_by_formula"] = asdict(results.column)
     report["ratios"] = _ratios(results)
     report["link"] = _link(results)
     if results.sweep:
@@ -226,25 +229,21 @@ def table_of(report: Mapping[str, Any]) -> Table:
     table = report_table(
         f"{report['shape']} {report['dtype']}: {report['batch']} sequences, prompt "
         f"{report['prompt']}, {report['new']} new, cache on the host, {report['device']}{link}",
-        *("contender", "split", "a step", "steps", "decode", "equal tokens"),
+        *("contender", "split", "a step", "tokens/s", "memory", "equal tokens"),
     )
     for name, facts in report["contenders"].items():
         split, share = facts["split_tokens"], facts["agreeing_token_share"]
+        memory = facts["device_bytes"]
         table.add_row(
             name,
             "" if split is None else str(split),
             seconds_text(facts["step_seconds"]),
-            str(facts["steps"]),
-            seconds_text(facts["decode_seconds"]),
+            f"{facts['tokens_per_second']:.1f}",
+            "" if memory is None else format_size(memory),
             "" if share is None else f"{100 * share:.1f} %",
         )
     bound = report["bound"]
-    formula = report["column_by_formula"]
-    for name, split, seconds in (
-        ("KVPR's order, by formula", formula["split_tokens"], formula["step_seconds"]),
-        ("max(link, compute)", bound["split_tokens"], bound["seconds"]),
-    ):
-        table.add_row(name, str(split), seconds_text(seconds))
+    table.add_row("max(link, compute)", str(bound["split_tokens"]), seconds_text(bound["seconds"]))
     lines = ratio_lines(report["ratios"])
     error = report["prediction"]["median_error"]
     if error is None:
@@ -272,6 +271,7 @@ def _contender(
             _rounded(sum(step.seconds for step in run.steps)) for run in runs
         ],
         "tokens_per_second": round(workload.batch * contender.step_count / seconds, 3),
+        "device_bytes": runs[0].device_bytes,
         "step_seconds_of_last_run": [_rounded(step.seconds) for step in runs[-1].steps],
         "agreeing_token_share": (
             None
@@ -297,9 +297,15 @@ def _ratios(results: OffloadResults) -> dict[str, float]:
     ratios = {
         "pipelined_over_full_load": ours.over(contenders[FULL_LOAD]),
         "sequential_over_pipelined": contenders[SEQUENTIAL].over(ours),
-        "column_by_formula_over_pipelined": results.column.step_seconds / ours.step_seconds,
+        "kvpr_order_over_pipelined": contenders[KVPR].over(ours),
         "pipelined_step_over_bound": ours.step_seconds / results.bound.seconds,
     }
+    if COARSE in contenders:
+        ratios["fine_over_coarse_weights"] = ours.over(contenders[COARSE])
+    for name, contender in contenders.items():
+        if name.startswith(ENCODED):
+            encoding = name.removeprefix(ENCODED)
+            ratios[f"{encoding}_step_over_native"] = contender.step_seconds / ours.step_seconds
     peers = [ours.over(contenders[name]) for name in results.peers]
     if peers:
         ratios["pipelined_over_fastest_peer"] = max(peers)

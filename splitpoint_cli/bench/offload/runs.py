@@ -6,26 +6,32 @@ Rounds alternate the order of contenders. Imported, with torch, only once the be
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from splitpoint.planning.plan import Residency
-from splitpoint.shapes import ModelShape
+from splitpoint.planning.schedule import Schedule
+from splitpoint.planning.weight_schedule import WeightOrder
+from splitpoint.shapes import Encoding, ModelShape
 from splitpoint_cli.bench.offload.costs import BatchCosts
-from splitpoint_cli.bench.offload.engine import OffloadHost
+from splitpoint_cli.bench.offload.engine import OffloadHost, Way, make_model
 from splitpoint_cli.bench.offload.peer import Peer
 from splitpoint_cli.bench.offload.report import (
+    COARSE,
+    ENCODED,
     FULL_LOAD,
+    KVPR,
     PIPELINED,
     RESIDENT,
     SEQUENTIAL,
     Bound,
     Contender,
     DecodeRun,
-    Formula,
     LinkChange,
     OffloadResults,
     OffloadWorkload,
@@ -40,8 +46,6 @@ SWEEP_POINTS = 9
 SWEEP_TOKENS = 6
 # The serial run takes longest, and the reference only has to tell which tokens are right.
 MOST_REFERENCE_TOKENS = 32
-
-Decode = Callable[[int], DecodeRun]
 
 
 def peer_of(shape: ModelShape, workload: OffloadWorkload, progress: Progress) -> Peer | None:
@@ -66,10 +70,19 @@ def run_all(
     if peer is None:
         skipped.append("transformers' offloaded cache: this peer needs a GPU")
     progress.say("loading weights, measuring costs, making the arena")
-    with closing(OffloadHost(shape, workload, peer)) as host:
+    model = make_model(shape, workload, peer)
+    with ExitStack() as stack:
+        host = stack.enter_context(closing(OffloadHost(model, workload)))
+        encoded = {
+            f"{ENCODED}{name}": stack.enter_context(
+                closing(OffloadHost(model, workload, Encoding(name), host.link))
+            )
+            for name in workload.kv_encodings
+        }
         progress.say("storing the prompts")
-        host.prefill()
-        bench = _Bench(host, workload, progress, peer)
+        for each in (host, *encoded.values()):
+            each.prefill()
+        bench = _Bench(host, encoded, workload, progress, peer)
         contenders = bench.rounds()
         compute = contenders[RESIDENT].step_seconds
         sweep = bench.sweep(compute) if workload.sweep else ()
@@ -83,12 +96,10 @@ def run_all(
             host.trace.write(trace_file)
         # Half way through its growth, as the median of its steps is.
         grown = host.costs(workload.prompt + workload.new // 2, compute)
-        column = grown.column()
         return OffloadResults(
             profile=host.profile,
             reason=bench.reason,
             bound=_bound(grown, bench.split),
-            column=Formula(column.split_tokens, column.step_seconds),
             contenders=contenders,
             sweep=sweep,
             change=change,
@@ -100,82 +111,100 @@ def run_all(
 
 
 class _Bench:
-    """One host, and the splits its contenders use.
+    """One host, those of other encodings by contender, and the splits they use.
 
     Attributes:
         split, reason: the planner's choice, and why.
     """
 
     def __init__(
-        self, host: OffloadHost, workload: OffloadWorkload, progress: Progress, peer: Peer | None
+        self,
+        host: OffloadHost,
+        encoded: Mapping[str, OffloadHost],
+        workload: OffloadWorkload,
+        progress: Progress,
+        peer: Peer | None,
     ) -> None:
         self._host = host
+        self._encoded = encoded
         self._workload = workload
         self._progress = progress
         self._peer = peer
         progress.say(f"warming up {RESIDENT}")
-        run = host.decode(min(workload.new, WARM_UP_TOKENS), residency=Residency.RESIDENT)
+        run = host.decode(min(workload.new, WARM_UP_TOKENS), Way(residency=Residency.RESIDENT))
         # What a step computes beside: the planner's choice depends on it.
         compute = statistics.median(step.seconds for step in run.steps)
         costs = host.costs(workload.prompt, compute)
         planned = costs.planned()
         self.split, self.reason = planned.split_tokens, planned.reason
         self._line = planned.line
-        self._serial_split = costs.sequential().split_tokens
+        self._serial_split = costs.best(Schedule.SERIAL).split_tokens
+        self._kvpr_split = costs.best(Schedule.COLUMN).split_tokens
 
     def rounds(self) -> dict[str, Contender]:
         """Run all contenders: warm them up, then alternate their order."""
         host, workload = self._host, self._workload
-        splits: dict[str, int | None] = {
-            FULL_LOAD: 0,
-            SEQUENTIAL: self._serial_split,
-            PIPELINED: self.split,
-            RESIDENT: None,
-        }
-        decodes: dict[str, Decode] = {
-            FULL_LOAD: host.decode,
-            SEQUENTIAL: lambda new: host.decode(
-                min(new, MOST_REFERENCE_TOKENS),
-                split_tokens=self._serial_split,
-                overlapped=False,
-            ),
-            PIPELINED: lambda new: host.decode(new, split_tokens=self.split),
-            RESIDENT: lambda new: host.decode(
-                min(new, MOST_REFERENCE_TOKENS), residency=Residency.RESIDENT
-            ),
+        ways = self._ways()
+        decodes = {
+            name: partial(self._encoded.get(name, host).decode, way=way)
+            for name, way in ways.items()
         }
         warm_up = min(workload.new, WARM_UP_TOKENS)
-        for name in self._progress.track("warming up", (FULL_LOAD, SEQUENTIAL, PIPELINED)):
+        for name in self._progress.track("warming up", list(ways)):
             decodes[name](warm_up)
+        splits = {
+            name: None if way.residency is Residency.RESIDENT else way.split_tokens
+            for name, way in ways.items()
+        }
         if self._peer is not None:
             self._progress.say("trying transformers' attention implementations")
             peer = self._peer
             peer.choose(host.prompts, warm_up)
             name = f"transformers {peer.cache} {peer.attention}"
-            decodes[name] = lambda new: peer.decode(host.prompts, new)
+            decodes[name] = partial(peer.decode, host.prompts)
             splits[name] = None
         runs: dict[str, list[DecodeRun]] = {name: [] for name in decodes}
         for name in self._progress.rounds("timed runs", decodes, workload.repeats):
-            runs[name].append(decodes[name](workload.new))
-        return {name: Contender(splits[name], tuple(each)) for name, each in runs.items()}
+            new = workload.new
+            if name in (SEQUENTIAL, RESIDENT):
+                new = min(new, MOST_REFERENCE_TOKENS)
+            runs[name].append(decodes[name](new))
+        return {name: Contender(splits.get(name), tuple(each)) for name, each in runs.items()}
+
+    def _ways(self) -> dict[str, Way]:
+        """Return how each contender decodes."""
+        ours = Way(split_tokens=self.split)
+        ways = {
+            FULL_LOAD: Way(),
+            SEQUENTIAL: Way(Schedule.SERIAL, split_tokens=self._serial_split),
+            KVPR: Way(Schedule.COLUMN, split_tokens=self._kvpr_split),
+            PIPELINED: ours,
+            **dict.fromkeys(self._encoded, ours),
+            RESIDENT: Way(residency=Residency.RESIDENT),
+        }
+        if self._workload.weights_on_host:
+            ways[COARSE] = replace(ours, weights=WeightOrder.COARSE)
+        return ways
 
     def sweep(self, compute_seconds: float) -> tuple[SweepPoint, ...]:
-        """Measure step times over the split, pipelined and serial, beside prediction and bound."""
+        """Measure step times over the split in each order, beside prediction and bound."""
         workload = self._workload
         tokens = min(workload.new, SWEEP_TOKENS)
         splits = self._swept_splits()
-        measured: dict[tuple[int, bool], list[float]] = {
-            (split, overlapped): [] for split in splits for overlapped in (True, False)
+        orders = (Schedule.PIPELINED, Schedule.COLUMN, Schedule.SERIAL)
+        measured: dict[tuple[int, Schedule], list[float]] = {
+            (split, order): [] for split in splits for order in orders
         }
-        for split, overlapped in self._progress.rounds("sweep", measured, workload.repeats):
-            run = self._host.decode(tokens, split_tokens=split, overlapped=overlapped)
-            measured[split, overlapped] += [step.seconds for step in run.steps]
+        for split, order in self._progress.rounds("sweep", measured, workload.repeats):
+            run = self._host.decode(tokens, Way(order, split_tokens=split))
+            measured[split, order] += [step.seconds for step in run.steps]
         costs = self._host.costs(workload.prompt, compute_seconds)
         return tuple(
             SweepPoint(
                 split_tokens=split,
-                seconds=statistics.median(measured[split, True]),
-                sequential_seconds=statistics.median(measured[split, False]),
+                seconds=statistics.median(measured[split, Schedule.PIPELINED]),
+                kvpr_seconds=statistics.median(measured[split, Schedule.COLUMN]),
+                sequential_seconds=statistics.median(measured[split, Schedule.SERIAL]),
                 predicted_seconds=costs.step_seconds(split),
                 bound_seconds=_bound(costs, split).seconds,
             )
@@ -200,8 +229,7 @@ class _Bench:
         try:
             run = self._host.decode(
                 self._workload.new,
-                split_tokens=self.split,
-                split_line=self._line,
+                Way(split_tokens=self.split, split_line=self._line),
                 on_step=change,
             )
         finally:

@@ -1,24 +1,14 @@
-"""Prefixes in a real arena, computed by the model, for benchmarks that restore them.
-
-The store runs in this process. The measured worker side maps the arena as it always does.
-"""
+"""Prefixes in a real arena, computed by the engine, for benchmarks that restore them."""
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from kvstore_service.pool.chunk_pool import WrittenChunk
-from kvstore_service.sessions import ProcessIdentity
-from kvstore_service.store import KvStore
-from splitpoint.arena.owner import open_or_create_arena
 from splitpoint.errors import Internal
-from splitpoint.keys import chunk_key
 from splitpoint.shapes import ArenaLayout, chunks_of
 from splitpoint_cli.bench.restore.workload import (
     CHUNK_TOKENS,
@@ -26,18 +16,15 @@ from splitpoint_cli.bench.restore.workload import (
     TOLERANCES,
     RestoreWorkload,
 )
-from splitpoint_cli.bench.shared.arena import bench_arena_path
-from worker_service.device.registrar import CudaRegistrar, PinningFailed
-from worker_service.model.attention import prefill
-from worker_service.model.attention_plan import PrefillPlan
+from splitpoint_cli.bench.shared.engine_memory import exact_memory
+from splitpoint_cli.bench.shared.engine_runs import admission_of, outputs_until_idle
+from splitpoint_cli.bench.shared.local_store import LocalStore
+from worker_service.device.cache import DeviceCache
+from worker_service.engine.engine import Engine
 from worker_service.model.decoder import Decoder
-from worker_service.model.forward import through_layers
-from worker_service.model.layer import DecoderLayer
 from worker_service.pipeline.restore import Prefix
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
 
-# The store's sessions end after so long without a heartbeat; this one sends none.
-_LEASE_SECONDS = 24 * 3600.0
 # No key or value is that large: the comparison finds rows that were not restored.
 _POISON = 1e4
 
@@ -82,7 +69,7 @@ class Stored:
         """Return the largest difference of a page, as a share of the largest stored value."""
         difference = largest = 0.0
         for sequence in self.sequences:
-            first, count = sequence.chunks[0].slot, len(sequence.chunks)
+            slots = [chunk.slot for chunk in sequence.chunks]
             rows = len(sequence.token_ids)
             for planes, stored in (
                 (self.pages.keys, self.tensors.keys),
@@ -90,7 +77,7 @@ class Stored:
             ):
                 for mine, wanted in zip(planes, stored, strict=True):
                     found = _rows(mine[sequence.pages.start : sequence.pages.stop], rows)
-                    kept = _rows(wanted[first : first + count].to(self.device), rows)
+                    kept = _rows(wanted[slots].to(self.device), rows)
                     difference = max(difference, (found - kept).abs().max().item())
                     largest = max(largest, kept.abs().max().item())
         return difference / largest
@@ -108,180 +95,58 @@ class Stored:
 def stored_prefixes(
     workload: RestoreWorkload, model: Decoder, device: torch.device
 ) -> Iterator[Stored]:
-    """Prefill random prompts and seal all of their chunks; remove the arena afterwards."""
+    """Prefill random prompts and seal all of their chunks; remove the arena afterwards.
+
+    The pages are those that the engine computed them in: they were written once, so that a
+    run does not pay for fresh memory.
+    """
+    shape = model.shape
     layout = ArenaLayout.of(
-        model.shape,
-        chunk_tokens=CHUNK_TOKENS,
-        has_activations=model.shape.activations_can_pay,
+        shape, chunk_tokens=CHUNK_TOKENS, has_activations=shape.activations_can_pay
     )
     count = chunks_of(workload.prompt, CHUNK_TOKENS)
-    opened = open_or_create_arena(bench_arena_path(), layout, workload.batch * count)
-    store = KvStore(
-        opened.arena, clock=time.monotonic, lease_seconds=_LEASE_SECONDS, is_present=lambda _: True
+    memory = exact_memory(
+        shape,
+        layout,
+        weight_bytes=model.weight_bytes,
+        batch=workload.batch,
+        # The engine keeps room for the token that it is asked for, too.
+        tokens=workload.prompt + 1,
     )
-    try:
-        session = store.sessions.attach("bench restore", ProcessIdentity(os.getpid(), os.getuid()))
-        tensors = ArenaTensors(opened.arena)
-        pages = _empty_pages(tensors, workload.batch * count, device)
+    cache = DeviceCache(layout, memory, device)
+    with closing(LocalStore(layout, workload.batch * count, cache, device)) as store:
+        engine = Engine(model, cache, max_batch_size=1, max_batched_tokens=MAX_BATCHED_TOKENS)
         generator = torch.Generator().manual_seed(workload.seed)
         sequences = []
-        for number in range(workload.batch):
-            drawn = torch.randint(
-                model.shape.vocabulary_size, (workload.prompt,), generator=generator
-            )
-            token_ids: list[int] = drawn.tolist()
-            mine = range(number * count, (number + 1) * count)
-            chunks = _store_sequence(
-                store, session.session_id, tensors, model, token_ids, pages, mine
-            )
-            sequences.append(StoredSequence(token_ids, chunks, mine))
-        memory, unlock = _lock_memory(tensors, device)
-        try:
-            yield Stored(model, device, tensors, tuple(sequences), pages, memory)
-        finally:
-            unlock()
-    finally:
-        store.close()
-        opened.owner.remove()
-
-
-@torch.inference_mode()
-def fill_pages(
-    model: Decoder,
-    token_ids: Sequence[int],
-    pages: Pages,
-    numbers: Sequence[int],
-    keep_inputs: Callable[[int, range, torch.Tensor], None] | None = None,
-) -> None:
-    """Prefill the whole prefix into its pages, in a worker's pieces, without logits.
-
-    `keep_inputs` gets each layer's index, the positions of a piece, and its X `[N, h]`.
-    """
-    for start in range(0, len(token_ids), MAX_BATCHED_TOKENS):
-        piece = range(start, min(start + MAX_BATCHED_TOKENS, len(token_ids)))
-        _fill_piece(model, token_ids, piece, pages, numbers, keep_inputs)
-
-
-def _fill_piece(
-    model: Decoder,
-    token_ids: Sequence[int],
-    piece: range,
-    pages: Pages,
-    numbers: Sequence[int],
-    keep_inputs: Callable[[int, range, torch.Tensor], None] | None,
-) -> None:
-    device = pages.keys[0].device
-    positions = torch.arange(piece.start, piece.stop, device=device)
-    page_of = torch.tensor([numbers[each // CHUNK_TOKENS] for each in piece], device=device)
-    row_of = positions % CHUNK_TOKENS
-    plan = PrefillPlan.of_prefix(
-        numbers,
-        piece.start,
-        len(piece),
-        chunk_tokens=CHUNK_TOKENS,
-        windows={layer.window for layer in model.layers},
-        device=device,
-    )
-
-    def attend(
-        index: int,
-        layer: DecoderLayer,
-        inputs: torch.Tensor,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> torch.Tensor:
-        pages.keys[index][page_of, :, row_of] = keys
-        pages.values[index][page_of, :, row_of] = values
-        if keep_inputs is not None:
-            keep_inputs(index, piece, inputs)
-        planes = pages.keys[index], pages.values[index]
-        return prefill(
-            queries,
-            keys,
-            values,
-            *planes,
-            plan,
-            window=layer.window,
-            scale=layer.scale,
-            cap=layer.cap,
+        with closing(engine.lanes):
+            for number in range(workload.batch):
+                drawn = torch.randint(
+                    shape.vocabulary_size, (workload.prompt,), generator=generator
+                )
+                mine = range(number * count, (number + 1) * count)
+                sequences.append(_store_sequence(engine, store, drawn.tolist(), mine))
+        keys, values = (
+            [plane[: workload.batch * count] for plane in planes]
+            for planes in (cache.keys, cache.values)
         )
-
-    hidden = model.embed(
-        torch.tensor(token_ids[piece.start : piece.stop], device=device), positions
-    )
-    through_layers(model.layers, hidden, model.rotary(positions), attend)
+        pages = Pages(keys, values)
+        pages.poison()
+        tensors = store.connection.tensors
+        yield Stored(model, device, tensors, tuple(sequences), pages, f"mapped, {store.pinning}")
 
 
 def _store_sequence(
-    store: KvStore,
-    session: bytes,
-    tensors: ArenaTensors,
-    model: Decoder,
-    token_ids: list[int],
-    pages: Pages,
-    numbers: range,
-) -> tuple[StoredChunk, ...]:
-    """Compute and seal one sequence; an empty store grants one run."""
-    [run] = store.reserve(session, len(numbers))
-    slots = range(run.first, run.first + len(run.generations))
-
-    def keep_inputs(layer: int, piece: range, inputs: torch.Tensor) -> None:
-        if tensors.inputs:
-            plane = tensors.inputs[layer][slots.start : slots.stop].flatten(0, 1)
-            plane[piece.start : piece.stop] = inputs.to(plane.device)
-
-    fill_pages(model, token_ids, pages, numbers, keep_inputs)
-    for stored, computed in ((tensors.keys, pages.keys), (tensors.values, pages.values)):
-        for plane, found in zip(stored, computed, strict=True):
-            plane[slots.start : slots.stop] = found[numbers.start : numbers.stop].to(plane.device)
-    return _seal(store, session, tensors, token_ids, slots, run.generations)
-
-
-def _seal(
-    store: KvStore,
-    session: bytes,
-    tensors: ArenaTensors,
-    token_ids: list[int],
-    slots: range,
-    generations: Sequence[int],
-) -> tuple[StoredChunk, ...]:
-    parent, written, chunks = b"", [], []
-    for index, (slot, generation) in enumerate(zip(slots, generations, strict=True)):
-        piece = tuple(token_ids[index * CHUNK_TOKENS : (index + 1) * CHUNK_TOKENS])
-        checksum = tensors.arena.checksum(slot)
-        written.append(WrittenChunk(slot, generation, parent, piece, checksum))
-        parent = chunk_key(tensors.layout.layout_hash, b"", parent, piece)
-        chunks.append(StoredChunk(slot, generation, len(piece), parent, checksum))
-    outcome = store.seal(session, b"", written, store.verify(written), keep_leased=True)
-    if len(outcome.chunks) != len(written):
+    engine: Engine, store: LocalStore, token_ids: list[int], pages: range
+) -> StoredSequence:
+    """Compute a prefix, and seal all of its chunks."""
+    admission = admission_of(f"prefix {pages.start}", token_ids, 1)
+    engine.admit(admission, store.match(admission.key, token_ids))
+    for _ in outputs_until_idle(engine, store):
+        pass
+    found = store.match(("stored", pages.start), token_ids)
+    if found.cached_tokens != len(token_ids):
         raise Internal("the benchmark's store did not take all chunks")
-    return tuple(chunks)
-
-
-def _empty_pages(tensors: ArenaTensors, count: int, device: torch.device) -> Pages:
-    """Return zeros that were written once: a run must not pay for fresh memory."""
-
-    def planes(layers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        shape = tensors.keys[0].shape[1:]
-        return [
-            torch.full((count, *shape), 0.0, dtype=layer.dtype, device=device) for layer in layers
-        ]
-
-    return Pages(planes(tensors.keys), planes(tensors.values))
-
-
-def _lock_memory(tensors: ArenaTensors, device: torch.device) -> tuple[str, Callable[[], None]]:
-    """Page-lock the arena for a GPU if the driver can; return the state and how to undo it."""
-    payload = tensors.arena.payload
-    if device.type != "cuda":
-        return "mapped", lambda: None
-    registrar, address = CudaRegistrar(device), payload.ctypes.data
-    try:
-        registrar.register(address, payload.nbytes)
-    except PinningFailed as error:
-        return f"mapped, not page-locked: {error}", lambda: None
-    return "mapped, page-locked", lambda: registrar.unregister(address)
+    return StoredSequence(token_ids, found.chunks, pages)
 
 
 def _rows(pages: torch.Tensor, count: int) -> torch.Tensor:

@@ -11,14 +11,15 @@ from pathlib import Path
 
 from splitpoint.config import SHARED_MEMORY
 from splitpoint.errors import SplitpointError
-from splitpoint_cli.bench.shared.ending import ARENA_PREFIX, own_arena_path
+from splitpoint_cli.bench.shared.ending import ARENA_PREFIX, MOST_ARENAS, own_arena_path
 
 
 def bench_arena_path() -> Path:
-    """Remove what killed benchmarks left in memory; return `own_arena_path`."""
+    """Remove what killed benchmarks left in memory; return a free `own_arena_path`."""
     for folder in SHARED_MEMORY.glob(f"splitpoint-{os.getuid()}-{ARENA_PREFIX}*"):
         _remove_abandoned(folder / "arena")
-    return own_arena_path()
+    paths = (own_arena_path(number) for number in range(MOST_ARENAS))
+    return next(path for path in paths if not path.exists())
 
 
 def _remove_abandoned(path: Path) -> None:

@@ -19,22 +19,23 @@ from typing import Any, ParamSpec, TypeVar
 from splitpoint.config import arena_path, remove_tree
 
 ARENA_PREFIX = "bench-"
+MOST_ARENAS = 8
 _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
-def own_arena_path() -> Path:
-    """Return where the arena of a benchmark in this process lies."""
-    return arena_path(f"{ARENA_PREFIX}{os.getpid()}")
+def own_arena_path(number: int = 0) -> Path:
+    """Return where an arena of a benchmark in this process lies; there may be several."""
+    return arena_path(f"{ARENA_PREFIX}{os.getpid()}" + (f"-{number}" if number else ""))
 
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Unwind the block by SystemExit at the first signal; then remove this process's arena.
+    """Unwind the block by SystemExit at the first signal; then remove this process's arenas.
 
-    The arena is removed here, too, because a signal may come anywhere: between its making
+    They are removed here, too, because a signal may come anywhere: between its making
     and the block that would remove it, or in the middle of removing it. For the main thread.
     """
     is_over, caught = False, 0
@@ -56,7 +57,8 @@ def ended_by_signals() -> Iterator[None]:
         yield
     finally:
         is_over = True
-        remove_tree(own_arena_path().parent)
+        for number in range(MOST_ARENAS):
+            remove_tree(own_arena_path(number).parent)
         for number, handler in before.items():
             # The process is about to end: nothing may change its exit code any more.
             signal.signal(number, signal.SIG_IGN if caught else handler)

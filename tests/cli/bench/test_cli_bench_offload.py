@@ -19,20 +19,23 @@ from splitpoint.checkpoint.config import read_config, shape_from_config
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import InvalidArgument
 from splitpoint.planning.plan import Residency
+from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import DataType, ModelShape
 from splitpoint_cli.bench.offload.command import offload
 from splitpoint_cli.bench.offload.costs import BatchCosts
-from splitpoint_cli.bench.offload.engine import OffloadHost
+from splitpoint_cli.bench.offload.engine import OffloadHost, Way, make_model
 from splitpoint_cli.bench.offload.peer import Peer
 from splitpoint_cli.bench.offload.report import (
+    COARSE,
+    ENCODED,
     FULL_LOAD,
+    KVPR,
     PIPELINED,
     RESIDENT,
     SEQUENTIAL,
     Bound,
     Contender,
     DecodeRun,
-    Formula,
     LinkChange,
     OffloadResults,
     OffloadWorkload,
@@ -81,11 +84,20 @@ def test_the_batch_is_planned_as_one() -> None:
     assert planned.step_seconds == batch.step_seconds(planned.split_tokens)
     assert planned.step_seconds <= 1.02 * min(batch.step_seconds(split) for split in everything)
     # Alone, a rebuilt token costs 3 x 32 + 4 x 256 against 4 x 64 of a loaded one.
-    assert batch.sequential().split_tokens == 0
-    assert batch.column().step_seconds >= planned.step_seconds
+    assert batch.best(Schedule.SERIAL).split_tokens == 0
+    column = batch.best(Schedule.COLUMN)
+    assert column.step_seconds >= planned.step_seconds * (1 - 1e-9)
+    # X of layers 1 to 3 beside other work, then a rebuild beside the rest of K,V.
+    sent, rebuilt = 2 * 3 * 32 * column.split_tokens, 2 * 4 * 256 * column.split_tokens
+    loaded = 2 * 4 * 64 * (1024 - column.split_tokens)
+    assert sent / 1e6 > 0.01
+    seconds = (sent + max(rebuilt, loaded)) / 1e6 + 0.01 / 4
+    assert column.step_seconds == pytest.approx(seconds)
+    late = costs(compute_seconds=2.0).step_seconds(512, Schedule.COLUMN)
+    assert late == pytest.approx(2.0 + 2 * 4 * 256 * 512 / 1e6 + 2.0 / 4)
     grouped = costs(has_activations=False)
-    splits = [each().split_tokens for each in (grouped.planned, grouped.sequential, grouped.column)]
-    assert splits == [0, 0, 0]
+    best = [grouped.best(schedule).split_tokens for schedule in (Schedule.SERIAL, Schedule.COLUMN)]
+    assert [grouped.planned().split_tokens, *best] == [0, 0, 0]
 
 
 def test_a_batch_may_be_longer_than_any_sequence() -> None:
@@ -119,6 +131,7 @@ def some_report() -> dict[str, Any]:
     contenders = {
         FULL_LOAD: Contender(0, (run([2.0, 4.0, 2.0], "1234 5678"),) * 2),
         SEQUENTIAL: Contender(50, (run([3.0] * 2, "123 567"),)),
+        KVPR: Contender(30, (run([4.0] * 3, "1234 5678"),)),
         PIPELINED: Contender(
             40, (run([1.0, 2.0, 1.0], "1239 5678", 1.1), run([9.0] * 3, "1 5", 1.1))
         ),
@@ -129,7 +142,6 @@ def some_report() -> dict[str, Any]:
         PROFILE,
         "why",
         BOUND,
-        Formula(30, 4.0),
         contenders,
         peers=("transformers offloaded sdpa",),
         skipped=("x",),
@@ -147,7 +159,7 @@ def test_the_report_compares_medians() -> None:
     assert report["ratios"]["sequential_over_pipelined"] == round(6 / 10.5, 3)
     assert report["ratios"]["pipelined_over_fastest_peer"] == round(15.5 / 24, 3)
     assert report["ratios"]["pipelined_step_over_bound"] == round(5.5 / 0.8, 3)
-    assert report["ratios"]["column_by_formula_over_pipelined"] == round(4 / 5.5, 3)
+    assert report["ratios"]["kvpr_order_over_pipelined"] == round(12 / 15.5, 3)
     assert report["bound"]["seconds"] == 0.8
     # 6,000 bytes at a megabyte a second, in 16 seconds.
     assert report["link"]["efficiency"] == round(0.006 / 16, 4)
@@ -164,12 +176,11 @@ def test_the_report_compares_medians() -> None:
 
 def test_without_predictions_it_says_why() -> None:
     silent = Contender(0, (run([1.0], "12"),))
-    names = (FULL_LOAD, SEQUENTIAL, PIPELINED)
+    names = (FULL_LOAD, SEQUENTIAL, KVPR, PIPELINED)
     results = OffloadResults(
         PROFILE,
         "why",
         BOUND,
-        Formula(0, 1.0),
         dict.fromkeys(names, silent),
         unpredicted="no prediction",
     )
@@ -186,6 +197,7 @@ def test_without_predictions_it_says_why() -> None:
         ("link_rate", {"link_rate": "fast"}),
         ("change_link_rate", {"change_link_rate": 0.0}),
         ("png", {"png_file": Path("x.png")}),
+        ("kv_encoding", {"kv_encoding": ["int8", "native"]}),
         ("trace", {"trace_file": Path("/no/such/folder.json")}),
         ("prompt", {"prompt": 2048, "new": 2}),
     ],
@@ -207,16 +219,16 @@ def test_every_way_to_decode_gives_transformers_tokens(tmp_path: Path) -> None:
     """The prompt ends inside a chunk, and that chunk is filled and sealed on the way."""
     shape, workload = tiny("opt", tmp_path)
     peer = Peer(shape, 3, torch.device("cpu"), cache="dynamic")
-    with closing(OffloadHost(shape, workload, peer)) as host:
+    with closing(OffloadHost(make_model(shape, workload, peer), workload)) as host:
         host.prefill()
         peer.choose(host.prompts, 2)
         wanted = peer.decode(host.prompts, workload.new)
         assert len({token for each in wanted.tokens for token in each}) > 1
         assert len(wanted.steps) == workload.new - 1
-        runs = [host.decode(workload.new, residency=Residency.RESIDENT)]
+        runs = [host.decode(workload.new, Way(residency=Residency.RESIDENT))]
         for split in (0, 64, 100, 150):
-            for overlapped in (True, False):
-                runs.append(host.decode(workload.new, split_tokens=split, overlapped=overlapped))
+            for schedule in (Schedule.PIPELINED, Schedule.COLUMN, Schedule.SERIAL):
+                runs.append(host.decode(workload.new, Way(schedule, split_tokens=split)))
     for each in runs:
         assert each.tokens == wanted.tokens
         assert len(each.steps) == workload.new - 1
@@ -225,10 +237,10 @@ def test_every_way_to_decode_gives_transformers_tokens(tmp_path: Path) -> None:
 
 def test_a_grouped_model_has_one_split(tmp_path: Path) -> None:
     shape, workload = tiny("qwen2", tmp_path, new=5)
-    with closing(OffloadHost(shape, workload)) as host:
+    with closing(OffloadHost(make_model(shape, workload), workload)) as host:
         assert not host.has_activations
         host.prefill()
-        resident = host.decode(5, residency=Residency.RESIDENT)
+        resident = host.decode(5, Way(residency=Residency.RESIDENT))
         assert host.decode(5).tokens == resident.tokens
 
 
@@ -249,7 +261,7 @@ def test_the_peer_runs_in_the_same_rounds(tmp_path: Path) -> None:
     assert report["link"]["bytes_per_step"] > 0
     assert report["skipped"] == []
     assert isinstance(said.file, io.StringIO)
-    assert "timed runs: 5 in all" in said.file.getvalue()
+    assert "timed runs: 6 in all" in said.file.getvalue()
     assert peer_of(shape, workload, progress) is None
 
 
@@ -266,6 +278,8 @@ def test_a_small_run_ends_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[
         repeats=1,
         sweep=True,
         change_link_rate=0.5,
+        weights_on_host=True,
+        kv_encoding=["int8", "int4", "int8"],
         png_file=tmp_path / "sweep.png",
         as_json=True,
         **files,  # type: ignore[arg-type]
@@ -273,8 +287,19 @@ def test_a_small_run_ends_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[
     last = capsys.readouterr().out
     assert files["output"].read_text() == last
     report: dict[str, Any] = json.loads(last)
-    assert set(report["contenders"]) == {FULL_LOAD, SEQUENTIAL, PIPELINED, RESIDENT}
-    assert {each["agreeing_token_share"] for each in report["contenders"].values()} == {1.0}
+    encoded = {f"{ENCODED}int8", f"{ENCODED}int4"}
+    exact = {FULL_LOAD, SEQUENTIAL, KVPR, PIPELINED, COARSE, RESIDENT}
+    contenders = report["contenders"]
+    assert set(contenders) == exact | encoded
+    assert {contenders[name]["agreeing_token_share"] for name in exact} == {1.0}
+    assert contenders[KVPR]["device_bytes"] > contenders[PIPELINED]["device_bytes"]
+    # Its pages are those of the whole cache.
+    assert contenders[RESIDENT]["device_bytes"] > contenders[PIPELINED]["device_bytes"]
+    assert report["profile"]["host_weight_bytes"] > 0
+    for name in encoded:
+        assert contenders[name]["split_tokens"] == contenders[PIPELINED]["split_tokens"]
+        assert report["ratios"][f"{name.removeprefix(ENCODED)}_step_over_native"] > 0
+    assert report["ratios"]["fine_over_coarse_weights"] > 0
     assert report["profile"]["link_bytes_per_second"] < 41e6
     splits = [point["split_tokens"] for point in report["sweep_points"]]
     assert splits == sorted({*splits, 0, 64, 128, 130})

@@ -1,4 +1,4 @@
-"""The pure policy: footprint, routing, admission, failover, plans."""
+"""The pure policy: footprint, routing, admission, plans."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from scheduler_doubles import CHUNK_TOKENS, PAGE_BYTES, PROFILE, SHAPE, queued_request
 
-from scheduler_service.api.output import Output
 from scheduler_service.api.request import Request
 from scheduler_service.placement.admission import AdmissionQueue, Admitted, Queued, Rejected
-from scheduler_service.placement.failover import Finished, GiveUp, Retry, after_lost_attempt
 from scheduler_service.placement.footprint import Fits, Grant, NeverFits, footprint_of, grant_of
 from scheduler_service.placement.ledger import Ledger
 from scheduler_service.placement.plan_report import actual_plan
@@ -21,7 +19,7 @@ from scheduler_service.placement.planning import check_split, explain, plan_atte
 from scheduler_service.placement.routing import Candidate, choose_worker
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.costs.profile import BUILT_IN_PROFILES
-from splitpoint.errors import InvalidArgument, Unavailable
+from splitpoint.errors import InvalidArgument
 from splitpoint.planning.plan import Plan, Residency, RestoreMethod
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding
@@ -370,26 +368,6 @@ AdmissionMachine.TestCase.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None
 )
 TestAdmissionMachine = AdmissionMachine.TestCase
-
-
-# -- failover ---------------------------------------------------------------------------------
-
-
-def test_a_lost_attempt_is_retried_finished_or_given_up() -> None:
-    lost = queued_request(0, 10)
-    lost.sampling.max_tokens = 3
-    lost.output = Output(lost.sampling, None, frozenset({9}))
-    assert after_lost_attempt(lost, 1, 2, None) == Retry()
-    outcome = after_lost_attempt(lost, 2, 2, None)
-    assert isinstance(outcome, GiveUp)
-    assert outcome.error.reason == "REQUEST_QUARANTINED"
-    cause = Unavailable("no memory")
-    assert after_lost_attempt(lost, 2, 2, cause) == GiveUp(cause)
-    # The last token had come: nothing is left to retry, whatever was lost.
-    lost.output.append([5, 9], [])
-    assert after_lost_attempt(lost, 2, 2, cause) == Finished(types_pb2.FINISH_REASON_STOP)
-    lost.output.append([5], [])
-    assert after_lost_attempt(lost, 2, 2, cause) == Finished(types_pb2.FINISH_REASON_LENGTH)
 
 
 # -- what stays on the device of a streamed request ---------------------------------------

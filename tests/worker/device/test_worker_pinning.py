@@ -16,7 +16,8 @@ import torch
 from splitpoint.arena.mapping import Arena
 from splitpoint.arena.owner import open_or_create_arena
 from splitpoint.shapes import ArenaLayout, DataType
-from worker_service.device.pinning import Piece, Pinning, pieces_of
+from worker_service.device.copies import are_pinned, copy_runs, runs
+from worker_service.device.pinning import Piece, Pinning, piece_slots, pieces_of
 from worker_service.device.registrar import CudaRegistrar, PinningFailed, copy_fault
 
 LAYOUT = ArenaLayout(
@@ -72,24 +73,56 @@ def payload_bytes(arena: Arena) -> int:
     return sum(plane.slot_bytes * arena.slot_count for plane in arena.geometry.planes)
 
 
-def test_pieces_end_where_planes_end(arena: Arena) -> None:
+# Of K or V in LAYOUT: two slots are a memory page.
+SLOT_BYTES = 2 * 16 * 16 * 4
+PLANE_BYTES = 8 * SLOT_BYTES
+
+
+def test_pieces_end_where_planes_or_slots_end(arena: Arena) -> None:
     planes, start = arena.geometry.planes, arena.geometry.payload_offset
     borders = {plane.offset - start for plane in planes}
-    for piece_bytes in (1, 40_000, 100_000, 1 << 40):
+    for piece_bytes in (PLANE_BYTES, 40_000, 100_000, 1 << 40):
         pieces = pieces_of(planes, 8, start, piece_bytes=piece_bytes)
         assert {piece.offset for piece in pieces} <= borders
         assert sum(piece.size_bytes for piece in pieces) == payload_bytes(arena)
-        largest = max(plane.slot_bytes * 8 for plane in planes)
-        assert all(piece.size_bytes <= max(piece_bytes, largest) for piece in pieces)
+        assert all(piece.size_bytes <= piece_bytes for piece in pieces)
     assert pieces_of(planes, 8, start) == [Piece(0, payload_bytes(arena))]
     assert pieces_of(planes, 8, start, limit_bytes=0) == []
     first = planes[0].slot_bytes * 8
     assert pieces_of(planes, 8, start, limit_bytes=first + 1) == [Piece(0, first)]
 
 
+def test_a_plane_that_is_larger_is_cut_between_slots_and_memory_pages(arena: Arena) -> None:
+    planes, start = arena.geometry.planes, arena.geometry.payload_offset
+    for piece_bytes, slots in ((1, 2), (3 * SLOT_BYTES, 2), (6 * SLOT_BYTES + 1, 6)):
+        pieces = pieces_of(planes, 8, start, piece_bytes=piece_bytes)
+        assert piece_slots(SLOT_BYTES, piece_bytes) == slots
+        ends = [piece.offset + piece.size_bytes for piece in pieces]
+        assert [piece.offset for piece in pieces[1:]] == ends[:-1]
+        assert ends[-1] == payload_bytes(arena)
+        assert all(piece.offset % 4096 == 0 for piece in pieces)
+        cuts = {number * slots * SLOT_BYTES for number in range(-(-8 // slots))}
+        assert {piece.offset % PLANE_BYTES for piece in pieces} == cuts
+    # An encoded slot is rarely a multiple of a memory page.
+    assert piece_slots(64 * 8 * 130, 1 << 30) * 64 * 8 * 130 % 4096 == 0
+
+
+def test_no_copy_crosses_a_piece() -> None:
+    """As write-back and restores cut their runs."""
+    slots = [3, 4, 5, 6, 7, 12, 13]
+    pages = list(range(10, 17))
+    assert list(runs(slots, pages)) == [(0, 5), (5, 2)]
+    assert list(runs(slots, pages, first_cut=4)) == [(0, 1), (1, 4), (5, 2)]
+    assert list(runs(pages, slots, second_cut=4)) == [(0, 1), (1, 4), (5, 2)]
+    source, target = torch.arange(40.0).view(20, 2), torch.zeros(20, 2)
+    copy_runs(source, target, slots, pages, source_cut=4)
+    assert torch.equal(target[10:17], source[slots])
+    assert not target[:10].any()
+
+
 async def test_everything_is_locked_and_unlocked_again(arena: Arena) -> None:
     driver = Driver()
-    pinning = Pinning(driver, piece_bytes=1)
+    pinning = Pinning(driver, piece_bytes=PLANE_BYTES)
     pinning.attach(arena)
     await pinning.idle()
     assert len(driver.locked) == len(arena.geometry.planes)
@@ -100,7 +133,7 @@ async def test_everything_is_locked_and_unlocked_again(arena: Arena) -> None:
 
 
 async def test_the_log_says_how_far_it_is(arena: Arena, caplog: pytest.LogCaptureFixture) -> None:
-    pinning = Pinning(Driver(), piece_bytes=1, progress_seconds=1e-9)
+    pinning = Pinning(Driver(), piece_bytes=PLANE_BYTES, progress_seconds=1e-9)
     with caplog.at_level(logging.INFO, "worker_service.device.pinning"):
         pinning.attach(arena)
         await pinning.idle()
@@ -113,7 +146,7 @@ async def test_the_log_says_how_far_it_is(arena: Arena, caplog: pytest.LogCaptur
 
 async def test_a_refusal_rolls_everything_back_and_says_why(arena: Arena) -> None:
     driver = Driver(room=payload_bytes(arena) // 2)
-    pinning = Pinning(driver, piece_bytes=1)
+    pinning = Pinning(driver, piece_bytes=PLANE_BYTES)
     pinning.attach(arena)
     await pinning.idle()
     assert driver.most_locked > 0
@@ -128,7 +161,7 @@ async def test_a_new_arena_replaces_the_old_one_midway(arena: Arena, shm_folder:
     other = open_or_create_arena(shm_folder / "other" / "arena", LAYOUT, 4)
     driver = Driver()
     driver.may_go_on.clear()
-    pinning = Pinning(driver, piece_bytes=1)
+    pinning = Pinning(driver, piece_bytes=PLANE_BYTES)
     pinning.attach(arena)
     pinning.attach(other.arena)
     arena.close()  # what is being locked stays mapped all the same
@@ -155,7 +188,7 @@ async def test_a_limit_locks_whole_planes_below_it(arena: Arena) -> None:
 async def test_locked_memory_that_does_not_help_is_told(arena: Arena) -> None:
     driver = Driver()
     driver.fault = "copies from it are not asynchronous"
-    pinning = Pinning(driver, piece_bytes=1)
+    pinning = Pinning(driver, piece_bytes=PLANE_BYTES)
     pinning.attach(arena)
     await pinning.idle()
     assert pinning.pinned_bytes == payload_bytes(arena)
@@ -203,5 +236,12 @@ async def test_the_cuda_driver_locks_and_unlocks(arena: Arena) -> None:
     assert pinning.pinned_bytes == payload_bytes(arena), pinning.description
     assert "but" not in pinning.description
     assert tensor.is_pinned()
+    # Pieces of two slots: a copy within each is right, however many there are.
+    target = torch.zeros_like(tensor, device="cuda:0")
+    tensor.random_()
+    slots = list(range(len(tensor)))
+    copy_runs(tensor, target, slots, slots, source_cut=piece_slots(SLOT_BYTES, 1))
+    assert are_pinned(tensor, slots, piece_slots(SLOT_BYTES, 1))
+    assert torch.equal(target.cpu(), tensor)
     await pinning.close()
     assert not tensor.is_pinned()

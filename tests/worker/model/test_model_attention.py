@@ -12,6 +12,8 @@ from splitpoint.host.processor import AMX_BF16
 from worker_service.model.attention import (
     decode_partial,
     prefill,
+    prefill_fused,
+    prefill_in_blocks,
     prefill_partial,
     prefills_in_blocks,
     tile_rows,
@@ -217,6 +219,76 @@ def test_prefill(
         end = prefix + row + 1
         wanted = naive(queries[row], keys[:end], values[:end], window, cap)
         torch.testing.assert_close(got[row].float(), wanted, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("cap", CAPS)
+@pytest.mark.parametrize(("prefix", "new"), [(0, 1), (0, 90), (5, 1), (60, 70)])
+@pytest.mark.parametrize("window", [None, 4, 40])
+@pytest.mark.parametrize("most_scores", [1, 20_000, 1 << 20])
+def test_prefill_in_blocks_of_bounded_scores(
+    most_scores: int, prefix: int, new: int, window: int | None, cap: float | None
+) -> None:
+    """As a GPU prefills what no fused kernel takes."""
+    pool = Pool((prefix + new,), 2, ORDERS["in order"])
+    keys, values = pool.sequences[0]
+    queries = torch.randn((new, 6, HEAD), generator=torch.Generator().manual_seed(8))
+    plan = PrefillPlan.of_prefix(
+        pool.page_tables[0], prefix, new, chunk_tokens=CHUNK, windows=[window], device=CPU
+    )
+    view = plan.views[window]
+    rows = slice(prefix - view.row_count, None)
+    got = prefill_in_blocks(
+        queries,
+        keys[rows].transpose(0, 1),
+        values[rows].transpose(0, 1),
+        view,
+        SCALE,
+        cap,
+        most_scores,
+    )
+    for row in range(new):
+        end = prefix + row + 1
+        wanted = naive(queries[row], keys[:end], values[:end], window, cap)
+        torch.testing.assert_close(got[row], wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+@pytest.mark.parametrize(("prefix", "new"), [(0, 90), (5, 1), (60, 70)])
+def test_a_fused_prefill_is_aligned_to_the_lower_right(
+    prefix: int, new: int, heads: tuple[int, int]
+) -> None:
+    """By the materialised mask here; the flash kernels need a GPU."""
+    pool = Pool((prefix + new,), heads[1], ORDERS["in order"])
+    keys, values = pool.sequences[0]
+    queries = torch.randn((new, heads[0], HEAD), generator=torch.Generator().manual_seed(8))
+    got = prefill_fused(queries, keys.transpose(0, 1), values.transpose(0, 1), SCALE)
+    for row in range(new):
+        end = prefix + row + 1
+        wanted = naive(queries[row], keys[:end], values[:end], None)
+        torch.testing.assert_close(got[row], wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("prefix", "window"), [(0, None), (100, None), (100, 30)])
+def test_masks_are_made_in_pieces_if_they_are_large(prefix: int, window: int | None) -> None:
+    """And once a step, for all layers, if they are not."""
+    new = 130
+    view = PrefillPlan.of_prefix(
+        range(20), prefix, new, chunk_tokens=CHUNK, windows=[window], device=CPU
+    ).views[window]
+    whole = view.seen(0, new)
+    if not view.row_count and view.window is None:
+        assert whole is None
+        whole = torch.ones(new, new, dtype=torch.bool).tril()
+    else:
+        assert view.seen(0, new) is whole
+    assert whole is not None
+    for first, last in ((0, 64), (64, 128), (128, 130)):
+        seen = view.seen(first, last)
+        columns = view.row_count + last
+        if seen is None:
+            seen = torch.ones(last, last, dtype=torch.bool).tril()
+        assert torch.equal(seen, whole[first:last, :columns])
+        assert not whole[first:last, columns:].any()
 
 
 def test_products_or_sdpa_by_processor_type_and_cap() -> None:

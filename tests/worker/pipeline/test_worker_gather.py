@@ -66,7 +66,7 @@ def test_memory_that_is_not_pinned_is_never_given_to_the_kernel() -> None:
     gatherer = Gatherer(torch.device("cuda:0"), None, costs)
     source, target = torch.zeros(8, 64), torch.zeros(8, 64)
     assert costs.prefers_kernel(8, 8 * 256)
-    assert not gatherer.is_faster([(source, target)], 8, 8)
+    assert not gatherer.is_faster([(source, target)], 8, range(8))
 
 
 def test_a_cpu_has_no_gatherer() -> None:

@@ -20,7 +20,7 @@ from splitpoint.costs.profile import Line
 from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Lane, Schedule
 from splitpoint.shapes import BUILT_IN_SHAPES, DataType, ModelShape
-from splitpoint_cli.bench.offload.engine import OffloadHost
+from splitpoint_cli.bench.offload.engine import OffloadHost, Way, make_model
 from splitpoint_cli.bench.offload.peer import Peer
 from splitpoint_cli.bench.offload.report import OffloadWorkload
 from worker_service.device.copies import copy_runs
@@ -253,8 +253,8 @@ def test_the_gather_kernel_equals_copies(
     eager = Gatherer(
         CUDA, gatherer.kernel, GatherCosts(copy=Line(1.0, 1e9), kernel=Line(0.0, 1e12))
     )
-    assert eager.is_faster([(stored.tensors.keys[0], by_kernel)], 1, 1)
-    assert not eager.is_faster([(torch.zeros(4, 64), by_kernel)], 4, 4), "pageable memory"
+    assert eager.is_faster([(stored.tensors.keys[0], by_kernel)], 1, [1])
+    assert not eager.is_faster([(torch.zeros(4, 64), by_kernel)], 4, range(4)), "pageable memory"
     arrival = Arrival(stored, model, eager)
     arrival.restore(lanes, 75)
     arrival.check(75)
@@ -282,23 +282,23 @@ def test_streamed_decoding_gives_the_resident_tokens(case: str, tmp_path: Path) 
     )
     workload = offload(shape, DataType.FLOAT32)
     peer = Peer(shape, 3, CUDA)
-    with closing(OffloadHost(shape, workload, peer)) as host:
+    with closing(OffloadHost(make_model(shape, workload, peer), workload)) as host:
         assert host.store.pinning.startswith("pinned")
         host.prefill()
-        resident = host.decode(workload.new, residency=Residency.RESIDENT)
+        resident = host.decode(workload.new, Way(residency=Residency.RESIDENT))
         assert resident.tokens == peer.decode(host.prompts, workload.new).tokens
         for split in (0, 64, 100, 150) if host.has_activations else (0,):
-            for overlapped in (True, False):
-                run = host.decode(workload.new, split_tokens=split, overlapped=overlapped)
-                assert run.tokens == resident.tokens, (split, overlapped)
+            for schedule in (Schedule.PIPELINED, Schedule.COLUMN, Schedule.SERIAL):
+                run = host.decode(workload.new, Way(schedule, split_tokens=split))
+                assert run.tokens == resident.tokens, (split, schedule)
 
 
 def test_peak_memory_stays_within_the_budget() -> None:
     shape = BUILT_IN_SHAPES["opt-125m"]
     workload = offload(shape, DataType.BFLOAT16, batch=16, prompt=512, new=16)
-    with closing(OffloadHost(shape, workload)) as host:
+    with closing(OffloadHost(make_model(shape, workload), workload)) as host:
         host.prefill()
         torch.cuda.reset_peak_memory_stats(CUDA)
-        host.decode(workload.new, split_tokens=256)
+        host.decode(workload.new, Way(split_tokens=256))
         peak = torch.cuda.max_memory_allocated(CUDA)
         assert host.memory.weight_bytes < peak <= host.memory.budget_bytes + LIBRARY_BYTES

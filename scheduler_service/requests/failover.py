@@ -1,0 +1,92 @@
+"""What follows when an attempt ends without its answer: mostly another attempt.
+
+Pure. Tokens that the client has are kept: the next worker is forced to repeat them.
+
+A request whose content ends the engine that runs it (a poison request) would end one engine after
+another. So after the first failure every request that the engine ran is a suspect. Suspects are
+tried apart from each other: at most one runs on a worker at a time, it starts when all others there
+have got past their start, and nothing else starts beside it (`placement/admission.py`). A second
+failure therefore names its cause. A suspect is cleared when it gets past the place where the first
+engine failed. If it is suspected again later, it must get further past that place each time, so a
+request that ends engines at random is found after a few of them, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scheduler_service.api.request import Request
+from splitpoint.errors import Internal, SplitpointError
+from splitpoint.v1 import types_pb2
+from splitpoint.words import counted
+
+# Tokens beyond the last one that came before the failure after which a suspect is cleared: an
+# engine may be a few steps ahead of what the scheduler has read. Each further failure multiplies
+# them.
+TRIAL_TOKENS = 8
+_TRIAL_GROWTH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """All tokens had come; only the worker's last message was lost."""
+
+    reason: types_pb2.FinishReason
+    matched_stop: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """Queue the request again, at its old place."""
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The request is not tried again."""
+
+    error: SplitpointError
+
+
+def find_culprit(running: Sequence[Request]) -> Request | None:
+    """Return the request that ended an engine, of those it ran; None if that is not known yet.
+
+    At most one suspect runs on a worker, so the suspect among them is the cause of both failures.
+    """
+    return next((request for request in running if request.is_suspect), None)
+
+
+def suspect(request: Request) -> None:
+    """Put a request under suspicion: an engine failed while it ran, and the cause is not known."""
+    trial_tokens = TRIAL_TOKENS * _TRIAL_GROWTH**request.engine_failures
+    request.engine_failures += 1
+    request.cleared_at_tokens = len(request.output) + trial_tokens
+
+
+def after_lost_attempt(
+    request: Request, *, is_culprit: bool, cause: SplitpointError | None, most_refusals: int
+) -> Finished | Retry | GiveUp:
+    """Decide what becomes of a request whose attempt was lost.
+
+    Args:
+        is_culprit: the request ended the engine, and another one before.
+        cause: why this attempt alone ended, if the worker goes on. None: the worker was lost.
+        most_refusals: number of attempts that end with a cause after which it is not tried again.
+    """
+    output = request.output
+    if len(output) and output.ends_in_stop:
+        return Finished(types_pb2.FINISH_REASON_STOP, output.matched_stop)
+    if len(output) >= request.sampling.max_tokens:
+        return Finished(types_pb2.FINISH_REASON_LENGTH)
+    if is_culprit:
+        failures = request.engine_failures + 1
+        lost = counted(failures, "worker was", "workers were")
+        return GiveUp(
+            Internal(
+                f"{lost} lost while this request ran; it is not tried again",
+                reason="REQUEST_QUARANTINED",
+            )
+        )
+    if cause is not None and request.refusals >= most_refusals:
+        return GiveUp(cause)
+    return Retry()

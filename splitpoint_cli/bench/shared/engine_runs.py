@@ -1,0 +1,60 @@
+"""Requests of a benchmark to an engine in this process, without gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from splitpoint.planning.plan import Residency
+from splitpoint.planning.split_line import SplitLine
+from splitpoint_cli.bench.shared.local_store import LocalStore
+from worker_service.engine.engine import Engine
+from worker_service.engine.messages import StepOutput
+from worker_service.engine.sampling import Sampling
+from worker_service.engine.sequence import Admission
+
+
+def admission_of(
+    name: str,
+    prompt: Sequence[int],
+    new_tokens: int,
+    *,
+    residency: Residency = Residency.RESIDENT,
+    split_tokens: int = 0,
+    split_line: SplitLine | None = None,
+) -> Admission:
+    """Return a greedy request for exactly `new_tokens` tokens.
+
+    `split_line`: the engine follows it, and draws it anew when costs change; None: the
+    split stays.
+    """
+    return Admission(
+        request_id=name,
+        attempt=0,
+        prompt=tuple(prompt),
+        delivered=(),
+        sampling=Sampling(max_tokens=new_tokens, ignore_eos=True),
+        residency=residency,
+        split_tokens=split_tokens,
+        split_line=split_line,
+        salt=b"",
+    )
+
+
+def outputs_until_idle(engine: Engine, store: LocalStore | None = None) -> Iterator[StepOutput]:
+    """Step until no request is left; yield what each step gave. Raises a request's error.
+
+    `store`: carries out what the engine asks of its store; None: the engine has none.
+    """
+    while True:
+        output = engine.step()
+        for finish in output.finishes:
+            if finish.error is not None:
+                raise finish.error
+        yield output
+        if store is not None:
+            store.handle(output)
+        if engine.is_idle:
+            return
+        if store is not None:
+            for answer in store.answers(wait=not output.ran):
+                engine.post(answer)
