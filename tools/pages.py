@@ -1,7 +1,7 @@
 """Put the output of commands into the documentation: `python -m tools.pages`.
 
 A page marks the place: `<!-- begin splitpoint what-pays -->` and `<!-- end -->` surround what that
-command prints.
+command prints. A benchmark is named by its module: `<!-- begin benchmarks.kvpr_tables -->`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import sys
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-_BLOCK = re.compile(r"(<!-- begin splitpoint ([a-z -]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
+_BLOCK = re.compile(
+    r"(<!-- begin ((?:splitpoint |benchmarks\.)[^>]+) -->\n).*?(<!-- end -->\n)", re.DOTALL
+)
 
 
 def updated(page: str) -> str:
@@ -21,8 +23,13 @@ def updated(page: str) -> str:
 
 
 def _output(command: str) -> str:
-    arguments = [sys.executable, "-m", "splitpoint_cli", *command.split()]
-    return subprocess.run(arguments, stdout=subprocess.PIPE, text=True, check=True).stdout
+    module, *options = command.split()
+    module = "splitpoint_cli" if module == "splitpoint" else module
+    arguments = [sys.executable, "-m", module, *options]
+    answer = subprocess.run(
+        arguments, stdout=subprocess.PIPE, text=True, check=True, cwd=DOCS.parent
+    )
+    return answer.stdout
 
 
 def pages() -> list[Path]:

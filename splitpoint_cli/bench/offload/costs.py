@@ -75,12 +75,11 @@ class BatchCosts:
         rebuilt (R) while K,V of the rest are loaded (P), as in Eq. 10 there.
         """
         if schedule is Schedule.COLUMN:
-            link, device = self.bound(split)
-            load = self._rates.link_seconds(0, self._total - self._all(split))
-            late = max(0.0, self.compute_seconds - (link - load))
-            rebuild = device - self.compute_seconds + late
-            last = self.compute_seconds / self.shape.layer_count
-            return link - load + max(load, rebuild) + last
+            costs, total = self._costs, self._all(split)
+            load = costs.link_seconds(0, self._total - total)
+            send = self._link_seconds(costs, total) - load
+            rebuild = costs.rebuild_seconds(total) + max(0.0, self.compute_seconds - send)
+            return send + max(load, rebuild) + self.compute_seconds / costs.layer_count
         options = PipelineOptions(Schedule.SERIAL)
         if schedule is Schedule.PIPELINED:
             options = best_pipeline_options(
@@ -95,10 +94,10 @@ class BatchCosts:
 
     def bound(self, split: int) -> tuple[float, float]:
         """Return (link seconds, compute seconds) of a step; the greater is its lower bound."""
-        rates = self._rates
+        rates = replace(self._costs, copy_overhead=0.0, rebuild_overhead=0.0)
         total = self._all(split)
-        link = rates.link_seconds(total, self._total) - (rates.kv_weights if total else 0.0)
-        return link + rates.weights, self.compute_seconds + rates.rebuild_seconds(total)
+        link = self._link_seconds(rates, total)
+        return link, self.compute_seconds + rates.rebuild_seconds(total)
 
     # -- below ------------------------------------------------------------------------
 
@@ -110,9 +109,10 @@ class BatchCosts:
     def _costs(self) -> SplitCosts:
         return SplitCosts.of(self.shape, self.profile)
 
-    @property
-    def _rates(self) -> SplitCosts:
-        return replace(self._costs, copy_overhead=0.0, rebuild_overhead=0.0)
+    def _link_seconds(self, costs: SplitCosts, total: int) -> float:
+        """Return how long a step keeps the link busy: X, K, V and weights on the host."""
+        kv_weights = costs.kv_weights if total else 0.0
+        return costs.link_seconds(total, self._total) - kv_weights + costs.weights
 
     def _all(self, split: int) -> int:
         return self.batch * split
