@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.quiet import Timed, timed
+from benchmarks.quiet import Timed, is_quiet, median_seconds, timed
 from splitpoint.costs.profile import Profile, fit_line
 from splitpoint.errors import Internal
 from splitpoint.planning.plan import Objective, Residency
@@ -32,7 +32,7 @@ from splitpoint_cli.bench.offload.report import DecodeRun, OffloadWorkload
 from splitpoint_cli.bench.shared.engine_memory import CHUNK_TOKENS, MAX_BATCHED_TOKENS
 
 REFITS = 10
-ROUNDS = 3
+ROUNDS = 4
 # A vocabulary whose logits do not outweigh the few layers.
 VOCABULARY = 8192
 LINK_RATES = (1e8, 3e9)
@@ -90,7 +90,7 @@ def draw(rng: random.Random, threads: int) -> ResidencyCase:
 
 
 def run_case(case: ResidencyCase) -> dict[str, Any]:
-    """Measure one case; seconds are medians."""
+    """Measure one case; seconds are medians of the quieter half of the runs."""
     torch.set_num_threads(case.threads)
     with closing(OffloadHost(make_model(case.shape, case.workload), case.workload)) as host:
         host.prefill()
@@ -101,9 +101,7 @@ def run_case(case: ResidencyCase) -> dict[str, Any]:
         measured = runner.measure(profile)
     if comparison.best is None:
         raise Internal("a residency case without a possible way")
-    seconds = {
-        way: statistics.median(each.seconds for each in runs) for way, runs in measured.items()
-    }
+    seconds = {way: median_seconds(runs) for way, runs in measured.items()}
     best = min(seconds, key=lambda way: seconds[way])
     chosen = comparison.best
     return {
@@ -125,7 +123,7 @@ def run_case(case: ResidencyCase) -> dict[str, Any]:
         "best": best.value,
         "best_seconds": seconds[best],
         "sweep": {way.value: seconds[way] for way in WAYS},
-        "quiet": all(each.quiet for runs in measured.values() for each in runs),
+        "quiet": all(is_quiet(runs) for runs in measured.values()),
     }
 
 
@@ -163,8 +161,8 @@ class _Runner:
                 steps.append((read, statistics.median(step.seconds for step in run.steps)))
         return _with_steps(host.refitted_profile, steps)
 
-    def measure(self, profile: Profile) -> dict[Way, list[Timed]]:
-        found: dict[Way, list[Timed]] = {way: [] for way in WAYS}
+    def measure(self, profile: Profile) -> dict[Way, list[Timed[None]]]:
+        found: dict[Way, list[Timed[None]]] = {way: [] for way in WAYS}
         runs = {
             Way.WAVES: lambda: self._waves(profile),
             Way.STREAMED: lambda: self._streamed(profile),

@@ -1,54 +1,63 @@
-"""Timing of runs that no other process disturbed.
+"""Times of runs beside the processor seconds that other processes took meanwhile.
 
 A process that runs beside a measured one stalls its threads, and a median of a few runs
-shows the other process. Each run is therefore timed with the processor seconds that other
-processes took meanwhile, and repeated if these were too many.
+then shows the other process. So each run is timed together with the share of a processor
+that others used, and the quieter half of the runs counts.
 """
 
 from __future__ import annotations
 
 import os
 import resource
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
 
 _TICKS = os.sysconf("SC_CLK_TCK")
-# Processor seconds of others: the resolution of /proc/stat, and a share of the run.
-_LEAST_FOREIGN = 0.02
-_FOREIGN_SHARE = 0.10
-MOST_TRIES = 6
+# Processors' worth of other work during a run that still counts as quiet.
+QUIET = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
-    """Seconds of a run; `quiet` is False if every try was disturbed."""
+class Timed(Generic[T]):
+    """A run's result and seconds; `foreign`: processors that other processes kept busy."""
 
+    result: T
     seconds: float
-    quiet: bool
+    foreign: float
 
 
-def timed(run: Callable[[], object], prepare: Callable[[], None] = lambda: None) -> Timed:
-    """Time `run`, again while it was disturbed; `prepare` comes before each try, untimed.
+def timed(run: Callable[[], T]) -> Timed[T]:
+    """Run once."""
+    busy, own, started = _busy_seconds(), _own_seconds(), time.perf_counter()
+    result = run()
+    seconds = time.perf_counter() - started
+    foreign = (_busy_seconds() - busy) - (_own_seconds() - own)
+    return Timed(result, seconds, max(0.0, foreign) / seconds)
 
-    If all tries were disturbed, the least disturbed one counts.
-    """
-    tries: list[tuple[float, float]] = []
-    for _ in range(MOST_TRIES):
-        prepare()
-        busy, own, started = _busy_seconds(), _own_seconds(), time.perf_counter()
-        run()
-        seconds = time.perf_counter() - started
-        foreign = (_busy_seconds() - busy) - (_own_seconds() - own)
-        if foreign <= max(_LEAST_FOREIGN, _FOREIGN_SHARE * seconds):
-            return Timed(seconds, True)
-        tries.append((foreign / seconds, seconds))
-    return Timed(min(tries)[1], False)
+
+def quieter_half(runs: Sequence[Timed[T]]) -> Sequence[Timed[T]]:
+    """Return the half of the runs, at least one, beside which the least else was done."""
+    return sorted(runs, key=lambda each: each.foreign)[: (len(runs) + 1) // 2]
+
+
+def median_seconds(runs: Sequence[Timed[T]]) -> float:
+    """Return the median of the quieter half."""
+    return statistics.median(each.seconds for each in quieter_half(runs))
+
+
+def is_quiet(runs: Sequence[Timed[T]]) -> bool:
+    """Return True if the quieter half was quiet."""
+    return all(each.foreign <= QUIET for each in quieter_half(runs))
 
 
 def _busy_seconds() -> float:
-    """Return the seconds for which all processors together have worked, for this host or others."""
+    """Return the seconds for which all processors have worked, or another host kept them."""
     fields = [int(each) for each in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     user, nice, system, _idle, _iowait, irq, softirq, steal = fields
     return (user + nice + system + irq + softirq + steal) / _TICKS

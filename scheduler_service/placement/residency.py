@@ -1,0 +1,106 @@
+"""Waits for device memory, or streams at once: for a request that fits a worker, but not now.
+
+On top of `splitpoint.residency.waiting`, which compares the two by rates. Pure: what runs on
+the worker is told by the admission queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from scheduler_service.worker_facts import WorkerFacts
+from splitpoint.planning.plan import Objective
+from splitpoint.residency.load import DeviceRoom, RequestLoad
+from splitpoint.residency.waiting import Running, wait_or_stream
+
+# Streaming must be predicted to take at most this share of waiting: once streamed, a request
+# stays so, and how long the others run is a guess.
+WORTH_IT = 0.75
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRequest:
+    """A request on the worker: its tokens, the steps that it is expected to need, its pages."""
+
+    length: int
+    steps_left: int
+    pages: int
+    is_streamed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The request that found no room.
+
+    Attributes:
+        prompt_tokens: all that is known of it, delivered tokens included.
+        answer_tokens: expected ones that are not generated yet.
+        missing_pages: pages that must become free before it is resident.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    answer_tokens: int
+    missing_pages: int
+
+
+def reason_to_stream(
+    worker: WorkerFacts,
+    wanted: Wanted,
+    running: Sequence[RunningRequest],
+    objective: Objective,
+) -> str | None:
+    """Return why the request had better be streamed now; None if it had better wait."""
+    profile = worker.profile
+    if not running or not (profile.step_compute_seconds or profile.memory_seconds_per_byte):
+        return None  # nothing is known about the length of a step
+    load = RequestLoad(
+        request_count=1,
+        prompt_tokens=wanted.prompt_tokens,
+        cached_tokens=min(wanted.cached_tokens, wanted.prompt_tokens - 1),
+        answer_tokens=max(1, wanted.answer_tokens),
+    )
+    found = wait_or_stream(
+        worker.shape,
+        profile,
+        load,
+        _room_of(worker, objective),
+        Running(
+            len(running),
+            sum(each.length for each in running) // len(running),
+            _steps_until_free(running, wanted.missing_pages),
+            tuple(each.length for each in running if each.is_streamed),
+        ),
+    )
+    return found.reason if found.stream_score <= WORTH_IT * found.wait_score else None
+
+
+def _steps_until_free(running: Iterable[RunningRequest], missing_pages: int) -> int:
+    """Return the decode steps until requests that end have freed so many pages.
+
+    Shared pages count as freed with each of their holders, so the wait may take longer.
+    """
+    steps = 0
+    for each in sorted(running, key=lambda request: request.steps_left):
+        if missing_pages <= 0:
+            break
+        missing_pages -= each.pages
+        steps = each.steps_left
+    return steps
+
+
+def _room_of(worker: WorkerFacts, objective: Objective) -> DeviceRoom:
+    return DeviceRoom(
+        cache_bytes=worker.cache_capacity_bytes,
+        streamed_pages=max(1, worker.streamed_page_count),
+        max_batch=worker.max_batch_size,
+        has_activations=worker.has_activations,
+        has_store=bool(worker.kvstore_address),
+        chunk_tokens=worker.chunk_tokens,
+        staging_tokens=worker.staging_tokens,
+        prefill_tokens=worker.max_batched_tokens,
+        schedule=worker.schedule,
+        encoding=worker.encoding,
+        objective=objective,
+    )

@@ -1,0 +1,76 @@
+"""Waiting for memory or streaming at once, as the scheduler asks it. Quick: below a second."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from scheduler_service.placement.residency import RunningRequest, Wanted, reason_to_stream
+from scheduler_service.worker_facts import WorkerFacts
+from splitpoint.costs.profile import BUILT_IN_PROFILES
+from splitpoint.planning.plan import Objective
+from splitpoint.planning.schedule import Schedule
+from splitpoint.shapes import BUILT_IN_SHAPES
+
+SHAPE = BUILT_IN_SHAPES["opt-6.7b"]
+WORKER = WorkerFacts(
+    worker_id="0",
+    address="127.0.0.1:1",
+    shape=SHAPE,
+    profile=BUILT_IN_PROFILES["a100-pcie4"],
+    chunk_tokens=64,
+    has_activations=True,
+    cache_capacity_bytes=40 * SHAPE.page_bytes(64),
+    page_bytes=SHAPE.page_bytes(64),
+    streamed_page_count=1,
+    max_batch_size=32,
+    kvstore_address="unix:/store",
+    schedule=Schedule.PIPELINED,
+    staging_tokens=1024,
+    max_batched_tokens=512,
+)
+SHORT = Wanted(prompt_tokens=129, cached_tokens=64, answer_tokens=8, missing_pages=3)
+LONG = Wanted(prompt_tokens=1088, cached_tokens=1024, answer_tokens=200, missing_pages=18)
+
+
+def running(steps_left: int, pages: int = 18) -> RunningRequest:
+    return RunningRequest(1000, steps_left, pages, is_streamed=False)
+
+
+def test_a_short_answer_is_streamed_past_a_long_wait() -> None:
+    reason = reason_to_stream(WORKER, SHORT, [running(2000), running(2000)], Objective.LATENCY)
+    assert reason is not None
+    assert "streaming at once finishes in" in reason
+
+
+def test_for_throughput_it_waits_since_all_end_as_late_either_way() -> None:
+    requests = [running(2000), running(2000)]
+    assert reason_to_stream(WORKER, SHORT, requests, Objective.THROUGHPUT) is None
+    # Side by side instead of one after the other: half of the steps, each with a small pull.
+    even = replace(SHORT, answer_tokens=30)
+    assert reason_to_stream(WORKER, even, [running(30)], Objective.THROUGHPUT) is not None
+
+
+@pytest.mark.parametrize("objective", Objective)
+def test_a_long_answer_waits_for_memory_that_is_free_soon(objective: Objective) -> None:
+    assert reason_to_stream(WORKER, LONG, [running(5), running(2000)], objective) is None
+
+
+def test_the_wait_ends_when_enough_pages_are_free() -> None:
+    """Of two requests, the first frees two pages soon, the other one twenty much later."""
+    soon, late = running(10, pages=2), running(2000, pages=20)
+    few = replace(SHORT, missing_pages=2)
+    assert reason_to_stream(WORKER, few, [late, soon], Objective.LATENCY) is None
+    more = replace(SHORT, missing_pages=3)
+    assert reason_to_stream(WORKER, more, [late, soon], Objective.LATENCY) is not None
+
+
+def test_without_a_measured_step_a_request_waits() -> None:
+    unknown = replace(WORKER.profile, memory_seconds_per_byte=0.0, step_compute_seconds=0.0)
+    worker = replace(WORKER, profile=unknown)
+    assert reason_to_stream(worker, SHORT, [running(2000)], Objective.LATENCY) is None
+
+
+def test_an_idle_worker_is_not_waited_for() -> None:
+    assert reason_to_stream(WORKER, SHORT, [], Objective.LATENCY) is None
