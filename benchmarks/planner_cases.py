@@ -24,7 +24,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ NEAR_BEST = 1.05
 Case = dict[str, Any]
 
 
-def case_of(number: int, seed: int, threads: int) -> Callable[[], Case]:
+def case_of(number: int, seed: int, threads: int) -> partial[Case]:
     """Return the run of case `number`, drawn from the seed and the number alone."""
     rng = random.Random(f"{seed} {number}")
     kind = KINDS[number % len(KINDS)]
@@ -132,7 +132,7 @@ def _line(case: Case) -> str:
     )
 
 
-def _resumed(path: Path | None, arguments: argparse.Namespace) -> list[Case]:
+def resumed(path: Path | None, arguments: argparse.Namespace) -> list[Case]:
     """Return the finished cases of the file. Raises ValueError if it is of other cases."""
     if path is None or not path.exists():
         return []
@@ -143,7 +143,7 @@ def _resumed(path: Path | None, arguments: argparse.Namespace) -> list[Case]:
     return cases
 
 
-def _keep(path: Path | None, arguments: argparse.Namespace, cases: list[Case]) -> None:
+def keep(path: Path | None, arguments: argparse.Namespace, cases: list[Case]) -> None:
     if path is None:
         return
     text = json.dumps({"seed": arguments.seed, "threads": arguments.threads, "cases": cases})
@@ -155,7 +155,7 @@ def _keep(path: Path | None, arguments: argparse.Namespace, cases: list[Case]) -
 def _run(arguments: argparse.Namespace) -> list[Case]:
     """Run the missing cases until all are there or the time is over."""
     progress = Progress()
-    cases = _resumed(arguments.resume, arguments)
+    cases = resumed(arguments.resume, arguments)
     done = {case["number"] for case in cases}
     deadline = time.monotonic() + 60 * arguments.minutes if arguments.minutes else None
     missing = [number for number in range(arguments.cases) if number not in done]
@@ -166,7 +166,7 @@ def _run(arguments: argparse.Namespace) -> list[Case]:
         case = {"number": number, **case_of(number, arguments.seed, arguments.threads)()}
         case["wall_seconds"] = time.perf_counter() - started
         cases.append(case)
-        _keep(arguments.resume, arguments, cases)
+        keep(arguments.resume, arguments, cases)
         progress.say(_line(case))
     return sorted(cases, key=lambda case: int(case["number"]))[: arguments.cases]
 

@@ -26,13 +26,16 @@ from splitpoint_cli.bench.restore.workload import (
     MAX_BATCHED_TOKENS,
     RestoreWorkload,
 )
+from splitpoint_cli.bench.shared.engine_memory import exact_memory
 from worker_service.checkpoint.config import DecoderConfig
-from worker_service.device.cache import TORCH_TYPES
+from worker_service.device.cache import TORCH_TYPES, DeviceCache
 from worker_service.device.memory import STAGING_PAGES
 from worker_service.engine.cost_watch import CostWatch
+from worker_service.engine.engine import Engine
 from worker_service.lanes.timeline import Span
 from worker_service.model.decoder import Decoder
 from worker_service.profiling.profiler import measure
+from worker_service.profiling.restore_costs import measure_overheads
 
 REFITS = 10
 SWEEP_POINTS = 8
@@ -40,6 +43,8 @@ REFIT_TRIES = 2
 SWEEP_ROUNDS = 3
 FINAL_ROUNDS = 8
 FINALISTS = 3
+# Pages of the short restores by which a worker measures overheads.
+OVERHEAD_CHUNKS = 8
 LOAD = "split 0"
 Run = Callable[[], list[Span]]
 
@@ -70,7 +75,7 @@ def run_case(workload: RestoreWorkload) -> dict[str, Any]:
     with stored_prefixes(workload, model, device) as stored:
         restorer = Restorer(stored, workload)
         try:
-            at_start = measure(model, device, "planner_cases", lanes=restorer.lanes)
+            at_start = _measured_at_start(model, stored, restorer)
             first = plan_request(model.shape, at_start, plan_input(workload, stored))
             profile = refitted(at_start, workload, stored, restorer)
             plan = plan_request(model.shape, profile, plan_input(workload, stored))
@@ -100,6 +105,24 @@ def run_case(workload: RestoreWorkload) -> dict[str, Any]:
         "sweep": {each.name: each.median for each in contenders},
         "quiet": all(is_quiet(each.runs) for each in finalists),
     }
+
+
+def _measured_at_start(model: Decoder, stored: Stored, restorer: Restorer) -> Profile:
+    """Return the profile that a worker on these lanes measures at its start."""
+    layout = stored.tensors.layout
+    tokens = OVERHEAD_CHUNKS * CHUNK_TOKENS
+    memory = exact_memory(
+        model.shape, layout, weight_bytes=model.weight_bytes, batch=1, tokens=tokens
+    )
+    engine = Engine(
+        model,
+        DeviceCache(layout, memory, stored.device),
+        max_batch_size=1,
+        max_batched_tokens=MAX_BATCHED_TOKENS,
+        lanes=restorer.lanes,
+    )
+    profile = measure(model, stored.device, "planner_cases", lanes=restorer.lanes)
+    return measure_overheads(engine, profile)
 
 
 def plan_input(workload: RestoreWorkload, stored: Stored) -> PlanInput:

@@ -1,0 +1,89 @@
+"""The summary of `benchmarks.planner_cases`, its continued runs, and its counting of quiet runs.
+
+Quick: no case is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.planner_cases import KINDS, case_of, keep, resumed, summary
+from benchmarks.quiet import Timed, is_quiet, median_seconds, timed
+
+
+def case(
+    number: int, chosen: float, best: float, predicted: float, **fields: Any
+) -> dict[str, Any]:
+    return {
+        "number": number,
+        "kind": "restore",
+        "split_can_pay": True,
+        "chosen_seconds": chosen,
+        "best_seconds": best,
+        "predicted_seconds": predicted,
+        "first_predicted_seconds": 2 * predicted,
+        "quiet": True,
+        **fields,
+    }
+
+
+def test_the_summary_counts_choices_and_errors_by_kind() -> None:
+    found = summary(
+        [
+            case(0, 1.0, 1.0, 1.1),
+            case(1, 1.04, 1.0, 1.04),
+            case(2, 1.5, 1.0, 1.2, quiet=False),
+            case(3, 2.0, 2.0, 1.0, kind="residency"),
+        ]
+    )
+    assert found["all"]["within_5_percent_of_best"] == 0.75
+    assert found["multi_head_restores"]["within_5_percent_of_best"] == pytest.approx(2 / 3)
+    assert found["multi_head_restores"]["median_error"] == pytest.approx(0.1)
+    assert found["multi_head_restores"]["worst_over_best"] == 1.5
+    assert found["multi_head_restores"]["disturbed"] == 1
+    assert found["residency"]["median_error"] == pytest.approx(0.5)
+    assert "grouped_query_restores" not in found
+
+
+def test_a_run_goes_on_where_it_ended_and_refuses_other_cases(tmp_path: Path) -> None:
+    path = tmp_path / "cases.json"
+    arguments = argparse.Namespace(seed=3, threads=1)
+    assert resumed(path, arguments) == []
+    assert resumed(None, arguments) == []
+    cases = [case(4, 1.0, 1.0, 1.0)]
+    keep(path, arguments, cases)
+    assert resumed(path, arguments) == cases
+    assert [file.name for file in tmp_path.iterdir()] == ["cases.json"]
+    with pytest.raises(ValueError, match="another seed"):
+        resumed(path, argparse.Namespace(seed=4, threads=1))
+
+
+def test_cases_depend_on_seed_and_number_alone() -> None:
+    for number, kind in enumerate(KINDS):
+        first, again = (case_of(number, 0, 1) for _ in range(2))
+        other = case_of(number, 1, 1)
+        assert first.args == again.args
+        assert first.args != other.args
+        assert (kind is None) == ("residency" in first.func.__module__)
+    multi_head = [kind for kind in KINDS if kind is not None and kind[0] == "opt-125m"]
+    assert 4 * len(multi_head) >= 20  # of forty cases
+
+
+def test_the_quieter_half_of_the_runs_counts() -> None:
+    runs = [
+        Timed(None, seconds, foreign) for seconds, foreign in ((9.0, 1.5), (2.0, 0.0), (1.0, 0.1))
+    ]
+    assert median_seconds(runs) == 1.5
+    assert is_quiet(runs)
+    assert not is_quiet([Timed(None, 1.0, 0.9)])
+
+
+def test_a_run_is_timed_with_its_result() -> None:
+    found = timed(lambda: sum(range(1000)))
+    assert found.result == 499500
+    assert found.seconds > 0
+    assert found.foreign >= 0
