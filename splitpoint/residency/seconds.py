@@ -12,6 +12,9 @@ a prefill of n tokens with their logits; m is seconds per byte of device memory,
 profile that has not measured it: its D has the attention in it already. Weights on the host
 cross the link in every step.
 
+Each copy and product of a streamed sequence takes o seconds of the device's host besides: a
+load in each layer, and a send and a rebuild where X is stored.
+
 A restore is predicted by `SplitCosts` with the split that the planner chooses. Knows no
 requests and no clock.
 """
@@ -63,7 +66,8 @@ class PieceSeconds:
             staging_tokens=self.room.staging_tokens,
             encoding=self.room.encoding,
             resident_tokens=resident_tokens,
-            step_compute_seconds=self.step(count + resident_count, length),
+            step_compute_seconds=self.step(count + resident_count, length)
+            + count * self._handed_operations * self.profile.operation_overhead_seconds,
         ).step_seconds
 
     def pulled_bytes(self, count: int, length: int, resident_tokens: int = 0) -> int:
@@ -123,6 +127,12 @@ class PieceSeconds:
         )
 
     # -- inside --------------------------------------------------------------------
+
+    @property
+    def _handed_operations(self) -> int:
+        """Copies and products of one streamed sequence in a step, at least."""
+        layers = self.shape.layer_count
+        return 3 * layers - 1 if self.room.has_activations else layers
 
     def _products(self, count: int) -> float:
         """Return max(D, n F / v)."""
