@@ -41,6 +41,19 @@ def with_weights(profile: Profile, sizes: WeightSizes, placement: WeightPlacemen
     )
 
 
+def prefill_tokens_beside_weights(
+    shape: ModelShape, profile: Profile, step_compute_seconds: float
+) -> int:
+    """Return the prompt tokens that a step computes while its weights cross the link.
+
+    A step lasts at least W / v_link for W bytes of weights on the host. Its decodes compute
+    `step_compute_seconds` of that; a prefill fills the rest at no cost. 0 if all weights are
+    on the device, or if decodes take longer than the weights.
+    """
+    idle = profile.weight_seconds - step_compute_seconds - profile.prefill_overhead_seconds
+    return max(0, int(idle * profile.prefill_flops_per_second / shape.prefill_flops_per_token))
+
+
 def weight_step(
     shape: ModelShape,
     profile: Profile,

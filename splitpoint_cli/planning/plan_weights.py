@@ -8,8 +8,14 @@ from dataclasses import dataclass
 from splitpoint.costs.profile import Profile
 from splitpoint.planning.plan import Plan, PlanInput
 from splitpoint.planning.weight_placement import WeightPlacement, WeightSizes
-from splitpoint.planning.weight_step import WeightStep, weight_step, with_weights
+from splitpoint.planning.weight_step import (
+    WeightStep,
+    prefill_tokens_beside_weights,
+    weight_step,
+    with_weights,
+)
 from splitpoint.shapes import ArenaLayout, ModelShape
+from splitpoint.words import counted
 from splitpoint_cli.output import seconds_text
 from worker_service.device.memory import divide, place
 
@@ -20,11 +26,13 @@ class PlannedWeights:
 
     Attributes:
         profile: the costs, with the bytes of weights that each step copies.
+        prefill_tokens: prompt tokens that a step computes while they cross the link.
     """
 
     sizes: WeightSizes
     placement: WeightPlacement
     profile: Profile
+    prefill_tokens: int
 
 
 def plan_weights(
@@ -56,7 +64,9 @@ def plan_weights(
         max_batch_size=max_batch,
         max_batched_tokens=max_batched_tokens,
     )
-    return PlannedWeights(sizes, placement, with_weights(profile, sizes, placement))
+    with_host = with_weights(profile, sizes, placement)
+    free = prefill_tokens_beside_weights(shape, with_host, with_host.step_compute_seconds)
+    return PlannedWeights(sizes, placement, with_host, free)
 
 
 def step_of(
@@ -77,6 +87,7 @@ def weights_report(planned: PlannedWeights, step: WeightStep) -> dict[str, objec
         "device_weight_bytes": planned.placement.device_bytes,
         "streamed_weight_bytes": planned.placement.streamed_bytes,
         "weights_reason": planned.placement.reason,
+        "prefill_tokens_beside_weights": planned.prefill_tokens,
         "weight_step": dataclasses.asdict(step),
     }
 
@@ -92,4 +103,6 @@ def weights_rows(planned: PlannedWeights, step: WeightStep) -> list[tuple[str, s
                 f"whole layers ahead of their cache {seconds_text(step.coarse)}",
             )
         )
+        tokens = counted(planned.prefill_tokens, "prompt token")
+        listed.append(("prefill beside them", f"{tokens} a step at no cost: --max-batched-tokens"))
     return listed

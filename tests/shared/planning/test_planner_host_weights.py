@@ -31,7 +31,11 @@ from splitpoint.planning.weight_schedule import (
     WeightPiece,
     simulate_pass,
 )
-from splitpoint.planning.weight_step import weight_step, with_weights
+from splitpoint.planning.weight_step import (
+    prefill_tokens_beside_weights,
+    weight_step,
+    with_weights,
+)
 from splitpoint.shapes import BUILT_IN_SHAPES
 
 OPT = BUILT_IN_SHAPES["opt-6.7b"]
@@ -250,3 +254,16 @@ def test_a_steps_link_counts_its_weights() -> None:
     assert "compute is the limit" not in reason, reason
     without = replace(busy, host_weight_bytes=0, host_kv_weight_bytes=0)
     assert "compute is the limit" in plan_request(OPT, without, request).reason
+
+
+def test_prefill_beside_weights_takes_as_long_as_the_weights() -> None:
+    tokens = prefill_tokens_beside_weights(OPT, STREAMED, STREAMED.step_compute_seconds)
+    assert tokens > 1000
+    flops = tokens * OPT.prefill_flops_per_token
+    busy = flops / A100.prefill_flops_per_second + A100.prefill_overhead_seconds + 0.01
+    assert busy == pytest.approx(STREAMED.weight_seconds, rel=1e-3)
+    # Half as many bytes leave time for less than half as many tokens.
+    half = replace(STREAMED, host_weight_bytes=STREAMED.host_weight_bytes // 2)
+    assert prefill_tokens_beside_weights(OPT, half, 0.01) < tokens / 2
+    assert prefill_tokens_beside_weights(OPT, A100, 0.0) == 0
+    assert prefill_tokens_beside_weights(OPT, STREAMED, 10.0) == 0
