@@ -67,6 +67,11 @@ class PageAllocator:
         """Pages that can be allocated: free and cached ones."""
         return len(self._free) + len(self._cached)
 
+    @property
+    def kept_pages(self) -> frozenset[int]:
+        """Pages that `keep` marked: cached ones, and those that will be."""
+        return frozenset(self._kept)
+
     def references(self, page: int) -> int:
         """Return how many references a page has; 0 if it is free or cached."""
         return self._references.get(page, 0)
