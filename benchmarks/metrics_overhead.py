@@ -206,6 +206,7 @@ def _engine(model: Decoder) -> Engine:
         DeviceCache(layout, plan, CPU),
         max_batch_size=limits["max_batch_size"],
         max_batched_tokens=limits["max_batched_tokens"],
+        shares_prefixes=False,  # each round computes its prompts
     )
 
 

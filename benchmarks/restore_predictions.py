@@ -67,6 +67,8 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         host_memory="512MiB",
         activations="always",
         threads=arguments.threads,
+        # Each prefix is restored again and again.
+        no_device_prefix_cache=True,
     ) as (stack, client):
         for prefix in prefixes.values():
             await client.generate(prefix, max_tokens=1, ignore_eos=True).complete()

@@ -38,6 +38,7 @@ def make_engine(
     has_store: bool = True,
     lanes: Lanes | None = None,
     verifier: Verifier | None = None,
+    shares_prefixes: bool = True,
 ) -> Engine:
     """Return an fp32 engine of a checkpoint or model; `cache_pages` sizes its budget exactly."""
     model = source if isinstance(source, Decoder) else Decoder.load(source, device, torch.float32)
@@ -67,6 +68,7 @@ def make_engine(
         eos_token_ids=eos_token_ids,
         lanes=lanes,
         verifier=verifier,
+        shares_prefixes=shares_prefixes,
     )
 
 

@@ -54,6 +54,8 @@ class StackShape:
     lease_seconds: float = 60.0
     store_arguments: tuple[str, ...] = ()
     verify_rate: float = VERIFY_RATE.default
+    # Most tests here are about what comes from the store.
+    shares_prefixes: bool = False
     # The workers take their store for one on another host.
     mirror_memory_bytes: int | None = None
 
@@ -88,7 +90,11 @@ class LocalStack:
 
     async def store_stats(self) -> kvstore_pb2.GetStatsResponse:
         stats: kvstore_pb2.GetStatsResponse
-        stats = await self.store.GetStats(kvstore_pb2.GetStatsRequest(check_integrity=True))
+        stats = await self.store.GetStats(
+            # Its channel may not have noticed yet that the store is back.
+            kvstore_pb2.GetStatsRequest(check_integrity=True),
+            wait_for_ready=True,
+        )
         return stats
 
     async def assert_clean(self) -> None:
@@ -227,6 +233,7 @@ async def serving_worker(
                 max_batch_size=shape.max_batch_size,
                 max_batched_tokens=shape.max_batched_tokens,
                 verify_rate=shape.verify_rate,
+                shares_prefixes=shape.shares_prefixes,
                 kvstore_is_remote=mirror_memory_bytes is not None,
                 mirror_memory_bytes=mirror_memory_bytes,
             )

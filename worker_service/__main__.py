@@ -66,6 +66,7 @@ def options_from(arguments: argparse.Namespace, identity: Identity) -> WorkerOpt
         identity=identity,
         kvstore_is_remote=arguments.kvstore_remote,
         mirror_memory_bytes=None if mirror is None else parse_size(mirror, field="mirror-memory"),
+        shares_prefixes=not arguments.no_device_prefix_cache,
         is_serial=arguments.serial,
         link_bytes_per_second=None if rate is None else parse_rate(rate, field="link-rate"),
         trace_file=arguments.trace,

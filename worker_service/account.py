@@ -80,6 +80,7 @@ class Account:
 
     Attributes:
         written, fetched: totals that write-back and the fetcher update.
+        device_tokens: cached tokens that no restore had to bring.
         cache_tokens: tokens of restores under RESIDENT, of streamed steps under STREAMED.
         split_tokens: the latest split of a restore or of a streamed step; None before.
         predicted_seconds, measured_seconds: seconds of work that was predicted.
@@ -103,6 +104,7 @@ class Account:
         self.written = WriteTotals()
         self.fetched = FetchTotals()
         self.cache_tokens = dict.fromkeys(WAYS, 0)
+        self.device_tokens = 0
         self.restores = dict.fromkeys(METHODS, 0)
         self.split_tokens: int | None = None
         self.predicted_seconds = dict.fromkeys(Predicted, 0.0)
@@ -150,6 +152,7 @@ class Account:
             self.split_tokens = streamed.split
 
     def _add_restore(self, event: RestoreEvent) -> None:
+        self.device_tokens += event.device_tokens
         if not event.brought_tokens:
             return
         self.restores[event.method] += 1

@@ -79,6 +79,13 @@ def _of_worker(worker: LoadedWorker) -> Iterable[Reading]:
     yield Reading(metrics.WORKER_CACHE_BYTES, used, ("used",))
     yield Reading(metrics.WORKER_CACHE_BYTES, capacity, ("capacity",))
     yield Reading(metrics.WORKER_CACHE_USAGE, used / capacity)
+    pages = engine.cache.pages
+    for state, count in (
+        ("used", pages.used_count),
+        ("cached", pages.cached_count),
+        ("free", pages.free_count),
+    ):
+        yield Reading(metrics.WORKER_CACHE_PAGES, count, (state,))
     # A prefill is itself one of the batch.
     budget = engine.max_batch_size - 1 + engine.max_batched_tokens
     yield Reading(metrics.WORKER_STEP_TOKEN_BUDGET, budget)
@@ -121,6 +128,7 @@ def _of_cache(account: Account) -> Iterable[Reading]:
     yield Reading(metrics.RECOMPUTE_SECONDS, account.prefill_seconds, ("tokens",))
     for (residency, way), count in account.cache_tokens.items():
         yield Reading(metrics.CACHE_TOKENS, count, (residency.value, way.value))
+    yield Reading(metrics.WORKER_DEVICE_CACHED_TOKENS, account.device_tokens)
     yield Reading(metrics.FETCHED_TOKENS, account.fetched.tokens)
     yield Reading(metrics.FETCH_SECONDS, account.fetched.seconds)
     for method, count in account.restores.items():

@@ -32,7 +32,7 @@ from worker_service.engine.messages import StepOutput
 from worker_service.profiling.profiler import measure
 from worker_service.runtime import ENGINE_FAILED, Listener
 from worker_service.startup import LoadedWorker
-from worker_service.telemetry import TELEMETRY_SECONDS, telemetry_of
+from worker_service.telemetry import TELEMETRY_SECONDS, Telemeter
 from worker_service.wire import admission_from, refusal, response_from
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             # The scheduler learns at once that the stream was accepted.
             await context.send_initial_metadata(())
             step = 0
-            timer = _TelemetryTimer()
+            timer, telemeter = _TelemetryTimer(), Telemeter(worker)
             async for output in _outputs_until(listener.outputs, ends, timer):
                 if worker.runtime.failed.is_set():
                     # To the scheduler the worker is lost, and its requests go on elsewhere.
@@ -121,7 +121,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 step += 1
                 if output is None:
                     output = worker.runtime.idle_output()
-                telemetry = telemetry_of(worker) if timer.restart_if_due() else None
+                telemetry = telemeter.message() if timer.restart_if_due() else None
                 yield response_from(output, step, telemetry)
         finally:
             # A task of its own: a killed scheduler cancels this call at any moment, and the

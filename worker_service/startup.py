@@ -77,6 +77,7 @@ class WorkerOptions:
     identity: Identity = PLAIN
     kvstore_is_remote: bool = False
     mirror_memory_bytes: int | None = None
+    shares_prefixes: bool = True
     is_serial: bool = False
     link_bytes_per_second: int | None = None
     trace_file: Path | None = None
@@ -287,6 +288,7 @@ def _load_engine(
         tokenizer=Tokenizer.load(folder),
         lanes=lanes,
         verifier=Verifier(options.verify_rate),
+        shares_prefixes=options.shares_prefixes,
     )
     log.info(
         "%s on %s: weights take %s (%s), cache %s in %d pages",

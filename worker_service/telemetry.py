@@ -13,6 +13,24 @@ from worker_service.startup import LoadedWorker
 TELEMETRY_SECONDS = 1.0
 
 
+class Telemeter:
+    """Makes the telemetry of one Run stream, which tells only once what does not change."""
+
+    def __init__(self, worker: LoadedWorker) -> None:
+        self._worker = worker
+        self._told_version: int | None = None
+
+    def message(self) -> types_pb2.Telemetry:
+        """Return the present telemetry; with the chunks on the device if they changed."""
+        telemetry = telemetry_of(self._worker)
+        shared = self._worker.engine.page_manager.shared
+        if shared is not None and shared.prefixes.version != self._told_version:
+            # The engine goes on meanwhile: a later change is told with the next message.
+            self._told_version = shared.prefixes.version
+            telemetry.device_chunk_marks = shared.prefixes.marks()
+        return telemetry
+
+
 def telemetry_of(worker: LoadedWorker) -> types_pb2.Telemetry:
     """Return the worker's present telemetry, without waking the engine."""
     account, engine = worker.runtime.account, worker.engine

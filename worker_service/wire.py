@@ -65,6 +65,7 @@ def admission_from(
         method=plan.method,
         recomputed_tokens=plan.recomputed_tokens,
         tile_tokens=plan.tile_tokens,
+        restores_all=is_forced,
         predicted_restore_seconds=plan.predicted_restore_seconds,
         traceparent=command.traceparent,
     )

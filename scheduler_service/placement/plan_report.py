@@ -22,7 +22,7 @@ def actual_plan(plan: Plan, report: worker_pb2.RestoreReport | None) -> Plan:
     if report is None or report.method == 0:
         return plan
     method = method_from_proto(report.method)
-    for correct in (_fetched, _predicted, _recomputed, _timed):
+    for correct in (_fetched, _on_device, _predicted, _recomputed, _timed):
         plan = correct(plan, report)
     found = (report.cached_tokens, report.split_tokens, method)
     if found == (plan.cached_tokens, plan.split_tokens, plan.method):
@@ -51,6 +51,18 @@ def _fetched(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:
         plan,
         fetched_tokens=report.fetched_tokens,
         reason=f"{plan.reason}; fetched {fetched if report.fetched_tokens else 'nothing'}",
+    )
+
+
+def _on_device(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:
+    """Set the tokens that were on the device already; the reason says how many."""
+    if plan.device_tokens == report.device_tokens:
+        return plan
+    here = counted(report.device_tokens, "token was", "tokens were")
+    return replace(
+        plan,
+        device_tokens=report.device_tokens,
+        reason=f"{plan.reason}; {here} on the device already",
     )
 
 

@@ -251,6 +251,16 @@ WORKER_CACHE_BYTES = _worker.gauge(
 WORKER_CACHE_USAGE = _worker.gauge(
     "worker_cache_usage_ratio", "Used share of the device memory for the cache, 0 to 1."
 )
+WORKER_CACHE_PAGES = _worker.gauge(
+    "worker_cache_pages",
+    "Pages of the device memory for the cache: used by requests, cached (prefixes that no "
+    "request uses now), free.",
+    "state",
+)
+WORKER_DEVICE_CACHED_TOKENS = _worker.counter(
+    "worker_device_cached_tokens_total",
+    "Prompt tokens of requests that were on the device already, so that nothing restored them.",
+)
 WORKER_STEPS = _worker.counter(
     "worker_steps_total", "Engine steps by kind: prefill, decode, mixed.", "kind"
 )

@@ -89,6 +89,12 @@ VERIFY_RATE: Option[float] = Option(
     least=0,
     most=1,
 )
+NO_DEVICE_PREFIX_CACHE = Option(
+    "no-device-prefix-cache",
+    bool,
+    False,
+    "Keep no prefixes on the device and share none between requests: the twin, for comparison.",
+)
 SERIAL = Option(
     "serial", bool, False, "Run the serial twin: copy and compute in turn, without overlap."
 )
@@ -125,7 +131,7 @@ PROGRESS_LINES = Option(
 SECTIONS = (
     *COMMON,
     Section("model and device", (WORKER_ID, MODEL, DEVICE, DTYPE, DEVICE_MEMORY, THREADS)),
-    Section("batches", (MAX_BATCH, MAX_BATCHED_TOKENS, CHUNK_TOKENS)),
+    Section("batches", (MAX_BATCH, MAX_BATCHED_TOKENS, CHUNK_TOKENS, NO_DEVICE_PREFIX_CACHE)),
     Section("store", (KVSTORE, KVSTORE_REMOTE, MIRROR_MEMORY, PIN_LIMIT, VERIFY_RATE)),
     Section("lanes (docs/pipeline.md)", (SERIAL, LINK_RATE, TRACE)),
     Section("progress", (PROGRESS_SECONDS, PROGRESS_LINES)),

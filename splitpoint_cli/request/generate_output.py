@@ -16,25 +16,27 @@ from splitpoint_cli.output import seconds_text
 def summary(completion: Completion) -> str:
     """Return what was done and its time, in one line."""
     usage = completion.usage
-    fetched = completion.plan.fetched_tokens if completion.plan is not None else 0
+    plan = completion.plan
+    fetched, here = (plan.fetched_tokens, plan.device_tokens) if plan is not None else (0, 0)
     restored = ""
-    is_restored = usage.cached_tokens and completion.restore_seconds
-    if completion.plan is not None and is_restored:
+    is_restored = usage.cached_tokens > here and completion.restore_seconds
+    if plan is not None and is_restored:
         restored = (
             f"restored in {seconds_text(completion.restore_seconds)} "
-            f"({completion.plan.method.value}, "
-            f"{seconds_text(completion.plan.predicted_restore_seconds)} predicted), "
+            f"({plan.method.value}, "
+            f"{seconds_text(plan.predicted_restore_seconds)} predicted), "
         )
     steps = ""
-    if completion.plan is not None and completion.step_seconds is not None:
+    if plan is not None and completion.step_seconds is not None:
         steps = (
             f"{seconds_text(completion.step_seconds)} a step "
-            f"({seconds_text(completion.plan.predicted_step_seconds)} predicted), "
+            f"({seconds_text(plan.predicted_step_seconds)} predicted), "
         )
     return (
         f"{counted(usage.completion_tokens, 'token')} ({_ending(completion)}), "
         f"{usage.cached_tokens:,} of {counted(usage.prompt_tokens, 'prompt token')} cached"
-        f"{f' ({fetched:,} fetched from another store)' if fetched else ''}, "
+        f"{f' ({fetched:,} fetched from another store)' if fetched else ''}"
+        f"{f' ({here:,} on the device)' if here else ''}, "
         f"{restored}{steps}worker {completion.worker}, "
         f"first token after {seconds_text(completion.ttft_seconds)}, "
         f"{seconds_text(completion.seconds)} in all, seed {completion.seed}"
@@ -126,6 +128,7 @@ def plan_json(plan: Plan) -> dict[str, object]:
         "schedule": plan.schedule.value,
         "reason": plan.reason,
         "fetched_tokens": plan.fetched_tokens,
+        "device_tokens": plan.device_tokens,
         "recomputed_tokens": plan.recomputed_tokens,
         "resident_tokens": plan.resident_tokens,
         "predicted_restore_seconds": plan.predicted_restore_seconds,

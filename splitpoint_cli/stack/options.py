@@ -134,6 +134,7 @@ class StackOptions:
     max_batched_tokens: int = of(worker.MAX_BATCHED_TOKENS, _LIMITS)
     max_batch: int = of(worker.MAX_BATCH, _LIMITS)
     queue_capacity: int = of(scheduler.QUEUE_CAPACITY, _LIMITS)
+    no_device_prefix_cache: bool = of(worker.NO_DEVICE_PREFIX_CACHE, _LIMITS)
 
     serial: bool = of(worker.SERIAL, _LANES)
     link_rate: str | None = of(worker.LINK_RATE, _LANES)

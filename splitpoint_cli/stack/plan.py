@@ -217,6 +217,7 @@ _WORKER: tuple[Option[object], ...] = (
     worker.MAX_BATCHED_TOKENS,
     worker.PIN_LIMIT,
     worker.VERIFY_RATE,
+    worker.NO_DEVICE_PREFIX_CACHE,
     worker.SERIAL,
     worker.LINK_RATE,
     *_COMMON,

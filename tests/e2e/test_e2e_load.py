@@ -49,7 +49,7 @@ async def test_50_requests_against_a_budget_for_8(folder: Path, tmp_path: Path) 
     probe = await plan_of(folder, tmp_path / "p", StackShape(workers=1))
     pages_each = 4  # 40 prompt tokens and 20 new ones, in chunks of 16
     budget = probe.budget_bytes - (probe.page_count - 4 * pages_each) * probe.page_bytes
-    shape = StackShape(device_memory_bytes=budget)
+    shape = StackShape(device_memory_bytes=budget, shares_prefixes=True)
     async with local_stack(folder, tmp_path, shape) as stack:
         assert stack.workers[0].engine.memory_plan.page_count == 4 * pages_each
         prompts, wanted = zip(
@@ -151,7 +151,7 @@ async def test_an_arena_full_of_other_prefixes_only_costs_reuse(
 ) -> None:
     """Far more tokens than the arena holds: evictions, and right answers all the same."""
     model = build_tiny("llama")
-    shape = StackShape(host_memory="4MiB")
+    shape = StackShape(host_memory="4MiB", shares_prefixes=True)
     async with local_stack(folder, tmp_path, shape) as stack:
         prompts, wanted = zip(
             *(clear_prompt(model, 100, 16, seed=seed) for seed in range(24)), strict=True

@@ -15,7 +15,9 @@ from splitpoint.client.answers import Completion
 from splitpoint.planning.plan import Residency
 
 NEW_TOKENS = 160
-SHAPE = StackShape(host_memory="16MiB", device_memory_bytes=6 << 20, max_batch_size=8)
+SHAPE = StackShape(
+    host_memory="16MiB", device_memory_bytes=6 << 20, max_batch_size=8, shares_prefixes=True
+)
 
 
 @dataclass(frozen=True)

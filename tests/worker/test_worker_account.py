@@ -183,7 +183,7 @@ def test_what_a_lost_restore_copied_has_crossed_the_link_all_the_same(
 
 def test_kinds_of_steps_and_their_tokens(case: Case) -> None:
     """Prefill a prompt in three pieces, and another beside the first one's decodes."""
-    engine = make_engine(case.model, max_batched_tokens=16)
+    engine = make_engine(case.model, max_batched_tokens=16, shares_prefixes=False)
     account = Account()
 
     def step() -> StepOutput:

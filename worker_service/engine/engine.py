@@ -70,6 +70,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         lanes: Lanes | None = None,
         verifier: Verifier | None = None,
+        shares_prefixes: bool = True,
     ) -> None:
         self.model = model
         self.lanes = lanes if lanes is not None else lanes_of(cache.device)
@@ -84,7 +85,7 @@ class Engine:
         self.staging = Staging(cache.layout, self.memory_plan.staging_pages, cache.device)
         self.tile_pages = largest_tile(self.memory_plan.staging_pages)
         self.last_step: StepTimes | None = None
-        self.page_manager = PageManager(cache)
+        self.page_manager = PageManager(cache, shares_prefixes=shares_prefixes)
         self.queues = SequenceQueues(cache, self.page_manager, tokenizer, max_batch_size)
         self._observers = Observers()
         self.restorer = Restorer(
@@ -216,7 +217,7 @@ class Engine:
 
     def _restore_admitted(self) -> None:
         for sequence in list(self.queues.running):
-            if sequence.restored or sequence.awaits_match:
+            if sequence.restored or sequence.awaits_match or self._awaits_prefix(sequence):
                 continue
             try:
                 event = self.restorer.restore(sequence)
@@ -227,6 +228,21 @@ class Engine:
             else:
                 if event is not None:
                     self.queues.output.restores.append(event)
+
+    def _awaits_prefix(self, sequence: Sequence) -> bool:
+        """Return True while another sequence brings the prefix, or it is looked up again.
+
+        After the wait the store may have more of it, which then need not be written again.
+        """
+        if self.page_manager.must_wait(sequence):
+            sequence.waited = True
+            return True
+        if sequence.waited:
+            sequence.waited = False
+            if sequence.chain_is_open and self.page_manager.holds_more(sequence):
+                self.queues.look_up_again(sequence)
+                return True
+        return False
 
     def _plan_shared_split(self, *, costs_changed: bool) -> None:
         """Give one split line to all streamed sequences, except those with a forced split."""

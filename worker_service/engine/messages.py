@@ -107,9 +107,9 @@ class RestoreEvent:
     Attributes:
         fetched_tokens: tokens fetched before from another host's store.
         recomputed_tokens: tokens computed from their ids, from the front.
-        device_tokens: leading tokens that were on the device already.
         loaded_tokens, rebuilt_tokens: tokens brought onto the device: all that are cached,
             or of a streamed request those that stay there.
+        device_tokens: leading tokens that were on the device already, of an earlier request.
     """
 
     key: SequenceKey

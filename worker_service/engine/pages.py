@@ -1,26 +1,35 @@
 """Claims, allocates and frees the device pages of sequences.
 
-Resident sequences keep every page until they end. A streamed one claims the front that was
-granted to it and the page of its tail; its other pages are in the room, which it shares
-with all streamed sequences, and are freed as soon as their chunks are sealed. X pages are
-held from a chunk's first token until it is sealed. Bookkeeping over `DeviceCache`'s
-allocators.
+Resident sequences keep every page until they end, and share those of equal prefixes. A
+streamed one claims the front that was granted to it and the page of its tail; its other
+pages are in the room, which it shares with all streamed sequences, and are freed as soon as
+their chunks are sealed. X pages are held from a chunk's first token until it is sealed.
+Bookkeeping over `DeviceCache`'s allocators.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import chunks_of
 from worker_service.device.cache import DeviceCache
 from worker_service.engine.sequence import Admission, Sequence
+from worker_service.engine.shared_pages import SharedPages
+from worker_service.store.arena_tensors import StoredChunk
 from worker_service.store.write_back import ChunksStored, WriteJob
 
 
 class PageManager:
-    """Gives sequences their pages."""
+    """Gives sequences their pages.
 
-    def __init__(self, cache: DeviceCache) -> None:
+    Attributes:
+        shared: finds the pages of equal prefixes; None if sequences share none.
+    """
+
+    def __init__(self, cache: DeviceCache, *, shares_prefixes: bool) -> None:
+        self.shared = SharedPages(cache) if shares_prefixes else None
         self._cache = cache
         self._claims = cache.claims
         self._chunk_tokens = cache.layout.chunk_tokens
@@ -68,12 +77,49 @@ class PageManager:
         return True
 
     def allocate_prefix(self, sequence: Sequence, stored: range, chunk_count: int) -> None:
-        """Allocate pages for the first `chunk_count` chunks except those of `stored`, which
-        stay in the store."""
-        sequence.pages = [
+        """Allocate pages for the first `chunk_count` chunks, behind those that it has.
+
+        Those of `stored` stay in the store.
+        """
+        sequence.pages += [
             None if index in stored else self._claimed_page(sequence)
-            for index in range(chunk_count)
+            for index in range(len(sequence.pages), chunk_count)
         ]
+
+    # -- shared prefixes ----------------------------------------------------------------
+
+    def must_wait(self, sequence: Sequence) -> bool:
+        """Return True while another sequence brings what this one would restore or compute."""
+        return self.shared is not None and self.shared.must_wait(sequence)
+
+    def holds_more(self, sequence: Sequence) -> bool:
+        """Return True if the device holds more of a prefix than the store did at the match."""
+        return self.shared is not None and self.shared.holds_more(sequence)
+
+    def take_prefix(self, sequence: Sequence) -> None:
+        """Give a sequence what the device holds of its prefix; it brings the rest itself."""
+        if self.shared is not None:
+            self.shared.take(sequence)
+            self.shared.announce(sequence)
+
+    def step_passed(self, sequence: Sequence) -> None:
+        """Let others share the chunks that are full after a step that passed its checks."""
+        end = sequence.computed // self._chunk_tokens
+        if end > sequence.checked_chunks:
+            if self.shared is not None:
+                self.shared.register(sequence, end)
+            sequence.checked_chunks = end
+
+    def forget(self, sequence: Sequence, damaged: Iterable[StoredChunk] = ()) -> set[int]:
+        """Let nothing share damaged chunks any more; return the pages that hold them.
+
+        All chunks that the sequence uses count as damaged if none is named.
+        """
+        if self.shared is None:
+            return set()
+        return self.shared.forget([chunk.key for chunk in damaged] or sequence.chunk_keys)
+
+    # -- growth and write-back ----------------------------------------------------------
 
     @property
     def has_input_page(self) -> bool:
@@ -164,14 +210,14 @@ class PageManager:
             sequence.row_pages.append(self._claimed_page(sequence))
 
     def clear_unwritten(self, sequence: Sequence) -> None:
-        """Zero the pages of a sequence that were not handed to write-back.
+        """Zero the pages of a sequence that no step has passed.
 
         Masked rows count with weight 0, and 0 * NaN is NaN: a page freed with a NaN in it
-        would spoil its next owner. Pages that write-back may be copying held finite rows
-        when they were handed over, and must keep them. Write-back never reads pages with
-        kept X, which may have come from the store.
+        would spoil its next owner. Checked chunks are finite; others may read them, and
+        write-back may be copying them. Write-back never reads pages with kept X, which may
+        have come from the store.
         """
-        cache, first = self._cache, sequence.written_chunks
+        cache, first = self._cache, sequence.checked_chunks
         pages = [page for page in sequence.pages[first:] if page is not None]
         pages += sequence.row_pages
         for plane in (*cache.keys, *cache.values):
@@ -187,10 +233,14 @@ class PageManager:
 
     def free_pages(self, sequence: Sequence) -> None:
         """Free all pages and keep the claim: the sequence starts over."""
-        for page in (*sequence.pages, *sequence.row_pages):
-            if page is not None:
-                self._claims.free(sequence.claim, page)
+        freed = [page for page in (*sequence.row_pages, *sequence.pages) if page is not None]
+        # The end of a prefix is evicted before its beginning.
+        for page in reversed(freed):
+            self._claims.free(sequence.claim, page)
         sequence.pages, sequence.row_pages = [], []
+        if self.shared is not None:
+            self.shared.withdraw(sequence)
+            self.shared.freed(freed)
         self.free_input_pages(sequence)
 
     def free(self, sequence: Sequence) -> None:

@@ -41,12 +41,14 @@ class Postprocessor:
         if tracing.is_on():
             _trace_step(batch, result.lane_spans)
         finishes: list[tuple[Sequence, FinishEvent]] = []
+        spoiled: list[Sequence] = []
         for sequence, count, choice in zip(
             batch.sequences, batch.counts, result.choices, strict=True
         ):
             sequence.computed += count
             event = None
             if isinstance(choice, NonFiniteLogits):
+                spoiled.append(sequence)
                 event = self._non_finite(sequence)
             elif choice is not None:
                 event = self._append(sequence, choice)
@@ -59,6 +61,8 @@ class Postprocessor:
                 sequence.step_count += 1
                 sequence.step_seconds += seconds
         for sequence in batch.sequences:
+            if sequence not in spoiled:
+                self._page_manager.step_passed(sequence)
             self._queues.write_back(sequence)
         for sequence, event in finishes:
             self._queues.finish(sequence, event)
@@ -93,6 +97,7 @@ class Postprocessor:
             self._queues.restart_after_loss(sequence, error, fatal=error)
             return None
         sequence.writes_back = False
+        self._page_manager.forget(sequence)
         self._page_manager.clear_unwritten(sequence)
         return FinishEvent(sequence.key, error=error)
 

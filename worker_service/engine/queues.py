@@ -140,8 +140,20 @@ class SequenceQueues:
     ) -> None:
         """Start a sequence over, once the store has inspected the chunks that it read.
 
-        `fatal` ends the request if all of them are intact.
+        Those that share pages with the lost chunks start over, too. `fatal` ends the request
+        if all of them are intact; then its own results are in doubt, and no others'.
         """
+        named = cause.chunks if isinstance(cause, SuspectChunks) else ()
+        tainted = self._page_manager.forget(sequence, named)
+        self._start_over(sequence, cause, fatal)
+        if fatal is None:
+            for other in list(self.running):
+                if not other.awaits_match and not tainted.isdisjoint(other.pages):
+                    self._start_over(other, cause, None)
+
+    def _start_over(
+        self, sequence: Sequence, cause: SplitpointError, fatal: SplitpointError | None
+    ) -> None:
         with for_request(sequence.admission.request_id):
             log.log(self._level_of(cause), "%s; the request starts over", cause.message)
         # What it computed or restored from another chunk's bytes may hold a NaN.
@@ -150,6 +162,12 @@ class SequenceQueues:
         if sequence.match is not None and (chunks := sequence.cached_chunks):
             suspects = Suspects(sequence.match.connection, chunks, fatal)
         self._restart(sequence, suspects)
+
+    def look_up_again(self, sequence: Sequence) -> None:
+        """Look a waiting sequence's prefix up again: another one has stored more of it."""
+        sequence.awaits_match = True
+        sequence.suspects = None
+        self._flush(sequence, None)
 
     # -- write-back -----------------------------------------------------------------
 

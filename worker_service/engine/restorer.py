@@ -40,7 +40,9 @@ class _Restore:
 
     Attributes:
         chunks: the chunks of the prefix, the partial last one included.
-        cached_tokens: tokens of the prefix; [0, split_tokens) is rebuilt.
+        cached_tokens: tokens of the prefix; [0, split_tokens) is rebuilt, except those of
+            `first_chunk`.
+        first_chunk: the chunks before it were on the device.
         full_count: full chunks.
         stored: full chunks of a streamed sequence that stay in the store.
         loaded, rebuilt, recomputed: tokens whose K and V came onto the device, by method.
@@ -52,6 +54,7 @@ class _Restore:
     cached_tokens: int
     split_tokens: int
     tile_tokens: int
+    first_chunk: int
     full_count: int
     stored: range
     loaded: int = 0
@@ -65,15 +68,41 @@ class _Restore:
         return self.chunks[self.full_count :]
 
     @property
+    def device_end(self) -> int:
+        """Tokens of the chunks that were on the device."""
+        return self.first_chunk * self.transfer.chunk_tokens
+
+    @property
+    def reported_split(self) -> int:
+        """The split, if anything is rebuilt before it."""
+        return self.split_tokens if self.split_tokens > self.device_end else 0
+
+    @property
+    def missing_tokens(self) -> int:
+        """Cached tokens that were not on the device."""
+        return max(0, self.cached_tokens - self.sequence.device_tokens)
+
+    @property
     def planned_method(self) -> RestoreMethod:
-        return self.sequence.admission.method
+        """The planned method; a prefix is restored from both ends only as a whole."""
+        method = self.sequence.admission.method
+        if method is RestoreMethod.TOKENS and self.first_chunk:
+            return self._split_method
+        return method
+
+    @property
+    def _split_method(self) -> RestoreMethod:
+        here = self.device_end
+        return RestoreMethod.of(max(0, self.split_tokens - here), self.cached_tokens - here)
 
     @property
     def method(self) -> RestoreMethod:
         """What the restore does, from what was planned and what was found."""
-        if self.cached_tokens and self.planned_method is RestoreMethod.TOKENS:
+        if not self.missing_tokens:
+            return RestoreMethod.NONE
+        if self.planned_method is RestoreMethod.TOKENS:
             return self.planned_method
-        return RestoreMethod.of(self.split_tokens, self.cached_tokens)
+        return self._split_method
 
 
 class Restorer:
@@ -112,21 +141,22 @@ class Restorer:
 
         Whether its bytes are right is known once `sequence.check` was waited for.
         """
-        if sequence.match is None:
-            sequence.restored = True
-            return RestoreEvent(sequence.key, 0, 0, RestoreMethod.NONE, 0.0)
+        if sequence.match is not None and not self._page_manager.has_input_page:
+            return None  # for a partial last chunk, or the next one; write-back will free one
         started = time.perf_counter()
-        work = self._begin(sequence, sequence.match)
-        if work.tail and not self._page_manager.has_input_page:
-            return None  # write-back will free one
+        self._page_manager.take_prefix(sequence)
         sequence.restored = True
+        if sequence.match is None:
+            here = sequence.device_tokens
+            return RestoreEvent(sequence.key, here, 0, RestoreMethod.NONE, 0.0, device_tokens=here)
+        work = self._begin(sequence, sequence.match)
         sequence.transfer = work.transfer
         predicted = self._predict(work)
         self._begin_check(work)
         self._allocate_pages(work)
         self._copy_kv(work)
         self._copy_inputs(work)
-        sequence.computed = work.cached_tokens
+        sequence.computed = max(work.cached_tokens, sequence.device_tokens)
         sequence.stored = list(work.chunks[: work.full_count])
         sequence.written_chunks = work.full_count
         sequence.writes_back = True
@@ -140,13 +170,23 @@ class Restorer:
         stored = range(0)
         if sequence.is_streamed:
             stored = range(min(sequence.kept_chunks, full), full)
+        first = min(sequence.checked_chunks, full)
+        here = first * self._chunk
+        split = min(admission.split_tokens, cached)
+        if here:
+            # The planned share of what is missing.
+            split = here + split * (cached - here) // cached
+        chunks = match.chunks[: chunks_of(cached, self._chunk)]
+        if sequence.device_tokens >= cached:
+            chunks = chunks[:full]
         return _Restore(
             sequence,
             self._transfer_for(match),
-            match.chunks[: chunks_of(cached, self._chunk)],
+            chunks,
             cached,
-            min(admission.split_tokens, cached),
+            split,
             admission.tile_tokens or TILE_PAGES * self._chunk,
+            first,
             full,
             stored,
         )
@@ -160,14 +200,17 @@ class Restorer:
 
     def _begin_check(self, work: _Restore) -> None:
         """Compare checksums of what comes onto the device; steps compare what they stream."""
-        if self._verifier is None:
-            return
-        sequence, read = work.sequence, work.chunks
+        sequence, read = work.sequence, work.chunks[work.first_chunk :]
         if sequence.is_streamed:
             kept = max(sequence.kept_chunks, sequence.kept_inputs)
             read = (*read[: min(kept, work.full_count)], *work.tail)
-        # The rows of a partial chunk are sealed anew with those that follow them.
-        sequence.check = self._verifier.begin(work.transfer.tensors, read, always=work.tail)
+        if self._verifier is not None:
+            # The rows of a partial chunk are sealed anew with those that follow them.
+            sequence.check = self._verifier.begin(work.transfer.tensors, read, always=work.tail)
+        compared = () if sequence.check is None else sequence.check.chunks
+        unsure = (index for index, chunk in enumerate(read) if chunk not in compared)
+        offset = next(unsure, None)
+        sequence.first_unsure_chunk = None if offset is None else work.first_chunk + offset
 
     # -- the three steps ------------------------------------------------------------
 
@@ -183,7 +226,7 @@ class Restorer:
     def _copy_kv(self, work: _Restore) -> None:
         """Bring K and V: a resident prefix whole, of a streamed one both ends that stay."""
         sequence, stored = work.sequence, work.stored
-        ends = [(0, work.cached_tokens)]
+        ends = [(work.first_chunk, work.cached_tokens)] if work.missing_tokens else []
         if stored:
             ends = [(0, stored.start * self._chunk), (stored.stop, work.cached_tokens)]
         for first_chunk, end in ends:
@@ -259,7 +302,7 @@ class Restorer:
     def _predict(self, work: _Restore) -> float:
         """Return the seconds that the restore should take; 0 if the prefix is streamed."""
         sequence, costs = work.sequence, self._observers.costs
-        if costs is None or sequence.is_streamed or not work.cached_tokens:
+        if costs is None or sequence.is_streamed or not work.missing_tokens:
             return 0.0
         if work.planned_method is RestoreMethod.TOKENS:
             return sequence.admission.predicted_restore_seconds
@@ -273,18 +316,20 @@ class Restorer:
             chunk_tokens=self._chunk,
         )
         split_costs = SplitCosts.of(self._model.shape, costs.fits, self._cache.layout.encoding)
-        return split_costs.seconds(work.split_tokens, work.cached_tokens, options)
+        rebuilt = max(0, work.split_tokens - work.device_end)
+        return split_costs.seconds(rebuilt, work.missing_tokens, options)
 
     def _report(self, work: _Restore, started: float, predicted: float) -> RestoreEvent:
         """Let the costs learn from the restore, and return its event."""
         ended = time.perf_counter()
-        sequence, cached = work.sequence, work.cached_tokens
+        sequence, missing = work.sequence, work.missing_tokens
+        cached = max(work.cached_tokens, sequence.device_tokens)
         link = [span for span in work.spans if span.lane is Lane.LINK_IN]
         compute = [span for span in work.spans if span.lane is Lane.COMPUTE]
         event = RestoreEvent(
             sequence.key,
             cached,
-            work.split_tokens,
+            work.reported_split,
             work.method,
             ended - started,
             recomputed_tokens=work.recomputed,
@@ -294,6 +339,7 @@ class Restorer:
             compute_busy_seconds=sum(span.seconds for span in compute),
             loaded_tokens=work.loaded,
             rebuilt_tokens=work.rebuilt,
+            device_tokens=sequence.device_tokens,
         )
         trace, costs = self._observers.trace, self._observers.costs
         if trace is not None:
@@ -301,9 +347,9 @@ class Restorer:
         if costs is not None:
             costs.restored(work.spans)
             by_split = work.planned_method is not RestoreMethod.TOKENS
-            if cached and by_split and not sequence.is_streamed:
+            if missing and by_split and not sequence.is_streamed:
                 costs.took(event.restore_seconds, work.spans, self._lanes.schedule)
-        if cached and sequence.spans is not None:
+        if missing and sequence.spans is not None:
             sequence.spans.restored(
                 started,
                 ended,

@@ -37,6 +37,8 @@ class Admission:
             back, and expects both to meet at `recomputed_tokens`. Any other method follows
             `split_tokens`.
         tile_tokens: tokens of X sent at once; 0 lets the worker choose.
+        restores_all: also what the device holds of the prefix comes from the store; set when
+            the client chose the split.
         traceparent: W3C trace context; empty if the request is not traced.
     """
 
@@ -55,6 +57,7 @@ class Admission:
     method: RestoreMethod = RestoreMethod.LOAD
     recomputed_tokens: int = 0
     tile_tokens: int = 0
+    restores_all: bool = False
     predicted_restore_seconds: float = 0.0
     traceparent: str = ""
 
@@ -101,6 +104,8 @@ class Sequence:
     `i < len(stored)`. A resident sequence keeps every page. A streamed one keeps the first
     `kept_chunks` and frees any other as soon as its chunk is sealed. Of the first
     `kept_inputs` it keeps X instead: chunk i's in half `i % 2` of `row_pages[i // 2]`.
+    Resident sequences with equal beginnings share the pages of their first
+    `checked_chunks`, which nothing writes any more.
     """
 
     admission: Admission
@@ -128,11 +133,21 @@ class Sequence:
     stored: list[StoredChunk] = field(default_factory=list)
     # Chunks handed to write-back so far, restored ones included.
     written_chunks: int = 0
+    # Leading chunks that are full, finite and checked. Only these may be shared.
+    checked_chunks: int = 0
+    # Leading tokens that were on the device already: nothing restored them.
+    device_tokens: int = 0
+    # Its first chunk that was restored without comparing checksums; None if there is none.
+    first_unsure_chunk: int | None = None
+    # Keys of its first full chunks, as far as they were asked for.
+    chunk_keys: list[bytes] = field(default_factory=list)
     writes_back: bool = False
     paused: bool = False
     restored: bool = False
     # Its prefix is being looked up again after a chunk was lost.
     awaits_match: bool = False
+    # Another sequence brought a part of its prefix since it was looked up.
+    waited: bool = False
     # Compares what its restore read; waited for before any result is used.
     check: Check | None = None
     # Chunks that the store inspects before it is asked for the prefix again.
@@ -217,6 +232,9 @@ class Sequence:
         self._stored_end = 0
         self.stored = []
         self.written_chunks = 0
+        self.checked_chunks = 0
+        self.device_tokens = 0
+        self.first_unsure_chunk = None
         self.match = None
         self.transfer = None
         self.check = None

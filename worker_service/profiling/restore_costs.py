@@ -53,9 +53,9 @@ class _Zeros(ArenaTensors):
 @torch.inference_mode()
 def measure_overheads(engine: Engine, profile: Profile) -> Profile:
     """Return the profile with the overheads of restores, and with their rates of products."""
-    chunk, free = engine.chunk_tokens, engine.cache.pages.free_count
-    most = min(CHUNKS[-1], free, engine.model.shape.context_length // chunk)
-    if most < 1 or engine.cache.pages.used_count:
+    chunk, pages = engine.chunk_tokens, engine.cache.pages
+    most = min(CHUNKS[-1], pages.page_count, engine.model.shape.context_length // chunk)
+    if most < 1 or pages.free_count < pages.page_count:
         return profile
     watch = CostWatch(profile)
     tensors = _Zeros(engine.cache.layout, most)

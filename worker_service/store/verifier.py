@@ -35,6 +35,11 @@ class Check:
         self._left = deque(chunks)
         self._parts: list[Future[list[StoredChunk]]] = []
 
+    @property
+    def chunks(self) -> Sequence[StoredChunk]:
+        """The chunks that are compared."""
+        return self._chunks
+
     def start(self, threads: ThreadPoolExecutor, count: int) -> None:
         for _ in range(min(count, len(self._chunks))):
             self._parts.append(threads.submit(self._compare))

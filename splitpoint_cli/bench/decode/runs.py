@@ -64,6 +64,8 @@ class OurWorker:
             DeviceCache(layout, memory, device),
             max_batch_size=workload.batch,
             max_batched_tokens=MAX_BATCHED_TOKENS,
+            # Each run computes its prompts.
+            shares_prefixes=False,
         )
 
     def run(self, prompts: torch.Tensor, new_tokens: int) -> Run:

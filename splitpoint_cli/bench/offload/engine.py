@@ -232,6 +232,8 @@ class OffloadHost:
             max_batch_size=workload.batch,
             max_batched_tokens=MAX_BATCHED_TOKENS,
             lanes=lanes,
+            # Each run computes or reads its prompts; the engines' pages are the same.
+            shares_prefixes=False,
         )
         engine.trace = self.trace
         return engine

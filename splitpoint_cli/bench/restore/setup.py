@@ -115,7 +115,14 @@ def stored_prefixes(
     )
     cache = DeviceCache(layout, memory, device)
     with closing(LocalStore(layout, workload.batch * count, cache, device)) as store:
-        engine = Engine(model, cache, max_batch_size=1, max_batched_tokens=MAX_BATCHED_TOKENS)
+        engine = Engine(
+            model,
+            cache,
+            max_batch_size=1,
+            max_batched_tokens=MAX_BATCHED_TOKENS,
+            # All pages are those of the prefixes that are measured.
+            shares_prefixes=False,
+        )
         generator = torch.Generator().manual_seed(workload.seed)
         sequences = []
         with closing(engine.lanes):

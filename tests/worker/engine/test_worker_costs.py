@@ -59,7 +59,9 @@ def runner(model: Decoder, tmp_path: Path) -> Iterator[StoreRunner]:
 @pytest.fixture
 def engine(model: Decoder) -> Iterator[Engine]:
     lanes = ThreadLanes(CPU, EmulatedLink(FAST))
-    made = make_engine(model, has_activations=True, lanes=lanes, staging_pages=48)
+    made = make_engine(
+        model, has_activations=True, lanes=lanes, staging_pages=48, shares_prefixes=False
+    )
     made.tile_pages = 4
     made.watch_costs(PROFILE)
     yield made

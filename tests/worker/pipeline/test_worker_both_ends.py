@@ -472,7 +472,7 @@ async def test_a_worker_restores_from_both_ends_and_goes_on_with_the_same_tokens
     cached = len(stored) - 1
     assert cached % CHUNK, "a partial tail, whose activations are needed, too"
     addresses = f"unix:{tmp_path}/kv", f"unix:{tmp_path}/w"
-    shape = StackShape(workers=1)
+    shape = StackShape(workers=1, shares_prefixes=False)
     async with AsyncExitStack() as cleanup:
         store = await start_store(folder, addresses[0], shm_folder / "store" / "arena", shape)
         cleanup.push_async_callback(stop_process, store)
