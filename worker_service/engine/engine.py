@@ -36,12 +36,12 @@ from worker_service.engine.postprocessor import Postprocessor
 from worker_service.engine.queues import SequenceQueues
 from worker_service.engine.restorer import Restorer
 from worker_service.engine.sequence import Admission, Segment, Sequence
-from worker_service.engine.shared_split import SharedSplit
 from worker_service.lanes.lanes import Lanes
 from worker_service.lanes.select import lanes_of
 from worker_service.lanes.spans import RequestSpans
 from worker_service.lanes.timeline import StepTimes, Trace
 from worker_service.model.decoder import Decoder
+from worker_service.pipeline.shared_split import SharedSplit
 from worker_service.pipeline.staging import Staging
 from worker_service.store.client import Match
 from worker_service.store.verifier import Verifier
