@@ -90,6 +90,8 @@ def summary(cases: Sequence[Case]) -> Case:
             c for c in cases if c["kind"] == "restore" and not c["split_can_pay"]
         ],
         "residency": [c for c in cases if c["kind"] == "residency"],
+        # The planner's own quality: elsewhere other processes changed the rates meanwhile.
+        "quiet": [c for c in cases if c["quiet"]],
     }
     return {
         name: {

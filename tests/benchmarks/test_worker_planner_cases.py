@@ -47,6 +47,7 @@ def test_the_summary_counts_choices_and_errors_by_kind() -> None:
     assert found["multi_head_restores"]["disturbed"] == 1
     assert found["residency"]["median_error"] == pytest.approx(0.5)
     assert "grouped_query_restores" not in found
+    assert found["quiet"]["cases"] == 3
 
 
 def test_a_run_goes_on_where_it_ended_and_refuses_other_cases(tmp_path: Path) -> None:
