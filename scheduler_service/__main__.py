@@ -25,7 +25,7 @@ from splitpoint.config import check_address
 from splitpoint.errors import InvalidArgument, PermissionDenied
 from splitpoint.observe.metrics_server import metrics_served
 from splitpoint.options.option import parser_of
-from splitpoint.options.scheduler import SECTIONS
+from splitpoint.options.scheduler import SECTIONS, AnswerCharge
 from splitpoint.planning.plan import Objective, Residency
 from splitpoint.service import Setup, announce_ready, run_service, set_up
 from splitpoint.shapes import DataType
@@ -74,6 +74,7 @@ def _options(arguments: argparse.Namespace, setup: Setup) -> SchedulerOptions:
         ),
         default_residency=residency,
         objective=Objective(arguments.objective),
+        answer_charge=AnswerCharge(arguments.answer_charge),
         reflection=arguments.reflection,
         identity=setup.identity,
         access=setup.access,

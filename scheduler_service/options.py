@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from scheduler_service.limits import Limits
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.discovery.redis_options import RedisOptions
+from splitpoint.options.scheduler import AnswerCharge
 from splitpoint.planning.plan import Objective, Residency
 from splitpoint.shapes import ModelShape
 from splitpoint.transport.access import Access
@@ -37,6 +38,8 @@ class SchedulerOptions:
     default_residency: Residency | None = None
     # What plans minimize.
     objective: Objective = Objective.LATENCY
+    # The answer for which requests are charged at their start.
+    answer_charge: AnswerCharge = AnswerCharge.EXPECTED
     reflection: bool = False
     # Certificate and token that the scheduler shows to clients, workers and stores.
     identity: Identity = PLAIN

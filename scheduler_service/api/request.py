@@ -126,6 +126,17 @@ class Request:
         return len(self.prompt) + self.sampling.max_tokens
 
     @property
+    def known_count(self) -> int:
+        """Tokens of the prompt, and those that were generated so far."""
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def runs_to_its_limit(self) -> bool:
+        """True if nothing can end the answer before max_tokens."""
+        sampling = self.sampling
+        return sampling.ignore_eos and not (sampling.stop or sampling.stop_token_ids)
+
+    @property
     def is_suspect(self) -> bool:
         """True if it may have ended an engine, until it gets past the place where that failed."""
         return self.cleared_at_tokens is not None and len(self.output) < self.cleared_at_tokens

@@ -4,19 +4,33 @@ Pure: no clock, no I/O. No later request starts on a worker that a waiting reque
 none takes memory that an earlier one waits for and nothing starves. A
 request pinned to a busy worker holds up only that worker. Requests that may have ended an engine
 run apart from each other (`trial.py`).
+
+A resident request is charged for its prompt and its expected answer. The charge grows with the
+answer, and may then exceed the worker's memory: the worker takes a sequence off its device, and
+nothing new is granted until there is room again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scheduler_service.api.request import Request
-from scheduler_service.placement.footprint import Fits, Grant, NeverFits, footprint_of, grant_of
-from scheduler_service.placement.ledger import Ledger, SlotLedger
+from scheduler_service.placement.answer_lengths import AnswerLengths
+from scheduler_service.placement.footprint import (
+    Fits,
+    Grant,
+    NeverFits,
+    charge_of,
+    footprint_of,
+    grant_of,
+)
+from scheduler_service.placement.ledger import Charge, Ledger, SlotLedger
 from scheduler_service.placement.routing import Candidate, choose_worker
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.config import format_size
+from splitpoint.planning.plan import Residency
+from splitpoint.shapes import chunks_of
 from splitpoint.words import counted
 
 
@@ -43,10 +57,15 @@ class Rejected:
 
 
 class AdmissionQueue:
-    """The queue of requests, and the ledgers of the ready workers."""
+    """The queue of requests, and the ledgers of the ready workers.
 
-    def __init__(self, capacity: int) -> None:
+    `lengths` predicts answers. None: each is charged for its longest possible answer, so that
+    no charge ever grows.
+    """
+
+    def __init__(self, capacity: int, lengths: AnswerLengths | None = None) -> None:
         self.capacity = capacity
+        self._lengths = lengths
         self._ledgers: dict[str, Ledger] = {}
         self._slots: dict[str, SlotLedger] = {}  # by the store's address
         self._queue: list[Request] = []  # by arrival
@@ -130,7 +149,15 @@ class AdmissionQueue:
         ledger, request = self._ledgers.get(admitted.worker_id), admitted.request
         if ledger is None:
             return False
+        if admitted.grant.residency is Residency.RESIDENT:
+            pages = chunks_of(request.known_count, ledger.facts.chunk_tokens)
+            ledger.grow(request.arrival, pages)
         return ledger.trial.got_tokens(request.arrival, is_suspect=request.is_suspect)
+
+    def completed(self, request: Request) -> None:
+        """Learn from the length of an answer that ended."""
+        if self._lengths is not None and not request.runs_to_its_limit:
+            self._lengths.note(request.tenant, len(request.output))
 
     def release(self, admitted: Admitted) -> None:
         """End a grant. Does nothing if the worker is gone."""
@@ -161,7 +188,12 @@ class AdmissionQueue:
 
     def footprint_bytes(self, request: Request) -> int:
         """Return its smallest charge on any ready worker; 0 if there is none."""
-        return min((fits.size_bytes for fits in self._fitting(request).values()), default=0)
+        sizes = []
+        for worker_id, fits in self._fitting(request).items():
+            ledger = self._ledgers[worker_id]
+            pages = ledger.pages_of(self._charge(request, ledger, fits))
+            sizes.append(pages * ledger.facts.page_bytes)
+        return min(sizes, default=0)
 
     def check_integrity(self) -> list[str]:
         """Return one line per violated invariant; empty if all hold."""
@@ -179,8 +211,26 @@ class AdmissionQueue:
     def _has_slots(self, ledger: Ledger, fits: Fits) -> bool:
         return self._slots_of(ledger).has_room(fits.slot_count, ledger.facts.store_slot_count)
 
-    def _has_room(self, ledger: Ledger, fits: Fits) -> bool:
-        return ledger.has_room(fits.size_bytes) and self._has_slots(ledger, fits)
+    def _has_room(self, request: Request, ledger: Ledger, fits: Fits) -> bool:
+        charge = self._charge(request, ledger, fits)
+        return ledger.has_room(charge) and self._has_slots(ledger, fits)
+
+    def _charge(self, request: Request, ledger: Ledger, fits: Fits) -> Charge:
+        return charge_of(
+            fits,
+            ledger.facts,
+            known_tokens=request.known_count,
+            token_count=len(request.prompt) + self._expected_tokens(request),
+            marks=request.cached.marks.get(ledger.facts.layout_hash, ()),
+        )
+
+    def _expected_tokens(self, request: Request) -> int:
+        """Return the expected length of the answer."""
+        most = request.sampling.max_tokens
+        if self._lengths is None or request.runs_to_its_limit:
+            return most
+        expected = self._lengths.expected(request.tenant, most)
+        return min(most, max(expected, request.sampling.min_tokens))
 
     def _verdicts(self, request: Request) -> dict[str, Fits | NeverFits]:
         return {
@@ -212,7 +262,7 @@ class AdmissionQueue:
         for worker_id, fits in fitting.items():
             ledger = self._ledgers[worker_id]
             is_open = ledger.trial.may_start(is_suspect=request.is_suspect)
-            if worker_id not in claimed and is_open and self._has_room(ledger, fits):
+            if worker_id not in claimed and is_open and self._has_room(request, ledger, fits):
                 cached = request.cached.own.get(worker_id, 0)
                 candidates.append(
                     Candidate(worker_id, cached, ledger.free_share, ledger.running_count)
@@ -224,10 +274,30 @@ class AdmissionQueue:
         # Spare memory is given only while no other request waits for it.
         free_bytes = 0 if self._queue else ledger.free_bytes
         grant = grant_of(fits, free_bytes, ledger.facts.page_bytes)
-        ledger.grant(request.arrival, grant.size_bytes)
+        charge = self._charge(request, ledger, fits)
+        if grant.residency is Residency.RESIDENT:
+            grant = self._resident_grant(request, ledger, grant, charge)
+        else:
+            charge = Charge((), grant.size_bytes // ledger.facts.page_bytes)
+        ledger.grant(request.arrival, charge)
         ledger.trial.start(request.arrival, is_suspect=request.is_suspect)
         self._slots_of(ledger).grant(request.arrival, fits.slot_count)
         return Admitted(request, worker_id, grant)
+
+    def _resident_grant(
+        self, request: Request, ledger: Ledger, grant: Grant, charge: Charge
+    ) -> Grant:
+        """Return the grant with the bytes that its charge adds; the reason explains them."""
+        expected, most = self._expected_tokens(request), request.sampling.max_tokens
+        reason = grant.reason
+        if expected < most:
+            answer = counted(expected, "token")
+            reason += f", charged for an expected answer of {answer} of at most {most:,}"
+        shared = ledger.shared_count(charge.marks)
+        if shared:
+            reason += f", {counted(shared, 'page')} shared with running requests"
+        size = ledger.pages_of(charge) * ledger.facts.page_bytes
+        return replace(grant, size_bytes=size, reason=reason)
 
     def _reason_to_wait_for(self, ledger: Ledger, request: Request, fits: Fits) -> str:
         worker_id = ledger.facts.worker_id
@@ -236,7 +306,7 @@ class AdmissionQueue:
                 f"worker {worker_id} finds out which request ended an engine: suspects start one "
                 "after the other"
             )
-        if self._has_room(ledger, fits):
+        if self._has_room(request, ledger, fits):
             return f"earlier requests come first on worker {worker_id}"
         if not self._has_slots(ledger, fits):
             return (
@@ -244,10 +314,16 @@ class AdmissionQueue:
                 f"store's {counted(ledger.facts.store_slot_count or 0, 'slot')}, "
                 f"{fits.slot_count:,} are needed"
             )
-        if fits.size_bytes > ledger.free_bytes:
+        needed = ledger.pages_of(self._charge(request, ledger, fits)) * ledger.facts.page_bytes
+        if ledger.free_bytes < 0:
+            return (
+                f"worker {worker_id} is overcommitted by {format_size(-ledger.free_bytes)}: "
+                "answers became longer than expected"
+            )
+        if needed > ledger.free_bytes:
             return (
                 f"worker {worker_id} has {format_size(ledger.free_bytes)} free of the "
-                f"{format_size(fits.size_bytes)} needed"
+                f"{format_size(needed)} needed"
             )
         return (
             f"worker {worker_id} runs {counted(ledger.running_count, 'request')}, its batch limit"

@@ -1,29 +1,66 @@
-"""Accounts of promised memory: device cache of each worker, slots of each store."""
+"""Accounts of promised memory: device pages of each worker, slots of each store."""
 
 from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from scheduler_service.placement.trial import Trial
 from scheduler_service.worker_facts import WorkerFacts
 
 
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """Pages of one request: one of each full chunk of its prompt, and its own.
+
+    Pages of chunks are shared: a worker that runs several requests with a chunk holds it once.
+    """
+
+    # Marks of the leading full chunks, in order.
+    marks: Sequence[bytes] = ()
+    # Pages for the rest of the prompt and for the answer, or of a streamed request.
+    own_pages: int = 0
+
+
 class Ledger:
-    """How much of one worker's cache is promised, and to which requests, by arrival."""
+    """How much of one worker's cache is promised, and to which requests, by arrival.
+
+    Answers grow, so the charges may exceed the capacity; nothing is granted then.
+    """
 
     def __init__(self, facts: WorkerFacts) -> None:
         self.facts = facts
-        self.charged_bytes = 0
         # A draining worker keeps its grants and gets no new ones.
         self.is_closed = False
         self.trial = Trial()
-        self._grants: dict[int, int] = {}
+        self._grants: dict[int, Charge] = {}
+        # How many of the requests have each chunk, by mark.
+        self._holders: Counter[bytes] = Counter()
+        self._own_pages = 0
+
+    @property
+    def charged_pages(self) -> int:
+        return len(self._holders) + self._own_pages
+
+    @property
+    def charged_bytes(self) -> int:
+        return self.charged_pages * self.facts.page_bytes
+
+    @property
+    def free_pages(self) -> int:
+        """Negative if more is charged than there is."""
+        return self.facts.cache_capacity_bytes // self.facts.page_bytes - self.charged_pages
 
     @property
     def free_bytes(self) -> int:
-        return self.facts.cache_capacity_bytes - self.charged_bytes
+        return self.free_pages * self.facts.page_bytes
 
     @property
     def free_share(self) -> float:
-        """Free part of the cache, from 0 to 1; 0 for a worker without any."""
+        """Free part of the cache, at most 1; 0 for a worker without any, and below if more is
+        charged than there is."""
         return self.free_bytes / max(1, self.facts.cache_capacity_bytes)
 
     @property
@@ -35,34 +72,74 @@ class Ledger:
         """The requests that are charged."""
         return list(self._grants)
 
-    def has_room(self, size_bytes: int) -> bool:
+    def shared_count(self, marks: Sequence[bytes]) -> int:
+        """Return how many of these leading chunks running requests have already.
+
+        A request that has a chunk has all chunks before it, so the end is found by halving.
+        """
+        return bisect_left(marks, True, key=lambda mark: mark not in self._holders)
+
+    def pages_of(self, charge: Charge) -> int:
+        """Return the pages that a charge would add now."""
+        return len(charge.marks) - self.shared_count(charge.marks) + charge.own_pages
+
+    def has_room(self, charge: Charge) -> bool:
         """Return True if memory and a place in the batch are free.
 
         Without a place in the batch the worker would queue the request by itself.
         """
-        return size_bytes <= self.free_bytes and self.running_count < self.facts.max_batch_size
+        has_place = self.running_count < self.facts.max_batch_size
+        return has_place and self.pages_of(charge) <= self.free_pages
 
-    def grant(self, arrival: int, size_bytes: int) -> None:
+    def grant(self, arrival: int, charge: Charge) -> None:
         """Charge a request. Raises ValueError for a second grant, or for more than is free."""
         if arrival in self._grants:
             raise ValueError(f"request {arrival} is charged already")
-        if not self.has_room(size_bytes):
-            raise ValueError(f"{size_bytes} bytes exceed the {self.free_bytes} free ones")
-        self._grants[arrival] = size_bytes
-        self.charged_bytes += size_bytes
+        if not self.has_room(charge):
+            raise ValueError(f"{self.pages_of(charge)} pages exceed the {self.free_pages} free")
+        self._grants[arrival] = charge
+        self._holders.update(charge.marks)
+        self._own_pages += charge.own_pages
+
+    def grow(self, arrival: int, page_count: int) -> None:
+        """Charge a request for so many pages, shared ones included, if that is more than before.
+
+        Does nothing for a request that is not charged.
+        """
+        charge = self._grants.get(arrival)
+        if charge is None:
+            return
+        own_pages = page_count - len(charge.marks)
+        if own_pages > charge.own_pages:
+            self._own_pages += own_pages - charge.own_pages
+            self._grants[arrival] = Charge(charge.marks, own_pages)
 
     def release(self, arrival: int) -> None:
         """End a request's charge, if it has one."""
-        self.charged_bytes -= self._grants.pop(arrival, 0)
+        charge = self._grants.pop(arrival, None)
         self.trial.end(arrival)
+        if charge is None:
+            return
+        self._own_pages -= charge.own_pages
+        for mark in charge.marks:
+            self._holders[mark] -= 1
+            if not self._holders[mark]:
+                del self._holders[mark]
 
     def check_integrity(self) -> list[str]:
         """Return one line per violated invariant."""
         problems = []
-        if self.charged_bytes != sum(self._grants.values()):
-            problems.append(f"{self.charged_bytes} bytes charged for {self._grants}")
-        if not 0 <= self.charged_bytes <= self.facts.cache_capacity_bytes:
-            problems.append(f"{self.charged_bytes} of {self.facts.cache_capacity_bytes} charged")
+        charges = list(self._grants.values())
+        own_pages = sum(charge.own_pages for charge in charges)
+        if self._own_pages != own_pages:
+            problems.append(f"{self._own_pages} own pages charged instead of {own_pages}")
+        holders = Counter(mark for charge in charges for mark in charge.marks)
+        if self._holders != holders:
+            problems.append(f"{len(self._holders)} chunks are counted instead of {len(holders)}")
+        if any(charge.own_pages < 0 for charge in charges):
+            problems.append("a request is charged a negative number of pages")
+        if len(charges) > self.facts.max_batch_size:
+            problems.append(f"{len(charges)} requests in a batch of {self.facts.max_batch_size}")
         return problems + self.trial.check_integrity(set(self._grants))
 
 

@@ -7,7 +7,7 @@ stores wrote to Redis. Every answer is a hint: the worker asks its own store aga
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,6 +31,8 @@ class PrefixQuery:
     layouts: frozenset[LayoutName]
     # Addresses of the stores that workers named.
     stores: frozenset[str]
+    # Keys of the leading full chunks by layout hash (`marks.py`).
+    keys: Mapping[bytes, Sequence[bytes]]
 
 
 class PrefixCatalog(Protocol):

@@ -7,9 +7,10 @@ advertises. Its instance id tells that they are one store.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from scheduler_service.prefixes.catalog import LayoutName, PrefixCatalog, PrefixQuery
+from scheduler_service.prefixes.marks import ChunkMarks, hash_chunks
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.config import is_local_address
 from splitpoint.discovery.entries import StoreEntry
@@ -34,6 +35,8 @@ class CachedPrefix:
     own: Mapping[str, int] = field(default_factory=dict)
     # Stores from which the worker could fetch tokens.
     sources: Mapping[str, tuple[FetchSource, ...]] = field(default_factory=dict)
+    # Marks of the full chunks, by layout hash.
+    marks: Mapping[bytes, ChunkMarks] = field(default_factory=dict)
 
 
 async def find_prefix(
@@ -44,16 +47,21 @@ async def find_prefix(
     token_ids: Sequence[int],
 ) -> CachedPrefix:
     """Ask the catalog. `advertised`: the stores that Redis lists."""
+    layouts = frozenset(LayoutName(w.layout_hash, w.chunk_tokens) for w in workers)
+    keys = await hash_chunks(layouts, tenant_salt, token_ids)
+    marks = {name: ChunkMarks.of(found) for name, found in keys.items()}
     with_store = [worker for worker in workers if worker.kvstore_address]
     if not with_store:
-        return CachedPrefix()
+        return CachedPrefix(marks=marks)
     query = PrefixQuery(
         tenant_salt,
         token_ids,
         frozenset(LayoutName(w.layout_hash, w.chunk_tokens) for w in with_store),
         frozenset(worker.kvstore_address for worker in with_store),
+        keys,
     )
-    return by_worker(await catalog.cached_tokens(query), with_store, advertised)
+    found = by_worker(await catalog.cached_tokens(query), with_store, advertised)
+    return replace(found, marks=marks)
 
 
 def by_worker(

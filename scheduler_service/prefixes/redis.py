@@ -7,10 +7,9 @@ trips are what costs: 128,000 tokens are 2,000 keys, 64 KB.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from itertools import islice
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from redis.asyncio import Redis
@@ -20,17 +19,13 @@ from scheduler_service.prefixes.stores import StoreCatalog
 from splitpoint.discovery.entries import StoreEntry, chunks_key
 from splitpoint.discovery.redis_link import RedisLink
 from splitpoint.errors import Unavailable
-from splitpoint.keys import chunk_keys
 
 _log = logging.getLogger(__name__)
 
-# Bounds of one lookup.
-_MOST_KEYS = 4096
+# Stores of one lookup.
 _MOST_STORES = 64
 # Stores that are asked directly while Redis is away.
 _MOST_FALLBACK_STORES = 16
-# Longer prompts are hashed in a thread, which keeps the event loop free.
-_SMALL_PROMPT_TOKENS = 8192
 
 
 class RedisCatalog:
@@ -57,7 +52,6 @@ class RedisCatalog:
         if not stores:
             return {}
         try:
-            # Hashing the keys takes time, too: skip it while Redis is known to be away.
             found = await self._lookup(stores, layouts, query) if not self._link.is_away else None
         except Unavailable:
             found = None
@@ -68,20 +62,14 @@ class RedisCatalog:
             self._is_falling_back = True
             _log.warning("without Redis: the %d stores known last are asked directly", len(stores))
         known = frozenset(store.address for store in stores[:_MOST_FALLBACK_STORES])
-        return await self._direct.cached_tokens(
-            PrefixQuery(query.tenant_salt, query.token_ids, query.layouts, known - query.stores)
-        )
+        return await self._direct.cached_tokens(replace(query, stores=known - query.stores))
 
     async def _lookup(
         self, stores: Sequence[StoreEntry], layouts: dict[bytes, LayoutName], query: PrefixQuery
     ) -> dict[str, int]:
         """Ask Redis. Raises Unavailable."""
-        wanted = {store.layout_hash for store in stores}
-        if len(query.token_ids) > _SMALL_PROMPT_TOKENS:
-            keys = await asyncio.to_thread(_keys_by_layout, layouts, wanted, query)
-        else:
-            keys = _keys_by_layout(layouts, wanted, query)
-        asked = [store for store in stores if keys[store.layout_hash]]
+        keys = query.keys
+        asked = [store for store in stores if keys.get(store.layout_hash)]
         if not asked:
             return {}
         answers = await self._link.run(_read(asked, keys))
@@ -108,25 +96,15 @@ def leading_count(answer: Any) -> int:
     return count
 
 
-def _keys_by_layout(
-    layouts: dict[bytes, LayoutName], wanted: set[bytes], query: PrefixQuery
-) -> dict[bytes, list[bytes]]:
-    return {
-        name: list(
-            islice(
-                chunk_keys(name, query.tenant_salt, query.token_ids, layouts[name].chunk_tokens),
-                _MOST_KEYS,
-            )
-        )
-        for name in wanted
-    }
-
-
-def _read(stores: Sequence[StoreEntry], keys: dict[bytes, list[bytes]]) -> Callable[[Redis], Any]:
+def _read(
+    stores: Sequence[StoreEntry], keys: Mapping[bytes, Sequence[bytes]]
+) -> Callable[[Redis], Any]:
     async def read(redis: Redis) -> Any:
         async with redis.pipeline(transaction=False) as pipe:
             for store in stores:
-                pipe.hmget(chunks_key(store.instance_id, store.epoch), keys[store.layout_hash])
+                pipe.hmget(
+                    chunks_key(store.instance_id, store.epoch), list(keys[store.layout_hash])
+                )
             # A key of a wrong type is a miss of its store only.
             return await pipe.execute(raise_on_error=False)
 

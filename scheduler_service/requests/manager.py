@@ -22,6 +22,7 @@ from scheduler_service.cluster.connection import WorkerConnection
 from scheduler_service.cluster.registry import Registry
 from scheduler_service.options import SchedulerOptions
 from scheduler_service.placement.admission import AdmissionQueue, Rejected
+from scheduler_service.placement.answer_lengths import AnswerLengths
 from scheduler_service.prefixes.lookup import CachedPrefix
 from scheduler_service.requests import log_facts
 from scheduler_service.requests.accounts import ABANDONED_REASON, Accounts
@@ -41,6 +42,7 @@ from splitpoint.errors import Internal, SplitpointError, Unavailable, from_code
 from splitpoint.keys import tenant_salt
 from splitpoint.observe.logs import LogFacts, for_request
 from splitpoint.observe.tracing import NO_SPAN, Span
+from splitpoint.options.scheduler import AnswerCharge
 from splitpoint.v1 import types_pb2, worker_pb2
 
 _log = logging.getLogger(__name__)
@@ -66,7 +68,9 @@ class RequestManager:
         self.limits = options.limits
         self.registry = registry
         self.accounts = accounts
-        self.admission = AdmissionQueue(options.limits.queue_capacity)
+        expects = options.answer_charge is AnswerCharge.EXPECTED
+        lengths = AnswerLengths() if expects else None
+        self.admission = AdmissionQueue(options.limits.queue_capacity, lengths)
         self.requests = RequestTable(options.limits)
         self.attempts = Attempts(registry, self.admission, accounts, options.objective, clock)
         self.is_draining = False
@@ -329,6 +333,7 @@ class RequestManager:
         )
         attempt.request.complete(message, now)
         self.accounts.completed(message)
+        self.admission.completed(attempt.request)
         self._ended(attempt.request, log_facts.of_completed(attempt.request, message))
 
     def _fail(self, request: Request, error: SplitpointError) -> None:

@@ -492,7 +492,8 @@ DROPPED_RESULTS = _scheduler.counter(
 )
 LEDGER_BYTES = _scheduler.gauge(
     "ledger_bytes",
-    "Device memory for the cache in the scheduler's accounts: charged to requests, capacity.",
+    "Device memory for the cache in the scheduler's accounts: charged to requests, which may "
+    "exceed the capacity while answers grow beyond what was expected; capacity.",
     "worker kind",
 )
 LEDGER_SLOTS = _scheduler.gauge(

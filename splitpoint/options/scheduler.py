@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 from splitpoint.options.option import Option, Section
 from splitpoint.options.service import COMMON
 from splitpoint.options.store import DTYPE
@@ -52,6 +54,23 @@ OBJECTIVE: Option[str] = Option(
     "one of link and device.",
     choices=tuple(objective.value for objective in Objective),
 )
+
+
+class AnswerCharge(StrEnum):
+    """The answer for which a request is charged at its start."""
+
+    EXPECTED = "expected"
+    WORST_CASE = "worst-case"
+
+
+ANSWER_CHARGE: Option[str] = Option(
+    "answer-charge",
+    str,
+    AnswerCharge.EXPECTED.value,
+    "Answer for which a request is charged device memory: expected, from recent answers, growing "
+    "with the answer; worst-case, max_tokens.",
+    choices=tuple(policy.value for policy in AnswerCharge),
+)
 GRACE_SECONDS: Option[float] = Option(
     "grace-seconds",
     float,
@@ -66,6 +85,14 @@ SECTIONS = (
     Section("model and workers", (WORKER, MODEL, DTYPE)),
     Section(
         "requests",
-        (QUEUE_CAPACITY, TENANT_REQUESTS, RESIDENCY, OBJECTIVE, GRACE_SECONDS, SERVER_KEY_FILE),
+        (
+            QUEUE_CAPACITY,
+            TENANT_REQUESTS,
+            RESIDENCY,
+            OBJECTIVE,
+            ANSWER_CHARGE,
+            GRACE_SECONDS,
+            SERVER_KEY_FILE,
+        ),
     ),
 )

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from splitpoint.client import Client
+from splitpoint.client.answers import Worker
 from splitpoint.config import DEFAULT_ADDRESS, format_size
 from splitpoint.errors import DeadlineExceeded, Unavailable
 from splitpoint.transport import convert
@@ -166,8 +167,7 @@ def _print_tables(found: Status) -> None:
             "draining" if worker.draining else "ready" if worker.ready else "not ready",
             worker.device,
             worker.schedule.value if worker.device else "",
-            f"{format_size(worker.cache_charged_bytes)} of "
-            f"{format_size(worker.cache_capacity_bytes)}",
+            _cache_cell(worker),
             str(worker.running_count),
             plain_reason(worker.message),
         )
@@ -188,6 +188,12 @@ def _print_tables(found: Status) -> None:
             f"memory: {request.reason}"
         )
         out.print(line, markup=False)
+
+
+def _cache_cell(worker: Worker) -> str:
+    charged, capacity = worker.cache_charged_bytes, worker.cache_capacity_bytes
+    over = ", overcommitted" if charged > capacity else ""
+    return f"{format_size(charged)} of {format_size(capacity)}{over}"
 
 
 def _state(found: Status) -> str:

@@ -135,6 +135,7 @@ class StackOptions:
     max_batch: int = of(worker.MAX_BATCH, _LIMITS)
     queue_capacity: int = of(scheduler.QUEUE_CAPACITY, _LIMITS)
     no_device_prefix_cache: bool = of(worker.NO_DEVICE_PREFIX_CACHE, _LIMITS)
+    answer_charge: str = of(scheduler.ANSWER_CHARGE, _LIMITS)
 
     serial: bool = of(worker.SERIAL, _LANES)
     link_rate: str | None = of(worker.LINK_RATE, _LANES)

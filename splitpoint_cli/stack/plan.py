@@ -227,6 +227,7 @@ _SCHEDULER: tuple[Option[object], ...] = (
     scheduler.QUEUE_CAPACITY,
     scheduler.RESIDENCY,
     scheduler.OBJECTIVE,
+    scheduler.ANSWER_CHARGE,
     scheduler.TENANT_REQUESTS,
     service.TLS_CERT,
     service.TLS_KEY,

@@ -17,6 +17,7 @@ from kvstore_service.catalog import CatalogPublisher
 from kvstore_service.server import KvStoreServicer
 from scheduler_service.cluster.directory import Directory
 from scheduler_service.prefixes.catalog import LayoutName, PrefixCatalog, PrefixQuery
+from scheduler_service.prefixes.marks import keys_by_layout
 from scheduler_service.prefixes.redis import RedisCatalog
 from scheduler_service.prefixes.stores import StoreCatalog
 from splitpoint.discovery.redis_link import RedisLink
@@ -142,4 +143,5 @@ async def catalog_of(
 
 
 def query(tokens: Sequence[int], *stores: Store, salt: bytes = b"s") -> PrefixQuery:
-    return PrefixQuery(salt, list(tokens), LAYOUTS, frozenset(s.address for s in stores))
+    keys = keys_by_layout(LAYOUTS, salt, tokens)
+    return PrefixQuery(salt, list(tokens), LAYOUTS, frozenset(s.address for s in stores), keys)

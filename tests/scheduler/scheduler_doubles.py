@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 import xxhash
 
+from scheduler_service.api.output import Output
 from scheduler_service.api.request import Request
 from scheduler_service.limits import Limits
 from scheduler_service.options import SchedulerOptions, ServedModel
@@ -28,6 +29,7 @@ from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import FailedPrecondition, SplitpointError
 from splitpoint.keys import pack_tokens
+from splitpoint.options.scheduler import AnswerCharge
 from splitpoint.planning.plan import Objective, Residency
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import ArenaLayout, ModelShape, chunks_of
@@ -90,7 +92,8 @@ class WorkerDouble(worker_pb2_grpc.WorkerServiceServicer):
     Attributes to set: `pace` (awaited before each step), `token_of`,
     `cached_tokens` and `met_at` (what restores report), `profile`, `refusal` (an error for the next
     admits), `mangle` (changes each outgoing message).
-    Attributes to read: `admits`, `cancels`, `pauses`, `resumes`, `most_pages`, `steps`.
+    Attributes to read: `admits`, `cancels`, `pauses`, `resumes`, `most_pages`, `most_running`,
+    `steps`.
     """
 
     def __init__(
@@ -132,7 +135,7 @@ class WorkerDouble(worker_pb2_grpc.WorkerServiceServicer):
         self.pauses: list[str] = []
         self.resumes: list[str] = []
         self.running: dict[tuple[str, int], Running] = {}
-        self.most_pages = 0
+        self.most_pages = self.most_running = 0
         self.steps = 0
         self.address = ""
         self._finishes: list[worker_pb2.RequestFinish] = []
@@ -250,6 +253,7 @@ class WorkerDouble(worker_pb2_grpc.WorkerServiceServicer):
         request = Running(command, prompt, len(command.delivered_token_ids), pages)
         self.running[key] = request
         self.most_pages = max(self.most_pages, sum(r.pages for r in self.running.values()))
+        self.most_running = max(self.most_running, len(self.running))
         cached = command.plan.cached_tokens if self.cached_tokens is None else self.cached_tokens
         split = min(command.plan.split_tokens, cached)
         if command.HasField("forced_split_tokens"):
@@ -468,6 +472,7 @@ async def stack(
     residency: Residency | None = None,
     objective: Objective = Objective.LATENCY,
     server_key: bytes = b"k" * 32,
+    answer_charge: AnswerCharge = AnswerCharge.EXPECTED,
     absent: Sequence[str] = (),
 ) -> AsyncIterator[Stack]:
     """Run a scheduler until its workers are ready. Checks its ledgers at the end.
@@ -486,6 +491,7 @@ async def stack(
             limits=limits or Limits(),
             default_residency=residency,
             objective=objective,
+            answer_charge=answer_charge,
             reflection=True,
         ),
         clock=clock,
@@ -522,7 +528,7 @@ def queued_request(
     cached: dict[str, int] | None = None,
 ) -> Request:
     """A request as admission sees it. `cached`: tokens in each worker's store."""
-    return Request(
+    request = Request(
         client_request_id=str(arrival),
         tenant="",
         body_digest=b"",
@@ -533,3 +539,5 @@ def queued_request(
         arrival=arrival,
         cached=CachedPrefix(cached or {}),
     )
+    request.output = Output(request.sampling, None, frozenset())
+    return request

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -36,6 +37,7 @@ from splitpoint.errors import (
     Unavailable,
 )
 from splitpoint.keys import tenant_salt
+from splitpoint.options.scheduler import AnswerCharge
 from splitpoint.planning.plan import Objective
 from splitpoint.planning.schedule import Schedule
 from splitpoint.transport import statuses
@@ -125,6 +127,43 @@ async def test_fifty_requests_against_a_ledger_for_eight() -> None:
         assert worker.most_pages <= 8 * pages
         ledger = running.manager.admission.ledger("0")
         await running.until(lambda: ledger.charged_bytes == 0 and ledger.running_count == 0)
+
+
+def has_stepped(worker: WorkerDouble, made: int) -> bool:
+    return worker.steps > made
+
+
+async def fifty_short_answers(answer_charge: AnswerCharge) -> int:
+    """Return the most requests at once, of 50 whose answers end after 4 of 20 tokens."""
+    pages = 2
+    worker = WorkerDouble(capacity_pages=8 * pages)
+    worker.pace = steps = Steps()
+    async with stack(worker, answer_charge=answer_charge) as running:
+        prompts = [[n + 2] * 12 for n in range(50)]
+        requests = [ids_request(prompt, 20) for prompt in prompts]
+        for prompt, request in zip(prompts, requests, strict=True):
+            request.sampling.stop_token_ids.append(answer(prompt, 4)[-1])
+        tasks = [asyncio.create_task(running.generate(request)) for request in requests]
+        admission = running.manager.admission
+        await running.until(lambda: admission.running_count + len(admission.queue()) == 50)
+        while admission.running_count:
+            # No step is taken while a request that was granted memory is on its way.
+            await running.until(lambda: len(worker.running) == admission.running_count)
+            made = worker.steps
+            steps.allow(1)
+            await running.until(partial(has_stepped, worker, made))
+        for prompt, task in zip(prompts, tasks, strict=True):
+            assert (await task).token_ids == answer(prompt, 4)
+        ledger = admission.ledger("0")
+        await running.until(lambda: ledger.charged_bytes == 0 and ledger.running_count == 0)
+    return worker.most_running
+
+
+async def test_short_answers_run_at_least_half_as_many_again_at_once() -> None:
+    worst_case = await fifty_short_answers(AnswerCharge.WORST_CASE)
+    expected = await fifty_short_answers(AnswerCharge.EXPECTED)
+    assert worst_case == 8
+    assert expected >= 1.5 * worst_case
 
 
 async def test_five_hundred_calls_on_one_connection() -> None:

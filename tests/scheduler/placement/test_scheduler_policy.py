@@ -13,7 +13,7 @@ from scheduler_doubles import CHUNK_TOKENS, PAGE_BYTES, PROFILE, SHAPE, queued_r
 from scheduler_service.api.request import Request
 from scheduler_service.placement.admission import AdmissionQueue, Admitted, Queued, Rejected
 from scheduler_service.placement.footprint import Fits, Grant, NeverFits, footprint_of, grant_of
-from scheduler_service.placement.ledger import Ledger
+from scheduler_service.placement.ledger import Charge, Ledger
 from scheduler_service.placement.plan_report import actual_plan
 from scheduler_service.placement.planning import check_split, explain, plan_attempt
 from scheduler_service.placement.routing import Candidate, choose_worker
@@ -260,11 +260,11 @@ def test_a_draining_worker_keeps_what_it_has() -> None:
 
 def test_a_ledger_refuses_what_would_break_it() -> None:
     ledger = Ledger(FACTS)
-    ledger.grant(1, 10 * PAGE_BYTES)
+    ledger.grant(1, Charge((), 10))
     with pytest.raises(ValueError, match="already"):
-        ledger.grant(1, 1)
+        ledger.grant(1, Charge((), 1))
     with pytest.raises(ValueError, match="exceed"):
-        ledger.grant(2, 1)
+        ledger.grant(2, Charge((), 1))
     ledger.release(1)
     ledger.release(1)
     assert ledger.free_bytes == 10 * PAGE_BYTES

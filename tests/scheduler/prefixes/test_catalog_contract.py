@@ -9,6 +9,7 @@ from catalog_helpers import SIZE, Store, catalog_of, query, serving_store, until
 from redis_server import RedisServer
 
 from scheduler_service.prefixes.catalog import LayoutName, PrefixCatalog, PrefixQuery
+from scheduler_service.prefixes.marks import keys_by_layout
 
 KINDS = pytest.mark.parametrize("kind", ["peek", "redis"])
 PROMPT = list(range(100, 100 + 6 * SIZE))
@@ -79,5 +80,6 @@ async def test_other_layouts_are_not_asked_for(tmp_path: Path, redis_server: Red
         store.seal(PROMPT)
         async with catalog_of("redis", [store], redis_server) as catalog:
             other = frozenset({LayoutName(b"x" * 16, SIZE)})
-            question = PrefixQuery(b"s", PROMPT, other, frozenset())
+            keys = keys_by_layout(other, b"s", PROMPT)
+            question = PrefixQuery(b"s", PROMPT, other, frozenset(), keys)
             assert await catalog.cached_tokens(question) == {}
