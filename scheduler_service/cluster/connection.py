@@ -238,7 +238,10 @@ class WorkerConnection:
     def _keep_measurements(self, response: worker_pb2.RunResponse) -> None:
         """Keep the telemetry and the newly measured profile of a message, if any."""
         if response.HasField("telemetry"):
-            self.telemetry = response.telemetry
+            self.telemetry = types_pb2.Telemetry()
+            self.telemetry.CopyFrom(response.telemetry)
+            # Up to 32 KiB that only routing reads.
+            self.telemetry.ClearField("device_chunk_marks")
         if response.HasField("profile"):
             self._update_facts(profile=profile_from_proto(response.profile))
 

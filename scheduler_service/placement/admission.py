@@ -12,7 +12,7 @@ nothing new is granted until there is room again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from scheduler_service.api.request import Request
@@ -104,6 +104,12 @@ class AdmissionQueue:
         """Return the slots of a store that streamed requests may still fill."""
         slots = self._slots.get(store_address)
         return slots.promised_count if slots is not None else 0
+
+    def set_device_marks(self, worker_id: str, marks: Iterable[bytes]) -> None:
+        """Note which chunks a worker's device holds now."""
+        ledger = self._ledgers.get(worker_id)
+        if ledger is not None:
+            ledger.device_marks = frozenset(marks)
 
     # -- requests -----------------------------------------------------------------
 
@@ -215,6 +221,13 @@ class AdmissionQueue:
         charge = self._charge(request, ledger, fits)
         return ledger.has_room(charge) and self._has_slots(ledger, fits)
 
+    def _device_tokens(self, request: Request, ledger: Ledger, fits: Fits) -> int:
+        """Return how many tokens of the prompt its device holds; 0 for a streamed request."""
+        if fits.residency is Residency.STREAMED:
+            return 0
+        marks = request.cached.marks.get(ledger.facts.layout_hash, ())
+        return ledger.device_count(marks) * ledger.facts.chunk_tokens
+
     def _charge(self, request: Request, ledger: Ledger, fits: Fits) -> Charge:
         return charge_of(
             fits,
@@ -263,9 +276,14 @@ class AdmissionQueue:
             ledger = self._ledgers[worker_id]
             is_open = ledger.trial.may_start(is_suspect=request.is_suspect)
             if worker_id not in claimed and is_open and self._has_room(request, ledger, fits):
-                cached = request.cached.own.get(worker_id, 0)
                 candidates.append(
-                    Candidate(worker_id, cached, ledger.free_share, ledger.running_count)
+                    Candidate(
+                        worker_id,
+                        request.cached.own.get(worker_id, 0),
+                        ledger.free_share,
+                        ledger.running_count,
+                        self._device_tokens(request, ledger, fits),
+                    )
                 )
         return choose_worker(candidates).worker_id if candidates else None
 
@@ -274,6 +292,7 @@ class AdmissionQueue:
         # Spare memory is given only while no other request waits for it.
         free_bytes = 0 if self._queue else ledger.free_bytes
         grant = grant_of(fits, free_bytes, ledger.facts.page_bytes)
+        grant = replace(grant, device_tokens=self._device_tokens(request, ledger, fits))
         charge = self._charge(request, ledger, fits)
         if grant.residency is Residency.RESIDENT:
             grant = self._resident_grant(request, ledger, grant, charge)

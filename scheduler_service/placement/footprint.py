@@ -53,6 +53,8 @@ class Grant:
     reason: str
     # Streamed: for a part of the cache that stays on the device.
     spare_bytes: int = 0
+    # Resident: leading tokens that the device holds already, as far as is known.
+    device_tokens: int = 0
 
 
 def footprint_of(

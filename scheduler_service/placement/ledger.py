@@ -35,6 +35,8 @@ class Ledger:
         # A draining worker keeps its grants and gets no new ones.
         self.is_closed = False
         self.trial = Trial()
+        # Marks of the chunks on its device, by its last report.
+        self.device_marks: frozenset[bytes] = frozenset()
         self._grants: dict[int, Charge] = {}
         # How many of the requests have each chunk, by mark.
         self._holders: Counter[bytes] = Counter()
@@ -78,6 +80,16 @@ class Ledger:
         A request that has a chunk has all chunks before it, so the end is found by halving.
         """
         return bisect_left(marks, True, key=lambda mark: mark not in self._holders)
+
+    def device_count(self, marks: Sequence[bytes]) -> int:
+        """Return how many of these leading chunks its device holds, as far as is known.
+
+        What a running request has is there, or will be when this one starts.
+        """
+        count = self.shared_count(marks)
+        while count < len(marks) and marks[count] in self.device_marks:
+            count += 1
+        return count
 
     def pages_of(self, charge: Charge) -> int:
         """Return the pages that a charge would add now."""

@@ -27,6 +27,9 @@ def actual_plan(plan: Plan, report: worker_pb2.RestoreReport | None) -> Plan:
     found = (report.cached_tokens, report.split_tokens, method)
     if found == (plan.cached_tokens, plan.split_tokens, plan.method):
         return plan
+    if 0 < report.cached_tokens == report.device_tokens == plan.cached_tokens:
+        # Nothing was left to restore, as its reason says.
+        return replace(plan, split_tokens=0, method=method)
     total = plan.cached_tokens + plan.new_tokens
     return replace(
         plan,

@@ -6,7 +6,7 @@ Pure, on top of `splitpoint.planning.planner`.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scheduler_service.placement.fetch_plan import PlannedAttempt, best_fetch
 from scheduler_service.placement.footprint import Grant, NeverFits, footprint_of, grant_of
@@ -15,6 +15,7 @@ from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.errors import InvalidArgument
 from splitpoint.planning.plan import Objective, Plan, PlanInput, Residency, RestoreMethod
 from splitpoint.planning.planner import plan_request
+from splitpoint.words import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ def plan_attempt(
 ) -> PlannedAttempt:
     """Return the plan of one attempt, perhaps with a fetch before it.
 
+    Tokens that the device holds (`grant.device_tokens`) take no restore.
+
     Args:
         token_count: tokens known now: the prompt, and those already delivered.
         cached_tokens: how many of them the worker's store holds, as far as is known.
@@ -48,11 +51,23 @@ def plan_attempt(
     Raises InvalidArgument for a forced split or method that is not possible.
     """
 
-    def plan(cached: int) -> Plan:
-        return _plan(worker, grant, options, cached, token_count - cached)
-
     # The last token is always computed: its logits are needed.
-    own = plan(min(cached_tokens, token_count - 1))
+    most = token_count - 1
+    device_tokens = min(grant.device_tokens, most // worker.chunk_tokens * worker.chunk_tokens)
+    if worker.has_activations:
+        # Without their X on the device, tokens beyond those of the store could not be stored.
+        device_tokens = min(device_tokens, cached_tokens)
+
+    def plan(cached: int) -> Plan:
+        cached = max(cached, device_tokens)
+        whole = _plan(worker, grant, options, cached, token_count - cached)
+        if not device_tokens:
+            return whole
+        missing = cached - device_tokens
+        part = _plan(worker, grant, options, missing, token_count - cached)
+        return _with_device_tokens(whole, part, device_tokens)
+
+    own = plan(min(cached_tokens, most))
     if not sources or not worker.kvstore_address or not worker.slot_bytes:
         return PlannedAttempt(own)
     return best_fetch(
@@ -126,6 +141,23 @@ def _plan(
             prefill_tokens=worker.max_batched_tokens,
             encoding=worker.encoding,
         ),
+    )
+
+
+def _with_device_tokens(whole: Plan, part: Plan, device_tokens: int) -> Plan:
+    """Return the plan of a prefix of which the device holds the leading tokens.
+
+    `part` is the plan of the rest of the prefix. The worker rebuilds the share of the rest that
+    `whole` rebuilds of all.
+    """
+    computed = whole.predicted_ttft_seconds - whole.predicted_restore_seconds
+    return replace(
+        whole,
+        device_tokens=device_tokens,
+        predicted_restore_seconds=part.predicted_restore_seconds,
+        predicted_load_seconds=part.predicted_load_seconds,
+        predicted_ttft_seconds=computed + part.predicted_restore_seconds,
+        reason=f"{whole.reason}; {counted(device_tokens, 'token')} are on the device already",
     )
 
 

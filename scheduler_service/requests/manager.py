@@ -24,6 +24,7 @@ from scheduler_service.options import SchedulerOptions
 from scheduler_service.placement.admission import AdmissionQueue, Rejected
 from scheduler_service.placement.answer_lengths import AnswerLengths
 from scheduler_service.prefixes.lookup import CachedPrefix
+from scheduler_service.prefixes.marks import ChunkMarks
 from scheduler_service.requests import log_facts
 from scheduler_service.requests.accounts import ABANDONED_REASON, Accounts
 from scheduler_service.requests.answers import completion, rejection
@@ -215,6 +216,9 @@ class RequestManager:
         return culprit
 
     def on_step(self, worker: WorkerConnection, response: worker_pb2.RunResponse) -> None:
+        if response.telemetry.HasField("device_chunk_marks"):
+            marks = ChunkMarks(response.telemetry.device_chunk_marks)
+            self.admission.set_device_marks(worker.worker_id, marks)
         for report in response.restores:
             attempt = self.attempts.find(report.request_id, report.attempt)
             if attempt is not None:

@@ -36,7 +36,7 @@ from splitpoint.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from splitpoint.keys import tenant_salt
+from splitpoint.keys import chunk_keys, tenant_salt
 from splitpoint.options.scheduler import AnswerCharge
 from splitpoint.planning.plan import Objective
 from splitpoint.planning.schedule import Schedule
@@ -164,6 +164,32 @@ async def test_short_answers_run_at_least_half_as_many_again_at_once() -> None:
     expected = await fifty_short_answers(AnswerCharge.EXPECTED)
     assert worst_case == 8
     assert expected >= 1.5 * worst_case
+
+
+async def test_the_devices_digest_chooses_the_worker() -> None:
+    workers = [WorkerDouble("0"), WorkerDouble("1")]
+    prompt = list(range(3, 3 + 4 * CHUNK_TOKENS))
+    salt = tenant_salt(b"k" * 32, "")
+    keys = list(chunk_keys(workers[1].layout.layout_hash, salt, prompt, CHUNK_TOKENS))
+    digest = b"".join(key[:8] for key in reversed(keys))
+    async with stack(*workers) as running:
+        workers[1].report(types_pb2.Telemetry(uptime_seconds=1, device_chunk_marks=digest))
+        ledger = running.manager.admission.ledger("1")
+        await running.until(lambda: ledger.device_marks)
+        workers[1].report(types_pb2.Telemetry(uptime_seconds=2))
+        connection = running.manager.registry.connections[1]
+        await running.until(lambda: connection.telemetry.uptime_seconds == 2)
+        assert len(ledger.device_marks) == 4  # absent: unchanged
+        await running.generate(ids_request([*prompt, 7], 2))
+        [command] = workers[1].admits
+        assert workers[0].admits == []
+        assert command.plan.device_tokens == 4 * CHUNK_TOKENS
+        assert "64 tokens are on the device already" in command.plan.reason
+        listed = await running.admin.ListWorkers(scheduler_pb2.ListWorkersRequest())
+        assert not any(w.telemetry.device_chunk_marks for w in listed.workers)
+        # Another tenant's chunks are others.
+        await running.generate(ids_request([*prompt, 7], 2, cache_salt=b"mine"))
+        assert len(workers[0].admits) == 1
 
 
 async def test_five_hundred_calls_on_one_connection() -> None:

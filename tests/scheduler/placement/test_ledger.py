@@ -183,6 +183,32 @@ def test_what_runs_to_its_limit_is_charged_for_it() -> None:
     assert [one.grant.size_bytes for one in admit_all(admission)] == [PAGE_BYTES]
 
 
+def test_a_request_goes_where_its_beginning_is_on_the_device() -> None:
+    admission = AdmissionQueue(100)
+    for worker_id in ("0", "1"):
+        admission.add_worker(replace(FACTS, worker_id=worker_id))
+    prompt = list(range(3, 3 + 5 * CHUNK_TOKENS))
+    first = sequence(0, prompt, 1)
+    marks = first.cached.marks[NAME.layout_hash]
+    # The digest of worker 1 has the first three chunks, and a later one that is of no use.
+    admission.set_device_marks("1", [*marks[:3], marks[4]])
+    admission.set_device_marks("no worker", marks)
+    admission.submit(first)
+    [one] = admit_all(admission)
+    assert (one.worker_id, one.grant.device_tokens) == ("1", 3 * CHUNK_TOKENS)
+    # What a request that runs there has counts before the worker reports it.
+    admission.submit(sequence(1, [*prompt, 9], 1))
+    [two] = admit_all(admission)
+    assert (two.worker_id, two.grant.device_tokens) == ("1", 5 * CHUNK_TOKENS)
+    admission.set_device_marks("1", [])
+    for held in (one, two):
+        admission.release(held)
+    streamed = sequence(2, prompt, 1, residency=Residency.STREAMED)
+    admission.set_device_marks("1", marks)
+    admission.submit(streamed)
+    assert [a.grant.device_tokens for a in admit_all(admission)] == [0]
+
+
 class Model:
     """Random traffic, with every charge counted again from the running requests."""
 

@@ -134,18 +134,35 @@ def test_what_fits_is_within_the_capacity(
             cached_tokens=st.integers(0, 2),
             free_share=st.sampled_from((0.0, 0.5, 1.0)),
             running_count=st.integers(0, 2),
+            device_tokens=st.integers(0, 2),
         ),
         min_size=1,
     )
 )
 def test_no_candidate_is_better_than_the_chosen_one(candidates: list[Candidate]) -> None:
     chosen = choose_worker(candidates)
-    for other in candidates:
-        assert other.cached_tokens <= chosen.cached_tokens
-        if other.cached_tokens == chosen.cached_tokens:
-            assert other.free_share <= chosen.free_share
-            if other.free_share == chosen.free_share:
-                assert other.running_count >= chosen.running_count
+    freest = max(worker.free_share for worker in candidates)
+
+    def claims(worker: Candidate) -> tuple[int, int, float, int]:
+        on_device = worker.device_tokens if worker.free_share >= freest / 2 else 0
+        reused = max(worker.cached_tokens, on_device)
+        return reused, on_device, worker.free_share, -worker.running_count
+
+    assert claims(chosen) == max(map(claims, candidates))
+
+
+def test_what_the_device_holds_decides_unless_its_worker_is_loaded() -> None:
+    idle = Candidate("idle", 100, 1.0, 0)
+    holder = Candidate("holder", 100, 0.5, 7, device_tokens=96)
+    assert choose_worker([idle, holder]) is holder
+    loaded = replace(holder, free_share=0.49)
+    assert choose_worker([idle, loaded]) is idle
+    # What need not be computed counts more than what need not be restored.
+    assert choose_worker([replace(idle, cached_tokens=200), holder]).worker_id == "idle"
+    # Without any store the device alone spares the computation.
+    assert choose_worker([replace(idle, cached_tokens=0), replace(holder, cached_tokens=0)]) == (
+        replace(holder, cached_tokens=0)
+    )
 
 
 # -- admission ---------------------------------------------------------------------------
@@ -438,6 +455,31 @@ def test_plans_leave_the_last_token_to_compute() -> None:
     assert "resident: it fits" in plan.reason
 
 
+def test_tokens_on_the_device_take_no_restore() -> None:
+    def with_device(device_tokens: int, cached_tokens: int, worker: WorkerFacts = FACTS) -> Plan:
+        grant = replace(GRANT, device_tokens=device_tokens)
+        return plan_attempt(
+            worker, grant, token_count=10 * CHUNK_TOKENS, cached_tokens=cached_tokens
+        ).plan
+
+    cached = 9 * CHUNK_TOKENS
+    none, part, whole = (with_device(count * CHUNK_TOKENS, cached) for count in (0, 6, 9))
+    assert (none.device_tokens, part.device_tokens, whole.device_tokens) == (0, 96, 144)
+    assert none.predicted_restore_seconds > part.predicted_restore_seconds > 0
+    assert whole.predicted_restore_seconds == whole.predicted_load_seconds == 0
+    for plan in (part, whole):
+        assert plan.cached_tokens == cached
+        saved = none.predicted_restore_seconds - plan.predicted_restore_seconds
+        assert plan.predicted_ttft_seconds == pytest.approx(none.predicted_ttft_seconds - saved)
+    assert "96 tokens are on the device already" in part.reason
+    # Beyond the store's tokens they count only if no layer inputs have to be stored with them.
+    assert with_device(cached, 16).cached_tokens == 16
+    bare = with_device(cached, 16, replace(FACTS, has_activations=False))
+    assert (bare.cached_tokens, bare.predicted_restore_seconds) == (cached, 0)
+    # The last token is computed all the same.
+    assert with_device(160, 160).device_tokens == cached
+
+
 def test_explained_plans_and_rejections() -> None:
     plan = explain(FACTS, cached_tokens=40, new_tokens=8, max_tokens=16, residency=None)
     assert isinstance(plan, Plan)
@@ -476,6 +518,22 @@ def test_reports_correct_the_plan() -> None:
     assert happened.method is RestoreMethod.NONE
     assert happened.reason.startswith(plan.reason)
     assert "0 tokens cached instead of 16" in happened.reason
+
+
+def test_a_report_says_what_was_on_the_device() -> None:
+    grant = replace(GRANT, device_tokens=16)
+    plan = plan_attempt(FACTS, grant, token_count=32, cached_tokens=16).plan
+    report = worker_pb2.RestoreReport(
+        cached_tokens=16, device_tokens=16, method=types_pb2.RESTORE_METHOD_NONE
+    )
+    happened = actual_plan(plan, report)
+    assert (happened.method, happened.device_tokens) == (RestoreMethod.NONE, 16)
+    assert happened.reason == plan.reason
+    surprised = actual_plan(planned(), report)
+    assert surprised.reason == f"{planned().reason}; 16 tokens were on the device already"
+    report.device_tokens = report.cached_tokens = 0
+    evicted = actual_plan(plan, report)
+    assert "0 tokens were on the device already; the worker found 0 tokens cached" in evicted.reason
 
 
 def test_a_report_brings_the_workers_own_prediction() -> None:
