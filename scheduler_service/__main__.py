@@ -92,11 +92,11 @@ def read_server_key(path: str | None) -> bytes:
         return secrets.token_bytes(_KEY_BYTES)
     if not os.path.lexists(path):
         _make_key(path)
-    key = read_private(path, "the server key", field="server_key_file")
+    key = read_private(path, "the server key", field="server-key-file")
     if len(key) < _SHORTEST_KEY:
         raise InvalidArgument(
             f"the server key {path} has {len(key)} bytes, at least {_SHORTEST_KEY} are needed",
-            field="server_key_file",
+            field="server-key-file",
         )
     return key
 
@@ -116,7 +116,7 @@ def _make_key(path: str) -> None:
             os.unlink(fresh)
     except OSError as error:
         raise InvalidArgument(
-            f"the server key {path} cannot be made: {error.strerror}", field="server_key_file"
+            f"the server key {path} cannot be made: {error.strerror}", field="server-key-file"
         ) from error
 
 

@@ -1,1 +1,1 @@
-"""Policy without I/O: admission, routing, footprint, plans, and failover."""
+"""Policy without I/O: admission, accounts of device memory, routing, and plans."""

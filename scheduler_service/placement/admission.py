@@ -13,19 +13,13 @@ nothing new is granted until there is room again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from scheduler_service.api.request import Request
 from scheduler_service.placement.answer_lengths import AnswerLengths
-from scheduler_service.placement.footprint import (
-    Fits,
-    Grant,
-    NeverFits,
-    charge_of,
-    footprint_of,
-    grant_of,
-)
-from scheduler_service.placement.ledger import Charge, Ledger, SlotLedger
+from scheduler_service.placement.charging import Charging, device_tokens
+from scheduler_service.placement.footprint import Fits, Grant, NeverFits, footprint_of
+from scheduler_service.placement.ledger import Ledger, SlotLedger
 from scheduler_service.placement.routing import Candidate, choose_worker
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.config import format_size
@@ -65,7 +59,7 @@ class AdmissionQueue:
 
     def __init__(self, capacity: int, lengths: AnswerLengths | None = None) -> None:
         self.capacity = capacity
-        self._lengths = lengths
+        self._charging = Charging(lengths)
         self._ledgers: dict[str, Ledger] = {}
         self._slots: dict[str, SlotLedger] = {}  # by the store's address
         self._queue: list[Request] = []  # by arrival
@@ -162,8 +156,7 @@ class AdmissionQueue:
 
     def completed(self, request: Request) -> None:
         """Learn from the length of an answer that ended."""
-        if self._lengths is not None and not request.runs_to_its_limit:
-            self._lengths.note(request.tenant, len(request.output))
+        self._charging.completed(request)
 
     def release(self, admitted: Admitted) -> None:
         """End a grant. Does nothing if the worker is gone."""
@@ -197,7 +190,7 @@ class AdmissionQueue:
         sizes = []
         for worker_id, fits in self._fitting(request).items():
             ledger = self._ledgers[worker_id]
-            pages = ledger.pages_of(self._charge(request, ledger, fits))
+            pages = ledger.pages_of(self._charging.charge(request, ledger, fits))
             sizes.append(pages * ledger.facts.page_bytes)
         return min(sizes, default=0)
 
@@ -218,32 +211,8 @@ class AdmissionQueue:
         return self._slots_of(ledger).has_room(fits.slot_count, ledger.facts.store_slot_count)
 
     def _has_room(self, request: Request, ledger: Ledger, fits: Fits) -> bool:
-        charge = self._charge(request, ledger, fits)
+        charge = self._charging.charge(request, ledger, fits)
         return ledger.has_room(charge) and self._has_slots(ledger, fits)
-
-    def _device_tokens(self, request: Request, ledger: Ledger, fits: Fits) -> int:
-        """Return how many tokens of the prompt its device holds; 0 for a streamed request."""
-        if fits.residency is Residency.STREAMED:
-            return 0
-        marks = request.cached.marks.get(ledger.facts.layout_hash, ())
-        return ledger.device_count(marks) * ledger.facts.chunk_tokens
-
-    def _charge(self, request: Request, ledger: Ledger, fits: Fits) -> Charge:
-        return charge_of(
-            fits,
-            ledger.facts,
-            known_tokens=request.known_count,
-            token_count=len(request.prompt) + self._expected_tokens(request),
-            marks=request.cached.marks.get(ledger.facts.layout_hash, ()),
-        )
-
-    def _expected_tokens(self, request: Request) -> int:
-        """Return the expected length of the answer."""
-        most = request.sampling.max_tokens
-        if self._lengths is None or request.runs_to_its_limit:
-            return most
-        expected = self._lengths.expected(request.tenant, most)
-        return min(most, max(expected, request.sampling.min_tokens))
 
     def _verdicts(self, request: Request) -> dict[str, Fits | NeverFits]:
         return {
@@ -282,7 +251,7 @@ class AdmissionQueue:
                         request.cached.own.get(worker_id, 0),
                         ledger.free_share,
                         ledger.running_count,
-                        self._device_tokens(request, ledger, fits),
+                        device_tokens(request, ledger, fits),
                     )
                 )
         return choose_worker(candidates).worker_id if candidates else None
@@ -291,32 +260,11 @@ class AdmissionQueue:
         ledger = self._ledgers[worker_id]
         # Spare memory is given only while no other request waits for it.
         free_bytes = 0 if self._queue else ledger.free_bytes
-        grant = grant_of(fits, free_bytes, ledger.facts.page_bytes)
-        grant = replace(grant, device_tokens=self._device_tokens(request, ledger, fits))
-        charge = self._charge(request, ledger, fits)
-        if grant.residency is Residency.RESIDENT:
-            grant = self._resident_grant(request, ledger, grant, charge)
-        else:
-            charge = Charge((), grant.size_bytes // ledger.facts.page_bytes)
+        grant, charge = self._charging.grant(request, ledger, fits, free_bytes)
         ledger.grant(request.arrival, charge)
         ledger.trial.start(request.arrival, is_suspect=request.is_suspect)
         self._slots_of(ledger).grant(request.arrival, fits.slot_count)
         return Admitted(request, worker_id, grant)
-
-    def _resident_grant(
-        self, request: Request, ledger: Ledger, grant: Grant, charge: Charge
-    ) -> Grant:
-        """Return the grant with the bytes that its charge adds; the reason explains them."""
-        expected, most = self._expected_tokens(request), request.sampling.max_tokens
-        reason = grant.reason
-        if expected < most:
-            answer = counted(expected, "token")
-            reason += f", charged for an expected answer of {answer} of at most {most:,}"
-        shared = ledger.shared_count(charge.marks)
-        if shared:
-            reason += f", {counted(shared, 'page')} shared with running requests"
-        size = ledger.pages_of(charge) * ledger.facts.page_bytes
-        return replace(grant, size_bytes=size, reason=reason)
 
     def _reason_to_wait_for(self, ledger: Ledger, request: Request, fits: Fits) -> str:
         worker_id = ledger.facts.worker_id
@@ -333,7 +281,9 @@ class AdmissionQueue:
                 f"store's {counted(ledger.facts.store_slot_count or 0, 'slot')}, "
                 f"{fits.slot_count:,} are needed"
             )
-        needed = ledger.pages_of(self._charge(request, ledger, fits)) * ledger.facts.page_bytes
+        needed = (
+            ledger.pages_of(self._charging.charge(request, ledger, fits)) * ledger.facts.page_bytes
+        )
         if ledger.free_bytes < 0:
             return (
                 f"worker {worker_id} is overcommitted by {format_size(-ledger.free_bytes)}: "

@@ -5,10 +5,8 @@ Pure: facts in, named answers out. What is free at the moment is the ledger's bu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scheduler_service.placement.ledger import Charge
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.config import format_size
 from splitpoint.planning.plan import Residency
@@ -72,27 +70,6 @@ def footprint_of(
     if residency is None and (isinstance(resident, Fits) or not worker.kvstore_address):
         return resident  # without a store, these numbers explain more than "no store"
     return _streamed(token_count, worker, is_forced=residency is not None)
-
-
-def charge_of(
-    fits: Fits,
-    worker: WorkerFacts,
-    *,
-    known_tokens: int,
-    token_count: int,
-    marks: Sequence[bytes],
-) -> Charge:
-    """Return the pages that a request is charged for at its start.
-
-    Args:
-        known_tokens: the prompt, and tokens that were delivered before.
-        token_count: the expected length of the whole sequence, in tokens.
-        marks: of the leading full chunks among the known tokens; empty if not known.
-    """
-    if fits.residency is Residency.STREAMED:
-        return Charge((), fits.size_bytes // worker.page_bytes)
-    pages = chunks_of(max(known_tokens, token_count), worker.chunk_tokens)
-    return Charge(marks, pages - len(marks))
 
 
 def grant_of(fits: Fits, free_bytes: int, page_bytes: int) -> Grant:

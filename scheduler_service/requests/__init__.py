@@ -1,1 +1,1 @@
-"""The life of a request in the scheduler: arrival, queue, attempts on workers, and its end."""
+"""The life of a request in the scheduler: arrival, queue, attempts, failover, and its end."""

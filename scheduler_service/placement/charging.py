@@ -1,0 +1,82 @@
+"""What a request is charged on a worker: chunks of its prompt, and its expected answer. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scheduler_service.api.request import Request
+from scheduler_service.placement.answer_lengths import AnswerLengths
+from scheduler_service.placement.footprint import Fits, Grant, grant_of
+from scheduler_service.placement.ledger import Charge, Ledger
+from splitpoint.planning.plan import Residency
+from splitpoint.shapes import chunks_of
+from splitpoint.words import counted
+
+
+class Charging:
+    """Makes charges and grants.
+
+    `lengths` predicts answers. None: each request is charged for its longest possible answer,
+    so that no charge ever grows.
+    """
+
+    def __init__(self, lengths: AnswerLengths | None) -> None:
+        self._lengths = lengths
+
+    def completed(self, request: Request) -> None:
+        """Learn from the length of an answer that ended."""
+        if self._lengths is not None and not request.runs_to_its_limit:
+            self._lengths.note(request.tenant, len(request.output))
+
+    def charge(self, request: Request, ledger: Ledger, fits: Fits) -> Charge:
+        """Return the pages that a request is charged for at its start."""
+        worker = ledger.facts
+        if fits.residency is Residency.STREAMED:
+            return Charge((), fits.size_bytes // worker.page_bytes)
+        expected = len(request.prompt) + self._expected_tokens(request)
+        pages = chunks_of(max(request.known_count, expected), worker.chunk_tokens)
+        marks = _marks(request, ledger)
+        return Charge(marks, pages - len(marks))
+
+    def grant(
+        self, request: Request, ledger: Ledger, fits: Fits, spare_bytes: int
+    ) -> tuple[Grant, Charge]:
+        """Return what a request gets, and what that is charged.
+
+        `spare_bytes`: free memory, of which a streamed request may get a part.
+        """
+        charge, page_bytes = self.charge(request, ledger, fits), ledger.facts.page_bytes
+        if fits.residency is Residency.STREAMED:
+            grant = grant_of(fits, spare_bytes, page_bytes)
+            return grant, Charge((), grant.size_bytes // page_bytes)
+        reason = fits.reason
+        expected, most = self._expected_tokens(request), request.sampling.max_tokens
+        if expected < most:
+            answer = counted(expected, "token")
+            reason += f", charged for an expected answer of {answer} of at most {most:,}"
+        shared = ledger.shared_count(charge.marks)
+        if shared:
+            reason += f", {counted(shared, 'page')} shared with running requests"
+        size = ledger.pages_of(charge) * page_bytes
+        here = device_tokens(request, ledger, fits)
+        return Grant(fits.residency, size, reason, device_tokens=here), charge
+
+    def _expected_tokens(self, request: Request) -> int:
+        """Return the expected length of the answer."""
+        most = request.sampling.max_tokens
+        if self._lengths is None or request.runs_to_its_limit:
+            return most
+        expected = self._lengths.expected(request.tenant, most)
+        return min(most, max(expected, request.sampling.min_tokens))
+
+
+def device_tokens(request: Request, ledger: Ledger, fits: Fits) -> int:
+    """Return how many tokens of a request the worker's device holds; 0 for a streamed one."""
+    if fits.residency is Residency.STREAMED:
+        return 0
+    return ledger.device_count(_marks(request, ledger)) * ledger.facts.chunk_tokens
+
+
+def _marks(request: Request, ledger: Ledger) -> Sequence[bytes]:
+    """Return the marks of the request's leading full chunks; empty if they are not known."""
+    return request.cached.marks.get(ledger.facts.layout_hash, ())
