@@ -319,7 +319,8 @@ class RequestManager:
             self.accounts.failover_count += 1
         request.times.queued = self._clock()
         request.times.looked_up = None
-        request.cached = CachedPrefix()
+        # The tokens stay the same, and so do the names of their chunks.
+        request.cached = CachedPrefix(marks=request.cached.marks)
         self.admission.resubmit(request)
 
     # -- a request ends -------------------------------------------------------------------------
