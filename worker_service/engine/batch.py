@@ -14,6 +14,7 @@ from typing import cast
 import torch
 
 from worker_service.device.cache import DeviceCache
+from worker_service.device.upload import Upload
 from worker_service.engine.sequence import Segment, Sequence
 from worker_service.engine.streamed import StreamedPrefill, StreamedStep
 from worker_service.engine.streamed_builder import StreamedBuilder
@@ -174,7 +175,9 @@ class _Builder:
         self._chunk = cache.layout.chunk_tokens
         self._windows = set(windows)
         self._device = cache.device
-        self._streamed = StreamedBuilder(cache, windows, tile_pages)
+        # All small tables of the step cross in one copy.
+        self._upload = Upload(cache.device)
+        self._streamed = StreamedBuilder(cache, windows, tile_pages, self._upload)
 
     def build(self, decodes: Rows[Sequence], segments: Rows[Segment], started: float) -> Batch:
         pieces = [Segment(sequence, sequence.computed, 1) for sequence in decodes]
@@ -191,7 +194,7 @@ class _Builder:
             pages += [piece.sequence.page(position // self._chunk) for position in span]
             if span.stop == len(piece.sequence.tokens):
                 logit_rows.append(len(positions) - 1)
-        return Batch(
+        batch = Batch(
             started=started,
             sequences=[piece.sequence for piece in pieces],
             counts=[piece.count for piece in pieces],
@@ -212,6 +215,8 @@ class _Builder:
             ),
             prefills=prefills,
         )
+        self._upload.send()
+        return batch
 
     def _input_rows(self, pieces: Rows[Segment]) -> InputRows | None:
         index: list[int] = []
@@ -239,6 +244,7 @@ class _Builder:
                 chunk_tokens=self._chunk,
                 windows=self._windows,
                 device=self._device,
+                upload=self._upload,
             )
         pages: list[int] = []
         owners: list[int] = []
@@ -256,6 +262,7 @@ class _Builder:
             chunk_tokens=self._chunk,
             windows=self._windows,
             device=self._device,
+            upload=self._upload,
         )
 
     def _prefills(
@@ -274,10 +281,11 @@ class _Builder:
                     chunk_tokens=self._chunk,
                     windows=self._windows,
                     device=self._device,
+                    upload=self._upload,
                 )
                 prefills.append(ResidentPrefill(first_row, segment.count, plan))
             first_row += segment.count
         return prefills
 
     def _tensor(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        return self._upload.table(values)

@@ -12,6 +12,7 @@ from splitpoint.errors import ChunkLost
 from splitpoint.planning.schedule import Lane
 from worker_service.device.cache import DeviceCache
 from worker_service.engine.batch import Batch
+from worker_service.engine.device_sampling import PendingChoices
 from worker_service.engine.sampling import Choice, NonFiniteLogits, SamplingRow, choose
 from worker_service.engine.sequence import Sequence
 from worker_service.engine.streamed import LostSequence
@@ -87,6 +88,7 @@ class ModelRunner:
         self._computing_since = began if prefetcher is None else None
         try:
             logits, finite = self._forward(batch, prefetcher)
+            pending = self._begin_choice(batch, logits, finite)
             # Weights may be on their way for the next step; everything else is done.
             spans = self._lanes.collect()
         except BaseException:
@@ -98,7 +100,7 @@ class ModelRunner:
             # No token is counted yet: the other sequences run again in the next step.
             self._computing_since = None
             return StepResult(batch, spans, lost=lost)
-        choices = self._choose(batch, logits, finite)
+        choices = self._choose(batch, logits, finite, pending)
         whole = []
         if prefetcher is None:
             whole = self._lanes.count_spans([_step_span(batch, began, time.perf_counter())])
@@ -124,8 +126,8 @@ class ModelRunner:
 
     def _forward(
         self, batch: Batch, prefetcher: Prefetcher | None
-    ) -> tuple[torch.Tensor, list[bool]]:
-        """Return logits `[sampled, vocabulary]`, and for each row whether it is finite.
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits `[sampled, vocabulary]`, and bool `[N]`: whether each row is finite.
 
         A NaN stays in its token's row from the layer where it arises to the end.
         """
@@ -153,12 +155,31 @@ class ModelRunner:
         )
         finite = hidden.isfinite().all(dim=1)
         logits = model.logits(hidden[batch.logit_rows])
-        return logits, finite.tolist()
+        return logits, finite
+
+    def _begin_choice(
+        self, batch: Batch, logits: torch.Tensor, finite: torch.Tensor
+    ) -> PendingChoices | None:
+        """Issue the choices of all rows on a GPU; None on a CPU, which chooses at the end."""
+        if not logits.is_cuda:
+            return None
+        whole = [
+            sequence
+            for sequence, count in zip(batch.sequences, batch.counts, strict=True)
+            if sequence.computed + count == len(sequence.tokens)
+        ]
+        return PendingChoices(logits, finite, [self._sampling_row(each) for each in whole])
 
     def _choose(
-        self, batch: Batch, logits: torch.Tensor, finite: list[bool]
+        self,
+        batch: Batch,
+        logits: torch.Tensor,
+        on_device: torch.Tensor,
+        pending: PendingChoices | None,
     ) -> list[Choice | NonFiniteLogits | None]:
         """Return `StepResult.choices`."""
+        chosen = None if pending is None else pending.read()
+        finite: list[bool] = on_device.tolist() if chosen is None else chosen.finite
         choices: list[Choice | NonFiniteLogits | None] = []
         rows: list[int] = []
         sampled: list[int] = []
@@ -172,7 +193,10 @@ class ModelRunner:
                 sampled.append(index)
             choices.append(None if is_finite else NonFiniteLogits())
             logit_row += is_whole
-        if sampled:
+        if chosen is not None:
+            for index, row in zip(sampled, rows, strict=True):
+                choices[index] = chosen.choices[row]
+        elif sampled:
             used = logits if len(rows) == len(logits) else logits[rows]
             listed = [self._sampling_row(batch.sequences[index]) for index in sampled]
             for index, choice in zip(sampled, choose(used, listed), strict=True):

@@ -18,7 +18,7 @@ from splitpoint.v1 import types_pb2
 
 DEFAULT_MAX_TOKENS = 128
 # Tokens sorted at first for top_p; sorting a whole vocabulary takes milliseconds.
-_NUCLEUS = 1024
+NUCLEUS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Choice | N
         elif row.is_plain:
             choices.append(Choice(token_id))
         else:
-            choices.append(_choose_one(logits[index].to("cpu"), row))
+            choices.append(choose_one(logits[index].to("cpu"), row))
     return choices
 
 
@@ -148,7 +148,7 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def _choose_one(logits: torch.Tensor, row: SamplingRow) -> Choice:
+def choose_one(logits: torch.Tensor, row: SamplingRow) -> Choice:
     """Choose from one row `[vocabulary]`, on the CPU, in fp64."""
     sampling = row.sampling
     scores = _adjusted(logits.to(torch.float64), row)
@@ -238,8 +238,8 @@ def _nucleus_candidates(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return enough tokens, most likely first, to reach `top_p`: rarely the whole vocabulary."""
     vocabulary = len(probabilities)
-    if vocabulary > _NUCLEUS:
-        ordered, ids = _most_likely(probabilities, _NUCLEUS)
+    if vocabulary > NUCLEUS:
+        ordered, ids = _most_likely(probabilities, NUCLEUS)
         if float(ordered.sum()) >= top_p:
             return ordered, ids
     return _most_likely(probabilities, vocabulary)

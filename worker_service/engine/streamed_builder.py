@@ -15,6 +15,7 @@ import torch
 
 from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import PREFILL_TILE_PAGES, largest_tile
+from worker_service.device.upload import Upload
 from worker_service.engine.sequence import Segment, Sequence
 from worker_service.engine.streamed import (
     DevicePages,
@@ -66,7 +67,10 @@ class StreamedBuilder:
         cache: DeviceCache,
         windows: Rows[Window],
         tile_pages: int,
+        upload: Upload,
     ) -> None:
+        """`upload` sends the step's tables before anything of it runs."""
+        self._upload = upload
         self._cache = cache
         self._chunk = cache.layout.chunk_tokens
         self._device = cache.device
@@ -145,6 +149,7 @@ class StreamedBuilder:
             chunk_tokens=self._chunk,
             windows=set(self._windows),
             device=self._device,
+            upload=self._upload,
         )
 
     # -- both ----------------------------------------------------------------------------
@@ -253,4 +258,4 @@ class StreamedBuilder:
         return pieces
 
     def _tensor(self, values: Iterable[int]) -> torch.Tensor:
-        return torch.tensor(list(values), dtype=torch.int64, device=self._device)
+        return self._upload.table(list(values))

@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from worker_service.device.upload import Upload
+
 # Reading a foreign page costs one read; gathering a page costs two reads and a write. A
 # range may therefore hold this many pages per wanted page.
 _SPREAD = 2.0
@@ -67,11 +69,13 @@ class DecodePlan:
         chunk_tokens: int,
         windows: Iterable[int | None],
         device: torch.device,
+        upload: Upload | None = None,
     ) -> DecodePlan:
         """Plan for whole sequences, where `page_tables[b][i]` holds chunk i of sequence b.
 
         `lengths[b]` counts the tokens whose K and V are in place, the query's own
-        included. Pages past the length are ignored.
+        included. Pages past the length are ignored. `upload` collects the plan's tables for
+        the device; without it they are sent at once.
         """
         sizes = np.asarray(lengths, dtype=np.int64)
         counts = -(-sizes // chunk_tokens)
@@ -91,6 +95,7 @@ class DecodePlan:
             chunk_tokens=chunk_tokens,
             windows=windows,
             device=device,
+            upload=upload,
         )
 
     @classmethod
@@ -104,6 +109,7 @@ class DecodePlan:
         chunk_tokens: int,
         windows: Iterable[int | None],
         device: torch.device,
+        upload: Upload | None = None,
         row_counts: Integers | None = None,
     ) -> DecodePlan:
         """Plan for any pages: a tile of one sequence, or the tails of streamed ones.
@@ -120,7 +126,8 @@ class DecodePlan:
         seen = behind >= 0
         if row_counts is not None:
             seen &= rows < np.asarray(row_counts, dtype=np.int64)[:, None]
-        return cls(
+        tables = Upload(device) if upload is None else upload
+        plan = cls(
             query_count=len(query),
             views={
                 window: _decode_view(
@@ -128,11 +135,14 @@ class DecodePlan:
                     owner,
                     seen if window is None else seen & (behind < window),
                     len(query),
-                    device,
+                    tables,
                 )
                 for window in set(windows)
             },
         )
+        if upload is None:
+            tables.send()
+        return plan
 
 
 # -- prefill: T consecutive queries of one request ----------------------------------
@@ -206,16 +216,24 @@ class PrefillPlan:
         chunk_tokens: int,
         windows: Iterable[int | None],
         device: torch.device,
+        upload: Upload | None = None,
     ) -> PrefillPlan:
-        """Plan where `prefix_pages[i]` holds chunk i; pages past the prefix are ignored."""
-        return cls(
+        """Plan where `prefix_pages[i]` holds chunk i; pages past the prefix are ignored.
+
+        `upload`: see `DecodePlan.of_sequences`.
+        """
+        tables = Upload(device) if upload is None else upload
+        plan = cls(
             views={
                 window: _prefill_view(
-                    prefix_pages, prefix_tokens, new_tokens, chunk_tokens, window, device
+                    prefix_pages, prefix_tokens, new_tokens, chunk_tokens, window, tables
                 )
                 for window in set(windows)
             }
         )
+        if upload is None:
+            tables.send()
+        return plan
 
 
 # -- building the views ---------------------------------------------------------------
@@ -226,7 +244,7 @@ def _decode_view(
     owner: npt.NDArray[np.int64],
     seen: npt.NDArray[np.bool_],
     query_count: int,
-    device: torch.device,
+    upload: Upload,
 ) -> PageView:
     """Read pages in place if they lie close together; otherwise gather them."""
     used = seen.any(axis=1)
@@ -245,12 +263,13 @@ def _decode_view(
             spread_seen[place] = seen
             owner, seen = spread_owner, spread_seen
         else:
-            pages = torch.from_numpy(numbers).to(device)
+            pages = upload.table(numbers)
+    limit = np.where(seen, np.float32(np.inf), LEAST)
     return PageView(
         pages,
-        reader=torch.from_numpy(np.minimum(owner, query_count - 1)).to(device),
-        owner=torch.from_numpy(owner).to(device),
-        limit=torch.from_numpy(np.where(seen, np.float32(np.inf), LEAST)).unsqueeze(1).to(device),
+        reader=upload.table(np.minimum(owner, query_count - 1)),
+        owner=upload.table(owner),
+        limit=upload.table(limit, np.float32).unsqueeze(1),
     )
 
 
@@ -260,26 +279,26 @@ def _prefill_view(
     new_tokens: int,
     chunk_tokens: int,
     window: int | None,
-    device: torch.device,
+    upload: Upload,
 ) -> PrefillView:
     # The first new token sees the fewest later and the most earlier tokens.
     first_seen = 0 if window is None else max(0, prefix_tokens - window + 1)
     first_chunk = first_seen // chunk_tokens
     listed = prefix_pages[first_chunk : -(-prefix_tokens // chunk_tokens)]
     first_row = first_chunk * chunk_tokens
-    pages = _selection(listed, device) if prefix_tokens > first_seen else None
+    pages = _selection(listed, upload) if prefix_tokens > first_seen else None
     rows = prefix_tokens - first_row if pages is not None else 0
     # The last new token masks the first row that is read.
     is_windowed = window is not None and rows + new_tokens > window
-    return PrefillView(pages, rows, new_tokens, window if is_windowed else None, device)
+    return PrefillView(pages, rows, new_tokens, window if is_windowed else None, upload.device)
 
 
-def _selection(pages: Sequence[int], device: torch.device) -> slice | torch.Tensor:
+def _selection(pages: Sequence[int], upload: Upload) -> slice | torch.Tensor:
     """Return page numbers in this order, as a range if they are one."""
     first = pages[0]
     if list(pages) == list(range(first, first + len(pages))):
         return slice(first, first + len(pages))
-    return torch.tensor(list(pages), dtype=torch.int64, device=device)
+    return upload.table(list(pages))
 
 
 def masked_keys(

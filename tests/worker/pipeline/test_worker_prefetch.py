@@ -17,6 +17,7 @@ from stream_double import StreamDouble
 from tiny_models import VOCABULARY, write_tiny
 
 from splitpoint.planning.schedule import Lane, Schedule
+from worker_service.device.upload import Upload
 from worker_service.engine.sampling import Sampling
 from worker_service.engine.sequence import Sequence as Running
 from worker_service.engine.streamed import StreamedStep
@@ -96,7 +97,8 @@ class Setting:
                 room = cache.inputs_in_pages(layer)[chunk % 2]
                 room[sequence.row_pages[chunk // 2]] = inputs[stored.chunks[chunk].slot]
         windows = [layer.window for layer in stored.model.layers]
-        step = StreamedBuilder(cache, windows, tile_pages).step([sequence], [])
+        builder = StreamedBuilder(cache, windows, tile_pages, Upload(cache.device))
+        step = builder.step([sequence], [])
         assert step is not None
         return cls(stored, staging, step, [])
 
