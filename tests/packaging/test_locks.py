@@ -67,7 +67,8 @@ def test_locked_versions_are_those_that_pyproject_allows(python: str) -> None:
     for extra in ("", *PROJECT["optional-dependencies"]):
         for requirement in requirements_of(extra):
             name = canonicalize_name(requirement.name)
-            if name != "torch":
+            # Each index has a torch of its own; FlashInfer is for GPUs and brings CUDA's libraries.
+            if name not in ("torch", "flashinfer-python"):
                 assert requirement.specifier.contains(locked[name], prereleases=True), name
     for lock in LOCKS:
         assert pins(lock, python).items() <= locked.items(), "one version in all locks"

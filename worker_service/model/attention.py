@@ -22,10 +22,13 @@ from splitpoint.host.processor import AMX_BF16, instruction_sets
 from worker_service.model.attention_plan import (
     LEAST,
     DecodePlan,
+    PageView,
     PrefillPlan,
     PrefillView,
     masked_keys,
 )
+from worker_service.model.library_attention import library_of
+from worker_service.model.span_attention import SpanView, kernels_of
 
 # Query rows of one block of a half-precision prefill on a CPU. With 512 tokens and 12 heads
 # of 64 (32 on 8 of 128) a layer takes 3.1 (11) ms; with blocks of 128 4.5 (15), of 256 5.7
@@ -92,10 +95,36 @@ def decode_partial(
         window: the layer's sliding window; one of the plan's windows.
         cap: in all functions here a score s becomes `cap * tanh(s / cap)`; None: no cap.
 
+    A GPU reads pages by number, through FlashInfer or Triton; a CPU multiplies them.
+    """
+    library = library_of(queries.device) if plan.whole else None
+    if library is not None and library.takes(queries, keys):
+        whole = plan.whole[window]
+        done = library.attend(whole, queries, keys, values, scale=scale, cap=cap)
+        if done is not None:
+            return PartialAttention(*done)
+    view = plan.views[window]
+    if isinstance(view, SpanView):
+        kernels = kernels_of(queries.device)
+        return PartialAttention(
+            *view.attend(queries, keys, values, scale=scale, cap=cap, kernels=kernels)
+        )
+    return _decode_pages(queries, keys, values, view, scale, cap)
+
+
+def _decode_pages(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    view: PageView,
+    scale: float,
+    cap: float | None,
+) -> PartialAttention:
+    """Attend each page by plain products, all pages of all requests at once.
+
     Query heads that share a KV head are folded into the rows of one product,
     `[n_kv, g, d] x [n_kv, d, C]`, so keys are never repeated.
     """
-    view = plan.views[window]
     count, query_heads, head_dim = queries.shape
     page_keys, page_values = view.of(keys), view.of(values)
     pages, kv_heads, rows, _ = page_keys.shape

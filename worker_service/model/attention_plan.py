@@ -8,13 +8,15 @@ pool that is read in place. This module knows no keys, values or requests.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from worker_service.device.upload import Upload
+from worker_service.model.library_attention import WholeSequences, library_of
+from worker_service.model.span_attention import SpanView, kernels_of
 
 # Reading a foreign page costs one read; gathering a page costs two reads and a write. A
 # range may therefore hold this many pages per wanted page.
@@ -55,10 +57,16 @@ class PageView:
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """Pages of B decoding queries in one step: one view per distinct window."""
+    """Pages of B decoding queries in one step: one view per distinct window.
+
+    Attributes:
+        views: spans where there is a kernel for them, otherwise pages.
+        whole: the same for the library, if there is one and sequences are planned whole.
+    """
 
     query_count: int
-    views: Mapping[int | None, PageView]
+    views: Mapping[int | None, PageView | SpanView]
+    whole: Mapping[int | None, WholeSequences] = field(default_factory=dict)
 
     @classmethod
     def of_sequences(
@@ -87,7 +95,9 @@ class DecodePlan:
         )
         ends = np.cumsum(counts)
         chunks = np.arange(len(pages)) - np.repeat(ends - counts, counts)
-        return cls.of_pages(
+        tables = Upload(device) if upload is None else upload
+        windows = set(windows)
+        plan = cls.of_pages(
             pages,
             owners=np.repeat(np.arange(len(sizes)), counts),
             first_positions=chunks * chunk_tokens,
@@ -95,8 +105,17 @@ class DecodePlan:
             chunk_tokens=chunk_tokens,
             windows=windows,
             device=device,
-            upload=upload,
+            upload=tables,
         )
+        if library_of(device) is not None:
+            whole = {
+                window: WholeSequences.of(pages, sizes, chunk_tokens, window, tables)
+                for window in windows
+            }
+            plan = replace(plan, whole=whole)
+        if upload is None:
+            tables.send()
+        return plan
 
     @classmethod
     def of_pages(
@@ -245,11 +264,13 @@ def _decode_view(
     seen: npt.NDArray[np.bool_],
     query_count: int,
     upload: Upload,
-) -> PageView:
-    """Read pages in place if they lie close together; otherwise gather them."""
+) -> PageView | SpanView:
+    """Read pages in place: by a kernel, or if they lie close together; otherwise gather them."""
     used = seen.any(axis=1)
     if not used.all():
         numbers, owner, seen = numbers[used], owner[used], seen[used]
+    if kernels_of(upload.device) is not None:
+        return SpanView.of(numbers, owner, seen, query_count, upload)
     pages: slice | torch.Tensor = slice(0, 0)
     if len(numbers):
         first = int(numbers.min())

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 SCRIPT = """
 import sys
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -26,6 +27,8 @@ def cubin_bytes(kernel, signature, constants, architecture):
     assert list(types) == [parameter.name for parameter in kernel.params], kernel.params
     source = ASTSource(fn=kernel, signature=types, constexprs=constants)
     compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32))
+    # What each multiprocessor since Ampere has, the smallest included.
+    assert compiled.metadata.shared <= 99 << 10
     return len(compiled.asm["cubin"])
 
 def not_specialized(kernel):
@@ -42,6 +45,31 @@ for architecture in (80, 90, 100):
     assert cubin_bytes(gather_slots, signature, {"block": BLOCK_WORDS}, architecture) > 1000
 # What differs between transfers selects no other kernel.
 assert not_specialized(gather_slots) == {"slots", "pages", "blocks_per_slot", "block_count"}
+"""
+
+SPANS = """
+from worker_service.model.span_attention import _block, _row_block
+from worker_service.model.span_kernel import attend_spans, merge_spans
+sums = dict.fromkeys(["weighted", "peaks", "totals"], "*fp32")
+tables = dict.fromkeys(["pages", "lows", "highs", "starts", "owners"], "*i32")
+heads = dict(query_heads="i32", kv_heads="i32")
+least = torch.finfo(torch.float32).min
+for dtype, head_dim, chunk, group in (
+    ("bf16", 128, 64, 4), ("fp32", 128, 64, 8), ("bf16", 256, 64, 2), ("fp16", 80, 16, 1)
+):
+    pools = dict.fromkeys(["queries", "keys", "values"], "*" + dtype)
+    signature = sums | pools | tables | dict(scale="fp32", cap="fp32") | heads
+    constants = dict(
+        has_cap=True, group=group, chunk=chunk, head_dim=head_dim, group_block=_block(group),
+        row_block=_row_block(chunk, _block(head_dim)), dim_block=_block(head_dim), least=least,
+    )
+    assert cubin_bytes(attend_spans, signature, constants, 90) > 1000
+assert not_specialized(attend_spans) == set(tables)
+merged = dict.fromkeys(["merged", "merged_peaks", "merged_totals"], "*fp32")
+signature = merged | sums | dict(firsts="*i32", query_heads="i32")
+constants = dict(head_dim=128, dim_block=128, least=least)
+assert cubin_bytes(merge_spans, signature, constants, 90) > 1000
+assert not_specialized(merge_spans) == {"firsts"}
 """
 
 
@@ -63,3 +91,8 @@ def run(script: str, folder: Path) -> None:
 def test_the_gather_kernel_compiles_once_for_all_transfers(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     run(GATHER, tmp_path)
+
+
+def test_the_attention_kernels_compile_once_for_all_batches(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    run(SPANS, tmp_path)
