@@ -31,6 +31,7 @@ from pathlib import Path
 from types import FrameType
 
 from benchmarks.gpu_claims import (
+    ATTENTION,
     LLAMA,
     NEW_TOKENS,
     OPT_LONG,
@@ -85,6 +86,9 @@ def parts_of(device: str, *, is_tiny: bool) -> list[Part]:
         dtype = ("--dtype", "float32" if is_tiny else "bfloat16", "--repeats", "1")
         return (*cli, "offload", "--shape", shape, *sizes, *dtype, *here, *more)
 
+    attention: tuple[str, ...] = (python, "-m", "benchmarks.gpu_attention", "--device", device)
+    if is_tiny:
+        attention = (*attention, "--tiny")
     restore: tuple[str, ...] = ("--shape", "opt-6.7b", "--prompt", "1984", "--dtype", "bfloat16")
     if is_tiny:
         restore = ("--shape", "opt-125m", "--layers", "2", "--prompt", "256", "--link-rate", "2GB")
@@ -105,9 +109,11 @@ def parts_of(device: str, *, is_tiny: bool) -> list[Part]:
                 "default",
                 *files,
             ),
-            150,
+            # Triton compiles each of its kernels for each size.
+            180,
             30,
         ),
+        Part(ATTENTION, attention, 60, 20),
         Part(OPT_LONG, offload("opt-6.7b", 512), 300, 120),
         Part(LLAMA, offload("llama-3-8b", 512), 120, 60),
         Part(OPT_SHORT, offload("opt-6.7b", 128, "--sweep"), 150, 60),

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-TESTS, RESTORE = "tests", "restore opt-6.7b"
+TESTS, RESTORE, ATTENTION = "tests", "restore opt-6.7b", "attention"
 OPT_LONG, OPT_SHORT, LLAMA = (
     "offload opt-6.7b 512",
     "offload opt-6.7b 128",
@@ -61,7 +61,28 @@ def claims_of(outcomes: Mapping[str, Outcome]) -> list[Claim]:
     llama = over_full_load(reports.get(LLAMA))
     # Never slower, with what a measurement cannot tell apart.
     claims.append(Claim(f"{LLAMA}: planned over full load", llama, 1.03))
+    report = reports.get(ATTENTION)
+    decode, prefill = ("decode", "spans", "products"), ("prefill", "ours", "sdpa with a mask")
+    for (part, ours, other), limit in ((decode, 0.7), (prefill, 0.5)):
+        for value, text in (("milliseconds", "time"), ("peak_bytes", "peak memory")):
+            name = f"{part} attention: {text} of {ours} over {other}"
+            claims.append(Claim(name, ratio_of(report, part, ours, other, value), limit))
+    name = "decode attention: time of flashinfer over spans"
+    claims.append(
+        Claim(name, ratio_of(report, "decode", "flashinfer", "spans", "milliseconds"), 1.1)
+    )
     return claims
+
+
+def ratio_of(
+    report: Mapping[str, Any] | None, part: str, ours: str, other: str, value: str
+) -> float | None:
+    """Return a value of one way over that of another; None if either was not measured."""
+    ways = {} if report is None else report[part]
+    if value not in ways.get(ours, {}) or not ways.get(other, {}).get(value):
+        return None
+    ratio: float = ways[ours][value] / ways[other][value]
+    return round(ratio, 3)
 
 
 def over_full_load(report: Mapping[str, Any] | None) -> float | None:

@@ -12,8 +12,13 @@ from splitpoint.errors import ChunkLost
 from splitpoint.planning.schedule import Lane
 from worker_service.device.cache import DeviceCache
 from worker_service.engine.batch import Batch
-from worker_service.engine.device_sampling import PendingChoices
-from worker_service.engine.sampling import Choice, NonFiniteLogits, SamplingRow, choose
+from worker_service.engine.sampling import (
+    Choice,
+    NonFiniteLogits,
+    PendingChoices,
+    SamplingRow,
+    choose,
+)
 from worker_service.engine.sequence import Sequence
 from worker_service.engine.streamed import LostSequence
 from worker_service.lanes.lanes import Lanes
@@ -178,8 +183,7 @@ class ModelRunner:
         pending: PendingChoices | None,
     ) -> list[Choice | NonFiniteLogits | None]:
         """Return `StepResult.choices`."""
-        chosen = None if pending is None else pending.read()
-        finite: list[bool] = on_device.tolist() if chosen is None else chosen.finite
+        finite, chosen = (on_device.tolist(), None) if pending is None else pending.read()
         choices: list[Choice | NonFiniteLogits | None] = []
         rows: list[int] = []
         sampled: list[int] = []
@@ -195,7 +199,7 @@ class ModelRunner:
             logit_row += is_whole
         if chosen is not None:
             for index, row in zip(sampled, rows, strict=True):
-                choices[index] = chosen.choices[row]
+                choices[index] = chosen[row]
         elif sampled:
             used = logits if len(rows) == len(logits) else logits[rows]
             listed = [self._sampling_row(batch.sequences[index]) for index in sampled]

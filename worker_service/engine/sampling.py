@@ -11,14 +11,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from splitpoint.transport.convert import from_message
 from splitpoint.v1 import types_pb2
+from worker_service.model.draws import MOST_ELEMENTS, NUCLEUS, Entry, PendingDraws, RowParameters
 
 DEFAULT_MAX_TOKENS = 128
-# Tokens sorted at first for top_p; sorting a whole vocabulary takes milliseconds.
-NUCLEUS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +137,76 @@ def choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Choice | N
         elif row.is_plain:
             choices.append(Choice(token_id))
         else:
-            choices.append(choose_one(logits[index].to("cpu"), row))
+            choices.append(_choose_one(logits[index].to("cpu"), row))
     return choices
+
+
+class PendingChoices:
+    """The choices of a step under way on a GPU: the twin of `choose`. `read` waits for them."""
+
+    def __init__(
+        self,
+        logits: torch.Tensor,
+        finite: torch.Tensor,
+        rows: Sequence[SamplingRow],
+        most_elements: int = MOST_ELEMENTS,
+    ) -> None:
+        """Issue all work for fp32 logits `[M, vocabulary]`, and for bool flags `[N]` to return."""
+        self._logits = logits
+        self._rows = rows
+        parameters = [_parameters(row, logits.shape[1]) for row in rows]
+        self._draws = PendingDraws(logits, finite, parameters, most_elements)
+
+    def read(self) -> tuple[list[bool], list[Choice | NonFiniteLogits]]:
+        """Wait for the device; return the flags, and one choice per row of logits."""
+        flags, drawn = self._draws.read()
+        choices: list[Choice | NonFiniteLogits] = []
+        for index, (row, each) in enumerate(zip(self._rows, drawn, strict=True)):
+            if not each.is_regular:
+                choices.append(NonFiniteLogits())
+            elif each.is_short:
+                # Rare: the whole vocabulary is sorted for this row alone.
+                choices.append(_choose_one(self._logits[index].to("cpu"), row))
+            else:
+                choices.append(Choice(each.token_id, each.logprob, each.top))
+        return flags, choices
+
+
+def _parameters(row: SamplingRow, vocabulary: int) -> RowParameters | None:
+    """Return what the draw of a row depends on; None if it is plain."""
+    if row.is_plain:
+        return None
+    sampling, forbidden = row.sampling, sorted(set(row.forbidden))
+    penalty = sampling.repetition_penalty
+    repeated = sorted(set(row.tokens)) if penalty != 1 else []
+    return RowParameters(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        point=uniform(sampling.seed, row.position),
+        reported=sampling.logprobs,
+        repeated=[(token, penalty, 0.0) for token in repeated],
+        counted=_counted(row),
+        biased=[(token, bias, 0.0) for token, bias in sampling.logit_bias.items()],
+        forbidden=[(token, -math.inf, 0.0) for token in forbidden]
+        if len(forbidden) < vocabulary
+        else [],
+    )
+
+
+def _counted(row: SamplingRow) -> list[Entry]:
+    """Return the generated tokens with what penalties subtract from their scores."""
+    sampling, generated = row.sampling, row.tokens[row.prompt_length :]
+    if not generated or not (sampling.presence_penalty or sampling.frequency_penalty):
+        return []
+    ids, counts = np.unique(np.asarray(generated), return_counts=True)
+    # `_adjusted` multiplies counts, which torch does in fp32.
+    often = np.float32(sampling.frequency_penalty) * counts.astype(np.float32)
+    present = float(np.float32(sampling.presence_penalty))
+    return [
+        (token, less, present) for token, less in zip(ids.tolist(), often.tolist(), strict=True)
+    ]
 
 
 def uniform(seed: int, position: int) -> float:
@@ -148,7 +216,7 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def choose_one(logits: torch.Tensor, row: SamplingRow) -> Choice:
+def _choose_one(logits: torch.Tensor, row: SamplingRow) -> Choice:
     """Choose from one row `[vocabulary]`, on the CPU, in fp64."""
     sampling = row.sampling
     scores = _adjusted(logits.to(torch.float64), row)

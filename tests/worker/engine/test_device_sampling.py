@@ -8,8 +8,15 @@ import random
 import pytest
 import torch
 
-from worker_service.engine.device_sampling import PendingChoices, StepChoices, most_likely
-from worker_service.engine.sampling import Choice, NonFiniteLogits, Sampling, SamplingRow, choose
+from worker_service.engine.sampling import (
+    Choice,
+    NonFiniteLogits,
+    PendingChoices,
+    Sampling,
+    SamplingRow,
+    choose,
+)
+from worker_service.model.draws import most_likely
 
 DEVICES = [
     "cpu",
@@ -70,9 +77,9 @@ def test_both_twins_choose_the_same(vocabulary: int, device: str) -> None:
             rows,
             most_elements=rng.choice([1, 4 * vocabulary, 1 << 20]),
         )
-        got = pending.read()
-        assert got.finite == finite.tolist()
-        for row, wanted, found in zip(rows, choose(logits, rows), got.choices, strict=True):
+        flags, got = pending.read()
+        assert flags == finite.tolist()
+        for row, wanted, found in zip(rows, choose(logits, rows), got, strict=True):
             assert type(wanted) is type(found)
             if isinstance(wanted, Choice) and isinstance(found, Choice):
                 assert found.token_id == wanted.token_id, row.sampling
@@ -89,8 +96,8 @@ def test_a_token_does_not_depend_on_the_rows_beside_it(device: str) -> None:
     rows = [random_row(rng, 2000) for _ in range(8)]
     finite = torch.ones(8, dtype=torch.bool, device=device)
 
-    def tokens(result: StepChoices) -> list[int]:
-        return [each.token_id for each in result.choices if isinstance(each, Choice)]
+    def tokens(result: tuple[list[bool], list[Choice | NonFiniteLogits]]) -> list[int]:
+        return [each.token_id for each in result[1] if isinstance(each, Choice)]
 
     together = tokens(PendingChoices(logits, finite, rows).read())
     backwards = tokens(PendingChoices(logits.flip(0), finite, rows[::-1]).read())
@@ -110,7 +117,7 @@ def test_a_flat_nucleus_wider_than_the_candidates_is_drawn_from_all(device: str)
     ]
     many = logits.expand(20, -1)
     finite = torch.ones(1, dtype=torch.bool)
-    got = PendingChoices(many.to(device), finite.to(device), rows).read().choices
+    _, got = PendingChoices(many.to(device), finite.to(device), rows).read()
     assert got == choose(many, rows)
     assert len({each.token_id for each in got if isinstance(each, Choice)}) > 10
 
@@ -118,9 +125,9 @@ def test_a_flat_nucleus_wider_than_the_candidates_is_drawn_from_all(device: str)
 def test_a_step_that_ends_no_prompt_reports_its_flags_alone() -> None:
     finite = torch.tensor([True, False, True])
     result = PendingChoices(torch.zeros(0, 50), finite, []).read()
-    assert result == StepChoices([True, False, True], [])
+    assert result == ([True, False, True], [])
     nothing = PendingChoices(torch.full((1, 4), -math.inf), finite, [SamplingRow(Sampling())])
-    assert nothing.read().choices == [NonFiniteLogits()]
+    assert nothing.read() == ([True, False, True], [NonFiniteLogits()])
 
 
 def test_lower_ids_are_kept_and_come_first_among_equals() -> None:

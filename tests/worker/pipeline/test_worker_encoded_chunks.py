@@ -18,6 +18,7 @@ from worker_service.device.memory import STAGING_PAGES, divide
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import SerialLanes
 from worker_service.model.decoder import Decoder
+from worker_service.pipeline.chunk_loader import ChunkLoader
 from worker_service.pipeline.restore import Prefix, restore
 from worker_service.pipeline.staging import Staging
 from worker_service.pipeline.transfer import CacheTransfer, Part
@@ -245,3 +246,43 @@ def test_a_worker_charges_its_budget_for_encoded_rooms(folder: Path) -> None:
     assert native < int4 < int8
     # A page on the device is native whatever the arena keeps.
     assert len({plan.page_bytes for plan in plans}) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("encoding", list(Encoding))
+def test_a_gpu_loads_and_writes_back_what_the_cpu_does(folder: Path, encoding: Encoding) -> None:
+    """Decoded beside copies, in parts of a small buffer; written in runs from spread pages."""
+    device = torch.device("cuda:0")
+    given = written(folder, encoding, torch.float32)
+    cache = DeviceCache(given.layout, given.cache.plan, device)
+    for kind in ("keys", "values", "inputs"):
+        for target, source in zip(getattr(cache, kind), getattr(given.cache, kind), strict=True):
+            target.copy_(source)
+    slots = [chunk.slot for chunk in given.chunks]
+    loader = ChunkLoader(given.mirror.tensors, device, page_count=8)
+    shape = cache.keys[0].shape
+    for layer in range(given.layout.layer_count):
+        loaded = {kind: torch.zeros(shape, device=device) for kind in ("K", "V")}
+        loader.load(layer, loaded, slots, given.pages)
+        torch.cuda.current_stream(device).synchronize()
+        for kind, planes in (("K", given.cache.keys), ("V", given.cache.values)):
+            wanted = given.approximate(planes[layer], given.pages)
+            torch.testing.assert_close(loaded[kind][given.pages].cpu(), wanted)
+    jobs = [
+        WriteJob(index, page, page, tuple(IDS[index * CHUNK : (index + 1) * CHUNK]))
+        for index, page in enumerate(given.pages)
+    ]
+    other = MirrorCache(given.layout, 16 << 20)
+    # Slots in a row, pages that are not.
+    places = [place for _ in range(CHUNKS) for place in other.grant(1)]
+    copy_chunks(cache, other.tensors, jobs, [slot for slot, _ in places])
+    for layer in range(given.layout.layer_count):
+        for kind in ("K", "V", "X"):
+            stored = other.tensors.plane(layer, kind)[[slot for slot, _ in places]]
+            wanted = given.mirror.tensors.plane(layer, kind)[slots]
+            if encoding is Encoding.NATIVE:
+                assert torch.equal(stored, wanted)
+            else:
+                differing = (stored != wanted).float().mean()
+                assert differing < 0.01, "rounding alone may differ"

@@ -231,6 +231,46 @@ def test_the_arena_is_pinned_and_nothing_falls_back_to_pageable_copies(
     assert all(event["args"]["bytes"] < tensors.layout.kv_slot_bytes for event in pageable)
 
 
+def test_a_restore_makes_the_host_wait_at_its_end_only(
+    stored: StoredPrefix, model: Decoder, lanes: Lanes
+) -> None:
+    """By events; torch raises for a copy from pageable memory, and for anything else that waits."""
+    Arrival(stored, model).restore(lanes, 75)
+    arrival = Arrival(stored, model)
+    torch.cuda.synchronize(CUDA)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        arrival.restore(lanes, 75)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    arrival.check(75)
+
+
+def test_memory_that_is_not_pinned_arrives_through_the_buffers(
+    tmp_path: Path, shm_folder: Path, lanes: Lanes
+) -> None:
+    on_cpu = Decoder.load(write_tiny("opt", tmp_path), CPU, torch.float32)
+    with stored_prefix(on_cpu, shm_folder, token_ids(), chunk_tokens=CHUNK) as prefix:
+        assert not prefix.tensors.keys[0].is_pinned()
+        arrival = Arrival(prefix, Decoder.load(tmp_path, CUDA, torch.float32))
+        for split in (0, 75):
+            arrival.restore(lanes, split)
+            arrival.check(split)
+
+
+def test_the_gather_kernel_is_compiled_once(stored: StoredPrefix) -> None:
+    gatherer = gatherer_of(CUDA)
+    assert gatherer is not None, "Triton could not build the kernel: see the log"
+    source = stored.tensors.keys[0]
+    target = torch.zeros(64, *source.shape[1:], device=CUDA)
+    counts = []
+    for count in (1, 2, 3, 5, 8, 9):
+        gatherer.gather([(source, target)], list(range(count)), list(range(count)))
+        [(cache, *_)] = gatherer.kernel.device_caches.values()
+        counts.append(len(cache))
+    assert counts == [counts[0]] * 6
+
+
 def test_the_gather_kernel_equals_copies(
     stored: StoredPrefix, model: Decoder, lanes: Lanes
 ) -> None:

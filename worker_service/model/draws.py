@@ -1,9 +1,9 @@
-"""Chooses the tokens of a step on its device: the twin of `sampling.choose` for a GPU.
+"""Draws the tokens of a step on its device, all rows at once.
 
-All rows are drawn at once, and the step's flags, tokens and log-probabilities come back in one
-copy. The definition is that of `sampling`, in fp64: a token is a function of the row, its seed
-and its position, and differs from the other twin's only where a draw falls within rounding of
-a border between two tokens.
+The twin of `engine/sampling.py` for a GPU, in fp64 as well: a token is a function of the row, its
+point and its parameters, and differs from the other twin's only where the point falls within
+rounding of a border between two tokens. The step's flags, tokens and log-probabilities come back
+in one copy. This module knows no requests.
 """
 
 from __future__ import annotations
@@ -17,65 +17,89 @@ import numpy.typing as npt
 import torch
 
 from worker_service.device.upload import Upload
-from worker_service.engine.sampling import (
-    NUCLEUS,
-    Choice,
-    NonFiniteLogits,
-    SamplingRow,
-    choose_one,
-    uniform,
-)
 
+# Candidates for top_p at first; sorting a whole vocabulary takes milliseconds.
+NUCLEUS = 1024
 # Elements of the largest fp64 tensor; rows beyond are drawn in further rounds.
 MOST_ELEMENTS = 1 << 20
 
+# A score that changes: token id, and one or two values.
+Entry = tuple[int, float, float]
+
 
 @dataclass(frozen=True, slots=True)
-class StepChoices:
-    """What a step leaves on the host.
+class RowParameters:
+    """How a row that is not plainly greedy is drawn.
 
     Attributes:
-        finite: for each token of the step, whether its hidden state is finite.
-        choices: for each row of logits.
+        point: in [0, 1), where the distribution function is inverted.
+        reported: log-probabilities to report beside the token's own; None: not even that.
+        repeated: tokens whose score is divided, or if negative multiplied, by the first value.
+        counted: tokens from whose score both values are subtracted.
+        biased: tokens to whose score the first value is added.
+        forbidden: tokens whose score becomes the first value.
     """
 
-    finite: list[bool]
-    choices: list[Choice | NonFiniteLogits]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    point: float
+    reported: int | None
+    repeated: Sequence[Entry] = ()
+    counted: Sequence[Entry] = ()
+    biased: Sequence[Entry] = ()
+    forbidden: Sequence[Entry] = ()
 
 
-class PendingChoices:
-    """Choices under way on the device. `read` waits for them."""
+@dataclass(frozen=True, slots=True)
+class DrawnRow:
+    """What was drawn from one row of logits.
+
+    Attributes:
+        is_regular: False if the row held NaN or +infinity, or no finite value.
+        is_short: the row is so flat that NUCLEUS tokens do not reach top_p; the token is void.
+        logprob, top: as in `Choice`.
+    """
+
+    token_id: int
+    is_regular: bool
+    is_short: bool
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class PendingDraws:
+    """Draws under way on the device. `read` waits for them."""
 
     def __init__(
         self,
         logits: torch.Tensor,
         finite: torch.Tensor,
-        rows: Sequence[SamplingRow],
-        *,
+        rows: Sequence[RowParameters | None],
         most_elements: int = MOST_ELEMENTS,
     ) -> None:
-        """Issue all work for fp32 logits `[M, vocabulary]` and bool `[N]`; waits for nothing."""
-        self._logits = logits
+        """Issue all work for fp32 logits `[M, vocabulary]` and bool flags `[N]`; wait for nothing.
+
+        A row without parameters takes its largest logit.
+        """
         self._rows = rows
-        self._token_count = len(finite)
+        self._flag_count = len(finite)
+        self._vocabulary = logits.shape[1]
         largest, best = logits.max(dim=-1)
         # In fp64, which holds each token id exactly.
-        parts = [finite, largest.isfinite()]
         tokens = best.to(torch.float64)
-        special = [index for index, row in enumerate(rows) if not row.is_plain]
-        size = max(1, most_elements // logits.shape[1])
-        rounds = [
-            _Round.of(special[first : first + size], rows, logits)
-            for first in range(0, len(special), size)
-        ]
         short = torch.zeros_like(tokens)
+        special = [(index, row) for index, row in enumerate(rows) if row is not None]
+        size = max(1, most_elements // self._vocabulary)
         reported = []
-        for each in rounds:
+        for first in range(0, len(special), size):
+            each = _Round.of(special[first : first + size], logits)
             drawn = each.draw(logits)
             tokens.index_copy_(0, each.index, drawn.tokens)
             short.index_copy_(0, each.index, drawn.short)
             reported += drawn.reported
-        parts += [short, tokens, *reported]
+        parts = [finite, largest.isfinite(), short, tokens, *reported]
         packed = torch.cat([part.to(torch.float64).flatten() for part in parts])
         self._host = torch.empty_like(packed, device="cpu", pin_memory=packed.is_cuda)
         self._host.copy_(packed, non_blocking=True)
@@ -84,40 +108,29 @@ class PendingChoices:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record(torch.cuda.current_stream(packed.device))
 
-    def read(self) -> StepChoices:
-        """Wait for the device, and return the step's flags and choices."""
+    def read(self) -> tuple[list[bool], list[DrawnRow]]:
+        """Wait for the device; return the flags, and what was drawn from each row."""
         if self._done is not None:
             self._done.synchronize()
         values = self._host.tolist()
-        count, rows = self._token_count, len(self._rows)
-        finite = [flag != 0 for flag in values[:count]]
+        count, rows = self._flag_count, len(self._rows)
         regular, short, tokens = (
             values[count + part * rows : count + (part + 1) * rows] for part in range(3)
         )
         reported = iter(values[count + 3 * rows :])
-        choices: list[Choice | NonFiniteLogits] = []
+        drawn = []
         for index, row in enumerate(self._rows):
-            choice = _choice(int(tokens[index]), row, reported, self._logits.shape[1])
-            if not regular[index]:
-                choices.append(NonFiniteLogits())
-            elif short[index]:
-                # So flat that the likeliest NUCLEUS tokens do not reach top_p: sort them all.
-                choices.append(choose_one(self._logits[index].to("cpu"), row))
-            else:
-                choices.append(choice)
-        return StepChoices(finite, choices)
-
-
-def _choice(token: int, row: SamplingRow, reported: Iterable[float], vocabulary: int) -> Choice:
-    """Take what was reported of a row, in order."""
-    if row.sampling.logprobs is None:
-        return Choice(token)
-    values = iter(reported)
-    count = min(row.sampling.logprobs, vocabulary)
-    logprob = next(values)
-    top = [next(values) for _ in range(count)]
-    ids = [int(next(values)) for _ in range(count)]
-    return Choice(token, logprob, tuple(zip(ids, top, strict=True)))
+            logprob: float | None = None
+            top: tuple[tuple[int, float], ...] = ()
+            if row is not None and row.reported is not None:
+                logprob = next(reported)
+                listed = min(row.reported, self._vocabulary)
+                likeliest = [next(reported) for _ in range(listed)]
+                top = tuple((int(next(reported)), value) for value in likeliest)
+            drawn.append(
+                DrawnRow(int(tokens[index]), regular[index] != 0, short[index] != 0, logprob, top)
+            )
+        return [flag != 0 for flag in values[:count]], drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +165,7 @@ class _Round:
         candidates: tokens that the rows in order of likelihood look at.
     """
 
-    rows: list[SamplingRow]
+    rows: list[RowParameters]
     index: torch.Tensor
     ordered: torch.Tensor
     by_id: torch.Tensor
@@ -168,38 +181,36 @@ class _Round:
     forbidden: _Pairs | None
 
     @classmethod
-    def of(cls, index: list[int], rows: Sequence[SamplingRow], logits: torch.Tensor) -> _Round:
-        """Send the parameters of these rows in one copy."""
+    def of(cls, numbered: Sequence[tuple[int, RowParameters]], logits: torch.Tensor) -> _Round:
+        """Send the parameters of these rows of the logits in one copy."""
         upload = Upload(logits.device)
         vocabulary = logits.shape[1]
-        some = [rows[each] for each in index]
-        samplings = [row.sampling for row in some]
-        top_k = [each.top_k if 0 < each.top_k < vocabulary else vocabulary for each in samplings]
-        places = range(len(some))
-        drawn = [place for place in places if samplings[place].temperature > 0]
-        sorts = {p for p in drawn if top_k[p] < vocabulary or samplings[p].top_p < 1}
+        some = [row for _, row in numbered]
+        top_k = [row.top_k if 0 < row.top_k < vocabulary else vocabulary for row in some]
+        drawn = [place for place, row in enumerate(some) if row.temperature > 0]
+        sorts = {p for p in drawn if top_k[p] < vocabulary or some[p].top_p < 1}
 
         def column(values: Iterable[float], dtype: npt.DTypeLike = np.float64) -> torch.Tensor:
             return upload.table(list(values), dtype).unsqueeze(1)
 
         made = cls(
             rows=some,
-            index=upload.table(index),
+            index=upload.table([index for index, _ in numbered]),
             ordered=upload.table([place for place in drawn if place in sorts]),
             by_id=upload.table([place for place in drawn if place not in sorts]),
-            temperature=column(each.temperature or 1.0 for each in samplings),
-            top_p=column(each.top_p for each in samplings),
-            min_p=column(each.min_p for each in samplings),
-            point=column(uniform(row.sampling.seed, row.position) for row in some),
+            temperature=column(row.temperature or 1.0 for row in some),
+            top_p=column(row.top_p for row in some),
+            min_p=column(row.min_p for row in some),
+            point=column(row.point for row in some),
             top_k=column(top_k, np.int64),
             candidates=min(
                 vocabulary,
                 max([NUCLEUS, *(top_k[place] for place in sorts if top_k[place] < vocabulary)]),
             ),
-            repeated=_pairs(upload, (_repeated(row) for row in some)),
-            counted=_pairs(upload, (_counted(row) for row in some)),
-            biased=_pairs(upload, (_biased(row) for row in some)),
-            forbidden=_pairs(upload, (_forbidden(row, vocabulary) for row in some)),
+            repeated=_pairs(upload, (row.repeated for row in some)),
+            counted=_pairs(upload, (row.counted for row in some)),
+            biased=_pairs(upload, (row.biased for row in some)),
+            forbidden=_pairs(upload, (row.forbidden for row in some)),
         )
         upload.send()
         return made
@@ -232,7 +243,7 @@ class _Round:
         return _Drawn(tokens.to(torch.float64), short, self._reported(scores, tokens))
 
     def _adjusted(self, scores: torch.Tensor) -> torch.Tensor:
-        """Apply penalties, biases and forbidden tokens in place, as `sampling` does."""
+        """Change the scores of the entries in place, in the order of `engine/sampling.py`."""
         if (pairs := self.repeated) is not None:
             values = scores[pairs.rows, pairs.ids]
             changed = torch.where(values > 0, values / pairs.first, values * pairs.first)
@@ -267,7 +278,7 @@ class _Round:
         """Return for each row that asks: its log-probability, the largest ones, their ids."""
         reported = []
         for place, row in enumerate(self.rows):
-            count = row.sampling.logprobs
+            count = row.reported
             if count is None:
                 continue
             logprobs = torch.log_softmax(scores[place], dim=-1)
@@ -292,39 +303,7 @@ def most_likely(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.T
     return values, ids.gather(1, order)
 
 
-# -- entries of the scores that change, as (id, value, value) ---------------------------------
-
-_Entry = tuple[int, float, float]
-
-
-def _repeated(row: SamplingRow) -> list[_Entry]:
-    penalty = row.sampling.repetition_penalty
-    return [] if penalty == 1 else [(token, penalty, 0.0) for token in sorted(set(row.tokens))]
-
-
-def _counted(row: SamplingRow) -> list[_Entry]:
-    sampling, generated = row.sampling, row.tokens[row.prompt_length :]
-    if not generated or not (sampling.presence_penalty or sampling.frequency_penalty):
-        return []
-    ids, counts = np.unique(np.asarray(generated), return_counts=True)
-    # `sampling` multiplies counts, which torch does in fp32.
-    often = np.float32(sampling.frequency_penalty) * counts.astype(np.float32)
-    present = float(np.float32(sampling.presence_penalty))
-    return [
-        (token, less, present) for token, less in zip(ids.tolist(), often.tolist(), strict=True)
-    ]
-
-
-def _biased(row: SamplingRow) -> list[_Entry]:
-    return [(token, bias, 0.0) for token, bias in row.sampling.logit_bias.items()]
-
-
-def _forbidden(row: SamplingRow, vocabulary: int) -> list[_Entry]:
-    ids = set(row.forbidden)
-    return [(token, -math.inf, 0.0) for token in sorted(ids)] if len(ids) < vocabulary else []
-
-
-def _pairs(upload: Upload, entries: Iterable[list[_Entry]]) -> _Pairs | None:
+def _pairs(upload: Upload, entries: Iterable[Sequence[Entry]]) -> _Pairs | None:
     listed = [(place, *entry) for place, some in enumerate(entries) for entry in some]
     if not listed:
         return None
