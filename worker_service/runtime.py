@@ -242,12 +242,17 @@ class Runtime:
             self._calls.discard(done)
 
     def _between_steps(self, function: Callable[[], None]) -> None:
-        """Run `function` on the engine's thread and wait until it returns.
+        """Run `function` on the engine's thread while nothing is copied, and wait for it.
 
         Call it from any thread except the engine's and the event loop's. Raises TimeoutError
         if the engine does not start `function` in time; `function` is then never run.
         """
-        done = self._post_call(function)
+
+        def call() -> None:
+            with self.engine.lanes.without_copies():
+                function()
+
+        done = self._post_call(call)
         concurrent.futures.wait([done], STEP_TIMEOUT_SECONDS)
         if done.cancel():
             raise TimeoutError(f"the engine's step did not end within {STEP_TIMEOUT_SECONDS:g} s")

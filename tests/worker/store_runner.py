@@ -42,6 +42,9 @@ from worker_service.store.write_back import (
     copy_chunks,
 )
 
+# How long a test waits for a lane before it looks again.
+PATIENCE_SECONDS = 10.0
+
 
 @dataclass
 class _Chain:
@@ -86,8 +89,16 @@ class StoreRunner:
         engine.admit(each, self._match(each.key, each.salt, tokens))
 
     def step(self, engine: Engine) -> StepOutput:
+        """Step once; steps in which restores only wait do not count."""
         output = engine.step()
         self.after_step(output)
+        while engine.is_restoring and not (
+            output.ran or output.has_news or output.writes or output.flushes or output.lookups
+        ):
+            if not engine.can_go_on(output):
+                engine.wait(PATIENCE_SECONDS)
+            output = engine.step()
+            self.after_step(output)
         for key, jobs in output.writes:
             self._write(engine, key, jobs)
         for key in output.flushes:

@@ -217,10 +217,13 @@ def _needs(
 
 
 def staging_bytes(shape: ModelShape, layout: ArenaLayout, pages: int) -> int:
-    """Return the bytes of K, V and, if the arena has it, X of `pages` chunks in one layer."""
+    """Return the bytes of K and V of `pages` chunks in one layer, and of X, if the arena has it.
+
+    X is there twice: for streamed steps, and for the restores beside them.
+    """
     per_token = shape.kv_bytes_per_token_layer
     if layout.has_activations:
-        per_token += shape.activation_bytes_per_token_layer
+        per_token += 2 * shape.activation_bytes_per_token_layer
     return pages * layout.chunk_tokens * per_token
 
 

@@ -224,7 +224,8 @@ class _Builder:
         rows: list[int] = []
         first_row = 0
         for piece in pieces:
-            if piece.sequence.input_pages:
+            # X of a restore's front is in the store.
+            if piece.sequence.input_pages and piece.sequence.restoring is None:
                 for offset in range(piece.count):
                     position = piece.start + offset
                     index.append(first_row + offset)

@@ -6,6 +6,7 @@ in one thread and makes no calls to the store: those are the runtime's business.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch
 
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.costs.profile import Profile
-from splitpoint.errors import ChunkLost, SplitpointError
+from splitpoint.errors import ChunkLost
 from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import MemoryPlan, largest_tile
 from worker_service.engine.batch import Batch, build_batch
@@ -25,10 +26,12 @@ from worker_service.engine.messages import (
     Command,
     FinishEvent,
     Matched,
+    RestoreEvent,
     SetPaused,
     StepEvent,
     StepOutput,
     Stop,
+    Wake,
 )
 from worker_service.engine.model_runner import ModelRunner, StepResult
 from worker_service.engine.pages import PageManager
@@ -96,6 +99,7 @@ class Engine:
             self.staging,
             self._observers,
             block_tokens=max_batched_tokens,
+            on_change=lambda: self.post(Wake()),
             verifier=verifier,
         )
         self._runner = ModelRunner(
@@ -134,13 +138,24 @@ class Engine:
                 output = self.step()
                 if not output.is_empty:
                     deliver(output)
-                if not output.ran and not self._stopped:
-                    # Whatever lets a request go on arrives as a command.
-                    self._apply(self._commands.get())
+                if not self._stopped and not self.can_go_on(output):
+                    self.wait()
         finally:
             self.lanes.close()
             if self.verifier is not None:
                 self.verifier.close()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Sleep until a command arrives, at most `timeout` seconds, and carry it out.
+
+        Whatever lets a request go on arrives as a command.
+        """
+        with contextlib.suppress(queue.Empty):
+            self._apply(self._commands.get(timeout=timeout))
+
+    def can_go_on(self, output: StepOutput) -> bool:
+        """Return False if the next step has nothing to do before a command arrives."""
+        return output.ran or self.restorer.has_more or not self._commands.empty()
 
     @torch.inference_mode()
     def step(self) -> StepOutput:
@@ -158,6 +173,11 @@ class Engine:
     def is_idle(self) -> bool:
         """True if nothing is running, waiting, or being written back."""
         return self.queues.is_empty
+
+    @property
+    def is_restoring(self) -> bool:
+        """True if a prefix is coming onto the device."""
+        return any(sequence.restoring is not None for sequence in self.queues.running)
 
     @property
     def trace(self) -> Trace | None:
@@ -182,13 +202,17 @@ class Engine:
     # -- schedule ---------------------------------------------------------------
 
     def _schedule(self) -> Batch | None:
-        """Carry out commands, admit and restore requests, and lay out what can run."""
+        """Carry out commands, admit requests, advance restores, and lay out what can run."""
         while not self._commands.empty():
             self._apply(self._commands.get())
+        self.queues.let_go()
         self.queues.admit_waiting()
-        self._restore_admitted()
+        self._begin_restores()
+        self._settle_restores()
         self._plan_shared_split(costs_changed=False)
-        return self._form_batch()
+        batch = self._form_batch()
+        self.restorer.advance(self.queues.running, [] if batch is None else batch.sequences)
+        return batch
 
     def _apply(self, command: Command) -> None:
         match command:
@@ -212,22 +236,30 @@ class Engine:
                 self.queues.matched_again(command)
             case Call(function):
                 function()
+            case Wake():
+                pass
             case Stop():
                 self._stopped = True
 
-    def _restore_admitted(self) -> None:
-        for sequence in list(self.queues.running):
-            if sequence.restored or sequence.awaits_match or self._awaits_prefix(sequence):
+    def _begin_restores(self) -> None:
+        for sequence in self.queues.running:
+            if sequence.restored or sequence.restoring is not None or sequence.awaits_match:
                 continue
-            try:
-                event = self.restorer.restore(sequence)
-            except ChunkLost as error:
-                self.queues.restart_after_loss(sequence, error)
-            except SplitpointError as error:
-                self.queues.finish(sequence, FinishEvent(sequence.key, error=error))
+            if self._awaits_prefix(sequence):
+                continue
+            event = self.restorer.begin(sequence)
+            if event is not None:
+                self.queues.output.restores.append(event)
+
+    def _settle_restores(self) -> None:
+        """Report the restores that are over, and start sequences over that lost chunks."""
+        for sequence, result in self.restorer.settle(self.queues.running):
+            if isinstance(result, RestoreEvent):
+                self.queues.output.restores.append(result)
+            elif isinstance(result, ChunkLost):
+                self.queues.restart_after_loss(sequence, result)
             else:
-                if event is not None:
-                    self.queues.output.restores.append(event)
+                self.queues.finish(sequence, FinishEvent(sequence.key, error=result))
 
     def _awaits_prefix(self, sequence: Sequence) -> bool:
         """Return True while another sequence brings the prefix, or it is looked up again.
@@ -272,10 +304,10 @@ class Engine:
         segments: list[Segment] = []
         budget = self.max_batched_tokens
         for sequence in self.queues.running:
-            if not sequence.can_run:
+            remaining = sequence.runnable_tokens
+            if not remaining:
                 continue
-            remaining = len(sequence.tokens) - sequence.computed
-            if remaining == 1:
+            if sequence.restored and remaining == 1:
                 if self.page_manager.grow(sequence, 1):
                     decodes.append(sequence)
             elif budget:
@@ -299,6 +331,8 @@ class Engine:
     def _postprocess(self, result: StepResult | None) -> StepOutput:
         """Apply what the model gave, and return everything that leaves the engine."""
         if result is not None:
+            batch, seconds = result.batch, time.perf_counter() - result.batch.started
+            self.restorer.stepped(batch.sequences, batch.counts, seconds)
             self._postprocessor.apply(result)
             self._measure(result)
         output, self.queues.output = self.queues.output, StepOutput()
@@ -323,6 +357,8 @@ class Engine:
             self._observers.trace.extend(spans)
         if costs is not None and batch.streamed is not None:
             costs.stepped(times, spans, only_decodes=only_decodes)
+        elif costs is not None:
+            costs.computed(result.compute_spans)
         self.last_step = times
         self.queues.output.step = StepEvent(
             times,

@@ -57,6 +57,11 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Wake:
+    """Run a step: a restore got further."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """End `Engine.run`."""
 
@@ -68,6 +73,7 @@ Command = (
     | Cancel
     | SetPaused
     | Call
+    | Wake
     | Stop
     | ChunksStored
     | WriteFailed
@@ -107,6 +113,8 @@ class RestoreEvent:
     Attributes:
         fetched_tokens: tokens fetched before from another host's store.
         recomputed_tokens: tokens computed from their ids, from the front.
+        predicted_restore_seconds: 0 if there was no prediction, or other requests used the
+            lanes meanwhile.
         loaded_tokens, rebuilt_tokens: tokens brought onto the device: all that are cached,
             or of a streamed request those that stay there.
         device_tokens: leading tokens that were on the device already, of an earlier request.

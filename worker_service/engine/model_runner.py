@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 
-from splitpoint.errors import ChunkLost
 from splitpoint.planning.schedule import Lane
 from worker_service.device.cache import DeviceCache
 from worker_service.engine.batch import Batch
@@ -108,7 +107,7 @@ class ModelRunner:
         choices = self._choose(batch, logits, finite, pending)
         whole = []
         if prefetcher is None:
-            whole = self._lanes.count_spans([_step_span(batch, began, time.perf_counter())])
+            whole = self._lanes.count_spans([self._step_span(batch, began, time.perf_counter())])
         self._computing_since = None
         return StepResult(batch, spans, whole, choices)
 
@@ -207,6 +206,21 @@ class ModelRunner:
                 choices[index] = choice
         return choices
 
+    def _step_span(self, batch: Batch, start: float, end: float) -> Span:
+        """Return the span of a step that only computes: the model and sampling.
+
+        One that only computes fronts of restores counts as their prefill.
+        """
+        kind = "decode" if not batch.prefills else "mixed" if batch.decode_count else "prefill"
+        name, flops = f"{kind} step", 0
+        if all(sequence.restoring is not None for sequence in batch.sequences):
+            name = "prefill"
+            flops = sum(
+                self._model.shape.fill_flops(count, sequence.computed)
+                for sequence, count in zip(batch.sequences, batch.counts, strict=True)
+            )
+        return Span(Lane.COMPUTE, name, start, end, tokens=sum(batch.counts), amount=flops)
+
     def _sampling_row(self, sequence: Sequence) -> SamplingRow:
         admission = sequence.admission
         return SamplingRow(
@@ -216,20 +230,4 @@ class ModelRunner:
 
 def _lost(batch: Batch, checks: list[Check]) -> list[LostSequence]:
     """Wait for the checks; return sequences that computed with bytes that must not be used."""
-    lost = [] if batch.streamed is None else batch.streamed.lost(checks)
-    for sequence in batch.sequences:
-        check, sequence.check = sequence.check, None
-        if check is None:
-            continue
-        try:
-            check.wait()
-        except ChunkLost as error:
-            if all(each.sequence is not sequence for each in lost):
-                lost.append(LostSequence(sequence, error))
-    return lost
-
-
-def _step_span(batch: Batch, start: float, end: float) -> Span:
-    """Return the span of a step that only computes: the model and sampling."""
-    kind = "decode" if not batch.prefills else "mixed" if batch.decode_count else "prefill"
-    return Span(Lane.COMPUTE, f"{kind} step", start, end, tokens=sum(batch.counts))
+    return [] if batch.streamed is None else batch.streamed.lost(checks)

@@ -8,7 +8,9 @@ Used by the engine's thread only.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from splitpoint.checkpoint.text import TextStream, Tokenizer
 from splitpoint.errors import DataLoss, ResourceExhausted, SplitpointError, Unavailable
@@ -54,6 +56,8 @@ class SequenceQueues:
         # Sequences that write-back still holds pages of, with how they ended; None if they
         # start over.
         self._flushing: dict[SequenceKey, tuple[Sequence, FinishEvent | None]] = {}
+        # What happens to sequences once no lane works on their restores any more.
+        self._leaving: dict[SequenceKey, tuple[Sequence, Callable[[], None]]] = {}
         # Slot and generation of lost chunks that were logged.
         self._logged_losses: set[tuple[int, int]] = set()
 
@@ -126,6 +130,11 @@ class SequenceQueues:
 
         A client that sees the end therefore finds the chunks in the store.
         """
+        if self._postpone(sequence, partial(self.finish, sequence, event), is_end=True):
+            return
+        if sequence.restoring is not None:
+            # What came so far may hold a NaN.
+            self._page_manager.clear_unwritten(sequence)
         self.running.remove(sequence)
         if sequence.key in self._flushing:
             self._flushing[sequence.key] = (sequence, event)
@@ -154,6 +163,8 @@ class SequenceQueues:
     def _start_over(
         self, sequence: Sequence, cause: SplitpointError, fatal: SplitpointError | None
     ) -> None:
+        if self._postpone(sequence, partial(self._start_over, sequence, cause, fatal)):
+            return
         with for_request(sequence.admission.request_id):
             log.log(self._level_of(cause), "%s; the request starts over", cause.message)
         # What it computed or restored from another chunk's bytes may hold a NaN.
@@ -168,6 +179,30 @@ class SequenceQueues:
         sequence.awaits_match = True
         sequence.suspects = None
         self._flush(sequence, None)
+
+    def let_go(self) -> None:
+        """Take out the sequences that waited for the lanes to leave their pages."""
+        for key, (sequence, leave) in list(self._leaving.items()):
+            if sequence.restoring is None or sequence.restoring.run.group.is_quiet:
+                del self._leaving[key]
+                leave()
+
+    def _postpone(
+        self, sequence: Sequence, leave: Callable[[], None], *, is_end: bool = False
+    ) -> bool:
+        """Return True if `leave` waits until no lane works on the sequence's pages.
+
+        The end of a request replaces a new start that waits.
+        """
+        restoring = sequence.restoring
+        if restoring is None:
+            return False
+        restoring.run.close()
+        if restoring.run.group.is_quiet:
+            return False
+        if is_end or sequence.key not in self._leaving:
+            self._leaving[sequence.key] = sequence, leave
+        return True
 
     # -- write-back -----------------------------------------------------------------
 
@@ -247,6 +282,8 @@ class SequenceQueues:
         """Flush a sequence, to look its prefix up again with its tokens kept."""
         if sequence.awaits_match:
             return  # it is starting over already
+        if self._postpone(sequence, partial(self._restart, sequence, suspects)):
+            return
         sequence.suspects = suspects
         sequence.losses += 1
         sequence.writes_back = False

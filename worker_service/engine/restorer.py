@@ -1,14 +1,19 @@
-"""Restores the cached prefix of an admitted sequence: pages, then K and V, then X.
+"""Restores the cached prefixes of admitted sequences, beside the steps of others.
 
-`pipeline/` moves the bytes; the engine decides which requests run, and when. Used by the
-engine's thread only.
+A restore is a state of its sequence (`sequence.restoring`). The link draws its copies by
+itself; the restorer computes its products between steps, for a share of the time while other
+requests run, and tells the engine when it is over. It never waits for a lane. `pipeline/`
+moves the bytes; the engine decides which requests run, and when. Used by the engine's thread
+only.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Rows
 
+from splitpoint.errors import SplitpointError
 from splitpoint.planning.plan import RestoreMethod
 from splitpoint.planning.schedule import Lane
 from splitpoint.planning.split_costs import PipelineOptions, SplitCosts
@@ -19,94 +24,37 @@ from worker_service.engine.messages import RestoreEvent
 from worker_service.engine.pages import PageManager
 from worker_service.engine.sequence import Sequence
 from worker_service.lanes.lanes import Lanes
-from worker_service.lanes.timeline import Span
+from worker_service.lanes.share import Claim, ComputeShare, by_claim
+from worker_service.lanes.work import Work
 from worker_service.model.decoder import Decoder
-from worker_service.pipeline.both_ends import restore_from_both_ends
+from worker_service.pipeline.both_ends import BothEndsRestore
 from worker_service.pipeline.gather import gatherer_of
-from worker_service.pipeline.restore import Prefix, restore
+from worker_service.pipeline.restore import PIECE_BYTES, Prefix, SplitRestore, Target
+from worker_service.pipeline.restoring import Restoring, Wanted
 from worker_service.pipeline.staging import Staging
-from worker_service.pipeline.transfer import CacheTransfer
+from worker_service.pipeline.transfer import CacheTransfer, Part
 from worker_service.store.arena_tensors import StoredChunk
 from worker_service.store.client import Match
-from worker_service.store.verifier import Verifier
+from worker_service.store.verifier import Check, Verifier
 
 # Pages of X in a tile where the plan leaves it to the worker.
 TILE_PAGES = 4
-
-
-@dataclass(slots=True)
-class _Restore:
-    """One restore: what is wanted, and what was done so far.
-
-    Attributes:
-        chunks: the chunks of the prefix, the partial last one included.
-        cached_tokens: tokens of the prefix; [0, split_tokens) is rebuilt, except those of
-            `first_chunk`.
-        first_chunk: the chunks before it were on the device.
-        full_count: full chunks.
-        stored: full chunks of a streamed sequence that stay in the store.
-        loaded, rebuilt, recomputed: tokens whose K and V came onto the device, by method.
-    """
-
-    sequence: Sequence
-    transfer: CacheTransfer
-    chunks: tuple[StoredChunk, ...]
-    cached_tokens: int
-    split_tokens: int
-    tile_tokens: int
-    first_chunk: int
-    full_count: int
-    stored: range
-    loaded: int = 0
-    rebuilt: int = 0
-    recomputed: int = 0
-    spans: list[Span] = field(default_factory=list)
-
-    @property
-    def tail(self) -> tuple[StoredChunk, ...]:
-        """The partial last chunk, if there is one."""
-        return self.chunks[self.full_count :]
-
-    @property
-    def device_end(self) -> int:
-        """Tokens of the chunks that were on the device."""
-        return self.first_chunk * self.transfer.chunk_tokens
-
-    @property
-    def reported_split(self) -> int:
-        """The split, if anything is rebuilt before it."""
-        return self.split_tokens if self.split_tokens > self.device_end else 0
-
-    @property
-    def missing_tokens(self) -> int:
-        """Cached tokens that were not on the device."""
-        return max(0, self.cached_tokens - self.sequence.device_tokens)
-
-    @property
-    def planned_method(self) -> RestoreMethod:
-        """The planned method; a prefix is restored from both ends only as a whole."""
-        method = self.sequence.admission.method
-        if method is RestoreMethod.TOKENS and self.first_chunk:
-            return self._split_method
-        return method
-
-    @property
-    def _split_method(self) -> RestoreMethod:
-        here = self.device_end
-        return RestoreMethod.of(max(0, self.split_tokens - here), self.cached_tokens - here)
-
-    @property
-    def method(self) -> RestoreMethod:
-        """What the restore does, from what was planned and what was found."""
-        if not self.missing_tokens:
-            return RestoreMethod.NONE
-        if self.planned_method is RestoreMethod.TOKENS:
-            return self.planned_method
-        return self._split_method
+# Seconds that products are computed for at once if nothing else can run: commands wait.
+_SLICE_SECONDS = 0.01
+# Seconds that one copy of a restore takes at most: a step's copies wait for it.
+_PIECE_SECONDS = 5e-3
+_LEAST_PIECE_BYTES = 1 << 20
+_MOST_PIECE_BYTES = 16 << 20
+# Rates for the claims of restores while the worker has measured none; only ratios count.
+_LINK_RATE, _FLOP_RATE = 1e10, 1e12
 
 
 class Restorer:
-    """Restores prefixes on one device."""
+    """Restores prefixes on one device.
+
+    Attributes:
+        has_more: products are ready that the last `advance` had no time for.
+    """
 
     def __init__(
         self,
@@ -118,8 +66,11 @@ class Restorer:
         observers: Observers,
         *,
         block_tokens: int,
+        on_change: Callable[[], None],
         verifier: Verifier | None = None,
     ) -> None:
+        """`on_change` is called from any thread whenever a restore got further."""
+        self.has_more = False
         self._model = model
         self._cache = cache
         self._page_manager = page_manager
@@ -127,47 +78,57 @@ class Restorer:
         self._staging = staging
         self._observers = observers
         self._block_tokens = block_tokens
+        self._on_change = on_change
         self._verifier = verifier
         self._chunk = cache.layout.chunk_tokens
         self._gatherer = gatherer_of(cache.device)
         self._transfer: CacheTransfer | None = None
+        self._compute_share = ComputeShare()
+        self._advanced = time.perf_counter()
+        # The restore that may use the X memory of restores.
+        self._slot_holder: SplitRestore | None = None
 
     def forget_arena(self) -> None:
         """Drop the arena that was read last; sequences that still read it keep it."""
         self._transfer = None
 
-    def restore(self, sequence: Sequence) -> RestoreEvent | None:
-        """Restore the matched prefix; None if there is no room for it yet. Raises ChunkLost.
+    # -- begin ----------------------------------------------------------------------
 
-        Whether its bytes are right is known once `sequence.check` was waited for.
+    def begin(self, sequence: Sequence) -> RestoreEvent | None:
+        """Begin to restore the matched prefix, if there is room for it.
+
+        Returns an event at once if the store was not asked for a prefix.
         """
         if sequence.match is not None and not self._page_manager.has_input_page:
             return None  # for a partial last chunk, or the next one; write-back will free one
-        started = time.perf_counter()
         self._page_manager.take_prefix(sequence)
-        sequence.restored = True
         if sequence.match is None:
+            sequence.restored = True
             here = sequence.device_tokens
             return RestoreEvent(sequence.key, here, 0, RestoreMethod.NONE, 0.0, device_tokens=here)
-        work = self._begin(sequence, sequence.match)
-        sequence.transfer = work.transfer
-        predicted = self._predict(work)
-        self._begin_check(work)
-        self._allocate_pages(work)
-        self._copy_kv(work)
-        self._copy_inputs(work)
-        sequence.computed = max(work.cached_tokens, sequence.device_tokens)
-        sequence.stored = list(work.chunks[: work.full_count])
-        sequence.written_chunks = work.full_count
-        sequence.writes_back = True
-        return self._report(work, started, predicted)
+        wanted = self._wanted(sequence, sequence.match)
+        sequence.transfer = wanted.transfer
+        self._allocate_pages(sequence, wanted)
+        read, check = self._begin_check(sequence, wanted)
+        run = self._run_of(sequence, wanted)
+        sequence.restoring = Restoring(
+            run, wanted, read, self._predicted(sequence, wanted, run), check
+        )
+        run.begin()
+        if not self._lanes.overlapping and isinstance(run, SplitRestore):
+            # The serial twin: everything at once, in order.
+            run.lend_slots()
+            while run.compute() is not None:
+                continue
+        return None
 
-    def _begin(self, sequence: Sequence, match: Match) -> _Restore:
+    def _wanted(self, sequence: Sequence, match: Match) -> Wanted:
+        """Return what is to come onto the device."""
         admission = sequence.admission
         # The last token is always computed: its logits are needed.
         cached = min(match.cached_tokens, len(sequence.tokens) - 1)
         full = cached // self._chunk
-        stored = range(0)
+        stored = range(full, full)
         if sequence.is_streamed:
             stored = range(min(sequence.kept_chunks, full), full)
         first = min(sequence.checked_chunks, full)
@@ -179,16 +140,17 @@ class Restorer:
         chunks = match.chunks[: chunks_of(cached, self._chunk)]
         if sequence.device_tokens >= cached:
             chunks = chunks[:full]
-        return _Restore(
-            sequence,
+        from_both_ends = admission.method is RestoreMethod.TOKENS and not sequence.is_streamed
+        return Wanted(
             self._transfer_for(match),
             chunks,
             cached,
             split,
-            admission.tile_tokens or TILE_PAGES * self._chunk,
             first,
             full,
             stored,
+            max(0, cached - sequence.device_tokens),
+            from_both_ends=from_both_ends,
         )
 
     def _transfer_for(self, match: Match) -> CacheTransfer:
@@ -198,167 +160,288 @@ class Restorer:
             self._transfer = CacheTransfer(self._model, tensors, self._staging, self._gatherer)
         return self._transfer
 
-    def _begin_check(self, work: _Restore) -> None:
-        """Compare checksums of what comes onto the device; steps compare what they stream."""
-        sequence, read = work.sequence, work.chunks[work.first_chunk :]
+    def _allocate_pages(self, sequence: Sequence, wanted: Wanted) -> None:
+        """Allocate pages for all that comes onto the device."""
+        full = wanted.full_count
+        self._page_manager.allocate_prefix(sequence, wanted.stored, len(wanted.chunks))
+        self._page_manager.allocate_row_pages(sequence, min(sequence.kept_inputs, full))
+        if wanted.tail and self._cache.inputs:
+            self._page_manager.allocate_input_page(sequence, full)
+
+    def _begin_check(
+        self, sequence: Sequence, wanted: Wanted
+    ) -> tuple[tuple[StoredChunk, ...], Check | None]:
+        """Compare checksums of what comes onto the device; steps compare what they stream.
+
+        Returns the chunks that come, and the comparison; None if nothing is due.
+        """
+        read = wanted.chunks[wanted.first_chunk :]
         if sequence.is_streamed:
             kept = max(sequence.kept_chunks, sequence.kept_inputs)
-            read = (*read[: min(kept, work.full_count)], *work.tail)
+            read = (*read[: min(kept, wanted.full_count)], *wanted.tail)
+        check = None
         if self._verifier is not None:
             # The rows of a partial chunk are sealed anew with those that follow them.
-            sequence.check = self._verifier.begin(work.transfer.tensors, read, always=work.tail)
-        compared = () if sequence.check is None else sequence.check.chunks
+            check = self._verifier.begin(wanted.transfer.tensors, read, always=wanted.tail)
+        if check is not None:
+            check.call_when_done(self._on_change)
+        compared = () if check is None else check.chunks
         unsure = (index for index, chunk in enumerate(read) if chunk not in compared)
         offset = next(unsure, None)
-        sequence.first_unsure_chunk = None if offset is None else work.first_chunk + offset
+        sequence.first_unsure_chunk = None if offset is None else wanted.first_chunk + offset
+        return read, check
 
-    # -- the three steps ------------------------------------------------------------
-
-    def _allocate_pages(self, work: _Restore) -> None:
-        """Allocate pages for all that comes onto the device."""
-        sequence = work.sequence
-        self._page_manager.allocate_prefix(sequence, work.stored, len(work.chunks))
-        kept_inputs = min(sequence.kept_inputs, work.full_count)
-        self._page_manager.allocate_row_pages(sequence, kept_inputs)
-        if work.tail and self._cache.inputs:
-            self._page_manager.allocate_input_page(sequence, work.full_count)
-
-    def _copy_kv(self, work: _Restore) -> None:
-        """Bring K and V: a resident prefix whole, of a streamed one both ends that stay."""
-        sequence, stored = work.sequence, work.stored
-        ends = [(work.first_chunk, work.cached_tokens)] if work.missing_tokens else []
-        if stored:
-            ends = [(0, stored.start * self._chunk), (stored.stop, work.cached_tokens)]
-        for first_chunk, end in ends:
-            prefix = Prefix(
-                work.chunks[: chunks_of(end, self._chunk)],
-                first_chunk,
-                sequence.pages,
-                sequence.tokens,
-                end,
-                min(work.split_tokens, end),
+    def _run_of(self, sequence: Sequence, wanted: Wanted) -> SplitRestore | BothEndsRestore:
+        """Return the pieces of a restore."""
+        admission, target = sequence.admission, Target(self._cache.keys, self._cache.values)
+        end = wanted.cached_tokens
+        if wanted.stored:
+            end = wanted.stored.start * self._chunk
+        prefix = Prefix(
+            wanted.chunks[: chunks_of(end, self._chunk)] if wanted.missing_tokens else (),
+            wanted.first_chunk,
+            sequence.pages,
+            sequence.tokens,
+            end if wanted.missing_tokens else wanted.first_chunk * self._chunk,
+            min(wanted.split_tokens, end),
+        )
+        copies = self._copies(sequence, wanted)
+        if wanted.from_both_ends:
+            return BothEndsRestore(
+                wanted.transfer,
+                self._lanes,
+                prefix,
+                target,
+                block_tokens=self._block_tokens,
+                expected_tokens=admission.recomputed_tokens,
+                copies=copies,
+                on_change=self._on_change,
             )
-            if work.planned_method is RestoreMethod.TOKENS:
-                self._restore_from_both_ends(work, prefix)
-            else:
-                self._restore_split(work, prefix)
-
-    def _restore_split(self, work: _Restore, prefix: Prefix) -> None:
-        """Rebuild K and V up to the split point, and load the rest."""
-        cache = self._cache
-        work.spans += restore(
-            work.transfer,
+        return SplitRestore(
+            wanted.transfer,
             self._lanes,
             prefix,
-            cache.keys,
-            cache.values,
-            tile_tokens=work.tile_tokens,
+            target,
+            tile_tokens=admission.tile_tokens or TILE_PAGES * self._chunk,
+            copies=copies,
+            piece_bytes=self._piece_bytes(),
+            on_change=self._on_change,
         )
-        first = prefix.first_chunk * self._chunk
-        rebuilt = max(0, prefix.split_tokens - first)
-        work.rebuilt += rebuilt
-        work.loaded += prefix.cached_tokens - first - rebuilt
 
-    def _restore_from_both_ends(self, work: _Restore, prefix: Prefix) -> None:
-        """Recompute K and V from token ids at the front while the back is loaded."""
-        restored = restore_from_both_ends(
-            work.transfer,
-            self._lanes,
-            prefix,
-            self._cache.keys,
-            self._cache.values,
-            block_tokens=self._block_tokens,
-            expected_tokens=work.sequence.admission.recomputed_tokens,
-        )
-        work.spans += restored.spans
-        work.recomputed += restored.recomputed_tokens
-        work.loaded += prefix.cached_tokens - restored.recomputed_tokens
-
-    def _copy_inputs(self, work: _Restore) -> None:
-        """Bring X that stays on the device: of the kept chunks, and of the partial last one."""
-        sequence, cache, transfer = work.sequence, self._cache, work.transfer
-        if not cache.inputs:
-            return
-        copies = []
-        kept = work.chunks[: min(sequence.kept_inputs, work.full_count)]
-        if kept:
-            planes = [cache.inputs_in_pages(layer) for layer in range(len(self._model.layers))]
-            for half in (0, 1):
-                chunks = kept[half::2]
-                targets = [plane[half] for plane in planes]
-                copies += transfer.send_inputs(chunks, targets, sequence.row_pages[: len(chunks)])
-        if work.tail:
-            # The chunk will be sealed anew with more tokens, X included.
-            page = sequence.input_pages[work.full_count]
-            copies += transfer.send_inputs(work.tail, cache.inputs, [page])
-        if copies:
-            for copy in copies:
-                self._lanes.run(Lane.LINK_IN, copy)
-            work.spans += self._lanes.finish()
-            transfer.tensors.check_current((*kept, *work.tail))
-
-    # -- prediction and report --------------------------------------------------------
-
-    def _predict(self, work: _Restore) -> float:
+    def _predicted(
+        self, sequence: Sequence, wanted: Wanted, run: SplitRestore | BothEndsRestore
+    ) -> float:
         """Return the seconds that the restore should take; 0 if the prefix is streamed."""
-        sequence, costs = work.sequence, self._observers.costs
-        if costs is None or sequence.is_streamed or not work.missing_tokens:
+        costs = self._observers.costs
+        if costs is None or sequence.is_streamed or not wanted.missing_tokens:
             return 0.0
-        if work.planned_method is RestoreMethod.TOKENS:
-            return sequence.admission.predicted_restore_seconds
-        # The staging memory may shrink the tile.
-        work.transfer.divide(work.tile_tokens)
+        if isinstance(run, BothEndsRestore):
+            # The plan was for the whole prefix.
+            return 0.0 if wanted.first_chunk else sequence.admission.predicted_restore_seconds
         options = PipelineOptions(
             self._lanes.schedule,
-            work.transfer.tile_tokens,
-            work.transfer.slot_count,
-            extra_operations=len(self._cache.inputs) if work.tail else 0,
+            run.slots.slot_pages * self._chunk,
+            run.slots.count,
+            extra_operations=len(self._cache.inputs) if wanted.tail else 0,
             chunk_tokens=self._chunk,
         )
         split_costs = SplitCosts.of(self._model.shape, costs.fits, self._cache.layout.encoding)
-        rebuilt = max(0, work.split_tokens - work.device_end)
-        return split_costs.seconds(rebuilt, work.missing_tokens, options)
+        rebuilt = max(0, wanted.split_tokens - wanted.first_chunk * self._chunk)
+        return split_costs.seconds(rebuilt, wanted.missing_tokens, options)
 
-    def _report(self, work: _Restore, started: float, predicted: float) -> RestoreEvent:
+    def _piece_bytes(self) -> int:
+        costs = self._observers.costs
+        if costs is None:
+            return PIECE_BYTES
+        wanted = int(_PIECE_SECONDS * costs.fits.link_bytes_per_second)
+        return min(max(wanted, _LEAST_PIECE_BYTES), _MOST_PIECE_BYTES)
+
+    def _copies(self, sequence: Sequence, wanted: Wanted) -> list[Work]:
+        """Return the copies beside K and V of the prefix up to what is streamed.
+
+        These are the partial last chunk of a streamed sequence, and X that stays on the
+        device: of the kept chunks, and of the partial last one.
+        """
+        cache, transfer, full = self._cache, wanted.transfer, wanted.full_count
+        copies: list[Work] = []
+        tail = wanted.tail
+        if wanted.stored and tail:
+            part = Part(tail, [sequence.page(full)], wanted.cached_tokens - full * self._chunk)
+            copies += [
+                transfer.load(layer, part, keys, values)
+                for layer, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True))
+            ]
+        if not cache.inputs:
+            return copies
+        kept = wanted.chunks[: min(sequence.kept_inputs, full)]
+        if kept:
+            planes = [cache.inputs_in_pages(layer) for layer in range(len(self._model.layers))]
+            for half in (0, 1):
+                mine = kept[half::2]
+                targets = [plane[half] for plane in planes]
+                copies += transfer.send_inputs(mine, targets, sequence.row_pages[: len(mine)])
+        if tail:
+            # The chunk will be sealed anew with more tokens, X included.
+            copies += transfer.send_inputs(tail, cache.inputs, [sequence.input_pages[full]])
+        return copies
+
+    # -- advance ----------------------------------------------------------------------
+
+    def advance(self, running: Iterable[Sequence], batch: Rows[Sequence]) -> None:
+        """Compute what is ready of the restores that are under way, before the batch runs.
+
+        While there is a batch, products get a share of the time, and restores load what would
+        wait for them. An empty batch leaves them all of it.
+        """
+        now = time.perf_counter()
+        self._compute_share.pass_time(now - self._advanced)
+        self._advanced = now
+        self.has_more = False
+        restoring = list(_restoring(running))
+        if not restoring:
+            return
+        for sequence, each in restoring:
+            others = (*batch, *(other for other, _ in restoring))
+            each.is_alone = each.is_alone and all(other is sequence for other in others)
+            if each.run.group.paused != sequence.paused:
+                each.run.group.paused = sequence.paused
+                self._lanes.poke()
+            each.run.group.claim = self._claim(each)
+        runs = [
+            each.run
+            for sequence, each in restoring
+            if isinstance(each.run, SplitRestore) and not sequence.paused
+        ]
+        runs = [runs[index] for index in by_claim([run.group.claim_at(now) for run in runs])]
+        for run in runs:
+            run.contend(bool(batch) and self._lanes.overlapping)
+        self._lend_slots(runs)
+        for run in runs:
+            self._compute(run, has_batch=bool(batch), deadline=now + _SLICE_SECONDS)
+
+    def _compute(self, run: SplitRestore, *, has_batch: bool, deadline: float) -> None:
+        """Compute products until none is ready or the time for them is over."""
+        while True:
+            started = time.perf_counter()
+            if has_batch and not self._compute_share.has_seconds:
+                return
+            tokens = run.compute()
+            if tokens is None:
+                return
+            ended = time.perf_counter()
+            if has_batch:
+                # On a GPU the host only gives the product to the device.
+                self._compute_share.spend(max(ended - started, self._rebuild_seconds(tokens)))
+            elif ended > deadline:
+                self.has_more = True
+                return
+
+    def _lend_slots(self, runs: Rows[SplitRestore]) -> None:
+        """Give the X memory of restores to the first that needs it, until it does not any more."""
+        holder = self._slot_holder
+        if holder is not None and not holder.group.is_closed and holder.needs_slots:
+            return
+        self._slot_holder = next((run for run in runs if run.needs_slots), None)
+        if self._slot_holder is not None:
+            self._slot_holder.lend_slots()
+
+    def _claim(self, restoring: Restoring) -> Claim:
+        """Return the restore's claim on the link."""
+        shape, copied, rebuilt = self._model.shape, *restoring.run.left_tokens
+        costs = self._observers.costs
+        link = _LINK_RATE if costs is None else costs.fits.link_bytes_per_second
+        flops = _FLOP_RATE if costs is None else costs.fits.prefill_flops_per_second
+        left = copied * shape.kv_bytes_per_token_layer / link + self._rebuild_seconds(rebuilt)
+        return Claim(shape.fill_flops(restoring.wanted.cached_tokens) / flops - left, left)
+
+    def _rebuild_seconds(self, tokens: int) -> float:
+        """Return the seconds to rebuild so many tokens times layers."""
+        costs = self._observers.costs
+        rate = _FLOP_RATE if costs is None else costs.fits.rebuild_flops_per_second
+        return tokens * self._model.shape.rebuild_flops_per_token_layer / rate
+
+    def stepped(self, batch: Rows[Sequence], counts: Rows[int], seconds: float) -> None:
+        """Note a step of so many seconds, which may have computed fronts of restores."""
+        for sequence, count in zip(batch, counts, strict=True):
+            if sequence.restoring is not None:
+                sequence.restoring.front_seconds += seconds * count / sum(counts)
+
+    # -- the end ------------------------------------------------------------------------
+
+    def settle(
+        self, running: Iterable[Sequence]
+    ) -> Iterator[tuple[Sequence, RestoreEvent | SplitpointError]]:
+        """Yield the restores that are over: what was done, or why it cannot be used.
+
+        A sequence whose restore succeeded may run. Raises an error of a lane.
+        """
+        for sequence, restoring in list(_restoring(running)):
+            spans = self._lanes.count_spans(restoring.run.group.take_spans())
+            restoring.spans += spans
+            if self._observers.trace is not None:
+                self._observers.trace.extend(spans)
+            if not restoring.is_over(sequence.computed):
+                continue
+            restoring.run.close()
+            try:
+                restoring.result()
+            except SplitpointError as error:
+                yield sequence, error
+                continue
+            wanted = restoring.wanted
+            sequence.computed = max(wanted.cached_tokens, sequence.device_tokens)
+            sequence.stored = list(wanted.chunks[: wanted.full_count])
+            sequence.written_chunks = wanted.full_count
+            sequence.writes_back = True
+            sequence.restoring, sequence.restored = None, True
+            yield sequence, self._report(sequence, restoring)
+
+    def _report(self, sequence: Sequence, restoring: Restoring) -> RestoreEvent:
         """Let the costs learn from the restore, and return its event."""
         ended = time.perf_counter()
-        sequence, missing = work.sequence, work.missing_tokens
-        cached = max(work.cached_tokens, sequence.device_tokens)
-        link = [span for span in work.spans if span.lane is Lane.LINK_IN]
-        compute = [span for span in work.spans if span.lane is Lane.COMPUTE]
+        spans, run, wanted = restoring.spans, restoring.run, restoring.wanted
+        rebuilt = sum(span.tokens for span in spans if span.name == "rebuild")
+        rebuilt //= len(self._model.layers)
+        recomputed = run.recomputed_tokens if isinstance(run, BothEndsRestore) else 0
+        predicted = restoring.predicted_seconds if restoring.is_alone else 0.0
         event = RestoreEvent(
             sequence.key,
-            cached,
-            work.reported_split,
-            work.method,
-            ended - started,
-            recomputed_tokens=work.recomputed,
+            max(wanted.cached_tokens, sequence.device_tokens),
+            wanted.reported_split,
+            wanted.method,
+            ended - restoring.started,
+            recomputed_tokens=recomputed,
             predicted_restore_seconds=predicted,
-            link_bytes=int(sum(span.amount for span in link)),
-            link_busy_seconds=sum(span.seconds for span in link),
-            compute_busy_seconds=sum(span.seconds for span in compute),
-            loaded_tokens=work.loaded,
-            rebuilt_tokens=work.rebuilt,
+            link_bytes=int(sum(span.amount for span in spans if span.lane is Lane.LINK_IN)),
+            link_busy_seconds=restoring.seconds_of(Lane.LINK_IN),
+            compute_busy_seconds=restoring.seconds_of(Lane.COMPUTE) + restoring.front_seconds,
+            loaded_tokens=wanted.brought_tokens - rebuilt - recomputed,
+            rebuilt_tokens=rebuilt,
             device_tokens=sequence.device_tokens,
         )
-        trace, costs = self._observers.trace, self._observers.costs
-        if trace is not None:
-            trace.extend(work.spans)
+        costs = self._observers.costs
         if costs is not None:
-            costs.restored(work.spans)
-            by_split = work.planned_method is not RestoreMethod.TOKENS
-            if missing and by_split and not sequence.is_streamed:
-                costs.took(event.restore_seconds, work.spans, self._lanes.schedule)
-        if missing and sequence.spans is not None:
+            costs.restored(spans)
+            is_whole = isinstance(run, SplitRestore) and not sequence.is_streamed
+            if is_whole and restoring.is_alone and wanted.missing_tokens:
+                costs.took(event.restore_seconds, spans, self._lanes.schedule)
+        if wanted.missing_tokens and sequence.spans is not None:
             sequence.spans.restored(
-                started,
+                restoring.started,
                 ended,
-                work.spans,
+                spans,
                 method=event.method.value,
-                cached_tokens=cached,
-                split_tokens=work.split_tokens,
-                recomputed_tokens=work.recomputed,
+                cached_tokens=event.cached_tokens,
+                split_tokens=event.split_tokens,
+                recomputed_tokens=recomputed,
                 predicted_seconds=predicted or None,
                 measured_seconds=event.restore_seconds,
             )
         return event
+
+
+def _restoring(running: Iterable[Sequence]) -> Iterator[tuple[Sequence, Restoring]]:
+    """Yield the sequences whose restores are under way."""
+    for sequence in running:
+        if sequence.restoring is not None and not sequence.restoring.run.group.is_closed:
+            yield sequence, sequence.restoring

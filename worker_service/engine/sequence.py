@@ -12,12 +12,12 @@ from splitpoint.planning.split_line import SplitLine
 from worker_service.device.claims import Claim
 from worker_service.engine.sampling import Sampling
 from worker_service.lanes.spans import RequestSpans
+from worker_service.pipeline.restoring import Restoring
 from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.store.arena_tensors import StoredChunk
 from worker_service.store.client import Match
 from worker_service.store.fetch import FetchSource
 from worker_service.store.session import Connection
-from worker_service.store.verifier import Check
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +95,11 @@ class Sequence:
     The lifecycle, in order:
       1. waiting    the store was asked for its prefix (`match`)
       2. admitted   pages are promised (`claim`)
-      3. restored   [0, computed) has K and V on the device or in the store
-      4. prefill    computed < len(tokens) - 1
-      5. decode     computed == len(tokens) - 1: each step computes and samples one
-      6. finished   the tail is written back, then pages and leases are released
+      3. restoring  its prefix comes onto the device, beside the steps of others
+      4. restored   [0, computed) has K and V on the device or in the store
+      5. prefill    computed < len(tokens) - 1
+      6. decode     computed == len(tokens) - 1: each step computes and samples one
+      7. finished   the tail is written back, then pages and leases are released
 
     Chunk i is on the device if `pages[i]` is not None, and in the store if
     `i < len(stored)`. A resident sequence keeps every page. A streamed one keeps the first
@@ -143,13 +144,13 @@ class Sequence:
     chunk_keys: list[bytes] = field(default_factory=list)
     writes_back: bool = False
     paused: bool = False
+    # None before it begins, and once its result is used or given up.
+    restoring: Restoring | None = None
     restored: bool = False
     # Its prefix is being looked up again after a chunk was lost.
     awaits_match: bool = False
     # Another sequence brought a part of its prefix since it was looked up.
     waited: bool = False
-    # Compares what its restore read; waited for before any result is used.
-    check: Check | None = None
     # Chunks that the store inspects before it is asked for the prefix again.
     suspects: Suspects | None = None
     losses: int = 0
@@ -176,8 +177,13 @@ class Sequence:
         return self.admission.residency is Residency.STREAMED
 
     @property
-    def can_run(self) -> bool:
-        return self.restored and not self.paused and not self.awaits_match
+    def runnable_tokens(self) -> int:
+        """Tokens that the next step may compute: all that are left, or a restore's front."""
+        if self.paused or self.awaits_match:
+            return 0
+        if self.restored:
+            return len(self.tokens) - self.computed
+        return 0 if self.restoring is None else self.restoring.front_tokens(self.computed)
 
     @property
     def mean_step_seconds(self) -> float | None:
@@ -216,7 +222,8 @@ class Sequence:
     @property
     def cached_chunks(self) -> tuple[StoredChunk, ...]:
         """All chunks that it may have read from the store, or may still read."""
-        matched = self.match.chunks if self.match is not None and self.restored else ()
+        has_read = self.restored or self.restoring is not None
+        matched = self.match.chunks if self.match is not None and has_read else ()
         return tuple(dict.fromkeys((*matched, *self.stored)))
 
     def page(self, chunk_index: int) -> int:
@@ -237,7 +244,7 @@ class Sequence:
         self.first_unsure_chunk = None
         self.match = None
         self.transfer = None
-        self.check = None
+        self.restoring = None
         self.restored = False
 
 

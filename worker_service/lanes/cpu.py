@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 import torch
 
 from splitpoint.planning.schedule import Lane
+from worker_service.lanes.groups import Group, Piece
 from worker_service.lanes.lanes import (
     SIDE_LANES,
     DoneEvent,
@@ -19,27 +19,13 @@ from worker_service.lanes.lanes import (
     Event,
     FutureEvent,
     Lanes,
-    Source,
-    Step,
-    Work,
 )
+from worker_service.lanes.share import LaneShare
 from worker_service.lanes.timeline import Span
+from worker_service.lanes.work import Work
 
-# The side lanes know this many products of a list before the first of them is done: enough
-# for copies to go ahead, few enough that compute does not wait for the end of the list.
-PRODUCTS_AHEAD = 16
-
-# Completed with the spans of a piece of work, or of all work of a source.
+# Completed with the spans of a piece of work.
 _Done = Future[list[Span]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Promised:
-    """Compute that lanes may already wait for, to be done in the caller's thread."""
-
-    work: Work
-    after: list[_Done]
-    done: _Done
 
 
 class ThreadLanes(Lanes):
@@ -50,6 +36,11 @@ class ThreadLanes(Lanes):
         self._threads = {
             lane: ThreadPoolExecutor(1, thread_name_prefix=lane.value) for lane in SIDE_LANES
         }
+        # Work of steps that the link's thread has not begun yet. `_drawing` guards what follows.
+        self._queued: deque[Callable[[], None]] = deque()
+        self._share = LaneShare()
+        # True while the link's thread will look for pieces of groups.
+        self._looks = False
         self._pending: deque[_Done] = deque()
         self._spans: list[Span] = []
 
@@ -62,53 +53,6 @@ class ThreadLanes(Lanes):
         futures = [event.future for event in after if isinstance(event, FutureEvent)]
         return FutureEvent(self._run_in(lane, work, futures))
 
-    def run_all(self, steps: Iterable[Step]) -> None:
-        # The futures of compute exist before it runs, so that copies can be queued behind it.
-        futures: list[_Done] = []
-        promised: deque[_Promised] = deque()
-        try:
-            for step in steps:
-                after = [futures[earlier] for earlier in step.after]
-                if step.lane is not Lane.COMPUTE:
-                    futures.append(self._run_in(step.lane, step.work, after))
-                    continue
-                promised.append(_Promised(step.work, after, _Done()))
-                futures.append(promised[-1].done)
-                if len(promised) > PRODUCTS_AHEAD:
-                    self._run_first(promised)
-            while promised:
-                self._run_first(promised)
-        except BaseException as error:
-            # The side lanes must not wait for compute that will not run.
-            for each in promised:
-                each.done.set_exception(error)
-            raise
-
-    def _run_first(self, promised: deque[_Promised]) -> None:
-        first = promised[0]
-        for future in first.after:
-            future.result()
-        span = self._carry_out(Lane.COMPUTE, first.work, time.perf_counter())
-        self._spans.append(span)
-        promised.popleft()
-        first.done.set_result([span])
-
-    def run_on_demand(self, lane: Lane, source: Source) -> Event:
-        self._require_side(lane)
-        submitted = time.perf_counter()
-
-        def carry_out() -> list[Span]:
-            spans: list[Span] = []
-            with torch.inference_mode():
-                while works := source():
-                    for work in works:
-                        # A copy engine would have had this work when the last one ended.
-                        ready = spans[-1].end if spans else submitted
-                        spans.append(self._carry_out(lane, work, ready))
-            return spans
-
-        return FutureEvent(self._submit(lane, carry_out))
-
     def _run_in(self, lane: Lane, work: Work, after: Sequence[_Done]) -> _Done:
         submitted = time.perf_counter()
 
@@ -120,9 +64,81 @@ class ThreadLanes(Lanes):
         return self._submit(lane, carry_out)
 
     def _submit(self, lane: Lane, carry_out: Callable[[], list[Span]]) -> _Done:
-        future = self._threads[lane].submit(carry_out)
-        self._pending.append(future)
-        return future
+        done: _Done = Future()
+
+        def complete() -> None:
+            try:
+                done.set_result(carry_out())
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._pending.append(done)
+        if lane is Lane.LINK_IN:
+            with self._drawing:
+                self._queued.append(complete)
+            self._threads[lane].submit(self._take_turn, time.perf_counter())
+        else:
+            self._threads[lane].submit(complete)
+        return done
+
+    # -- groups ---------------------------------------------------------------------------
+
+    def poke(self) -> None:
+        with self._drawing:
+            if self._looks or not self._groups:
+                return
+            self._looks = True
+        self._threads[Lane.LINK_IN].submit(self._take_turn, time.perf_counter())
+
+    def _take_turn(self, ready: float) -> None:
+        """Do the next work of a step or a group on the link's thread.
+
+        Each queued work of a step has a turn, and groups have one more while they have pieces.
+        A copy engine would have had a piece at `ready` that was drawn when the last one ended.
+        """
+        with self._drawing:
+            drawn = None
+            if not self._queued or not self._share.steps_are_next:
+                drawn = self._draw()
+                if drawn is None or not self._queued:
+                    self._share.alone()
+            queued = self._queued.popleft() if drawn is None and self._queued else None
+            if drawn is None and queued is None:
+                self._looks = False
+                return
+        began = time.perf_counter()
+        if queued is not None:
+            queued()
+        elif drawn is not None:
+            group, piece = drawn
+            self._do_piece(Lane.LINK_IN, group, piece, max(ready, piece.ready))
+        ended = time.perf_counter()
+        with self._drawing:
+            self._share.used(ended - began, by_step=queued is not None)
+        if drawn is not None:
+            self._threads[Lane.LINK_IN].submit(self._take_turn, ended)
+
+    def run_piece(self, lane: Lane, group: Group, piece: Piece) -> None:
+        group.begin()
+        if lane is Lane.COMPUTE:
+            self._do_piece(lane, group, piece, time.perf_counter())
+        else:
+            self._threads[lane].submit(self._do_piece, lane, group, piece, time.perf_counter())
+
+    def _do_piece(self, lane: Lane, group: Group, piece: Piece, ready: float) -> None:
+        try:
+            with torch.inference_mode():
+                span = self._carry_out(lane, piece.work, ready)
+        except BaseException as error:
+            group.fail(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            group.end(piece, span)
+            if lane is not Lane.LINK_IN:
+                self.poke()
+
+    # -- spans and errors of steps -----------------------------------------------------------
 
     def _collect(self) -> list[Span]:
         ended: list[Future[list[Span]]] = []

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from splitpoint.planning.schedule import Lane
-from worker_service.lanes.lanes import SIDE_LANES, Event, FutureEvent, Lanes, Source, Work, span_of
+from worker_service.lanes.groups import Group, Piece
+from worker_service.lanes.lanes import SIDE_LANES, Event, Lanes
 from worker_service.lanes.timeline import Span
+from worker_service.lanes.work import Work, span_of
+
+# Pieces of groups on the link's stream at once: one is copied while the next is given to it. A
+# step's copy waits for no more of them.
+PIECES_AHEAD = 2
 
 # Events that a pool keeps; a step of 32 layers and 30 tiles records some 4,000.
 POOLED_EVENTS = 8192
@@ -54,15 +61,30 @@ class _Timed:
     first: _StreamEvent
 
 
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """A piece of a group between two events of its stream."""
+
+    lane: Lane
+    group: Group
+    piece: Piece
+    start: _StreamEvent
+    end_event: _StreamEvent
+
+    def end(self) -> None:
+        """Wait until the piece is done, and tell its group."""
+        self.end_event.wait()
+        now = time.perf_counter()
+        seconds = _seconds(self.start, self.end_event)
+        self.group.end(self.piece, span_of(self.lane, self.piece.work, now - seconds, now))
+
+
 class StreamLanes(Lanes):
     """Lanes of a GPU: a CUDA stream each, and the caller's current stream for compute.
 
     Not confirmed on a GPU yet. `cuda` is torch.cuda, or in tests a double of its streams
     and events.
     """
-
-    # One answer of a source is under way while the next is given to its stream.
-    unfinished_batches = 1
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         super().__init__(device)
@@ -74,48 +96,93 @@ class StreamLanes(Lanes):
         self._timed: list[_Timed] = []
         # The lanes wait for it; None if no work began since the last `finish` or `collect`.
         self._first: _StreamEvent | None = None
-        # Threads of the host that call sources and give their work to the streams.
-        self._threads = {
-            lane: ThreadPoolExecutor(1, thread_name_prefix=lane.value) for lane in SIDE_LANES
+        # Gives pieces of groups to the link's stream; `_looks` while it has any, or looks.
+        self._feeder = ThreadPoolExecutor(1, thread_name_prefix=Lane.LINK_IN.value)
+        self._looks = False
+        # Threads that wait for the end of other pieces of groups, lane by lane.
+        self._waiters = {
+            lane: ThreadPoolExecutor(1, thread_name_prefix=f"{lane.value} done")
+            for lane in (Lane.COMPUTE, Lane.WEIGHTS_IN)
         }
-        self._sources: deque[tuple[Lane, Future[None]]] = deque()
+        # One thread at a time puts a piece between its two events.
+        self._giving = {lane: threading.Lock() for lane in Lane}
 
     def run(self, lane: Lane, work: Work, after: Sequence[Event] = ()) -> Event:
         compute = self._cuda.current_stream(self.device)
         stream = compute if lane is Lane.COMPUTE else self._streams[lane]
         first = self._first or self._begin(compute)
-        # All work of a lane's sources comes before anything else in that lane.
-        sources = [FutureEvent(future) for busy, future in self._sources if busy is lane]
-        for event in (*after, *sources):
+        for event in after:
             if isinstance(event, _StreamEvent):
                 stream.wait_event(event.event)
             else:
                 event.wait()
         return self._enqueue(lane, stream, work, first)
 
-    def run_on_demand(self, lane: Lane, source: Source) -> Event:
-        self._require_side(lane)
-        first = self._first or self._begin(self._cuda.current_stream(self.device))
-        stream = self._streams[lane]
+    # -- groups ---------------------------------------------------------------------------
 
-        def carry_out() -> None:
-            under_way: deque[_StreamEvent] = deque()
-            with torch.inference_mode():
-                while works := source():
-                    ends = [self._enqueue(lane, stream, work, first) for work in works]
-                    under_way.append(ends[-1])
-                    if len(under_way) > self.unfinished_batches:
-                        under_way.popleft().wait()
-            for end in under_way:
-                end.wait()
+    def attach(self, group: Group) -> None:
+        # The link may write into the group's pages after compute issued so far has read them.
+        begun = self._record(self._cuda.current_stream(self.device))
+        self._streams[Lane.LINK_IN].wait_event(begun.event)
+        super().attach(group)
 
-        future = self._threads[lane].submit(carry_out)
-        self._sources.append((lane, future))
-        return FutureEvent(future)
+    def poke(self) -> None:
+        with self._drawing:
+            if self._looks or not self._groups:
+                return
+            self._looks = True
+        self._feeder.submit(self._feed)
+
+    def _feed(self) -> None:
+        """Give the link's stream pieces of groups, and keep PIECES_AHEAD of them under way."""
+        under_way: deque[_Started] = deque()
+        while True:
+            with self._drawing:
+                drawn = self._draw()
+                if drawn is None and not under_way:
+                    self._looks = False
+                    return
+            if drawn is not None:
+                started = self._start_piece(Lane.LINK_IN, *drawn)
+                if started is not None:
+                    under_way.append(started)
+            if under_way and (drawn is None or len(under_way) >= PIECES_AHEAD):
+                under_way.popleft().end()
+
+    def run_piece(self, lane: Lane, group: Group, piece: Piece) -> None:
+        group.begin()
+        started = self._start_piece(lane, group, piece)
+        if started is not None:
+            self._waiters[lane].submit(self._end, started)
+
+    def _end(self, started: _Started) -> None:
+        started.end()
+        self.poke()
+
+    def _start_piece(self, lane: Lane, group: Group, piece: Piece) -> _Started | None:
+        """Give a piece to its stream; None if that failed, which ends the group's work."""
+        compute = self._cuda.current_stream(self.device)
+        stream = compute if lane is Lane.COMPUTE else self._streams[lane]
+        try:
+            with torch.inference_mode(), self._giving[lane], self._cuda.stream(stream):
+                self._enter(lane)
+                start = self._record(stream)
+                piece.work.call()
+                end = self._record(stream)
+        except BaseException as error:
+            # Work that failed half way has used the stream, too.
+            self._record(stream).wait()
+            group.fail(error)
+            if not isinstance(error, Exception):
+                raise
+            return None
+        return _Started(lane, group, piece, start, end)
+
+    # -- steps ----------------------------------------------------------------------------
 
     def _enqueue(self, lane: Lane, stream: Any, work: Work, first: _StreamEvent) -> _StreamEvent:
         """Put work into its stream; return the event at its end."""
-        with self._cuda.stream(stream):
+        with self._giving[lane], self._cuda.stream(stream):
             self._enter(lane)
             start = self._record(stream)
             try:
@@ -154,18 +221,12 @@ class StreamLanes(Lanes):
         return spans
 
     def _finish(self) -> list[Span]:
-        error: BaseException | None = None
-        while self._sources:
-            error = error or self._sources[0][1].exception()  # waits
-            self._sources.popleft()
         timed, self._timed = self._timed, []
         self._first = None
         for lane in Lane:
             last = [entry for entry in timed if entry.lane is lane][-1:]
             for entry in last:
                 entry.end.wait()
-        if error is not None:
-            raise error
         if not timed:
             return []
         # The host has just seen the last of them end. It cannot tell when `first` was
@@ -189,7 +250,7 @@ class StreamLanes(Lanes):
 
     def close(self) -> None:
         super().close()
-        for thread in self._threads.values():
+        for thread in (self._feeder, *self._waiters.values()):
             thread.shutdown()
 
     def _begin(self, compute: Any) -> _StreamEvent:

@@ -3,6 +3,9 @@
 Lanes are CUDA streams on a GPU and threads on a CPU. Compute runs in the caller's own
 stream or thread. Events order the work of different lanes; nothing stops the whole
 device. `SerialLanes` is the serial twin: the same calls, each done before the next.
+
+Steps give their work to lanes and collect it. A restore's work is a group (`groups.py`), whose
+copies the link draws beside those of steps, neither waiting for the other.
 """
 
 from __future__ import annotations
@@ -11,47 +14,21 @@ import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from splitpoint.errors import InvalidArgument
 from splitpoint.planning.schedule import Lane, Schedule
+from worker_service.lanes.groups import Group, Piece, draw_first
 from worker_service.lanes.timeline import Span
 from worker_service.lanes.totals import LaneTotals
+from worker_service.lanes.work import Work, span_of
 
 # Write-back uses the lane LINK_OUT from a thread of its own: see `run_in_this_thread`.
 SIDE_LANES = (Lane.LINK_IN, Lane.WEIGHTS_IN)
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A piece of work for a lane, and the values of its span.
-
-    Attributes:
-        call: enqueues (CUDA) or does (CPU) the work.
-        size_bytes: bytes that cross the link; 0 for work that moves none.
-        amount: bytes of a copy or FLOP of a product, to which costs are fitted.
-    """
-
-    name: str
-    call: Callable[[], None]
-    size_bytes: int = 0
-    amount: float = 0.0
-    layer: int | None = None
-    tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One entry for `Lanes.run_all`; `after`: indices of earlier entries."""
-
-    lane: Lane
-    work: Work
-    after: tuple[int, ...] = ()
 
 
 class Event(ABC):
@@ -134,23 +111,17 @@ class EmulatedLink:
         return start, end
 
 
-# Returns a lane's next pieces of work; called when the lane is about to be idle. Empty: the end.
-Source = Callable[[], Sequence[Work]]
-
-
 class Lanes(ABC):
     """The lanes of one device, given work by one thread.
 
     Attributes:
         before: called in the lane before each piece of work; tests delay lanes with it.
         overlapping: lanes run side by side; False for the serial twin.
-        unfinished_batches: most batches of a source that may still run when it is called again.
         schedule: the order of a streamed step, and the schedule whose costs describe restores.
             COLUMN is KVPR's order, which `splitpoint bench offload` measures beside ours.
     """
 
     overlapping = True
-    unfinished_batches = 0
 
     def __init__(self, device: torch.device, link: EmulatedLink | None = None) -> None:
         if link is not None and device.type != "cpu":
@@ -160,6 +131,10 @@ class Lanes(ABC):
         self.before: Callable[[Lane], None] | None = None
         self.schedule = Schedule.PIPELINED if self.overlapping else Schedule.SERIAL
         self._totals: LaneTotals | None = None
+        # Guards the groups, and is held while a piece is drawn.
+        self._drawing = threading.Lock()
+        self._groups: list[Group] = []
+        self._is_held = False
 
     @abstractmethod
     def run(self, lane: Lane, work: Work, after: Sequence[Event] = ()) -> Event:
@@ -169,25 +144,58 @@ class Lanes(ABC):
         which raises the errors of the work and of the events in `after`.
         """
 
-    def run_all(self, steps: Iterable[Step]) -> None:
-        """Run steps that are known in advance; raises as `run` does.
+    # -- groups: work beside that of steps ----------------------------------------------
 
-        Unlike a loop over `run`, this lets side lanes go unfinished_batches of the caller's own
-        compute work, which on a CPU is done in this call.
-        """
-        events: list[Event] = []
-        for step in steps:
-            after = [events[index] for index in step.after]
-            events.append(self.run(step.lane, step.work, after))
+    def attach(self, group: Group) -> None:
+        """Let the link draw the group's pieces from now on."""
+        with self._drawing:
+            self._groups.append(group)
+        self.poke()
+
+    def detach(self, group: Group) -> None:
+        """Forget a group that is closed; pieces of it may still be under way."""
+        with self._drawing:
+            if group in self._groups:
+                self._groups.remove(group)
 
     @abstractmethod
-    def run_on_demand(self, lane: Lane, source: Source) -> Event:
-        """Run the work that `source` returns, until it returns none; then reach the event.
+    def poke(self) -> None:
+        """Let the link look for pieces again: some of them may have become ready.
 
-        This is for work that depends on how far other lanes have come. A thread of the
-        lanes calls `source`, one call at a time; the serial twin runs everything before it
-        returns. The compute lane belongs to the caller and is not allowed.
+        The serial twin carries out all pieces that are ready before it returns.
         """
+
+    @abstractmethod
+    def run_piece(self, lane: Lane, group: Group, piece: Piece) -> None:
+        """Put a piece of a group into a lane: to compute, or to bring weights.
+
+        Work of the compute lane belongs to the caller: on a CPU it is done in this call. Its
+        error becomes the group's. Once it is done, the link looks for pieces again.
+        """
+
+    @contextlib.contextmanager
+    def without_copies(self) -> Iterator[None]:
+        """Keep groups from copying while the caller changes the memory that they read.
+
+        Waits for the pieces under way. Steps are the caller's own.
+        """
+        with self._drawing:
+            self._is_held = True
+            groups = list(self._groups)
+        try:
+            for group in groups:
+                group.wait_quiet()
+            yield
+        finally:
+            with self._drawing:
+                self._is_held = False
+            self.poke()
+
+    def _draw(self) -> tuple[Group, Piece] | None:
+        """Return the next piece for the link; `_drawing` is held."""
+        return None if self._is_held else draw_first(self._groups)
+
+    # -- events, spans and errors of steps -----------------------------------------------
 
     def wait_event(self, event: Event) -> None:
         """Let compute that is issued from now on, also without `run`, begin after the event."""
@@ -241,13 +249,13 @@ class Lanes(ABC):
             self.finish()
 
     def close(self) -> None:
-        """Wait for all work, and end the lanes' threads."""
+        """Wait for all work, draw no more of groups, and end the lanes' threads."""
+        with self._drawing:
+            groups, self._groups = self._groups, []
+        for group in groups:
+            group.close()
+            group.wait_quiet()
         self.finish_after_error()
-
-    @staticmethod
-    def _require_side(lane: Lane) -> None:
-        if lane not in SIDE_LANES:
-            raise ValueError(f"the {lane.value} lane belongs to the caller: it runs no source")
 
     def _enter(self, lane: Lane) -> None:
         if self.before is not None:
@@ -282,19 +290,38 @@ class SerialLanes(Lanes):
         self._spans: list[Span] = []
 
     def run(self, lane: Lane, work: Work, after: Sequence[Event] = ()) -> Event:
+        self._spans.append(self._timed(lane, work))
+        return DoneEvent()
+
+    def poke(self) -> None:
+        while True:
+            with self._drawing:
+                drawn = self._draw()
+            if drawn is None:
+                return
+            self._carry_out_piece(Lane.LINK_IN, *drawn)
+
+    def run_piece(self, lane: Lane, group: Group, piece: Piece) -> None:
+        group.begin()
+        self._carry_out_piece(lane, group, piece)
+        self.poke()
+
+    def _carry_out_piece(self, lane: Lane, group: Group, piece: Piece) -> None:
+        try:
+            span = self._timed(lane, piece.work)
+        except BaseException as error:
+            group.fail(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            group.end(piece, span)
+
+    def _timed(self, lane: Lane, work: Work) -> Span:
         span = self._carry_out(lane, work, time.perf_counter())
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
             span = span_of(lane, work, span.start, time.perf_counter())
-        self._spans.append(span)
-        return DoneEvent()
-
-    def run_on_demand(self, lane: Lane, source: Source) -> Event:
-        self._require_side(lane)
-        while works := source():
-            for work in works:
-                self.run(lane, work)
-        return DoneEvent()
+        return span
 
     def _collect(self) -> list[Span]:
         return self._finish()
@@ -302,7 +329,3 @@ class SerialLanes(Lanes):
     def _finish(self) -> list[Span]:
         spans, self._spans = self._spans, []
         return spans
-
-
-def span_of(lane: Lane, work: Work, start: float, end: float) -> Span:
-    return Span(lane, work.name, start, end, work.layer, work.tokens, work.amount)

@@ -9,10 +9,9 @@ gets which chunks; this module knows no requests and no calls of the store.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -20,13 +19,15 @@ import torch
 from splitpoint.planning.bidirectional import BidirectionalQueue, piece_sizes
 from splitpoint.planning.schedule import Lane
 from splitpoint.shapes import chunks_of
-from worker_service.lanes.lanes import Event, Lanes, Work
+from worker_service.lanes.groups import Group, Piece
+from worker_service.lanes.lanes import Lanes
 from worker_service.lanes.timeline import Span
+from worker_service.lanes.work import Work
 from worker_service.model.attention import prefill
 from worker_service.model.attention_plan import PrefillPlan
 from worker_service.model.forward import through_layers
 from worker_service.model.layer import DecoderLayer
-from worker_service.pipeline.restore import Prefix
+from worker_service.pipeline.restore import Prefix, Target
 from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.store.arena_tensors import StoredChunk
 
@@ -39,6 +40,149 @@ class BothEndsResult:
     spans: list[Span]
 
 
+class BothEndsRestore:
+    """A restore from both ends, in pieces. All but `draw` belongs to the owner's thread.
+
+    The link draws the copies of the back, beside those of steps. The owner computes the front,
+    `front_tokens` at a time.
+
+    Attributes:
+        group: its copies on the link, with their spans and error.
+    """
+
+    def __init__(
+        self,
+        transfer: CacheTransfer,
+        lanes: Lanes,
+        prefix: Prefix,
+        target: Target,
+        *,
+        block_tokens: int,
+        expected_tokens: int,
+        copies: Iterable[Work] = (),
+        on_change: Callable[[], None] | None = None,
+    ) -> None:
+        """Prepare to bring `prefix` to `target`; its `split_tokens` do not matter.
+
+        At most `block_tokens` are computed at once. The two sides are expected to meet at
+        `expected_tokens`, which decides how much each begins with; the serial twin meets
+        there. The link does further `copies` last. Nothing begins before `begin`.
+        """
+        self.group = Group(self._draw) if on_change is None else Group(self._draw, on_change)
+        self._transfer = transfer
+        self._lanes = lanes
+        self._prefix = prefix
+        self._target = target
+        self._copies = list(copies)
+        chunk, cached = transfer.chunk_tokens, prefix.cached_tokens
+        self._first = prefix.first_chunk
+        count = chunks_of(cached, chunk) - self._first
+        begin = self._first * chunk
+        front, back = piece_sizes(chunk, block_tokens)
+        share = 1.0
+        if count and expected_tokens < cached:
+            share = max(0, expected_tokens - begin) / (count * chunk)
+        self._queue = BidirectionalQueue(count, front=front, back=back, expected_share=share)
+        # The end of the tokens that the front has claimed.
+        self._claimed = begin
+        self._front_ended = self._back_ended = not count
+        self._works: deque[Work] = deque()
+        self._left = 0
+        self._loaded: list[StoredChunk] = []
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Tokens that the front has claimed; [0, first_chunk) is on the device."""
+        return self._claimed - self._first * self._transfer.chunk_tokens
+
+    @property
+    def loaded_chunks(self) -> list[StoredChunk]:
+        """The chunks that the link was given."""
+        with self.group.changed:
+            return list(self._loaded)
+
+    @property
+    def is_done(self) -> bool:
+        """True if both sides have met, and nothing is left to copy."""
+        with self.group.changed:
+            return self._is_loaded() and self._front_ended
+
+    @property
+    def left_tokens(self) -> tuple[int, int]:
+        """Tokens times layers that neither side has claimed; the front's are no rebuilds."""
+        with self.group.changed:
+            chunks = self._queue.back - self._queue.front
+            return chunks * self._transfer.chunk_tokens * len(self._target.keys), 0
+
+    def begin(self) -> None:
+        """Let the link draw the copies."""
+        self._lanes.attach(self.group)
+
+    def front_tokens(self, computed: int) -> int:
+        """Return how many tokens to compute next, after the first `computed`; 0: no more.
+
+        The sides have met once there are no more and `is_done`.
+        """
+        if computed < self._claimed or self._front_ended:
+            return self._claimed - computed
+        with self.group.changed:
+            chunks = self._queue.pop_front()
+            if chunks is None:
+                self._front_ended = True
+                return 0
+        end = (self._first + chunks.stop) * self._transfer.chunk_tokens
+        self._claimed = min(end, self._prefix.cached_tokens)
+        return self._claimed - computed
+
+    def close(self) -> None:
+        """Begin no more pieces; those under way end before the group is quiet."""
+        self.group.close()
+        self._lanes.detach(self.group)
+
+    def wait(self) -> None:
+        """Wait until the link has loaded all that it has claimed, or failed."""
+        with self.group.changed:
+            self.group.changed.wait_for(lambda: self.group.error is not None or self._is_loaded())
+
+    def _is_loaded(self) -> bool:
+        return self._back_ended and not (self._left or self._works or self._copies)
+
+    def _draw(self) -> Piece | None:
+        """Return the next copy; see `Group`."""
+        if not self._works and not self._back_ended:
+            self._claim_back()
+        if self._works:
+            work = self._works.popleft()
+        elif self._copies:
+            work = self._copies.pop(0)
+        else:
+            return None
+        self._left += 1
+        return Piece(work, self._end)
+
+    def _end(self) -> None:
+        self._left -= 1
+
+    def _claim_back(self) -> None:
+        """Claim chunks of the back: one copy for each layer."""
+        pop = self._queue.pop_back if self._lanes.overlapping else self._queue.pop_back_in_turn
+        chunks = pop()
+        if chunks is None:
+            self._back_ended = True
+            return
+        chunk = self._transfer.chunk_tokens
+        mine = range(self._first + chunks.start, self._first + chunks.stop)
+        last = min(mine.stop * chunk, self._prefix.cached_tokens)
+        part = self._prefix.part(mine, last - mine.start * chunk)
+        self._loaded += part.chunks
+        self._works += [
+            self._transfer.load(layer, part, keys, values)
+            for layer, (keys, values) in enumerate(
+                zip(self._target.keys, self._target.values, strict=True)
+            )
+        ]
+
+
 def restore_from_both_ends(
     transfer: CacheTransfer,
     lanes: Lanes,
@@ -49,102 +193,47 @@ def restore_from_both_ends(
     block_tokens: int,
     expected_tokens: int,
 ) -> BothEndsResult:
-    """Bring the whole prefix into cache pages; its `split_tokens` do not matter.
+    """Bring the whole prefix into cache pages alone, waiting for it.
 
-    `keys[i]`, `values[i]` are layer i's `[pages, n_kv, chunk_tokens, d]`. At most
-    `block_tokens` are computed at once. The two sides are expected to meet at
-    `expected_tokens`, which decides how much each begins with; the serial twin meets
-    there. Raises ChunkLost if a slot changed while it was read: the pages then hold
-    nothing usable.
+    `keys[i]`, `values[i]` are layer i's `[pages, n_kv, chunk_tokens, d]`; see
+    `BothEndsRestore`. Raises ChunkLost if a slot changed while it was read: the pages then
+    hold nothing usable.
     """
     if prefix.first_chunk:
         raise ValueError("a restore from both ends needs the prefix's pages from the front on")
-    if not prefix.chunks:
-        return BothEndsResult(0, [])
-    queue = _LockedQueue(transfer, lanes, prefix, block_tokens, expected_tokens)
+    run = BothEndsRestore(
+        transfer,
+        lanes,
+        prefix,
+        Target(keys, values),
+        block_tokens=block_tokens,
+        expected_tokens=expected_tokens,
+    )
     front = _FrontPrefill(transfer, prefix, keys, values, block_tokens)
-    back = _BackLoader(transfer, prefix, keys, values)
+    run.begin()
     try:
-        loads = lanes.run_on_demand(Lane.LINK_IN, lambda: back.works(queue.pop_back()))
-        begun: deque[Event] = deque()
-        while (chunks := queue.pop_front()) is not None:
-            begun.append(lanes.run(Lane.COMPUTE, front.work(chunks)))
-            if len(begun) > lanes.unfinished_batches:
-                begun.popleft().wait()
-            if loads.is_done:
-                loads.wait()  # raises the error that ended it
-        spans = lanes.finish()
-    except BaseException:
-        queue.close()
+        while count := run.front_tokens(front.computed_tokens):
+            if not _computed(lanes, run.group, front.work(count)):
+                break
+        run.wait()
+    finally:
         # The pages may be given to another request: no lane may touch them any more.
-        lanes.finish_after_error()
-        raise
+        run.close()
+        run.group.wait_quiet()
+    if run.group.error is not None:
+        raise run.group.error
     # A slot's generation only grows: one that is current now was current all the time.
-    transfer.tensors.check_current(back.loaded)
-    return BothEndsResult(front.computed_tokens, spans)
+    transfer.tensors.check_current(run.loaded_chunks)
+    return BothEndsResult(front.computed_tokens, lanes.count_spans(run.group.take_spans()))
 
 
-class _LockedQueue:
-    """Lets the thread that computes and the one that loads use the queue one at a time."""
-
-    def __init__(
-        self,
-        transfer: CacheTransfer,
-        lanes: Lanes,
-        prefix: Prefix,
-        block_tokens: int,
-        expected_tokens: int,
-    ) -> None:
-        chunk, cached = transfer.chunk_tokens, prefix.cached_tokens
-        count = chunks_of(cached, chunk)
-        front, back = piece_sizes(chunk, block_tokens)
-        self._lock = threading.Lock()
-        self._overlapping = lanes.overlapping
-        self._queue = BidirectionalQueue(
-            count,
-            front=front,
-            back=back,
-            expected_share=1.0 if expected_tokens >= cached else expected_tokens / (count * chunk),
-            ahead=lanes.unfinished_batches,
-        )
-
-    def pop_front(self) -> range | None:
-        with self._lock:
-            return self._queue.pop_front()
-
-    def pop_back(self) -> range | None:
-        with self._lock:
-            if self._overlapping:
-                return self._queue.pop_back()
-            return self._queue.pop_back_in_turn()
-
-    def close(self) -> None:
-        with self._lock:
-            self._queue.close()
-
-
-@dataclass(slots=True)
-class _BackLoader:
-    """Loads whole chunks over the link, all layers of them at once."""
-
-    transfer: CacheTransfer
-    prefix: Prefix
-    keys: Sequence[torch.Tensor]
-    values: Sequence[torch.Tensor]
-    loaded: list[StoredChunk] = field(default_factory=list)
-
-    def works(self, chunks: range | None) -> list[Work]:
-        """Return a copy for each layer; no copies if there are no chunks."""
-        if chunks is None:
-            return []
-        chunk = self.transfer.chunk_tokens
-        last = min(chunks.stop * chunk, self.prefix.cached_tokens)
-        part = self.prefix.part(chunks, last - chunks.start * chunk)
-        self.loaded += part.chunks
-        return [
-            self.transfer.load(layer, part, keys, values)
-            for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True))
-        ]
+def _computed(lanes: Lanes, group: Group, work: Work) -> bool:
+    """Compute a piece of the front and wait for it; return False if the group has an error."""
+    ended: list[None] = []
+    lanes.run_piece(Lane.COMPUTE, group, Piece(work, lambda: ended.append(None)))
+    with group.changed:
+        group.changed.wait_for(lambda: ended or group.error is not None)
+    return group.error is None
 
 
 class _FrontPrefill:
@@ -169,11 +258,10 @@ class _FrontPrefill:
         self._windows = {layer.window for layer in transfer.model.layers}
         self.computed_tokens = 0
 
-    def work(self, chunks: range) -> Work:
-        """Return the prefill of these chunks, which begin where the last ones ended."""
+    def work(self, count: int) -> Work:
+        """Return the prefill of so many tokens, which begin where the last ones ended."""
         first = self.computed_tokens
-        last = min(chunks.stop * self._chunk, self._prefix.cached_tokens)
-        self.computed_tokens = last
+        last = self.computed_tokens = first + count
 
         def call() -> None:
             for start in range(first, last, self._block_tokens):

@@ -23,7 +23,8 @@ from typing import TypeVar
 import torch
 
 from splitpoint.planning.schedule import Lane, Schedule
-from worker_service.lanes.lanes import Event, Lanes, Work
+from worker_service.lanes.lanes import Event, Lanes
+from worker_service.lanes.work import Work
 from worker_service.pipeline.staging import Staging
 from worker_service.pipeline.tiles import Tile
 from worker_service.pipeline.transfer import CacheTransfer, Part
@@ -99,9 +100,8 @@ class _InFlight:
 class Prefetcher:
     """The tiles of one step: `start`, then `consume` each in order.
 
-        The caller of the step collects the lanes at its end, or calls their
-    `finish_after_error`: no
-        transfer may be under way between steps.
+    The caller of the step collects the lanes at its end, or calls their `finish_after_error`:
+    no transfer of a step may be under way between steps.
     """
 
     def __init__(
@@ -121,6 +121,7 @@ class Prefetcher:
         # Rebuilt K and V need a slot, too, though the link does not fill it.
         rebuilds = any(not each.tile.is_loaded for _, each in self._order)
         self._rebuilt_slot = slots - 1
+        self._inputs = staging.step_slots(tile_pages)
         self._kv_slots = _SlotPool(slots - 1 if rebuilds else slots)
         self._x_slots = _SlotPool(slots)
         # With COLUMN: the only layer whose tiles may be sent, the events before them, and
@@ -132,8 +133,6 @@ class Prefetcher:
 
     def start(self) -> None:
         """Fill the slots with the first tiles."""
-        for transfer in {id(each.transfer): each.transfer for _, each in self._order}.values():
-            transfer.divide(self._tile_pages * transfer.chunk_tokens)
         self._fill()
 
     def consume(self, layer: int, tile_transfer: TileTransfer, attend: Attend) -> None:
@@ -204,7 +203,7 @@ class Prefetcher:
             sent = [*sent, *self._barrier]
             # Layer 0's X is computed from token ids when the tile is consumed.
             if layer and tile_transfer.copy_inputs is None:
-                work = transfer.send(layer, tile_transfer.rebuilt, x_slot)
+                work = transfer.send(layer, tile_transfer.rebuilt, self._inputs[x_slot])
                 sent = [self._lanes.run(Lane.LINK_IN, work, sent)]
         if tile_transfer.loaded is not None:
             kv_slot, free = self._kv_slots.acquire()
@@ -221,13 +220,14 @@ class Prefetcher:
         if part is None or part.positions is None or token_ids is None:
             raise RuntimeError("a tile with nothing to rebuild has a slot of X")
         transfer, after = tile_transfer.transfer, [*arriving.sent, *arriving.loaded]
+        inputs = self._inputs[x_slot]
         if layer == 0:
-            work = transfer.embed(token_ids, part.positions, x_slot)
+            work = transfer.embed(token_ids, part.positions, inputs)
             after.append(self._lanes.run(Lane.COMPUTE, work, arriving.sent))
         elif tile_transfer.copy_inputs is not None:
-            work = transfer.copy_inputs(layer, part, x_slot, tile_transfer.copy_inputs)
+            work = transfer.copy_inputs(layer, part, inputs, tile_transfer.copy_inputs)
             after.append(self._lanes.run(Lane.COMPUTE, work, arriving.sent))
-        work = transfer.rebuild(layer, part, x_slot, keys, values)
+        work = transfer.rebuild(layer, part, inputs, keys, values)
         rebuilt = self._lanes.run(Lane.COMPUTE, work, after)
         self._x_slots.release(x_slot, rebuilt)
         return rebuilt

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from worker_service.device.copies import runs
-from worker_service.lanes.lanes import Work
+from worker_service.lanes.work import Work
 from worker_service.model.decoder import Decoder
 from worker_service.pipeline.chunk_loader import ChunkLoader
 from worker_service.pipeline.gather import Gatherer
@@ -41,12 +41,7 @@ class Part:
 
 
 class CacheTransfer:
-    """Makes the pieces of work that bring one arena's chunks to one device.
-
-    Attributes:
-        slot_pages: pages of X that one staging slot holds; see `divide`.
-        slot_count: staging slots.
-    """
+    """Makes the pieces of work that bring one arena's chunks to one device."""
 
     def __init__(
         self,
@@ -59,29 +54,9 @@ class CacheTransfer:
         self.tensors = tensors
         self.chunk_tokens = tensors.layout.chunk_tokens
         self.device = staging.device
-        self.slot_pages = staging.page_count
-        self.slot_count = 1
+        self.staging = staging
         self._loader = ChunkLoader(tensors, staging.device, staging.page_count, gatherer)
-        self._staging = staging
         self._embedded: torch.Tensor | None = None
-
-    def divide(self, tile_tokens: int) -> None:
-        """Cut the staging memory, which must be unused, into slots of one tile each.
-
-        A tile of more than half of the memory is shrunk so that two slots fit, unless it
-        is as large as the whole memory.
-        """
-        pages = max(1, tile_tokens // self.chunk_tokens)
-        capacity = self._staging.page_count
-        if pages < capacity:
-            pages = min(pages, max(1, capacity // 2))
-        self.slot_pages = min(pages, capacity)
-        self.slot_count = capacity // self.slot_pages
-
-    @property
-    def tile_tokens(self) -> int:
-        """Tokens of X that one staging slot holds."""
-        return self.slot_pages * self.chunk_tokens
 
     # -- over the link --------------------------------------------------------------
 
@@ -95,9 +70,9 @@ class CacheTransfer:
 
         return Work("load K,V", call, size, size, layer, part.rows)
 
-    def send(self, layer: int, part: Part, slot: int) -> Work:
-        """Copy X of the part's chunks into a staging slot."""
-        return self._send(layer, part.chunks, self._slot(slot), range(len(part.chunks)), part.rows)
+    def send(self, layer: int, part: Part, slot: torch.Tensor) -> Work:
+        """Copy X of the part's chunks into a staging slot, `[slot_pages, C, h]`."""
+        return self._send(layer, part.chunks, slot, range(len(part.chunks)), part.rows)
 
     def send_inputs(
         self, chunks: Sequence[StoredChunk], inputs: Sequence[torch.Tensor], pages: Sequence[int]
@@ -127,45 +102,51 @@ class CacheTransfer:
     # -- on the device ----------------------------------------------------------------
 
     def embed(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, slot: int | None = None
+        self, token_ids: torch.Tensor, positions: torch.Tensor, slot: torch.Tensor | None = None
     ) -> Work:
         """Compute layer 0's X, norm(embed(ids)), of int64 `[rows]` token ids.
 
         The result goes to a staging slot, or, if `slot` is None, to the `rebuild` that
         comes next on the compute lane.
         """
-        staging = None if slot is None else self._slot(slot)
 
         def call() -> None:
             hidden = self.model.embed(token_ids, positions)
             inputs = self.model.layers[0].attention_input(hidden)
-            if staging is None:
+            if slot is None:
                 self._embedded = inputs
             else:
-                staging.flatten(0, 1)[: len(token_ids)].copy_(inputs)
+                slot.flatten(0, 1)[: len(token_ids)].copy_(inputs)
 
         return Work("embed", call, layer=0, tokens=len(token_ids))
 
     def copy_inputs(
-        self, layer: int, part: Part, slot: int, copy: Callable[[int, torch.Tensor], None]
+        self,
+        layer: int,
+        part: Part,
+        slot: torch.Tensor,
+        copy: Callable[[int, torch.Tensor], None],
     ) -> Work:
-        """Copy X that is on the device into a staging slot by `copy(layer, slot's pages)`."""
-        staging = self._slot(slot)
-        return Work("copy X", lambda: copy(layer, staging), layer=layer, tokens=part.rows)
+        """Copy X that is on the device into a staging slot by `copy(layer, slot)`."""
+        return Work("copy X", lambda: copy(layer, slot), layer=layer, tokens=part.rows)
 
     def rebuild(
-        self, layer: int, part: Part, slot: int | None, keys: torch.Tensor, values: torch.Tensor
+        self,
+        layer: int,
+        part: Part,
+        slot: torch.Tensor | None,
+        keys: torch.Tensor,
+        values: torch.Tensor,
     ) -> Work:
         """Compute K,V of the part's rows from X (KVPR Eq. 7) into its pages.
 
         `K = RoPE(norm(X W_K + b_K))`, `V = X W_V + b_V`. X is in a staging slot, or, if
         `slot` is None, what was embedded last.
         """
-        staging = None if slot is None else self._slot(slot)
         flops = part.rows * self.model.shape.rebuild_flops_per_token_layer
 
         def call() -> None:
-            inputs = self._pop_embedded() if staging is None else staging.flatten(0, 1)[: part.rows]
+            inputs = self._pop_embedded() if slot is None else slot.flatten(0, 1)[: part.rows]
             rotary = None if part.positions is None else self.model.rotary(part.positions)
             built = self.model.layers[layer].project_kv(inputs, rotary)
             for rows, plane in zip(built, (keys, values), strict=True):
@@ -178,12 +159,6 @@ class CacheTransfer:
         if inputs is None:
             raise RuntimeError("nothing was embedded for this rebuild")
         return inputs
-
-    def _slot(self, slot: int) -> torch.Tensor:
-        inputs = self._staging.inputs
-        if inputs is None:
-            raise RuntimeError("a split above zero was planned for an arena without activations")
-        return inputs[slot * self.slot_pages : (slot + 1) * self.slot_pages]
 
 
 def put_rows(plane: torch.Tensor, pages: Sequence[int], rows: torch.Tensor) -> None:

@@ -19,8 +19,9 @@ from splitpoint.planning.schedule import Lane
 from splitpoint.planning.weight_schedule import WeightPiece
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.device.copies import copy
-from worker_service.lanes.lanes import Lanes, Work
+from worker_service.lanes.lanes import Lanes
 from worker_service.lanes.select import lanes_of
+from worker_service.lanes.work import Work
 from worker_service.model.decoder import Decoder
 from worker_service.model.layer import DecoderLayer
 from worker_service.pipeline.transfer import put_rows

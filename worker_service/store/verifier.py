@@ -10,7 +10,7 @@ import os
 import random
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -23,7 +23,7 @@ _MOST_THREADS = 4
 
 
 class Check:
-    """A running verification. Call `wait` before you use the data."""
+    """A running verification. Call `wait` before you use the data, at best once `is_done`."""
 
     def __init__(
         self, verifier: Verifier, tensors: ArenaTensors, chunks: Sequence[StoredChunk]
@@ -54,6 +54,16 @@ class Check:
                 return found
             if self._tensors.arena.checksum(chunk.slot) != chunk.checksum:
                 found.append(chunk)
+
+    @property
+    def is_done(self) -> bool:
+        """True if `wait` would return at once."""
+        return all(part.done() for part in self._parts)
+
+    def call_when_done(self, call: Callable[[], None]) -> None:
+        """Call this from any thread whenever a part of the check is done."""
+        for part in self._parts:
+            part.add_done_callback(lambda _: call())
 
     def wait(self) -> None:
         """Wait for the result. Raises DamagedChunks if a chunk differs from its checksum.

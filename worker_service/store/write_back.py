@@ -37,9 +37,10 @@ from worker_service.device.copies import copy_runs, is_one_copy_a_run, sent
 from worker_service.device.memory import STAGING_PAGES
 from worker_service.device.pinning import piece_slots
 from worker_service.lanes.cpu import passed
-from worker_service.lanes.lanes import Lanes, Work
+from worker_service.lanes.lanes import Lanes
 from worker_service.lanes.spans import WriteBackSpans
 from worker_service.lanes.timeline import Span, Trace
+from worker_service.lanes.work import Work
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
 from worker_service.store.client import Match, StoreClient, written_chunks
 from worker_service.store.codec import ChunkCodec

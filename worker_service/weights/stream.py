@@ -17,7 +17,8 @@ import torch
 from splitpoint.planning.schedule import Lane
 from splitpoint.planning.weight_schedule import WeightPiece
 from worker_service.device.copies import copy
-from worker_service.lanes.lanes import DoneEvent, Event, Lanes, Work
+from worker_service.lanes.lanes import DoneEvent, Event, Lanes
+from worker_service.lanes.work import Work
 from worker_service.weights.host import HostUnit, Slot
 
 Portions = Sequence[Sequence[WeightPiece]]

@@ -12,6 +12,9 @@ from worker_service.engine.messages import StepOutput
 from worker_service.engine.sampling import Sampling
 from worker_service.engine.sequence import Admission
 
+# The longest sleep while a restore is under way: the store may have an answer, too.
+_PAUSE_SECONDS = 1e-3
+
 
 def admission_of(
     name: str,
@@ -56,5 +59,8 @@ def outputs_until_idle(engine: Engine, store: LocalStore | None = None) -> Itera
         if engine.is_idle:
             return
         if store is not None:
-            for answer in store.answers(wait=not output.ran):
+            waits = not output.ran and not engine.is_restoring
+            for answer in store.answers(wait=waits):
                 engine.post(answer)
+        if not engine.can_go_on(output):
+            engine.wait(_PAUSE_SECONDS)

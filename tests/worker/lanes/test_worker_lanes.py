@@ -11,6 +11,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,11 +21,12 @@ from stream_double import StreamDouble
 
 from splitpoint.errors import InvalidArgument
 from splitpoint.planning.schedule import Lane, RestoreWork, Schedule, restore_tasks, simulate
-from worker_service.lanes.cpu import PRODUCTS_AHEAD, ThreadLanes
+from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.cuda import StreamLanes
-from worker_service.lanes.lanes import EmulatedLink, Event, Lanes, SerialLanes, Step, Work
+from worker_service.lanes.lanes import EmulatedLink, Event, Lanes, SerialLanes
 from worker_service.lanes.select import lanes_of
 from worker_service.lanes.timeline import Span
+from worker_service.lanes.work import Work
 
 CPU = torch.device("cpu")
 SIDE_LANES = (Lane.LINK_IN, Lane.WEIGHTS_IN)
@@ -52,23 +54,31 @@ def of(lane: Lane, spans: Sequence[Span]) -> list[Span]:
 # -- order and events ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at_once", [False, True])
+@dataclass(frozen=True)
+class Step:
+    """Work that is given to a lane after others; `after`: indices of earlier steps."""
+
+    lane: Lane
+    work: Work
+    after: tuple[int, ...] = ()
+
+
+def give(lanes: Lanes, steps: Sequence[Step]) -> None:
+    events: list[Event] = []
+    for step in steps:
+        events.append(lanes.run(step.lane, step.work, [events[index] for index in step.after]))
+
+
 @pytest.mark.parametrize("kind", [ThreadLanes, SerialLanes])
 def test_nothing_begins_before_what_it_waits_for_however_lanes_are_delayed(
-    kind: type[ThreadLanes] | type[SerialLanes], at_once: bool
+    kind: type[ThreadLanes] | type[SerialLanes],
 ) -> None:
     rng = random.Random(4)
     lanes = kind(CPU)
     lanes.before = lambda _: time.sleep(rng.choice([0.0, 0.0, 1e-4, 5e-4]))
     for _ in range(15):
         steps, done, broken = random_steps(rng)
-        if at_once:
-            lanes.run_all(steps)
-        else:
-            events: list[Event] = []
-            for step in steps:
-                after = [events[index] for index in step.after]
-                events.append(lanes.run(step.lane, step.work, after))
+        give(lanes, steps)
         spans = lanes.finish()
         assert not broken
         assert sorted(done) == list(range(len(steps)))
@@ -100,67 +110,6 @@ def random_steps(rng: random.Random) -> tuple[list[Step], list[int], list[int]]:
         )
 
     return [step(number) for number in range(40)], done, broken
-
-
-def test_copies_of_a_whole_list_go_ahead_of_its_compute(threads: ThreadLanes) -> None:
-    arrived = threading.Event()
-
-    def compute() -> None:
-        assert arrived.wait(30), "the copy waits for compute that it does not need"
-
-    threads.run_all(
-        [
-            Step(Lane.COMPUTE, Work("compute", compute)),
-            Step(Lane.LINK_IN, Work("copy", arrived.set)),
-        ]
-    )
-    assert len(threads.finish()) == 2
-
-
-def test_a_list_is_begun_before_its_end_is_known(threads: ThreadLanes) -> None:
-    arrived, computed = threading.Event(), threading.Event()
-
-    def steps() -> Iterator[Step]:
-        yield Step(Lane.LINK_IN, Work("copy", arrived.set))
-        assert arrived.wait(30), "the copy waits for the rest of the list"
-        for _ in range(PRODUCTS_AHEAD + 1):
-            yield Step(Lane.COMPUTE, Work("compute", computed.set))
-        assert computed.is_set(), "compute waits for the rest of the list"
-        yield Step(Lane.COMPUTE, Work("compute", computed.set), (1,))
-
-    threads.run_all(steps())
-    assert len(threads.finish()) == 1 + PRODUCTS_AHEAD + 2
-
-
-@pytest.mark.parametrize("given", [0, PRODUCTS_AHEAD + 3])
-def test_a_list_that_breaks_off_leaves_nobody_waiting(threads: ThreadLanes, given: int) -> None:
-    def steps() -> Iterator[Step]:
-        for number in range(given + 1):
-            yield Step(Lane.COMPUTE, Work("compute", nothing))
-            yield Step(Lane.LINK_IN, Work("copy", nothing), (2 * number,))
-        raise ValueError("no such chunk")
-
-    with pytest.raises(ValueError, match="no such chunk"):
-        threads.run_all(steps())
-    with pytest.raises(ValueError, match="no such chunk"):
-        threads.finish()
-    threads.run(Lane.LINK_IN, Work("good", nothing))
-    assert [span.name for span in threads.finish()] == ["good"]
-
-
-def test_copies_behind_compute_that_failed_are_not_done(threads: ThreadLanes) -> None:
-    seen: list[str] = []
-    with pytest.raises(ValueError, match="NaN"):
-        threads.run_all(
-            [
-                Step(Lane.COMPUTE, Work("bad", raiser(ValueError("NaN")))),
-                Step(Lane.LINK_IN, Work("never", lambda: seen.append("copy")), (0,)),
-                Step(Lane.COMPUTE, Work("never", lambda: seen.append("compute"))),
-                Step(Lane.WEIGHTS_IN, Work("never", lambda: seen.append("out")), (2,)),
-            ]
-        )
-    threads.finish_after_error()
-    assert seen == []
 
 
 def test_lanes_run_side_by_side_and_compute_is_the_callers_own_thread(threads: ThreadLanes) -> None:
@@ -494,7 +443,7 @@ def test_streams_keep_every_order_that_was_asked_for_and_no_other(
         call = lambda: cuda.launch(happen, seconds=task.tokens)  # noqa: E731
         return Step(task.lane, Work(str(number), call), task.after)
 
-    lanes.run_all([step_of(number) for number in range(len(tasks))])
+    give(lanes, [step_of(number) for number in range(len(tasks))])
     assert cuda.synchronized == 0, "the host waited without being asked to"
     spans = lanes.finish()
     assert not broken
@@ -587,49 +536,3 @@ def test_settling_waits_for_work_that_failed_half_way() -> None:
     assert cuda.current is cuda.default
     lanes.finish_after_error()
     assert seen == ["half"]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_stream_draws_its_next_piece_while_one_is_under_way(seed: int) -> None:
-    lanes, cuda = stream_lanes(seed)
-    done: list[str] = []
-    asked: list[int] = []
-
-    def copy_of(name: str) -> Work:
-        return Work(name, lambda: cuda.launch(lambda: done.append(name), 1.0))
-
-    def source() -> list[Work]:
-        asked.append(len(done))
-        return [copy_of(f"piece {len(asked)}")] if len(asked) < 6 else []
-
-    first = lanes.run(Lane.LINK_IN, copy_of("first"))
-    drawn = lanes.run_on_demand(Lane.LINK_IN, source)
-    last = lanes.run(Lane.LINK_IN, copy_of("last"))
-    # The lane's work before the draw is done by the time a piece of it is; and of the
-    # pieces that were drawn, at most the last one is under way when another is asked for.
-    assert asked[2:] == [2, 3, 4, 5]
-    drawn.wait()
-    assert drawn.is_done
-    assert first.is_done
-    lanes.run(Lane.COMPUTE, copy_of("product"), [drawn, last])
-    names = [span.name for span in sorted(lanes.finish(), key=lambda span: span.start)]
-    assert done == names == ["first", *(f"piece {n}" for n in range(1, 6)), "last", "product"]
-    lanes.close()
-
-
-def test_who_is_asked_for_a_stream_s_work_may_fail() -> None:
-    lanes, cuda = stream_lanes()
-    seen: list[str] = []
-    pieces = iter([Work("copy", lambda: cuda.launch(lambda: seen.append("copy"), 1.0))])
-
-    def source() -> list[Work]:
-        for piece in pieces:
-            return [piece]
-        raise OSError("no more")
-
-    lanes.run_on_demand(Lane.LINK_IN, source)
-    with pytest.raises(OSError, match="no more"):
-        lanes.finish()
-    assert seen == ["copy"], "a copy was left behind"
-    assert lanes.finish() == []
-    lanes.close()

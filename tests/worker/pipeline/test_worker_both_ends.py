@@ -6,9 +6,9 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -22,19 +22,17 @@ from tiny_models import FAMILY_CASES, build_tiny, clear_prompt, write_tiny
 from splitpoint.errors import ChunkLost
 from splitpoint.planning.bidirectional import LEAST_BLOCK_TOKENS
 from splitpoint.planning.schedule import Lane
-from splitpoint.planning.weight_placement import OnHost
 from splitpoint.shapes import chunks_of
 from splitpoint.transport.channels import open_channel
 from splitpoint.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.cuda import StreamLanes
-from worker_service.lanes.lanes import Event, Lanes, SerialLanes, Source, Work
+from worker_service.lanes.groups import Group, Piece
+from worker_service.lanes.lanes import Lanes, SerialLanes
 from worker_service.lanes.timeline import Span
-from worker_service.model.decoder import Decoder
-from worker_service.pipeline.both_ends import BothEndsResult, restore_from_both_ends
-from worker_service.pipeline.restore import Prefix
-from worker_service.pipeline.staging import Staging
-from worker_service.pipeline.transfer import CacheTransfer
+from worker_service.lanes.work import Work
+from worker_service.pipeline.both_ends import BothEndsRestore
+from worker_service.pipeline.restore import Prefix, Target
 
 CHUNK = 16
 TOKENS = 470  # the last chunk is partial
@@ -75,32 +73,27 @@ class PacedLanes(ThreadLanes):
         self._busy_until = {Lane.COMPUTE: 0.0, Lane.LINK_IN: 0.0}
         self._changed = threading.Condition()
 
-    def run(self, lane: Lane, work: Work, after: Sequence[Event] = ()) -> Event:
-        self._begin(lane, [work])
-        event = super().run(lane, work, after)
+    def _draw(self) -> tuple[Group, Piece] | None:
+        drawn = super()._draw()
+        if drawn is None:
+            self.leave(Lane.LINK_IN)
+        return drawn
+
+    def _carry_out(self, lane: Lane, work: Work, ready: float) -> Span:
+        self._begin(lane, work)
+        span = super()._carry_out(lane, work, ready)
         self._end(lane)
-        return event
+        return span
 
-    def run_on_demand(self, lane: Lane, source: Source) -> Event:
-        def paced() -> Sequence[Work]:
-            self._end(lane)
-            works = source()
-            if works:
-                self._begin(lane, works)
-            else:
-                self._leave(lane)
-            return works
-
-        return super().run_on_demand(lane, paced)
-
-    def finish(self) -> list[Span]:
-        self._leave(Lane.COMPUTE)
-        return super().finish()
-
-    def _begin(self, lane: Lane, works: Sequence[Work]) -> None:
+    def leave(self, lane: Lane) -> None:
+        """The lane has no more work: the other one need not wait for it."""
         with self._changed:
-            tokens = sum(work.tokens for work in works)
-            self._busy_until[lane] += tokens * self._token_seconds[lane]
+            self._busy_until[lane] = float("inf")
+            self._changed.notify_all()
+
+    def _begin(self, lane: Lane, work: Work) -> None:
+        with self._changed:
+            self._busy_until[lane] += work.tokens * self._token_seconds[lane]
             self.seconds = max(self.seconds, self._busy_until[lane])
             self._changed.notify_all()
 
@@ -112,10 +105,42 @@ class PacedLanes(ThreadLanes):
                 timeout=30,
             )
 
-    def _leave(self, lane: Lane) -> None:
-        with self._changed:
-            self._busy_until[lane] = float("inf")
-            self._changed.notify_all()
+
+@dataclass(frozen=True)
+class Met:
+    """How a restore from both ends went: [0, recomputed_tokens) was computed."""
+
+    recomputed_tokens: int
+    spans: list[Span]
+
+
+def restore_alone(
+    lanes: Lanes, run: BothEndsRestore, front: Callable[[int, int], Work]
+) -> list[Span]:
+    """Carry a restore out; `front(first, last)` computes tokens."""
+    computed = 0
+    run.begin()
+    try:
+        while count := run.front_tokens(computed):
+            ended: list[None] = []
+            piece = Piece(front(computed, computed + count), lambda e=ended: e.append(None))  # type: ignore[misc]
+            lanes.run_piece(Lane.COMPUTE, run.group, piece)
+            with run.group.changed:
+                run.group.changed.wait_for(lambda e=ended: e or run.group.error)  # type: ignore[misc]
+            if run.group.error is not None:
+                break
+            computed += count
+        if isinstance(lanes, PacedLanes):
+            lanes.leave(Lane.COMPUTE)
+        with run.group.changed:
+            run.group.changed.wait_for(lambda: run.is_done or run.group.error)
+    finally:
+        run.close()
+        run.group.wait_quiet()
+    if run.group.error is not None:
+        raise run.group.error
+    assert run.recomputed_tokens == computed
+    return run.group.take_spans()
 
 
 @torch.inference_mode()
@@ -127,20 +152,35 @@ def restore_and_compare(
     cached: int = TOKENS,
     pages: list[int] | None = None,
     block: int = BLOCK,
-) -> BothEndsResult:
+) -> Met:
     chunks = stored.chunks[: chunks_of(cached, CHUNK)]
     pages = pages or [(5 * index) % PAGES for index in range(len(chunks))]
     keys, values = stored.empty_cache(PAGES)
     transfer = stored.transfer()
-    met = restore_from_both_ends(
+    run = BothEndsRestore(
         transfer,
         lanes,
         Prefix(chunks, 0, pages, stored.token_ids, cached, 0),
-        keys,
-        values,
+        Target(keys, values),
         block_tokens=block,
         expected_tokens=expected,
     )
+
+    def front(first: int, last: int) -> Work:
+        """Write what a prefill would compute."""
+
+        def call() -> None:
+            for position in range(first, last):
+                page, row = pages[position // CHUNK], position % CHUNK
+                for layer, computed in enumerate(stored.computed.keys):
+                    keys[layer][page, :, row] = computed[position]
+                    values[layer][page, :, row] = stored.computed.values[layer][position]
+
+        return Work("prefill", call, tokens=last - first)
+
+    spans = restore_alone(lanes, run, front)
+    stored.tensors.check_current(run.loaded_chunks)
+    met = Met(run.recomputed_tokens, spans)
     spare = [page for page in range(PAGES) if page not in pages]
     met_at = met.recomputed_tokens
     for layer in range(stored.layout.layer_count):
@@ -156,7 +196,7 @@ def restore_and_compare(
     return met
 
 
-def check_spans(stored: StoredPrefix, met: BothEndsResult, cached: int) -> None:
+def check_spans(stored: StoredPrefix, met: Met, cached: int) -> None:
     """Each token was computed or loaded, none both, and the bytes are those of whole chunks."""
     computed = [span for span in met.spans if span.lane is Lane.COMPUTE]
     loaded = [span for span in met.spans if span.lane is Lane.LINK_IN]
@@ -228,10 +268,38 @@ def test_nothing_stored_is_nothing_to_do(one: StoredPrefix) -> None:
     keys, values = one.empty_cache(1)
     transfer, lanes = one.transfer(), SerialLanes(CPU)
     prefix = Prefix((), 0, [], [5], 0, 0)
-    met = restore_from_both_ends(
-        transfer, lanes, prefix, keys, values, block_tokens=64, expected_tokens=0
+    run = BothEndsRestore(
+        transfer, lanes, prefix, Target(keys, values), block_tokens=64, expected_tokens=0
     )
-    assert met == BothEndsResult(0, [])
+    assert run.is_done
+    assert run.front_tokens(0) == run.recomputed_tokens == 0
+
+
+def test_a_later_part_meets_behind_what_is_there(one: StoredPrefix) -> None:
+    """The first chunks are on the device already."""
+    first, pages = 9, list(range(len(one.chunks)))
+    for expected in (0, 200, TOKENS):
+        keys, values = one.empty_cache(PAGES)
+        prefix = Prefix(one.chunks, first, pages, one.token_ids, TOKENS, 0)
+        run = BothEndsRestore(
+            one.transfer(),
+            SerialLanes(CPU),
+            prefix,
+            Target(keys, values),
+            block_tokens=64,
+            expected_tokens=expected,
+        )
+        run.begin()
+        computed = first * CHUNK
+        while count := run.front_tokens(computed):
+            computed += count
+        assert run.is_done
+        assert computed == first * CHUNK + run.recomputed_tokens
+        met = chunks_of(computed, CHUNK)
+        for layer, wanted in enumerate(one.computed.keys):
+            found = one.rows(keys[layer], pages[met:], TOKENS - met * CHUNK)
+            assert torch.equal(found, wanted[met * CHUNK :])
+            assert (keys[layer][:met] == 1e4).all()
 
 
 # -- the serial twin, delays, losses, errors ---------------------------------------------
@@ -283,18 +351,6 @@ def begin_with(lanes: Lanes, first: Lane, action: Callable[[], None]) -> None:
     lanes.before = before
 
 
-@pytest.mark.parametrize("lanes", [ThreadLanes(CPU), SerialLanes(CPU)], ids=["threads", "serial"])
-def test_the_front_s_weights_may_share_the_link_with_the_chunks(
-    one: StoredPrefix, lanes: Lanes, tmp_path: Path
-) -> None:
-    on_host = OnHost(tuple(range(one.layout.layer_count)))
-    model = Decoder.load(write_tiny("llama-3", tmp_path), CPU, torch.float32, on_host)
-    model.use_lanes(lanes)
-    for expected in (0, TOKENS // 2, TOKENS):
-        restore_and_compare(replace(one, model=model), lanes, expected=expected)
-    lanes.close()
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_who_gives_work_ahead_of_a_stream_misses_nothing(one: StoredPrefix, seed: int) -> None:
     """The host's side of CUDA lanes: pieces are under way when the next are claimed."""
@@ -338,85 +394,6 @@ def test_an_error_ends_both_lanes_and_leaves_no_copy_behind(
     lanes.before = None
     assert lanes.finish() == []
     restore_and_compare(one, lanes, expected=TOKENS // 2)
-    lanes.close()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@torch.inference_mode()
-def test_both_ends_meet_on_a_gpu(one: StoredPrefix, tmp_path: Path) -> None:
-    device = torch.device("cuda:0")
-    model = Decoder.load(write_tiny("llama-3", tmp_path), device, torch.float32)
-    lanes, pages = StreamLanes(device), list(range(len(one.chunks)))
-    for expected in (0, TOKENS // 2, TOKENS):
-        keys, values = ([plane.to(device) for plane in side] for side in one.empty_cache(PAGES))
-        met = restore_from_both_ends(
-            CacheTransfer(model, one.tensors, Staging(one.layout, 16, device)),
-            lanes,
-            Prefix(one.chunks, 0, pages, one.token_ids, TOKENS, 0),
-            keys,
-            values,
-            block_tokens=BLOCK,
-            expected_tokens=expected,
-        )
-        for layer, (found, wanted) in enumerate(zip(keys, one.computed.keys, strict=True)):
-            rows = one.rows(found, pages, TOKENS).cpu()
-            torch.testing.assert_close(rows, wanted, rtol=1e-3, atol=1e-3, msg=f"layer {layer}")
-        check_spans(one, met, TOKENS)
-    lanes.close()
-
-
-# -- drawn work -------------------------------------------------------------------------
-
-
-def numbered(done: list[str], count: int) -> Source:
-    works = [Work(f"piece {n}", lambda n=n: done.append(f"piece {n}")) for n in range(count)]  # type: ignore[misc]
-    answers = [works[:2], works[2:]]
-    return lambda: answers.pop(0) if answers else []
-
-
-@pytest.mark.parametrize("lanes", [ThreadLanes(CPU), SerialLanes(CPU)], ids=["threads", "serial"])
-def test_drawn_work_keeps_its_place_in_the_lane(lanes: Lanes) -> None:
-    done: list[str] = []
-    lanes.run(Lane.LINK_IN, Work("first", lambda: done.append("first")))
-    drawn = lanes.run_on_demand(Lane.LINK_IN, numbered(done, 3))
-    last = lanes.run(Lane.LINK_IN, Work("last", lambda: done.append("last")))
-    lanes.run(Lane.COMPUTE, Work("product", lambda: done.append("product")), [drawn, last])
-    assert drawn.is_done
-    assert done == ["first", "piece 0", "piece 1", "piece 2", "last", "product"]
-    names = sorted(span.name for span in lanes.finish())
-    assert names == sorted(done)
-    with pytest.raises(ValueError, match="caller"):
-        lanes.run_on_demand(Lane.COMPUTE, numbered(done, 1))
-    lanes.close()
-
-
-def test_the_next_piece_is_asked_for_when_the_one_before_is_done() -> None:
-    lanes = ThreadLanes(CPU)
-    events: list[str] = []
-    copy = Work("copy", lambda: events.append("done"))
-    answers = [[copy], [copy, copy], [copy], []]
-
-    def source() -> list[Work]:
-        events.append("asked")
-        return answers.pop(0)
-
-    lanes.run_on_demand(Lane.LINK_IN, source).wait()
-    assert events == [*["asked", "done"] * 2, "done", *["asked", "done"], "asked"]
-    lanes.close()
-
-
-def test_an_error_of_who_is_asked_is_the_lane_s_error() -> None:
-    lanes = ThreadLanes(CPU)
-
-    def source() -> list[Work]:
-        raise OSError("no more")
-
-    event = lanes.run_on_demand(Lane.LINK_IN, source)
-    with pytest.raises(OSError, match="no more"):
-        event.wait()
-    with pytest.raises(OSError, match="no more"):
-        lanes.finish()
     lanes.close()
 
 

@@ -26,9 +26,10 @@ from splitpoint_cli.bench.offload.report import OffloadWorkload
 from worker_service.device.copies import copy_runs
 from worker_service.device.registrar import CudaRegistrar, PinningFailed
 from worker_service.lanes.cuda import StreamLanes
-from worker_service.lanes.lanes import Lanes, Work
+from worker_service.lanes.lanes import Lanes
 from worker_service.lanes.select import lanes_of
 from worker_service.lanes.timeline import Span
+from worker_service.lanes.work import Work
 from worker_service.model.decoder import Decoder
 from worker_service.pipeline.gather import GatherCosts, Gatherer, gatherer_of
 from worker_service.pipeline.restore import Prefix, restore

@@ -24,8 +24,9 @@ from worker_service.engine.streamed import StreamedStep
 from worker_service.engine.streamed_builder import StreamedBuilder
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.cuda import StreamLanes
-from worker_service.lanes.lanes import EmulatedLink, Event, Lanes, SerialLanes, Work
+from worker_service.lanes.lanes import EmulatedLink, Event, Lanes, SerialLanes
 from worker_service.lanes.timeline import Span
+from worker_service.lanes.work import Work
 from worker_service.model.decoder import Decoder
 from worker_service.pipeline.prefetch import Prefetcher, TileTransfer
 from worker_service.pipeline.staging import Staging

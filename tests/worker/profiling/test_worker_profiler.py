@@ -8,8 +8,9 @@ import pytest
 import torch
 from tiny_models import write_tiny
 
-from worker_service.lanes.lanes import EmulatedLink, Work
+from worker_service.lanes.lanes import EmulatedLink
 from worker_service.lanes.select import lanes_of
+from worker_service.lanes.work import Work
 from worker_service.model.decoder import Decoder
 from worker_service.profiling.profiler import COPY_BYTES, ENOUGH_SIZES, measure, measure_link
 

@@ -16,7 +16,8 @@ from splitpoint.planning.schedule import Lane, RestoreWork, Schedule, TaskKind, 
 from splitpoint.planning.weight_schedule import LAYER_PIECES, WeightOrder, WeightPiece
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.cuda import StreamLanes
-from worker_service.lanes.lanes import Event, Lanes, SerialLanes, Step, Work
+from worker_service.lanes.lanes import Event, Lanes, SerialLanes
+from worker_service.lanes.work import Work
 from worker_service.model.linear import Linear
 from worker_service.weights.host import HostUnit, Slot, host_memory
 from worker_service.weights.lock import WeightLock
@@ -150,16 +151,14 @@ def restore(stream: WeightStream, lanes: Lanes, reader: Reader, rng: random.Rand
             call = stream.piece_work(task.layer, WeightPiece.KEY_VALUE, task.slot)
         elif task.kind is TaskKind.REBUILD and task.layer in slots:
             call = Work("rebuild", lent_read(stream, reader, task.layer, slots[task.layer]))
-        steps.append(Step(task.lane, call, task.after))
-    if isinstance(lanes, DeferredLanes):
-        # Its products are given at once, as a worker gives them; what they read is read later.
-        events: list[Event] = []
-        for step in steps:
-            after = [events[index] for index in step.after]
-            give = lanes.run if step.lane is not Lane.COMPUTE else super(DeferredLanes, lanes).run
-            events.append(give(step.lane, step.work, after))
-    else:
-        lanes.run_all(steps)
+        steps.append((task.lane, call, task.after))
+    events: list[Event] = []
+    for lane, call, after in steps:
+        give = lanes.run
+        if isinstance(lanes, DeferredLanes) and lane is Lane.COMPUTE:
+            # Its products are given at once, as a worker gives them; what they read is read later.
+            give = super(DeferredLanes, lanes).run
+        events.append(give(lane, call, [events[index] for index in after]))
     lanes.finish()
 
 
