@@ -39,6 +39,8 @@ class WorkerFacts:
     staging_tokens: int = 0
     max_batched_tokens: int = 0
     encoding: Encoding = Encoding.NATIVE
+    # True if requests with equal leading chunks share their pages.
+    shares_pages: bool = False
 
     @property
     def capacity_tokens(self) -> int:

@@ -82,6 +82,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             schedule=schedule_to_proto(lanes.schedule),
             staging_tokens=worker.engine.staging.page_count * worker.engine.chunk_tokens,
             weights=worker.weights,
+            shares_pages=worker.engine.page_manager.shared is not None,
             emulated_link_bytes_per_second=lanes.link.bytes_per_second if lanes.link else 0.0,
         )
 

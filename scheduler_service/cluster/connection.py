@@ -285,6 +285,7 @@ class WorkerConnection:
             staging_tokens=info.staging_tokens,
             max_batched_tokens=info.max_batched_tokens,
             encoding=layout.encoding,
+            shares_pages=info.shares_pages,
         )
 
     async def _watch_health(self, channel: grpc.aio.Channel, owner: ConnectionOwner) -> None:

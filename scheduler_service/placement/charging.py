@@ -78,5 +78,10 @@ def device_tokens(request: Request, ledger: Ledger, fits: Fits) -> int:
 
 
 def _marks(request: Request, ledger: Ledger) -> Sequence[bytes]:
-    """Return the marks of the request's leading full chunks; empty if they are not known."""
+    """Return the marks of the request's leading full chunks.
+
+    Empty if they are not known, or if the worker shares no pages.
+    """
+    if not ledger.facts.shares_pages:
+        return ()
     return request.cached.marks.get(ledger.facts.layout_hash, ())

@@ -193,6 +193,7 @@ class WorkerDouble(worker_pb2_grpc.WorkerServiceServicer):
             profile=profile_to_proto(self.profile),
             schedule=schedule_to_proto(self.schedule),
             staging_tokens=8 * CHUNK_TOKENS,
+            shares_pages=True,
         )
 
     async def Run(self, requests: Any, context: Any) -> AsyncIterator[worker_pb2.RunResponse]:

@@ -38,6 +38,7 @@ FACTS = WorkerFacts(
     kvstore_address="unix:/store",
     layout_hash=LAYOUT.layout_hash,
     store_slot_count=1000,
+    shares_pages=True,
 )
 
 
@@ -124,6 +125,17 @@ def test_a_common_prefix_is_charged_once() -> None:
     assert ledger.charged_pages == prefix + own_pages
     admission.release(admitted[-1])
     assert ledger.charged_pages == 0
+
+
+def test_a_worker_that_shares_no_pages_is_charged_for_each() -> None:
+    admission = AdmissionQueue(100)
+    admission.add_worker(replace(FACTS, shares_pages=False))
+    prompt = list(range(3, 3 + 2 * CHUNK_TOKENS))
+    for arrival in range(2):
+        admission.submit(sequence(arrival, prompt, CHUNK_TOKENS))
+    admitted = admit_all(admission)
+    assert ledger_of(admission).charged_pages == 2 * 3
+    assert [one.grant.device_tokens for one in admitted] == [0, 0]
 
 
 def test_another_salt_shares_nothing() -> None:
