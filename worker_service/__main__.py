@@ -21,6 +21,7 @@ from splitpoint.observe.metrics import Service
 from splitpoint.observe.metrics_server import metrics_served
 from splitpoint.options.option import parser_of
 from splitpoint.options.worker import SECTIONS
+from splitpoint.planning.weight_placement import WeightObjective
 from splitpoint.progress import Progress
 from splitpoint.service import Setup, announce_ready, run_service, set_up
 from splitpoint.shapes import DataType
@@ -59,6 +60,7 @@ def options_from(arguments: argparse.Namespace, identity: Identity) -> WorkerOpt
         device_memory_bytes=None if memory is None else parse_size(memory, field="device-memory"),
         max_batch_size=arguments.max_batch,
         max_batched_tokens=arguments.max_batched_tokens,
+        weight_objective=WeightObjective(arguments.weight_objective),
         threads=arguments.threads,
         chunk_tokens=arguments.chunk_tokens,
         pin_limit_bytes=None if pin is None else parse_size(pin, field="pin-limit"),

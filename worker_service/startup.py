@@ -21,13 +21,19 @@ from splitpoint.costs.profile import Profile
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.host.memory import memory_facts
 from splitpoint.options import worker as options
-from splitpoint.planning.weight_placement import NOTHING_ON_HOST, WeightSizes
+from splitpoint.planning.weight_placement import NOTHING_ON_HOST, WeightObjective, WeightSizes
 from splitpoint.progress import Progress, Ticker
 from splitpoint.shapes import ArenaLayout, DataType, ModelShape
 from splitpoint.transport.tls import PLAIN, Identity
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
-from worker_service.device.memory import STAGING_PAGES, divide, place, staging_pages_on_gpu
+from worker_service.device.memory import (
+    STAGING_PAGES,
+    divide,
+    grown_prefill,
+    place,
+    staging_pages_on_gpu,
+)
 from worker_service.device.pinning import Pinning
 from worker_service.device.registrar import CudaRegistrar
 from worker_service.engine.engine import Engine
@@ -36,7 +42,7 @@ from worker_service.lanes.lanes import EmulatedLink, Lanes
 from worker_service.lanes.select import lanes_of
 from worker_service.lanes.timeline import Trace
 from worker_service.model.decoder import Decoder
-from worker_service.profiling.profiler import measure
+from worker_service.profiling.profiler import measure, measure_rates
 from worker_service.profiling.restore_costs import measure_overheads
 from worker_service.runtime import Runtime
 from worker_service.store.client import StoreClient
@@ -70,6 +76,7 @@ class WorkerOptions:
     device_memory_bytes: int | None = None
     max_batch_size: int = options.MAX_BATCH.default
     max_batched_tokens: int = options.MAX_BATCHED_TOKENS.default
+    weight_objective: WeightObjective = WeightObjective.BALANCED
     threads: int | None = None
     chunk_tokens: int = options.CHUNK_TOKENS.default
     pin_limit_bytes: int | None = None
@@ -276,6 +283,12 @@ def _load_engine(
         "has_store": options.kvstore_address is not None,
     }
     placement = place(shape, layout, sizes, **limits)
+    if placement.streamed_bytes:
+        rates = measure_rates(shape, lanes)
+        placement = place(
+            shape, layout, sizes, **limits, rates=rates, objective=options.weight_objective
+        )
+        limits["max_batched_tokens"] = grown_prefill(shape, layout, placement, rates, **limits)
     # Before the weights are read: a budget that cannot hold them fails at once.
     plan = divide(shape, layout, weight_bytes=placement.device_bytes, **limits)
     model = Decoder.load(folder, device, dtype, placement.on_host, _tickers(options))
@@ -283,7 +296,7 @@ def _load_engine(
         model,
         DeviceCache(layout, plan, device),
         max_batch_size=options.max_batch_size,
-        max_batched_tokens=options.max_batched_tokens,
+        max_batched_tokens=limits["max_batched_tokens"],
         eos_token_ids=eos_token_ids(folder),
         tokenizer=Tokenizer.load(folder),
         lanes=lanes,

@@ -7,6 +7,7 @@ from pathlib import Path
 from splitpoint.options.option import RATE, SIZE, Option, Section
 from splitpoint.options.service import ADVERTISE, COMMON
 from splitpoint.options.store import DTYPE
+from splitpoint.planning.weight_placement import WeightObjective
 
 WORKER_ID: Option[str] = Option("worker-id", str, "0", "Name of this worker.", unit="ID")
 MODEL: Option[Path] = Option(
@@ -50,10 +51,19 @@ MAX_BATCHED_TOKENS: Option[int] = Option(
     "max-batched-tokens",
     int,
     512,
-    "Largest number of prompt tokens in one engine step.",
+    "Largest number of prompt tokens in one engine step; up to 8 times as many while weights "
+    "come from the host.",
     unit="N",
     least=1,
     former_name="prefill-chunk",
+)
+WEIGHT_OBJECTIVE: Option[str] = Option(
+    "weight-objective",
+    str,
+    WeightObjective.BALANCED.value,
+    "Aim in placing weights that do not fit the device: least seconds of a step (latency), most "
+    "tokens per second (throughput), or their quotient (balanced).",
+    choices=tuple(objective.value for objective in WeightObjective),
 )
 THREADS: Option[int | None] = Option(
     "threads",
@@ -131,7 +141,10 @@ PROGRESS_LINES = Option(
 SECTIONS = (
     *COMMON,
     Section("model and device", (WORKER_ID, MODEL, DEVICE, DTYPE, DEVICE_MEMORY, THREADS)),
-    Section("batches", (MAX_BATCH, MAX_BATCHED_TOKENS, CHUNK_TOKENS, NO_DEVICE_PREFIX_CACHE)),
+    Section(
+        "batches",
+        (MAX_BATCH, MAX_BATCHED_TOKENS, CHUNK_TOKENS, NO_DEVICE_PREFIX_CACHE, WEIGHT_OBJECTIVE),
+    ),
     Section("store", (KVSTORE, KVSTORE_REMOTE, MIRROR_MEMORY, PIN_LIMIT, VERIFY_RATE)),
     Section("lanes (docs/pipeline.md)", (SERIAL, LINK_RATE, TRACE)),
     Section("progress", (PROGRESS_SECONDS, PROGRESS_LINES)),

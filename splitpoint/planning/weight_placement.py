@@ -5,12 +5,20 @@ fit. If not, the layers on the host are spread evenly, so that the link brings o
 others compute.
 
 The cache shares the budget. With W bytes of weights, F bytes free for weights and cache, and
-c of them given to the cache, about W - F + c bytes cross the link in each step. A step's
-latency is proportional to these bytes; its throughput is the batch that it serves, which
-grows with c, over its latency. The placement with the greatest throughput over latency is
-chosen: c / streamed^2. So the cache gets about as much as the weights exceed the memory
-(c = W - F), but never less than its minimum, and no credit for more than full batches of the
-longest sequences.
+c of them given to the cache, about W - F + c bytes cross the link in each step, which serves a
+batch n that grows with c. A step takes
+
+    t = max(streamed bytes / link rate, base + n * seconds of a token)
+
+The objective says which placement is best: the least t (latency), the most tokens per second
+n / t (throughput), or the most n / t^2 (balanced: throughput over latency). Where the link is
+the limit, balanced means c = W - F: the cache gets about as much as the weights exceed the
+memory. Where computing is, more bytes may cross the link for nothing, and all objectives use
+that for a larger cache. The cache is never less than its minimum, and there is no credit for
+more than full batches of the longest sequences.
+
+Prompt tokens are computed beside the weights of a step, too: `prefill_budget` says how many
+take no more time than the link does.
 """
 
 from __future__ import annotations
@@ -18,8 +26,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 
 from splitpoint.config import format_size
+from splitpoint.costs.profile import Profile
 from splitpoint.planning.weight_schedule import WeightPiece
 from splitpoint.shapes import ModelShape
 
@@ -29,6 +39,8 @@ WEIGHT_SLOTS = 2
 # pieces, two of which are held at once.
 HEAD_PIECE_BYTES = 32 << 20
 HEAD_PIECES = 8
+# Prompt tokens of a step grow to at most so many times their usual number.
+MOST_GROWTH = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +131,64 @@ class WeightPlacement:
     reason: str
 
 
+class WeightObjective(Enum):
+    """The aim of a placement; see the module's text. The value is its name on command lines."""
+
+    BALANCED = "balanced"
+    LATENCY = "latency"
+    THROUGHPUT = "throughput"
+
+
+@dataclass(frozen=True, slots=True)
+class StepRates:
+    """What bounds a step whose weights cross the link.
+
+    Attributes:
+        link: bytes per second.
+        base, token: compute seconds of a step, and of each of its tokens besides.
+    """
+
+    link: float
+    base: float = 0.0
+    token: float = 0.0
+
+    @classmethod
+    def of(cls, shape: ModelShape, profile: Profile) -> StepRates:
+        """Return the rates of a measured or built-in profile."""
+        return cls(
+            profile.link_bytes_per_second,
+            profile.prefill_overhead_seconds,
+            shape.prefill_flops(1) / profile.prefill_flops_per_second,
+        )
+
+    def step_seconds(self, streamed_bytes: int, tokens: float) -> float:
+        """Return the seconds of a step that brings so many bytes and computes so many tokens."""
+        return max(streamed_bytes / self.link, self.base + tokens * self.token)
+
+    def prefill_budget(self, streamed_bytes: int, tokens: int) -> int:
+        """Return the prompt tokens that compute while the weights cross the link.
+
+        At least the usual number `tokens`, at most MOST_GROWTH times as many.
+        """
+        most = MOST_GROWTH * tokens
+        beside = streamed_bytes / self.link - self.base
+        fitting = math.floor(beside / self.token) if self.token else most
+        return max(tokens, min(fitting, most))
+
+
+# Where only bytes count.
+LINK_ONLY = StepRates(1.0)
+
+
 def place_weights(
-    sizes: WeightSizes, *, free_bytes: int, least_cache_bytes: int, most_cache_bytes: int
+    sizes: WeightSizes,
+    *,
+    free_bytes: int,
+    least_cache_bytes: int,
+    most_cache_bytes: int,
+    most_sequences: int = 1,
+    rates: StepRates = LINK_ONLY,
+    objective: WeightObjective = WeightObjective.BALANCED,
 ) -> WeightPlacement:
     """Return the best placement for a device with `free_bytes` for weights and cache.
 
@@ -129,6 +197,7 @@ def place_weights(
 
     Args:
         least_cache_bytes, most_cache_bytes: what the cache must have, and what it can use.
+        most_sequences: the batch that `most_cache_bytes` hold.
     """
     if sizes.total + least_cache_bytes <= free_bytes:
         return _placement(sizes, NOTHING_ON_HOST)
@@ -148,8 +217,16 @@ def place_weights(
 
     def merit(one: WeightPlacement) -> tuple[float, int]:
         cache = min(free_bytes - one.device_bytes, most_cache_bytes)
-        streamed = one.streamed_bytes
-        return (cache / streamed**2 if streamed else math.inf, -one.device_bytes)
+        batch = most_sequences * cache / most_cache_bytes
+        seconds = rates.step_seconds(one.streamed_bytes, batch)
+        if not seconds:
+            return math.inf, -one.device_bytes
+        powers = {
+            WeightObjective.LATENCY: 1 / seconds,
+            WeightObjective.BALANCED: batch / seconds**2,
+            WeightObjective.THROUGHPUT: batch / seconds,
+        }
+        return powers[objective], -one.device_bytes
 
     return max(fitting, key=merit)
 

@@ -59,6 +59,8 @@ def plan(options: PlanOptions, as_json: AsJson = False, output: OutputFile = Non
         costs = weights.profile
     _check_request(options, shape)
     request = _request(options, shape)
+    if weights is not None:
+        request = dataclasses.replace(request, prefill_tokens=weights.max_batched_tokens)
     answer = plan_request(shape, costs, request)
     report, rows = plan_report(shape, costs, request, answer), _rows(shape, costs, request, answer)
     if weights is not None:
@@ -106,7 +108,6 @@ def _check_request(options: PlanOptions, shape: ModelShape) -> None:
 
 
 def _request(options: PlanOptions, shape: ModelShape) -> PlanInput:
-    has_weight_limit = options.device_memory is not None
     return PlanInput(
         cached_tokens=options.cached,
         new_tokens=options.new,
@@ -120,7 +121,6 @@ def _request(options: PlanOptions, shape: ModelShape) -> PlanInput:
         spare_bytes=parse_size(options.spare, field="spare"),
         keeps_activations=options.keep_activations,
         step_compute_seconds=options.step_seconds,
-        prefill_tokens=options.max_batched_tokens if has_weight_limit else 0,
         footprint_bytes=options.token_count * shape.kv_bytes_per_token,
     )
 

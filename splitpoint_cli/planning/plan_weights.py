@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from splitpoint.costs.profile import Profile
 from splitpoint.planning.plan import Plan, PlanInput
-from splitpoint.planning.weight_placement import WeightPlacement, WeightSizes
+from splitpoint.planning.weight_placement import (
+    StepRates,
+    WeightObjective,
+    WeightPlacement,
+    WeightSizes,
+)
 from splitpoint.planning.weight_step import (
     WeightStep,
     prefill_tokens_beside_weights,
@@ -17,7 +23,7 @@ from splitpoint.planning.weight_step import (
 from splitpoint.shapes import ArenaLayout, ModelShape
 from splitpoint.words import counted
 from splitpoint_cli.output import seconds_text
-from worker_service.device.memory import divide, place
+from worker_service.device.memory import STAGING_PAGES, divide, grown_prefill, place
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +33,14 @@ class PlannedWeights:
     Attributes:
         profile: the costs, with the bytes of weights that each step copies.
         prefill_tokens: prompt tokens that a step computes while they cross the link.
+        max_batched_tokens: prompt tokens of a step, which grow while weights cross the link.
     """
 
     sizes: WeightSizes
     placement: WeightPlacement
     profile: Profile
     prefill_tokens: int
+    max_batched_tokens: int
 
 
 def plan_weights(
@@ -44,29 +52,30 @@ def plan_weights(
     has_activations: bool,
     max_batch: int,
     max_batched_tokens: int,
+    objective: WeightObjective = WeightObjective.BALANCED,
 ) -> PlannedWeights:
     """Divide the memory as a worker does at its start. Raises ResourceExhausted as it would."""
     sizes = WeightSizes.of(shape)
     layout = ArenaLayout.of(shape, chunk_tokens=chunk_tokens, has_activations=has_activations)
-    placement = place(
-        shape,
-        layout,
-        sizes,
-        budget_bytes=budget_bytes,
-        max_batch_size=max_batch,
-        max_batched_tokens=max_batched_tokens,
-    )
+    rates = StepRates.of(shape, profile)
+    limits: dict[str, Any] = {
+        "budget_bytes": budget_bytes,
+        "max_batch_size": max_batch,
+        "max_batched_tokens": max_batched_tokens,
+        "staging_pages": STAGING_PAGES,
+        "has_store": True,
+    }
+    placement = place(shape, layout, sizes, **limits, rates=rates, objective=objective)
+    grown = grown_prefill(shape, layout, placement, rates, **limits)
     divide(
         shape,
         layout,
-        budget_bytes=budget_bytes,
         weight_bytes=placement.device_bytes,
-        max_batch_size=max_batch,
-        max_batched_tokens=max_batched_tokens,
+        **limits | {"max_batched_tokens": grown},
     )
     with_host = with_weights(profile, sizes, placement)
     free = prefill_tokens_beside_weights(shape, with_host, with_host.step_compute_seconds)
-    return PlannedWeights(sizes, placement, with_host, free)
+    return PlannedWeights(sizes, placement, with_host, free, grown)
 
 
 def step_of(
@@ -86,6 +95,7 @@ def weights_report(planned: PlannedWeights, step: WeightStep) -> dict[str, objec
         "head_on_host": planned.placement.on_host.head,
         "device_weight_bytes": planned.placement.device_bytes,
         "streamed_weight_bytes": planned.placement.streamed_bytes,
+        "max_batched_tokens": planned.max_batched_tokens,
         "weights_reason": planned.placement.reason,
         "prefill_tokens_beside_weights": planned.prefill_tokens,
         "weight_step": dataclasses.asdict(step),
@@ -104,5 +114,6 @@ def weights_rows(planned: PlannedWeights, step: WeightStep) -> list[tuple[str, s
             )
         )
         tokens = counted(planned.prefill_tokens, "prompt token")
-        listed.append(("prefill beside them", f"{tokens} a step at no cost: --max-batched-tokens"))
+        computed = f"{planned.max_batched_tokens:,} are computed at once"
+        listed.append(("prefill beside them", f"{tokens} a step at no cost: {computed}"))
     return listed

@@ -133,6 +133,7 @@ class StackOptions:
     threads: int | None = of(worker.THREADS, _LIMITS)
     max_batched_tokens: int = of(worker.MAX_BATCHED_TOKENS, _LIMITS)
     max_batch: int = of(worker.MAX_BATCH, _LIMITS)
+    weight_objective: str = of(worker.WEIGHT_OBJECTIVE, _LIMITS)
     queue_capacity: int = of(scheduler.QUEUE_CAPACITY, _LIMITS)
     no_device_prefix_cache: bool = of(worker.NO_DEVICE_PREFIX_CACHE, _LIMITS)
     answer_charge: str = of(scheduler.ANSWER_CHARGE, _LIMITS)

@@ -215,6 +215,7 @@ _WORKER: tuple[Option[object], ...] = (
     worker.DEVICE_MEMORY,
     worker.MAX_BATCH,
     worker.MAX_BATCHED_TOKENS,
+    worker.WEIGHT_OBJECTIVE,
     worker.PIN_LIMIT,
     worker.VERIFY_RATE,
     worker.NO_DEVICE_PREFIX_CACHE,

@@ -109,23 +109,30 @@ def check_order(spans: list[Span], layers: int) -> None:
     assert early > 0
 
 
-async def test_a_process_with_less_memory_than_weights_answers_and_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("grows", [False, True])
+async def test_a_process_with_less_memory_than_weights_answers_and_says_so(
+    grows: bool, tmp_path: Path
+) -> None:
+    """Over a slow link it computes longer pieces of prompts while the weights come."""
     model = build_tiny("qwen3", num_hidden_layers=16)
     folder = write_tiny("qwen3", tmp_path / "m", num_hidden_layers=16)
-    prompt, wanted = clear_prompt(model, 5, NEW_TOKENS)
+    prompt, wanted = clear_prompt(model, 25 if grows else 5, NEW_TOKENS)
+    memory = 2 * quarter(folder) if grows else quarter(folder)
+    slow = ("--link-rate", "20MB", "--weight-objective", "throughput") if grows else ()
     address = f"unix:{tmp_path}/w"
     process = await start_service(
         "worker_service",
         *("--listen", address, "--model", str(folder), "--device", "cpu", "--threads", "1"),
-        *("--device-memory", str(quarter(folder)), "--chunk-tokens", "2"),
-        *("--max-batch", "4", "--max-batched-tokens", "4"),
+        *("--device-memory", str(memory), "--chunk-tokens", "2"),
+        *("--max-batch", "4", "--max-batched-tokens", "4", *slow),
     )
     try:
         async with open_channel(address) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             info = await stub.GetInfo(worker_pb2.GetInfoRequest())
-            assert info.weight_bytes < info.device_memory_bytes == quarter(folder)
-            assert info.profile.host_weight_bytes > 3 * info.device_memory_bytes
+            assert info.weight_bytes < info.device_memory_bytes == memory
+            assert info.profile.host_weight_bytes > 3 * quarter(folder)
+            assert not grows or info.max_batched_tokens > 4
             assert 0 < info.profile.host_kv_weight_bytes < info.profile.host_weight_bytes
             assert "16 of 16 layers" in info.weights
             stream = stub.Run()

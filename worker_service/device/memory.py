@@ -10,10 +10,18 @@ other cache pages are charged to requests. This is pure arithmetic and allocates
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from splitpoint.config import format_size
 from splitpoint.errors import ResourceExhausted
-from splitpoint.planning.weight_placement import WeightPlacement, WeightSizes, place_weights
+from splitpoint.planning.weight_placement import (
+    LINK_ONLY,
+    StepRates,
+    WeightObjective,
+    WeightPlacement,
+    WeightSizes,
+    place_weights,
+)
 from splitpoint.shapes import ArenaLayout, ModelShape, chunks_of
 from splitpoint.words import counted
 
@@ -28,6 +36,8 @@ STAGING_SHARE = 0.03
 # Peak of encoding (four float32 copies and two of bytes) and decoding (one of bytes), for
 # each element; write-back encodes while a restore decodes.
 CODEC_BYTES_PER_ELEMENT = 20
+# Share of the cache that larger pieces of prompts may take while weights cross the link.
+PREFILL_SHARE = 0.125
 # The largest tile of a streamed prefill, whose scores grow with the new tokens, too.
 PREFILL_TILE_PAGES = 16
 # Pages that a streamed sequence needs at all times: the one that holds its tail.
@@ -95,6 +105,8 @@ def place(
     max_batched_tokens: int,
     staging_pages: int = STAGING_PAGES,
     has_store: bool = True,
+    rates: StepRates = LINK_ONLY,
+    objective: WeightObjective = WeightObjective.BALANCED,
 ) -> WeightPlacement:
     """Place the weights so that a cache fits beside them.
 
@@ -114,7 +126,39 @@ def place(
         free_bytes=budget_bytes - needs.workspace_bytes,
         least_cache_bytes=needs.least_pages * needs.page_bytes,
         most_cache_bytes=max_batch_size * longest * needs.page_bytes,
+        most_sequences=max_batch_size,
+        rates=rates,
+        objective=objective,
     )
+
+
+def grown_prefill(
+    shape: ModelShape,
+    layout: ArenaLayout,
+    placement: WeightPlacement,
+    rates: StepRates,
+    *,
+    budget_bytes: int,
+    max_batched_tokens: int,
+    **limits: Any,
+) -> int:
+    """Return the prompt tokens of a step while weights cross the link.
+
+    As many as compute meanwhile (`StepRates.prefill_budget`), if their workspace takes at
+    most PREFILL_SHARE of the cache.
+    """
+    if not placement.streamed_bytes:
+        return max_batched_tokens
+
+    def cache_bytes(tokens: int) -> int:
+        needs = _needs(shape, layout, max_batched_tokens=tokens, **limits)
+        return budget_bytes - placement.device_bytes - needs.workspace_bytes
+
+    tokens = rates.prefill_budget(placement.streamed_bytes, max_batched_tokens)
+    least = (1 - PREFILL_SHARE) * cache_bytes(max_batched_tokens)
+    while tokens > max_batched_tokens and cache_bytes(tokens) < least:
+        tokens = max(max_batched_tokens, tokens // 2)
+    return tokens
 
 
 def divide(

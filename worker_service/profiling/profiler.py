@@ -10,13 +10,17 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from splitpoint.costs.profile import Line, Profile, fit_line
 from splitpoint.planning.schedule import Lane
+from splitpoint.planning.weight_placement import StepRates
 from splitpoint.planning.weight_schedule import WeightPiece
+from splitpoint.shapes import ModelShape
+from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.device.copies import copy
 from worker_service.lanes.lanes import Lanes
@@ -37,6 +41,7 @@ REPEATS = 5
 MOST_SECONDS = 1.0
 # Tokens of the pages that rebuilt rows are written into.
 PAGE_TOKENS = 64
+PROBE_VOCABULARY = 16
 
 
 @torch.inference_mode()
@@ -62,6 +67,20 @@ def measure(
         description=description,
         host_weight_bytes=model.host_weight_bytes(),
         host_kv_weight_bytes=model.host_weight_bytes(WeightPiece.KEY_VALUE),
+    )
+
+
+@torch.inference_mode()
+def measure_rates(shape: ModelShape, lanes: Lanes) -> StepRates:
+    """Measure link and compute by one random layer, before the model is loaded."""
+    one = replace(shape, layer_count=1, vocabulary_size=PROBE_VOCABULARY)
+    dtype = TORCH_TYPES[shape.data_type]
+    model = Decoder.random(DecoderConfig.of_shape(one), 0, lanes.device, dtype)
+    prefill = _measure_prefill(model, lanes.device)
+    return StepRates(
+        link=measure_link(lanes.device, lanes).rate,
+        base=prefill.overhead * shape.layer_count,
+        token=shape.prefill_flops(1) / prefill.rate,
     )
 
 

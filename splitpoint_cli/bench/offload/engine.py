@@ -146,10 +146,13 @@ class OffloadHost:
         self.store.close()
 
     def costs(self, cached: int, compute_seconds: float) -> BatchCosts:
-        """Return the costs of a step with `cached` tokens in each sequence; see BatchCosts."""
+        """Return the costs of a step with `cached` tokens in each sequence; see BatchCosts.
+
+        By the refitted profile: steps read memory that no processor cache holds.
+        """
         return BatchCosts(
             shape=self.shape,
-            profile=self.profile,
+            profile=self.refitted_profile,
             batch=len(self.prompts),
             cached=cached,
             has_activations=self.has_activations,

@@ -134,6 +134,9 @@ class _Bench:
         run = host.decode(min(workload.new, WARM_UP_TOKENS), Way(residency=Residency.RESIDENT))
         # What a step computes beside: the planner's choice depends on it.
         compute = statistics.median(step.seconds for step in run.steps)
+        # As a worker, it plans by what its own steps taught it.
+        for split in (host.costs(workload.prompt, compute).planned().split_tokens, 0):
+            host.decode(min(workload.new, WARM_UP_TOKENS), Way(split_tokens=split))
         costs = host.costs(workload.prompt, compute)
         planned = costs.planned()
         self.split, self.reason = planned.split_tokens, planned.reason

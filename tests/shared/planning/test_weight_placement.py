@@ -9,9 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitpoint.planning.weight_placement import (
+    LINK_ONLY,
+    MOST_GROWTH,
     NOTHING_ON_HOST,
     WEIGHT_SLOTS,
     OnHost,
+    StepRates,
+    WeightObjective,
     WeightPlacement,
     WeightSizes,
     place_weights,
@@ -21,6 +25,14 @@ from splitpoint.planning.weight_schedule import LAYER_PIECES, WeightPiece
 from splitpoint.shapes import BUILT_IN_SHAPES, ModelShape
 
 MIB = 1 << 20
+
+
+# A placement's merit is batch ** first / seconds ** second.
+POWERS = {
+    WeightObjective.LATENCY: (0, 1),
+    WeightObjective.BALANCED: (1, 2),
+    WeightObjective.THROUGHPUT: (1, 1),
+}
 
 
 def sizes_of(layers: int = 12, *, tied: bool = False, head: int = 8) -> WeightSizes:
@@ -118,6 +130,69 @@ def test_the_cache_gets_about_what_the_weights_exceed_the_memory_by() -> None:
     few = place(sizes, 600, most=100)
     assert 600 * MIB - few.device_bytes < 120 * MIB
     assert len(few.on_host.layers) < len(place(sizes, 600).on_host.layers)
+
+
+def test_the_objective_and_the_rates_choose_among_what_fits() -> None:
+    """By brute force over every number of layers on the host; a layer brings 10 MiB."""
+    sizes, free, most, batch = sizes_of(100, head=1), 600, 2000, 64
+    for link, token in ((1.0, 0.0), (1.0, 2.0), (1.0, 50.0), (10.0, 5.0)):
+        rates = StepRates(link * MIB, base=1.0, token=token)
+        best: dict[WeightObjective, float] = {}
+        for count in range(WEIGHT_SLOTS + 1, 101):
+            for head in (0, 1):
+                on_device = 1 + (0 if head else 1) + 2 * head / 8 + (100 - count + 2) * 10
+                cache = min(free - on_device, most)
+                if cache < 5:
+                    continue
+                streamed = 10 * count + head
+                seconds = max(streamed / link, 1.0 + batch * cache / most * token)
+                for objective, (first, second) in POWERS.items():
+                    merit = (batch * cache / most) ** first / seconds**second
+                    best[objective] = max(best.get(objective, 0.0), merit)
+        for objective, (first, second) in POWERS.items():
+            chosen = place_weights(
+                sizes,
+                free_bytes=free * MIB,
+                least_cache_bytes=5 * MIB,
+                most_cache_bytes=most * MIB,
+                most_sequences=batch,
+                rates=rates,
+                objective=objective,
+            )
+            tokens = batch * min(free - chosen.device_bytes / MIB, most) / most
+            seconds = rates.step_seconds(chosen.streamed_bytes, tokens)
+            merit = tokens**first / seconds**second
+            assert merit >= 0.98 * best[objective], (objective, rates)
+
+
+def test_a_throughput_placement_streams_more_than_one_for_latency() -> None:
+    streamed = [
+        place_weights(
+            sizes_of(100, head=1),
+            free_bytes=600 * MIB,
+            least_cache_bytes=5 * MIB,
+            most_cache_bytes=2000 * MIB,
+            most_sequences=64,
+            rates=StepRates(MIB, token=0.1),
+            objective=objective,
+        ).streamed_bytes
+        for objective in (
+            WeightObjective.LATENCY,
+            WeightObjective.BALANCED,
+            WeightObjective.THROUGHPUT,
+        )
+    ]
+    assert streamed == sorted(set(streamed))
+
+
+def test_prompts_grow_to_what_computes_while_the_weights_cross() -> None:
+    """100 bytes take 10 s, of which 2 s are a step's own: 16 tokens of half a second."""
+    rates = StepRates(10.0, base=2.0, token=0.5)
+    assert rates.prefill_budget(100, 4) == 16
+    assert rates.prefill_budget(100, 20) == 20
+    assert rates.prefill_budget(10_000, 4) == 4 * MOST_GROWTH
+    assert rates.prefill_budget(0, 4) == 4
+    assert LINK_ONLY.prefill_budget(1, 4) == 4 * MOST_GROWTH
 
 
 def test_too_little_memory_is_answered_with_what_it_would_take() -> None:

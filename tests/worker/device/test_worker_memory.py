@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from splitpoint.planning.weight_placement import StepRates, WeightSizes
 from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout
 from worker_service.device.memory import (
     GPU_TILE_BYTES,
+    PREFILL_SHARE,
     STAGING_PAGES,
     STAGING_SHARE,
     divide,
+    grown_prefill,
     largest_tile,
+    place,
     staging_bytes,
     staging_pages_on_gpu,
 )
@@ -42,3 +48,41 @@ def test_a_small_budget_keeps_its_pages_for_the_cache() -> None:
     assert STAGING_PAGES <= pages < 192
     assert staging_bytes(SHAPE, LAYOUT, pages) <= STAGING_SHARE * budget
     assert staging_pages_on_gpu(SHAPE, LAYOUT, 1 << 20) == STAGING_PAGES
+
+
+def test_pieces_of_prompts_grow_with_the_link_time_of_the_weights_and_stay_small_in_memory() -> (
+    None
+):
+    """A token of OPT-6.7B takes 13 GFLOP: 0.13 ms at 100 TFLOPS."""
+    sizes = WeightSizes.of(SHAPE)
+    limits: dict[str, Any] = {
+        "budget_bytes": 8 << 30,
+        "max_batch_size": 32,
+        "max_batched_tokens": 256,
+        "staging_pages": STAGING_PAGES,
+        "has_store": True,
+    }
+    grown = []
+    for link in (1e12, 50e9, 25e9, 1e9):
+        rates = StepRates(link, token=0.13e-3)
+        placement = place(SHAPE, LAYOUT, sizes, rates=rates, **limits)
+        grown.append(grown_prefill(SHAPE, LAYOUT, placement, rates, **limits))
+        plans = [
+            divide(
+                SHAPE,
+                LAYOUT,
+                weight_bytes=placement.device_bytes,
+                **limits | {"max_batched_tokens": tokens},
+            )
+            for tokens in (256, grown[-1])
+        ]
+        kept = plans[1].cache_capacity_bytes / plans[0].cache_capacity_bytes
+        assert kept >= 1 - PREFILL_SHARE - 0.01
+        computed = grown[-1] * rates.token
+        assert grown[-1] == 256 or computed <= placement.streamed_bytes / link
+    assert grown[0] == 256
+    assert grown == sorted(grown)
+    assert grown[-1] > 256
+    # Weights that fit leave it as it is.
+    roomy = place(SHAPE, LAYOUT, sizes, **limits | {"budget_bytes": 80 << 30})
+    assert grown_prefill(SHAPE, LAYOUT, roomy, StepRates(1e9), **limits) == 256
