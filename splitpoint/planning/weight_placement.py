@@ -8,14 +8,14 @@ The cache shares the budget. With W bytes of weights, F bytes free for weights a
 c of them given to the cache, about W - F + c bytes cross the link in each step, which serves a
 batch n that grows with c. A step takes
 
-    t = max(streamed bytes / link rate, base + n * seconds of a token)
+    t(n) = max(streamed bytes / link rate, base + n * seconds of a token)
 
-The objective says which placement is best: the least t (latency), the most tokens per second
-n / t (throughput), or the most n / t^2 (balanced: throughput over latency). Where the link is
-the limit, balanced means c = W - F: the cache gets about as much as the weights exceed the
-memory. Where computing is, more bytes may cross the link for nothing, and all objectives use
-that for a larger cache. The cache is never less than its minimum, and there is no credit for
-more than full batches of the longest sequences.
+The objective says which placement is best: the least t(1) (latency), the most tokens per
+second n / t(n) (throughput), or the most n / (t(n) t(1)) (balanced: throughput over latency).
+Where the link is the limit, balanced means c = W - F: the cache gets about as much as the
+weights exceed the memory. Where computing takes longer, more bytes may cross the link for
+nothing, and all objectives use that for a larger cache. The cache is never less than its
+minimum, and there is no credit for more than full batches of the longest sequences.
 
 Prompt tokens are computed beside the weights of a step, too: `prefill_budget` says how many
 take no more time than the link does.
@@ -221,12 +221,13 @@ def place_weights(
         seconds = rates.step_seconds(one.streamed_bytes, batch)
         if not seconds:
             return math.inf, -one.device_bytes
-        powers = {
-            WeightObjective.LATENCY: 1 / seconds,
-            WeightObjective.BALANCED: batch / seconds**2,
+        alone = rates.step_seconds(one.streamed_bytes, 1)
+        merits = {
+            WeightObjective.LATENCY: 1 / alone,
+            WeightObjective.BALANCED: batch / (seconds * alone),
             WeightObjective.THROUGHPUT: batch / seconds,
         }
-        return powers[objective], -one.device_bytes
+        return merits[objective], -one.device_bytes
 
     return max(fitting, key=merit)
 

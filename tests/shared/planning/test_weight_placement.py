@@ -27,11 +27,11 @@ from splitpoint.shapes import BUILT_IN_SHAPES, ModelShape
 MIB = 1 << 20
 
 
-# A placement's merit is batch ** first / seconds ** second.
+# A placement's merit is (batch / seconds) ** first / alone ** second.
 POWERS = {
     WeightObjective.LATENCY: (0, 1),
-    WeightObjective.BALANCED: (1, 2),
-    WeightObjective.THROUGHPUT: (1, 1),
+    WeightObjective.BALANCED: (1, 1),
+    WeightObjective.THROUGHPUT: (1, 0),
 }
 
 
@@ -146,8 +146,9 @@ def test_the_objective_and_the_rates_choose_among_what_fits() -> None:
                     continue
                 streamed = 10 * count + head
                 seconds = max(streamed / link, 1.0 + batch * cache / most * token)
+                alone = max(streamed / link, 1.0 + token)
                 for objective, (first, second) in POWERS.items():
-                    merit = (batch * cache / most) ** first / seconds**second
+                    merit = (batch * cache / most / seconds) ** first / alone**second
                     best[objective] = max(best.get(objective, 0.0), merit)
         for objective, (first, second) in POWERS.items():
             chosen = place_weights(
@@ -161,7 +162,8 @@ def test_the_objective_and_the_rates_choose_among_what_fits() -> None:
             )
             tokens = batch * min(free - chosen.device_bytes / MIB, most) / most
             seconds = rates.step_seconds(chosen.streamed_bytes, tokens)
-            merit = tokens**first / seconds**second
+            alone = rates.step_seconds(chosen.streamed_bytes, 1)
+            merit = (tokens / seconds) ** first / alone**second
             assert merit >= 0.98 * best[objective], (objective, rates)
 
 
