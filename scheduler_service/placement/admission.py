@@ -8,6 +8,9 @@ run apart from each other (`trial.py`).
 A resident request is charged for its prompt and its expected answer. The charge grows with the
 answer, and may then exceed the worker's memory: the worker takes a sequence off its device, and
 nothing new is granted until there is room again.
+
+A request without room in memory waits, or is streamed at once, by what is predicted to be
+better (`residency.py`).
 """
 
 from __future__ import annotations
@@ -20,10 +23,11 @@ from scheduler_service.placement.answer_lengths import AnswerLengths
 from scheduler_service.placement.charging import Charging, device_tokens
 from scheduler_service.placement.footprint import Fits, Grant, NeverFits, footprint_of
 from scheduler_service.placement.ledger import Ledger, SlotLedger
+from scheduler_service.placement.residency import streamed_instead
 from scheduler_service.placement.routing import Candidate, choose_worker
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.config import format_size
-from splitpoint.planning.plan import Residency
+from splitpoint.planning.plan import Objective, Residency
 from splitpoint.shapes import chunks_of
 from splitpoint.words import counted
 
@@ -54,11 +58,18 @@ class AdmissionQueue:
     """The queue of requests, and the ledgers of the ready workers.
 
     `lengths` predicts answers. None: each is charged for its longest possible answer, so that
-    no charge ever grows.
+    no charge ever grows. `objective`: what waiting and streaming are compared by.
     """
 
-    def __init__(self, capacity: int, lengths: AnswerLengths | None = None) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        lengths: AnswerLengths | None = None,
+        objective: Objective = Objective.LATENCY,
+    ) -> None:
         self.capacity = capacity
+        self._objective = objective
+        self._running: dict[int, Admitted] = {}  # by arrival
         self._charging = Charging(lengths)
         self._ledgers: dict[str, Ledger] = {}
         self._slots: dict[str, SlotLedger] = {}  # by the store's address
@@ -82,6 +93,7 @@ class AdmissionQueue:
         if ledger is not None:
             for arrival in ledger.arrivals:
                 self._slots_of(ledger).release(arrival)
+                self._running.pop(arrival, None)
 
     def ledger(self, worker_id: str) -> Ledger | None:
         return self._ledgers.get(worker_id)
@@ -136,6 +148,10 @@ class AdmissionQueue:
         for index, request in enumerate(self._queue):
             fitting = self._fitting(request)
             worker_id = self._choose(request, fitting, claimed)
+            if worker_id is None:
+                streamed = self._streamed_instead(request, fitting)
+                worker_id = self._choose(request, streamed, claimed)
+                fitting |= streamed
             if worker_id is not None:
                 del self._queue[index]
                 return self._grant(request, worker_id, fitting[worker_id])
@@ -164,6 +180,7 @@ class AdmissionQueue:
         if ledger is not None:
             ledger.release(admitted.request.arrival)
             self._slots_of(ledger).release(admitted.request.arrival)
+            self._running.pop(admitted.request.arrival, None)
 
     # -- questions ----------------------------------------------------------------
 
@@ -200,6 +217,9 @@ class AdmissionQueue:
         arrivals = [request.arrival for request in self._queue]
         if arrivals != sorted(set(arrivals)):
             problems.append(f"the queue is out of order: {arrivals}")
+        charged = {arrival for ledger in self._ledgers.values() for arrival in ledger.arrivals}
+        if charged != self._running.keys():
+            problems.append(f"{sorted(charged)} are charged, {sorted(self._running)} are running")
         return problems
 
     # -- inside -------------------------------------------------------------------
@@ -256,6 +276,24 @@ class AdmissionQueue:
                 )
         return choose_worker(candidates).worker_id if candidates else None
 
+    def _streamed_instead(self, request: Request, fitting: Mapping[str, Fits]) -> dict[str, Fits]:
+        """Return the workers where it had better be streamed now than wait for memory."""
+        found = {}
+        for worker_id, fits in fitting.items():
+            ledger = self._ledgers[worker_id]
+            running = [self._running[arrival] for arrival in ledger.arrivals]
+            streamed = streamed_instead(
+                request,
+                ledger,
+                fits,
+                self._charging,
+                [(each.request, each.grant.residency) for each in running],
+                self._objective,
+            )
+            if streamed is not None:
+                found[worker_id] = streamed
+        return found
+
     def _grant(self, request: Request, worker_id: str, fits: Fits) -> Admitted:
         ledger = self._ledgers[worker_id]
         # Spare memory is given only while no other request waits for it.
@@ -264,7 +302,9 @@ class AdmissionQueue:
         ledger.grant(request.arrival, charge)
         ledger.trial.start(request.arrival, is_suspect=request.is_suspect)
         self._slots_of(ledger).grant(request.arrival, fits.slot_count)
-        return Admitted(request, worker_id, grant)
+        admitted = Admitted(request, worker_id, grant)
+        self._running[request.arrival] = admitted
+        return admitted
 
     def _reason_to_wait_for(self, ledger: Ledger, request: Request, fits: Fits) -> str:
         worker_id = ledger.facts.worker_id

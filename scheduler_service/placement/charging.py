@@ -61,6 +61,10 @@ class Charging:
         here = device_tokens(request, ledger, fits)
         return Grant(fits.residency, size, reason, device_tokens=here), charge
 
+    def steps_left(self, request: Request) -> int:
+        """Return the tokens of the answer that are expected and not generated yet, at least 1."""
+        return max(1, self._expected_tokens(request) - len(request.output))
+
     def _expected_tokens(self, request: Request) -> int:
         """Return the expected length of the answer."""
         most = request.sampling.max_tokens

@@ -95,6 +95,11 @@ class Ledger:
         """Return the pages that a charge would add now."""
         return len(charge.marks) - self.shared_count(charge.marks) + charge.own_pages
 
+    def pages_held(self, arrival: int) -> int:
+        """Return the pages of a charged request, shared ones included."""
+        charge = self._grants[arrival]
+        return len(charge.marks) + charge.own_pages
+
     def has_room(self, charge: Charge) -> bool:
         """Return True if memory and a place in the batch are free.
 

@@ -7,10 +7,14 @@ the worker is told by the admission queue.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from scheduler_service.api.request import Request
+from scheduler_service.placement.charging import Charging
+from scheduler_service.placement.footprint import Fits, footprint_of
+from scheduler_service.placement.ledger import Ledger
 from scheduler_service.worker_facts import WorkerFacts
-from splitpoint.planning.plan import Objective
+from splitpoint.planning.plan import Objective, Residency
 from splitpoint.residency.load import DeviceRoom, RequestLoad
 from splitpoint.residency.waiting import Running, wait_or_stream
 
@@ -43,6 +47,45 @@ class Wanted:
     cached_tokens: int
     answer_tokens: int
     missing_pages: int
+
+
+def streamed_instead(
+    request: Request,
+    ledger: Ledger,
+    fits: Fits,
+    charging: Charging,
+    running: Iterable[tuple[Request, Residency]],
+    objective: Objective,
+) -> Fits | None:
+    """Return how a request is streamed that lacks memory; None if it had better wait.
+
+    None, too, if the client asked for a residency or a way to restore, or if nothing but a
+    place in the batch is missing, or if the store is not exact: streaming would read back what the
+    request itself stored. `running`: the requests of the worker.
+    """
+    if request.residency is not None or request.restore_method is not None:
+        return None
+    if ledger.facts.encoding.is_lossy:
+        return None
+    missing = ledger.pages_of(charging.charge(request, ledger, fits)) - ledger.free_pages
+    if fits.residency is Residency.STREAMED or missing <= 0:
+        return None
+    streamed = footprint_of(request.token_count, Residency.STREAMED, ledger.facts)
+    if not isinstance(streamed, Fits):
+        return None
+    cached = request.cached.own.get(ledger.facts.worker_id, 0)
+    wanted = Wanted(request.known_count, cached, charging.steps_left(request), missing)
+    others = [
+        RunningRequest(
+            each.known_count,
+            charging.steps_left(each),
+            ledger.pages_held(each.arrival),
+            residency is Residency.STREAMED,
+        )
+        for each, residency in running
+    ]
+    reason = reason_to_stream(ledger.facts, wanted, others, objective)
+    return None if reason is None else replace(streamed, reason=f"streamed: {reason}")
 
 
 def reason_to_stream(

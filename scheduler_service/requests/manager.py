@@ -71,7 +71,7 @@ class RequestManager:
         self.accounts = accounts
         expects = options.answer_charge is AnswerCharge.EXPECTED
         lengths = AnswerLengths() if expects else None
-        self.admission = AdmissionQueue(options.limits.queue_capacity, lengths)
+        self.admission = AdmissionQueue(options.limits.queue_capacity, lengths, options.objective)
         self.requests = RequestTable(options.limits)
         self.attempts = Attempts(registry, self.admission, accounts, options.objective, clock)
         self.is_draining = False

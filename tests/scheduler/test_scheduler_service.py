@@ -269,6 +269,29 @@ async def test_what_can_never_fit_is_rejected_with_its_numbers() -> None:
         assert len(fits.token_ids) == 4 * CHUNK_TOKENS - 1
 
 
+async def test_a_request_that_would_wait_long_is_streamed_at_once_and_its_plan_says_why() -> None:
+    store = StoreDouble()
+    address = await store.start()
+    measured = replace(PROFILE, step_compute_seconds=0.02)
+    worker = WorkerDouble(
+        capacity_pages=8, streamed_pages=1, kvstore_address=address, profile=measured
+    )
+    steps = Steps()
+    worker.pace = steps
+    async with stack(worker, answer_charge=AnswerCharge.WORST_CASE) as running:
+        # All but one page, for many steps.
+        long = asyncio.create_task(running.generate(ids_request([5] * 10, 100)))
+        await running.until(lambda: len(worker.running) == 1)
+        short = asyncio.create_task(running.generate(ids_request([6] * 30, 4)))
+        await running.until(lambda: len(worker.running) == 2)
+        steps.allow(1000)
+        plan = (await short).done.plan
+        assert plan.residency == types_pb2.RESIDENCY_STREAMED
+        assert "streaming at once finishes in" in plan.reason
+        assert (await long).done.plan.residency == types_pb2.RESIDENCY_RESIDENT
+    await store.stop()
+
+
 async def test_what_exceeds_the_device_is_streamed_if_the_store_can_hold_it() -> None:
     store = StoreDouble(slot_count=8)
     address = await store.start()

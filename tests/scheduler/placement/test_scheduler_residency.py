@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from scheduler_doubles import queued_request
 
+from scheduler_service.api.request import Request
+from scheduler_service.placement.admission import AdmissionQueue
 from scheduler_service.placement.residency import RunningRequest, Wanted, reason_to_stream
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.costs.profile import BUILT_IN_PROFILES
-from splitpoint.planning.plan import Objective
+from splitpoint.planning.plan import Objective, Residency
 from splitpoint.planning.schedule import Schedule
-from splitpoint.shapes import BUILT_IN_SHAPES
+from splitpoint.shapes import BUILT_IN_SHAPES, Encoding
 
 SHAPE = BUILT_IN_SHAPES["opt-6.7b"]
 WORKER = WorkerFacts(
@@ -74,3 +77,71 @@ def test_without_a_measured_step_a_request_waits() -> None:
 
 def test_an_idle_worker_is_not_waited_for() -> None:
     assert reason_to_stream(WORKER, SHORT, [], Objective.LATENCY) is None
+
+
+# -- the admission queue asks it ------------------------------------------------------
+
+
+def request_of(
+    arrival: int, prompt: int, answer: int, residency: Residency | None = None
+) -> Request:
+    request = queued_request(arrival, prompt + 1, residency, cached={"0": prompt - 1})
+    request.sampling.max_tokens = answer
+    return request
+
+
+def queue_with(first: Request) -> AdmissionQueue:
+    """Return a queue whose only worker runs one request."""
+    admission = AdmissionQueue(10)
+    admission.add_worker(WORKER)
+    admission.submit(first)
+    admitted = admission.admit()
+    assert admitted is not None
+    assert admitted.grant.residency is Residency.RESIDENT
+    return admission
+
+
+def test_a_request_without_room_is_streamed_if_that_is_better() -> None:
+    admission = queue_with(request_of(1, 1000, 1000))
+    admission.submit(request_of(2, 640, 8))
+    admitted = admission.admit()
+    assert admitted is not None
+    assert admitted.grant.residency is Residency.STREAMED
+    assert "waiting for device memory" in admitted.grant.reason
+    assert admission.check_integrity() == []
+    admission.release(admitted)
+    assert admission.check_integrity() == []
+
+
+@pytest.mark.parametrize("residency", [None, Residency.RESIDENT])
+def test_a_request_waits_if_that_is_better_or_asked_for(residency: Residency | None) -> None:
+    # The running one ends soon, or the client wants memory.
+    answer = 8 if residency is None else 1000
+    first = request_of(1, 2040 - answer, answer)
+    admission = queue_with(first)
+    admission.submit(request_of(2, 1200 if residency is None else 640, 500, residency))
+    assert admission.admit() is None
+    assert len(admission.queue()) == 1
+
+
+def test_a_store_that_is_not_exact_is_no_place_to_stream_from() -> None:
+    admission = AdmissionQueue(10)
+    admission.add_worker(replace(WORKER, encoding=Encoding.INT8))
+    for request in (request_of(1, 1000, 1000), request_of(2, 640, 8)):
+        admission.submit(request)
+    assert admission.admit() is not None
+    assert admission.admit() is None
+
+
+def test_a_request_with_room_is_resident() -> None:
+    admission = queue_with(request_of(1, 640, 64))
+    admission.submit(request_of(2, 640, 8))
+    admitted = admission.admit()
+    assert admitted is not None
+    assert admitted.grant.residency is Residency.RESIDENT
+
+
+def test_a_lost_worker_takes_its_requests_along() -> None:
+    admission = queue_with(request_of(1, 640, 64))
+    admission.remove_worker("0")
+    assert admission.check_integrity() == []
