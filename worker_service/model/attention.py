@@ -109,7 +109,10 @@ def decode_partial(
         return PartialAttention(
             *view.attend(queries, keys, values, scale=scale, cap=cap, kernels=kernels)
         )
-    return _decode_pages(queries, keys, values, view, scale, cap)
+    attended = _decode_pages(queries, keys, values, view, scale, cap)
+    for shared in plan.shared.get(window, ()):
+        attended = attended.merge(_decode_pages(queries, keys, values, shared, scale, cap))
+    return attended
 
 
 def _decode_pages(
@@ -122,37 +125,57 @@ def _decode_pages(
 ) -> PartialAttention:
     """Attend each page by plain products, all pages of all requests at once.
 
-    Query heads that share a KV head are folded into the rows of one product,
-    `[n_kv, g, d] x [n_kv, d, C]`, so keys are never repeated.
+    The heads of all readers that share a KV head are folded into the rows of one product,
+    `[n_kv, k * g, d] x [n_kv, d, C]`, so keys are never repeated, and read once.
     """
     count, query_heads, head_dim = queries.shape
     page_keys, page_values = view.of(keys), view.of(values)
     pages, kv_heads, rows, _ = page_keys.shape
-    owner = view.owner
-    group = query_heads // kv_heads
+    owner, readers = view.owner, view.readers
     by_page = (queries * scale).index_select(0, view.reader)
     scores = _scores(
-        by_page.view(pages * kv_heads, group, head_dim),
+        _folded(by_page, pages, readers, kv_heads),
         page_keys.view(pages * kv_heads, rows, head_dim),
     )
     if cap is not None:
         scores = _capped(scores.to(torch.float32), cap)
     # Cast to fp32 and mask in one pass, which also removes overflows of masked rows.
-    scores = torch.minimum(scores.view(pages, query_heads, rows), view.limit)
+    scores = torch.minimum(_unfolded(scores, pages, readers, query_heads), view.limit)
     # One row more than queries, for the foreign pages of the range. Every other page has a
     # row that its reader sees (plans drop the rest), so each peak is a real score and
     # masked rows weigh exp(least - peak) = 0.
     peak = queries.new_full((count + 1, query_heads), _LEAST, dtype=torch.float32)
-    peak.scatter_reduce_(0, owner.unsqueeze(1).expand(pages, query_heads), scores.amax(-1), "amax")
+    peak.scatter_reduce_(0, owner.unsqueeze(1).expand(-1, query_heads), scores.amax(-1), "amax")
     scores.sub_(peak.index_select(0, owner).unsqueeze(-1)).exp_()
     total = torch.zeros_like(peak).index_add_(0, owner, scores.sum(-1))
     by_page = torch.bmm(
-        scores.to(values.dtype).view(pages * kv_heads, group, rows),
+        _folded(scores.to(values.dtype), pages, readers, kv_heads),
         page_values.view(pages * kv_heads, rows, head_dim),
     )
     weighted = queries.new_zeros((count + 1, query_heads, head_dim), dtype=torch.float32)
-    weighted.index_add_(0, owner, by_page.view(pages, query_heads, head_dim).to(torch.float32))
+    by_page = _unfolded(by_page, pages, readers, query_heads)
+    weighted.index_add_(0, owner, by_page.to(torch.float32))
     return PartialAttention(weighted[:count], peak[:count], total[:count])
+
+
+def _folded(rows: torch.Tensor, pages: int, readers: int, kv_heads: int) -> torch.Tensor:
+    """Return `[P * k, n_q, x]` as `[P * n_kv, k * g, x]`: a view if one query reads a page."""
+    _, query_heads, width = rows.shape
+    group = query_heads // kv_heads
+    if readers == 1:
+        return rows.view(pages * kv_heads, group, width)
+    by_head = rows.view(pages, readers, kv_heads, group, width).transpose(1, 2)
+    return by_head.reshape(pages * kv_heads, readers * group, width)
+
+
+def _unfolded(rows: torch.Tensor, pages: int, readers: int, query_heads: int) -> torch.Tensor:
+    """Return `[P * n_kv, k * g, x]` as `[P * k, n_q, x]`: the reverse of `_folded`."""
+    _, folded, width = rows.shape
+    if readers == 1:
+        return rows.view(pages, query_heads, width)
+    group = folded // readers
+    by_reader = rows.view(pages, query_heads // group, readers, group, width).transpose(1, 2)
+    return by_reader.reshape(pages * readers, query_heads, width)
 
 
 def prefill(

@@ -35,11 +35,12 @@ class PageView:
 
     Attributes:
         pages: a range of the pool that is read in place, or page numbers to gather.
-        reader: int64 `[P]`, the query that attends each page.
-        owner: int64 `[P]`, the row that receives the page's result: its reader, or B
-            for a foreign page of the range, whose values (even NaN) reach no query.
-        limit: fp32 `[P, 1, C]`, the largest score of a row: infinity if the reader sees
-            it, the least finite number if it is masked. Masked rows may have any
+        readers: k, how many queries attend each page.
+        reader: int64 `[P * k]`, the queries that attend each page.
+        owner: int64 `[P * k]`, the row that receives a result: its reader, or B for a
+            foreign page of the range, whose values (even NaN) reach no query.
+        limit: fp32 `[P * k, 1, C]`, the largest score of a row: infinity if the reader
+            sees it, the least finite number if it is masked. Masked rows may have any
             finite values.
     """
 
@@ -47,6 +48,7 @@ class PageView:
     reader: torch.Tensor
     owner: torch.Tensor
     limit: torch.Tensor
+    readers: int = 1
 
     def of(self, pool: torch.Tensor) -> torch.Tensor:
         """Return the view's pages of one plane, `[P, n_kv, C, d]`."""
@@ -61,11 +63,13 @@ class DecodePlan:
 
     Attributes:
         views: spans where there is a kernel for them, otherwise pages.
+        shared: further views, of pages that several queries read; empty with a kernel.
         whole: the same for the library, if there is one and sequences are planned whole.
     """
 
     query_count: int
     views: Mapping[int | None, PageView | SpanView]
+    shared: Mapping[int | None, tuple[PageView, ...]] = field(default_factory=dict)
     whole: Mapping[int | None, WholeSequences] = field(default_factory=dict)
 
     @classmethod
@@ -146,19 +150,14 @@ class DecodePlan:
         if row_counts is not None:
             seen &= rows < np.asarray(row_counts, dtype=np.int64)[:, None]
         tables = Upload(device) if upload is None else upload
-        plan = cls(
-            query_count=len(query),
-            views={
-                window: _decode_view(
-                    numbers,
-                    owner,
-                    seen if window is None else seen & (behind < window),
-                    len(query),
-                    tables,
-                )
-                for window in set(windows)
-            },
-        )
+        views: dict[int | None, PageView | SpanView] = {}
+        shared: dict[int | None, tuple[PageView, ...]] = {}
+        for window in set(windows):
+            visible = seen if window is None else seen & (behind < window)
+            views[window], more = _decode_views(numbers, owner, visible, len(query), tables)
+            if more:
+                shared[window] = more
+        plan = cls(query_count=len(query), views=views, shared=shared)
         if upload is None:
             tables.send()
         return plan
@@ -258,39 +257,76 @@ class PrefillPlan:
 # -- building the views ---------------------------------------------------------------
 
 
-def _decode_view(
+def _decode_views(
     numbers: npt.NDArray[np.int64],
     owner: npt.NDArray[np.int64],
     seen: npt.NDArray[np.bool_],
     query_count: int,
     upload: Upload,
-) -> PageView | SpanView:
-    """Read pages in place: by a kernel, or if they lie close together; otherwise gather them."""
+) -> tuple[PageView | SpanView, tuple[PageView, ...]]:
+    """Return the view of pages that one query reads, and views of those that several read.
+
+    With a kernel one view has all of them.
+    """
     used = seen.any(axis=1)
     if not used.all():
         numbers, owner, seen = numbers[used], owner[used], seen[used]
     if kernels_of(upload.device) is not None:
-        return SpanView.of(numbers, owner, seen, query_count, upload)
+        return SpanView.of(numbers, owner, seen, query_count, upload), ()
+    pages, inverse, counts = np.unique(numbers, return_inverse=True, return_counts=True)
+    if len(pages) == len(numbers):
+        return _page_view(numbers, owner[:, None], seen[:, None], query_count, upload), ()
+    readers = counts[inverse]
+    shared = []
+    for count in np.unique(counts[counts > 1]).tolist():
+        # The readers of a page become neighbours.
+        unordered = np.flatnonzero(readers == count)
+        order = np.argsort(numbers[unordered], kind="stable")
+        entries = unordered[order].reshape(-1, count)
+        shared.append(
+            _page_view(numbers[entries[:, 0]], owner[entries], seen[entries], query_count, upload)
+        )
+    alone = readers == 1
+    own = _page_view(
+        numbers[alone], owner[alone][:, None], seen[alone][:, None], query_count, upload
+    )
+    return own, tuple(shared)
+
+
+def _page_view(
+    numbers: npt.NDArray[np.int64],
+    owner: npt.NDArray[np.int64],
+    seen: npt.NDArray[np.bool_],
+    query_count: int,
+    upload: Upload,
+) -> PageView:
+    """Read distinct pages in place if they lie close together; otherwise gather them.
+
+    Page `numbers[i]` is read by the queries `owner[i]` `[k]`, in the rows `seen[i]` `[k, C]`.
+    """
     pages: slice | torch.Tensor = slice(0, 0)
+    readers, rows = seen.shape[1:]
     if len(numbers):
         first = int(numbers.min())
         place = numbers - first
         span = int(place.max()) + 1
-        if span <= _SPREAD * len(numbers) and len(np.unique(place)) == len(numbers):
+        if span <= _SPREAD * len(numbers):
             pages = slice(first, first + span)
-            spread_owner = np.full(span, query_count, dtype=np.int64)
+            spread_owner = np.full((span, readers), query_count, dtype=np.int64)
             spread_owner[place] = owner
-            spread_seen = np.zeros((span, seen.shape[1]), dtype=np.bool_)
+            spread_seen = np.zeros((span, readers, rows), dtype=np.bool_)
             spread_seen[place] = seen
             owner, seen = spread_owner, spread_seen
         else:
             pages = upload.table(numbers)
-    limit = np.where(seen, np.float32(np.inf), LEAST)
+    owner = owner.reshape(-1)
+    limit = np.where(seen.reshape(-1, rows), np.float32(np.inf), LEAST)
     return PageView(
         pages,
         reader=upload.table(np.minimum(owner, query_count - 1)),
         owner=upload.table(owner),
         limit=upload.table(limit, np.float32).unsqueeze(1),
+        readers=readers,
     )
 
 

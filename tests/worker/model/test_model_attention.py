@@ -110,6 +110,41 @@ def test_ranges_are_read_in_place_and_far_pages_gathered() -> None:
     assert isinstance(selection("scattered"), torch.Tensor)
 
 
+@pytest.mark.parametrize("cap", CAPS)
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+@pytest.mark.parametrize("window", [None, 5, 40])
+@pytest.mark.parametrize("order", ORDERS)
+def test_pages_that_queries_share_are_read_once(
+    order: str, window: int | None, heads: tuple[int, int], cap: float | None
+) -> None:
+    """Some by all four queries, some by two; nothing is gathered that lies close together."""
+    lengths = (37, 45, 50, 20)
+    pool = Pool((37, 45, 50, 20), heads[1], ORDERS[order] + list(range(200, 220)))
+    for row, count in ((1, 2), (2, 2), (3, 2), (2, 4)):
+        source = 0 if count == 2 else 1
+        shared = range(min(count, len(pool.page_tables[row])))
+        for chunk in shared:
+            page = pool.page_tables[source][chunk]
+            pool.page_tables[row][chunk] = page
+            rows = slice(chunk * CHUNK, (chunk + 1) * CHUNK)
+            for mine, theirs in zip(pool.sequences[row], pool.sequences[source], strict=True):
+                mine[rows] = theirs[rows]
+    plan = DecodePlan.of_sequences(
+        pool.page_tables, lengths, chunk_tokens=CHUNK, windows=[window], device=CPU
+    )
+    if window is None:
+        assert [view.readers for view in plan.shared[None]] == [2, 4]
+    if order == "in order":
+        assert all(isinstance(view.pages, slice) for view in plan.shared.get(window, ()))
+    queries = torch.randn((4, heads[0], HEAD), generator=torch.Generator().manual_seed(6))
+    got = decode_partial(
+        queries, pool.keys, pool.values, plan, window=window, scale=SCALE, cap=cap
+    ).attended(queries.dtype)
+    for row, (keys, values) in enumerate(pool.sequences):
+        wanted = naive(queries[row], keys, values, window, cap)
+        torch.testing.assert_close(got[row], wanted, atol=1e-5, rtol=1e-5)
+
+
 def test_a_foreign_page_of_nan_inside_the_range_changes_nothing() -> None:
     """Another request's broken cache must stay that request's failure."""
     pool = Pool((9, 9), 2, ORDERS["holes"])
