@@ -25,6 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from redis_server import RedisServer
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
+from splitpoint.keys import chunk_keys
 from splitpoint.observe import metrics
 from splitpoint.observe.meters import Meters, Reading
 from splitpoint.observe.metrics import Kind, Metric, Needs, Service, metrics_of
@@ -39,7 +40,7 @@ from worker_service.lanes.timeline import StepTimes
 from worker_service.metrics import WorkerMetrics
 from worker_service.startup import LoadedWorker
 from worker_service.store.write_back import WriteResult
-from worker_service.telemetry import telemetry_of
+from worker_service.telemetry import Telemeter, telemetry_of
 from worker_service.wire import response_from
 
 PROMPT, ANSWER = clear_prompt(build_tiny("llama"), 45, 8)
@@ -258,13 +259,13 @@ async def test_what_a_process_serves_while_redis_comes_and_goes(
 
 @asynccontextmanager
 async def one_worker(
-    folder: Path, sockets: Path, shm: Path
+    folder: Path, sockets: Path, shm: Path, shape: StackShape = SHAPE
 ) -> AsyncIterator[tuple[LoadedWorker, worker_pb2_grpc.WorkerServiceStub]]:
     store_address, address = f"unix:{sockets}/kv", f"unix:{sockets}/w"
-    store = await start_store(folder, store_address, shm / "store" / "arena", SHAPE)
+    store = await start_store(folder, store_address, shm / "store" / "arena", shape)
     try:
         async with (
-            serving_worker(folder, "w", address, store_address, SHAPE) as (worker, _),
+            serving_worker(folder, "w", address, store_address, shape) as (worker, _),
             open_channel(address) as channel,
         ):
             yield worker, worker_pb2_grpc.WorkerServiceStub(channel)
@@ -373,6 +374,32 @@ async def test_a_monitor_adds_what_only_it_knows(
         seen = scrape(meters)
         assert seen[metrics.GPU_POWER_WATTS] == 123.0
         assert seen[metrics.REDIS_UP] == 0
+
+
+async def test_chunks_on_the_device_are_told_when_they_change(
+    folder: Path, tmp_path: Path, shm_folder: Path
+) -> None:
+    """With the store's keys, so that a scheduler can tell prefixes by them."""
+    shape = replace(SHAPE, shares_prefixes=True)
+    async with one_worker(folder, tmp_path, shm_folder, shape) as (worker, _):
+        telemeter, layout = Telemeter(worker), worker.engine.cache.layout
+        first = telemeter.message()
+        assert first.HasField("device_chunk_marks")
+        assert not first.device_chunk_marks
+        assert not telemeter.message().HasField("device_chunk_marks")
+        worker.runtime.admit(admission("one", PROMPT, Sampling(max_tokens=1, ignore_eos=True)))
+        assert await worker.runtime.wait_idle(30)
+        keys = list(chunk_keys(layout.layout_hash, b"", PROMPT, layout.chunk_tokens))
+        marks = b"".join(key[:8] for key in reversed(keys))
+        assert telemeter.message().device_chunk_marks == marks
+        assert not telemeter.message().HasField("device_chunk_marks")
+        assert Telemeter(worker).message().device_chunk_marks == marks, "another stream"
+        meters = Meters(Service.WORKER)
+        WorkerMetrics(meters, worker)
+        worker.runtime.admit(admission("two", PROMPT, Sampling(max_tokens=1, ignore_eos=True)))
+        assert await worker.runtime.wait_idle(30)
+        seen = scrape(meters)
+        assert seen[metrics.WORKER_DEVICE_CACHED_TOKENS] >= len(keys) * layout.chunk_tokens
 
 
 def test_telemetry_alone_is_a_message_that_says_nothing_else() -> None:
