@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-
 from worker_service.device.cache import DeviceCache
+from worker_service.device.copies import sent
 from worker_service.device.prefixes import DevicePrefixes
 from worker_service.engine.sequence import Sequence
 
@@ -205,7 +204,7 @@ class SharedPages:
         self._clear(free)
 
     def _clear(self, pages: Iterable[int]) -> None:
-        numbers = torch.tensor(sorted(pages), dtype=torch.int64, device=self._cache.device)
+        numbers = sent(sorted(pages), self._cache.device)
         if len(numbers):
             for plane in (*self._cache.keys, *self._cache.values):
                 plane[numbers] = 0

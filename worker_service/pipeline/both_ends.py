@@ -19,6 +19,7 @@ import torch
 from splitpoint.planning.bidirectional import BidirectionalQueue, piece_sizes
 from splitpoint.planning.schedule import Lane
 from splitpoint.shapes import chunks_of
+from worker_service.device.copies import sent
 from worker_service.lanes.groups import Group, Piece
 from worker_service.lanes.lanes import Lanes
 from worker_service.lanes.timeline import Span
@@ -290,7 +291,7 @@ class _FrontPrefill:
             ),
         )
         rotary = self._model.rotary(positions)
-        hidden = self._model.embed(torch.tensor(ids, device=device), positions)
+        hidden = self._model.embed(sent(ids, device), positions)
         layers, before_last = self._model.visit(), len(self._keys) - 1
         hidden = through_layers(islice(layers, before_last), hidden, rotary, step.attend)
         # Only K and V of the last layer are needed: the rest of it leads to logits.

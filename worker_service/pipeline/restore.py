@@ -26,6 +26,7 @@ from splitpoint.planning.schedule import (
 )
 from splitpoint.planning.weight_schedule import WeightPiece
 from splitpoint.shapes import chunks_of
+from worker_service.device.copies import sent
 from worker_service.lanes.groups import Group, Piece
 from worker_service.lanes.lanes import Lanes
 from worker_service.lanes.timeline import Span
@@ -438,7 +439,7 @@ class _WorkMaker:
                 return self._load_weights(task)
             case TaskKind.EMBED:
                 ids = self.prefix.token_ids[task.first : task.last]
-                token_ids = torch.tensor(ids, dtype=torch.int64, device=transfer.device)
+                token_ids = sent(ids, transfer.device)
                 return transfer.embed(token_ids, self._positions(task))
             case TaskKind.SEND:
                 if slot is None:
