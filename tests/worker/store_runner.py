@@ -99,6 +99,11 @@ class StoreRunner:
                 engine.wait(PATIENCE_SECONDS)
             output = engine.step()
             self.after_step(output)
+        self.serve(engine, output)
+        return output
+
+    def serve(self, engine: Engine, output: StepOutput) -> None:
+        """Do what a step asks of the store."""
         for key, jobs in output.writes:
             self._write(engine, key, jobs)
         for key in output.flushes:
@@ -112,7 +117,6 @@ class StoreRunner:
                 continue
             match = self._match(lookup.key, lookup.salt, lookup.tokens)
             engine.post(Matched(lookup.key, match))
-        return output
 
     def _are_intact(self, suspects: Suspects) -> bool:
         """Inspect suspect chunks as ReportChunks does."""
