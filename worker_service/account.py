@@ -95,6 +95,7 @@ class Account:
         self.decoded_tokens = 0
         self.generated_tokens = 0
         self.chunk_losses = 0
+        self.preemptions = 0
         self.link_in_bytes = dict.fromkeys(Traffic, 0)
         self.link_in_seconds = 0.0
         self.compute_seconds = 0.0
@@ -130,6 +131,7 @@ class Account:
         """Add the work that a step's output reports."""
         self.generated_tokens += len(output.tokens)
         self.chunk_losses += output.loss_count
+        self.preemptions += output.preemption_count
         for event in output.restores:
             self._add_restore(event)
         if output.step is not None:

@@ -104,6 +104,7 @@ def _of_steps(account: Account) -> Iterable[Reading]:
     yield Reading(metrics.WORKER_SCHEDULED_TOKENS, account.decoded_tokens, ("decode",))
     yield Reading(metrics.WORKER_GENERATED_TOKENS, account.generated_tokens)
     yield Reading(metrics.WORKER_CHUNK_LOSSES, account.chunk_losses)
+    yield Reading(metrics.WORKER_PREEMPTIONS, account.preemptions)
     for result, count in account.written.chunks.items():
         yield Reading(metrics.WORKER_WRITE_BACK_CHUNKS, count, (result.value,))
 

@@ -53,6 +53,7 @@ def telemetry_of(worker: LoadedWorker) -> types_pb2.Telemetry:
         predicted_seconds=sum(account.predicted_seconds.values()),
         measured_seconds=sum(account.measured_seconds.values()),
         cache_used_bytes=engine.cache.used_bytes,
+        preemption_count=account.preemptions,
         store_is_up=worker.store_is_up,
         redis_is_up=None if worker.redis_is_up is None else worker.redis_is_up(),
         link_ceiling_bytes_per_second=None if link is None else link.bytes_per_second,

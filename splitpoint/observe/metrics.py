@@ -286,6 +286,10 @@ WORKER_STORE_UP = _worker.gauge(
 WORKER_CHUNK_LOSSES = _worker.counter(
     "worker_chunk_losses_total", "Sequences that lost a chunk while running and started again."
 )
+WORKER_PREEMPTIONS = _worker.counter(
+    "worker_preemptions_total",
+    "Sequences that left the device because others needed their pages.",
+)
 WORKER_VERIFIED_CHUNKS = _worker.counter(
     "worker_verified_chunks_total",
     "Chunks read from the arena whose checksum was compared: intact, damaged.",

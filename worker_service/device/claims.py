@@ -20,6 +20,8 @@ class Pages(Protocol):
 
     def allocate(self) -> int: ...
 
+    def references(self, page: int) -> int: ...
+
     def share(self, page: int) -> None: ...
 
     def free(self, page: int) -> None: ...
@@ -93,20 +95,40 @@ class Claims:
             if not claim.uses_room and self.spare_count < 1:
                 return None
         page = self._pages.allocate()
-        self._hold(claim, 1)
+        self._change(claim, held=1)
         return page
 
     def share(self, claim: Claim, page: int) -> None:
-        """Add the claim's reference to a page in use or cached, within what was promised."""
-        if claim.held >= claim.promised:
-            raise ValueError(f"a claim of {claim.promised} pages holds them already")
+        """Add the claim's reference to a page in use or cached.
+
+        A page in use is none of those that were promised: it takes no spare page. A cached
+        one is, or takes a spare page.
+        """
+        extra = int(self._pages.references(page) > 0 or claim.held >= claim.promised)
         self._pages.share(page)
-        self._hold(claim, 1)
+        self._promised += extra
+        self._change(claim, held=1, promised=extra)
+
+    def settle(self, claim: Claim, page_count: int) -> None:
+        """Promise this many pages in all, from now on."""
+        extra = max(page_count, claim.held) - claim.promised
+        if extra > self.spare_count:
+            raise ValueError(f"{extra} pages are promised, {self.spare_count} are spare")
+        self._promised += extra
+        self._change(claim, held=0, promised=extra)
 
     def free(self, claim: Claim, page: int) -> None:
         """Take away one reference of the claim to a page."""
         self._pages.free(page)
-        self._hold(claim, -1)
+        self._change(claim, held=-1)
+
+    def give_up(self, claim: Claim, page: int) -> None:
+        """Free a page that the claim holds, and promise one page less."""
+        if not claim.promised:
+            raise ValueError("a claim without a promise gives up a page of it")
+        self._pages.free(page)
+        self._promised -= 1
+        self._change(claim, held=-1, promised=-1)
 
     def end(self, claim: Claim) -> None:
         """End a promise; the claim holds no pages any more."""
@@ -116,9 +138,10 @@ class Claims:
         self._open -= claim.promised
         claim.promised, claim.uses_room = 0, False
 
-    def _hold(self, claim: Claim, change: int) -> None:
+    def _change(self, claim: Claim, *, held: int, promised: int = 0) -> None:
         self._open -= claim.open_count
         self._room_used -= claim.room_count
-        claim.held += change
+        claim.held += held
+        claim.promised += promised
         self._open += claim.open_count
         self._room_used += claim.room_count

@@ -91,6 +91,10 @@ class DevicePrefixes:
                 return index
         return len(keys)
 
+    def listed(self, keys: Iterable[bytes]) -> list[int]:
+        """Return the pages of chunks that are here."""
+        return [self._chunks[key].page for key in keys]
+
     def pages_of(self, keys: Iterable[bytes]) -> list[int]:
         """Return the pages of chunks that are here, which become the newest.
 

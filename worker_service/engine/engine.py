@@ -38,7 +38,7 @@ from worker_service.engine.pages import PageManager
 from worker_service.engine.postprocessor import Postprocessor
 from worker_service.engine.queues import SequenceQueues
 from worker_service.engine.restorer import Restorer
-from worker_service.engine.sequence import Admission, Segment, Sequence
+from worker_service.engine.sequence import Admission, Sequence
 from worker_service.lanes.lanes import Lanes
 from worker_service.lanes.select import lanes_of
 from worker_service.lanes.spans import RequestSpans
@@ -217,7 +217,7 @@ class Engine:
     def _apply(self, command: Command) -> None:
         match command:
             case Sequence():
-                self.queues.waiting.append(command)
+                self.queues.add(command)
             case Cancel(key):
                 self.queues.cancel(key)
             case SetPaused(request_id, paused):
@@ -242,10 +242,13 @@ class Engine:
                 self._stopped = True
 
     def _begin_restores(self) -> None:
-        for sequence in self.queues.running:
-            if sequence.restored or sequence.restoring is not None or sequence.awaits_match:
+        for sequence in list(self.queues.running):
+            if sequence.restored or sequence.restoring is not None:
                 continue
-            if self._awaits_prefix(sequence):
+            if sequence not in self.queues.running:
+                continue  # it has just left for one before it
+                continue
+            if self._awaits_prefix(sequence) or not self.queues.can_restore(sequence):
                 continue
             event = self.restorer.begin(sequence)
             if event is not None:
@@ -298,23 +301,9 @@ class Engine:
                 sequence.split_line = line
 
     def _form_batch(self) -> Batch | None:
-        """Take every decoding request, and prompt tokens up to the budget of a step."""
+        """Lay out what the next step computes; None if nothing can run."""
         started = time.perf_counter()
-        decodes: list[Sequence] = []
-        segments: list[Segment] = []
-        budget = self.max_batched_tokens
-        for sequence in self.queues.running:
-            remaining = sequence.runnable_tokens
-            if not remaining:
-                continue
-            if sequence.restored and remaining == 1:
-                if self.page_manager.grow(sequence, 1):
-                    decodes.append(sequence)
-            elif budget:
-                count = self.page_manager.grow(sequence, min(remaining, budget))
-                if count:
-                    segments.append(Segment(sequence, sequence.computed, count))
-                    budget -= count
+        decodes, segments = self.queues.take_step(self.max_batched_tokens)
         if not decodes and not segments:
             return None
         return build_batch(

@@ -28,7 +28,7 @@ from worker_service.store.write_back import (
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """The result of looking up again the prefix of a sequence that lost chunks.
+    """The result of looking up again the prefix of a sequence that left the device.
 
     `error` ends the request: its chunks are intact, so a retry cannot help.
     """
@@ -161,7 +161,10 @@ class StepEvent:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """A prefix to look up again after a chunk of it was lost; the store inspects suspects first."""
+    """A prefix to look up again, since its sequence left the device or lost a chunk.
+
+    The store inspects suspects first.
+    """
 
     key: SequenceKey
     salt: bytes
@@ -180,6 +183,7 @@ class StepOutput:
         step: None if the model did not run.
         work: totals of the lanes, in restores and in the step.
         loss_count: sequences that lost chunks and start over.
+        preemption_count: sequences that left the device because others needed their pages.
     """
 
     tokens: list[TokenEvent] = field(default_factory=list)
@@ -192,6 +196,7 @@ class StepOutput:
     step: StepEvent | None = None
     work: LaneTotals | None = None
     loss_count: int = 0
+    preemption_count: int = 0
     running_count: int = 0
     cache_used_bytes: int = 0
 
@@ -215,4 +220,5 @@ class StepOutput:
             or self.step is not None
             or self.work is not None
             or self.loss_count
+            or self.preemption_count
         )

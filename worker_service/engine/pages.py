@@ -1,6 +1,7 @@
 """Claims, allocates and frees the device pages of sequences.
 
-Resident sequences keep every page until they end, and share those of equal prefixes. A
+A resident sequence claims pages for its known tokens, grows with spare pages, and keeps
+every page until it ends or leaves the device; those of equal prefixes are shared. A
 streamed one claims the front that was granted to it and the page of its tail; its other
 pages are in the room, which it shares with all streamed sequences, and are freed as soon as
 their chunks are sealed. X pages are held from a chunk's first token until it is sealed.
@@ -65,15 +66,65 @@ class PageManager:
     def _keeps_rows(self, admission: Admission) -> bool:
         return admission.schedule is Schedule.ROW and self._can_keep_rows
 
-    def claim(self, sequence: Sequence) -> bool:
-        """Promise a sequence its pages; return False if too few are spare."""
-        admission = sequence.admission
-        if not self._claims.promise(
-            sequence.claim, self.claim_of(admission), uses_room=sequence.is_streamed
-        ):
+    def claim(self, sequence: Sequence, *, headroom: int = 0) -> bool:
+        """Promise a sequence the pages of its known tokens, or of what is kept of them.
+
+        Return False if fewer than `headroom` pages would then be spare.
+        """
+        admission, count = sequence.admission, self._known_pages(sequence)
+        if count + headroom > self._claims.spare_count:
             return False
+        self._claims.promise(sequence.claim, count, uses_room=sequence.is_streamed)
         sequence.kept_chunks = self.kept_chunks(admission)
         sequence.kept_inputs = self.kept_inputs(admission)
+        return True
+
+    def _known_pages(self, sequence: Sequence) -> int:
+        """Return the pages that a sequence needs before it grows, without those in use."""
+        if sequence.is_streamed:
+            return self.claim_of(sequence.admission)
+        in_use = 0 if self.shared is None else self.shared.in_use_count(sequence)
+        return chunks_of(len(sequence.tokens), self._chunk_tokens) - in_use
+
+    def missing_count(self, sequence: Sequence) -> int:
+        """Return how many pages must become spare before a sequence is restored.
+
+        Pages in use, which it was going to share when it was admitted, may be gone by now.
+        """
+        lacking = self._known_pages(sequence) - sequence.claim.promised
+        return 0 if sequence.is_streamed else max(0, lacking)
+
+    @property
+    def spare_count(self) -> int:
+        """Pages that are not in use, not promised, and not part of the room."""
+        return self._claims.spare_count
+
+    def lacks_spare_page(self, sequence: Sequence) -> bool:
+        """Return True if the sequence cannot grow before a page becomes spare."""
+        claim = sequence.claim
+        return not claim.uses_room and claim.held >= claim.promised and not self.spare_count
+
+    def releasable(self, sequence: Sequence) -> int:
+        """Return how many pages become spare when the sequence leaves the device."""
+        if sequence.is_streamed:
+            return sequence.claim.promised
+        references = self._cache.pages.references
+        own = sum(page is not None and references(page) == 1 for page in sequence.pages)
+        return sequence.claim.open_count + own
+
+    def give_up_kept(self, sequence: Sequence) -> bool:
+        """Free the last page of the front that a streamed sequence keeps on the device.
+
+        Return False if it keeps none, keeps X, or a chunk of it is not sealed yet. Later steps
+        stream the chunk.
+        """
+        last = sequence.kept_chunks - 1
+        if last < 0 or last >= len(sequence.stored):
+            return False
+        page = sequence.page(last)
+        sequence.kept_chunks = last
+        sequence.pages[last] = None
+        self._claims.give_up(sequence.claim, page)
         return True
 
     def allocate_prefix(self, sequence: Sequence, stored: range, chunk_count: int) -> None:
@@ -97,10 +148,15 @@ class PageManager:
         return self.shared is not None and self.shared.holds_more(sequence)
 
     def take_prefix(self, sequence: Sequence) -> None:
-        """Give a sequence what the device holds of its prefix; it brings the rest itself."""
+        """Give a sequence what the device holds of its prefix; it brings the rest itself.
+
+        From now on it is promised exactly the pages of its known tokens.
+        """
         if self.shared is not None:
             self.shared.take(sequence)
             self.shared.announce(sequence)
+        if not sequence.is_streamed:
+            self._claims.settle(sequence.claim, chunks_of(len(sequence.tokens), self._chunk_tokens))
 
     def step_passed(self, sequence: Sequence) -> None:
         """Let others share the chunks that are full after a step that passed its checks."""
@@ -134,9 +190,10 @@ class PageManager:
     def grow(self, sequence: Sequence, count: int) -> int:
         """Allocate pages for the next `count` tokens; return how many tokens have pages.
 
-        A resident sequence always gets its K and V pages, which it claimed. A streamed
-        one, or any whose X is kept, may have to wait for write-back, which frees pages of
-        the room: only full chunks are in it, so those who wait for it hold none back.
+        A resident sequence always gets the pages that it claimed, and others if they are
+        spare. A streamed one, or any whose X is kept, may have to wait for write-back, which
+        frees pages of the room: only full chunks are in it, so no sequence that waits for
+        the room holds a part of it.
         """
         chunk = self._chunk_tokens
         first = sequence.computed // chunk
@@ -144,6 +201,22 @@ class PageManager:
             if not self._has_pages(sequence, index):
                 return max(0, index * chunk - sequence.computed)
         return count
+
+    def shrink(self, sequence: Sequence) -> None:
+        """Free the pages of tokens that were to be computed in a step that failed."""
+        end = chunks_of(sequence.computed, self._chunk_tokens)
+        pages = [page for page in sequence.pages[end:] if page is not None]
+        for plane in (*self._cache.keys, *self._cache.values):
+            plane[pages] = 0  # see `clear_unwritten`
+        for page in pages:
+            self._claims.free(sequence.claim, page)
+        del sequence.pages[end:]
+        inputs = {index: page for index, page in sequence.input_pages.items() if index >= end}
+        for index, page in inputs.items():
+            for plane in self._cache.inputs:
+                plane[page] = 0
+            self._cache.input_pages.free(page)
+            del sequence.input_pages[index]
 
     def _has_pages(self, sequence: Sequence, index: int) -> bool:
         """Allocate what the chunk lacks, X first; return False if it must wait."""
@@ -231,8 +304,7 @@ class PageManager:
             self._cache.input_pages.free(page)
         sequence.input_pages = {}
 
-    def free_pages(self, sequence: Sequence) -> None:
-        """Free all pages and keep the claim: the sequence starts over."""
+    def _free_pages(self, sequence: Sequence) -> None:
         freed = [page for page in (*sequence.row_pages, *sequence.pages) if page is not None]
         # The end of a prefix is evicted before its beginning.
         for page in reversed(freed):
@@ -244,8 +316,8 @@ class PageManager:
         self.free_input_pages(sequence)
 
     def free(self, sequence: Sequence) -> None:
-        """Free all pages and the claim: the sequence has ended."""
-        self.free_pages(sequence)
+        """Free all pages and the claim: the sequence has ended, or leaves the device."""
+        self._free_pages(sequence)
         self._claims.end(sequence.claim)
 
 

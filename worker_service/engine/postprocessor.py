@@ -37,6 +37,9 @@ class Postprocessor:
         for each in result.lost:
             self._queues.restart_after_loss(each.sequence, each.cause)
         if result.lost:
+            for sequence in batch.sequences:
+                if sequence.restored and not sequence.awaits_match:
+                    self._page_manager.shrink(sequence)
             return
         if tracing.is_on():
             _trace_step(batch, result.lane_spans)
@@ -46,6 +49,7 @@ class Postprocessor:
             batch.sequences, batch.counts, result.choices, strict=True
         ):
             sequence.computed += count
+            sequence.is_back = False
             event = None
             if isinstance(choice, NonFiniteLogits):
                 spoiled.append(sequence)

@@ -1,16 +1,21 @@
-"""The requests of an engine: waiting, running, or finished but still being written back.
+"""The requests of an engine: waiting, running, or leaving the device while written back.
 
-Each way in and out of the engine is one method here. A sequence that holds pages leaves
-through `_release`, at once or after a flush. What leaves the engine is added to `output`.
-Used by the engine's thread only.
+Each way in and out of the engine is one method here. A request is admitted when the pages
+of its known tokens are spare, and grows page by page. If none is spare, the sequence with
+the least claim leaves the device (a preemption): its chunks and its tail are written back,
+its pages are freed, and it waits at its old place. What leaves the engine is added to
+`output`. Used by the engine's thread only.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
+from bisect import insort
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 
 from splitpoint.checkpoint.text import TextStream, Tokenizer
 from splitpoint.errors import DataLoss, ResourceExhausted, SplitpointError, Unavailable
@@ -18,7 +23,7 @@ from splitpoint.observe.logs import for_request
 from worker_service.device.cache import DeviceCache
 from worker_service.engine.messages import FinishEvent, Lookup, Matched, StepOutput
 from worker_service.engine.pages import PageManager
-from worker_service.engine.sequence import Sequence, Suspects
+from worker_service.engine.sequence import Segment, Sequence, Suspects
 from worker_service.store.arena_tensors import SuspectChunks
 from worker_service.store.write_back import SequenceKey
 
@@ -26,6 +31,10 @@ log = logging.getLogger(__name__)
 
 # A sequence that loses chunks more often is given up: its store is in trouble.
 MAX_LOSSES = 3
+# Spare pages that an admission leaves for the growth of those that run, for each of them;
+# and so many within a chunk's steps after a preemption, when all of them may grow.
+HEADROOM = 0.25
+HEADROOM_AFTER_PREEMPTION = 1.0
 # Lost chunks that are remembered, so that each is logged as a warning once.
 MAX_LOGGED_LOSSES = 10_000
 
@@ -34,8 +43,8 @@ class SequenceQueues:
     """All requests of one engine.
 
     Attributes:
-        waiting: not admitted yet, in order of arrival.
-        running: admitted, in order of admission; at most `max_batch_size`.
+        waiting: not admitted yet, or back from the device, in order of arrival.
+        running: admitted, in order of arrival; at most `max_batch_size`.
         output: what the present step hands over; the engine replaces it.
     """
 
@@ -53,11 +62,16 @@ class SequenceQueues:
         self._page_manager = page_manager
         self._tokenizer = tokenizer
         self._max_batch_size = max_batch_size
+        self._arrivals = 0
         # Sequences that write-back still holds pages of, with how they ended; None if they
-        # start over.
+        # go back to `waiting`.
         self._flushing: dict[SequenceKey, tuple[Sequence, FinishEvent | None]] = {}
         # What happens to sequences once no lane works on their restores any more.
         self._leaving: dict[SequenceKey, tuple[Sequence, Callable[[], None]]] = {}
+        # Steps in which admissions leave more headroom, after a preemption.
+        self._tight_steps = 0
+        # Sequences that wait in this step for pages that are being freed.
+        self._stalled = 0
         # Slot and generation of lost chunks that were logged.
         self._logged_losses: set[tuple[int, int]] = set()
 
@@ -75,41 +89,170 @@ class SequenceQueues:
 
     # -- in -----------------------------------------------------------------------
 
+    def add(self, sequence: Sequence) -> None:
+        """Add a new request behind all others."""
+        sequence.arrival = self._arrivals
+        self._arrivals += 1
+        self.waiting.append(sequence)
+
     def admit_waiting(self) -> None:
-        """Admit in order of arrival. A request that must wait blocks those behind it."""
-        while self.waiting and len(self.running) < self._max_batch_size:
-            sequence = self.waiting[0]
-            claim = self._page_manager.claim_of(sequence.admission)
-            if claim > self._cache.plan.page_count:
-                self._discard(sequence, FinishEvent(sequence.key, error=self._too_big(claim)))
-                continue
-            if not self._page_manager.claim(sequence):
+        """Admit in order of arrival. A request that must wait blocks those behind it.
+
+        One that is paused blocks nothing.
+        """
+        self._tight_steps = max(0, self._tight_steps - 1)
+        self._stalled = 0
+        for sequence in [each for each in self.waiting if not each.paused]:
+            most = self._page_manager.claim_of(sequence.admission)
+            if most > self._cache.plan.page_count:
+                self._discard(sequence, FinishEvent(sequence.key, error=self._too_big(most)))
+            elif sequence.awaits_match or not self._admit(sequence):
                 return
-            del self.waiting[0]
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Admit a request if it has room; return False if it must wait."""
+        while not self._has_room(sequence):
+            # Requests that are paused can stay for long: they make room if nothing else will.
+            if self._flushing or any(not each.paused for each in self.running):
+                return False
+            paused = self._last_to_leave(self.running)
+            if paused is None:
+                return False
+            self.preempt(paused)
+        self.waiting.remove(sequence)
+        insort(self.running, sequence, key=attrgetter("arrival"))
+        if sequence.text is None:
             sequence.text = self._stop_search(sequence)
-            self.running.append(sequence)
+        return True
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """Claim pages for a request; return False if the batch or the memory is full."""
+        if len(self.running) >= self._max_batch_size:
+            return False
+        growing = sum(not each.paused and not each.is_streamed for each in self.running)
+        share = HEADROOM_AFTER_PREEMPTION if self._tight_steps else HEADROOM
+        return self._page_manager.claim(sequence, headroom=math.ceil(share * growing))
 
     def matched_again(self, matched: Matched) -> None:
-        """Continue a sequence that starts over, from the prefix that the store still has."""
+        """Let a sequence that left wait for its turn, with the prefix that the store has."""
         key, match, error = matched.key, matched.match, matched.error
-        for sequence in self.running:
-            if sequence.key == key:
+        for sequence in self.waiting:
+            if sequence.key == key and sequence.awaits_match:
                 sequence.match = match
                 sequence.chain_is_open = match is not None
                 sequence.awaits_match = False
                 if error is None and match is None and sequence.is_streamed:
                     error = Unavailable("the KV store went away", reason="STORE_LOST")
                 if error is not None:
-                    self.finish(sequence, FinishEvent(key, error=error))
+                    self._discard(sequence, FinishEvent(key, error=error))
                 return
         if match is not None:
             self.output.flushes.append(key)  # cancelled meanwhile
 
     def set_paused(self, request_id: str, paused: bool) -> None:
-        for sequence in (*self.running, *self.waiting):
+        for sequence in (*self.running, *self.waiting, *self._flushed()):
             if sequence.admission.request_id == request_id:
                 sequence.paused = paused
                 return
+
+    # -- a step ---------------------------------------------------------------------
+
+    def take_step(self, token_budget: int) -> tuple[list[Sequence], list[Segment]]:
+        """Return the sequences that decode, and prompt tokens up to the budget.
+
+        Earlier arrivals get pages first. A later one may leave the device for them.
+        """
+        decodes: list[Sequence] = []
+        segments: list[Segment] = []
+        for sequence in list(self.running):
+            remaining = sequence.runnable_tokens
+            if not remaining:
+                continue  # or it has just left
+            if sequence.restored and remaining == 1:
+                if self._grow(sequence, 1):
+                    decodes.append(sequence)
+            elif token_budget and (count := self._grow(sequence, min(remaining, token_budget))):
+                segments.append(Segment(sequence, sequence.computed, count))
+                token_budget -= count
+        return decodes, segments
+
+    def _grow(self, sequence: Sequence, count: int) -> int:
+        """Allocate pages for the next tokens; return how many of `count` have pages."""
+        while True:
+            grown = self._page_manager.grow(sequence, count)
+            if grown or not self._page_manager.lacks_spare_page(sequence):
+                return grown
+            if not self._make_room_for(sequence):
+                return 0
+
+    # -- preemption ---------------------------------------------------------------
+
+    def can_restore(self, sequence: Sequence) -> bool:
+        """Return True if a running sequence finds all pages that its restore allocates."""
+        missing = self._page_manager.missing_count(sequence)
+        return self._page_manager.spare_count >= missing or self._make_room_for(sequence, missing)
+
+    def _make_room_for(self, sequence: Sequence, count: int = 1) -> bool:
+        """Free pages for a running sequence that finds too few spare.
+
+        Return True if there are enough now. Otherwise it waits: for write-back to free the
+        pages of others that leave, or for others to end.
+        """
+        pages = self._page_manager
+        while pages.spare_count < count:
+            coming = sum(map(pages.releasable, self._flushed()))
+            if pages.spare_count + coming - self._stalled >= count:
+                break
+            behind = [
+                each
+                for each in self.running
+                if each is not sequence and (each.paused or each.arrival > sequence.arrival)
+            ]
+            victim = self._last_to_leave(behind)
+            if victim is None:
+                break
+            if not pages.give_up_kept(victim):
+                self.preempt(victim)
+        if pages.spare_count >= count:
+            return True
+        self._stalled += count
+        return False
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a running sequence off the device, and put it back among the waiting ones.
+
+        It keeps its tokens; its chunks are looked up again once they are in the store.
+        """
+        with for_request(sequence.admission.request_id):
+            log.debug(
+                "preempted after %d tokens: others need its %d pages",
+                len(sequence.tokens),
+                self._page_manager.releasable(sequence),
+            )
+        self.output.preemption_count += 1
+        self._tight_steps = self._cache.layout.chunk_tokens
+        sequence.is_back = True
+        self.write_back(sequence, tail=True)
+        self._step_back(sequence)
+
+    def _last_to_leave(self, sequences: Iterable[Sequence]) -> Sequence | None:
+        """Return the sequence with the least claim on its pages; None if none has any.
+
+        Paused ones come first, then the latest arrival. One that is back on the device and
+        has computed nothing since then comes last. Lanes write into the pages of restores.
+        """
+        return max(
+            (
+                each
+                for each in sequences
+                if each.restoring is None and self._page_manager.releasable(each)
+            ),
+            key=lambda each: (each.paused, not each.is_back, each.arrival),
+            default=None,
+        )
+
+    def _flushed(self) -> list[Sequence]:
+        return [sequence for sequence, _ in self._flushing.values()]
 
     # -- out ----------------------------------------------------------------------
 
@@ -124,6 +267,9 @@ class SequenceQueues:
             if sequence.key == key:
                 self.finish(sequence, event)
                 return
+        leaving, end = self._flushing.get(key, (None, None))
+        if leaving is not None and end is None:
+            self._flushing[key] = (leaving, event)
 
     def finish(self, sequence: Sequence, event: FinishEvent) -> None:
         """Take a sequence out, and report its end once write-back released its pages.
@@ -136,9 +282,7 @@ class SequenceQueues:
             # What came so far may hold a NaN.
             self._page_manager.clear_unwritten(sequence)
         self.running.remove(sequence)
-        if sequence.key in self._flushing:
-            self._flushing[sequence.key] = (sequence, event)
-        elif sequence.chain_is_open:
+        if sequence.chain_is_open:
             self.write_back(sequence, tail=True)
             self._flush(sequence, event)
         else:
@@ -152,6 +296,8 @@ class SequenceQueues:
         Those that share pages with the lost chunks start over, too. `fatal` ends the request
         if all of them are intact; then its own results are in doubt, and no others'.
         """
+        if sequence not in self.running:
+            return  # it shares pages with one that has started over
         named = cause.chunks if isinstance(cause, SuspectChunks) else ()
         tainted = self._page_manager.forget(sequence, named)
         self._start_over(sequence, cause, fatal)
@@ -175,17 +321,17 @@ class SequenceQueues:
         self._restart(sequence, suspects)
 
     def look_up_again(self, sequence: Sequence) -> None:
-        """Look a waiting sequence's prefix up again: another one has stored more of it."""
-        sequence.awaits_match = True
+        """Look a sequence's prefix up again: another one has stored more of it."""
         sequence.suspects = None
-        self._flush(sequence, None)
+        self._step_back(sequence)
 
     def let_go(self) -> None:
         """Take out the sequences that waited for the lanes to leave their pages."""
         for key, (sequence, leave) in list(self._leaving.items()):
             if sequence.restoring is None or sequence.restoring.run.group.is_quiet:
                 del self._leaving[key]
-                leave()
+                if sequence in self.running:
+                    leave()
 
     def _postpone(
         self, sequence: Sequence, leave: Callable[[], None], *, is_end: bool = False
@@ -224,8 +370,7 @@ class SequenceQueues:
         sequence.writes_back = False
         is_running = sequence in self.running
         if is_running and error.reason == "CHUNK_LOST":
-            if not sequence.awaits_match:
-                self.restart_after_loss(sequence, error)
+            self.restart_after_loss(sequence, error)
             return
         self._page_manager.free_input_pages(sequence)
         if not sequence.is_streamed or not is_running:
@@ -244,7 +389,7 @@ class SequenceQueues:
             self._page_manager.free_input_pages(sequence)
 
     def flushed(self, key: SequenceKey) -> None:
-        """Release or restart a sequence that write-back is done with."""
+        """Release a sequence that write-back is done with, or put it back to `waiting`."""
         entry = self._flushing.pop(key, None)
         if entry is None:
             return  # the chain of a discarded request
@@ -253,8 +398,7 @@ class SequenceQueues:
         if event is not None:
             self._release(sequence, event)
             return
-        self._page_manager.free_pages(sequence)
-        sequence.reset()
+        self._wait_again(sequence)
         self.output.lookups.append(
             Lookup(
                 key,
@@ -264,6 +408,7 @@ class SequenceQueues:
                 sequence.suspects,
             )
         )
+        sequence.suspects = None
 
     # -- below ------------------------------------------------------------------------
 
@@ -279,9 +424,7 @@ class SequenceQueues:
         return text
 
     def _restart(self, sequence: Sequence, suspects: Suspects | None) -> None:
-        """Flush a sequence, to look its prefix up again with its tokens kept."""
-        if sequence.awaits_match:
-            return  # it is starting over already
+        """Flush a running sequence, to look its prefix up again with its tokens kept."""
         if self._postpone(sequence, partial(self._restart, sequence, suspects)):
             return
         sequence.suspects = suspects
@@ -293,9 +436,23 @@ class SequenceQueues:
             )
             self.finish(sequence, FinishEvent(sequence.key, error=error))
             return
-        sequence.awaits_match = True
         self.output.loss_count += 1
-        self._flush(sequence, None)
+        self._step_back(sequence)
+
+    def _step_back(self, sequence: Sequence) -> None:
+        """Take a running sequence off the device, at once or after a flush."""
+        self.running.remove(sequence)
+        if sequence.chain_is_open:
+            sequence.awaits_match = True
+            self._flush(sequence, None)
+        else:
+            self._wait_again(sequence)
+
+    def _wait_again(self, sequence: Sequence) -> None:
+        """Free what a sequence that left holds, and put it to its place in `waiting`."""
+        self._page_manager.free(sequence)
+        sequence.reset()
+        insort(self.waiting, sequence, key=attrgetter("arrival"))
 
     def _level_of(self, cause: SplitpointError) -> int:
         """Return WARNING once for each lost chunk, which many requests may share, then DEBUG."""

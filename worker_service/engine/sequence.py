@@ -100,6 +100,8 @@ class Sequence:
       5. prefill    computed < len(tokens) - 1
       6. decode     computed == len(tokens) - 1: each step computes and samples one
       7. finished   the tail is written back, then pages and leases are released
+    A sequence that lost chunks, or whose pages others need, leaves the device and returns
+    to 1 with its tokens kept.
 
     Chunk i is on the device if `pages[i]` is not None, and in the store if
     `i < len(stored)`. A resident sequence keeps every page. A streamed one keeps the first
@@ -120,6 +122,10 @@ class Sequence:
     # Write-back holds a chain (and the lease) for it.
     chain_is_open: bool = field(init=False)
     claim: Claim = field(default_factory=Claim)
+    # Its place in the order of arrival, which decides who runs and who leaves.
+    arrival: int = 0
+    # It left the device, and has computed nothing since then.
+    is_back: bool = False
     kept_chunks: int = 0
     kept_inputs: int = 0
     # Looks for stop strings; None if there are none.
@@ -147,7 +153,7 @@ class Sequence:
     # None before it begins, and once its result is used or given up.
     restoring: Restoring | None = None
     restored: bool = False
-    # Its prefix is being looked up again after a chunk was lost.
+    # It left the device, and its prefix is being looked up again.
     awaits_match: bool = False
     # Another sequence brought a part of its prefix since it was looked up.
     waited: bool = False
@@ -234,7 +240,7 @@ class Sequence:
         return page
 
     def reset(self) -> None:
-        """Return to step 2 with the tokens kept: nothing is computed or restored."""
+        """Return to step 1 with the tokens kept: nothing is computed or restored."""
         self.computed = 0
         self._stored_end = 0
         self.stored = []
@@ -242,6 +248,7 @@ class Sequence:
         self.checked_chunks = 0
         self.device_tokens = 0
         self.first_unsure_chunk = None
+        self.writes_back = False
         self.match = None
         self.transfer = None
         self.restoring = None

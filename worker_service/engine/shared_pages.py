@@ -40,6 +40,12 @@ class SharedPages:
         keys, vouched = self._usable_keys(sequence)
         return self.prefixes.held_count(keys, vouched=vouched)
 
+    def in_use_count(self, sequence: Sequence) -> int:
+        """Return how many of the chunks that it could take now other sequences hold."""
+        keys, vouched = self._usable_keys(sequence)
+        keys = keys[: self.prefixes.held_count(keys, vouched=vouched)]
+        return sum(self._cache.pages.references(page) > 0 for page in self.prefixes.listed(keys))
+
     def take(self, sequence: Sequence) -> None:
         """Take the leading chunks that are here, and copy the beginning of the next one.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,37 @@ def test_more_requests_than_memory_wait_their_turn_and_are_right(llama: Path) ->
     for i, (_, wanted) in checked.items():
         assert transcript.tokens[str(i)] == wanted
     assert len(transcript.finishes) == 50
+    assert engine.cache.pages.used_count == engine.cache.claimed_count == 0
+
+
+@pytest.mark.parametrize("is_short", [True, False])
+def test_memory_for_8_of_the_longest_answers_runs_more_that_are_short(
+    llama: Path, is_short: bool
+) -> None:
+    """Of requests that could take 6 pages run 1.5 times as many if they end within 2."""
+    eos = (5,) if is_short else ()
+    sampling = Sampling(max_tokens=70, ignore_eos=not is_short, logit_bias={5: 100.0})
+    roomy = make_engine(llama, eos_token_ids=eos)
+    engine = make_engine(llama, cache_pages=8 * 6, eos_token_ids=eos, max_batch_size=50)
+    requests = [
+        admission(str(i), prompt_of(20 + i % 7, i), replace(sampling, min_tokens=i % 6))
+        for i in range(50)
+    ]
+    assert {engine.page_manager.claim_of(each) for each in requests} == {6}
+    peak = 0
+    transcript = Transcript()
+    for each in requests:
+        engine.admit(each)
+    while not (transcript.tokens and engine.is_idle):
+        output = engine.step()
+        transcript.add(output)
+        peak = max(peak, output.running_count)
+    assert len(transcript.finishes) == 50
+    assert all(finish.error is None for finish in transcript.finishes.values())
+    assert peak >= 1.5 * 8
+    for each in requests[::10]:
+        name = each.request_id
+        assert run_all(roomy, [each]).tokens[name] == transcript.tokens[name]
     assert engine.cache.pages.used_count == engine.cache.claimed_count == 0
 
 
