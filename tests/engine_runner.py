@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -58,8 +58,7 @@ def make_engine(
 
     plan = plan_for(device_memory_bytes)
     if cache_pages is not None:
-        fixed = plan.weight_bytes + plan.workspace_bytes
-        plan = plan_for(fixed + cache_pages * plan.page_bytes)
+        plan = replace(plan, page_count=cache_pages)
     return Engine(
         model,
         DeviceCache(layout, plan, device),

@@ -42,6 +42,8 @@ PREFILL_SHARE = 0.125
 PREFILL_TILE_PAGES = 16
 # Pages that a streamed sequence needs at all times: the one that holds its tail.
 STREAMED_PAGES = 1
+# The smallest room: a chunk is computed while the tail before it is written back.
+LEAST_ROOM_PAGES = 1
 
 
 def largest_tile(staging_pages: int) -> int:
@@ -152,7 +154,8 @@ def grown_prefill(
 
     def cache_bytes(tokens: int) -> int:
         needs = _needs(shape, layout, max_batched_tokens=tokens, **limits)
-        return budget_bytes - placement.device_bytes - needs.workspace_bytes
+        room_bytes = needs.room_pages * needs.page_bytes
+        return budget_bytes - placement.device_bytes - needs.workspace_bytes - room_bytes
 
     tokens = rates.prefill_budget(placement.streamed_bytes, max_batched_tokens)
     least = (1 - PREFILL_SHARE) * cache_bytes(max_batched_tokens)
@@ -186,9 +189,8 @@ def divide(
     )
     page_bytes, least_pages = needs.page_bytes, needs.least_pages
     workspace = needs.workspace_bytes
-    left = budget_bytes - weight_bytes - workspace
-    page_count = left // page_bytes
-    if page_count < least_pages:
+    pages = (budget_bytes - weight_bytes - workspace) // page_bytes
+    if pages < least_pages:
         raise ResourceExhausted(
             f"device memory {format_size(budget_bytes)} is too small: weights take "
             f"{format_size(weight_bytes)}, workspace {format_size(workspace)}, and at least "
@@ -198,14 +200,16 @@ def divide(
             needed_bytes=weight_bytes + workspace + least_pages * page_bytes,
             budget_bytes=budget_bytes,
         )
+    # In little memory the room gives way: prompts of streamed requests then take more steps.
+    room = min(needs.room_pages, max(LEAST_ROOM_PAGES, (pages - least_pages) // 2))
     return MemoryPlan(
         budget_bytes=budget_bytes,
         weight_bytes=weight_bytes,
-        workspace_bytes=workspace,
+        workspace_bytes=workspace + room * page_bytes,
         page_bytes=page_bytes,
-        page_count=page_count,
+        page_count=pages - room,
         input_page_count=needs.input_pages,
-        room_page_count=needs.room_pages,
+        room_page_count=room,
         staging_pages=staging_pages,
     )
 
@@ -215,11 +219,11 @@ class _Needs:
     """The needs of a worker that do not depend on its budget.
 
     Attributes:
-        workspace_bytes: input pages and the room included.
+        workspace_bytes: input pages included, the room not.
         input_pages: X of chunks that are not sealed yet: one tail for each request of a
             batch, and two steps' tokens (one computed while the other is written back).
         room_pages: two steps' tokens likewise. Their tails are charged to the requests.
-        least_pages: cache pages without which the worker is of no use.
+        least_pages: pages, those of the room included, without which the worker is of no use.
     """
 
     workspace_bytes: int
@@ -249,14 +253,13 @@ def _needs(
         + _step_bytes(shape, max_batch_size, max_batched_tokens)
         + _streamed_bytes(shape, layout, max_batch_size, max_batched_tokens, staging_pages)
         + input_bytes
-        + room_pages * page_bytes
     )
     return _Needs(
         workspace_bytes=workspace,
         page_bytes=page_bytes,
         input_pages=input_pages,
         room_pages=room_pages,
-        least_pages=2 * prefill_pages + STREAMED_PAGES - room_pages,
+        least_pages=2 * prefill_pages + STREAMED_PAGES,
     )
 
 

@@ -247,7 +247,6 @@ class Engine:
                 continue
             if sequence not in self.queues.running:
                 continue  # it has just left for one before it
-                continue
             if self._awaits_prefix(sequence) or not self.queues.can_restore(sequence):
                 continue
             event = self.restorer.begin(sequence)

@@ -72,7 +72,7 @@ class World:
         )
         self.batch = rng.randrange(2, 9)
         self.budget = rng.choice([5, 9, 16])
-        room = 2 * (chunks_of(self.budget, CHUNK) + 1) if has_store else 0
+        room = rng.choice([1, 2, 2 * (chunks_of(self.budget, CHUNK) + 1)]) if has_store else 0
         plan = MemoryPlan(
             budget_bytes=0,
             weight_bytes=0,
