@@ -189,8 +189,12 @@ class SequenceQueues:
 
     def can_restore(self, sequence: Sequence) -> bool:
         """Return True if a running sequence finds all pages that its restore allocates."""
-        missing = self._page_manager.missing_count(sequence)
-        return self._page_manager.spare_count >= missing or self._make_room_for(sequence, missing)
+        pages = self._page_manager
+        # Prefix pages that only a leaving sequence holds are in use no more: more are missing.
+        while pages.spare_count < (missing := pages.missing_count(sequence)):
+            if not self._make_room_for(sequence, missing):
+                return False
+        return True
 
     def _make_room_for(self, sequence: Sequence, count: int = 1) -> bool:
         """Free pages for a running sequence that finds too few spare.

@@ -12,15 +12,21 @@ from dataclasses import replace
 import pytest
 import torch
 from engine_runner import CPU, Transcript, admission, make_engine, run_all
-from sequence_world import World
+from sequence_world import CHUNK as SMALL
+from sequence_world import SHAPE, World
 from store_runner import StoreRunner, store_runner, streamed
 from tiny_models import VOCABULARY, write_tiny
 
 from splitpoint.shapes import ArenaLayout, chunks_of
+from worker_service.device.cache import DeviceCache
+from worker_service.device.claims import Claim
+from worker_service.device.memory import MemoryPlan
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import Cancel, SetPaused, StepOutput
+from worker_service.engine.pages import PageManager
+from worker_service.engine.queues import SequenceQueues
 from worker_service.engine.sampling import Sampling
-from worker_service.engine.sequence import Admission
+from worker_service.engine.sequence import Admission, Sequence
 from worker_service.lanes.lanes import SerialLanes
 from worker_service.model.decoder import Decoder
 
@@ -123,6 +129,50 @@ def test_paused_requests_leave_for_one_that_could_run() -> None:
         world.step(prompt_store=True)
     assert "late" in world.transcript.finishes
     assert len(world.transcript.finishes) == 1
+
+
+def test_a_restore_waits_for_prefix_pages_that_leave_with_their_only_holder() -> None:
+    """What a later sequence shares is missing once that sequence has made room by leaving."""
+    layout = ArenaLayout.of(SHAPE, chunk_tokens=SMALL, has_activations=False)
+    plan = MemoryPlan(
+        budget_bytes=0,
+        weight_bytes=0,
+        workspace_bytes=0,
+        page_bytes=SHAPE.page_bytes(SMALL),
+        page_count=11,
+        input_page_count=0,
+        room_page_count=0,
+    )
+    cache = DeviceCache(layout, plan, CPU)
+    pages = PageManager(cache, shares_prefixes=True)
+    queues = SequenceQueues(cache, pages, None, 3)
+    sampling = Sampling(max_tokens=1)
+    early = Sequence(admission("early", [2] * 20 + [3] * 20, sampling), None)
+    late = Sequence(admission("late", [2] * 24, sampling), None)
+    for sequence in (early, late):
+        queues.add(sequence)
+        queues.waiting.remove(sequence)
+        queues.running.append(sequence)
+    assert pages.claim(late)
+    pages.take_prefix(late)
+    pages.allocate_prefix(late, range(0), 6)
+    late.computed = 24
+    pages.step_passed(late)
+    # The early one was admitted when 8 pages of its prefix were in use; 5 are now.
+    assert cache.claims.promise(early.claim, 2, uses_room=False)
+    other = Claim()
+    assert cache.claims.promise(other, 3, uses_room=False)
+    held = [cache.claims.allocate(other) for _ in range(3)]
+    assert (pages.spare_count, pages.missing_count(early)) == (0, 3)
+    assert not queues.can_restore(early)
+    assert queues.waiting == [late]
+    for page in held:
+        assert page is not None
+        cache.claims.free(other, page)
+    cache.claims.end(other)
+    assert queues.can_restore(early)
+    pages.take_prefix(early)
+    assert (early.claim.promised, early.claim.held) == (10, 5)
 
 
 # -- with the real model ------------------------------------------------------------------
