@@ -62,6 +62,7 @@ class TimedEvent:
     recording: Recording | None = None
 
     def record(self, stream: Stream) -> None:
+        self.cuda.check()
         self.recording = Recording()
         stream.queue.append(("record", self.recording, 0.0))
 
@@ -71,8 +72,10 @@ class TimedEvent:
     def synchronize(self) -> None:
         self.cuda.synchronized += 1
         with self.cuda.running:
+            self.cuda.check()
             while not self.query():
                 self.cuda.run_something()
+                self.cuda.check()
 
     def elapsed_time(self, end: TimedEvent) -> float:
         """Milliseconds; as CUDA an error before both were reached."""
@@ -89,13 +92,15 @@ _Stream = Stream
 class StreamDouble:
     """In place of the module torch.cuda.
 
-    `synchronized` counts how often the host waited, `made` the events.
+    `synchronized` counts how often the host waited, `made` the events. `error` is what every
+    call raises once work has set it, as an illegal access on a device does.
     """
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.synchronized = 0
         self.made = 0
+        self.error: Exception | None = None
         # Held by the thread of the host whose waiting makes things happen.
         self.running = threading.Lock()
         self.default = Stream(self)
@@ -130,6 +135,10 @@ class StreamDouble:
     def launch(self, call: Callable[[], None], seconds: float = 0.0) -> None:
         """What a kernel or a copy does: into the current stream, to happen later."""
         self.current.queue.append(("work", call, seconds))
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error
 
     def run_something(self) -> None:
         self.rng.choice([stream for stream in self.streams if stream.may_run]).run_one()

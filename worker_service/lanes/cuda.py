@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -72,10 +73,15 @@ class _Started:
     end_event: _StreamEvent
 
     def end(self) -> None:
-        """Wait until the piece is done, and tell its group."""
-        self.end_event.wait()
-        now = time.perf_counter()
-        seconds = _seconds(self.start, self.end_event)
+        """Wait until the piece is done, and tell its group; an error becomes the group's."""
+        try:
+            self.end_event.wait()
+            now = time.perf_counter()
+            seconds = _seconds(self.start, self.end_event)
+        except Exception as error:
+            # The device is lost; whoever waits for the group must not wait for ever.
+            self.group.fail(error)
+            return
         self.group.end(self.piece, span_of(self.lane, self.piece.work, now - seconds, now))
 
 
@@ -170,8 +176,10 @@ class StreamLanes(Lanes):
                 piece.work.call()
                 end = self._record(stream)
         except BaseException as error:
-            # Work that failed half way has used the stream, too.
-            self._record(stream).wait()
+            # Work that failed half way has used the stream, too. A device that is lost raises
+            # again; the first error says more.
+            with contextlib.suppress(Exception):
+                self._record(stream).wait()
             group.fail(error)
             if not isinstance(error, Exception):
                 raise

@@ -179,6 +179,41 @@ def test_streams_do_the_pieces_of_a_group_beside_a_step(seed: int) -> None:
     lanes.close()
 
 
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("lane", [Lane.LINK_IN, Lane.COMPUTE, Lane.WEIGHTS_IN])
+def test_a_device_that_is_lost_ends_its_groups_and_the_lanes(lane: Lane, seed: int) -> None:
+    """Every call fails from then on: no piece stays under way, and nobody waits for ever."""
+    cuda = StreamDouble(random.Random(seed))
+    lanes = StreamLanes(torch.device("cuda"), cuda)
+    lost = RuntimeError("an illegal memory access was encountered")
+
+    def lose() -> None:
+        cuda.error = lost
+
+    def work(call: Callable[[], None]) -> Work:
+        return Work("piece", lambda: cuda.launch(call, 1.0))
+
+    left = [nothing, nothing, lose if lane is Lane.LINK_IN else nothing, *[nothing] * 9]
+    group = Group(lambda: Piece(work(left.pop(0)), nothing) if left else None)
+    lanes.attach(group)
+    if lane is not Lane.LINK_IN:
+        lanes.run_piece(lane, group, Piece(work(lose), nothing))
+    with group.changed:
+        assert group.changed.wait_for(lambda: group.error, 30)
+    assert group.error is lost
+    # Not even a piece that fails half way, and whose stream cannot be waited for.
+    lanes.run_piece(Lane.COMPUTE, group, Piece(Work("piece", _fail), nothing))
+    closing = threading.Thread(target=lanes.close, daemon=True)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert group.is_quiet
+
+
+def _fail() -> None:
+    raise OSError("the bus is gone")
+
+
 # -- policy ----------------------------------------------------------------------------
 
 
