@@ -183,9 +183,10 @@ def terminal(address: str, kind: str = "xterm-256color") -> Iterator[Terminal]:
 
 
 def _take_terminal() -> None:
-    """So that Ctrl-C typed there becomes a signal."""
+    """So that Ctrl-C typed there becomes a signal, also where background jobs ignore it."""
     import fcntl
 
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 

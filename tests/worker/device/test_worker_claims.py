@@ -39,7 +39,7 @@ def test_a_resident_claim_grows_into_spare_pages_and_leaves_promised_ones() -> N
         claims.end(first)
 
 
-def test_a_shared_page_fulfils_a_promise_and_is_charged_once() -> None:
+def test_a_shared_page_in_use_takes_no_spare_page_and_no_promised_one() -> None:
     pages = PageAllocator(3)
     claims, first, second = Claims(pages, 0), Claim(), Claim()
     assert claims.promise(first, 2, uses_room=False)
@@ -48,9 +48,27 @@ def test_a_shared_page_fulfils_a_promise_and_is_charged_once() -> None:
     assert claims.promise(second, 1, uses_room=False)
     assert claims.spare_count == 0
     claims.share(second, shared)
-    assert claims.spare_count == 1
+    assert (second.promised, second.open_count, claims.spare_count) == (2, 1, 0)
     claims.free(first, shared)
     assert pages.references(shared) == 1
+    # Each still gets the page that it was promised: the first one's share is its own again.
+    assert claims.allocate(second) is not None
+    assert claims.allocate(first) is not None
+
+
+def test_a_cached_page_fulfils_a_promise() -> None:
+    pages = PageAllocator(2)
+    claims, first, second = Claims(pages, 0), Claim(), Claim()
+    assert claims.promise(first, 1, uses_room=False)
+    cached = claims.allocate(first)
+    assert cached is not None
+    pages.keep(cached)
+    claims.free(first, cached)
+    claims.end(first)
+    assert claims.promise(second, 1, uses_room=False)
+    assert claims.spare_count == 1
+    claims.share(second, cached)
+    assert (second.promised, second.open_count, claims.spare_count) == (1, 0, 1)
 
 
 def test_2000_random_histories_keep_every_promise() -> None:
