@@ -3,7 +3,8 @@
 Pure: no clock, no I/O. No later request starts on a worker that a waiting request could run on, so
 none takes memory that an earlier one waits for and nothing starves. A
 request pinned to a busy worker holds up only that worker. Requests that may have ended an engine
-run apart from each other (`trial.py`).
+run apart from each other (`trial.py`). A paused request, whose reader is behind, is passed over: it
+would hold memory, or a trial's worker, for as long as it does not run.
 
 A resident request is charged for its prompt and its expected answer. The charge grows with the
 answer, and may then exceed the worker's memory: the worker takes a sequence off its device, and
@@ -15,7 +16,7 @@ better (`residency.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from scheduler_service.api.request import Request
@@ -146,11 +147,14 @@ class AdmissionQueue:
         claimed: set[str] = set()
         open_count = sum(not ledger.is_closed for ledger in self._ledgers.values())
         for index, request in enumerate(self._queue):
-            fitting = self._fitting(request)
-            worker_id = self._choose(request, fitting, claimed)
+            if request.is_paused or request.worker_id in claimed:
+                continue
+            # What is claimed here stays so: no worker is compared for streaming twice.
+            fitting = self._fitting(request, claimed)
+            worker_id = self._choose(request, fitting)
             if worker_id is None:
                 streamed = self._streamed_instead(request, fitting)
-                worker_id = self._choose(request, streamed, claimed)
+                worker_id = self._choose(request, streamed)
                 fitting |= streamed
             if worker_id is not None:
                 del self._queue[index]
@@ -194,6 +198,8 @@ class AdmissionQueue:
 
     def reason_to_wait(self, request: Request) -> str:
         """Return one sentence for people."""
+        if request.is_paused:
+            return "its reader is behind; it starts again once that has caught up"
         fitting = self._fitting(request)
         if not fitting:
             return "no worker that could run it is ready"
@@ -234,18 +240,22 @@ class AdmissionQueue:
         charge = self._charging.charge(request, ledger, fits)
         return ledger.has_room(charge) and self._has_slots(ledger, fits)
 
-    def _verdicts(self, request: Request) -> dict[str, Fits | NeverFits]:
+    def _verdicts(
+        self, request: Request, claimed: Collection[str] = frozenset()
+    ) -> dict[str, Fits | NeverFits]:
         return {
             worker_id: footprint_of(request.token_count, request.residency, ledger.facts)
             for worker_id, ledger in self._ledgers.items()
-            if not ledger.is_closed and request.worker_id in ("", worker_id)
+            if not ledger.is_closed
+            and request.worker_id in ("", worker_id)
+            and worker_id not in claimed
         }
 
-    def _fitting(self, request: Request) -> dict[str, Fits]:
-        """Return the workers that could run it when empty."""
+    def _fitting(self, request: Request, claimed: Collection[str] = frozenset()) -> dict[str, Fits]:
+        """Return the workers that could run it when empty, without those that are claimed."""
         return {
             worker_id: verdict
-            for worker_id, verdict in self._verdicts(request).items()
+            for worker_id, verdict in self._verdicts(request, claimed).items()
             if isinstance(verdict, Fits)
         }
 
@@ -253,18 +263,17 @@ class AdmissionQueue:
         """Return True if a worker that no waiting request could use has room for it."""
         claimed: set[str] = set()
         for waiting in self._queue:
-            claimed |= self._fitting(waiting).keys()
-        return self._choose(request, self._fitting(request), claimed) is not None
+            if not waiting.is_paused:
+                claimed |= self._fitting(waiting, claimed).keys()
+        return self._choose(request, self._fitting(request, claimed)) is not None
 
-    def _choose(
-        self, request: Request, fitting: Mapping[str, Fits], claimed: set[str]
-    ) -> str | None:
-        """Return the best worker with room that no earlier request claims."""
+    def _choose(self, request: Request, fitting: Mapping[str, Fits]) -> str | None:
+        """Return the best of these workers that has room."""
         candidates = []
         for worker_id, fits in fitting.items():
             ledger = self._ledgers[worker_id]
             is_open = ledger.trial.may_start(is_suspect=request.is_suspect)
-            if worker_id not in claimed and is_open and self._has_room(request, ledger, fits):
+            if is_open and self._has_room(request, ledger, fits):
                 candidates.append(
                     Candidate(
                         worker_id,

@@ -27,6 +27,8 @@ class Attempt:
     number: int
     # None until the worker was told.
     plan: Plan | None = None
+    # Cancelled to run again later: it is queued when the worker has let go of it.
+    is_put_back: bool = False
     # What the worker says of its restore.
     report: worker_pb2.RestoreReport | None = None
     # From the command to the release; when that began, on the scheduler's clock.
@@ -80,16 +82,13 @@ class Attempts:
         began = self._clock()
         planned = self._plan(attempt, worker.facts)
         self._note_start(attempt, planned.plan, began)
-        self._send(attempt, planned, worker)
+        worker.stream.admit(_admit_command(attempt, planned))
 
-    def pause(self, request: Request) -> None:
-        """Tell the worker whether the request is paused."""
-        attempt = self.of(request)
-        # An attempt that was not sent yet is paused when it is.
-        if attempt is not None and attempt.plan is not None:
-            worker = self._worker(attempt)
-            if worker is not None:
-                worker.stream.set_paused(request.request_id, request.is_paused)
+    def pause(self, attempt: Attempt) -> None:
+        """Tell the worker, which was told of the attempt, whether the request is paused."""
+        worker = self._worker(attempt)
+        if worker is not None:
+            worker.stream.set_paused(attempt.request.request_id, attempt.request.is_paused)
 
     def cancel(self, attempt: Attempt) -> None:
         """Stop it. Its memory stays charged until the worker has let go of it."""
@@ -146,11 +145,6 @@ class Attempts:
             request.times.dispatched = now
             waited = now - request.times.arrived
         self._accounts.placed(plan, waited)
-
-    def _send(self, attempt: Attempt, planned: PlannedAttempt, worker: ReadyWorker) -> None:
-        worker.stream.admit(_admit_command(attempt, planned))
-        if attempt.request.is_paused:
-            worker.stream.set_paused(attempt.request.request_id, True)
 
     def _worker(self, attempt: Attempt) -> ReadyWorker | None:
         worker = self._registry.find(attempt.worker_id)

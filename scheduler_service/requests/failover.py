@@ -9,6 +9,7 @@ have got past their start, and nothing else starts beside it (`placement/admissi
 failure therefore names its cause. A suspect is cleared when it gets past the place where the first
 engine failed. If it is suspected again later, it must get further past that place each time, so a
 request that ends engines at random is found after a few of them, too.
+A suspect whose reader is behind goes back to the queue, so that others can start on its worker.
 """
 
 from __future__ import annotations

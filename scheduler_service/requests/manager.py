@@ -81,6 +81,7 @@ class RequestManager:
         self._tasks = RequestTasks(self._fail_and_cancel)
         self._arrivals = itertools.count()
         self._last_arrival: asyncio.Task[None] | None = None
+        self._is_starting = False
         # Set when a request ends.
         self._an_end = asyncio.Event()
 
@@ -153,7 +154,19 @@ class RequestManager:
     # -- a request starts on a worker ---------------------------------------------------------
 
     def _start_waiting(self) -> None:
-        """Start, in order, every waiting request that may start now."""
+        """Start, in order, every waiting request that may start now.
+
+        A start that fails lets another one start; the call under way sees to that.
+        """
+        if self._is_starting:
+            return
+        self._is_starting = True
+        try:
+            self._start_all()
+        finally:
+            self._is_starting = False
+
+    def _start_all(self) -> None:
         while (admitted := self.admission.admit()) is not None:
             request, now = admitted.request, self._clock()
             request.times.unplaceable = None
@@ -168,8 +181,10 @@ class RequestManager:
 
     async def _look_up_and_start(self, attempt: Attempt) -> None:
         await self._look_up(attempt.request)
-        if attempt in self.attempts:  # neither abandoned nor lost meanwhile
+        if attempt in self.attempts:  # neither abandoned, paused nor lost meanwhile
             self._start(attempt)
+            if attempt not in self.attempts:
+                self._start_waiting()
 
     def _start(self, attempt: Attempt) -> None:
         try:
@@ -284,6 +299,8 @@ class RequestManager:
             has_steps = finish.HasField("mean_step_seconds")
             seconds = finish.mean_step_seconds if has_steps else None
             self._complete(attempt, finish.reason, finish.matched_stop, seconds)
+        elif attempt.is_put_back:
+            self._retry(attempt, None, is_loss=False)
         else:
             self._retry(attempt, Unavailable(_ENDED, reason="WORKER_DRAINED"))
 
@@ -351,6 +368,8 @@ class RequestManager:
         attempt = self.attempts.of(request)
         if attempt is not None:
             self.attempts.cancel(attempt)
+        # One that was not sent yet is over at once.
+        self._start_waiting()
 
     def _end_with_error(self, request: Request, error: SplitpointError) -> None:
         attempt = self.attempts.of(request)
@@ -371,12 +390,26 @@ class RequestManager:
     # -- readers report -------------------------------------------------------------------------
 
     def on_pause(self, request: Request, paused: bool) -> None:
-        self.attempts.pause(request)
+        attempt = self.attempts.of(request)
+        if attempt is None:
+            self._start_waiting()  # a paused one is not placed
+        elif attempt.plan is None:
+            if paused:
+                self.attempts.release(attempt)
+                self._retry(attempt, None, is_loss=False)
+                self._start_waiting()
+        elif attempt.is_put_back:
+            pass  # it is on its way to the queue
+        elif paused and request.is_suspect:
+            # Nothing starts beside a suspect, so it makes room for as long as its reader takes.
+            attempt.is_put_back = True
+            self.attempts.cancel(attempt)
+        else:
+            self.attempts.pause(attempt)
 
     def on_abandoned(self, request: Request) -> None:
         error = Unavailable("every reader left", reason=ABANDONED_REASON)
         self._fail_and_cancel(request, error)
-        self._start_waiting()
 
     # -- time passes ----------------------------------------------------------------------------
 

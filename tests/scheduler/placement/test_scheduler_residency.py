@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from scheduler_doubles import queued_request
 
 from scheduler_service.api.request import Request
 from scheduler_service.placement.admission import AdmissionQueue
-from scheduler_service.placement.residency import RunningRequest, Wanted, reason_to_stream
+from scheduler_service.placement.residency import (
+    RunningRequest,
+    Wanted,
+    reason_to_stream,
+    streamed_instead,
+)
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.planning.plan import Objective, Residency
@@ -145,3 +151,29 @@ def test_a_lost_worker_takes_its_requests_along() -> None:
     admission = queue_with(request_of(1, 640, 64))
     admission.remove_worker("0")
     assert admission.check_integrity() == []
+
+
+def test_each_worker_is_compared_once_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With each waiting request compared, the work would grow with their number, squared."""
+    admission = AdmissionQueue(100)
+    for worker_id in ("0", "1"):
+        admission.add_worker(replace(WORKER, worker_id=worker_id))
+    for arrival, pin in enumerate(("0", "1")):
+        running = request_of(arrival, 2400, 8)
+        running.worker_id = pin
+        admission.submit(running)
+        assert admission.admit() is not None
+    for arrival in range(2, 60):
+        # All but the last may run on a worker only that the first one claims.
+        waiting = request_of(arrival, 1200, 500)
+        waiting.worker_id = "0" if arrival < 59 else ""
+        admission.submit(waiting)
+    compared: list[str] = []
+
+    def counting(request: Request, ledger: Any, *rest: Any) -> Any:
+        compared.append(ledger.facts.worker_id)
+        return streamed_instead(request, ledger, *rest)
+
+    monkeypatch.setattr("scheduler_service.placement.admission.streamed_instead", counting)
+    assert admission.admit() is None
+    assert compared == ["0", "1"]

@@ -119,6 +119,27 @@ def test_nothing_starts_beside_a_suspect_and_it_waits_for_what_starts() -> None:
     assert admission.check_integrity() == []
 
 
+def test_a_paused_suspect_waits_and_holds_up_nobody() -> None:
+    admission = AdmissionQueue(10)
+    admission.add_worker(FACTS)
+    slow, other = (new_request(arrival, 50) for arrival in range(2))
+    suspect(slow)
+    slow.is_paused = True
+    admission.submit(slow)
+    assert admission.admit() is None
+    assert "reader is behind" in admission.reason_to_wait(slow)
+    admission.submit(other)
+    running = admission.admit()
+    assert running is not None
+    assert running.request is other
+    admission.release(running)
+    slow.is_paused = False
+    admitted = admission.admit()
+    assert admitted is not None
+    assert admitted.request is slow
+    assert admission.check_integrity() == []
+
+
 @dataclass
 class Engines:
     """Engines that a poison request ends when it reaches its place, under the real policy."""

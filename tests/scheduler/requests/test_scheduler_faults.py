@@ -29,6 +29,7 @@ from splitpoint.errors import (
     Cancelled,
     DeadlineExceeded,
     Internal,
+    InvalidArgument,
     ResourceExhausted,
     SplitpointError,
     Unavailable,
@@ -353,6 +354,66 @@ async def test_a_slow_reader_pauses_its_request_and_no_other() -> None:
         assert tokens[:50] == answer(PROMPT, 50)
         assert "slow" in worker.resumes
         await channel.close()
+
+
+async def test_a_suspect_that_is_paused_makes_room_and_runs_on_later() -> None:
+    worker = long_worker()
+    count = 3_000
+    async with stack(worker, model=LONG, limits=Limits(lag_tokens=64)) as running:
+        request = ids_request(PROMPT, count, request_id="slow")
+        request.sampling.logprobs = 20
+        channel, stub = small_window_stub(running)
+        slow = stub.Generate(request)
+        tokens = list((await slow.read()).chunk.token_ids)
+        live = running.manager.requests.running()[0]
+        # As after an engine that failed: a suspect for longer than its reader keeps up.
+        live.cleared_at_tokens = count
+        await running.until(lambda: live in running.manager.admission.queue())
+        assert live.is_paused
+        assert len(worker.cancels) == 1
+        other = await running.generate(ids_request([8], 500))
+        assert len(other.token_ids) == 500
+        while (response := await slow.read()).HasField("chunk"):
+            tokens += response.chunk.token_ids
+        assert tokens == answer(PROMPT, count)
+        assert (live.losses, live.refusals) == (0, 0)
+        assert len(worker.admits) > 2
+        await channel.close()
+
+
+@pytest.mark.parametrize("is_expected", [True, False])
+async def test_a_start_that_fails_after_a_look_up_lets_the_next_one_start(
+    monkeypatch: pytest.MonkeyPatch, is_expected: bool
+) -> None:
+    """By an error of the plan, or by one that nobody expects."""
+    worker = WorkerDouble(max_batch=1)
+    worker.pace = steps = Steps()
+    async with stack(worker, limits=Limits(lookup_lifetime_seconds=-1.0)) as running:
+        manager = running.manager
+        found, gate = manager._find_prefix, asyncio.Event()
+
+        async def find(salt: bytes, tokens: Any) -> Any:
+            if len(tokens) == 2 and manager.attempts:
+                await gate.wait()
+            return await found(salt, tokens)
+
+        def refuse(attempt: Any) -> None:
+            if len(attempt.request.prompt) == 2:
+                raise InvalidArgument("no such plan") if is_expected else RuntimeError("broken")
+            start(attempt)
+
+        start = manager.attempts.start
+        monkeypatch.setattr(manager, "_find_prefix", find)
+        monkeypatch.setattr(manager.attempts, "start", refuse)
+        bad = asyncio.create_task(running.error(ids_request([9, 9], 4)))
+        await running.until(lambda: manager.attempts)
+        good = asyncio.create_task(running.generate(ids_request(PROMPT, 4)))
+        await running.until(lambda: manager.admission.queue())
+        gate.set()
+        assert isinstance(await bad, InvalidArgument if is_expected else Internal)
+        await running.until(lambda: worker.admits)
+        steps.allow(10)
+        assert (await good).token_ids == answer(PROMPT, 4)
 
 
 async def test_a_reader_that_takes_nothing_is_cut_off() -> None:
