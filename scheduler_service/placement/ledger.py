@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from scheduler_service.placement.trial import Trial
 from scheduler_service.worker_facts import WorkerFacts
+from splitpoint.words import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +153,14 @@ class Ledger:
             problems.append(f"{self._own_pages} own pages charged instead of {own_pages}")
         holders = Counter(mark for charge in charges for mark in charge.marks)
         if self._holders != holders:
-            problems.append(f"{len(self._holders)} chunks are counted instead of {len(holders)}")
+            counts = counted(len(self._holders), "chunk is", "chunks are")
+            problems.append(f"{counts} counted instead of {len(holders)}")
         if any(charge.own_pages < 0 for charge in charges):
             problems.append("a request is charged a negative number of pages")
         if len(charges) > self.facts.max_batch_size:
-            problems.append(f"{len(charges)} requests in a batch of {self.facts.max_batch_size}")
+            problems.append(
+                f"{counted(len(charges), 'request')} in a batch of {self.facts.max_batch_size}"
+            )
         return problems + self.trial.check_integrity(set(self._grants))
 
 

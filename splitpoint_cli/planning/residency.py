@@ -198,7 +198,7 @@ def _rows(found: Explained) -> Iterator[tuple[str, str]]:
     yield (
         "link alone",
         f"streams at most {found.comparison.link_bound:,.1f} tokens/s of "
-        f"{load.mean_length:,} tokens, if nothing is rebuilt and nothing stays",
+        f"{counted(load.mean_length, 'token')}, if nothing is rebuilt and nothing stays",
     )
 
 

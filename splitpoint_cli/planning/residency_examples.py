@@ -11,6 +11,7 @@ from splitpoint.planning.schedule import Schedule
 from splitpoint.residency.load import SLICE_TOKENS, RequestLoad
 from splitpoint.residency.ways import Forecast, Impossible
 from splitpoint.shapes import BUILT_IN_SHAPES
+from splitpoint.words import counted
 from splitpoint_cli.output import seconds_text
 from splitpoint_cli.planning.residency import Explained, explained
 from splitpoint_cli.planning.sizing import Node
@@ -37,8 +38,9 @@ _EXAMPLES = (
     ("llama-3-8b", _LLAMA, 72 * _GIB),
     ("llama-3.1-8b", _LONG, 18 * _GIB),
 )
+_AT_ONCE = counted(_OPT.request_count, "request")
 _LEGEND = f"""\
-{_OPT.request_count} requests at once, each with a cached prefix of its own, all in bfloat16.
+{_AT_ONCE} at once, each with a cached prefix of its own, all in bfloat16.
 Batches of at most {_MAX_BATCH}, time slices of {SLICE_TOKENS} tokens, objective throughput.
 
 | model | cached | new | generated |
