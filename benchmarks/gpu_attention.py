@@ -1,28 +1,27 @@
 """Attention alone, as a worker calls it: each kernel beside its fallback, and the memory it takes.
 
-    python -m benchmarks.gpu_attention [--device cuda] [--tiny] [--output FILE]
+    python -m benchmarks.gpu_attention [--device cuda] [--tiny] [--json] [--output FILE]
 
 Decoding reads spread pages by FlashInfer (if installed), by Triton's spans, and by plain
 products, which gather them. A grouped prefill over a prefix runs with the fused kernel, and as
-SDPA runs it with a mask. The last line is JSON. A CPU has plain products only.
+SDPA runs it with a mask. A CPU has plain products only.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional
 
+from benchmarks.shared import finish, parser_of
 from worker_service.device.upload import Upload
 from worker_service.model.attention import decode_partial, prefill
 from worker_service.model.attention_plan import DecodePlan, PageView, PrefillPlan
@@ -36,10 +35,9 @@ REPEATS = 20
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to prove the script")
-    parser.add_argument("--output", type=Path, help="also write the JSON object here")
     given = parser.parse_args()
     device = torch.device(given.device)
     with torch.inference_mode():
@@ -49,10 +47,16 @@ def main() -> None:
             "decode": decode(device, *((2, 200) if given.tiny else (32, 8192))),
             "prefill": prefilled(device, *((128, 64) if given.tiny else (16_384, 1024))),
         }
-    line = json.dumps(result)
-    if given.output is not None:
-        given.output.write_text(line + "\n")
-    print(line)
+    finish(given, result, report)
+
+
+def report(result: Mapping[str, Any]) -> None:
+    """Print a line for each way."""
+    for part in ("decode", "prefill"):
+        for way, found in result[part].items():
+            memory = found.get("peak_bytes")
+            peak = "" if memory is None else f" {memory / 2**20:10,.1f} MiB"
+            print(f"{part:<8} {way:<17} {found['milliseconds']:10.3f} ms{peak}")
 
 
 def decode(device: torch.device, batch: int, length: int) -> dict[str, dict[str, float]]:
