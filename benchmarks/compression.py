@@ -10,7 +10,7 @@ a restore, exactly as a worker does it; what follows is predicted from that:
                all but the newest tokens were encoded
 
 Bytes on the link are counted where they move: of a restore what its link lane
-carried, of write-back every copy that torch makes into the arena's mapping.
+carried, of write-back every copy that it makes into the arena's mapping.
 
     python -m benchmarks.compression [--windows N] [--dtype TYPE] [--json] [--output FILE]
 """
@@ -26,13 +26,14 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.shared import finish, parser_of
 from splitpoint.checkpoint.resolve import resolve_model
@@ -40,6 +41,7 @@ from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.planning.schedule import Lane
 from splitpoint.shapes import ArenaLayout, DataType, Encoding
 from splitpoint_cli.bench.shared.progress import Progress
+from worker_service.device import copies
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
 from worker_service.device.memory import divide
 from worker_service.lanes.select import lanes_of
@@ -96,28 +98,27 @@ def read_unseen(tokenizer: Tokenizer, window_count: int) -> Iterator[Sample]:
         yield Sample(package, files, windows)
 
 
-class LinkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes that torch copies into one mapped arena, in this thread."""
+class LinkCounter:
+    """Counts the bytes that write-back copies into one mapped arena."""
 
     def __init__(self, mirror: MirrorCache) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         payload = mirror.arena.payload
         self._first = payload.ctypes.data
         self._last = self._first + payload.nbytes
         self.written_bytes = 0
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func is torch.ops.aten.copy_.default:
-            target = args[0]
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count every `copies.copy` in this context: all copies of write-back are made by it."""
+        copy = copies.copy
+
+        def counted(target: torch.Tensor, source: torch.Tensor) -> None:
             if self._first <= target.data_ptr() < self._last:
                 self.written_bytes += target.nbytes
-        return func(*args, **(kwargs or {}))
+            copy(target, source)
+
+        with patch.object(copies, "copy", counted):
+            yield
 
 
 class Reader:
@@ -183,7 +184,7 @@ class Reader:
             for index in range(first, last)
         ]
         places = self.mirror.grant(len(jobs))
-        with self.link:
+        with self.link.counting():
             checksums = copy_chunks(
                 self.cache, self.mirror.tensors, jobs, [slot for slot, _ in places]
             )
