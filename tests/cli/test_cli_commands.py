@@ -186,6 +186,7 @@ def test_generate_json_has_exactly_these_fields(script: Script) -> None:
             "schedule": "pipelined",
             "reason": "split 0: because this is a test",
             "fetched_tokens": 0,
+            "device_tokens": 0,
             "recomputed_tokens": 0,
             "resident_tokens": 0,
             "predicted_restore_seconds": 0.125,
