@@ -265,7 +265,8 @@ def test_a_store_out_of_descriptors_recovers(path: Path, free_port: int) -> None
                     return False
 
         eventually(serves_a_newcomer)
-        assert store.end()[0] == 0
+        status, errors = store.end()
+        assert status == 0, errors
     assert not path.parent.exists()
 
 

@@ -8,32 +8,28 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from interpreted import Interpreter, interpreter
 
 from worker_service.device.upload import Upload
-from worker_service.model import span_attention
 from worker_service.model.attention import PartialAttention, decode_partial
 from worker_service.model.attention_plan import DecodePlan
 from worker_service.model.library_attention import Library, WholeSequences
-from worker_service.model.span_attention import SpanView
 
 CPU = torch.device("cpu")
 CHUNK = 16
 SCALE = 0.2
 
 
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    sys.modules.pop("worker_service.model.span_kernel", None)
-    yield span_attention.load_kernels()
-    sys.modules.pop("worker_service.model.span_kernel", None)
+@pytest.fixture(scope="module")
+def kernels() -> Iterator[Interpreter]:
+    with interpreter() as process:
+        yield process
 
 
 class Case:
@@ -55,6 +51,10 @@ class Case:
         ]
         # Two queries share their first pages.
         self.tables[4][:4] = self.tables[3][:4]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.queries, self.keys, self.values
 
     def seen(self, window: int | None) -> tuple[Any, Any, Any]:
         """Page numbers, owners and seen rows, without pages of which no row is seen."""
@@ -92,7 +92,7 @@ class Case:
     ],
 )
 def test_spans_equal_plain_products(
-    kernels: Any,
+    kernels: Interpreter,
     dtype: torch.dtype,
     heads: tuple[int, int],
     head_dim: int,
@@ -107,10 +107,8 @@ def test_spans_equal_plain_products(
         unused = ~np.any(seen[numbers == page], axis=0)
         case.keys[page, :, torch.from_numpy(unused)] = math.nan
         case.values[page, :, torch.from_numpy(unused)] = math.nan
-    view = SpanView.of(numbers, owners, seen, 5, Upload(CPU))
-    got = PartialAttention(
-        *view.attend(case.queries, case.keys, case.values, scale=SCALE, cap=cap, kernels=kernels)
-    )
+    _, parts = kernels.attend((numbers, owners, seen), case.tensors, scale=SCALE, cap=cap)
+    got = PartialAttention(*parts)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
     torch.testing.assert_close(
         got.attended(torch.float32), wanted.attended(torch.float32), atol=tolerance, rtol=tolerance
@@ -119,25 +117,21 @@ def test_spans_equal_plain_products(
     torch.testing.assert_close(got.total, wanted.total, atol=1e-3, rtol=1e-3)
 
 
-def test_a_query_without_pages_counts_nothing(kernels: Any) -> None:
+def test_a_query_without_pages_counts_nothing(kernels: Interpreter) -> None:
     """As in a tile that holds other sequences; and its result does not depend on theirs."""
     case = Case(1, torch.float32, (4, 2), 16)
     numbers, owners, seen = case.seen(None)
     alone = owners == 3
-    view = SpanView.of(numbers[alone], owners[alone], seen[alone], 5, Upload(CPU))
-    assert view.firsts.tolist() == [0, 0, 0, 0, 3, 3]
-    parts = view.attend(
-        case.queries, case.keys, case.values, scale=SCALE, cap=None, kernels=kernels
+    firsts, parts = kernels.attend(
+        (numbers[alone], owners[alone], seen[alone]), case.tensors, scale=SCALE, cap=None
     )
+    assert firsts == [0, 0, 0, 0, 3, 3]
     weighted, peak, total = parts
     others = [0, 1, 2, 4]
     assert not weighted[others].any()
     assert not total[others].any()
     assert (peak[others] == torch.finfo(torch.float32).min).all()
-    whole = SpanView.of(numbers, owners, seen, 5, Upload(CPU))
-    together = whole.attend(
-        case.queries, case.keys, case.values, scale=SCALE, cap=None, kernels=kernels
-    )
+    _, together = kernels.attend((numbers, owners, seen), case.tensors, scale=SCALE, cap=None)
     for one, all_of_them in zip(parts, together, strict=True):
         assert torch.equal(one[3], all_of_them[3])
 
