@@ -106,7 +106,7 @@ class LocalStack:
         for worker in self.workers:
             cache = worker.engine.cache
             assert cache.pages.used_count == cache.input_pages.used_count == 0
-            assert cache.claimed_count == 0
+            assert cache.claims.promised_count == 0
         stats = await self.store_stats()
         assert list(stats.integrity_violations) == []
         assert (stats.lease_count, stats.writing_slot_count) == (0, 0)

@@ -129,7 +129,7 @@ async def test_a_front_of_what_must_stream_stays_where_memory_is_free(
             kept = 0 if plan.schedule is Schedule.ROW else 2
             # The last chunk may not be sealed yet.
             assert stored - 1 - kept <= pulled / page <= stored - kept, attempt
-            assert engine.cache.claimed_count == 0
+            assert engine.cache.claims.promised_count == 0
         await stack.assert_clean()
 
 

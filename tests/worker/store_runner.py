@@ -30,6 +30,7 @@ from worker_service.engine.engine import Engine
 from worker_service.engine.messages import Matched, StepOutput
 from worker_service.engine.sampling import Sampling
 from worker_service.engine.sequence import Admission, Suspects
+from worker_service.engine.sequence import Sequence as EngineSequence
 from worker_service.store.arena_tensors import ArenaTensors, StoredChunk
 from worker_service.store.client import Match
 from worker_service.store.session import Connection
@@ -195,6 +196,15 @@ def store_runner(layout: ArenaLayout, folder: Path, slot_count: int) -> Iterator
     finally:
         store.close()
         opened.owner.remove()
+
+
+def wait_loaded(sequence: EngineSequence) -> None:
+    """Wait until the link has brought everything of a restore that has no products."""
+    assert sequence.restoring is not None
+    run = sequence.restoring.run
+    with run.group.changed:
+        assert run.group.changed.wait_for(lambda: run.is_done, PATIENCE_SECONDS)
+    run.group.wait_quiet()
 
 
 def streamed(

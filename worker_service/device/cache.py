@@ -170,11 +170,6 @@ class DeviceCache:
         self.claims = Claims(self.pages, plan.room_page_count)
 
     @property
-    def claimed_count(self) -> int:
-        """Pages promised to sequences."""
-        return self.claims.promised_count
-
-    @property
     def used_bytes(self) -> int:
         """Bytes of the pages in use, without those of the room."""
         return (self.pages.used_count - self.claims.room_used) * self.plan.page_bytes

@@ -127,7 +127,7 @@ def test_64_streamed_requests_decode_together_where_8_resident_ones_fit(
         assert salt or watch.peak_decodes == REQUESTS
         assert watch.peak_held == plan.streamed_page_count
         assert watch.peak_pages <= REQUESTS + plan.room_page_count <= 8 * RESIDENT_PAGES
-        assert engine.cache.pages.used_count == engine.cache.claimed_count == 0
+        assert engine.cache.pages.used_count == engine.cache.claims.promised_count == 0
         assert engine.cache.claims.room_used == 0
 
 

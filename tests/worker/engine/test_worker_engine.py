@@ -45,7 +45,7 @@ def test_greedy_tokens_equal_transformers_alone_and_together(case: str, tmp_path
         alone = run_all(engine, [admission("alone", prompts[i], GREEDY_64)])
         assert alone.tokens["alone"] == wanted[i]
     assert engine.cache.pages.used_count == 0
-    assert engine.cache.claimed_count == 0
+    assert engine.cache.claims.promised_count == 0
 
 
 def test_more_requests_than_memory_wait_their_turn_and_are_right(llama: Path) -> None:
@@ -61,7 +61,7 @@ def test_more_requests_than_memory_wait_their_turn_and_are_right(llama: Path) ->
     for i, (_, wanted) in checked.items():
         assert transcript.tokens[str(i)] == wanted
     assert len(transcript.finishes) == 50
-    assert engine.cache.pages.used_count == engine.cache.claimed_count == 0
+    assert engine.cache.pages.used_count == engine.cache.claims.promised_count == 0
 
 
 @pytest.mark.parametrize("is_short", [True, False])
@@ -92,7 +92,7 @@ def test_memory_for_8_of_the_longest_answers_runs_more_that_are_short(
     for each in requests[::10]:
         name = each.request_id
         assert run_all(roomy, [each]).tokens[name] == transcript.tokens[name]
-    assert engine.cache.pages.used_count == engine.cache.claimed_count == 0
+    assert engine.cache.pages.used_count == engine.cache.claims.promised_count == 0
 
 
 def test_what_never_fits_is_refused_with_its_numbers(llama: Path) -> None:

@@ -105,7 +105,7 @@ def _live_through(world: World, rng: random.Random) -> None:
         assert world.step(prompt_store=True) or world.queues.is_empty, "deadlock"
     world.step()  # what was cancelled last
     world.cache.pages.check_integrity()
-    assert world.cache.pages.used_count == world.cache.claimed_count == 0
+    assert world.cache.pages.used_count == world.cache.claims.promised_count == 0
     assert world.cache.input_pages.used_count == world.cache.claims.room_used == 0
     for name, each in world.admissions.items():
         finish = world.transcript.finishes[name]
@@ -242,7 +242,7 @@ def test_texts_are_those_of_undisturbed_requests(
     print(counts)
     assert counts["preemptions"] > 1
     assert counts["losses"] == 0
-    assert engine.cache.pages.used_count == engine.cache.claimed_count == 0
+    assert engine.cache.pages.used_count == engine.cache.claims.promised_count == 0
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_random_histories_with_the_real_model_keep_their_texts(
         for name, tokens in transcript[0].tokens.items():
             expected = wanted[name][: len(tokens)] if name in cancelled else wanted[name]
             assert tokens == expected, (history, name)
-        assert engine.cache.pages.used_count == engine.cache.claimed_count == 0
+        assert engine.cache.pages.used_count == engine.cache.claims.promised_count == 0
     assert preemptions > len(histories)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from engine_runner import CPU, Transcript, admission, make_engine
-from store_runner import StoreRunner, store_runner, streamed
+from store_runner import StoreRunner, store_runner, streamed, wait_loaded
 from tiny_models import build_tiny, clear_prompt, write_tiny
 from torch.profiler import ProfilerActivity, profile
 
@@ -23,6 +24,7 @@ from worker_service.device.memory import staging_bytes
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import StepOutput
 from worker_service.engine.sampling import Sampling
+from worker_service.engine.sequence import Admission
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import EmulatedLink, Lanes, SerialLanes
 from worker_service.lanes.timeline import Trace
@@ -83,9 +85,14 @@ class Case:
         *,
         salt: bytes = b"",
         residents: Sequence[int] = (),
+        restored_at_once: bool = False,
         **options: Any,
     ) -> list[float]:
-        """Stream all prompts, run some resident beside them; return their log-probabilities."""
+        """Stream all prompts, run some resident beside them; return their log-probabilities.
+
+        `restored_at_once`: all prefixes are on the device before the first batch, as over
+        `SerialLanes`. Otherwise the threads decide which requests share the first batches.
+        """
         requests = [
             streamed(str(i), prompt, GREEDY, split=split, salt=salt, **options)
             for i, prompt in enumerate(self.prompts)
@@ -100,11 +107,29 @@ class Case:
             assert engine.lanes.finish() == [], "something is under way between steps"
 
         self.runner.after_step = note
-        transcript = self.runner.run(engine, requests)
+        if restored_at_once:
+            self.restore_all(engine, requests)
+        transcript = self.runner.run(engine, [] if restored_at_once else requests)
         assert len(transcript.tokens) == len(requests)
         self.check(transcript)
-        assert engine.cache.pages.used_count == engine.cache.claimed_count == 0
+        assert engine.cache.pages.used_count == engine.cache.claims.promised_count == 0
         return scores
+
+    def restore_all(self, engine: Engine, requests: Sequence[Admission]) -> None:
+        """Admit the requests and bring their prefixes, of which only the tails are read here."""
+        for each in requests:
+            self.runner.admit(engine, each)
+        begun = threading.Event()
+        engine.lanes.before = lambda _: assert_set(begun)
+        assert not engine.step().ran
+        begun.set()
+        for sequence in engine.queues.running:
+            wait_loaded(sequence)
+        engine.lanes.before = None
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(30)
 
 
 def make_case(name: str, folder: Path) -> Iterator[Case]:
@@ -152,7 +177,8 @@ def test_tokens_are_those_of_transformers(case: Case, split: int, lanes: ThreadL
 def test_the_serial_twin_computes_the_same_bits(
     llama: Case, split: int, tile_pages: int, lanes: ThreadLanes
 ) -> None:
-    overlapped = llama.run(llama.engine(lanes, tile_pages=tile_pages), split)
+    engine = llama.engine(lanes, tile_pages=tile_pages)
+    overlapped = llama.run(engine, split, restored_at_once=True)
     serial = llama.run(llama.engine(SerialLanes(CPU), tile_pages=tile_pages), split)
     assert overlapped == serial
 
@@ -434,7 +460,7 @@ def test_logits_that_are_no_numbers_end_a_request_whose_chunks_are_intact(
         assert error.reason == "NON_FINITE_LOGITS"
         assert case.runner.store.inspection.damaged_count == 0
         assert case.runner.store.peek(b"", prompt).cached_tokens == 64
-        assert engine.cache.pages.used_count == engine.cache.claimed_count == 0
+        assert engine.cache.pages.used_count == engine.cache.claims.promised_count == 0
 
 
 def step_until_idle(runner: StoreRunner, engine: Engine, transcript: Transcript) -> None:

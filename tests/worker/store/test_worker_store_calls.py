@@ -26,7 +26,9 @@ from splitpoint.shapes import ArenaLayout, DataType
 from splitpoint.transport.servers import create_server, listen
 from splitpoint.v1 import kvstore_pb2_grpc
 from worker_service.engine.messages import Call
+from worker_service.lanes.groups import Group, Piece
 from worker_service.lanes.lanes import SerialLanes
+from worker_service.lanes.work import Work
 from worker_service.runtime import Runtime
 from worker_service.store.arena_tensors import ArenaTensors
 from worker_service.store.cleanups import Cleanups
@@ -301,10 +303,11 @@ async def test_write_back_counts_how_its_chunks_end(setup: Setup) -> None:
 
 
 class Posted:
-    """An engine that takes commands when the test says so."""
+    """An engine that takes commands when the test says so, with lanes that do what they get."""
 
     def __init__(self) -> None:
         self.commands: list[Call] = []
+        self.lanes = SerialLanes(torch.device("cpu"))
 
     def post(self, command: Call) -> None:
         self.commands.append(command)
@@ -321,8 +324,11 @@ async def test_between_two_steps_or_never(monkeypatch: pytest.MonkeyPatch) -> No
     assert ran == []
 
     begun, go_on = threading.Event(), threading.Event()
+    copy = Piece(Work("copy", lambda: ran.append("copy")), lambda: None)
+    restore = Group(iter([copy, None]).__next__)
 
     def slow() -> None:
+        engine.lanes.attach(restore)  # copies nothing while the memory may change
         begun.set()
         assert go_on.wait(30)
         ran.append("whole")
@@ -335,8 +341,8 @@ async def test_between_two_steps_or_never(monkeypatch: pytest.MonkeyPatch) -> No
     assert not (await asyncio.wait({waiting}, timeout=0.3))[0]
     go_on.set()
     await waiting
-    assert ran == ["whole"]
     await running
+    assert ran == ["whole", "copy"]
 
 
 async def test_an_error_between_steps_is_its_callers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def test_tokens_are_exact_with_a_quarter_of_the_weights_memory(
         assert len(engine.model.layer_weights.keys) > LAYERS / 2
         transcript = run_all(engine, requests)
         assert [transcript.tokens[str(i)] for i in range(len(prompts))] == list(wanted)
-        assert engine.cache.claimed_count == engine.cache.pages.used_count == 0
+        assert engine.cache.claims.promised_count == engine.cache.pages.used_count == 0
         lanes.close()
 
 
