@@ -114,12 +114,14 @@ class Restorer:
         sequence.restoring = Restoring(
             run, wanted, read, self._predicted(sequence, wanted, run), check
         )
+        if self._lanes.overlapping or isinstance(run, BothEndsRestore):
+            run.begin()
+            return None
+        # The serial twin: everything at once, in order.
+        run.lend_slots()
         run.begin()
-        if not self._lanes.overlapping and isinstance(run, SplitRestore):
-            # The serial twin: everything at once, in order.
-            run.lend_slots()
-            while run.compute() is not None:
-                continue
+        while run.compute() is not None:
+            continue
         return None
 
     def _wanted(self, sequence: Sequence, match: Match) -> Wanted:
@@ -140,7 +142,12 @@ class Restorer:
         chunks = match.chunks[: chunks_of(cached, self._chunk)]
         if sequence.device_tokens >= cached:
             chunks = chunks[:full]
-        from_both_ends = admission.method is RestoreMethod.TOKENS and not sequence.is_streamed
+        from_both_ends = (
+            admission.method is RestoreMethod.TOKENS
+            and not sequence.is_streamed
+            # The device may hold more than the store; then nothing is left to compute here.
+            and sequence.device_tokens < cached
+        )
         return Wanted(
             self._transfer_for(match),
             chunks,
@@ -303,15 +310,8 @@ class Restorer:
         for sequence, each in restoring:
             others = (*batch, *(other for other, _ in restoring))
             each.is_alone = each.is_alone and all(other is sequence for other in others)
-            if each.run.group.paused != sequence.paused:
-                each.run.group.paused = sequence.paused
-                self._lanes.poke()
             each.run.group.claim = self._claim(each)
-        runs = [
-            each.run
-            for sequence, each in restoring
-            if isinstance(each.run, SplitRestore) and not sequence.paused
-        ]
+        runs = [each.run for _, each in restoring if isinstance(each.run, SplitRestore)]
         runs = [runs[index] for index in by_claim([run.group.claim_at(now) for run in runs])]
         for run in runs:
             run.contend(bool(batch) and self._lanes.overlapping)
@@ -376,6 +376,8 @@ class Restorer:
         A sequence whose restore succeeded may run. Raises an error of a lane.
         """
         for sequence, restoring in list(_restoring(running)):
+            if sequence.restoring is not restoring or restoring.run.group.is_closed:
+                continue  # one that was yielded before has made it start over
             spans = self._lanes.count_spans(restoring.run.group.take_spans())
             restoring.spans += spans
             if self._observers.trace is not None:

@@ -184,12 +184,15 @@ class Sequence:
 
     @property
     def runnable_tokens(self) -> int:
-        """Tokens that the next step may compute: all that are left, or a restore's front."""
-        if self.paused or self.awaits_match:
+        """Tokens that the next step may compute: all that are left, or a restore's front.
+
+        A restore goes on while its sequence is paused: until it ends, its pages cannot leave.
+        """
+        if self.awaits_match:
             return 0
-        if self.restored:
-            return len(self.tokens) - self.computed
-        return 0 if self.restoring is None else self.restoring.front_tokens(self.computed)
+        if self.restoring is not None:
+            return self.restoring.front_tokens(self.computed)
+        return len(self.tokens) - self.computed if self.restored and not self.paused else 0
 
     @property
     def mean_step_seconds(self) -> float | None:

@@ -145,7 +145,7 @@ class SharedPages:
 
     def _is_bringing(self, owner: Sequence, index: int) -> bool:
         """Return True if the owner is about to make its chunk `index` usable by others."""
-        if owner.paused or owner.awaits_match:
+        if owner.awaits_match or (owner.paused and owner.restoring is None):
             return False
         if index >= owner.checked_chunks:
             return True

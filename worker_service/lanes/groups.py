@@ -46,7 +46,6 @@ class Group:
     Attributes:
         changed: locks the state of `draw` and the group; notified at each change.
         claim: the restore's claim on the link; the owner updates it.
-        paused: nothing is drawn; the owner sets it.
         error: the first error of a piece; None if there was none. Nothing is drawn after it.
     """
 
@@ -54,7 +53,6 @@ class Group:
         """`on_change` is called from any thread after each piece; it must not wait."""
         self.changed = threading.Condition()
         self.claim = Claim(0.0, 0.0)
-        self.paused = False
         self.error: BaseException | None = None
         self._draw = draw
         self._on_change = on_change
@@ -76,7 +74,7 @@ class Group:
     def is_open(self) -> bool:
         """True if more work of the group may begin."""
         with self.changed:
-            return not (self._is_closed or self.paused or self.error is not None)
+            return not (self._is_closed or self.error is not None)
 
     @property
     def is_quiet(self) -> bool:
@@ -114,8 +112,8 @@ class Group:
             if piece is not None:
                 self._under_way += 1
                 self._has_more = True
-            elif self._has_more:
-                # That nothing is left to draw is news, too.
+            elif self._has_more or self.error is not None:
+                # That nothing is left to draw is news, too, and so is an error.
                 self._has_more = False
                 self.changed.notify_all()
                 self._on_change()

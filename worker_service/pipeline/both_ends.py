@@ -125,7 +125,7 @@ class BothEndsRestore:
         The sides have met once there are no more and `is_done`.
         """
         if computed < self._claimed or self._front_ended:
-            return self._claimed - computed
+            return max(0, self._claimed - computed)
         with self.group.changed:
             chunks = self._queue.pop_front()
             if chunks is None:
@@ -133,7 +133,7 @@ class BothEndsRestore:
                 return 0
         end = (self._first + chunks.stop) * self._transfer.chunk_tokens
         self._claimed = min(end, self._prefix.cached_tokens)
-        return self._claimed - computed
+        return max(0, self._claimed - computed)
 
     def close(self) -> None:
         """Begin no more pieces; those under way end before the group is quiet."""

@@ -263,7 +263,8 @@ class SplitRestore:
         for index in self._waiting[Lane.LINK_IN]:
             if self._may_begin(index):
                 return self._copy(index)
-            if not self.is_contended:
+            # While another restore has the slots, later loads need none.
+            if not self.is_contended and not self._lacks_slots(index):
                 return None
         if self.is_contended:
             load = self._load_last_product()
@@ -273,9 +274,12 @@ class SplitRestore:
             return Piece(self._copies.pop(0), self._end_copy)
         return None
 
+    def _lacks_slots(self, index: int) -> bool:
+        return self._tasks[index].kind is TaskKind.SEND and not self._has_slots
+
     def _may_begin(self, index: int) -> bool:
         task = self._tasks[index]
-        if task.kind is TaskKind.SEND and not self._has_slots:
+        if self._lacks_slots(index):
             return False
         # A lane keeps its order.
         return all(

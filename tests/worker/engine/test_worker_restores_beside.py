@@ -7,23 +7,26 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from engine_runner import CPU, Transcript, admission, make_engine, run_all
-from store_runner import StoreRunner, store_runner
+from store_runner import StoreRunner, store_runner, wait_loaded
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
+from splitpoint.errors import ChunkLost
 from splitpoint.planning.plan import RestoreMethod
-from splitpoint.planning.schedule import Lane
+from splitpoint.planning.schedule import Lane, TaskKind
 from splitpoint.shapes import ArenaLayout
 from worker_service.engine.engine import Engine
-from worker_service.engine.messages import Call, Cancel, SetPaused, Stop
+from worker_service.engine.messages import Call, Cancel, RestoreEvent, SetPaused, Stop
 from worker_service.engine.sampling import Sampling
-from worker_service.engine.sequence import Admission
+from worker_service.engine.sequence import Admission, Sequence
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import Lanes, SerialLanes
 from worker_service.model.decoder import Decoder
+from worker_service.pipeline.restore import SplitRestore
 from worker_service.store.verifier import Verifier
 
 CHUNK = 16
@@ -166,18 +169,138 @@ def test_what_ends_a_restore_midway_leaves_its_pages_to_the_lane(
 
 
 @pytest.mark.parametrize(("method", "split"), METHODS)
-def test_a_paused_restore_waits_and_goes_on(case: Case, method: RestoreMethod, split: int) -> None:
+def test_a_paused_request_is_restored_and_then_waits(
+    case: Case, method: RestoreMethod, split: int
+) -> None:
     lanes, transcript = ThreadLanes(CPU), Transcript()
-    engine = case.engine(lanes)
+    gate, engine = Gate(lanes), case.engine(lanes)
     case.runner.admit(engine, case.restored("back", method, split))
+    step(case, engine, transcript)
+    [sequence] = engine.queues.running
     engine.post(SetPaused("back", True))
-    for _ in range(20):
+    gate.is_open.set()
+    until_restored(case, engine, transcript, sequence)
+    for _ in range(5):
         step(case, engine, transcript)
     assert transcript.tokens == {}
+    # Others may have its pages now.
+    assert engine.queues._last_to_leave(engine.queues.running) is sequence
     engine.post(SetPaused("back", False))
     to_the_end(case, engine, transcript)
     assert transcript.tokens["back"] == case.wanted[0]
     lanes.close()
+
+
+def until_restored(case: Case, engine: Engine, transcript: Transcript, sequence: Sequence) -> None:
+    """Step until a restore is over; its pieces wake the engine."""
+    while not sequence.restored:
+        engine.wait(30)
+        step(case, engine, transcript)
+
+
+def test_a_paused_restore_gives_the_staging_memory_to_the_next(case: Case) -> None:
+    lanes, transcript = ThreadLanes(CPU), Transcript()
+    gate, engine = Gate(lanes), case.engine(lanes)
+    for name in ("first", "second"):
+        # Each brings everything itself, and rebuilds half of it.
+        each = case.restored(name, RestoreMethod.LOAD, 80)
+        case.runner.admit(engine, replace(each, restores_all=True))
+    step(case, engine, transcript)
+    runs = {s.key[0]: s.restoring.run for s in engine.queues.running if s.restoring is not None}
+    holders = [name for name, run in runs.items() if run is engine.restorer._slot_holder]
+    assert len(holders) == 1
+    engine.post(SetPaused(holders[0], True))
+    step(case, engine, transcript)
+    gate.is_open.set()
+    other = next(name for name in runs if name not in holders)
+    for _ in range(2000):
+        transcript.add(case.runner.step(engine))
+        if other in transcript.finishes:
+            break
+    assert transcript.tokens == {other: case.wanted[0]}
+    engine.post(SetPaused(holders[0], False))
+    to_the_end(case, engine, transcript)
+    assert transcript.tokens[holders[0]] == case.wanted[0]
+    lanes.close()
+
+
+def test_one_without_staging_memory_loads_past_the_x_that_waits_for_it(case: Case) -> None:
+    lanes, transcript = ThreadLanes(CPU), Transcript()
+    gate, engine = Gate(lanes), case.engine(lanes)
+    each = case.restored("back", RestoreMethod.LOAD, 80)
+    case.runner.admit(engine, each)
+    step(case, engine, transcript)
+    assert gate.reached.wait(30)
+    [sequence] = engine.queues.running
+    assert sequence.restoring is not None
+    run = sequence.restoring.run
+    assert isinstance(run, SplitRestore)
+    # As while another restore has it: everything is loaded but what is sent to be rebuilt.
+    run._has_slots = False
+    gate.is_open.set()
+    tasks = run._tasks
+    loads = {index for index, task in enumerate(tasks) if task.kind is TaskKind.LOAD}
+    with run.group.changed:
+        assert run.group.changed.wait_for(lambda: loads <= run._done, 30)
+        sent = [tasks[index] for index in run._done if tasks[index].kind is TaskKind.SEND]
+        assert len(sent) <= 1, "the one that was under way"
+    run.lend_slots()
+    to_the_end(case, engine, transcript)
+    assert transcript.tokens["back"] == case.wanted[0]
+    lanes.close()
+
+
+def test_one_that_has_just_been_told_to_start_over_is_not_settled(case: Case) -> None:
+    """A loss that is reported makes others start over, before theirs are looked at."""
+    lanes, transcript = ThreadLanes(CPU), Transcript()
+    gate, engine = Gate(lanes), case.engine(lanes)
+    for name in ("first", "second"):
+        each = case.restored(name, RestoreMethod.LOAD, 0)
+        case.runner.admit(engine, replace(each, restores_all=True))
+    step(case, engine, transcript)
+    gate.is_open.set()
+    first, second = engine.queues.running
+    for sequence in (first, second):
+        wait_loaded(sequence)
+    results = engine.restorer.settle(engine.queues.running)
+    assert next(results)[0] is first
+    assert second.match is not None
+    engine.queues.restart_after_loss(second, ChunkLost("a chunk is lost"))
+    assert list(results) == []
+    assert not second.restored
+    to_the_end(case, engine, transcript)
+    assert transcript.tokens == {"first": case.wanted[0], "second": case.wanted[0]}
+    lanes.close()
+
+
+def test_the_device_may_hold_more_than_the_store_whatever_the_method(tmp_path: Path) -> None:
+    """Without activations the rows of another chunk are copied: no front is left to compute."""
+    model = Decoder.load(write_tiny("llama", tmp_path), CPU, torch.float32)
+    layout = ArenaLayout.of(model.shape, chunk_tokens=CHUNK, has_activations=False)
+    common = [(7 * place) % 90 + 5 for place in range(86)]
+    prompts = {name: [*common, *[10 * (index + 1)] * 30] for index, name in enumerate("ab")}
+    alone = make_engine(model, lanes=SerialLanes(CPU), shares_prefixes=False)
+    wanted = run_all(alone, [admission("b", prompts["b"], SAMPLING)]).tokens["b"]
+    with store_runner(layout, tmp_path, 96) as runner:
+        lanes = ThreadLanes(CPU)
+        engine = make_engine(model, lanes=lanes)
+        runner.run(engine, [admission("a", prompts["a"], SAMPLING)])
+        request = replace(
+            admission("b", prompts["b"], SAMPLING),
+            method=RestoreMethod.TOKENS,
+            recomputed_tokens=48,
+        )
+        runner.admit(engine, request)
+        transcript, restores = Transcript(), list[RestoreEvent]()
+        for _ in range(50):
+            output = runner.step(engine)
+            transcript.add(output)
+            restores += output.restores
+            if engine.is_idle:
+                break
+        assert [event.device_tokens for event in restores] == [len(common)]
+        assert transcript.tokens["b"] == wanted
+        lanes.close()
 
 
 def test_random_interleavings_give_the_texts_of_requests_alone(case: Case) -> None:

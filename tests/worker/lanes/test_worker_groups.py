@@ -127,17 +127,25 @@ def test_nothing_is_drawn_of_a_closed_group_and_it_becomes_quiet() -> None:
     assert done == ["piece 0"]
 
 
-def test_a_paused_group_goes_on_when_it_is_poked() -> None:
-    lanes, done = ThreadLanes(CPU), list[str]()
-    group = pieces_of(3, done)
-    group.paused = True
-    lanes.attach(group)
-    lanes.run(Lane.LINK_IN, Work("step", nothing)).wait()
-    assert done == []
-    group.paused = False
-    lanes.poke()
-    wait_done(group, done, 3)
-    lanes.close()
+def test_an_error_in_a_draw_is_announced_also_after_an_empty_draw() -> None:
+    ready, changes = False, list[int]()
+
+    def draw() -> Piece | None:
+        if ready:
+            raise OSError("no slot")
+        return None
+
+    group = Group(draw, lambda: changes.append(1))
+    assert group.draw() is None
+    before = len(changes)
+    assert group.draw() is None
+    assert len(changes) == before, "nothing new"
+    ready = True
+    assert group.draw() is None
+    assert isinstance(group.error, OSError)
+    assert len(changes) == before + 1
+    assert group.draw() is None
+    assert len(changes) == before + 1
 
 
 def test_memory_may_change_while_no_group_copies() -> None:
