@@ -27,22 +27,22 @@ def actual_plan(plan: Plan, report: worker_pb2.RestoreReport | None) -> Plan:
     found = (report.cached_tokens, report.split_tokens, method)
     if found == (plan.cached_tokens, plan.split_tokens, plan.method):
         return plan
-    if 0 < report.cached_tokens == report.device_tokens == plan.cached_tokens:
-        # Nothing was left to restore, as its reason says.
-        return replace(plan, split_tokens=0, method=method)
     total = plan.cached_tokens + plan.new_tokens
-    return replace(
+    actual = replace(
         plan,
         cached_tokens=report.cached_tokens,
         new_tokens=max(1, total - report.cached_tokens),
         split_tokens=report.split_tokens,
         method=method,
-        reason=(
-            f"{plan.reason}; the worker found {counted(report.cached_tokens, 'token')} cached "
-            f"instead of {plan.cached_tokens:,} and used method {method.value} with split "
-            f"{report.split_tokens:,}"
-        ),
     )
+    if 0 < report.cached_tokens == report.device_tokens:
+        # Nothing was left to restore, as the reason says.
+        return actual
+    used = f"used method {method.value} with split {report.split_tokens:,}"
+    if report.cached_tokens != plan.cached_tokens:
+        found_tokens = counted(report.cached_tokens, "token")
+        used = f"found {found_tokens} cached instead of {plan.cached_tokens:,} and {used}"
+    return replace(actual, reason=f"{plan.reason}; the worker {used}")
 
 
 def _fetched(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:
@@ -61,12 +61,12 @@ def _on_device(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:
     """Set the tokens that were on the device already; the reason says how many."""
     if plan.device_tokens == report.device_tokens:
         return plan
-    here = counted(report.device_tokens, "token was", "tokens were")
-    return replace(
-        plan,
-        device_tokens=report.device_tokens,
-        reason=f"{plan.reason}; {here} on the device already",
-    )
+    reason = f"{counted(report.device_tokens, 'token was', 'tokens were')} on the device already"
+    if plan.device_tokens:
+        # The reason names those that were expected there.
+        used = f"{report.device_tokens:,}" if report.device_tokens else "none"
+        reason = f"{used} of them could be used"
+    return replace(plan, device_tokens=report.device_tokens, reason=f"{plan.reason}; {reason}")
 
 
 def _predicted(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:

@@ -225,6 +225,9 @@ def _forecast(
 
 # -- words ------------------------------------------------------------------------------
 
+# Of streamed requests for which the device has memory to spare.
+_STAYS = " (whose prefixes stay on the device)"
+
 
 def _why_not(way: Way, pieces: PieceSeconds, load: RequestLoad) -> str:
     """Return why a way is not possible; empty if it is."""
@@ -242,7 +245,8 @@ def _why_not(way: Way, pieces: PieceSeconds, load: RequestLoad) -> str:
         return f"one request needs {format_size(needed)} of {_sized(room)}"
     everyone = fitting == load.request_count
     if way is Way.RESIDENT:
-        return "" if everyone else f"{fitting:,} of {load.request_count:,} fit at once"
+        limit = ", the batch limit" if fitting == room.max_batch else ""
+        return "" if everyone else f"{fitting:,} of {load.request_count:,} fit at once{limit}"
     if everyone:
         return "all requests fit at once"
     if way is Way.SLICES and not room.has_store:
@@ -263,10 +267,14 @@ def _reason(
         reasons = [each for each in predicted if isinstance(each, Impossible)]
         return f"{reasons[-1].way.value}: {reasons[-1].reason}"
     at_once = counted(best.at_once, "request")
-    parts = [f"{best.way.value}: {at_once} at once, {_rate(best, objective)}"]
+    # What is resident needs no link while it decodes, so it is not given up for a rate.
+    stays = "" if best.link_bytes_per_token or best.way is not Way.STREAMED else _STAYS
+    all_fit = "all fit, " if best.way is Way.RESIDENT else ""
+    parts = [f"{best.way.value}{stays}: {all_fit}{at_once} at once, {_rate(best, objective)}"]
     for other in predicted:
         if isinstance(other, Forecast) and other.way is not best.way:
-            parts.append(f"{other.way.value} {_rate(other, objective)}")
+            stays = "" if other.link_bytes_per_token or other.way is not Way.STREAMED else _STAYS
+            parts.append(f"{other.way.value}{stays} {_rate(other, objective)}")
     return ", ".join(parts)
 
 

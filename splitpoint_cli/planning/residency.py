@@ -190,7 +190,8 @@ def _rows(found: Explained) -> Iterator[tuple[str, str]]:
     yield (
         "device",
         f"{format_size(found.device_memory_bytes)}, of which {format_size(room.cache_bytes)} for "
-        f"caches: {room.resident_at_once(shape, load):,} resident at once",
+        f"caches: {room.resident_at_once(shape, load):,} resident at once, in batches of at most "
+        f"{room.max_batch:,}",
     )
     if found.profile.host_weight_bytes:
         yield "weights", found.weights_reason

@@ -50,9 +50,10 @@ def test_four_ways_with_their_rates(model: str, profile: str) -> None:
 def test_memory_for_all_is_resident_and_memory_for_none_is_streamed() -> None:
     model = ("--model", "opt-6.7b", "--profile", "h100-pcie5")
     assert explained(*model, "--requests", "8")["best"] == "resident"
-    tight = explained(*model, "--device-memory", "14GiB", "--max-batch", "8", "--requests", "8")
+    limits = ("--device-memory", "14GiB", "--max-batch", "8", "--requests", "8")
+    tight = explained(*model, *limits, "--max-tokens", "512")
     assert tight["best"] == "streamed"
-    assert by_name(tight)["resident"]["reason"].startswith("one request needs 576 MiB")
+    assert by_name(tight)["resident"]["reason"].startswith("one request needs 800 MiB")
 
 
 def test_a_shared_prefix_lets_more_be_resident() -> None:

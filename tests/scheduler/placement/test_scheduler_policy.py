@@ -533,7 +533,7 @@ def test_a_report_says_what_was_on_the_device() -> None:
     assert surprised.reason == f"{planned().reason}; 16 tokens were on the device already"
     report.device_tokens = report.cached_tokens = 0
     evicted = actual_plan(plan, report)
-    assert "0 tokens were on the device already; the worker found 0 tokens cached" in evicted.reason
+    assert "; none of them could be used; the worker found 0 tokens cached" in evicted.reason
 
 
 def test_a_report_brings_the_workers_own_prediction() -> None:
