@@ -201,7 +201,7 @@ def divide(
             budget_bytes=budget_bytes,
         )
     # In little memory the room gives way: prompts of streamed requests then take more steps.
-    room = min(needs.room_pages, max(LEAST_ROOM_PAGES, (pages - least_pages) // 2))
+    room = min(needs.room_pages, max(LEAST_ROOM_PAGES, pages - least_pages - 1))
     return MemoryPlan(
         budget_bytes=budget_bytes,
         weight_bytes=weight_bytes,
