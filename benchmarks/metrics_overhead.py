@@ -33,10 +33,10 @@ from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.observe.meters import Meters
 from splitpoint.observe.metrics import Service
 from splitpoint.observe.metrics_server import metrics_served
-from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Lane
 from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout, DataType
 from splitpoint_cli.bench.shared.ending import run_until_signal
+from splitpoint_cli.bench.shared.engine_runs import admission_of
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.shared.report import commit, hardware
 from worker_service.account import Account
@@ -45,8 +45,6 @@ from worker_service.device.cache import TORCH_TYPES, DeviceCache
 from worker_service.device.memory import divide
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import StepEvent, StepOutput
-from worker_service.engine.sampling import Sampling
-from worker_service.engine.sequence import Admission
 from worker_service.hardware.monitor import monitor_of
 from worker_service.lanes.timeline import Span
 from worker_service.lanes.totals import LaneTotals
@@ -108,7 +106,7 @@ class Subject:
         vocabulary = self.worker.engine.model.shape.vocabulary_size
         for index in range(BATCH):
             prompt = torch.randint(3, vocabulary, (PROMPT_TOKENS,), generator=generator)
-            runtime.admit(_admission(str(index), prompt.tolist(), new_tokens))
+            runtime.admit(admission_of(str(index), prompt.tolist(), new_tokens))
         due = time.monotonic() + TELEMETRY_SECONDS
         begun: tuple[float, float] | None = None
         ended = (0.0, 0.0)
@@ -134,19 +132,6 @@ class Subject:
         if begun is None:
             raise RuntimeError("the batch never decoded as one")
         return Step((ended[0] - begun[0]) / steps, (ended[1] - begun[1]) / steps)
-
-
-def _admission(name: str, prompt: list[int], new_tokens: int) -> Admission:
-    return Admission(
-        request_id=name,
-        attempt=0,
-        prompt=tuple(prompt),
-        delivered=(),
-        sampling=Sampling(max_tokens=new_tokens, ignore_eos=True),
-        residency=Residency.RESIDENT,
-        split_tokens=0,
-        salt=b"",
-    )
 
 
 @asynccontextmanager

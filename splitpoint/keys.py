@@ -17,6 +17,9 @@ import xxhash
 
 KEY_BYTES = 32
 SALT_LIMIT = 128
+# Leading bytes of a key that name its chunk where millions of chunks are compared: two are never
+# equal by chance.
+MARK_BYTES = 8
 _DOMAIN = b"splitpoint chunk v1\0"
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-# Leading bytes of a chunk's key, a SHA-256: enough to tell millions of keys apart.
-_MARK_BYTES = 8
+from splitpoint.keys import MARK_BYTES
+
 LEAST_MARKS = 1 << 16
 _MARKS_PER_SLOT = 4
 
@@ -48,7 +48,7 @@ class SecondUseFilter:
         A chunk cannot be stored without its parent, so the first new chunk keeps out all
         chunks after it.
         """
-        marks = [key[:_MARK_BYTES] for key in keys]
+        marks = [key[:MARK_BYTES] for key in keys]
         admitted = 0
         for mark in marks:
             if mark not in self._young and mark not in self._old:

@@ -12,11 +12,8 @@ from itertools import islice
 from typing import overload
 
 from scheduler_service.prefixes.catalog import LayoutName
-from splitpoint.keys import chunk_keys
+from splitpoint.keys import MARK_BYTES, chunk_keys
 
-# Bytes of a chunk key that make its mark: two chunks are never mistaken for each other by
-# chance, and a wrong mark costs a wrong charge, not a wrong answer.
-MARK_BYTES = 8
 MOST_KEYS = 4096
 # Longer sequences are hashed in a thread, which keeps the event loop free.
 _SHORT_TOKENS = 8192
@@ -25,7 +22,10 @@ KeysByLayout = Mapping[bytes, Sequence[bytes]]
 
 
 class ChunkMarks(Sequence[bytes]):
-    """The marks of the chunks of a sequence, in order; packed, since there may be thousands."""
+    """The marks of the chunks of a sequence, in order; packed, since there may be thousands.
+
+    A mark is the first MARK_BYTES of a key. A wrong one costs a wrong charge, not a wrong answer.
+    """
 
     __slots__ = ("packed",)
 

@@ -127,7 +127,7 @@ class Attempts:
         return plan_attempt(
             worker,
             attempt.admitted.grant,
-            token_count=len(request.prompt) + len(request.output),
+            token_count=request.known_count,
             cached_tokens=request.cached.own.get(attempt.worker_id, 0),
             options=PlanOptions(request.split_tokens, request.restore_method, self._objective),
             sources=request.cached.sources.get(attempt.worker_id, ()),

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from splitpoint.keys import chunk_key
+from splitpoint.keys import MARK_BYTES, chunk_key
 from splitpoint.shapes import ArenaLayout
 from worker_service.device.cache import PageAllocator
 
@@ -22,9 +22,8 @@ COMPARED_CHUNKS = 64
 # A shorter equal beginning of a chunk, as a share of it, is computed and not copied: most
 # prompts begin with the same few tokens.
 LEAST_COPIED_SHARE = 1 / 8
-# Keys in a worker's report of what its device holds, and the bytes of each.
+# Keys in a worker's report of what its device holds.
 MOST_MARKS = 4096
-MARK_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)

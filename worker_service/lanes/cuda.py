@@ -79,7 +79,7 @@ class _Started:
             now = time.perf_counter()
             seconds = _seconds(self.start, self.end_event)
         except Exception as error:
-            # The device is lost; whoever waits for the group must not wait for ever.
+            # The device is lost; what waits for the group must not wait for ever.
             self.group.fail(error)
             return
         self.group.end(self.piece, span_of(self.lane, self.piece.work, now - seconds, now))

@@ -49,13 +49,13 @@ class Group:
         error: the first error of a piece; None if there was none. Nothing is drawn after it.
     """
 
-    def __init__(self, draw: Draw, on_change: Callable[[], None] = _nothing) -> None:
-        """`on_change` is called from any thread after each piece; it must not wait."""
+    def __init__(self, draw: Draw, on_change: Callable[[], None] | None = None) -> None:
+        """`on_change`, if given, is called from any thread after each piece; it must not wait."""
         self.changed = threading.Condition()
         self.claim = Claim(0.0, 0.0)
         self.error: BaseException | None = None
         self._draw = draw
-        self._on_change = on_change
+        self._on_change = on_change or _nothing
         self._is_closed = False
         self._under_way = 0
         self._has_more = True

@@ -69,7 +69,7 @@ class BothEndsRestore:
         `expected_tokens`, which decides how much each begins with; the serial twin meets
         there. The link does further `copies` last. Nothing begins before `begin`.
         """
-        self.group = Group(self._draw) if on_change is None else Group(self._draw, on_change)
+        self.group = Group(self._draw, on_change)
         self._transfer = transfer
         self._lanes = lanes
         self._prefix = prefix

@@ -100,7 +100,7 @@ class SplitRestore:
         Nothing begins before `begin`. Tiles have `tile_tokens`, as far as memory allows.
         `on_change` is called from any thread after each piece.
         """
-        self.group = Group(self._draw) if on_change is None else Group(self._draw, on_change)
+        self.group = Group(self._draw, on_change)
         self.is_contended = False
         self.slots = transfer.staging.restore_slots(tile_tokens)
         self._lanes = lanes
@@ -214,7 +214,7 @@ class SplitRestore:
                     self.group.error is not None
                     or bool(self._next_product())
                     or self._weights_to_give() is not None
-                    or (len(self._done) == len(self._tasks) and not self._copies_left)
+                    or self.is_done
                 )
             )
 

@@ -16,9 +16,9 @@ from scheduler_service.placement.answer_lengths import LEAST_SAMPLES, AnswerLeng
 from scheduler_service.placement.ledger import Ledger
 from scheduler_service.prefixes.catalog import LayoutName
 from scheduler_service.prefixes.lookup import CachedPrefix
-from scheduler_service.prefixes.marks import MARK_BYTES, ChunkMarks, keys_by_layout
+from scheduler_service.prefixes.marks import ChunkMarks, keys_by_layout
 from scheduler_service.worker_facts import WorkerFacts
-from splitpoint.keys import chunk_keys
+from splitpoint.keys import MARK_BYTES, chunk_keys
 from splitpoint.planning.plan import Residency
 from splitpoint.shapes import chunks_of
 from splitpoint.v1 import types_pb2

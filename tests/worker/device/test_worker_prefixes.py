@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from splitpoint.keys import chunk_keys
+from splitpoint.keys import MARK_BYTES, chunk_keys
 from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout
 from worker_service.device.cache import PageAllocator
-from worker_service.device.prefixes import MARK_BYTES, MOST_MARKS, DevicePrefixes
+from worker_service.device.prefixes import MOST_MARKS, DevicePrefixes
 
 CHUNK = 8
 LAYOUT = ArenaLayout.of(BUILT_IN_SHAPES["opt-125m"], chunk_tokens=CHUNK, has_activations=False)

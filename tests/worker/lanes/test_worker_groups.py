@@ -190,7 +190,7 @@ def test_streams_do_the_pieces_of_a_group_beside_a_step(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("lane", [Lane.LINK_IN, Lane.COMPUTE, Lane.WEIGHTS_IN])
 def test_a_device_that_is_lost_ends_its_groups_and_the_lanes(lane: Lane, seed: int) -> None:
-    """Every call fails from then on: no piece stays under way, and nobody waits for ever."""
+    """Every call fails from then on: no piece stays under way, and nothing waits for ever."""
     cuda = StreamDouble(random.Random(seed))
     lanes = StreamLanes(torch.device("cuda"), cuda)
     lost = RuntimeError("an illegal memory access was encountered")
