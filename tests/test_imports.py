@@ -186,7 +186,7 @@ def test_types_are_checked_in_every_folder_of_tests() -> None:
 # it. A package's own modules are at the bottom if they are named here, else at the top.
 LAYERS: dict[str, tuple[str, ...]] = {
     "splitpoint": (
-        *("words", "errors", "extras", "keys", "progress", "shapes", "config"),
+        *("words", "errors", "extras", "keys", "progress", "shapes", "config", "speculation"),
         *("host", "costs", "planning", "residency", "checkpoint", "arena"),
         *("observe", "options", "transport", "discovery", "client"),
     ),

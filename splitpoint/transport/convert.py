@@ -17,6 +17,7 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.planning.plan import Objective, Plan, Residency, RestoreMethod
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import ArenaLayout, DataType, Encoding, ModelShape
+from splitpoint.speculation import DraftMethod
 from splitpoint.v1 import types_pb2 as pb
 
 _Member = TypeVar("_Member", bound=Enum)
@@ -70,6 +71,7 @@ _RESIDENCY = _Enumeration(Residency, pb.Residency, "residency")
 _METHOD = _Enumeration(RestoreMethod, pb.RestoreMethod, "method")
 _SCHEDULE = _Enumeration(Schedule, pb.Schedule, "schedule", Schedule.SERIAL)
 _OBJECTIVE = _Enumeration(Objective, pb.Objective, "objective", Objective.LATENCY)
+_DRAFT_METHOD = _Enumeration(DraftMethod, pb.DraftMethod, "method", DraftMethod.OFF)
 # By the name of the enumeration on the wire.
 _ENUMERATIONS: dict[str, _Enumeration[Any, Any]] = {
     "DataType": _DATA_TYPE,
@@ -78,6 +80,7 @@ _ENUMERATIONS: dict[str, _Enumeration[Any, Any]] = {
     "RestoreMethod": _METHOD,
     "Schedule": _SCHEDULE,
     "Objective": _OBJECTIVE,
+    "DraftMethod": _DRAFT_METHOD,
 }
 
 data_type_from_proto = _DATA_TYPE.from_proto
@@ -86,6 +89,8 @@ residency_to_proto, residency_from_proto = _RESIDENCY.to_proto, _RESIDENCY.from_
 method_to_proto, method_from_proto = _METHOD.to_proto, _METHOD.from_proto
 schedule_to_proto, schedule_from_proto = _SCHEDULE.to_proto, _SCHEDULE.from_proto
 objective_to_proto, objective_from_proto = _OBJECTIVE.to_proto, _OBJECTIVE.from_proto
+draft_method_to_proto = _DRAFT_METHOD.to_proto
+draft_method_from_proto = _DRAFT_METHOD.from_proto
 
 
 def to_message(kind: type[_Message], value: object) -> _Message:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import SplitpointError
 from splitpoint.planning.plan import RestoreMethod
+from splitpoint.speculation import DraftMethod
 from worker_service.engine.sampling import Choice
 from worker_service.engine.sequence import Sequence, Suspects
 from worker_service.lanes.timeline import StepTimes
@@ -90,6 +91,17 @@ class TokenEvent:
     key: SequenceKey
     index: int
     choice: Choice
+
+
+@dataclass(frozen=True, slots=True)
+class DraftEvent:
+    """Drafts of one sequence that a step verified: `drafted` tokens, at least 1, of which the
+    first `accepted` ones are those that sampling chose."""
+
+    key: SequenceKey
+    method: DraftMethod
+    drafted: int
+    accepted: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +190,7 @@ class StepOutput:
     """Everything that leaves the engine.
 
     Attributes:
+        drafts: one event for each sequence whose drafts the step verified.
         flushes: sequences whose write-back chains are to be flushed.
         profile: costs that were measured anew; None if they did not change.
         step: None if the model did not run.
@@ -187,6 +200,7 @@ class StepOutput:
     """
 
     tokens: list[TokenEvent] = field(default_factory=list)
+    drafts: list[DraftEvent] = field(default_factory=list)
     finishes: list[FinishEvent] = field(default_factory=list)
     restores: list[RestoreEvent] = field(default_factory=list)
     writes: list[tuple[SequenceKey, list[WriteJob]]] = field(default_factory=list)
