@@ -13,6 +13,8 @@ from splitpoint.errors import InvalidArgument
 # Most tokens that may be drafted for one step: there are as many spare rows in half a page.
 MOST_SPECULATIVE_TOKENS = 32
 MOST_PROMPT_LOOKUP = 64
+# Drafted tokens that one step verifies at most, for all of its sequences.
+STEP_DRAFT_TOKENS = 64
 
 
 class DraftMethod(StrEnum):
@@ -55,3 +57,11 @@ class Speculation:
                 f"prompt_lookup_min must be in [1, {MOST_PROMPT_LOOKUP}], not {least}",
                 field="prompt_lookup_min",
             )
+
+    @property
+    def is_on(self) -> bool:
+        """True if anything may be drafted."""
+        return self.method is not DraftMethod.OFF and self.num_speculative_tokens != 0
+
+
+PLAIN = Speculation()

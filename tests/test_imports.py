@@ -207,7 +207,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "worker_service": (
         *("checkpoint", "hardware", "lanes", "device", "weights", "model"),
-        *("store", "pipeline", "engine", "profiling"),
+        *("store", "pipeline", "drafts", "engine", "speculation", "profiling"),
     ),
     "scheduler_service": (
         *("limits", "worker_facts", "options"),

@@ -23,6 +23,7 @@ from splitpoint.planning.weight_placement import (
     place_weights,
 )
 from splitpoint.shapes import ArenaLayout, ModelShape, chunks_of
+from splitpoint.speculation import MOST_SPECULATIVE_TOKENS
 from splitpoint.words import counted
 
 # Staging memory, in chunks of one layer. More of it makes larger tiles, and copies that go
@@ -74,6 +75,7 @@ class MemoryPlan:
             that stay on the device.
         room_page_count: cache pages for the chunks of streamed sequences that are computed
             or written back; all streamed sequences share them. 0 without a store.
+        draft_tokens: guessed tokens that one step verifies at most; 0 if nothing guesses.
     """
 
     budget_bytes: int
@@ -85,6 +87,7 @@ class MemoryPlan:
     streamed_page_count: int = STREAMED_PAGES
     room_page_count: int = 0
     staging_pages: int = STAGING_PAGES
+    draft_tokens: int = 0
 
     @property
     def device_page_count(self) -> int:
@@ -109,6 +112,7 @@ def place(
     has_store: bool = True,
     rates: StepRates = LINK_ONLY,
     objective: WeightObjective = WeightObjective.BALANCED,
+    draft_tokens: int = 0,
 ) -> WeightPlacement:
     """Place the weights so that a cache fits beside them.
 
@@ -121,6 +125,7 @@ def place(
         max_batched_tokens,
         staging_pages,
         has_store=has_store,
+        draft_tokens=draft_tokens,
     )
     longest = chunks_of(shape.context_length, layout.chunk_tokens)
     return place_weights(
@@ -174,6 +179,7 @@ def divide(
     max_batched_tokens: int,
     staging_pages: int = STAGING_PAGES,
     has_store: bool = True,
+    draft_tokens: int = 0,
 ) -> MemoryPlan:
     """Divide the budget. Raises ResourceExhausted with the numbers if it is too small.
 
@@ -186,6 +192,7 @@ def divide(
         max_batched_tokens,
         staging_pages,
         has_store=has_store,
+        draft_tokens=draft_tokens,
     )
     page_bytes, least_pages = needs.page_bytes, needs.least_pages
     workspace = needs.workspace_bytes
@@ -211,6 +218,7 @@ def divide(
         input_page_count=needs.input_pages,
         room_page_count=room,
         staging_pages=staging_pages,
+        draft_tokens=draft_tokens,
     )
 
 
@@ -241,6 +249,7 @@ def _needs(
     staging_pages: int,
     *,
     has_store: bool,
+    draft_tokens: int = 0,
 ) -> _Needs:
     chunk, page_bytes = layout.chunk_tokens, shape.page_bytes(layout.chunk_tokens)
     prefill_pages = chunks_of(max_batched_tokens, chunk) + 1
@@ -250,8 +259,10 @@ def _needs(
     workspace = (
         staging_bytes(shape, layout, staging_pages)
         + _decoding_bytes(shape, layout, staging_pages)
-        + _step_bytes(shape, max_batch_size, max_batched_tokens)
-        + _streamed_bytes(shape, layout, max_batch_size, max_batched_tokens, staging_pages)
+        + _step_bytes(shape, max_batch_size, max_batched_tokens, draft_tokens)
+        + _streamed_bytes(
+            shape, layout, max_batch_size, max_batched_tokens, staging_pages, draft_tokens
+        )
         + input_bytes
     )
     return _Needs(
@@ -289,12 +300,17 @@ def _decoding_bytes(shape: ModelShape, layout: ArenaLayout, pages: int) -> int:
     )
 
 
-def _step_bytes(shape: ModelShape, max_batch_size: int, max_batched_tokens: int) -> int:
-    """Return the bytes of the largest step's tensors, without attention."""
+def _step_bytes(
+    shape: ModelShape, max_batch_size: int, max_batched_tokens: int, draft_tokens: int
+) -> int:
+    """Return the bytes of the largest step's tensors, without attention.
+
+    Drafts count as batched tokens, but each has its own logits.
+    """
     rows = max_batch_size + max_batched_tokens
     widest = max(shape.intermediate_size * 2, shape.query_width + 2 * shape.kv_width)
     step = rows * (4 * shape.hidden_size + widest + shape.intermediate_size) * shape.data_type.size
-    logits = max_batch_size * shape.vocabulary_size * 4
+    logits = (max_batch_size + draft_tokens) * shape.vocabulary_size * 4
     return step + 2 * logits
 
 
@@ -304,6 +320,7 @@ def _streamed_bytes(
     max_batch_size: int,
     max_batched_tokens: int,
     staging_pages: int,
+    draft_tokens: int,
 ) -> int:
     """Return the peak bytes of rebuilding and attending the largest tile of a streamed step."""
     size, width, chunk = shape.data_type.size, shape.query_width, layout.chunk_tokens
@@ -312,8 +329,10 @@ def _streamed_bytes(
     # Scores as computed, in fp32 and as weights; each page's queries and results.
     scores = rows * shape.query_head_count * (4 + 2 * size)
     decode = scores + tile_pages * width * (4 + 2 * size)
+    # All rows of a sequence attend a page at once.
+    decode *= 1 + min(draft_tokens, MOST_SPECULATIVE_TOKENS)
     # The merged state, the tile's and their sum, in fp32, with peaks and totals.
-    partials = 3 * (max_batch_size + 1) * 4 * (width + 2 * shape.query_head_count)
+    partials = 3 * (max_batch_size + draft_tokens + 1) * 4 * (width + 2 * shape.query_head_count)
     # The product, normed and rotated keys, angles, X that was kept; or X from token ids,
     # half of it in fp32.
     rebuild = rows * size * (6 * shape.kv_width + 4 * shape.head_dim + shape.hidden_size)

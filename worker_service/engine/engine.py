@@ -9,15 +9,18 @@ from __future__ import annotations
 import contextlib
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import ChunkLost
+from splitpoint.speculation import DraftMethod
 from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import MemoryPlan, largest_tile
+from worker_service.drafts.drafter import Drafter
 from worker_service.engine.batch import Batch, build_batch
 from worker_service.engine.cost_watch import CostWatch, Observers
 from worker_service.engine.messages import (
@@ -60,6 +63,7 @@ class Engine:
         last_step: times of the latest step that ran the model; None before the first.
         restorer: brings cached prefixes onto the device.
         verifier: compares checksums of what is read from the arena; None if nothing does.
+        drafters: guess the next tokens of sequences that want it.
     """
 
     def __init__(
@@ -74,7 +78,11 @@ class Engine:
         lanes: Lanes | None = None,
         verifier: Verifier | None = None,
         shares_prefixes: bool = True,
+        drafters: Mapping[DraftMethod, Drafter[Sequence]] = MappingProxyType({}),
     ) -> None:
+        if drafters and not cache.plan.draft_tokens:
+            raise ValueError("drafts need a memory plan with draft_tokens")
+        self.drafters = drafters
         self.model = model
         self.lanes = lanes if lanes is not None else lanes_of(cache.device)
         model.use_lanes(self.lanes)

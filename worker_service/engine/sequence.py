@@ -9,6 +9,7 @@ from splitpoint.errors import SplitpointError
 from splitpoint.planning.plan import Residency, RestoreMethod
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.split_line import SplitLine
+from splitpoint.speculation import PLAIN, Speculation
 from worker_service.device.claims import Claim
 from worker_service.engine.sampling import Sampling
 from worker_service.lanes.spans import RequestSpans
@@ -40,6 +41,7 @@ class Admission:
         restores_all: also what the device holds of the prefix comes from the store; set when
             the client chose the split.
         traceparent: W3C trace context; empty if the request is not traced.
+        speculation: how its next tokens are guessed.
     """
 
     request_id: str
@@ -60,6 +62,7 @@ class Admission:
     restores_all: bool = False
     predicted_restore_seconds: float = 0.0
     traceparent: str = ""
+    speculation: Speculation = PLAIN
 
     @property
     def key(self) -> tuple[str, int]:
@@ -133,6 +136,8 @@ class Sequence:
     # Reads the arena that holds its stored chunks; another one after the store restarts.
     transfer: CacheTransfer | None = None
     computed: int = 0
+    # Guessed tokens that the step under way verifies.
+    drafts: list[int] = field(default_factory=list)
     pages: list[int | None] = field(default_factory=list)
     row_pages: list[int] = field(default_factory=list)
     # X pages by chunk index, until the chunk is sealed.
@@ -175,8 +180,20 @@ class Sequence:
         return self.admission.key
 
     @property
+    def prompt_length(self) -> int:
+        return len(self.admission.prompt)
+
+    @property
     def generated_count(self) -> int:
         return len(self.tokens) - len(self.admission.prompt)
+
+    @property
+    def salt(self) -> bytes:
+        return self.admission.salt
+
+    @property
+    def speculation(self) -> Speculation:
+        return self.admission.speculation
 
     @property
     def is_streamed(self) -> bool:
