@@ -233,7 +233,11 @@ class _Runner:
 def _with_steps(profile: Profile, steps: Sequence[tuple[int, float]]) -> Profile:
     """Return the profile with what resident steps took: D, and seconds per byte they read."""
     amounts, seconds = zip(*steps, strict=True)
-    if len(set(amounts)) < 2:
+    least = min(amounts)
+    alone = statistics.median(taken for read, taken in steps if read == least)
+    together = [taken for read, taken in steps if read > least]
+    if not together or statistics.median(together) <= alone:
+        # The weights decide a step: what more attention takes is lost in the noise.
         return replace(profile, step_compute_seconds=statistics.median(seconds))
     line = fit_line(amounts, seconds)
     return replace(

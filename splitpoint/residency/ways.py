@@ -20,9 +20,9 @@ s B_kv / r. (KVPR, Section 3, is about STREAMED; the comparison is ours.)
 
 The objective LATENCY prefers the least mean finishing time, THROUGHPUT the most tokens a
 second. Of equal ways the first in the order above wins. RESIDENT wins wherever it is possible:
-nothing moves after its restore. SLICES never finish earlier than WAVES when all answers are
-equally long; they are shown for their rate. The engine has them only as preemption, when
-pages run out.
+nothing moves after its restore. SLICES are shown for their rate and never chosen: they do not
+finish earlier than WAVES when all answers are equally long, and the engine has them only as
+preemption, when pages run out.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def compare_ways(
     if possible and possible[0].way is Way.RESIDENT:
         best: Forecast | None = possible[0]
     else:
-        best = min(possible, key=lambda each: each.score(room.objective), default=None)
+        candidates = (each for each in possible if each.way is not Way.SLICES)
+        best = min(candidates, key=lambda each: each.score(room.objective), default=None)
     pulled = load.mean_length * shape.stored_kv_bytes_per_token(room.encoding)
     bound = profile.link_bytes_per_second / pulled
     return Comparison(predicted, best, bound, _reason(predicted, best, room.objective))
