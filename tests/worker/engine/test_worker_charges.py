@@ -15,7 +15,8 @@ from store_runner import StoreRunner, store_runner, streamed
 from tiny_models import VOCABULARY, write_tiny
 
 from splitpoint.planning.schedule import Schedule
-from splitpoint.shapes import ArenaLayout
+from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout
+from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.memory import MemoryPlan, divide
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import StepOutput
@@ -49,7 +50,9 @@ def runner(model: Decoder, tmp_path: Path) -> Iterator[StoreRunner]:
         yield opened
 
 
-def memory_for_residents(model: Decoder, layout: ArenaLayout, count: int) -> int:
+def memory_for_residents(
+    model: Decoder, layout: ArenaLayout, count: int, pages_each: int = RESIDENT_PAGES
+) -> int:
     """Return the bytes of a worker without a store that holds `count` resident requests."""
 
     def plan(budget: int) -> MemoryPlan:
@@ -65,7 +68,7 @@ def memory_for_residents(model: Decoder, layout: ArenaLayout, count: int) -> int
 
     roomy = plan(1 << 40)
     fixed = roomy.weight_bytes + roomy.workspace_bytes
-    return plan(fixed + count * RESIDENT_PAGES * roomy.page_bytes).budget_bytes
+    return plan(fixed + count * pages_each * roomy.page_bytes).budget_bytes
 
 
 class Watch:
@@ -129,6 +132,52 @@ def test_64_streamed_requests_decode_together_where_8_resident_ones_fit(
         assert watch.peak_pages <= REQUESTS + plan.room_page_count <= 8 * RESIDENT_PAGES
         assert engine.cache.pages.used_count == engine.cache.claims.promised_count == 0
         assert engine.cache.claims.room_used == 0
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(1800)
+def test_64_long_requests_of_opt_125m_decode_together_where_8_resident_ones_fit(
+    tmp_path: Path,
+) -> None:
+    """The same with 1,152 tokens each, in the real shape: minutes, and 6 GB of shared memory."""
+    chunk, new = 64, 8
+    prompt, pages_each = 18 * chunk - new, 18
+    sampling = Sampling(max_tokens=new, ignore_eos=True)
+    config = DecoderConfig.of_shape(BUILT_IN_SHAPES["opt-125m"])
+    model = Decoder.random(config, 0, CPU, torch.float32)
+    layout = ArenaLayout.of(model.shape, chunk_tokens=chunk, has_activations=False)
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.shape.vocabulary_size
+    prompts = torch.randint(3, vocabulary, (REQUESTS, prompt), generator=generator).tolist()
+    budget = memory_for_residents(model, layout, 8, pages_each)
+
+    def engine_with(limit: int, step_tokens: int = 64) -> Engine:
+        return make_engine(
+            model,
+            has_activations=False,
+            max_batch_size=REQUESTS,
+            device_memory_bytes=limit,
+            lanes=SerialLanes(CPU),
+            chunk_tokens=chunk,
+            max_batched_tokens=step_tokens,
+        )
+
+    with store_runner(layout, tmp_path, REQUESTS * pages_each + 8) as runner:
+        wanted: dict[str, list[int]] = {}
+        for first in range(0, REQUESTS, 8):
+            few = [admission(str(i), prompts[i], sampling) for i in range(first, first + 8)]
+            wanted |= runner.run(engine_with(3 << 30, 512), few).tokens
+        engine = engine_with(budget)
+        plan = engine.memory_plan
+        assert plan.device_page_count <= 8 * pages_each
+        runner.after_step = watch = Watch(engine)
+        found = runner.run(
+            engine, [streamed(str(i), each, sampling) for i, each in enumerate(prompts)]
+        )
+    assert found.tokens == wanted
+    assert watch.peak_decodes == REQUESTS
+    assert watch.peak_held == plan.streamed_page_count
+    assert watch.peak_pages <= REQUESTS + plan.room_page_count <= 8 * pages_each
 
 
 @pytest.mark.parametrize("schedule", [Schedule.PIPELINED, Schedule.ROW])
