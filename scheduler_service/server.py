@@ -28,7 +28,11 @@ from splitpoint.observe.logs import set_request
 from splitpoint.observe.tracing import Span
 from splitpoint.shapes import Encoding
 from splitpoint.transport.access import current_caller
-from splitpoint.transport.convert import encoding_to_proto, shape_to_proto
+from splitpoint.transport.convert import (
+    draft_method_to_proto,
+    encoding_to_proto,
+    shape_to_proto,
+)
 from splitpoint.transport.limits import MESSAGE_LIMIT_BYTES
 from splitpoint.v1 import scheduler_pb2 as pb
 from splitpoint.v1 import scheduler_pb2_grpc
@@ -182,6 +186,8 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
             chunk_tokens=ready[0].chunk_tokens if ready else 0,
             kv_encoding=encoding_to_proto(_smallest(ready)),
         )
+        methods = {method for facts in ready for method in facts.draft_methods}
+        message.draft_methods.extend(draft_method_to_proto(each) for each in sorted(methods))
         message.shape.name = message.name
         return message
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from splitpoint.costs.profile import Profile
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import Encoding, ModelShape
+from splitpoint.speculation import PLAIN, DraftMethod, Speculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,9 @@ class WorkerFacts:
     encoding: Encoding = Encoding.NATIVE
     # True if requests with equal leading chunks share their pages.
     shares_pages: bool = False
+    # What requests get that leave their speculation open, and the methods that it can use.
+    speculation: Speculation = PLAIN
+    draft_methods: frozenset[DraftMethod] = frozenset()
 
     @property
     def capacity_tokens(self) -> int:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from splitpoint.planning.plan import Residency, RestoreMethod
+from splitpoint.speculation import DraftMethod
 from worker_service.engine.messages import RestoreEvent, StepEvent, StepOutput
 from worker_service.lanes.totals import LaneTotals
 from worker_service.store.fetch import FetchTotals
@@ -73,6 +74,8 @@ WAYS = (
 METHODS: tuple[RestoreMethod, ...] = tuple(
     method for method in RestoreMethod if method is not RestoreMethod.NONE
 )
+# Methods that draft.
+DRAFTERS = (DraftMethod.SELF, DraftMethod.SUFFIX, DraftMethod.MODEL)
 
 
 class Account:
@@ -82,6 +85,8 @@ class Account:
         written, fetched: totals that write-back and the fetcher update.
         device_tokens: cached tokens that no restore had to bring.
         cache_tokens: tokens of restores under RESIDENT, of streamed steps under STREAMED.
+        drafts: times that a step verified drafts of a sequence, by method.
+        drafted_tokens, accepted_tokens: tokens of these drafts, and those that the text has.
         split_tokens: the latest split of a restore or of a streamed step; None before.
         predicted_seconds, measured_seconds: seconds of work that was predicted.
     """
@@ -107,6 +112,9 @@ class Account:
         self.cache_tokens = dict.fromkeys(WAYS, 0)
         self.device_tokens = 0
         self.restores = dict.fromkeys(METHODS, 0)
+        self.drafts = dict.fromkeys(DRAFTERS, 0)
+        self.drafted_tokens = dict.fromkeys(DRAFTERS, 0)
+        self.accepted_tokens = dict.fromkeys(DRAFTERS, 0)
         self.split_tokens: int | None = None
         self.predicted_seconds = dict.fromkeys(Predicted, 0.0)
         self.measured_seconds = dict.fromkeys(Predicted, 0.0)
@@ -132,6 +140,10 @@ class Account:
         self.generated_tokens += len(output.tokens)
         self.chunk_losses += output.loss_count
         self.preemptions += output.preemption_count
+        for draft in output.drafts:
+            self.drafts[draft.method] += 1
+            self.drafted_tokens[draft.method] += draft.drafted
+            self.accepted_tokens[draft.method] += draft.accepted
         for event in output.restores:
             self._add_restore(event)
         if output.step is not None:

@@ -105,6 +105,11 @@ def _of_steps(account: Account) -> Iterable[Reading]:
     yield Reading(metrics.WORKER_GENERATED_TOKENS, account.generated_tokens)
     yield Reading(metrics.WORKER_CHUNK_LOSSES, account.chunk_losses)
     yield Reading(metrics.WORKER_PREEMPTIONS, account.preemptions)
+    for method, count in account.drafts.items():
+        labels = (method.value,)
+        yield Reading(metrics.SPEC_DECODE_DRAFTS, count, labels)
+        yield Reading(metrics.SPEC_DECODE_DRAFT_TOKENS, account.drafted_tokens[method], labels)
+        yield Reading(metrics.SPEC_DECODE_ACCEPTED_TOKENS, account.accepted_tokens[method], labels)
     for result, count in account.written.chunks.items():
         yield Reading(metrics.WORKER_WRITE_BACK_CHUNKS, count, (result.value,))
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+
 from splitpoint.errors import InvalidArgument, SplitpointError
 from splitpoint.keys import SALT_LIMIT
 from splitpoint.planning.plan import Plan, Residency, RestoreMethod
 from splitpoint.planning.split_line import SplitLine
 from splitpoint.shapes import ModelShape
-from splitpoint.transport.convert import plan_from_proto, profile_to_proto, to_message
+from splitpoint.speculation import PLAIN, Speculation
+from splitpoint.transport.convert import (
+    draft_method_to_proto,
+    plan_from_proto,
+    profile_to_proto,
+    speculation_from_proto,
+    to_message,
+)
 from splitpoint.v1 import types_pb2, worker_pb2
-from worker_service.engine.messages import FinishEvent, StepOutput
+from worker_service.engine.messages import DraftEvent, FinishEvent, StepOutput, TokenEvent
 from worker_service.engine.sampling import Sampling
 from worker_service.engine.sequence import Admission
 from worker_service.store.fetch import FetchSource
@@ -24,9 +33,16 @@ _REASONS = {
 
 
 def admission_from(
-    command: worker_pb2.AdmitCommand, shape: ModelShape, *, has_activations: bool
+    command: worker_pb2.AdmitCommand,
+    shape: ModelShape,
+    *,
+    has_activations: bool,
+    speculation: Speculation = PLAIN,
 ) -> Admission:
-    """Return the admission of a command. Raises InvalidArgument naming the field."""
+    """Return the admission of a command. Raises InvalidArgument naming the field.
+
+    `speculation`: the worker's, for what the command leaves open.
+    """
     sampling = Sampling.from_proto(command.sampling)
     _check_tokens(command, sampling, shape)
     plan = plan_from_proto(command.plan)
@@ -68,6 +84,7 @@ def admission_from(
         restores_all=is_forced,
         predicted_restore_seconds=plan.predicted_restore_seconds,
         traceparent=command.traceparent,
+        speculation=speculation_from_proto(command.speculation, speculation),
     )
 
 
@@ -139,27 +156,40 @@ def response_from(
         profile=None if output.profile is None else profile_to_proto(output.profile),
         telemetry=telemetry,
     )
-    for event in output.tokens:
-        request_id, attempt = event.key
-        token = response.tokens.add(
-            request_id=request_id,
-            attempt=attempt,
-            first_index=event.index,
-            token_ids=[event.choice.token_id],
-        )
+    drafts = {event.key: event for event in output.drafts}
+    # A step that verified drafts gives several tokens to one request.
+    for key, events in itertools.groupby(output.tokens, key=lambda event: event.key):
+        response.tokens.append(_tokens_from(list(events), drafts.get(key)))
+    response.restores.extend(
+        to_message(worker_pb2.RestoreReport, event) for event in output.restores
+    )
+    response.finishes.extend(finish_from(event) for event in output.finishes)
+    return response
+
+
+def _tokens_from(events: list[TokenEvent], draft: DraftEvent | None) -> worker_pb2.TokenResult:
+    """Return the message of one request's tokens. `draft`: what the step verified for it."""
+    request_id, attempt = events[0].key
+    result = worker_pb2.TokenResult(
+        request_id=request_id,
+        attempt=attempt,
+        first_index=events[0].index,
+        token_ids=[event.choice.token_id for event in events],
+    )
+    if draft is not None:
+        result.draft_method = draft_method_to_proto(draft.method)
+        result.draft_token_count = draft.drafted
+        result.accepted_token_count = draft.accepted
+    for event in events:
         if event.choice.logprob is not None:
-            token.logprobs.add(
+            result.logprobs.add(
                 chosen_logprob=event.choice.logprob,
                 top=[
                     types_pb2.TokenLogprob(token_id=token_id, logprob=logprob)
                     for token_id, logprob in event.choice.top_logprobs
                 ],
             )
-    response.restores.extend(
-        to_message(worker_pb2.RestoreReport, event) for event in output.restores
-    )
-    response.finishes.extend(finish_from(event) for event in output.finishes)
-    return response
+    return result
 
 
 def finish_from(event: FinishEvent) -> worker_pb2.RequestFinish:

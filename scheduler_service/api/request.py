@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from scheduler_service.api.output import Output
+from scheduler_service.api.speculation import DraftTally
 from scheduler_service.prefixes.lookup import CachedPrefix
 from splitpoint.errors import SplitpointError
 from splitpoint.observe.tracing import NO_SPAN, Span
@@ -77,6 +78,8 @@ class Request:
     restore_method: RestoreMethod | None = None
     # None: resident if that fits, else streamed.
     residency: Residency | None = None
+    # As sent: each worker fills in what is open.
+    speculation: types_pb2.SpeculativeParams = field(default_factory=types_pb2.SpeculativeParams)
 
     # -- set when it is accepted
 
@@ -102,6 +105,7 @@ class Request:
     losses: int = 0
     refusals: int = 0
     engine_failures: int = 0
+    drafts: DraftTally = field(default_factory=DraftTally)
     # Number of generated tokens at which it is no suspect any more. None: it never was one.
     cleared_at_tokens: int | None = None
     is_paused: bool = False

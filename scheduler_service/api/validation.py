@@ -17,7 +17,12 @@ from splitpoint.errors import FailedPrecondition, InvalidArgument, NotFound
 from splitpoint.keys import SALT_LIMIT
 from splitpoint.planning.plan import Residency, RestoreMethod, check_forced_method
 from splitpoint.shapes import ModelShape
-from splitpoint.transport.convert import method_from_proto, residency_from_proto
+from splitpoint.speculation import PLAIN
+from splitpoint.transport.convert import (
+    method_from_proto,
+    residency_from_proto,
+    speculation_from_proto,
+)
 from splitpoint.v1 import scheduler_pb2, types_pb2
 from splitpoint.words import counted
 
@@ -51,6 +56,7 @@ def validate_generate(
     _check_names(request)
     split, method, residency = _restore_options(request)
     _check_sampling(request.sampling, model, has_tokenizer=encode is not None)
+    speculation_from_proto(request.speculation, PLAIN)  # for its checks
     prompt = _prompt_of(request, model, encode)
     return Request(
         client_request_id=request.request_id or secrets.token_hex(16),
@@ -63,6 +69,7 @@ def validate_generate(
         split_tokens=split,
         restore_method=method,
         residency=residency,
+        speculation=request.speculation,
     )
 
 

@@ -22,12 +22,15 @@ from scheduler_service.prefixes.stores import StoreCatalog
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.errors import FailedPrecondition, SplitpointError
 from splitpoint.shapes import ModelShape
+from splitpoint.speculation import Speculation
 from splitpoint.transport import channels, statuses
 from splitpoint.transport.convert import (
+    draft_method_from_proto,
     layout_from_proto,
     profile_from_proto,
     schedule_from_proto,
     shape_from_proto,
+    speculation_from_proto,
 )
 from splitpoint.transport.tls import PLAIN, Identity
 from splitpoint.v1 import types_pb2, worker_pb2, worker_pb2_grpc
@@ -286,6 +289,8 @@ class WorkerConnection:
             max_batched_tokens=info.max_batched_tokens,
             encoding=layout.encoding,
             shares_pages=info.shares_pages,
+            speculation=speculation_from_proto(info.speculation.defaults, Speculation()),
+            draft_methods=frozenset(map(draft_method_from_proto, info.speculation.methods)),
         )
 
     async def _watch_health(self, channel: grpc.aio.Channel, owner: ConnectionOwner) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from splitpoint.planning.plan import Plan
-from splitpoint.transport.convert import method_from_proto
-from splitpoint.v1 import worker_pb2
+from splitpoint.planning.plan import Plan, Residency
+from splitpoint.speculation import DraftMethod, Speculation
+from splitpoint.transport.convert import draft_method_from_proto, method_from_proto
+from splitpoint.v1 import types_pb2, worker_pb2
 from splitpoint.words import counted
 
 # A restore within these multiples of its predicted time is not commented on, nor is one
@@ -43,6 +44,32 @@ def actual_plan(plan: Plan, report: worker_pb2.RestoreReport | None) -> Plan:
         found_tokens = counted(report.cached_tokens, "token")
         used = f"found {found_tokens} cached instead of {plan.cached_tokens:,} and {used}"
     return replace(actual, reason=f"{plan.reason}; the worker {used}")
+
+
+def with_drafts(
+    plan: Plan, asked: Speculation, usage: types_pb2.SpeculationUsage, *, can_draft: bool
+) -> Plan:
+    """Return the plan with a reason that says what was drafted, or why nothing was.
+
+    `asked`: what the last worker was asked to draft. `can_draft`: it has that method.
+    """
+    if usage.draft_token_count:
+        share = usage.accepted_token_count / usage.draft_token_count
+        method = draft_method_from_proto(usage.method).value
+        return replace(
+            plan,
+            reason=f"{plan.reason}; {method} drafted {counted(usage.draft_token_count, 'token')} "
+            f"in {counted(usage.draft_count, 'step')}, {usage.accepted_token_count:,} "
+            f"({share:.0%}) were accepted",
+        )
+    if not asked.is_on:
+        return plan
+    why = "no draft was found, or none would have paid"
+    if not can_draft:
+        why = "the worker has no such drafts"
+    elif asked.method is DraftMethod.SELF and plan.residency is Residency.RESIDENT:
+        why = "drafts of this kind pay only while the cache is streamed"
+    return replace(plan, reason=f"{plan.reason}; {asked.method.value} drafted nothing: {why}")
 
 
 def _fetched(plan: Plan, report: worker_pb2.RestoreReport) -> Plan:

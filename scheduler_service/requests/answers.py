@@ -5,7 +5,7 @@ from __future__ import annotations
 from scheduler_service.api.request import Request
 from scheduler_service.limits import Limits
 from scheduler_service.placement.admission import Rejected
-from scheduler_service.placement.plan_report import actual_plan
+from scheduler_service.placement.plan_report import actual_plan, with_drafts
 from scheduler_service.requests.attempts import Attempt
 from splitpoint.errors import ResourceExhausted
 from splitpoint.planning.plan import RestoreMethod
@@ -29,7 +29,13 @@ def completion(
         raise RuntimeError(f"{attempt.request.request_id} ended before it was sent to a worker")
     request, report = attempt.request, attempt.report
     times, output = request.times, request.output
-    plan = actual_plan(attempt.plan, report)
+    drafted = request.drafts.usage
+    plan = with_drafts(
+        actual_plan(attempt.plan, report),
+        attempt.speculation,
+        drafted,
+        can_draft=attempt.can_draft,
+    )
     prompt_tokens = len(request.prompt)
     stopped = reason == types_pb2.FINISH_REASON_STOP
     text = output.finish(stopped=stopped)
@@ -40,6 +46,7 @@ def completion(
             prompt_tokens=prompt_tokens,
             completion_tokens=len(output),
             cached_tokens=min(plan.cached_tokens, prompt_tokens),
+            speculation=drafted,
         ),
         seed=request.sampling.seed,
         plan=plan_to_proto(plan),

@@ -17,7 +17,8 @@ from scheduler_service.requests.accounts import Accounts
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.observe.tracing import NO_SPAN, Span
 from splitpoint.planning.plan import Objective, Plan, RestoreMethod
-from splitpoint.transport.convert import plan_to_proto
+from splitpoint.speculation import PLAIN, DraftMethod, Speculation
+from splitpoint.transport.convert import plan_to_proto, speculation_from_proto
 from splitpoint.v1 import worker_pb2
 
 
@@ -29,6 +30,9 @@ class Attempt:
     plan: Plan | None = None
     # Cancelled to run again later: it is queued when the worker has let go of it.
     is_put_back: bool = False
+    # What the worker was asked to draft; what it lacks drafts nothing.
+    speculation: Speculation = PLAIN
+    can_draft: bool = False
     # What the worker says of its restore.
     report: worker_pb2.RestoreReport | None = None
     # From the command to the release; when that began, on the scheduler's clock.
@@ -81,6 +85,11 @@ class Attempts:
             raise RuntimeError(f"memory was granted on {attempt.worker_id}, which is away")
         began = self._clock()
         planned = self._plan(attempt, worker.facts)
+        asked = speculation_from_proto(attempt.request.speculation, worker.facts.speculation)
+        attempt.speculation = asked
+        attempt.can_draft = asked.method is DraftMethod.AUTO or (
+            asked.method in worker.facts.draft_methods
+        )
         self._note_start(attempt, planned.plan, began)
         worker.stream.admit(_admit_command(attempt, planned))
 
@@ -163,6 +172,7 @@ def _admit_command(attempt: Attempt, planned: PlannedAttempt) -> worker_pb2.Admi
         plan=plan_to_proto(planned.plan),
         tenant_salt=request.tenant_salt,
         traceparent=attempt.span.traceparent,
+        speculation=request.speculation,
     )
     if planned.source is not None:
         command.source_store_address = planned.source.address

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from scheduler_service.api.request import Request
+from scheduler_service.api.speculation import check_draft_method
 from scheduler_service.cluster.registry import Registry
 from scheduler_service.placement.planning import check_split
 from splitpoint.errors import NotFound, Unavailable
@@ -10,7 +11,7 @@ from splitpoint.errors import NotFound, Unavailable
 
 def check_workers(request: Request, registry: Registry, retry_seconds: float) -> None:
     """Raises NotFound (unknown worker), Unavailable (none is ready), or InvalidArgument (a
-    forced split that no store can serve)."""
+    forced split that no store can serve, a draft method that no worker has)."""
     ready = registry.ready()
     if request.worker_id:
         if registry.find(request.worker_id) is None and registry.all_names_known:
@@ -26,4 +27,6 @@ def check_workers(request: Request, registry: Registry, retry_seconds: float) ->
             reason="NO_WORKER",
             retry_after_seconds=retry_seconds,
         )
-    check_split(request.split_tokens, [c.ready.facts for c in ready if c.ready is not None])
+    facts = [connection.ready.facts for connection in ready if connection.ready is not None]
+    check_split(request.split_tokens, facts)
+    check_draft_method(request.speculation, facts)

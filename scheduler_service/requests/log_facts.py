@@ -29,6 +29,18 @@ def of_completed(request: Request, message: scheduler_pb2.GenerateComplete) -> L
         "residency": _name(types_pb2.Residency.Name(plan.residency), "RESIDENCY_"),
         "split_tokens": plan.split_tokens,
         "losses": request.losses,
+        **_of_drafts(usage.speculation),
+    }
+
+
+def _of_drafts(usage: types_pb2.SpeculationUsage) -> LogFacts:
+    """Return what drafted, and how well; nothing for plain decoding."""
+    if not usage.draft_count:
+        return {}
+    return {
+        "draft_method": _name(types_pb2.DraftMethod.Name(usage.method), "DRAFT_METHOD_"),
+        "draft_tokens": usage.draft_token_count,
+        "accepted_tokens": usage.accepted_token_count,
     }
 
 

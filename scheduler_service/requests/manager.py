@@ -274,6 +274,7 @@ class RequestManager:
         if request.times.first_token is None:
             attempt.span.record("first token", attempt.sent_at, now)
         request.times.tokens_came(now)
+        request.drafts.add(result)
         request.append(result.token_ids[-count:], result.logprobs[-count:])
         if self.admission.tokens_came(attempt.admitted):
             self._start_waiting()

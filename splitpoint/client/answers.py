@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -14,6 +14,7 @@ from splitpoint.errors import Internal
 from splitpoint.planning.plan import Plan
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import Encoding, ModelShape
+from splitpoint.speculation import PLAIN, DraftMethod, Speculation
 from splitpoint.transport import convert
 from splitpoint.v1 import scheduler_pb2, types_pb2
 
@@ -57,12 +58,32 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationUsage:
+    """What the drafts of a request came to.
+
+    `method` is the one that drafted most tokens; OFF if none drafted any. `draft_count` steps
+    verified `draft_token_count` tokens and accepted `accepted_token_count` of them.
+    """
+
+    method: DraftMethod = DraftMethod.OFF
+    draft_count: int = 0
+    draft_token_count: int = 0
+    accepted_token_count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts; `cached_tokens` of the prompt came from the store instead of a prefill."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    speculation: SpeculationUsage = SpeculationUsage()
+
+
+def _usage(message: scheduler_pb2.Usage) -> Usage:
+    speculation = convert.from_message(SpeculationUsage, message.speculation)
+    return convert.from_message(Usage, message, speculation=speculation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +169,7 @@ class CompletionBuilder:
             text="".join(self._text),
             finish_reason=reason,
             matched_stop=message.matched_stop or None,
-            usage=convert.from_message(Usage, message.usage),
+            usage=_usage(message.usage),
             plan=convert.plan_from_proto(message.plan) if message.HasField("plan") else None,
             worker=message.worker_id,
             logprobs=tuple(self._logprobs),
@@ -182,6 +203,8 @@ class Model:
     # Encoding of the stored cache. Unless native, tokens after a reused prefix are
     # approximate.
     kv_encoding: Encoding = Encoding.NATIVE
+    # Methods that a ready worker can draft by.
+    draft_methods: tuple[DraftMethod, ...] = ()
 
 
 def model(message: scheduler_pb2.GetModelResponse) -> Model:
@@ -193,7 +216,16 @@ def models(message: scheduler_pb2.ListModelsResponse) -> tuple[Model, ...]:
 
 
 def _model(message: scheduler_pb2.Model) -> Model:
-    return convert.from_message(Model, message, shape=convert.shape_from_proto(message.shape))
+    return convert.from_message(
+        Model,
+        message,
+        shape=convert.shape_from_proto(message.shape),
+        draft_methods=_methods(message.draft_methods),
+    )
+
+
+def _methods(numbers: Iterable[types_pb2.DraftMethod]) -> tuple[DraftMethod, ...]:
+    return tuple(convert.draft_method_from_proto(number) for number in numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +249,26 @@ def worker_plans(message: scheduler_pb2.ExplainPlanResponse) -> tuple[WorkerPlan
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerSpeculation:
+    """What a worker can draft by, and what requests get that leave it open.
+
+    `draft_model` is the name of its draft model; empty if it has none.
+    """
+
+    defaults: Speculation
+    methods: tuple[DraftMethod, ...]
+    draft_model: str = ""
+
+
+def _speculation(message: types_pb2.Speculation) -> WorkerSpeculation:
+    return WorkerSpeculation(
+        convert.speculation_from_proto(message.defaults, PLAIN),
+        _methods(message.methods),
+        message.draft_model,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Worker:
     """One worker as the scheduler sees it. Cache sizes are bytes of device memory.
 
@@ -227,6 +279,7 @@ class Worker:
         loss_count: times its stream broke without a drain before.
         kappa_crit: ratio of cached to new tokens above which the link is the limit;
             None if unknown.
+        speculation: None if unknown.
     """
 
     id: str
@@ -247,6 +300,7 @@ class Worker:
     loss_count: int = 0
     last_lost_seconds_ago: float | None = None
     kappa_crit: float | None = None
+    speculation: WorkerSpeculation | None = None
 
 
 def workers(message: scheduler_pb2.ListWorkersResponse) -> tuple[Worker, ...]:
@@ -264,6 +318,7 @@ def workers(message: scheduler_pb2.ListWorkersResponse) -> tuple[Worker, ...]:
             if entry.HasField("telemetry")
             else None,
             kappa_crit=entry.kappa_crit or None,
+            speculation=_speculation(entry.speculation) if entry.HasField("speculation") else None,
         )
         for entry in message.workers
     )

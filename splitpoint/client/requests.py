@@ -15,6 +15,7 @@ from splitpoint.client import request_values
 from splitpoint.config import format_size
 from splitpoint.errors import ResourceExhausted
 from splitpoint.planning.plan import Objective, Residency, RestoreMethod
+from splitpoint.speculation import DraftMethod
 from splitpoint.transport import convert
 from splitpoint.transport.limits import MESSAGE_LIMIT_BYTES
 from splitpoint.v1 import scheduler_pb2 as pb
@@ -59,6 +60,12 @@ class GenerateOptions(TypedDict, total=False):
     # Load everything, or recompute the front from token ids, instead of the plan's.
     restore: RestoreMethod | None
     residency: Residency | None
+    # What drafts tokens; the text does not depend on it (docs/speculation.md).
+    speculate: DraftMethod | None
+    # Most tokens drafted for one step.
+    speculative_tokens: int | None
+    # Method suffix: fewest tokens that must occur again.
+    prompt_lookup_min: int | None
     # Seconds until DeadlineExceeded; absent: none.
     timeout: float | None
 
@@ -66,6 +73,7 @@ class GenerateOptions(TypedDict, total=False):
 _SAMPLING_FIELDS = frozenset(field.name for field in types_pb2.SamplingParams.DESCRIPTOR.fields)
 # Arguments of `generate` that have another name on the wire.
 _REQUEST_FIELDS = {"worker": "worker_id", "split": "split_tokens"}
+_SPECULATION_FIELDS = {"speculate": "method", "speculative_tokens": "num_speculative_tokens"}
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
@@ -82,6 +90,8 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
     if "restore" in given:
         restore = request_values.choice("restore", given.pop("restore"), RestoreMethod)
         given["restore_method"] = convert.method_to_proto(restore)
+    if speculation := _speculation(given):
+        given["speculation"] = speculation
     request = request_values.filled(pb.GenerateRequest, given, _REQUEST_FIELDS)
     request.request_id = request.request_id or uuid.uuid4().hex
     request.sampling.CopyFrom(request_values.filled(types_pb2.SamplingParams, sampling))
@@ -103,6 +113,18 @@ def _known(method: str, options: Mapping[str, Any], kind: Any) -> dict[str, Any]
 
 def _residency(value: Any) -> types_pb2.Residency:
     return convert.residency_to_proto(request_values.choice("residency", value, Residency))
+
+
+def _speculation(given: dict[str, Any]) -> types_pb2.SpeculativeParams | None:
+    """Take the arguments of speculation out of `given`; None if there are none."""
+    names = ("speculate", "speculative_tokens", "prompt_lookup_min")
+    values = {name: given.pop(name) for name in names if name in given}
+    if not values:
+        return None
+    if "speculate" in values:
+        method = request_values.choice("speculate", values["speculate"], DraftMethod)
+        values["speculate"] = convert.draft_method_to_proto(method)
+    return request_values.filled(types_pb2.SpeculativeParams, values, _SPECULATION_FIELDS)
 
 
 class ExplainOptions(TypedDict, total=False):

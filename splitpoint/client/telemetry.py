@@ -47,6 +47,10 @@ class Telemetry:
     utilization_ratio: float | None = None
     device_message: str = ""
     cpu_energy_joules: float | None = None
+    preemption_count: int = 0
+    draft_count: int = 0
+    draft_token_count: int = 0
+    accepted_token_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)

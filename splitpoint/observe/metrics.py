@@ -290,6 +290,20 @@ WORKER_PREEMPTIONS = _worker.counter(
     "worker_preemptions_total",
     "Sequences that left the device because others needed their pages.",
 )
+# vLLM's names, so that its dashboards and habits carry over.
+SPEC_DECODE_DRAFTS = _worker.counter(
+    "spec_decode_num_drafts_total",
+    "Times that a step verified the draft of a sequence, by what drafted it: self, suffix, model.",
+    "method",
+)
+SPEC_DECODE_DRAFT_TOKENS = _worker.counter(
+    "spec_decode_draft_tokens_total", "Tokens of the drafts that steps verified.", "method"
+)
+SPEC_DECODE_ACCEPTED_TOKENS = _worker.counter(
+    "spec_decode_accepted_tokens_total",
+    "Drafted tokens that sampling chose, too; each of them saved a step of its sequence.",
+    "method",
+)
 WORKER_VERIFIED_CHUNKS = _worker.counter(
     "worker_verified_chunks_total",
     "Chunks read from the arena whose checksum was compared: intact, damaged.",

@@ -17,7 +17,7 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.planning.plan import Objective, Plan, Residency, RestoreMethod
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import ArenaLayout, DataType, Encoding, ModelShape
-from splitpoint.speculation import DraftMethod
+from splitpoint.speculation import DraftMethod, Speculation
 from splitpoint.v1 import types_pb2 as pb
 
 _Member = TypeVar("_Member", bound=Enum)
@@ -157,3 +157,28 @@ def plan_to_proto(plan: Plan) -> pb.Plan:
 
 def plan_from_proto(message: pb.Plan) -> Plan:
     return from_message(Plan, message)
+
+
+def speculation_from_proto(params: pb.SpeculativeParams, defaults: Speculation) -> Speculation:
+    """Return the settings of a request; `defaults` has those that it leaves open.
+
+    Raises InvalidArgument naming the field below `speculation`.
+    """
+    count, least = defaults.num_speculative_tokens, defaults.prompt_lookup_min
+    if params.HasField("num_speculative_tokens"):
+        count = params.num_speculative_tokens
+    if params.HasField("prompt_lookup_min"):
+        least = params.prompt_lookup_min
+    try:
+        method = draft_method_from_proto(params.method) if params.method else defaults.method
+        return Speculation(method, count, least)
+    except InvalidArgument as error:
+        raise InvalidArgument(error.message, field=f"speculation.{error.field}") from error
+
+
+def speculation_to_proto(speculation: Speculation) -> pb.SpeculativeParams:
+    return pb.SpeculativeParams(
+        method=draft_method_to_proto(speculation.method),
+        num_speculative_tokens=speculation.num_speculative_tokens,
+        prompt_lookup_min=speculation.prompt_lookup_min,
+    )

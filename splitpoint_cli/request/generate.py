@@ -15,7 +15,6 @@ from splitpoint.client.answers import Completion
 from splitpoint.client.requests import GenerateOptions
 from splitpoint.config import DEFAULT_ADDRESS
 from splitpoint.errors import Cancelled, Internal, SplitpointError
-from splitpoint.planning.plan import Residency, RestoreMethod
 from splitpoint.transport.tls import client_identity
 from splitpoint_cli.identity import Address, CaFile, TokenFile
 from splitpoint_cli.output import EXIT_HELP, err
@@ -51,6 +50,9 @@ def generate(
     split: options.Split = "auto",
     restore: options.Restore = options.RestoreChoice.AUTO,
     residency: options.ResidencyOption = options.ResidencyChoice.AUTO,
+    speculate: options.Speculate = None,
+    speculative_tokens: options.SpeculativeTokens = None,
+    prompt_lookup_min: options.PromptLookupMin = None,
     cache_salt: options.CacheSalt = "",
     model: options.ModelName = "",
     request_id: options.RequestId = None,
@@ -81,10 +83,11 @@ def generate(
         "seed": seed,
         "worker": worker,
         "split": options.parse_split(split),
-        "restore": None if restore is options.RestoreChoice.AUTO else RestoreMethod(restore.value),
-        "residency": None
-        if residency is options.ResidencyChoice.AUTO
-        else Residency(residency.value),
+        "restore": options.restore_of(restore),
+        "residency": options.residency_of(residency),
+        "speculate": speculate,
+        "speculative_tokens": speculative_tokens,
+        "prompt_lookup_min": prompt_lookup_min,
         "cache_salt": os.fsencode(cache_salt),
         "model": model,
         "request_id": request_id,
@@ -96,14 +99,8 @@ def generate(
         with client.generate(text_or_ids, **request) as generation:
             completion = _collect_until_interrupted(generation, stream=not as_json)
         spelling = _spelling(client, completion) if completion.logprobs and not as_json else {}
-    _report(
-        completion,
-        request.get("split"),
-        spelling,
-        as_json=as_json,
-        output=output,
-        with_reason=with_reason,
-    )
+    asked = request.get("split")
+    _report(completion, asked, spelling, as_json=as_json, output=output, with_reason=with_reason)
 
 
 generate.__doc__ = f"{generate.__doc__}\n\n{EXIT_HELP}"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from rich.markup import escape
 from rich.table import Table
 
-from splitpoint.client.answers import Completion, Logprobs
+from splitpoint.client.answers import Completion, Logprobs, SpeculationUsage
 from splitpoint.planning.plan import Plan
 from splitpoint.words import counted
 from splitpoint_cli.output import seconds_text
@@ -37,9 +38,19 @@ def summary(completion: Completion) -> str:
         f"{usage.cached_tokens:,} of {counted(usage.prompt_tokens, 'prompt token')} cached"
         f"{f' ({fetched:,} fetched from another store)' if fetched else ''}"
         f"{f' ({here:,} on the device)' if here else ''}, "
-        f"{restored}{steps}worker {completion.worker}, "
+        f"{restored}{steps}{_drafts(usage.speculation)}worker {completion.worker}, "
         f"first token after {seconds_text(completion.ttft_seconds)}, "
         f"{seconds_text(completion.seconds)} in all, seed {completion.seed}"
+    )
+
+
+def _drafts(usage: SpeculationUsage) -> str:
+    """Return what was drafted, as a part of a list; empty for plain decoding."""
+    if not usage.draft_token_count:
+        return ""
+    return (
+        f"{usage.accepted_token_count:,} of {counted(usage.draft_token_count, 'drafted token')} "
+        f"accepted ({usage.method.value}), "
     )
 
 
@@ -102,6 +113,7 @@ def completion_json(completion: Completion) -> dict[str, object]:
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": usage.completion_tokens,
             "cached_tokens": usage.cached_tokens,
+            "speculation": dataclasses.asdict(usage.speculation),
         },
         "logprobs": [
             logprobs_json(token_id, found)

@@ -10,8 +10,11 @@ import typer
 
 from splitpoint.client.requests import Prompt
 from splitpoint.errors import InvalidArgument
+from splitpoint.planning.plan import Residency, RestoreMethod
+from splitpoint.speculation import DraftMethod
 
 _SAMPLING = "Sampling"
+_SPECULATION = "Speculation"
 
 
 class ResidencyChoice(enum.StrEnum):
@@ -136,6 +139,32 @@ Restore = Annotated[
 ResidencyOption = Annotated[
     ResidencyChoice, typer.Option(help="Where the cache lives while decoding.")
 ]
+Speculate = Annotated[
+    DraftMethod | None,
+    typer.Option(
+        help="What drafts the tokens that a step verifies; the text does not depend on it; absent: "
+        "as the worker is configured (docs/speculation.md).",
+        rich_help_panel=_SPECULATION,
+    ),
+]
+SpeculativeTokens = Annotated[
+    int | None,
+    typer.Option(
+        help="Draft at most this many tokens for one step; 0 to 32; absent: as the worker measures "
+        "or is configured.",
+        metavar="N",
+        rich_help_panel=_SPECULATION,
+    ),
+]
+PromptLookupMin = Annotated[
+    int | None,
+    typer.Option(
+        help="With suffix: draft only if this many of the newest tokens occurred before; 1 to 64; "
+        "absent: as the worker is configured.",
+        metavar="N",
+        rich_help_panel=_SPECULATION,
+    ),
+]
 CacheSalt = Annotated[
     str, typer.Option(help="Share cached prefixes only with requests of the same salt.")
 ]
@@ -197,6 +226,16 @@ def parse_logit_bias(entries: list[str]) -> dict[int, float] | None:
                 f"--logit-bias {entry!r} is not ID=BIAS, such as 50=-100", field="logit_bias"
             ) from None
     return biases or None
+
+
+def restore_of(choice: RestoreChoice) -> RestoreMethod | None:
+    """Return the method of `--restore`; None for `auto`."""
+    return None if choice is RestoreChoice.AUTO else RestoreMethod(choice.value)
+
+
+def residency_of(choice: ResidencyChoice) -> Residency | None:
+    """Return the residency of `--residency`; None for `auto`."""
+    return None if choice is ResidencyChoice.AUTO else Residency(choice.value)
 
 
 def parse_split(text: str) -> int | None:

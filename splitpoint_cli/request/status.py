@@ -98,6 +98,7 @@ def status_json(found: Status) -> dict[str, object]:
                 "has_activations": model.has_activations,
                 "kv_encoding": model.kv_encoding.value,
                 "chunk_tokens": model.chunk_tokens,
+                "draft_methods": list(model.draft_methods),
             }
             for model in found.models
         ],
@@ -175,6 +176,8 @@ def _print_tables(found: Status) -> None:
     for worker in found.workers:
         if worker.weights:
             out.print(f"worker {escape(worker.id)}: {escape(worker.weights)}")
+        if worker.speculation is not None and worker.speculation.methods:
+            out.print(f"worker {escape(worker.id)}: {escape(speculation_text(worker))}")
     for store in found.stores:
         out.print(_store_line(store))
         if store.stats is not None:
@@ -194,6 +197,27 @@ def _cache_cell(worker: Worker) -> str:
     charged, capacity = worker.cache_charged_bytes, worker.cache_capacity_bytes
     over = ", overcommitted" if charged > capacity else ""
     return f"{format_size(charged)} of {format_size(capacity)}{over}"
+
+
+def speculation_text(worker: Worker) -> str:
+    """Return what a worker that can draft drafts by, and how well that went."""
+    speculation = worker.speculation
+    if speculation is None:
+        raise ValueError("the worker has told nothing of its speculation")
+    parts = [
+        f"drafts by {', '.join(speculation.methods)}",
+        f"unasked {speculation.defaults.method}",
+    ]
+    if speculation.draft_model:
+        parts.append(f"draft model {speculation.draft_model}")
+    if speculation.defaults.num_speculative_tokens is not None:
+        most = counted(speculation.defaults.num_speculative_tokens, "token")
+        parts.append(f"at most {most} a step")
+    telemetry = worker.telemetry
+    if telemetry is not None and telemetry.draft_token_count:
+        drafted = counted(telemetry.draft_token_count, "drafted token")
+        parts.append(f"{telemetry.accepted_token_count:,} of {drafted} accepted")
+    return "; ".join(parts)
 
 
 def _state(found: Status) -> str:

@@ -130,6 +130,7 @@ class WorkerDouble(worker_pb2_grpc.WorkerServiceServicer):
             lambda response: [response]
         )
         self.reject_info: SplitpointError | None = None
+        self.speculation: types_pb2.Speculation | None = None
         self.admits: list[worker_pb2.AdmitCommand] = []
         self.cancels: list[tuple[str, int]] = []
         self.pauses: list[str] = []
@@ -194,6 +195,7 @@ class WorkerDouble(worker_pb2_grpc.WorkerServiceServicer):
             schedule=schedule_to_proto(self.schedule),
             staging_tokens=8 * CHUNK_TOKENS,
             shares_pages=True,
+            speculation=self.speculation,
         )
 
     async def Run(self, requests: Any, context: Any) -> AsyncIterator[worker_pb2.RunResponse]:

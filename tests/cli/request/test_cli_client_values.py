@@ -16,6 +16,7 @@ from splitpoint import errors
 from splitpoint.client import AsyncClient, Client
 from splitpoint.client.requests import generate_request
 from splitpoint.planning.plan import Residency, RestoreMethod
+from splitpoint.speculation import DraftMethod
 from splitpoint.v1 import scheduler_pb2, types_pb2
 
 
@@ -108,6 +109,9 @@ WRONG: list[tuple[Any, Any, str]] = [
     ("a", {"split": "auto"}, "split must be an int, not a str"),
     ("a", {"residency": 1}, "residency must be a Residency or its value, not an int"),
     ("a", {"restore": 1}, "restore must be a RestoreMethod or its value, not an int"),
+    ("a", {"speculate": 1}, "speculate must be a DraftMethod or its value, not an int"),
+    ("a", {"speculative_tokens": "4"}, "speculative_tokens must be an int, not a str"),
+    ("a", {"prompt_lookup_min": True}, "prompt_lookup_min must be an int, not a bool"),
     ("a", {"timeout": "5"}, "timeout must be a number, not a str"),
 ]
 
@@ -129,6 +133,8 @@ def test_every_sampling_field_refuses_a_foreign_object() -> None:
         ("a", {"temperature": 10**400}, "temperature"),
         ("a", {"residency": "elsewhere"}, "residency"),
         ("a", {"restore": "magic"}, "restore"),
+        ("a", {"speculate": "ngram"}, "speculate"),
+        ("a", {"speculative_tokens": 1 << 40}, "speculative_tokens"),
         ("a", {"timeout": float("nan")}, "timeout"),
         ("a", {"timeout": 0}, "timeout"),
     ],
@@ -161,6 +167,18 @@ def test_what_enumerations_and_numbers_may_be() -> None:
     assert not request.sampling.HasField("seed")
     same = generate_request("a", {"residency": Residency.STREAMED})
     assert same.residency == request.residency
+
+
+def test_speculation_is_sent_as_far_as_it_is_given() -> None:
+    plain = generate_request("a", {"speculate": None})
+    assert not plain.HasField("speculation"), "the worker's"
+    asked = generate_request("a", {"speculate": DraftMethod.SUFFIX, "speculative_tokens": 0})
+    assert asked.speculation == types_pb2.SpeculativeParams(
+        method=types_pb2.DRAFT_METHOD_SUFFIX, num_speculative_tokens=0
+    )
+    assert asked.speculation.HasField("num_speculative_tokens")
+    least = generate_request("a", {"prompt_lookup_min": 3})
+    assert least.speculation == types_pb2.SpeculativeParams(prompt_lookup_min=3)
 
 
 async def test_other_calls_check_their_arguments_too(script: Script) -> None:

@@ -54,6 +54,10 @@ def fields(**values: Any) -> Callable[[scheduler_pb2.GenerateRequest], None]:
     return lambda request: request.MergeFrom(scheduler_pb2.GenerateRequest(**values))
 
 
+def speculation(**values: Any) -> Callable[[scheduler_pb2.GenerateRequest], None]:
+    return fields(speculation=types_pb2.SpeculativeParams(**values))
+
+
 def clear(*names: str) -> Callable[[scheduler_pb2.GenerateRequest], None]:
     def change(request: scheduler_pb2.GenerateRequest) -> None:
         for name in names:
@@ -110,6 +114,11 @@ BAD: list[tuple[str, Callable[[scheduler_pb2.GenerateRequest], Any]]] = [
     ("restore_method", fields(restore_method=types_pb2.RESTORE_METHOD_SPLIT)),
     ("restore_method", fields(restore_method=types_pb2.RESTORE_METHOD_LOAD, split_tokens=0)),
     ("restore_method", fields(restore_method=types_pb2.RESTORE_METHOD_TOKENS, residency=2)),
+    ("speculation.method", speculation(method=9)),
+    ("speculation.num_speculative_tokens", speculation(num_speculative_tokens=-1)),
+    ("speculation.num_speculative_tokens", speculation(num_speculative_tokens=33)),
+    ("speculation.prompt_lookup_min", speculation(prompt_lookup_min=0)),
+    ("speculation.prompt_lookup_min", speculation(prompt_lookup_min=65)),
 ]
 
 

@@ -1,0 +1,89 @@
+"""Speculation on the worker's side of the Run stream: what goes in, what goes out. About 2 s."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from splitpoint.checkpoint.config import read_config, shape_from_config
+from splitpoint.checkpoint.resolve import resolve_model
+from splitpoint.errors import InvalidArgument
+from splitpoint.planning.plan import RestoreMethod
+from splitpoint.speculation import PLAIN, DraftMethod, Speculation
+from splitpoint.transport.convert import method_to_proto
+from splitpoint.v1 import types_pb2, worker_pb2
+from worker_service.account import Account
+from worker_service.engine.messages import DraftEvent, StepOutput, TokenEvent
+from worker_service.engine.sampling import Choice
+from worker_service.wire import admission_from, response_from
+
+ONE, TWO = ("one", 1), ("two", 4)
+CONFIGURED = Speculation(DraftMethod.SUFFIX, 4, 3)
+SHAPE = shape_from_config(read_config(resolve_model(None)), name="stdlib-llama")
+
+
+def admitted(worker: Speculation, **params: Any) -> Speculation:
+    """Return what a worker makes of a command's params."""
+    command = worker_pb2.AdmitCommand(
+        request_id="one",
+        attempt=1,
+        prompt_token_ids=[5, 6],
+        sampling=types_pb2.SamplingParams(max_tokens=4),
+        plan=types_pb2.Plan(
+            residency=types_pb2.RESIDENCY_RESIDENT, method=method_to_proto(RestoreMethod.NONE)
+        ),
+        speculation=types_pb2.SpeculativeParams(**params),
+    )
+    return admission_from(command, SHAPE, has_activations=True, speculation=worker).speculation
+
+
+def test_the_worker_fills_in_what_a_request_leaves_open() -> None:
+    assert admitted(PLAIN) == PLAIN
+    assert admitted(CONFIGURED) == CONFIGURED
+    off = types_pb2.DRAFT_METHOD_OFF
+    assert admitted(CONFIGURED, method=off) == Speculation(DraftMethod.OFF, 4, 3)
+    assert admitted(CONFIGURED, num_speculative_tokens=0) == Speculation(DraftMethod.SUFFIX, 0, 3)
+    model = types_pb2.DRAFT_METHOD_MODEL
+    asked = admitted(PLAIN, method=model, num_speculative_tokens=8, prompt_lookup_min=1)
+    assert asked == Speculation(DraftMethod.MODEL, 8, 1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("method", 9), ("num_speculative_tokens", 33), ("prompt_lookup_min", 0)],
+)
+def test_bad_params_name_their_field(field: str, value: int) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        admitted(PLAIN, **{field: value})
+    assert caught.value.field == f"speculation.{field}"
+
+
+def test_a_steps_tokens_of_one_request_are_one_result_with_its_drafts() -> None:
+    output = StepOutput(
+        tokens=[
+            TokenEvent(ONE, 7, Choice(50, -0.5, ((50, -0.5),))),
+            TokenEvent(ONE, 8, Choice(51, -1.5, ((52, -0.25),))),
+            TokenEvent(TWO, 0, Choice(9)),
+        ],
+        drafts=[DraftEvent(ONE, DraftMethod.SUFFIX, drafted=3, accepted=1)],
+    )
+    first, second = response_from(output, 1).tokens
+    assert (first.request_id, first.attempt, first.first_index) == ("one", 1, 7)
+    assert list(first.token_ids) == [50, 51]
+    assert [each.chosen_logprob for each in first.logprobs] == [-0.5, -1.5]
+    assert [each.top[0].token_id for each in first.logprobs] == [50, 52]
+    assert first.draft_method == types_pb2.DRAFT_METHOD_SUFFIX
+    assert (first.draft_token_count, first.accepted_token_count) == (3, 1)
+    assert second == worker_pb2.TokenResult(request_id="two", attempt=4, token_ids=[9])
+
+
+def test_the_account_counts_drafts_by_method() -> None:
+    account = Account()
+    suffix, model = DraftMethod.SUFFIX, DraftMethod.MODEL
+    account.add(StepOutput(drafts=[DraftEvent(ONE, suffix, 3, 1), DraftEvent(TWO, model, 2, 2)]))
+    account.add(StepOutput(drafts=[DraftEvent(ONE, suffix, 4, 0)]))
+    assert (account.drafts[suffix], account.drafts[model]) == (2, 1)
+    assert (account.drafted_tokens[suffix], account.drafted_tokens[model]) == (7, 2)
+    assert (account.accepted_tokens[suffix], account.accepted_tokens[model]) == (1, 2)
+    assert account.drafts[DraftMethod.SELF] == 0, "shown from the start"
