@@ -39,6 +39,7 @@ def make_engine(
     lanes: Lanes | None = None,
     verifier: Verifier | None = None,
     shares_prefixes: bool = True,
+    window_pages: int = 0,
 ) -> Engine:
     """Return an fp32 engine of a checkpoint or model; `cache_pages` sizes its budget exactly."""
     model = source if isinstance(source, Decoder) else Decoder.load(source, device, torch.float32)
@@ -54,6 +55,7 @@ def make_engine(
             max_batched_tokens=max_batched_tokens,
             staging_pages=staging_pages,
             has_store=has_store,
+            window_pages=window_pages,
         )
 
     plan = plan_for(device_memory_bytes)

@@ -9,6 +9,7 @@ other cache pages are charged to requests. This is pure arithmetic and allocates
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,10 @@ PREFILL_SHARE = 0.125
 PREFILL_TILE_PAGES = 16
 # Pages that a streamed sequence needs at all times: the one that holds its tail.
 STREAMED_PAGES = 1
+# Share of the context that stays on the device for self drafts: the newest chunks, and the
+# first one, without which a window alone predicts badly.
+WINDOW_SHARE = 0.05
+SINK_PAGES = 1
 # The smallest room: a chunk is computed while the tail before it is written back.
 LEAST_ROOM_PAGES = 1
 
@@ -53,6 +58,11 @@ def largest_tile(staging_pages: int) -> int:
     Two come over the link while one is read, or one while the third is rebuilt.
     """
     return max(1, staging_pages // 3)
+
+
+def draft_window_pages(shape: ModelShape, chunk_tokens: int) -> int:
+    """Return the pages of the newest chunks that self drafts attend to: WINDOW_SHARE."""
+    return max(1, math.ceil(WINDOW_SHARE * shape.context_length / chunk_tokens))
 
 
 def staging_pages_on_gpu(shape: ModelShape, layout: ArenaLayout, budget_bytes: int) -> int:
@@ -71,8 +81,11 @@ class MemoryPlan:
         workspace_bytes: input pages and the room included.
         page_count: cache pages that requests are charged for.
         input_page_count: pages of X.
-        streamed_page_count: pages that a streamed request is charged for, besides those
-            that stay on the device.
+        streamed_page_count: pages that a streamed request is charged for, besides the front
+            that was granted to it: its tail's, its window and its sinks.
+        window_page_count: newest sealed chunks that a streamed sequence keeps; 0 without
+            self drafts.
+        sink_page_count: first chunks that it keeps; 0 without self drafts.
         room_page_count: cache pages for the chunks of streamed sequences that are computed
             or written back; all streamed sequences share them. 0 without a store.
         draft_tokens: guessed tokens that one step verifies at most; 0 if nothing guesses.
@@ -88,6 +101,8 @@ class MemoryPlan:
     room_page_count: int = 0
     staging_pages: int = STAGING_PAGES
     draft_tokens: int = 0
+    window_page_count: int = 0
+    sink_page_count: int = 0
 
     @property
     def device_page_count(self) -> int:
@@ -180,10 +195,14 @@ def divide(
     staging_pages: int = STAGING_PAGES,
     has_store: bool = True,
     draft_tokens: int = 0,
+    window_pages: int = 0,
 ) -> MemoryPlan:
     """Divide the budget. Raises ResourceExhausted with the numbers if it is too small.
 
-    `has_store`: False for a worker without a store, which streams nothing and has no room.
+    Args:
+        has_store: False for a worker without a store, which streams nothing and has no room.
+        window_pages: newest chunks that a streamed sequence keeps on the device for self
+            drafts; 0: it keeps none. In little memory it keeps fewer.
     """
     needs = _needs(
         shape,
@@ -209,6 +228,8 @@ def divide(
         )
     # In little memory the room gives way: prompts of streamed requests then take more steps.
     room = min(needs.room_pages, max(LEAST_ROOM_PAGES, pages - least_pages - 1))
+    window = _window(window_pages if has_store else 0, pages - room)
+    sinks = SINK_PAGES if window else 0
     return MemoryPlan(
         budget_bytes=budget_bytes,
         weight_bytes=weight_bytes,
@@ -216,10 +237,18 @@ def divide(
         page_bytes=page_bytes,
         page_count=pages - room,
         input_page_count=needs.input_pages,
+        streamed_page_count=STREAMED_PAGES + window + sinks,
         room_page_count=room,
         staging_pages=staging_pages,
         draft_tokens=draft_tokens,
+        window_page_count=window,
+        sink_page_count=sinks,
     )
+
+
+def _window(wanted: int, page_count: int) -> int:
+    """Return the pages of the window with which two streamed requests still fit."""
+    return max(0, min(wanted, page_count // 2 - STREAMED_PAGES - SINK_PAGES))
 
 
 @dataclass(frozen=True, slots=True)

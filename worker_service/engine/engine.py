@@ -300,7 +300,8 @@ class Engine:
             costs.profile,
             [len(sequence.tokens) for sequence in followers],
             # What stays was decided at admission: its pages are claimed.
-            resident_tokens=sum(each.kept_chunks for each in followers) * self.chunk_tokens,
+            resident_tokens=sum(each.kept_chunks + each.window_chunks for each in followers)
+            * self.chunk_tokens,
             costs_changed=costs_changed,
         )
         if line is not None:

@@ -2,9 +2,10 @@
 
 A resident sequence claims pages for its known tokens, grows with spare pages, and keeps
 every page until it ends or leaves the device; those of equal prefixes are shared. A
-streamed one claims the front that was granted to it and the page of its tail; its other
-pages are in the room, which it shares with all streamed sequences, and are freed as soon as
-their chunks are sealed. X pages are held from a chunk's first token until it is sealed.
+streamed one claims the front that was granted to it, the page of its tail and, for self
+drafts, a window of its newest sealed chunks. Its other pages are in the room, which it
+shares with all streamed sequences, and are freed as soon as their chunks are sealed and
+behind the window. X pages are held from a chunk's first token until it is sealed.
 Bookkeeping over `DeviceCache`'s allocators.
 """
 
@@ -46,13 +47,20 @@ class PageManager:
         """
         pages = chunks_of(admission.final_tokens, self._chunk_tokens)
         if admission.residency is Residency.STREAMED:
-            kept = self.kept_chunks(admission) + _halves(self.kept_inputs(admission))
-            return min(pages, self._cache.plan.streamed_page_count + kept)
+            front = 0 if self._keeps_rows(admission) else self._kept(admission)
+            kept = self._cache.plan.streamed_page_count + front
+            return min(pages, kept) + self._row_page_count(admission)
         return pages
 
     def kept_chunks(self, admission: Admission) -> int:
-        """Return how many leading chunks of a streamed request keep K and V on the device."""
-        return 0 if self._keeps_rows(admission) else self._kept(admission)
+        """Return how many leading chunks of a streamed request keep K and V on the device.
+
+        These are the sinks of self drafts, and the front that was granted to it.
+        """
+        if admission.residency is not Residency.STREAMED:
+            return 0
+        sinks = self._cache.plan.sink_page_count
+        return sinks + (0 if self._keeps_rows(admission) else self._kept(admission))
 
     def kept_inputs(self, admission: Admission) -> int:
         """Return how many leading chunks of a streamed request keep X on the device."""
@@ -76,6 +84,7 @@ class PageManager:
             return False
         self._claims.promise(sequence.claim, count, uses_room=sequence.is_streamed)
         sequence.kept_chunks = self.kept_chunks(admission)
+        sequence.window_chunks = self._cache.plan.window_page_count if sequence.is_streamed else 0
         sequence.kept_inputs = self.kept_inputs(admission)
         return True
 
@@ -113,19 +122,39 @@ class PageManager:
         return sequence.claim.open_count + own
 
     def give_up_kept(self, sequence: Sequence) -> bool:
-        """Free the last page of the front that a streamed sequence keeps on the device.
+        """Free a page that a streamed sequence keeps on the device; later steps stream the chunk.
 
-        Return False if it keeps none, keeps X, or a chunk of it is not sealed yet. Later steps
-        stream the chunk.
+        The granted front goes first, from its end, then the window, from its oldest chunk, and
+        the sinks last. Return False if it keeps nothing that is sealed, or only X.
         """
         last = sequence.kept_chunks - 1
-        if last < 0 or last >= len(sequence.stored):
+        if last >= self._cache.plan.sink_page_count or not sequence.window_chunks:
+            if last < 0 or last >= len(sequence.stored):
+                return False
+            sequence.kept_chunks = last
+            self._give_up(sequence, last)
+            return True
+        oldest = sequence.stored_range.stop
+        if oldest >= len(sequence.stored):
             return False
-        page = sequence.page(last)
-        sequence.kept_chunks = last
-        sequence.pages[last] = None
-        self._claims.give_up(sequence.claim, page)
+        sequence.window_chunks -= 1
+        self._give_up(sequence, oldest)
         return True
+
+    def _give_up(self, sequence: Sequence, chunk_index: int) -> None:
+        page = sequence.page(chunk_index)
+        sequence.pages[chunk_index] = None
+        self._claims.give_up(sequence.claim, page)
+
+    def stored_chunks(self, sequence: Sequence, full_count: int) -> range:
+        """Return which of the restored full chunks stay in the store.
+
+        Empty for a resident sequence. For a streamed one all but the front and the window.
+        """
+        if not sequence.is_streamed:
+            return range(full_count, full_count)
+        start = min(sequence.kept_chunks, full_count)
+        return range(start, max(start, full_count - sequence.window_chunks))
 
     def allocate_prefix(self, sequence: Sequence, stored: range, chunk_count: int) -> None:
         """Allocate pages for the first `chunk_count` chunks, behind those that it has.
@@ -259,28 +288,39 @@ class PageManager:
         return jobs
 
     def chunks_stored(self, sequence: Sequence, command: ChunksStored) -> None:
-        """Free the X pages of sealed chunks, and of streamed ones all pages."""
+        """Free the X pages of sealed chunks, and of streamed ones the pages behind the window."""
         for index, chunk in enumerate(command.chunks, command.first_chunk):
             input_page = sequence.input_pages.pop(index, None)
             is_full = chunk.token_count == self._chunk_tokens
             if is_full:
                 sequence.stored.append(chunk)
-                page = sequence.pages[index]
-                is_kept = not sequence.is_streamed or index < sequence.kept_chunks
-                if not is_kept and page is not None:
-                    self._claims.free(sequence.claim, page)
-                    sequence.pages[index] = None
+                self._move_window(sequence)
             if input_page is None:
                 continue
             if is_full and index < sequence.kept_inputs:
-                self.allocate_row_pages(sequence, index + 1)
                 self._cache.keep_inputs(input_page, sequence.row_pages[index // 2], index % 2)
             self._cache.input_pages.free(input_page)
 
-    def allocate_row_pages(self, sequence: Sequence, chunk_count: int) -> None:
-        """Allocate pages that hold X of the first `chunk_count` chunks, two in each."""
-        while len(sequence.row_pages) < _halves(chunk_count):
-            sequence.row_pages.append(self._claimed_page(sequence))
+    def _move_window(self, sequence: Sequence) -> None:
+        """Free the page of the chunk that the window of a streamed sequence leaves behind."""
+        index = len(sequence.stored) - 1 - sequence.window_chunks
+        if not sequence.is_streamed or index < sequence.kept_chunks:
+            return
+        page = sequence.pages[index]
+        if page is not None:
+            self._claims.free(sequence.claim, page)
+            sequence.pages[index] = None
+
+    def allocate_row_pages(self, sequence: Sequence) -> None:
+        """Allocate the pages that X will be kept in, before its chunks that grow take them."""
+        count = self._row_page_count(sequence.admission)
+        sequence.row_pages += [self._claimed_page(sequence) for _ in range(count)]
+
+    def _row_page_count(self, admission: Admission) -> int:
+        """Return the pages for X that is kept on the device, of two chunks in each."""
+        # The last token is never computed, so at least one chunk never becomes full.
+        most = chunks_of(admission.final_tokens, self._chunk_tokens) - 1
+        return chunks_of(min(self.kept_inputs(admission), most), 2)
 
     def clear_unwritten(self, sequence: Sequence) -> None:
         """Zero the pages of a sequence that no step has passed.
@@ -319,8 +359,3 @@ class PageManager:
         """Free all pages and the claim: the sequence has ended, or leaves the device."""
         self._free_pages(sequence)
         self._claims.end(sequence.claim)
-
-
-def _halves(chunk_count: int) -> int:
-    """Return how many pages hold X of so many chunks."""
-    return chunks_of(chunk_count, 2)

@@ -130,9 +130,7 @@ class Restorer:
         # The last token is always computed: its logits are needed.
         cached = min(match.cached_tokens, len(sequence.tokens) - 1)
         full = cached // self._chunk
-        stored = range(full, full)
-        if sequence.is_streamed:
-            stored = range(min(sequence.kept_chunks, full), full)
+        stored = self._page_manager.stored_chunks(sequence, full)
         first = min(sequence.checked_chunks, full)
         here = first * self._chunk
         split = min(admission.split_tokens, cached)
@@ -171,7 +169,7 @@ class Restorer:
         """Allocate pages for all that comes onto the device."""
         full = wanted.full_count
         self._page_manager.allocate_prefix(sequence, wanted.stored, len(wanted.chunks))
-        self._page_manager.allocate_row_pages(sequence, min(sequence.kept_inputs, full))
+        self._page_manager.allocate_row_pages(sequence)
         if wanted.tail and self._cache.inputs:
             self._page_manager.allocate_input_page(sequence, full)
 
@@ -183,9 +181,9 @@ class Restorer:
         Returns the chunks that come, and the comparison; None if nothing is due.
         """
         read = wanted.chunks[wanted.first_chunk :]
-        if sequence.is_streamed:
-            kept = max(sequence.kept_chunks, sequence.kept_inputs)
-            read = (*read[: min(kept, wanted.full_count)], *wanted.tail)
+        if wanted.stored:
+            front = max(wanted.stored.start, min(sequence.kept_inputs, wanted.full_count))
+            read = (*read[:front], *read[max(front, wanted.stored.stop) :])
         check = None
         if self._verifier is not None:
             # The rows of a partial chunk are sealed anew with those that follow them.
@@ -266,14 +264,16 @@ class Restorer:
     def _copies(self, sequence: Sequence, wanted: Wanted) -> list[Work]:
         """Return the copies beside K and V of the prefix up to what is streamed.
 
-        These are the partial last chunk of a streamed sequence, and X that stays on the
-        device: of the kept chunks, and of the partial last one.
+        These are the window and the partial last chunk of a streamed sequence, and X that
+        stays on the device: of the kept chunks, and of the partial last one.
         """
         cache, transfer, full = self._cache, wanted.transfer, wanted.full_count
         copies: list[Work] = []
-        tail = wanted.tail
-        if wanted.stored and tail:
-            part = Part(tail, [sequence.page(full)], wanted.cached_tokens - full * self._chunk)
+        tail, first = wanted.tail, wanted.stored.stop
+        if wanted.stored and first < len(wanted.chunks):
+            pages = [sequence.page(index) for index in range(first, len(wanted.chunks))]
+            rows = wanted.cached_tokens - first * self._chunk
+            part = Part(wanted.chunks[first:], pages, rows)
             copies += [
                 transfer.load(layer, part, keys, values)
                 for layer, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True))

@@ -108,8 +108,9 @@ class Sequence:
 
     Chunk i is on the device if `pages[i]` is not None, and in the store if
     `i < len(stored)`. A resident sequence keeps every page. A streamed one keeps the first
-    `kept_chunks` and frees any other as soon as its chunk is sealed. Of the first
-    `kept_inputs` it keeps X instead: chunk i's in half `i % 2` of `row_pages[i // 2]`.
+    `kept_chunks` and the newest `window_chunks` of the sealed ones, and frees any other as
+    soon as its chunk is sealed. Of the first `kept_inputs` it keeps X instead: chunk i's in
+    half `i % 2` of `row_pages[i // 2]`.
     Resident sequences with equal beginnings share the pages of their first
     `checked_chunks`, which nothing writes any more.
     """
@@ -130,6 +131,7 @@ class Sequence:
     # It left the device, and has computed nothing since then.
     is_back: bool = False
     kept_chunks: int = 0
+    window_chunks: int = 0
     kept_inputs: int = 0
     # Looks for stop strings; None if there are none.
     text: TextStream | None = None

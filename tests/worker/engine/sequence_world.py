@@ -73,6 +73,8 @@ class World:
         self.batch = rng.randrange(2, 9)
         self.budget = rng.choice([5, 9, 16])
         room = rng.choice([1, 2, 2 * (chunks_of(self.budget, CHUNK) + 1)]) if has_store else 0
+        window = rng.choice([0, 0, 1, 3]) if has_store else 0
+        sinks = rng.randrange(2) if window else 0
         plan = MemoryPlan(
             budget_bytes=0,
             weight_bytes=0,
@@ -80,7 +82,10 @@ class World:
             page_bytes=SHAPE.page_bytes(CHUNK),
             page_count=rng.randrange(4, 24),
             input_page_count=self.batch + 10 if layout.has_activations else 0,
+            streamed_page_count=1 + window + sinks,
             room_page_count=room,
+            window_page_count=window,
+            sink_page_count=sinks,
         )
         self.cache = DeviceCache(layout, plan, CPU)
         self.pages = PageManager(self.cache, shares_prefixes=rng.random() < 0.7)
@@ -179,12 +184,10 @@ class World:
             return
         cached = min(match.cached_tokens, len(sequence.tokens) - 1)
         full = cached // CHUNK
-        stored = range(0)
-        if sequence.is_streamed:
-            stored = range(min(sequence.kept_chunks, full), full)
+        stored = pages.stored_chunks(sequence, full)
         has_tail = cached % CHUNK > 0 and cached > sequence.device_tokens
         pages.allocate_prefix(sequence, stored, full + has_tail)
-        pages.allocate_row_pages(sequence, min(sequence.kept_inputs, full))
+        pages.allocate_row_pages(sequence)
         if has_tail and self.cache.inputs:
             pages.allocate_input_page(sequence, full)
         sequence.computed = max(cached, sequence.device_tokens)
@@ -304,6 +307,8 @@ class World:
         for sequence in live:
             pages = [*sequence.pages, *sequence.row_pages]
             assert sequence.claim.held == sum(page is not None for page in pages)
+            if sequence.is_streamed and sequence.restored and sequence in queues.running:
+                self._check_streamed(sequence)
         claims = cache.claims
         assert claims.promised_count == sum(each.claim.promised for each in live)
         assert claims.room_used == sum(each.claim.room_count for each in live)
@@ -315,3 +320,19 @@ class World:
             assert arrivals == sorted(set(arrivals))
         assert len({each.key for each in live}) == len(live)
         assert not any(each.claim.held or each.claim.promised for each in queues.waiting)
+
+    def _check_streamed(self, sequence: Sequence) -> None:
+        """Check that exactly the chunks behind front and window are in the store alone."""
+        sealed = len(sequence.stored)
+        start = min(sequence.kept_chunks, len(sequence.pages))
+        assert sequence.stored_range.start == start
+        assert [index for index, page in enumerate(sequence.pages) if page is None] == list(
+            sequence.stored_range
+        )
+        newest = max(start, sealed - sequence.window_chunks)
+        assert sequence.stored_range.stop <= sealed or not sequence.stored_range
+        # A window that gave a page up before it was full lacks its oldest chunks.
+        assert sequence.stored_range.stop >= newest
+        room = sequence.claim.room_count
+        unsealed = sum(page is not None for page in sequence.pages[sealed:])
+        assert room <= max(0, unsealed - 1)
