@@ -83,6 +83,11 @@ class Tokenizer:
         """Number of ids with a spelling, added tokens included."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
+    def spellings(self) -> dict[int, str]:
+        """Return the token of each id, added tokens included, as the tokenizer's file spells it."""
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        return {index: token for token, index in vocabulary.items()}
+
     def encode(self, text: str, most: int | None = None) -> list[int]:
         """Return token ids with the special tokens that the model expects around a prompt.
 

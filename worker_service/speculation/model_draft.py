@@ -1,0 +1,210 @@
+"""Drafts by a small model of the same vocabulary, with a cache of its own.
+
+It follows the tokens of the sequences it drafts for and nothing else: where their K and V
+are, and whether they stream, does not matter to it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from splitpoint.shapes import chunks_of
+from splitpoint.speculation import DraftMethod
+from worker_service.device.cache import DeviceCache
+from worker_service.drafts.drafter import TargetKey
+from worker_service.engine.sampling import NonFiniteLogits, Sampling, SamplingRow, choose
+from worker_service.engine.sequence import Sequence
+from worker_service.model.decoder import Decoder
+from worker_service.speculation.draft_pass import DraftedTokens, DraftPasses, Piece
+
+# Another token is drafted while all before it are right with at least this probability, by
+# the draft model's own opinion. A pass of it costs about a third of a step of the bundled model.
+LEAST_CHANCE = 0.4
+
+
+@dataclass(slots=True, eq=False)
+class _Kept(DraftedTokens):
+    """A sequence in the draft model's cache.
+
+    Attributes:
+        sampling: the request's, without reports.
+        known: leading tokens that are the sequence's own.
+    """
+
+    sampling: Sampling = field(default_factory=Sampling)
+    prompt_length: int = 0
+    known: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Draft:
+    """A draft that grows, to at most `most` tokens; `chance` is that all of it is right."""
+
+    kept: _Kept
+    most: int
+    tokens: list[int] = field(default_factory=list)
+    chance: float = 1.0
+
+
+class ModelDrafter:
+    """Drafts tokens by a second, smaller model. See `Drafter`.
+
+    A sequence has pages in its cache from its first draft on. Where none is free, the sequence
+    that was not drafted for the longest loses its own; if all are drafted for now, the last
+    ones get no draft. A lost sequence is computed again from its tokens.
+    """
+
+    method = DraftMethod.MODEL
+
+    def __init__(
+        self,
+        model: Decoder,
+        cache: DeviceCache,
+        *,
+        max_batched_tokens: int,
+        eos_token_ids: tuple[int, ...],
+        least_chance: float = LEAST_CHANCE,
+    ) -> None:
+        """`max_batched_tokens`: tokens of sequences that one call computes at most."""
+        self.model = model
+        self.cache = cache
+        self._passes = DraftPasses(model, cache)
+        self._most_tokens = max_batched_tokens
+        self._eos_token_ids = eos_token_ids
+        self._least_chance = least_chance
+        self._chunk = cache.layout.chunk_tokens
+        # The longest unused first.
+        self._kept: OrderedDict[TargetKey, _Kept] = OrderedDict()
+
+    @torch.inference_mode()
+    def propose(self, wanted: Rows[tuple[Sequence, int]]) -> list[list[int]]:
+        """Draft for all sequences together. See `Drafter.propose`.
+
+        A sequence whose tokens are not all computed yet, since its prompt is long, gets no
+        draft in this call.
+        """
+        drafts, pieces = self._begin([pair for pair in wanted if pair[1] > 0])
+        growing: list[_Draft] = []
+        if pieces:
+            logits = self._passes.run(pieces)
+            growing = [draft for draft in drafts.values() if self._is_ready(draft)]
+            if len(growing) < len(pieces):
+                ready = [piece.drafted.computed == len(piece.drafted.tokens) for piece in pieces]
+                logits = logits[torch.tensor(ready, device=logits.device)]
+        while growing:
+            growing = self._extend(growing, logits)
+            if growing:
+                logits = self._passes.run([Piece(draft.kept, 1) for draft in growing])
+        found = (drafts.get(target.key) for target, _ in wanted)
+        return [[] if draft is None else draft.tokens for draft in found]
+
+    def forget(self, key: TargetKey) -> None:
+        """Free the pages of a sequence."""
+        kept = self._kept.pop(key, None)
+        if kept is not None:
+            for page in kept.pages:
+                self.cache.pages.free(page)
+
+    @staticmethod
+    def _is_ready(draft: _Draft) -> bool:
+        return draft.kept.computed == len(draft.kept.tokens)
+
+    # -- following the sequences --------------------------------------------------------
+
+    def _begin(
+        self, wanted: Rows[tuple[Sequence, int]]
+    ) -> tuple[dict[TargetKey, _Draft], list[Piece]]:
+        """Return empty drafts, and what must be computed first, in the same order."""
+        present = {target.key for target, _ in wanted}
+        drafts: dict[TargetKey, _Draft] = {}
+        pieces: list[Piece] = []
+        left = self._most_tokens
+        for target, count in wanted:
+            kept = self._follow(target)
+            most = min(count, self.model.shape.context_length - len(kept.tokens) + 1)
+            piece = Piece(kept, min(len(kept.tokens) - kept.computed, left))
+            is_whole = piece.positions.stop == len(kept.tokens)
+            end = piece.positions.stop + (most - 1 if is_whole else 0)
+            if most <= 0 or not self._has_pages(kept, end, present):
+                self.forget(target.key)
+            elif piece.count:
+                left -= piece.count
+                drafts[target.key] = _Draft(kept, most)
+                pieces.append(piece)
+        return drafts, pieces
+
+    def _follow(self, target: Sequence) -> _Kept:
+        """Return what is kept of a sequence, rewound to what is right and with all its tokens."""
+        kept = self._kept.get(target.key)
+        if kept is None:
+            sampling = replace(target.admission.sampling, logprobs=None)
+            kept = self._kept[target.key] = _Kept(
+                sampling=sampling, prompt_length=target.prompt_length
+            )
+        self._kept.move_to_end(target.key)
+        tokens = target.tokens
+        # The newest token is computed in any case: its logits are wanted.
+        end = min(kept.computed, len(tokens) - 1)
+        same = min(kept.known, end)
+        while same < end and kept.tokens[same] == tokens[same]:
+            same += 1
+        kept.computed = same
+        kept.tokens[same:] = tokens[same:]
+        kept.known = len(tokens)
+        return kept
+
+    def _has_pages(self, kept: _Kept, token_count: int, present: set[TargetKey]) -> bool:
+        """Allocate pages for so many tokens; False if only sequences in use could give some."""
+        pages = self.cache.pages
+        for _ in range(len(kept.pages), chunks_of(token_count, self._chunk)):
+            while not pages.free_count:
+                unused = next((key for key in self._kept if key not in present), None)
+                if unused is None:
+                    return False
+                self.forget(unused)
+            kept.pages.append(pages.allocate())
+        return True
+
+    # -- drafting -----------------------------------------------------------------------
+
+    def _extend(self, drafts: list[_Draft], logits: torch.Tensor) -> list[_Draft]:
+        """Add one token to each draft; return those that go on.
+
+        Tokens are chosen as the request's own will be: greedily, or by its seed and position.
+        """
+        rows = [
+            SamplingRow(
+                draft.kept.sampling,
+                draft.kept.tokens,
+                draft.kept.prompt_length,
+                self._eos_token_ids,
+            )
+            for draft in drafts
+        ]
+        choices = choose(logits, rows)
+        ids = [0 if isinstance(each, NonFiniteLogits) else each.token_id for each in choices]
+        chosen = logits.gather(1, torch.tensor(ids, device=logits.device).unsqueeze(1)).squeeze(1)
+        chances = (chosen - logits.logsumexp(dim=-1)).exp().tolist()
+        growing = []
+        for draft, choice, chance in zip(drafts, choices, chances, strict=True):
+            if isinstance(choice, NonFiniteLogits):
+                self._clear(draft.kept)
+                continue
+            draft.tokens.append(choice.token_id)
+            draft.kept.tokens.append(choice.token_id)
+            draft.chance *= chance
+            ends = not draft.kept.sampling.ignore_eos and choice.token_id in self._eos_token_ids
+            if len(draft.tokens) < draft.most and draft.chance >= self._least_chance and not ends:
+                growing.append(draft)
+        return growing
+
+    def _clear(self, kept: _Kept) -> None:
+        """Compute a sequence anew: masked rows must be finite, whoever gets its pages."""
+        for plane in (*self.cache.keys, *self.cache.values):
+            plane[kept.pages] = 0
+        kept.computed = kept.known = 0
+        kept.tokens.clear()
