@@ -16,6 +16,8 @@ from worker_service.engine.engine import Engine
 from worker_service.engine.messages import FinishEvent, StepOutput
 from worker_service.engine.sampling import Sampling
 from worker_service.engine.sequence import Admission
+from worker_service.graphs.decode_graphs import DecodeGraphs
+from worker_service.graphs.recorder import Recorder
 from worker_service.lanes.lanes import Lanes
 from worker_service.model.decoder import Decoder
 from worker_service.store.verifier import Verifier
@@ -40,8 +42,13 @@ def make_engine(
     verifier: Verifier | None = None,
     shares_prefixes: bool = True,
     window_pages: int = 0,
+    recorder: Recorder | None = None,
+    graph_bytes: int = 1 << 20,
 ) -> Engine:
-    """Return an fp32 engine of a checkpoint or model; `cache_pages` sizes its budget exactly."""
+    """Return an fp32 engine of a checkpoint or model; `cache_pages` sizes its budget exactly.
+
+    With a `recorder` it has graphs, which may take `graph_bytes`.
+    """
     model = source if isinstance(source, Decoder) else Decoder.load(source, device, torch.float32)
     layout = ArenaLayout.of(model.shape, chunk_tokens=chunk_tokens, has_activations=has_activations)
 
@@ -56,20 +63,27 @@ def make_engine(
             staging_pages=staging_pages,
             has_store=has_store,
             window_pages=window_pages,
+            graph_bytes=0 if recorder is None else graph_bytes,
         )
 
     plan = plan_for(device_memory_bytes)
     if cache_pages is not None:
         plan = replace(plan, page_count=cache_pages)
+    cache = DeviceCache(layout, plan, device)
+    graphs = None
+    if recorder is not None:
+        windows = [layer.window for layer in model.layers]
+        graphs = DecodeGraphs(cache, windows, recorder, most_rows=max_batch_size)
     return Engine(
         model,
-        DeviceCache(layout, plan, device),
+        cache,
         max_batch_size=max_batch_size,
         max_batched_tokens=max_batched_tokens,
         eos_token_ids=eos_token_ids,
         lanes=lanes,
         verifier=verifier,
         shares_prefixes=shares_prefixes,
+        graphs=graphs,
     )
 
 

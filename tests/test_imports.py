@@ -206,7 +206,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "remote",
     ),
     "worker_service": (
-        *("checkpoint", "hardware", "lanes", "device", "weights", "model"),
+        *("checkpoint", "hardware", "lanes", "device", "weights", "model", "graphs"),
         *("store", "pipeline", "drafts", "engine", "speculation", "profiling"),
     ),
     "scheduler_service": (

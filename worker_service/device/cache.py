@@ -149,6 +149,8 @@ class DeviceCache:
     Attributes:
         keys, values: per layer `[device_page_count, n_kv, chunk_tokens, d]`.
         inputs: per layer `[input_page_count, chunk_tokens, h]`; empty without activations.
+        padding_page, padding_input_page: one page more of each, which is never allocated, for
+            the padding rows of CUDA graphs; None if the plan has no graphs.
     """
 
     def __init__(self, layout: ArenaLayout, plan: MemoryPlan, device: torch.device) -> None:
@@ -162,9 +164,13 @@ class DeviceCache:
         def planes(count: int, page: tuple[int, ...]) -> list[torch.Tensor]:
             return [_zeros((count, *page), dtype, device) for _ in range(layout.layer_count)]
 
-        self.keys = planes(plan.device_page_count, kv_page)
-        self.values = planes(plan.device_page_count, kv_page)
-        self.inputs = planes(plan.input_page_count, x_page) if plan.input_page_count else []
+        padding = 1 if plan.graph_bytes else 0
+        self.padding_page = plan.device_page_count if padding else None
+        self.padding_input_page = plan.input_page_count if padding else None
+        self.keys = planes(plan.device_page_count + padding, kv_page)
+        self.values = planes(plan.device_page_count + padding, kv_page)
+        pages = plan.input_page_count + padding
+        self.inputs = planes(pages, x_page) if plan.input_page_count else []
         self.pages = PageAllocator(plan.device_page_count)
         self.input_pages = PageAllocator(plan.input_page_count)
         self.claims = Claims(self.pages, plan.room_page_count)

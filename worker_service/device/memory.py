@@ -89,6 +89,8 @@ class MemoryPlan:
         room_page_count: cache pages for the chunks of streamed sequences that are computed
             or written back; all streamed sequences share them. 0 without a store.
         draft_tokens: guessed tokens that one step verifies at most; 0 if nothing guesses.
+        graph_bytes: for CUDA graphs, in the workspace, as is one more page of K, V and X that
+            their padding rows write. 0: there are none.
     """
 
     budget_bytes: int
@@ -103,6 +105,7 @@ class MemoryPlan:
     draft_tokens: int = 0
     window_page_count: int = 0
     sink_page_count: int = 0
+    graph_bytes: int = 0
 
     @property
     def device_page_count(self) -> int:
@@ -196,6 +199,7 @@ def divide(
     has_store: bool = True,
     draft_tokens: int = 0,
     window_pages: int = 0,
+    graph_bytes: int = 0,
 ) -> MemoryPlan:
     """Divide the budget. Raises ResourceExhausted with the numbers if it is too small.
 
@@ -203,6 +207,7 @@ def divide(
         has_store: False for a worker without a store, which streams nothing and has no room.
         window_pages: newest chunks that a streamed sequence keeps on the device for self
             drafts; 0: it keeps none. In little memory it keeps fewer.
+        graph_bytes: for CUDA graphs, which give way to the fewest pages of a cache.
     """
     needs = _needs(
         shape,
@@ -215,6 +220,10 @@ def divide(
     )
     page_bytes, least_pages = needs.page_bytes, needs.least_pages
     workspace = needs.workspace_bytes
+    graphs = graph_bytes + _padding_bytes(shape, layout) if graph_bytes else 0
+    if (budget_bytes - weight_bytes - workspace - graphs) // page_bytes < least_pages:
+        graphs = graph_bytes = 0
+    workspace += graphs
     pages = (budget_bytes - weight_bytes - workspace) // page_bytes
     if pages < least_pages:
         raise ResourceExhausted(
@@ -243,6 +252,7 @@ def divide(
         draft_tokens=draft_tokens,
         window_page_count=window,
         sink_page_count=sinks,
+        graph_bytes=graph_bytes,
     )
 
 
@@ -312,6 +322,13 @@ def staging_bytes(shape: ModelShape, layout: ArenaLayout, pages: int) -> int:
     if layout.has_activations:
         per_token += 2 * shape.activation_bytes_per_token_layer
     return pages * layout.chunk_tokens * per_token
+
+
+def _padding_bytes(shape: ModelShape, layout: ArenaLayout) -> int:
+    """Return the bytes of a page of K, V and, if it is kept, X that only padding rows write."""
+    chunk = layout.chunk_tokens
+    inputs = chunk * shape.activation_bytes_per_token if layout.has_activations else 0
+    return shape.page_bytes(chunk) + inputs
 
 
 def _decoding_bytes(shape: ModelShape, layout: ArenaLayout, pages: int) -> int:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 BLOCK_BYTES = 256 << 10
-_ALIGNMENT = 16
+ALIGNMENT = 16
 
 
 class Upload:
@@ -23,9 +23,18 @@ class Upload:
     """
 
     def __init__(
-        self, device: torch.device, *, block_bytes: int = BLOCK_BYTES, pin_memory: bool = True
+        self,
+        device: torch.device,
+        *,
+        block_bytes: int = BLOCK_BYTES,
+        pin_memory: bool = True,
+        into: torch.Tensor | None = None,
     ) -> None:
+        """`into`: bytes of the device that receive the tables, one after the other, and must
+        hold all of them; None: memory of their own.
+        """
         self.device = device
+        self._into = into
         self._block_bytes = block_bytes
         self._pin_memory = pin_memory
         self._blocks: list[_Block] = []
@@ -33,18 +42,29 @@ class Upload:
     def table(self, values: npt.ArrayLike, dtype: npt.DTypeLike = np.int64) -> torch.Tensor:
         """Return a tensor of these values on the device, which holds them after `send`."""
         array: npt.NDArray[Any] = np.ascontiguousarray(values, dtype=dtype)
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and self._into is None:
             return torch.from_numpy(array)
         return self.place(array)
 
     def place(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        """Return room on the device for a contiguous array, which `send` fills."""
-        size = -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+        """Return room on the device for a contiguous array, which `send` fills.
+
+        Raises ValueError if the memory that was given for the tables is full.
+        """
+        size = -(-array.nbytes // ALIGNMENT) * ALIGNMENT
         if not self._blocks or self._blocks[-1].left < size:
-            self._blocks.append(
-                _Block(max(size, self._block_bytes), self.device, pin_memory=self._pin_memory)
-            )
+            self._blocks.append(self._block_for(size))
         return self._blocks[-1].add(array, size)
+
+    def _block_for(self, size: int) -> _Block:
+        if self._into is None:
+            size = max(size, self._block_bytes)
+            into = torch.empty(size, dtype=torch.uint8, device=self.device)
+        elif self._blocks or len(self._into) < size:
+            raise ValueError(f"a step's tables need more than their {len(self._into)} bytes")
+        else:
+            into = self._into
+        return _Block(into, pin_memory=self._pin_memory)
 
     def send(self) -> None:
         """Copy all tables since the last call; the host does not wait."""
@@ -56,10 +76,10 @@ class Upload:
 class _Block:
     """Pinned memory, and as much on the device."""
 
-    def __init__(self, size_bytes: int, device: torch.device, *, pin_memory: bool) -> None:
-        self._host = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pin_memory)
+    def __init__(self, into: torch.Tensor, *, pin_memory: bool) -> None:
+        self._host = torch.empty(len(into), dtype=torch.uint8, pin_memory=pin_memory)
         self._bytes = self._host.numpy()
-        self._device = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        self._device = into
         self._used = 0
 
     @property

@@ -18,9 +18,11 @@ from worker_service.device.upload import Upload
 from worker_service.engine.sequence import Segment, Sequence
 from worker_service.engine.streamed import StreamedPrefill, StreamedStep
 from worker_service.engine.streamed_builder import StreamedBuilder
+from worker_service.graphs.decode_graphs import DecodeGraphs, GraphSlot
 from worker_service.model.attention import decode_partial, prefill
 from worker_service.model.attention_plan import DecodePlan, PrefillPlan
 from worker_service.model.layer import DecoderLayer
+from worker_service.model.span_attention import SpanView
 from worker_service.pipeline.prefetch import Prefetcher, compute
 
 
@@ -50,6 +52,8 @@ class Batch:
         token_ids, positions, pages, rows: int64 `[N]` per token.
         logit_rows: int64, the last row of each sequence that will have computed all it has
             and gets its next token, in order.
+        slot: the place of a step that a CUDA graph may compute, with padding rows behind the
+            tokens' own; None: it is computed eagerly.
     """
 
     started: float
@@ -64,10 +68,23 @@ class Batch:
     decode_plan: DecodePlan | None
     streamed: StreamedStep | None
     prefills: list[ResidentPrefill | StreamedPrefill]
+    slot: GraphSlot | None = None
 
     @property
     def decode_count(self) -> int:
         return len(self.counts) - len(self.prefills)
+
+    @property
+    def graph_tables(self) -> list[torch.Tensor]:
+        """All tables that the layers read."""
+        tables = [self.token_ids, self.positions, self.pages, self.rows]
+        if self.inputs is not None:
+            tables += [self.inputs.index, self.inputs.pages, self.inputs.rows]
+        if self.decode_plan is not None:
+            for view in self.decode_plan.views.values():
+                if isinstance(view, SpanView):
+                    tables += view.tables
+        return tables
 
     def write(
         self,
@@ -158,6 +175,7 @@ def build_batch(
     *,
     tile_pages: int,
     started: float,
+    graphs: DecodeGraphs | None = None,
 ) -> Batch:
     """Lay out one step. Every sequence has pages for the tokens it computes.
 
@@ -165,18 +183,29 @@ def build_batch(
         windows: the window of each layer.
         tile_pages: pages of a streamed tile, if memory has room.
         started: see `Batch`.
+        graphs: give steps that only decode from the device a place of their size.
     """
-    return _Builder(cache, windows, tile_pages).build(decodes, segments, started)
+    slot = None
+    if graphs is not None and not segments and not any(each.is_streamed for each in decodes):
+        slot = graphs.slot([sequence.computed + 1 for sequence in decodes])
+    return _Builder(cache, windows, tile_pages, slot).build(decodes, segments, started)
 
 
 class _Builder:
-    def __init__(self, cache: DeviceCache, windows: Rows[int | None], tile_pages: int) -> None:
+    def __init__(
+        self,
+        cache: DeviceCache,
+        windows: Rows[int | None],
+        tile_pages: int,
+        slot: GraphSlot | None,
+    ) -> None:
         self._cache = cache
+        self._slot = slot
         self._chunk = cache.layout.chunk_tokens
         self._windows = set(windows)
         self._device = cache.device
         # All small tables of the step cross in one copy.
-        self._upload = Upload(cache.device)
+        self._upload = Upload(cache.device) if slot is None else slot.upload
         self._streamed = StreamedBuilder(cache, windows, tile_pages, self._upload)
 
     def build(self, decodes: Rows[Sequence], segments: Rows[Segment], started: float) -> Batch:
@@ -194,6 +223,9 @@ class _Builder:
             pages += [piece.sequence.page(position // self._chunk) for position in span]
             if span.stop == len(piece.sequence.tokens):
                 logit_rows.append(len(positions) - 1)
+        if self._slot is not None:
+            token_ids, positions = (self._slot.padded(each, 0) for each in (token_ids, positions))
+            pages = self._slot.padded(pages, self._slot.page)
         batch = Batch(
             started=started,
             sequences=[piece.sequence for piece in pieces],
@@ -202,7 +234,6 @@ class _Builder:
             positions=self._tensor(positions),
             pages=self._tensor(pages),
             rows=self._tensor([position % self._chunk for position in positions]),
-            logit_rows=self._tensor(logit_rows),
             inputs=self._input_rows(pieces),
             decode_plan=self._decode_plan(decodes) if decodes else None,
             streamed=self._streamed.step(
@@ -214,6 +245,9 @@ class _Builder:
                 ],
             ),
             prefills=prefills,
+            slot=self._slot,
+            # Behind the tables that a graph reads, which keep their place.
+            logit_rows=self._tensor(logit_rows),
         )
         self._upload.send()
         return batch
@@ -232,6 +266,12 @@ class _Builder:
                     pages.append(piece.sequence.input_pages[position // self._chunk])
                     rows.append(position % self._chunk)
             first_row += piece.count
+        if self._slot is not None and self._cache.inputs:
+            # A graph stores X of every row somewhere.
+            kept = dict(zip(index, zip(pages, rows, strict=True), strict=True))
+            index = list(range(self._slot.key.rows))
+            places = [kept.get(row, (self._slot.input_page, 0)) for row in index]
+            pages, rows = [page for page, _ in places], [row for _, row in places]
         if not index:
             return None
         return InputRows(self._tensor(index), self._tensor(pages), self._tensor(rows))
@@ -239,13 +279,19 @@ class _Builder:
     def _decode_plan(self, decodes: Rows[Sequence]) -> DecodePlan:
         """Plan attention over all device pages of all decoding sequences."""
         if not any(sequence.is_streamed for sequence in decodes):
+            page_tables = [cast(list[int], sequence.pages) for sequence in decodes]
+            lengths = [sequence.computed + 1 for sequence in decodes]
+            if self._slot is not None:
+                lengths = self._slot.padded(lengths, 1)
+                page_tables += [[self._slot.page]] * (len(lengths) - len(page_tables))
             return DecodePlan.of_sequences(
-                [cast(list[int], sequence.pages) for sequence in decodes],
-                [sequence.computed + 1 for sequence in decodes],
+                page_tables,
+                lengths,
                 chunk_tokens=self._chunk,
                 windows=self._windows,
                 device=self._device,
                 upload=self._upload,
+                padded_spans=None if self._slot is None else self._slot.spans,
             )
         pages: list[int] = []
         owners: list[int] = []

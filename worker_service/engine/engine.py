@@ -42,6 +42,7 @@ from worker_service.engine.postprocessor import Postprocessor
 from worker_service.engine.queues import SequenceQueues
 from worker_service.engine.restorer import Restorer
 from worker_service.engine.sequence import Admission, Sequence
+from worker_service.graphs.decode_graphs import DecodeGraphs
 from worker_service.lanes.lanes import Lanes
 from worker_service.lanes.select import lanes_of
 from worker_service.lanes.spans import RequestSpans
@@ -64,6 +65,7 @@ class Engine:
         restorer: brings cached prefixes onto the device.
         verifier: compares checksums of what is read from the arena; None if nothing does.
         drafters: guess the next tokens of sequences that want it.
+        graphs: compute decoding steps of few sizes on a GPU; None: all steps are eager.
     """
 
     def __init__(
@@ -79,10 +81,12 @@ class Engine:
         verifier: Verifier | None = None,
         shares_prefixes: bool = True,
         drafters: Mapping[DraftMethod, Drafter[Sequence]] = MappingProxyType({}),
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         if drafters and not cache.plan.draft_tokens:
             raise ValueError("drafts need a memory plan with draft_tokens")
         self.drafters = drafters
+        self.graphs = graphs
         self.model = model
         self.lanes = lanes if lanes is not None else lanes_of(cache.device)
         model.use_lanes(self.lanes)
@@ -111,7 +115,13 @@ class Engine:
             verifier=verifier,
         )
         self._runner = ModelRunner(
-            model, cache, self.lanes, self.staging, eos_token_ids=eos_token_ids, verifier=verifier
+            model,
+            cache,
+            self.lanes,
+            self.staging,
+            eos_token_ids=eos_token_ids,
+            verifier=verifier,
+            graphs=graphs,
         )
         self._postprocessor = Postprocessor(self.queues, self.page_manager, eos_token_ids)
         self._shared_split = SharedSplit(
@@ -321,6 +331,7 @@ class Engine:
             self._windows,
             tile_pages=self.tile_pages,
             started=started,
+            graphs=self.graphs,
         )
 
     # -- postprocess --------------------------------------------------------------------

@@ -20,6 +20,7 @@ from worker_service.engine.sampling import (
 )
 from worker_service.engine.sequence import Sequence
 from worker_service.engine.streamed import LostSequence
+from worker_service.graphs.decode_graphs import DecodeGraphs
 from worker_service.lanes.lanes import Lanes
 from worker_service.lanes.timeline import Span
 from worker_service.model.decoder import Decoder
@@ -66,6 +67,7 @@ class ModelRunner:
         *,
         eos_token_ids: tuple[int, ...],
         verifier: Verifier | None,
+        graphs: DecodeGraphs | None,
     ) -> None:
         self._model = model
         self._cache = cache
@@ -73,6 +75,7 @@ class ModelRunner:
         self._staging = staging
         self._eos_token_ids = eos_token_ids
         self._verifier = verifier
+        self._graphs = graphs
         # Start of a step under way that will leave a single span.
         self._computing_since: float | None = None
 
@@ -135,6 +138,21 @@ class ModelRunner:
 
         A NaN stays in its token's row from the layer where it arises to the end.
         """
+        if batch.slot is not None and self._graphs is not None:
+            hidden = self._graphs.run(
+                batch.slot, batch.graph_tables, partial(self._hidden, batch, None)
+            )[: sum(batch.counts)]
+        else:
+            hidden = self._hidden(batch, prefetcher)
+        finite = hidden.isfinite().all(dim=1)
+        logits = self._model.logits(hidden[batch.logit_rows])
+        return logits, finite
+
+    def _hidden(self, batch: Batch, prefetcher: Prefetcher | None) -> torch.Tensor:
+        """Return the last hidden `[rows, h]`, of padding rows as well.
+
+        It depends on the step through the memory of its tables alone, if nothing streams.
+        """
         model, cache = self._model, self._cache
 
         def attend(
@@ -150,16 +168,13 @@ class ModelRunner:
             return batch.attend(cache, index, layer, queries, keys, values, prefetcher)
 
         hidden = model.embed(batch.token_ids, batch.positions)
-        hidden = through_layers(
+        return through_layers(
             model.visit(),
             hidden,
             model.rotary(batch.positions),
             attend,
             partial(compute, prefetcher),
         )
-        finite = hidden.isfinite().all(dim=1)
-        logits = model.logits(hidden[batch.logit_rows])
-        return logits, finite
 
     def _begin_choice(
         self, batch: Batch, logits: torch.Tensor, finite: torch.Tensor

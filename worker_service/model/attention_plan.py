@@ -82,12 +82,14 @@ class DecodePlan:
         windows: Iterable[int | None],
         device: torch.device,
         upload: Upload | None = None,
+        padded_spans: Mapping[int | None, int] | None = None,
     ) -> DecodePlan:
         """Plan for whole sequences, where `page_tables[b][i]` holds chunk i of sequence b.
 
         `lengths[b]` counts the tokens whose K and V are in place, the query's own
         included. Pages past the length are ignored. `upload` collects the plan's tables for
-        the device; without it they are sent at once.
+        the device; without it they are sent at once. `padded_spans`: spans for which the
+        tables of each window have room (`SpanView.of`).
         """
         sizes = np.asarray(lengths, dtype=np.int64)
         counts = -(-sizes // chunk_tokens)
@@ -110,6 +112,7 @@ class DecodePlan:
             windows=windows,
             device=device,
             upload=tables,
+            padded_spans=padded_spans,
         )
         if library_of(device) is not None:
             whole = {
@@ -134,6 +137,7 @@ class DecodePlan:
         device: torch.device,
         upload: Upload | None = None,
         row_counts: Integers | None = None,
+        padded_spans: Mapping[int | None, int] | None = None,
     ) -> DecodePlan:
         """Plan for any pages: a tile of one sequence, or the tails of streamed ones.
 
@@ -154,7 +158,8 @@ class DecodePlan:
         shared: dict[int | None, tuple[PageView, ...]] = {}
         for window in set(windows):
             visible = seen if window is None else seen & (behind < window)
-            views[window], more = _decode_views(numbers, owner, visible, len(query), tables)
+            padded = None if padded_spans is None else padded_spans[window]
+            views[window], more = _decode_views(numbers, owner, visible, len(query), tables, padded)
             if more:
                 shared[window] = more
         plan = cls(query_count=len(query), views=views, shared=shared)
@@ -263,16 +268,17 @@ def _decode_views(
     seen: npt.NDArray[np.bool_],
     query_count: int,
     upload: Upload,
+    padded_spans: int | None,
 ) -> tuple[PageView | SpanView, tuple[PageView, ...]]:
     """Return the view of pages that one query reads, and views of those that several read.
 
-    With a kernel one view has all of them.
+    With a kernel one view has all of them, and can be padded.
     """
     used = seen.any(axis=1)
     if not used.all():
         numbers, owner, seen = numbers[used], owner[used], seen[used]
     if kernels_of(upload.device) is not None:
-        return SpanView.of(numbers, owner, seen, query_count, upload), ()
+        return SpanView.of(numbers, owner, seen, query_count, upload, padded_spans), ()
     pages, inverse, counts = np.unique(numbers, return_inverse=True, return_counts=True)
     if len(pages) == len(numbers):
         return _page_view(numbers, owner[:, None], seen[:, None], query_count, upload), ()

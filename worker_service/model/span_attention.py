@@ -47,6 +47,10 @@ class SpanView:
     owners: torch.Tensor
     firsts: torch.Tensor
 
+    @property
+    def tables(self) -> list[torch.Tensor]:
+        return [self.pages, self.lows, self.highs, self.starts, self.owners, self.firsts]
+
     @classmethod
     def of(
         cls,
@@ -55,32 +59,40 @@ class SpanView:
         seen: npt.NDArray[np.bool_],
         query_count: int,
         upload: Upload,
+        padded_count: int | None = None,
     ) -> SpanView:
         """Cut pages into spans.
 
         Query `owner[i]` sees the rows `seen[i]` `[C]` of page `numbers[i]`: at least one, and
-        no two with a gap between them.
+        no two with a gap between them. `padded_count`: spans for which the tables have room;
+        those without pages are nobody's. Raises ValueError if there are more.
         """
         order = np.argsort(owner, kind="stable")
         numbers, owner, seen = numbers[order], owner[order], seen[order]
         lows = seen.argmax(axis=1)
-        per_span = max(1, SPAN_TOKENS // seen.shape[1])
+        per_span = pages_per_span(seen.shape[1])
         counts = np.bincount(owner, minlength=query_count)
         # The place of each page among those of its query.
         place = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
         starts = np.flatnonzero(place % per_span == 0)
         firsts = np.concatenate([[0], np.cumsum(-(-counts // per_span))])
 
-        def table(values: npt.NDArray[Any]) -> torch.Tensor:
+        spans = len(starts) if padded_count is None else padded_count
+        pages = len(owner) if padded_count is None else padded_count * per_span
+
+        def table(values: npt.NDArray[Any], size: int, padding: int = 0) -> torch.Tensor:
+            missing = size - len(values)
+            if missing:
+                values = np.pad(values, (0, missing), constant_values=padding)
             return upload.table(values, np.int32)
 
         return cls(
-            pages=table(numbers),
-            lows=table(lows),
-            highs=table(lows + seen.sum(axis=1)),
-            starts=table(np.append(starts, len(owner))),
-            owners=table(owner[starts]),
-            firsts=table(firsts),
+            pages=table(numbers, pages),
+            lows=table(lows, pages),
+            highs=table(lows + seen.sum(axis=1), pages),
+            starts=table(starts, spans + 1, padding=len(owner)),
+            owners=table(owner[starts], spans),
+            firsts=table(firsts, query_count + 1),
         )
 
     def attend(
@@ -124,6 +136,11 @@ class SpanView:
             least=_LEAST,
         )
         return merged[0], merged[1], merged[2]
+
+
+def pages_per_span(chunk_tokens: int) -> int:
+    """Return the pages of a span, the last one of a query excepted."""
+    return max(1, SPAN_TOKENS // chunk_tokens)
 
 
 def _block(size: int) -> int:

@@ -1,0 +1,1 @@
+"""CUDA graphs: decoding steps that were recorded once for each size and are played back."""

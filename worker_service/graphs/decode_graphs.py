@@ -1,0 +1,219 @@
+"""The graphs of a worker's decoding steps: which sizes have one, and when one is recorded.
+
+A step is laid out in the padded tables of its size, which stay at their place, so a graph that was
+recorded for one step computes any later one of that size. The second step of a size records its
+graph. Without a graph the same padded tables are computed eagerly, by the same calls.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from splitpoint.config import format_size
+from worker_service.device.cache import DeviceCache
+from worker_service.device.upload import Upload
+from worker_service.graphs.buckets import (
+    GraphKey,
+    row_bucket,
+    span_bucket,
+    span_count,
+    spans_by_window,
+    table_bytes,
+)
+from worker_service.graphs.recorder import Recorder, Recording
+
+log = logging.getLogger(__name__)
+
+# Graphs that are kept; the one that was used least recently makes room.
+MOST_GRAPHS = 32
+# Sizes of which tables are kept, with a graph or without.
+_MOST_SIZES = 4 * MOST_GRAPHS
+# A size's graph is recorded at this step of the size, and after each eviction at twice as many.
+_RECORDED_AT = 2
+
+# The tables that a graph reads: their addresses and shapes.
+_Signature = list[tuple[int, torch.Size]]
+
+
+@dataclass(slots=True)
+class _Size:
+    """What is known of one size."""
+
+    tables: torch.Tensor
+    steps: int = 0
+    evictions: int = 0
+    recording: Recording | None = None
+    signature: _Signature = field(default_factory=list)
+
+    @property
+    def is_due(self) -> bool:
+        return self.steps >= _RECORDED_AT << self.evictions
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSlot:
+    """Where a step is laid out that a graph may compute.
+
+    Attributes:
+        upload: places the step's tables, in the same order and sizes in each step of a size.
+        spans: padded spans for the layers of each window.
+        page, input_page: the pages of K,V and of X that only padding rows write and read.
+    """
+
+    key: GraphKey
+    upload: Upload
+    spans: dict[int | None, int]
+    page: int
+    input_page: int
+
+    def padded(self, values: Sequence[int], padding: int) -> list[int]:
+        """Return a value for each row of the graph."""
+        return [*values, *[padding] * (self.key.rows - len(values))]
+
+
+@dataclass(slots=True)
+class GraphCounts:
+    """Steps since the start: played back, and computed eagerly though they had a size."""
+
+    replayed: int = 0
+    eager: int = 0
+    recorded: int = 0
+
+
+class DecodeGraphs:
+    """The graphs of one engine. For its thread.
+
+    Attributes:
+        obstacle: why steps are computed eagerly from now on; None: graphs are used.
+        is_full: True once graphs have taken their memory: no further ones are recorded.
+        size_bytes: device memory of the graphs and their pool, as measured.
+        counts: of steps.
+    """
+
+    def __init__(
+        self,
+        cache: DeviceCache,
+        windows: Iterable[int | None],
+        recorder: Recorder,
+        *,
+        most_rows: int,
+    ) -> None:
+        """`most_rows`: larger steps are computed eagerly. The cache has a page for padding."""
+        self.obstacle: str | None = None
+        self.is_full = False
+        self.size_bytes = 0
+        self.counts = GraphCounts()
+        self._windows = set(windows)
+        self._recorder = recorder
+        self._most_rows = most_rows
+        self._limit_bytes = cache.plan.graph_bytes
+        self._device = cache.device
+        self._chunk = cache.layout.chunk_tokens
+        if cache.padding_page is None or cache.padding_input_page is None:
+            raise ValueError("graphs need a memory plan with graph_bytes")
+        self._page, self._input_page = cache.padding_page, cache.padding_input_page
+        # Least recently used first.
+        self._sizes: dict[GraphKey, _Size] = {}
+
+    @property
+    def graph_count(self) -> int:
+        return sum(size.recording is not None for size in self._sizes.values())
+
+    def slot(self, lengths: Sequence[int]) -> GraphSlot | None:
+        """Return the place for a step of resident queries; None: it is laid out as it comes.
+
+        `lengths[i]` counts the tokens that row i sees, itself included.
+        """
+        if self.obstacle is not None or len(lengths) > self._most_rows:
+            return None
+        rows = row_bucket(len(lengths))
+        # A padding row sees one token.
+        spans = span_count(lengths, self._chunk) + rows - len(lengths)
+        key = GraphKey(rows, span_bucket(spans, rows))
+        padded = spans_by_window(key, self._windows, self._chunk)
+        size = self._sizes.pop(key, None)
+        if size is None:
+            tables = torch.empty(
+                table_bytes(key, padded, self._chunk), dtype=torch.uint8, device=self._device
+            )
+            size = _Size(tables)
+        self._sizes[key] = size
+        self._forget_sizes()
+        upload = Upload(self._device, into=size.tables, pin_memory=self._device.type == "cuda")
+        return GraphSlot(key, upload, padded, self._page, self._input_page)
+
+    def run(
+        self, slot: GraphSlot, tables: Sequence[torch.Tensor], call: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return what `call` computes from these tables of the slot, by a graph if there is one.
+
+        The result is valid until the next step of the size.
+        """
+        size = self._sizes[slot.key]
+        size.steps += 1
+        signature = [(table.data_ptr(), table.shape) for table in tables]
+        if size.recording is None and size.is_due and not self.is_full:
+            self._record(slot.key, size, call)
+            size.signature = signature
+        if size.recording is None:
+            self.counts.eager += 1
+            return call()
+        if size.signature != signature:
+            raise RuntimeError(f"the tables of {slot.key} are not where its graph reads them")
+        self.counts.replayed += 1
+        size.recording.replay()
+        return size.recording.result
+
+    def _record(self, key: GraphKey, size: _Size, call: Callable[[], torch.Tensor]) -> None:
+        self._make_room()
+        try:
+            recording = self._recorder.record(call)
+        except Exception as error:
+            # The end of a recording fails, too, if its content did.
+            cause = error.__context__ or error
+            self._stop(f"recording {key} failed: {type(cause).__name__}: {cause}")
+            return
+        # The pool stays as large as its largest graph made it.
+        self.size_bytes += recording.pool_bytes
+        if self.size_bytes + recording.own_bytes > self._limit_bytes:
+            self.is_full = True
+            log.warning(
+                "no further graphs of decoding steps: %d take %s of %s, and %s needs %s more",
+                self.graph_count,
+                format_size(self.size_bytes - recording.pool_bytes),
+                format_size(self._limit_bytes),
+                key,
+                format_size(recording.pool_bytes + recording.own_bytes),
+            )
+            return
+        self.size_bytes += recording.own_bytes
+        self.counts.recorded += 1
+        size.recording = recording
+
+    def _make_room(self) -> None:
+        """Drop the graph that was used least recently, if there are too many."""
+        if self.graph_count < MOST_GRAPHS:
+            return
+        oldest = next(size for size in self._sizes.values() if size.recording is not None)
+        if oldest.recording is not None:
+            self.size_bytes -= oldest.recording.own_bytes
+        oldest.recording = None
+        oldest.evictions += 1
+        oldest.steps = 0
+
+    def _forget_sizes(self) -> None:
+        """Drop tables of sizes without a graph, those first that were used least recently."""
+        if len(self._sizes) > _MOST_SIZES:
+            del self._sizes[next(key for key, size in self._sizes.items() if not size.recording)]
+
+    def _stop(self, obstacle: str) -> None:
+        """Compute all further steps eagerly."""
+        log.warning("decoding steps are computed eagerly: %s", obstacle)
+        self.obstacle = obstacle
+        self.is_full = True
+        for size in self._sizes.values():
+            size.recording = None

@@ -1,0 +1,90 @@
+"""Records the device's work of a call, and plays it back: `torch.cuda.CUDAGraph`.
+
+Not confirmed on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recording:
+    """What a call issued to the device.
+
+    Attributes:
+        replay: issues it again in the current stream: it reads what the same memory now holds.
+        result: what the call returned; each replay writes it anew.
+        pool_bytes: device memory by which it made the recorder's pool grow, as measured.
+        own_bytes: the driver's memory for it, as measured, which ends with the recording.
+    """
+
+    replay: Callable[[], None]
+    result: torch.Tensor
+    pool_bytes: int
+    own_bytes: int
+
+
+class Recorder(Protocol):
+    """Makes recordings on one device."""
+
+    def record(self, call: Callable[[], torch.Tensor]) -> Recording:
+        """Record what `call` issues. It may run any number of times meanwhile.
+
+        Raises whatever the device says to work that cannot be recorded.
+        """
+
+
+class GraphRecorder:
+    """Records CUDA graphs that share one pool of memory. For one thread.
+
+    Graphs may share a pool if they never run at once and nothing but their results is read
+    after them: they are played back in one stream, and every result keeps its own memory.
+    Not confirmed on a GPU yet. `cuda` is torch.cuda, or in tests a double of it.
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self._device = device
+        self._cuda = cuda
+        # Recording is forbidden in the default stream.
+        self._stream = cuda.Stream(device)
+        self._pool = cuda.graph_pool_handle()
+
+    def record(self, call: Callable[[], torch.Tensor]) -> Recording:
+        """Run the call once in the stream that records, and then record it.
+
+        The first run compiles and loads its kernels, and gives that stream the workspace of
+        its products: neither may happen while a stream records.
+        """
+        cuda = self._cuda
+        compute = cuda.current_stream(self._device)
+        self._stream.wait_stream(compute)
+        with cuda.stream(self._stream):
+            call()
+        compute.wait_stream(self._stream)
+        # What `cuda.graph` gives back before it begins is not the graph's.
+        cuda.synchronize(self._device)
+        cuda.empty_cache()
+        reserved, free = cuda.memory_reserved(self._device), self._free_bytes()
+        graph = cuda.CUDAGraph()
+        # `cuda.graph` leaves its stream current if the end of the recording fails. Other threads
+        # copy, allocate and ask for events meanwhile: only this one's work is recorded.
+        with (
+            cuda.stream(compute),
+            cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ),
+        ):
+            result = call()
+        grown = max(0, cuda.memory_reserved(self._device) - reserved)
+        # The driver's memory for a graph is outside of torch's.
+        taken = max(0, free - self._free_bytes() - grown)
+        return Recording(graph.replay, result, grown, taken)
+
+    def _free_bytes(self) -> int:
+        free, _ = self._cuda.mem_get_info(self._device)
+        return int(free)
