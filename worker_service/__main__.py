@@ -70,6 +70,7 @@ def options_from(arguments: argparse.Namespace, identity: Identity) -> WorkerOpt
         mirror_memory_bytes=None if mirror is None else parse_size(mirror, field="mirror-memory"),
         shares_prefixes=not arguments.no_device_prefix_cache,
         is_serial=arguments.serial,
+        is_eager=arguments.enforce_eager,
         link_bytes_per_second=None if rate is None else parse_rate(rate, field="link-rate"),
         trace_file=arguments.trace,
         progress_seconds=arguments.progress_seconds,

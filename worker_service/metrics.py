@@ -13,6 +13,7 @@ from splitpoint.observe.meters import Meters, Reading
 from splitpoint.planning.plan import RestoreMethod
 from worker_service.account import METHODS, Account, Predicted, Traffic, predictions
 from worker_service.engine.messages import StepOutput
+from worker_service.graphs.decode_graphs import DecodeGraphs
 from worker_service.startup import LoadedWorker
 
 
@@ -95,6 +96,18 @@ def _of_worker(worker: LoadedWorker) -> Iterable[Reading]:
         yield Reading(metrics.REDIS_UP, worker.redis_is_up())
     if store is not None and store.pinning is not None:
         yield Reading(metrics.WORKER_PINNED_BYTES, store.pinning.pinned_bytes)
+    if engine.lanes.device.type == "cuda":
+        yield from graph_readings(engine.graphs, engine.eager_reason)
+
+
+def graph_readings(graphs: DecodeGraphs | None, eager_reason: str | None) -> Iterable[Reading]:
+    """Return what a worker on a GPU says of its CUDA graphs."""
+    count = 0 if graphs is None else graphs.graph_count
+    yield Reading(metrics.WORKER_GRAPHS, count, (eager_reason or "",))
+    if graphs is not None:
+        yield Reading(metrics.WORKER_GRAPH_BYTES, graphs.size_bytes)
+        yield Reading(metrics.WORKER_GRAPH_STEPS, graphs.counts.replayed, ("replayed",))
+        yield Reading(metrics.WORKER_GRAPH_STEPS, graphs.counts.eager, ("eager",))
 
 
 def _of_steps(account: Account) -> Iterable[Reading]:

@@ -37,6 +37,9 @@ from worker_service.device.memory import (
 from worker_service.device.pinning import Pinning
 from worker_service.device.registrar import CudaRegistrar
 from worker_service.engine.engine import Engine
+from worker_service.graphs.decode_graphs import DecodeGraphs
+from worker_service.graphs.recorder import GraphRecorder
+from worker_service.graphs.support import graph_bytes, graph_obstacle
 from worker_service.hardware.monitor import DeviceMonitor, monitor_of
 from worker_service.lanes.lanes import EmulatedLink, Lanes
 from worker_service.lanes.select import lanes_of
@@ -86,6 +89,7 @@ class WorkerOptions:
     mirror_memory_bytes: int | None = None
     shares_prefixes: bool = True
     is_serial: bool = False
+    is_eager: bool = False
     link_bytes_per_second: int | None = None
     trace_file: Path | None = None
     progress_seconds: float = options.PROGRESS_SECONDS.default
@@ -290,11 +294,20 @@ def _load_engine(
         )
         limits["max_batched_tokens"] = grown_prefill(shape, layout, placement, rates, **limits)
     # Before the weights are read: a budget that cannot hold them fails at once.
-    plan = divide(shape, layout, weight_bytes=placement.device_bytes, **limits)
+    obstacle = "--enforce-eager" if options.is_eager else None
+    obstacle = obstacle or graph_obstacle(device, dtype, shape.head_dim, placement.on_host)
+    plan = divide(
+        shape,
+        layout,
+        weight_bytes=placement.device_bytes,
+        graph_bytes=0 if obstacle else graph_bytes(budget),
+        **limits,
+    )
     model = Decoder.load(folder, device, dtype, placement.on_host, _tickers(options))
+    cache = DeviceCache(layout, plan, device)
     engine = Engine(
         model,
-        DeviceCache(layout, plan, device),
+        cache,
         max_batch_size=options.max_batch_size,
         max_batched_tokens=limits["max_batched_tokens"],
         eos_token_ids=eos_token_ids(folder),
@@ -302,6 +315,8 @@ def _load_engine(
         lanes=lanes,
         verifier=Verifier(options.verify_rate),
         shares_prefixes=options.shares_prefixes,
+        graphs=_graphs(model, cache, options.max_batch_size),
+        eager_reason=obstacle or "device memory",
     )
     log.info(
         "%s on %s: weights take %s (%s), cache %s in %d pages",
@@ -315,11 +330,26 @@ def _load_engine(
     return engine, "" if placement.on_host == NOTHING_ON_HOST else placement.reason
 
 
+def _graphs(model: Decoder, cache: DeviceCache, max_batch_size: int) -> DecodeGraphs | None:
+    """Return graphs if the memory plan has any."""
+    if not cache.plan.graph_bytes:
+        return None
+    return DecodeGraphs(
+        cache,
+        [layer.window for layer in model.layers],
+        GraphRecorder(cache.device),
+        most_rows=max_batch_size + cache.plan.draft_tokens,
+    )
+
+
 def _prepare(engine: Engine, description: str, weights: str, trace_file: Path | None) -> None:
     """Open the trace, and measure the engine's costs."""
     if engine.lanes.link is not None:
         rate = format_rate(engine.lanes.link.bytes_per_second)
         log.warning("the link is emulated at %s: this worker is slower than it could be", rate)
+    if engine.lanes.device.type == "cuda":
+        eager = engine.eager_reason
+        log.info("decoding steps are %s", f"eager: {eager}" if eager else "CUDA graphs")
     if trace_file is not None:
         engine.trace = Trace({"device": description, "schedule": engine.lanes.schedule.value})
         _write_trace(engine.trace, trace_file)

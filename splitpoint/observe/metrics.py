@@ -317,6 +317,20 @@ WORKER_WRITE_BACK_CHUNKS = _worker.counter(
 WORKER_PINNED_BYTES = _gpu.gauge(
     "worker_pinned_bytes", "Arena bytes that are page-locked for the GPU."
 )
+WORKER_GRAPHS = _gpu.gauge(
+    "worker_cuda_graphs",
+    "CUDA graphs of decoding steps; eager_reason says why there are none, and is empty if steps "
+    "are recorded.",
+    "eager_reason",
+)
+WORKER_GRAPH_BYTES = _gpu.gauge(
+    "worker_cuda_graph_bytes", "Device memory of CUDA graphs, as measured when they were recorded."
+)
+WORKER_GRAPH_STEPS = _gpu.counter(
+    "worker_cuda_graph_steps_total",
+    "Decoding steps without prefill, streaming and restore: replayed as a graph, or eager.",
+    "way",
+)
 
 # -- workers: the link, and what is done instead of using it ---------------------------------
 

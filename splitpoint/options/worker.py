@@ -108,6 +108,12 @@ NO_DEVICE_PREFIX_CACHE = Option(
 SERIAL = Option(
     "serial", bool, False, "Run the serial twin: copy and compute in turn, without overlap."
 )
+ENFORCE_EAGER = Option(
+    "enforce-eager",
+    bool,
+    False,
+    "Launch each kernel of a decoding step, without CUDA graphs: the twin, for comparison.",
+)
 LINK_RATE: Option[str | None] = Option(
     "link-rate",
     str,
@@ -140,7 +146,10 @@ PROGRESS_LINES = Option(
 
 SECTIONS = (
     *COMMON,
-    Section("model and device", (WORKER_ID, MODEL, DEVICE, DTYPE, DEVICE_MEMORY, THREADS)),
+    Section(
+        "model and device",
+        (WORKER_ID, MODEL, DEVICE, DTYPE, DEVICE_MEMORY, THREADS, ENFORCE_EAGER),
+    ),
     Section(
         "batches",
         (MAX_BATCH, MAX_BATCHED_TOKENS, CHUNK_TOKENS, NO_DEVICE_PREFIX_CACHE, WEIGHT_OBJECTIVE),

@@ -136,6 +136,7 @@ class StackOptions:
     weight_objective: str = of(worker.WEIGHT_OBJECTIVE, _LIMITS)
     queue_capacity: int = of(scheduler.QUEUE_CAPACITY, _LIMITS)
     no_device_prefix_cache: bool = of(worker.NO_DEVICE_PREFIX_CACHE, _LIMITS)
+    enforce_eager: bool = of(worker.ENFORCE_EAGER, _LIMITS)
     answer_charge: str = of(scheduler.ANSWER_CHARGE, _LIMITS)
 
     serial: bool = of(worker.SERIAL, _LANES)

@@ -219,6 +219,7 @@ _WORKER: tuple[Option[object], ...] = (
     worker.PIN_LIMIT,
     worker.VERIFY_RATE,
     worker.NO_DEVICE_PREFIX_CACHE,
+    worker.ENFORCE_EAGER,
     worker.SERIAL,
     worker.LINK_RATE,
     *_COMMON,

@@ -104,6 +104,11 @@ def monitor(began: float) -> DeviceMonitor:
 def beside(began: float) -> Iterator[Reading]:
     """What a worker with this card would count itself."""
     yield Reading(metrics.WORKER_PINNED_BYTES, 64 << 30)
+    seconds = time.monotonic() - began
+    yield Reading(metrics.WORKER_GRAPHS, 6, ("",))
+    yield Reading(metrics.WORKER_GRAPH_BYTES, 200 << 20)
+    yield Reading(metrics.WORKER_GRAPH_STEPS, int(100 * seconds), ("replayed",))
+    yield Reading(metrics.WORKER_GRAPH_STEPS, int(seconds), ("eager",))
     tokens = int(TOKENS_PER_SECOND * swung(time.monotonic() - began))
     yield Reading(metrics.WORKER_GENERATED_TOKENS, tokens)
 

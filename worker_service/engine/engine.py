@@ -65,7 +65,7 @@ class Engine:
         restorer: brings cached prefixes onto the device.
         verifier: compares checksums of what is read from the arena; None if nothing does.
         drafters: guess the next tokens of sequences that want it.
-        graphs: compute decoding steps of few sizes on a GPU; None: all steps are eager.
+        graphs: compute decoding steps on a GPU; None: `eager_reason` says why there are none.
     """
 
     def __init__(
@@ -82,11 +82,13 @@ class Engine:
         shares_prefixes: bool = True,
         drafters: Mapping[DraftMethod, Drafter[Sequence]] = MappingProxyType({}),
         graphs: DecodeGraphs | None = None,
+        eager_reason: str = "graphs were not asked for",
     ) -> None:
         if drafters and not cache.plan.draft_tokens:
             raise ValueError("drafts need a memory plan with draft_tokens")
         self.drafters = drafters
         self.graphs = graphs
+        self._eager_reason = eager_reason
         self.model = model
         self.lanes = lanes if lanes is not None else lanes_of(cache.device)
         model.use_lanes(self.lanes)
@@ -186,6 +188,11 @@ class Engine:
     def computing_seconds(self) -> float:
         """Compute seconds of the step under way that no span shows yet; from any thread."""
         return self._runner.computing_seconds
+
+    @property
+    def eager_reason(self) -> str | None:
+        """Why no decoding step is a CUDA graph; None if they are."""
+        return self._eager_reason if self.graphs is None else self.graphs.obstacle
 
     @property
     def is_idle(self) -> bool:

@@ -83,7 +83,10 @@ class Library:
 
     def takes(self, queries: torch.Tensor, keys: torch.Tensor) -> bool:
         """Return True for sizes and types that it has kernels for."""
-        return self.is_usable and queries.dtype in _TYPES and keys.shape[-1] in _HEAD_DIMS
+        return self.has_kernel(queries.dtype, keys.shape[-1])
+
+    def has_kernel(self, dtype: torch.dtype, head_dim: int) -> bool:
+        return self.is_usable and dtype in _TYPES and head_dim in _HEAD_DIMS
 
     def attend(
         self,

@@ -1,0 +1,38 @@
+"""Whether a worker's decoding steps can be CUDA graphs, and the memory that graphs may take."""
+
+from __future__ import annotations
+
+import torch
+
+from splitpoint.planning.weight_placement import NOTHING_ON_HOST, OnHost
+from worker_service.model.library_attention import library_of
+from worker_service.model.span_attention import kernels_of
+
+# Of the device-memory budget, and at most.
+GRAPH_SHARE = 0.02
+MOST_GRAPH_BYTES = 1 << 30
+
+
+def graph_obstacle(
+    device: torch.device, dtype: torch.dtype, head_dim: int, on_host: OnHost = NOTHING_ON_HOST
+) -> str | None:
+    """Return why a model's decoding steps cannot be recorded; None: they can.
+
+    On a GPU the first call compiles a kernel, which takes a second or two.
+    """
+    if device.type != "cuda":
+        return "the device is no GPU"
+    if on_host != NOTHING_ON_HOST:
+        return "weights come from the host in each step"
+    if kernels_of(device) is None:
+        return "decode attention gathers pages"
+    library = library_of(device)
+    if library is not None and library.has_kernel(dtype, head_dim):
+        # Its plan fixes grids and splits for the lengths of one step.
+        return "FlashInfer plans each step on the host"
+    return None
+
+
+def graph_bytes(budget_bytes: int) -> int:
+    """Return the bytes of a device-memory budget that graphs may take."""
+    return min(int(GRAPH_SHARE * budget_bytes), MOST_GRAPH_BYTES)
