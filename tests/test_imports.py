@@ -35,6 +35,8 @@ TORCH_FILES = (
     "splitpoint_cli/bench/restore/runs.py",
     "splitpoint_cli/bench/restore/setup.py",
     "splitpoint_cli/bench/shared/transformers_peer.py",
+    "splitpoint_cli/bench/growth/caches.py",
+    "splitpoint_cli/bench/growth/runs.py",
 )
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "yaml.load", "joblib.load", "numpy.load", "np.load"}
@@ -217,7 +219,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("files", "output", "report", "plots", "identity", "options", "models", "devices"),
         *("checks", "stack", "request", "top", "trace"),
         *("arena", "security", "compose", "planning", "doctor"),
-        *("bench.shared", "bench.decode", "bench.restore", "bench.offload", "bench.store", "bench"),
+        *("bench.shared", "bench.decode", "bench.restore", "bench.offload", "bench.store"),
+        *("bench.growth", "bench"),
     ),
 }
 MOST_MODULES = 15

@@ -33,5 +33,5 @@ def exact_memory(
 
     # Any large budget tells what is fixed.
     roomy = plan(1 << 60)
-    pages = max(batch * chunks_of(tokens, CHUNK_TOKENS), roomy.streamed_page_count)
+    pages = max(batch * chunks_of(tokens, layout.chunk_tokens), roomy.streamed_page_count)
     return plan(roomy.weight_bytes + roomy.workspace_bytes + pages * roomy.page_bytes)

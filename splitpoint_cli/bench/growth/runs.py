@@ -1,0 +1,165 @@
+"""What `bench growth` runs: the constants of its model, then every cache at every size."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from splitpoint.costs.growth import BucketCosts, PageCosts, Rows
+from splitpoint.costs.profile import fit_line
+from splitpoint.errors import Internal
+from splitpoint.shapes import DataType, ModelShape
+from splitpoint_cli.bench.growth.caches import CPU, BucketCache, Cache, Drawn, PagedCache
+from splitpoint_cli.bench.growth.report import Growth, PointResult, Run
+from splitpoint_cli.bench.growth.workload import GrowthWorkload, Point
+from splitpoint_cli.bench.shared.progress import Progress
+from worker_service.profiling.page_costs import fit_costs, measure_page_costs
+
+# Constants come from generations that grow so many times, and from attention over pages of so
+# many tokens at these shares of the new tokens.
+_BUCKET_SHARES = (4, 16)
+_MEASURED_PAGES = (16, 64)
+_SHARES = (0.25, 0.5, 0.75, 1.0)
+_COST_ROUNDS = 3
+# Attention may differ by this share of the largest value: sums in another order.
+TOLERANCES = {DataType.FLOAT32: 1e-5, DataType.BFLOAT16: 5e-2, DataType.FLOAT16: 5e-3}
+
+
+@dataclass(slots=True)
+class Contender:
+    """One kind of growth with one size, its runs so far and its last results."""
+
+    growth: Growth
+    size: int
+    make: Callable[[], Cache]
+    seconds: list[float] = field(default_factory=list)
+    growths: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.growth.value}, {self.size:,} rows"
+
+
+@torch.inference_mode()
+def run_all(workload: GrowthWorkload, progress: Progress) -> list[PointResult]:
+    """Return the results of all points, in their order. Raises Internal if a cache is wrong."""
+    torch.set_num_threads(workload.threads)
+    return [_run_point(workload, point, progress) for point in workload.points]
+
+
+def _run_point(workload: GrowthWorkload, point: Point, progress: Progress) -> PointResult:
+    shape = workload.model_shape
+    drawn = Drawn.of(
+        shape, batch=point.batch, prompt=workload.prompt, new=point.new, seed=workload.seed
+    )
+    rows = workload.rows(point)
+    progress.say(f"{point}: measuring the model's constants")
+    buckets, pages = bucket_costs(shape, drawn), _page_costs(shape, point, rows)
+    contenders = [*_contenders(workload, point, drawn)]
+    tolerance = TOLERANCES[shape.data_type]
+    time_rounds(contenders, drawn, str(point), workload.repeats, tolerance, progress)
+    runs = [Run(each.growth, each.size, each.growths, tuple(each.seconds)) for each in contenders]
+    return PointResult(point, rows, buckets, pages, tuple(runs))
+
+
+def time_rounds(
+    contenders: Sequence[Contender],
+    drawn: Drawn,
+    where: str,
+    rounds: int,
+    tolerance: float,
+    progress: Progress,
+) -> None:
+    """Run each contender in every round, and compare its last step with the first contender's.
+
+    Raises Internal if they differ by more than `tolerance`, a share of the largest value.
+    """
+    wanted, _ = _generate(contenders[0], drawn)  # also warms up
+    largest = wanted.abs().max().item()
+    for contender in progress.rounds(f"{where}: timed runs", contenders, rounds):
+        attended, seconds = _generate(contender, drawn)
+        contender.seconds.append(seconds)
+        difference = (attended - wanted).abs().max().item() / largest
+        if not difference <= tolerance:
+            raise Internal(f"{where}: {contender.name}: attention differs by {difference:g}")
+
+
+def _contenders(workload: GrowthWorkload, point: Point, drawn: Drawn) -> Iterator[Contender]:
+    shape = workload.model_shape
+    for size in workload.rows(point).bucket_sizes:
+        for growth, masks in ((Growth.MASKED, True), (Growth.SLICED, False)):
+
+            def make(size: int = size, masks: bool = masks) -> Cache:
+                return BucketCache(shape, drawn, size, masks=masks)
+
+            yield Contender(growth, size, make)
+    for size in workload.page_sizes(point):
+
+        def make_pages(size: int = size) -> Cache:
+            return PagedCache(shape, drawn, size)
+
+        yield Contender(Growth.PAGES, size, make_pages)
+
+
+def _generate(contender: Contender, drawn: Drawn) -> tuple[torch.Tensor, float]:
+    """Return the last step's result, as fp32 `[B, n_q, d]`, and the seconds of all steps."""
+    cache = contender.make()
+    attended = drawn.queries[0]
+    started = time.perf_counter()
+    for queries, keys, values in zip(drawn.queries, drawn.keys, drawn.values, strict=True):
+        attended = cache.step(queries, keys, values)
+    seconds = time.perf_counter() - started
+    contender.growths = cache.growths
+    return attended.to(torch.float32), seconds
+
+
+# -- constants ----------------------------------------------------------------------------
+
+
+def bucket_costs(shape: ModelShape, drawn: Drawn) -> BucketCosts:
+    """Measure growths, attention and the rest of a step along whole generations.
+
+    Two sizes of buckets tell what a row costs that is copied, and one that is cleared.
+    """
+    read: dict[int, list[float]] = defaultdict(list)
+    grown: dict[tuple[int, int], list[float]] = defaultdict(list)
+    rest: list[float] = []
+    for number in range(_COST_ROUNDS + 1):
+        for share in _BUCKET_SHARES:
+            bucket = max(1, drawn.steps // share)
+            cache = BucketCache(shape, drawn, bucket, masks=True)
+            for row in zip(drawn.queries, drawn.keys, drawn.values, strict=True):
+                times = cache.timed_step(*row)
+                if not number:  # the first round warms up
+                    continue
+                read[cache.capacity].append(times.attention)
+                rest.append(times.writing)
+                if times.growth is not None:
+                    grown[cache.length - 1, bucket].append(times.growth)
+    attention = fit_line([*read], [*map(statistics.median, read.values())])
+    growth, copied, cleared = fit_costs(
+        [(1, rows, bucket) for rows, bucket in grown], [*map(statistics.median, grown.values())]
+    )
+    return BucketCosts(
+        step_seconds=attention.overhead + statistics.median(rest),
+        row_seconds=1 / attention.rate,
+        growth_seconds=growth,
+        copy_seconds=copied,
+        spare_seconds=cleared,
+    )
+
+
+def _page_costs(shape: ModelShape, point: Point, rows: Rows) -> PageCosts:
+    """Measure a plan and attention; writing a row is part of every step and of no page."""
+    return measure_page_costs(
+        shape,
+        batch=point.batch,
+        lengths=[rows.prompt + round(rows.new * share) for share in _SHARES],
+        page_sizes=_MEASURED_PAGES,
+        device=CPU,
+    )
