@@ -1,6 +1,6 @@
 """Streamed sequences keep their first and newest chunks on the device, and read only the rest.
 
-Takes about 10 seconds.
+Takes about 20 seconds.
 """
 
 from __future__ import annotations

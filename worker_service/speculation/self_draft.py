@@ -1,0 +1,204 @@
+"""Drafts with the model itself, which attends only to what is on the device.
+
+A streamed sequence has its first chunk, its window and its tail there. A round is one decode
+row for each sequence: its K and V go to the spare rows of the tail's page, where the next
+round finds them and the step that verifies them overwrites them. Nothing crosses the link,
+nothing is sealed, and no X is kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
+
+import torch
+
+from splitpoint.planning.schedule import Lane
+from splitpoint.speculation import DraftMethod
+from worker_service.device.cache import DeviceCache
+from worker_service.drafts.drafter import TargetKey
+from worker_service.engine.sampling import (
+    Choice,
+    NonFiniteLogits,
+    PendingChoices,
+    SamplingRow,
+    choose,
+)
+from worker_service.engine.sequence import Sequence
+from worker_service.lanes.lanes import Lanes
+from worker_service.lanes.timeline import Span
+from worker_service.model.attention import decode_partial
+from worker_service.model.attention_plan import DecodePlan
+from worker_service.model.decoder import Decoder
+from worker_service.model.forward import through_layers
+from worker_service.model.layer import DecoderLayer
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A sequence that is drafted for, and its drafts so far; at most `most`."""
+
+    sequence: Sequence
+    most: int
+    tokens: list[int] = field(default_factory=list)
+    has_ended: bool = False
+
+    @property
+    def position(self) -> int:
+        """Position of the row that gives the next draft."""
+        return self.sequence.computed + len(self.tokens)
+
+    @property
+    def newest(self) -> int:
+        """The token of that row."""
+        return self.tokens[-1] if self.tokens else self.sequence.tokens[self.sequence.computed]
+
+    @property
+    def wants_more(self) -> bool:
+        return not self.has_ended and len(self.tokens) < self.most
+
+
+class SelfDrafter:
+    """Drafts for streamed sequences. Used by the engine's thread, within inference mode."""
+
+    method = DraftMethod.SELF
+
+    def __init__(
+        self,
+        model: Decoder,
+        cache: DeviceCache,
+        lanes: Lanes,
+        *,
+        eos_token_ids: tuple[int, ...] = (),
+    ) -> None:
+        """`lanes` count the compute time of drafts; they run none of it."""
+        self._model = model
+        self._cache = cache
+        self._lanes = lanes
+        self._eos_token_ids = eos_token_ids
+        self._chunk = cache.layout.chunk_tokens
+        self._windows = {layer.window for layer in model.layers}
+
+    def propose(self, wanted: Rows[tuple[Sequence, int]]) -> list[list[int]]:
+        """Return drafts for each sequence, at most as many as are wanted.
+
+        A resident sequence gets none: the drafts would cost what they save. Nor does any if
+        weights are on the host: each round would stream them.
+        """
+        drafts = [_Draft(sequence, self._most(sequence, most)) for sequence, most in wanted]
+        while rows := [draft for draft in drafts if draft.wants_more]:
+            started = time.perf_counter()
+            self._draft_one(rows)
+            span = Span(
+                Lane.COMPUTE, "draft", started, time.perf_counter(), tokens=len(rows), amount=0
+            )
+            self._lanes.count_spans([span])
+        return [draft.tokens for draft in drafts]
+
+    def forget(self, key: TargetKey) -> None:
+        """Do nothing: all that is kept for a sequence is in its own page."""
+
+    def _most(self, sequence: Sequence, wanted: int) -> int:
+        """Return how many of the wanted drafts have a row in the page of the newest token."""
+        index, row = divmod(sequence.computed, self._chunk)
+        if not sequence.is_streamed or not self._model.is_resident:
+            return 0
+        if index >= len(sequence.pages) or sequence.pages[index] is None:
+            return 0
+        return min(wanted, self._chunk - row)
+
+    def _draft_one(self, rows: Rows[_Draft]) -> None:
+        """Run the model on one row of each sequence, and append the token that it gives."""
+        hidden = self._forward(rows)
+        finite = hidden.isfinite().all(dim=1)
+        logits = self._model.logits(hidden)
+        sampling = [self._sampling_row(draft) for draft in rows]
+        if logits.is_cuda:
+            are_finite, choices = PendingChoices(logits, finite, sampling).read()
+        else:
+            are_finite, choices = finite.tolist(), choose(logits, sampling)
+        for draft, is_finite, choice in zip(rows, are_finite, choices, strict=True):
+            if not is_finite or isinstance(choice, NonFiniteLogits):
+                self._clear_row(draft)
+                draft.has_ended = True
+            else:
+                self._append(draft, choice)
+
+    def _forward(self, rows: Rows[_Draft]) -> torch.Tensor:
+        """Return the last hidden `[rows, h]`; write the rows' K and V into their pages."""
+        cache, model = self._cache, self._model
+        places = [divmod(draft.position, self._chunk) for draft in rows]
+        pages = [draft.sequence.page(index) for draft, (index, _) in zip(rows, places, strict=True)]
+        token_ids, positions, page_table, page_rows = torch.tensor(
+            [
+                [draft.newest for draft in rows],
+                [draft.position for draft in rows],
+                pages,
+                [row for _, row in places],
+            ]
+        ).to(cache.device)
+        plan = self._plan(rows)
+
+        def attend(
+            index: int,
+            layer: DecoderLayer,
+            _inputs: torch.Tensor,
+            queries: torch.Tensor,
+            keys: torch.Tensor,
+            values: torch.Tensor,
+        ) -> torch.Tensor:
+            cache.write(index, page_table, page_rows, keys, values)
+            attended = decode_partial(
+                queries,
+                cache.keys[index],
+                cache.values[index],
+                plan,
+                window=layer.window,
+                scale=layer.scale,
+                cap=layer.cap,
+            )
+            return attended.attended(queries.dtype)
+
+        hidden = model.embed(token_ids, positions)
+        return through_layers(model.visit(), hidden, model.rotary(positions), attend)
+
+    def _plan(self, rows: Rows[_Draft]) -> DecodePlan:
+        """Plan attention of the rows to all pages that their sequences have on the device."""
+        pages: list[int] = []
+        owners: list[int] = []
+        first_positions: list[int] = []
+        for owner, draft in enumerate(rows):
+            for index in draft.sequence.device_chunks:
+                pages.append(draft.sequence.page(index))
+                owners.append(owner)
+                first_positions.append(index * self._chunk)
+        return DecodePlan.of_pages(
+            pages,
+            owners=owners,
+            first_positions=first_positions,
+            query_positions=[draft.position for draft in rows],
+            chunk_tokens=self._chunk,
+            windows=self._windows,
+            device=self._cache.device,
+        )
+
+    def _sampling_row(self, draft: _Draft) -> SamplingRow:
+        """Return what the choice depends on: the same seed and position as in verification."""
+        admission = draft.sequence.admission
+        tokens = [*draft.sequence.tokens, *draft.tokens]
+        return SamplingRow(admission.sampling, tokens, len(admission.prompt), self._eos_token_ids)
+
+    def _append(self, draft: _Draft, choice: Choice) -> None:
+        """Add a draft; none follows a token that ends the text."""
+        draft.tokens.append(choice.token_id)
+        sampling = draft.sequence.admission.sampling
+        is_eos = choice.token_id in self._eos_token_ids and not sampling.ignore_eos
+        draft.has_ended = is_eos or choice.token_id in sampling.stop_token_ids
+
+    def _clear_row(self, draft: _Draft) -> None:
+        """Zero the row of a draft that is not finite: a masked NaN spoils its page's readers."""
+        index, row = divmod(draft.position, self._chunk)
+        page = draft.sequence.page(index)
+        for plane in (*self._cache.keys, *self._cache.values):
+            plane[page, :, row] = 0
