@@ -32,6 +32,7 @@ TORCH_FILES = (
     "splitpoint_cli/bench/offload/peer.py",
     "splitpoint_cli/bench/offload/runs.py",
     "splitpoint_cli/bench/shared/local_store.py",
+    "splitpoint_cli/bench/shared/memory_reads.py",
     "splitpoint_cli/bench/restore/runs.py",
     "splitpoint_cli/bench/restore/setup.py",
     "splitpoint_cli/bench/shared/transformers_peer.py",

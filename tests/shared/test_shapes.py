@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -176,3 +177,11 @@ def test_a_step_reads_a_tied_table_as_its_head_and_no_rows_of_another_one() -> N
     # 8.03 G parameters in all, 0.525 G of them in the embedding.
     assert untied.weight_bytes - untied.step_weight_bytes == 2 * 128256 * 4096
     assert untied.step_weight_bytes == pytest.approx(15.0e9, rel=0.01)
+
+
+def test_a_decode_step_reads_the_weights_once_and_all_of_k_and_v() -> None:
+    shape = replace(BUILT_IN_SHAPES["llama-168m"], data_type=DataType.FLOAT32)
+    # By hand: per layer 2 x 1024^2 + 2 x 1024 x 256 + 3 x 1024 x 2816, and a head of 32000 x 1024.
+    weights = 4 * (12 * (2_097_152 + 524_288 + 8_650_752) + 32_768_000)
+    assert shape.step_weight_bytes == weights
+    assert shape.decode_step_bytes(8, 544.5) == weights + 8 * 544.5 * 12 * 2 * 256 * 4

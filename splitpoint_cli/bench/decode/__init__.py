@@ -1,1 +1,1 @@
-"""`splitpoint bench decode`: decoding beside transformers."""
+"""`splitpoint bench decode`: decoding beside other engines and the memory's limit."""

@@ -1,16 +1,54 @@
-"""`splitpoint bench decode`: our worker against transformers' generate, same weights, one process.
+"""`splitpoint bench decode`: our worker beside other engines and the limit of the memory.
 
 runs.py has what is run; it is imported, with torch, only once the benchmark starts.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from splitpoint.checkpoint.config import read_shape
+from splitpoint.checkpoint.resolve import resolve_model
+from splitpoint.errors import InvalidArgument
 from splitpoint.extras import need_all
+from splitpoint.shapes import DataType, ModelShape
+from splitpoint_cli.bench.decode.peers.catalog import check_peers, parse_peers
 from splitpoint_cli.bench.decode.report import Workload, report_of, table_of
 from splitpoint_cli.bench.shared import options
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.shared.report import hand_over_report
+from splitpoint_cli.models import find_shape
 from splitpoint_cli.report import AsJson, OutputFile
+
+_Peers = Annotated[
+    str,
+    typer.Option(
+        help="Peers, separated by commas: transformers, ctranslate2, llama.cpp.",
+        metavar="PEER,...",
+    ),
+]
+_PeerPython = Annotated[
+    list[Path],
+    typer.Option(
+        "--peer-python",
+        help="Interpreter of an environment that has peers; may be repeated. Default: this one.",
+        metavar="PATH",
+    ),
+]
+_Text = Annotated[
+    Path | None,
+    typer.Option(help="Take prompts from this file, for --model's weights.", metavar="FILE"),
+]
+_Model = Annotated[
+    str | None,
+    typer.Option(
+        help="Checkpoint that --text's prompts are for; default: the bundled model.",
+        metavar="DIR|NAME",
+    ),
+]
 
 
 def decode(
@@ -19,6 +57,10 @@ def decode(
     batch: options.Batch = 8,
     prompt: options.PromptTokens = 512,
     new: options.NewTokens = 128,
+    peers: _Peers = "transformers",
+    peer_python: _PeerPython = [],  # noqa: B006 - typer's way to say "none"
+    text: _Text = None,
+    model: _Model = None,
     repeats: options.Repeats = 5,
     device: options.ContendersDevice = "cpu",
     threads: options.Threads = 0,
@@ -26,16 +68,20 @@ def decode(
     as_json: AsJson = False,
     output: OutputFile = None,
 ) -> None:
-    """Our worker, in process, against transformers' generate with both of its caches.
+    """Our worker, in process, against other engines and the memory's limit.
 
-    Each of transformers' caches runs with both of its attention implementations, and
-    the fastest of the four counts. Runs alternate; figures are medians.
+    Each of transformers' caches runs with both of its attention implementations. Other
+    peers run in processes of their own. Runs alternate; figures are medians, and a peer's
+    fastest setting counts.
     """
     need_all("a benchmark")
-    options.built_in_shape(shape.lower())
     options.check_data_type(dtype)
+    names = parse_peers(peers)
+    folder = _checkpoint(text, model)
+    dimensions = _dimensions(shape, folder, dtype)
+    check_peers(names, dimensions, device)
     workload = Workload(
-        shape=shape.lower(),
+        shape=dimensions.name.lower(),
         dtype=dtype,
         batch=batch,
         prompt=prompt,
@@ -44,8 +90,25 @@ def decode(
         device=device,
         threads=options.thread_count(threads),
         seed=seed,
+        peers=names,
+        text="" if text is None else text.name,
+        model="" if folder is None else str(folder),
     )
     with options.importing_peer():
         from splitpoint_cli.bench.decode.runs import run_all
-    report = report_of(workload, run_all(workload, Progress()))
-    hand_over_report(report, table_of, as_json=as_json, output=output)
+    measured = run_all(workload, dimensions, text, peer_python, Progress())
+    hand_over_report(report_of(workload, measured), table_of, as_json=as_json, output=output)
+
+
+def _checkpoint(text: Path | None, model: str | None) -> Path | None:
+    """Return the folder whose weights are used; None: they are random."""
+    if text is None and model is not None:
+        raise InvalidArgument("--model goes with --text, which takes real prompts", field="model")
+    return None if text is None else resolve_model(model, download=False)
+
+
+def _dimensions(shape: str, folder: Path | None, dtype: str) -> ModelShape:
+    if folder is not None:
+        return read_shape(folder, DataType(dtype))
+    options.built_in_shape(shape.lower())
+    return find_shape(shape, dtype)

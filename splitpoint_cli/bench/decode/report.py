@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.table import Table
@@ -12,12 +12,24 @@ from rich.table import Table
 from splitpoint_cli.bench.shared.report import agreeing_share, commit, hardware, report_table
 
 OURS = "splitpoint"
+TRANSFORMERS = "transformers"
 DEFAULT_ATTENTION = "sdpa"
+LIMIT = "memory limit"
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The work of each contender: `batch` prompts of `prompt` tokens, `new` greedy tokens each."""
+    """The work of each contender: `batch` prompts of `prompt` tokens, `new` greedy tokens each.
+
+    Attributes:
+        shape: a built-in shape with random weights, or the name of `model`.
+        peers: what runs beside our engine.
+        text: the file that prompts are taken from; empty: prompts are random.
+        model: the checkpoint folder whose weights are used; empty: weights are random.
+        speculate: draft methods; each is a contender beside plain decoding.
+        speculative_tokens: the most drafts of a step; None: the engine's choice.
+        draft_model: the draft model's folder for the method "model"; empty if there is none.
+    """
 
     shape: str
     dtype: str
@@ -28,6 +40,12 @@ class Workload:
     device: str
     threads: int
     seed: int
+    peers: tuple[str, ...] = (TRANSFORMERS,)
+    text: str = ""
+    model: str = ""
+    speculate: tuple[str, ...] = ()
+    speculative_tokens: int | None = None
+    draft_model: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +53,16 @@ class Run:
     """One run: times in seconds, and the tokens of each sequence.
 
     `first_token_seconds` is when the last sequence had its first token;
-    `tokens_before` counts all tokens there were by then.
+    `tokens_before` counts all tokens there were by then. `drafted` and `accepted` count
+    guessed tokens.
     """
 
     seconds: float
     first_token_seconds: float
     tokens_before: int
     tokens: tuple[tuple[int, ...], ...]
+    drafted: int = 0
+    accepted: int = 0
 
     @property
     def token_count(self) -> int:
@@ -56,50 +77,140 @@ class Run:
         return (self.token_count - self.tokens_before) / (self.seconds - self.first_token_seconds)
 
 
-def report_of(workload: Workload, runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a benchmark measured.
+
+    Attributes:
+        runs: by contender.
+        peer_of: the peer that each contender but ours belongs to.
+        read_bytes_per_second: the fastest read of memory in the run.
+        step_bytes: bytes that a decode step of all sequences must read, at their mean length.
+        versions: of the peers' packages.
+        spin_count: how long OpenMP's threads of our process and transformers spin; empty: as
+            long as GNU OpenMP's default says.
+    """
+
+    runs: Mapping[str, Sequence[Run]]
+    peer_of: Mapping[str, str]
+    read_bytes_per_second: float
+    step_bytes: int
+    versions: Mapping[str, str] = field(default_factory=dict)
+    spin_count: str = ""
+
+    @property
+    def limit_seconds(self) -> float:
+        """The shortest time of a decode step."""
+        return self.step_bytes / self.read_bytes_per_second
+
+
+def report_of(workload: Workload, measured: Measured) -> dict[str, Any]:
     """Return the JSON object: what was measured, on what, and how it compares."""
-    contenders: dict[str, dict[str, Any]] = {
-        name: {
-            "tokens_per_second": _median(run.tokens_per_second for run in each),
-            "decode_tokens_per_second": _median(run.decode_tokens_per_second for run in each),
-            "first_token_seconds": _median(run.first_token_seconds for run in each),
-            "seconds": [round(run.seconds, 3) for run in each],
-        }
-        for name, each in runs.items()
+    contenders = {
+        name: _facts(workload.batch, each, measured.limit_seconds)
+        for name, each in measured.runs.items()
     }
-    peers = [name for name in contenders if name != OURS]
+    peers = [name for name in contenders if name in measured.peer_of]
     # transformers picks SDPA by itself, although eager attention may be faster.
-    usual = [name for name in peers if name.endswith(DEFAULT_ATTENTION)]
-    fastest = _fastest(contenders, peers, "tokens_per_second")
-
-    def ratio(key: str, among: list[str]) -> float | None:
-        if not among:
-            return None
-        peer = contenders[_fastest(contenders, among, key)]
-        return round(float(contenders[OURS][key]) / float(peer[key]), 3)
-
+    usual = [
+        name
+        for name in peers
+        if measured.peer_of[name] == TRANSFORMERS and name.endswith(DEFAULT_ATTENTION)
+    ]
     return {
         "benchmark": "decode",
         **asdict(workload),
         "hardware": hardware(),
         "commit": commit(),
+        "versions": dict(measured.versions),
+        "spin_count": measured.spin_count,
         "contenders": contenders,
+        **_compared(contenders, peers, measured.runs),
+        "ratio_to_default_attention": _ratio(contenders, usual, "tokens_per_second"),
+        "ratios": {
+            peer: _compared(
+                contenders,
+                [name for name in peers if measured.peer_of[name] == peer],
+                measured.runs,
+            )
+            for peer in dict.fromkeys(measured.peer_of.values())
+        },
+        "memory_limit": {
+            "read_bytes_per_second": round(measured.read_bytes_per_second),
+            "step_bytes": measured.step_bytes,
+            "step_seconds": round(measured.limit_seconds, 5),
+        },
+        "speculation": {
+            name.removeprefix(f"{OURS} "): _speculation(contenders, name, measured.runs)
+            for name in contenders
+            if name != OURS and name not in measured.peer_of
+        },
+    }
+
+
+def _facts(batch: int, runs: Sequence[Run], limit_seconds: float) -> dict[str, Any]:
+    """Return the medians of a contender's runs."""
+    decode = _median(run.decode_tokens_per_second for run in runs)
+    step_seconds = batch / decode
+    return {
+        "tokens_per_second": _median(run.tokens_per_second for run in runs),
+        "decode_tokens_per_second": decode,
+        "first_token_seconds": _median(run.first_token_seconds for run in runs),
+        # For each token of all sequences; with drafts, a step may give several.
+        "step_seconds": round(step_seconds, 5),
+        "step_over_limit": round(step_seconds / limit_seconds, 3),
+        "seconds": [round(run.seconds, 3) for run in runs],
+    }
+
+
+def _compared(
+    contenders: Mapping[str, Mapping[str, Any]],
+    peers: Sequence[str],
+    runs: Mapping[str, Sequence[Run]],
+) -> dict[str, Any]:
+    """Return our figures over the best of these peers: above 1 is better, except first tokens."""
+    if not peers:
+        return {"fastest_peer": None, "ratio": None, "decode_ratio": None}
+    fastest = _best(contenders, peers, "tokens_per_second")
+    mine, theirs = runs[OURS][0].tokens, runs[fastest][0].tokens
+    first = min(float(contenders[name]["first_token_seconds"]) for name in peers)
+    return {
         "fastest_peer": fastest,
-        "ratio": ratio("tokens_per_second", peers),
-        "decode_ratio": ratio("decode_tokens_per_second", peers),
-        "ratio_to_default_attention": ratio("tokens_per_second", usual),
-        "agreeing_token_share": round(
-            agreeing_share(runs[OURS][0].tokens, runs[fastest][0].tokens), 4
-        ),
-        "tokens_agree": runs[OURS][0].tokens == runs[fastest][0].tokens,
+        "ratio": _ratio(contenders, peers, "tokens_per_second"),
+        "decode_ratio": _ratio(contenders, peers, "decode_tokens_per_second"),
+        "first_token_ratio": round(float(contenders[OURS]["first_token_seconds"]) / first, 3),
+        "agreeing_token_share": round(agreeing_share(mine, theirs), 4),
+        "tokens_agree": mine == theirs,
+    }
+
+
+def _speculation(
+    contenders: Mapping[str, Mapping[str, Any]], name: str, runs: Mapping[str, Sequence[Run]]
+) -> dict[str, Any]:
+    """Return what a draft method gained over plain decoding."""
+    drafted = sum(run.drafted for run in runs[name])
+    accepted = sum(run.accepted for run in runs[name])
+
+    def over_plain(key: str) -> float:
+        return round(float(contenders[name][key]) / float(contenders[OURS][key]), 3)
+
+    return {
+        "ratio": over_plain("tokens_per_second"),
+        "decode_ratio": over_plain("decode_tokens_per_second"),
+        "drafted": drafted,
+        "accepted": accepted,
+        "acceptance": round(accepted / drafted, 3) if drafted else None,
+        "tokens_agree": runs[name][0].tokens == runs[OURS][0].tokens,
     }
 
 
 def table_of(report: Mapping[str, Any]) -> Table:
+    what = f"the text of {report['text']}" if report["text"] else "random prompts"
     table = report_table(
-        f"{report['shape']} {report['dtype']}: {report['batch']} sequences, prompt "
-        f"{report['prompt']}, {report['new']} new, {report['device']}, {report['threads']} threads",
-        *("contender", "tokens/s", "decode tokens/s", "first tokens after"),
+        f"{report['shape']} {report['dtype']}: {report['batch']} sequences, {what}, prompt "
+        f"{report['prompt']}, {report['new']} new, {report['device']}, {report['threads']} threads,"
+        f" {report['hardware']}",
+        *("contender", "tokens/s", "in decode", "TTFT", "step", "x limit"),
     )
     for name, facts in report["contenders"].items():
         table.add_row(
@@ -107,16 +218,55 @@ def table_of(report: Mapping[str, Any]) -> Table:
             f"{facts['tokens_per_second']:.1f}",
             f"{facts['decode_tokens_per_second']:.1f}",
             f"{facts['first_token_seconds']:.2f} s",
+            f"{1e3 * facts['step_seconds']:.1f} ms",
+            f"{facts['step_over_limit']:.2f}",
         )
-    table.caption = (
-        f"{report['ratio']:.2f} x {report['fastest_peer']} in all, "
-        f"{report['decode_ratio']:.2f} x the fastest in decode; equal tokens: "
-        f"{100 * report['agreeing_token_share']:.1f} %"
+    limit = report["memory_limit"]
+    table.add_row(
+        LIMIT,
+        "",
+        f"{report['batch'] / limit['step_seconds']:.1f}",
+        "",
+        f"{1e3 * limit['step_seconds']:.1f} ms",
+        "1.00",
     )
+    read = (
+        f"a step reads {limit['step_bytes'] / 1e6:.0f} MB, "
+        f"memory {limit['read_bytes_per_second'] / 1e9:.1f} GB/s"
+    )
+    table.caption = "\n".join([read, *_peer_lines(report), *_speculation_lines(report)])
     return table
 
 
-def _fastest(contenders: Mapping[str, Mapping[str, Any]], among: list[str], key: str) -> str:
+def _peer_lines(report: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{facts['ratio']:.2f} x {facts['fastest_peer']} in all, "
+        f"{facts['decode_ratio']:.2f} x the fastest {peer} in decode, first tokens after "
+        f"{facts['first_token_ratio']:.2f} x its time; equal tokens: "
+        f"{100 * facts['agreeing_token_share']:.1f} %"
+        for peer, facts in report["ratios"].items()
+    ]
+
+
+def _speculation_lines(report: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{method}: {facts['decode_ratio']:.2f} x plain decode, "
+        f"{facts['accepted']} of {facts['drafted']} drafts accepted; "
+        f"{'the same text' if facts['tokens_agree'] else 'ANOTHER TEXT'}"
+        for method, facts in report["speculation"].items()
+    ]
+
+
+def _ratio(
+    contenders: Mapping[str, Mapping[str, Any]], among: Sequence[str], key: str
+) -> float | None:
+    if not among:
+        return None
+    peer = contenders[_best(contenders, among, key)]
+    return round(float(contenders[OURS][key]) / float(peer[key]), 3)
+
+
+def _best(contenders: Mapping[str, Mapping[str, Any]], among: Sequence[str], key: str) -> str:
     return max(among, key=lambda name: float(contenders[name][key]))
 
 

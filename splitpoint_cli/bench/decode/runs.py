@@ -1,26 +1,35 @@
-"""The contenders of `bench decode`: our engine, and transformers' generate.
+"""The contenders of `bench decode`: our engine, transformers' generate, and peers in children.
 
-All run the same weights, written once as a random checkpoint by transformers.
+All run the same weights: random ones, or a checkpoint's, written once by transformers.
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from transformers import AutoModelForCausalLM
 
-from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout, DataType
-from splitpoint_cli.bench.decode.report import OURS, Run, Workload
+from splitpoint.host.openmp import SPIN_COUNT
+from splitpoint.shapes import ArenaLayout, DataType, ModelShape
+from splitpoint_cli.bench.decode.peers.catalog import PEERS
+from splitpoint_cli.bench.decode.peers.messages import Load, Work
+from splitpoint_cli.bench.decode.peers.process import PeerProcess, interpreters_of, start_peer
+from splitpoint_cli.bench.decode.prompts import Prompts, random_prompts, text_prompts
+from splitpoint_cli.bench.decode.report import LIMIT, OURS, TRANSFORMERS, Measured, Run, Workload
 from splitpoint_cli.bench.shared.engine_memory import (
     CHUNK_TOKENS,
     MAX_BATCHED_TOKENS,
     exact_memory,
 )
 from splitpoint_cli.bench.shared.engine_runs import admission_of, outputs_until_idle
+from splitpoint_cli.bench.shared.memory_reads import MemoryReads
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.shared.transformers_peer import (
     ATTENTIONS,
@@ -40,7 +49,7 @@ WARM_UP_TOKENS = 8
 class Contender(Protocol):
     """Answers prompts."""
 
-    def run(self, prompts: torch.Tensor, new_tokens: int) -> Run: ...
+    def run(self, prompts: Prompts, new_tokens: int) -> Run: ...
 
 
 class OurWorker:
@@ -68,12 +77,12 @@ class OurWorker:
             shares_prefixes=False,
         )
 
-    def run(self, prompts: torch.Tensor, new_tokens: int) -> Run:
+    def run(self, prompts: Prompts, new_tokens: int) -> Run:
         engine = self._engine
         tokens: dict[str, list[int]] = {}
         first_seconds, before = 0.0, 0
         started = time.perf_counter()
-        for index, prompt in enumerate(prompts.tolist()):
+        for index, prompt in enumerate(prompts):
             engine.admit(admission_of(str(index), prompt, new_tokens))
         for output in outputs_until_idle(engine):
             for event in output.tokens:
@@ -94,14 +103,14 @@ class Transformers:
         self._attention = attention
         self._cache = {} if cache == "dynamic" else {"cache_implementation": cache}
 
-    def run(self, prompts: torch.Tensor, new_tokens: int) -> Run:
+    def run(self, prompts: Prompts, new_tokens: int) -> Run:
         self._model.set_attn_implementation(self._attention)
-        prompts = prompts.to(self._model.device)
+        ids = torch.tensor(prompts, device=self._model.device)
         watch = TokenTimes()
         started = time.perf_counter()
-        output = generate_greedy(self._model, prompts, new_tokens, watch, **self._cache)
+        output = generate_greedy(self._model, ids, new_tokens, watch, **self._cache)
         seconds = time.perf_counter() - started
-        answers = output[:, prompts.shape[1] :].tolist()
+        answers = output[:, ids.shape[1] :].tolist()
         return Run(
             seconds=seconds,
             first_token_seconds=watch.times[0] - started,
@@ -110,28 +119,156 @@ class Transformers:
         )
 
 
-def run_all(workload: Workload, progress: Progress) -> dict[str, list[Run]]:
-    """Return all runs, by contender."""
-    torch.set_num_threads(workload.threads)
-    shape = replace(BUILT_IN_SHAPES[workload.shape], data_type=DataType(workload.dtype))
-    generator = torch.Generator().manual_seed(workload.seed)
-    prompts = torch.randint(
-        shape.vocabulary_size, (workload.batch, workload.prompt), generator=generator
-    )
-    with tempfile.TemporaryDirectory(prefix="splitpoint-bench-") as folder:
-        progress.say("writing a random checkpoint")
-        # Drawn on the CPU: the same weights on each device.
-        model = random_model(shape, workload.seed, torch.device("cpu"))
-        model.save_pretrained(folder)
+class ChildPeer:
+    """A peer in a child process, with one of its settings."""
+
+    def __init__(self, process: PeerProcess, variant: str) -> None:
+        self._process = process
+        self._variant = variant
+
+    def run(self, prompts: Prompts, new_tokens: int) -> Run:
+        work = Work(self._variant, [list(prompt) for prompt in prompts], new_tokens)
+        timing = self._process.run(work)
+        return Run(
+            seconds=timing.seconds,
+            first_token_seconds=timing.first_token_seconds,
+            tokens_before=timing.tokens_before,
+            tokens=tuple(tuple(answer) for answer in timing.tokens),
+        )
+
+
+class Contenders:
+    """All contenders over the same weights. Close it.
+
+    Attributes:
+        by_name: ours first.
+        peer_of: the peer of each contender but ours.
+        versions: of the peers in children.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        shape: ModelShape,
+        peer_pythons: Sequence[Path],
+        progress: Progress,
+    ) -> None:
+        self.by_name: dict[str, Contender] = {}
+        self.peer_of: dict[str, str] = {}
+        self.versions: dict[str, str] = {}
+        self._end = ExitStack()
+        try:
+            with tempfile.TemporaryDirectory(prefix="splitpoint-bench-") as folder:
+                progress.say("writing a checkpoint for all contenders")
+                model = _written_model(workload, shape, Path(folder))
+                self.by_name[OURS] = OurWorker(Path(folder), workload)
+                for peer in workload.peers:
+                    if peer == TRANSFORMERS:
+                        self._add_transformers(model, workload)
+                    else:
+                        progress.say(f"starting {peer}")
+                        self._add_child(peer, workload, Path(folder), peer_pythons)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the children."""
+        self._end.close()
+
+    def _add_transformers(self, model: Any, workload: Workload) -> None:
         model.to(choose_device(workload.device))
-        ours = OurWorker(Path(folder), workload)
-    contenders: dict[str, Contender] = {OURS: ours}
-    for cache in CACHES:
-        for attention in ATTENTIONS:
-            contenders[f"transformers {cache} {attention}"] = Transformers(model, cache, attention)
+        for cache in CACHES:
+            for attention in ATTENTIONS:
+                self._add(
+                    TRANSFORMERS, f"{cache} {attention}", Transformers(model, cache, attention)
+                )
+
+    def _add_child(
+        self, peer: str, workload: Workload, checkpoint: Path, peer_pythons: Sequence[Path]
+    ) -> None:
+        scratch = self._end.enter_context(
+            tempfile.TemporaryDirectory(prefix="splitpoint-bench-peer-")
+        )
+        load = Load(
+            peer=peer,
+            module=PEERS[peer].module,
+            checkpoint=str(checkpoint),
+            scratch=scratch,
+            data_type=workload.dtype,
+            threads=workload.threads,
+            batch=workload.batch,
+            tokens=workload.prompt + workload.new,
+        )
+        process = start_peer(load, interpreters_of(peer_pythons))
+        self._end.callback(process.close)
+        self.versions[peer] = process.version
+        for variant in process.variants:
+            self._add(peer, variant, ChildPeer(process, variant))
+
+    def _add(self, peer: str, variant: str, contender: Contender) -> None:
+        name = f"{peer} {variant}".strip()
+        self.by_name[name] = contender
+        self.peer_of[name] = peer
+
+
+def run_all(
+    workload: Workload,
+    shape: ModelShape,
+    text: Path | None,
+    peer_pythons: Sequence[Path],
+    progress: Progress,
+) -> Measured:
+    """Return what all runs gave. The memory is read in every round, beside the contenders."""
+    torch.set_num_threads(workload.threads)
+    prompts = _prompts(workload, shape, text)
+    contenders = Contenders(workload, shape, peer_pythons, progress)
+    try:
+        runs, reads = _timed_runs(contenders.by_name, workload, prompts, progress)
+    finally:
+        contenders.close()
+    # K and V grow by a token in each step.
+    mean_tokens = workload.prompt + workload.new / 2
+    return Measured(
+        runs=runs,
+        peer_of=contenders.peer_of,
+        read_bytes_per_second=reads.bytes_per_second,
+        step_bytes=shape.decode_step_bytes(workload.batch, mean_tokens),
+        versions=contenders.versions,
+        spin_count=os.environ.get(SPIN_COUNT, ""),
+    )
+
+
+def _timed_runs(
+    contenders: Mapping[str, Contender], workload: Workload, prompts: Prompts, progress: Progress
+) -> tuple[dict[str, list[Run]], MemoryReads]:
+    """Warm up, then run in turns. Raises the errors of a contender."""
+    reads = MemoryReads(choose_device(workload.device))
     for contender in progress.track("warming up", [*contenders.values()]):
         contender.run(prompts, min(workload.new, WARM_UP_TOKENS))
     runs: dict[str, list[Run]] = {name: [] for name in contenders}
-    for name in progress.rounds("timed runs", contenders, workload.repeats):
-        runs[name].append(contenders[name].run(prompts, workload.new))
-    return runs
+    for name in progress.rounds("timed runs", [*contenders, LIMIT], workload.repeats):
+        if name == LIMIT:
+            reads.measure()
+        else:
+            runs[name].append(contenders[name].run(prompts, workload.new))
+    return runs, reads
+
+
+def _prompts(workload: Workload, shape: ModelShape, text: Path | None) -> Prompts:
+    if text is not None:
+        return text_prompts(text, Path(workload.model), workload.batch, workload.prompt)
+    return random_prompts(shape.vocabulary_size, workload.batch, workload.prompt, workload.seed)
+
+
+def _written_model(workload: Workload, shape: ModelShape, folder: Path) -> Any:
+    """Return transformers' model on the CPU, saved as one file in the type computed with."""
+    if workload.model:
+        dtype = TORCH_TYPES[DataType(workload.dtype)]
+        model: Any = AutoModelForCausalLM.from_pretrained(workload.model, dtype=dtype)
+        model.eval()
+    else:
+        # Drawn on the CPU: the same weights on each device.
+        model = random_model(shape, workload.seed, torch.device("cpu"))
+    model.save_pretrained(folder, max_shard_size="1TB")
+    return model

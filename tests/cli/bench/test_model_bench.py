@@ -10,10 +10,21 @@ import torch
 from tiny_models import VOCABULARY, build_tiny, write_tiny
 from typer.testing import CliRunner
 
+from splitpoint.checkpoint.resolve import resolve_model
+from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.errors import InvalidArgument
 from splitpoint_cli.bench.decode.command import decode
-from splitpoint_cli.bench.decode.report import OURS, Run, Workload, report_of, table_of
+from splitpoint_cli.bench.decode.prompts import passages, random_prompts, text_prompts
+from splitpoint_cli.bench.decode.report import (
+    OURS,
+    Measured,
+    Run,
+    Workload,
+    report_of,
+    table_of,
+)
 from splitpoint_cli.bench.decode.runs import OurWorker, Transformers
+from splitpoint_cli.bench.shared.memory_reads import MemoryReads
 from splitpoint_cli.main import app
 
 WORKLOAD = Workload("opt-125m", "float32", 2, 20, 6, 3, "cpu", 1, 0)
@@ -28,19 +39,75 @@ def test_the_report_compares_medians_with_the_fastest_peer() -> None:
     other = ((1, 2, 9, 4), (5, 6, 7, 8))
     runs = {
         OURS: [run(2.0, 0.5, tokens), run(1.0, 0.5, tokens), run(9.0, 0.5, tokens)],
-        "slow sdpa": [run(8.0, 2.0, tokens)] * 3,
-        "fast": [run(4.0, 3.0, other)] * 3,
+        "transformers slow sdpa": [run(8.0, 2.0, tokens)] * 3,
+        "transformers fast": [run(4.0, 3.0, other)] * 3,
+        "llama.cpp": [run(1.0, 0.25, tokens)] * 3,
     }
-    report = report_of(WORKLOAD, runs)
-    assert report["fastest_peer"] == "fast"
-    assert report["ratio"] == 2.0
+    peer_of = {name: name.split()[0] for name in runs if name != OURS}
+    # A step of two sequences takes 0.1 s at least.
+    report = report_of(WORKLOAD, Measured(runs, peer_of, 20e9, 2 * 10**9))
+    assert report["fastest_peer"] == "llama.cpp"
+    assert report["ratio"] == 0.5
     assert report["ratio_to_default_attention"] == 4.0
+    beside = report["ratios"]["transformers"]
+    assert beside["fastest_peer"] == "transformers fast"
+    assert beside["ratio"] == 2.0
     # 6 tokens after the first ones: 4 a second, against 1 (slow) and 6 (fast).
-    assert report["decode_ratio"] == round(4 / 6, 3)
-    assert report["agreeing_token_share"] == 6 / 8
-    assert not report["tokens_agree"]
-    assert json.loads(json.dumps(report)) == report
-    assert table_of(report).row_count == 3
+    assert beside["decode_ratio"] == round(4 / 6, 3)
+    assert beside["first_token_ratio"] == round(0.5 / 2.0, 3)
+    assert beside["agreeing_token_share"] == 6 / 8
+    assert not beside["tokens_agree"]
+    assert report["tokens_agree"]
+    assert report["memory_limit"]["step_seconds"] == 0.1
+    # 4 tokens a second of two sequences: a step takes 0.5 s.
+    assert report["contenders"][OURS]["step_seconds"] == 0.5
+    assert report["contenders"][OURS]["step_over_limit"] == 5.0
+    assert json.loads(json.dumps(report)) == json.loads(json.dumps(dict(report)))
+    table = table_of(report)
+    assert table.row_count == 5
+    assert "0.50 x llama.cpp in all" in str(table.caption)
+
+
+def test_without_peers_the_limit_is_all_there_is() -> None:
+    runs = {OURS: [run(2.0, 0.5, ((1, 2, 3),))]}
+    report = report_of(WORKLOAD, Measured(runs, {}, 20e9, 10**9))
+    assert report["ratio"] is None
+    assert report["ratios"] == {}
+    assert table_of(report).row_count == 2
+
+
+def test_passages_spread_evenly_and_begin_as_texts_do() -> None:
+    tokens = range(100, 120)
+    assert passages([0], tokens, 3, 5) == (
+        (0, 100, 101, 102, 103),
+        (0, 108, 109, 110, 111),
+        (0, 116, 117, 118, 119),
+    )
+    assert passages([], tokens, 1, 20) == (tuple(tokens),)
+    with pytest.raises(InvalidArgument, match="the text has 20 tokens"):
+        passages([0], tokens, 1, 22)
+
+
+def test_a_text_gives_prompts_in_the_models_tokens(tmp_path: Path) -> None:
+    folder = resolve_model(None)
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer is not None
+    text = tmp_path / "code.py"
+    text.write_text("import os\nimport sys\n\nclass Queue:\n    pass\n" * 20)
+    [prompt] = text_prompts(text, folder, 1, 40)
+    assert prompt == tuple(tokenizer.encode(text.read_text())[:40])
+    with pytest.raises(InvalidArgument, match="cannot be read") as caught:
+        text_prompts(tmp_path / "none.py", folder, 1, 40)
+    assert caught.value.field == "text"
+
+
+def test_memory_is_read_at_a_rate_that_only_grows() -> None:
+    reads = MemoryReads(torch.device("cpu"), buffer_bytes=1 << 20)
+    assert reads.bytes_per_second == 0
+    first = reads.measure(1)
+    # No memory is as slow as 10 MB/s.
+    assert first > 1e7
+    assert reads.measure(1) >= first
 
 
 @pytest.mark.parametrize(
@@ -60,8 +127,7 @@ def test_a_report_without_a_place_is_refused_before_anything_runs(tmp_path: Path
 
 
 def test_all_contenders_give_the_same_tokens(tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(VOCABULARY, (2, 20), generator=generator)
+    prompts = random_prompts(VOCABULARY, 2, 20, seed=0)
     runs = [OurWorker(write_tiny("opt", tmp_path), WORKLOAD).run(prompts, 6)]
     for cache in ("dynamic", "static"):
         for attention in ("sdpa", "eager"):
