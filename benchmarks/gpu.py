@@ -32,6 +32,7 @@ from types import FrameType
 
 from benchmarks.gpu_claims import (
     ATTENTION,
+    GRAPHS,
     LLAMA,
     NEW_TOKENS,
     OPT_LONG,
@@ -87,8 +88,9 @@ def parts_of(device: str, *, is_tiny: bool) -> list[Part]:
         return (*cli, "offload", "--shape", shape, *sizes, *dtype, *here, *more)
 
     attention: tuple[str, ...] = (python, "-m", "benchmarks.gpu_attention", "--device", device)
+    graphs: tuple[str, ...] = (python, "-m", "benchmarks.gpu_graphs", "--device", device)
     if is_tiny:
-        attention = (*attention, "--tiny")
+        attention, graphs = (*attention, "--tiny"), (*graphs, "--tiny")
     restore: tuple[str, ...] = ("--shape", "opt-6.7b", "--prompt", "1984", "--dtype", "bfloat16")
     if is_tiny:
         restore = ("--shape", "opt-125m", "--layers", "2", "--prompt", "256", "--link-rate", "2GB")
@@ -114,6 +116,7 @@ def parts_of(device: str, *, is_tiny: bool) -> list[Part]:
             30,
         ),
         Part(ATTENTION, attention, 60, 20),
+        Part(GRAPHS, graphs, 90, 45),
         Part(OPT_LONG, offload("opt-6.7b", 512), 300, 120),
         Part(LLAMA, offload("llama-3-8b", 512), 120, 60),
         Part(OPT_SHORT, offload("opt-6.7b", 128, "--sweep"), 150, 60),

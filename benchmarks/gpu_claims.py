@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-TESTS, RESTORE, ATTENTION = "tests", "restore opt-6.7b", "attention"
+TESTS, RESTORE, ATTENTION, GRAPHS = "tests", "restore opt-6.7b", "attention", "graphs"
 OPT_LONG, OPT_SHORT, LLAMA = (
     "offload opt-6.7b 512",
     "offload opt-6.7b 128",
     "offload llama-3-8b 512",
 )
 NEW_TOKENS = (32, 128)
+# Batch size, drafts of each sequence, and the most that a step may take of an eager one's time.
+GRAPH_CASES = ((1, 0, 0.9), (8, 0, 1.0), (32, 0, 1.0), (8, 4, 1.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,23 @@ def claims_of(outcomes: Mapping[str, Outcome]) -> list[Claim]:
     claims.append(
         Claim(name, ratio_of(report, "decode", "flashinfer", "spans", "milliseconds"), 1.1)
     )
+    return claims + graph_claims(reports.get(GRAPHS))
+
+
+def graph_claims(report: Mapping[str, Any] | None) -> list[Claim]:
+    """Return the claims about decoding steps as CUDA graphs."""
+    cases = [] if report is None else [each for each in report["cases"] if "graphs" in each["ways"]]
+    different = float(sum(not each["equal"] for each in cases)) if cases else None
+    claims = [Claim("graphs: cases whose tokens differ from eager steps'", different, 0)]
+    for batch, drafts, limit in GRAPH_CASES:
+        ratio = None
+        for each in cases:
+            if (each["batch"], each["drafts"]) == (batch, drafts):
+                ways = each["ways"]
+                times = (ways[way]["step_milliseconds"] for way in ("graphs", "eager"))
+                ratio = round(next(times) / next(times), 3)
+        rows = f"batch {batch}" + (f", {drafts} drafts each" if drafts else "")
+        claims.append(Claim(f"graphs, {rows}: time of a step over the eager twin's", ratio, limit))
     return claims
 
 

@@ -24,15 +24,22 @@ class Interpreter:
         self._process = process
 
     def attend(
-        self, places: tuple[Any, Any, Any], tensors: tuple[torch.Tensor, ...], **more: Any
+        self,
+        places: tuple[Any, Any, Any],
+        tensors: tuple[torch.Tensor, ...],
+        *,
+        padded: int | None = None,
+        **more: Any,
     ) -> tuple[list[int], list[torch.Tensor]]:
         """The firsts of a `SpanView` of `places`, and what its `attend` returns.
 
-        `places`: page numbers, owners and seen rows; `tensors`: queries, keys and values.
+        `places`: page numbers, owners and seen rows; `tensors`: queries, keys and values;
+        `padded`: spans for which the tables have room.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        pickle.dump((places, [each.numpy() for each in tensors], more), self._process.stdin)
+        arrays = [each.numpy() for each in tensors]
+        pickle.dump((places, padded, arrays, more), self._process.stdin)
         self._process.stdin.flush()
         firsts, parts = pickle.load(self._process.stdout)
         return firsts, [torch.from_numpy(part) for part in parts]
@@ -57,12 +64,12 @@ def _serve() -> None:
     kernels = load_kernels()
     while True:
         try:
-            (numbers, owners, seen), arrays, more = pickle.load(sys.stdin.buffer)
+            (numbers, owners, seen), padded, arrays, more = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
         tensors = [torch.from_numpy(array) for array in arrays]
         upload = Upload(torch.device("cpu"))
-        view = SpanView.of(numbers, owners, seen, len(tensors[0]), upload)
+        view = SpanView.of(numbers, owners, seen, len(tensors[0]), upload, padded)
         parts = [part.numpy() for part in view.attend(*tensors, kernels=kernels, **more)]
         pickle.dump((view.firsts.tolist(), parts), sys.stdout.buffer)
         sys.stdout.buffer.flush()

@@ -114,7 +114,8 @@ class DecodePlan:
             upload=tables,
             padded_spans=padded_spans,
         )
-        if library_of(device) is not None:
+        # The library's tables are never padded.
+        if padded_spans is None and library_of(device) is not None:
             whole = {
                 window: WholeSequences.of(pages, sizes, chunk_tokens, window, tables)
                 for window in windows

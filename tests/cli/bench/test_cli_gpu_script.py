@@ -14,6 +14,7 @@ import pytest
 from benchmarks.gpu import Part, parts_of, run_part, tests_outcome
 from benchmarks.gpu_claims import (
     ATTENTION,
+    GRAPHS,
     LLAMA,
     OPT_LONG,
     OPT_SHORT,
@@ -74,6 +75,30 @@ def test_claims_are_compared_with_what_was_measured() -> None:
     assert held["decode attention: time of flashinfer over spans"] == (None, None)
     assert held["prefill attention: time of ours over sdpa with a mask"] == (0.2, True)
     assert held["prefill attention: peak memory of ours over sdpa with a mask"] == (None, None)
+
+
+def test_graphs_are_compared_with_their_twin() -> None:
+    def measured(batch: int, eager: float, graphs: float | None, *, equal: bool) -> dict[str, Any]:
+        ways = {"eager": {"step_milliseconds": eager}}
+        if graphs is not None:
+            ways["graphs"] = {"step_milliseconds": graphs}
+        return {"batch": batch, "drafts": 0, "equal": equal, "ways": ways}
+
+    cases = [
+        measured(1, 10.0, 6.0, equal=True),
+        measured(8, 10.0, 11.0, equal=False),
+        measured(32, 10.0, None, equal=True),
+    ]
+    outcomes = {GRAPHS: Outcome(1.0, {"cases": cases})}
+    held = {claim.text: (claim.measured, claim.holds) for claim in claims_of(outcomes)}
+    assert held["graphs: cases whose tokens differ from eager steps'"] == (1, False)
+    text = "graphs, batch {}: time of a step over the eager twin's"
+    assert held[text.format(1)] == (0.6, True)
+    assert held[text.format(8)] == (1.1, False)
+    assert held[text.format(32)] == (None, None)
+    # A machine without graphs has no twins to compare.
+    eager = {GRAPHS: Outcome(1.0, {"cases": cases[2:]})}
+    assert {claim.holds for claim in claims_of(eager)} == {None}
 
 
 def test_what_is_missing_is_not_measured() -> None:

@@ -10,7 +10,11 @@ from engine_runner import admission, make_engine, run_all
 from tiny_models import FAMILY_CASES, build_tiny, clear_prompt, write_tiny
 
 from worker_service.engine.sampling import Sampling
+from worker_service.graphs.recorder import GraphRecorder
 from worker_service.profiling.profiler import measure
+
+DEVICE = torch.device("cuda:0")
+GRAPH_BYTES = 256 << 20
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,9 +44,13 @@ def test_profile_measures_a_real_link(tmp_path: Path) -> None:
     assert profile.rebuild_flops_per_second > 0
 
 
-def test_a_step_makes_the_host_wait_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_a_step_makes_the_host_wait_once(tmp_path: Path, has_graphs: bool) -> None:
     """For its flags and tokens, by an event: torch raises for anything else that waits."""
-    engine = make_engine(write_tiny("opt", tmp_path), device=torch.device("cuda:0"))
+    recorder = GraphRecorder(DEVICE) if has_graphs else None
+    engine = make_engine(
+        write_tiny("opt", tmp_path), device=DEVICE, recorder=recorder, graph_bytes=GRAPH_BYTES
+    )
     greedy = Sampling(max_tokens=40, ignore_eos=True)
     drawn = Sampling(
         max_tokens=40,
@@ -56,6 +64,9 @@ def test_a_step_makes_the_host_wait_once(tmp_path: Path) -> None:
     run_all(engine, [admission("warm", [5] * 70, greedy), admission("up", [6] * 70, drawn)])
     for key, sampling in (("a", greedy), ("b", drawn), ("c", greedy)):
         engine.admit(admission(key, [7, 8, 9] * 30, sampling))
+    # Prefills, and the two steps of this size of which the second is recorded.
+    for _ in range(9):
+        engine.step()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -64,3 +75,52 @@ def test_a_step_makes_the_host_wait_once(tmp_path: Path) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(engine.queues.running) == 3
+    if engine.graphs is not None:
+        assert engine.graphs.obstacle is None
+        assert engine.graphs.counts.replayed >= 20
+
+
+@pytest.mark.parametrize("case", FAMILY_CASES)
+def test_graphs_give_the_tokens_of_transformers(case: str, tmp_path: Path) -> None:
+    engine = make_engine(
+        write_tiny(case, tmp_path),
+        device=DEVICE,
+        has_activations=True,
+        recorder=GraphRecorder(DEVICE),
+        graph_bytes=GRAPH_BYTES,
+    )
+    reference = build_tiny(case)
+    prompts, wanted = zip(
+        *(clear_prompt(reference, length, 40) for length in (1, 16, 65, 150, 20)), strict=True
+    )
+    sampling = Sampling(max_tokens=40, ignore_eos=True)
+    for _ in range(2):
+        done = run_all(engine, [admission(str(i), p, sampling) for i, p in enumerate(prompts)])
+        assert [done.tokens[str(i)] for i in range(len(prompts))] == list(wanted)
+    graphs = engine.graphs
+    assert graphs is not None
+    assert graphs.obstacle is None
+    assert graphs.counts.replayed >= 60
+    assert 0 < graphs.size_bytes <= GRAPH_BYTES
+
+
+def test_what_cannot_be_recorded_leaves_the_device_usable() -> None:
+    recorder = GraphRecorder(DEVICE)
+    ones = torch.ones(8, device=DEVICE)
+    calls = 0
+
+    def waits() -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        # The first call is the one before the recording.
+        return ones * (ones.sum().item() if calls > 1 else 1)
+
+    before = torch.cuda.current_stream(DEVICE)
+    with pytest.raises(RuntimeError):
+        recorder.record(waits)
+    assert torch.cuda.current_stream(DEVICE) == before
+    assert (ones + 1).sum().item() == 16
+    recording = GraphRecorder(DEVICE).record(lambda: ones * 3)
+    ones.fill_(2)
+    recording.replay()
+    assert recording.result.tolist() == [6.0] * 8

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from graph_double import RecorderDouble
+from graph_double import RecorderDouble, span_kernels
 
 from splitpoint.shapes import ArenaLayout, DataType
 from worker_service.device.cache import DeviceCache
@@ -28,6 +28,7 @@ from worker_service.graphs.buckets import (
 )
 from worker_service.graphs.decode_graphs import DecodeGraphs, GraphSlot
 from worker_service.graphs.recorder import GraphRecorder
+from worker_service.model.attention_plan import DecodePlan
 from worker_service.model.span_attention import SpanView
 
 CPU = torch.device("cpu")
@@ -100,6 +101,23 @@ def test_tables_keep_to_the_memory_they_were_given() -> None:
     assert second.data_ptr() - first.data_ptr() == 32
     with pytest.raises(ValueError, match="64 bytes"):
         upload.table(range(9))
+
+
+def test_padded_plans_are_not_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tables vary in size, and would move those behind them."""
+    monkeypatch.setattr("worker_service.model.attention_plan.library_of", lambda _: object())
+    with span_kernels():
+        choices: list[dict[int | None, int] | None] = [None, {None: 8}]
+        for padded in choices:
+            plan = DecodePlan.of_sequences(
+                [[0, 1], [2]],
+                [20, 3],
+                chunk_tokens=CHUNK,
+                windows=[None],
+                device=CPU,
+                padded_spans=padded,
+            )
+            assert bool(plan.whole) == (padded is None)
 
 
 # -- which graphs are kept --------------------------------------------------------------------

@@ -136,6 +136,19 @@ def test_a_query_without_pages_counts_nothing(kernels: Interpreter) -> None:
         assert torch.equal(one[3], all_of_them[3])
 
 
+@pytest.mark.parametrize("window", [None, 40])
+def test_padding_spans_change_no_bit(kernels: Interpreter, window: int | None) -> None:
+    """As in the tables of a graph: they are empty, and behind those of all queries."""
+    case = Case(2, torch.float32, (4, 2), 16)
+    places = case.seen(window)
+    firsts, parts = kernels.attend(places, case.tensors, scale=SCALE, cap=None)
+    padded_firsts, padded = kernels.attend(places, case.tensors, padded=64, scale=SCALE, cap=None)
+    assert firsts == padded_firsts
+    assert firsts[-1] < 64
+    for plain, wide in zip(parts, padded, strict=True):
+        assert torch.equal(plain, wide)
+
+
 # -- the library -----------------------------------------------------------------------------
 
 
