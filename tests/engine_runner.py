@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
+from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.planning.plan import Residency
 from splitpoint.shapes import ArenaLayout
+from splitpoint.speculation import PLAIN, STEP_DRAFT_TOKENS, DraftMethod, Speculation
 from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import STAGING_PAGES, MemoryPlan, divide
+from worker_service.drafts.drafter import Drafter
 from worker_service.engine.engine import Engine
-from worker_service.engine.messages import FinishEvent, StepOutput
+from worker_service.engine.messages import DraftEvent, FinishEvent, StepOutput
 from worker_service.engine.sampling import Sampling
 from worker_service.engine.sequence import Admission
+from worker_service.engine.sequence import Sequence as EngineSequence
 from worker_service.graphs.decode_graphs import DecodeGraphs
 from worker_service.graphs.recorder import Recorder
 from worker_service.lanes.lanes import Lanes
@@ -44,6 +48,8 @@ def make_engine(
     window_pages: int = 0,
     recorder: Recorder | None = None,
     graph_bytes: int = 1 << 20,
+    drafters: Mapping[DraftMethod, Drafter[EngineSequence]] | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> Engine:
     """Return an fp32 engine of a checkpoint or model; `cache_pages` sizes its budget exactly.
 
@@ -64,6 +70,7 @@ def make_engine(
             has_store=has_store,
             window_pages=window_pages,
             graph_bytes=0 if recorder is None else graph_bytes,
+            draft_tokens=STEP_DRAFT_TOKENS if drafters else 0,
         )
 
     plan = plan_for(device_memory_bytes)
@@ -84,6 +91,8 @@ def make_engine(
         verifier=verifier,
         shares_prefixes=shares_prefixes,
         graphs=graphs,
+        drafters=drafters or {},
+        tokenizer=tokenizer,
     )
 
 
@@ -94,6 +103,7 @@ def admission(
     *,
     delivered: Sequence[int] = (),
     attempt: int = 0,
+    speculation: Speculation = PLAIN,
 ) -> Admission:
     return Admission(
         request_id=name,
@@ -104,6 +114,7 @@ def admission(
         residency=Residency.RESIDENT,
         split_tokens=0,
         salt=b"",
+        speculation=speculation,
     )
 
 
@@ -114,8 +125,12 @@ class Transcript:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     first_index: dict[str, int] = field(default_factory=dict)
     finishes: dict[str, FinishEvent] = field(default_factory=dict)
+    drafts: list[DraftEvent] = field(default_factory=list)
+    steps: int = 0
 
     def add(self, output: StepOutput) -> None:
+        self.steps += output.ran
+        self.drafts += output.drafts
         for event in output.tokens:
             name = event.key[0]
             expected = self.first_index.setdefault(name, event.index) + len(

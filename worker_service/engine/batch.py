@@ -1,7 +1,7 @@
 """The rows of one step: token ids, where their K and V go, and what they attend.
 
-Rows are flat: first one for each decoding sequence, then the prompt tokens of
-each prefill segment. Built once per step, used by every layer.
+Rows are flat: first those of each decoding sequence (its newest token, then its drafts),
+then the prompt tokens of each prefill segment. Built once per step, used by every layer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from worker_service.device.cache import DeviceCache
 from worker_service.device.upload import Upload
 from worker_service.engine.sequence import Segment, Sequence
-from worker_service.engine.streamed import StreamedPrefill, StreamedStep
+from worker_service.engine.streamed import StreamedPrefill, StreamedStep, query_counts
 from worker_service.engine.streamed_builder import StreamedBuilder
 from worker_service.graphs.decode_graphs import DecodeGraphs, GraphSlot
 from worker_service.model.attention import decode_partial, prefill
@@ -50,8 +50,9 @@ class Batch:
         started: when its layout began, by `time.perf_counter`.
         sequences, counts: how many tokens each sequence computes; decodes first.
         token_ids, positions, pages, rows: int64 `[N]` per token.
-        logit_rows: int64, the last row of each sequence that will have computed all it has
-            and gets its next token, in order.
+        logit_rows: int64, the rows that tokens are chosen from, in order.
+        logit_counts: how many of these each sequence has: none if it will not have computed
+            all it has, else its last row, and those of its drafts.
         slot: the place of a step that a CUDA graph may compute, with padding rows behind the
             tokens' own; None: it is computed eagerly.
     """
@@ -64,6 +65,7 @@ class Batch:
     pages: torch.Tensor
     rows: torch.Tensor
     logit_rows: torch.Tensor
+    logit_counts: list[int]
     inputs: InputRows | None
     decode_plan: DecodePlan | None
     streamed: StreamedStep | None
@@ -187,8 +189,17 @@ def build_batch(
     """
     slot = None
     if graphs is not None and not segments and not any(each.is_streamed for each in decodes):
-        slot = graphs.slot([sequence.computed + 1 for sequence in decodes])
+        slot = graphs.slot(_row_lengths(decodes))
     return _Builder(cache, windows, tile_pages, slot).build(decodes, segments, started)
+
+
+def _row_lengths(decodes: Rows[Sequence]) -> list[int]:
+    """Return how many tokens each row of decoding sequences sees, its own included."""
+    return [
+        sequence.computed + 1 + row
+        for sequence in decodes
+        for row in range(1 + len(sequence.drafts))
+    ]
 
 
 class _Builder:
@@ -209,20 +220,28 @@ class _Builder:
         self._streamed = StreamedBuilder(cache, windows, tile_pages, self._upload)
 
     def build(self, decodes: Rows[Sequence], segments: Rows[Segment], started: float) -> Batch:
-        pieces = [Segment(sequence, sequence.computed, 1) for sequence in decodes]
+        pieces = [
+            Segment(sequence, sequence.computed, 1 + len(sequence.drafts)) for sequence in decodes
+        ]
+        prefills = self._prefills(segments, sum(piece.count for piece in pieces))
         pieces += segments
         token_ids: list[int] = []
         positions: list[int] = []
         pages: list[int] = []
         logit_rows: list[int] = []
-        prefills = self._prefills(segments, len(decodes))
+        logit_counts: list[int] = []
         for piece in pieces:
             span = range(piece.start, piece.start + piece.count)
-            token_ids += piece.sequence.tokens[span.start : span.stop]
+            sequence = piece.sequence
+            token_ids += sequence.tokens[span.start : span.stop]
+            token_ids += sequence.drafts
             positions += span
-            pages += [piece.sequence.page(position // self._chunk) for position in span]
-            if span.stop == len(piece.sequence.tokens):
-                logit_rows.append(len(positions) - 1)
+            pages += [sequence.page(position // self._chunk) for position in span]
+            count = 0
+            if span.stop == len(sequence.tokens) + len(sequence.drafts):
+                count = 1 + len(sequence.drafts)
+                logit_rows += range(len(positions) - count, len(positions))
+            logit_counts.append(count)
         if self._slot is not None:
             token_ids, positions = (self._slot.padded(each, 0) for each in (token_ids, positions))
             pages = self._slot.padded(pages, self._slot.page)
@@ -248,6 +267,7 @@ class _Builder:
             slot=self._slot,
             # Behind the tables that a graph reads, which keep their place.
             logit_rows=self._tensor(logit_rows),
+            logit_counts=logit_counts,
         )
         self._upload.send()
         return batch
@@ -277,10 +297,15 @@ class _Builder:
         return InputRows(self._tensor(index), self._tensor(pages), self._tensor(rows))
 
     def _decode_plan(self, decodes: Rows[Sequence]) -> DecodePlan:
-        """Plan attention over all device pages of all decoding sequences."""
+        """Plan attention over all device pages of all decoding sequences, for all their rows."""
         if not any(sequence.is_streamed for sequence in decodes):
-            page_tables = [cast(list[int], sequence.pages) for sequence in decodes]
-            lengths = [sequence.computed + 1 for sequence in decodes]
+            # Each row is a query of its own length.
+            page_tables = [
+                cast(list[int], sequence.pages)
+                for sequence in decodes
+                for _ in range(1 + len(sequence.drafts))
+            ]
+            lengths = _row_lengths(decodes)
             if self._slot is not None:
                 lengths = self._slot.padded(lengths, 1)
                 page_tables += [[self._slot.page]] * (len(lengths) - len(page_tables))
@@ -310,6 +335,7 @@ class _Builder:
             windows=self._windows,
             device=self._device,
             upload=self._upload,
+            query_counts=query_counts(decodes),
         )
 
     def _prefills(

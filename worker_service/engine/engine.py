@@ -21,6 +21,7 @@ from splitpoint.speculation import DraftMethod
 from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import MemoryPlan, largest_tile
 from worker_service.drafts.drafter import Drafter
+from worker_service.drafts.speculator import Speculator
 from worker_service.engine.batch import Batch, build_batch
 from worker_service.engine.cost_watch import CostWatch, Observers
 from worker_service.engine.messages import (
@@ -41,6 +42,7 @@ from worker_service.engine.pages import PageManager
 from worker_service.engine.postprocessor import Postprocessor
 from worker_service.engine.queues import SequenceQueues
 from worker_service.engine.restorer import Restorer
+from worker_service.engine.sampling import NonFiniteLogits
 from worker_service.engine.sequence import Admission, Sequence
 from worker_service.graphs.decode_graphs import DecodeGraphs
 from worker_service.lanes.lanes import Lanes
@@ -64,7 +66,6 @@ class Engine:
         last_step: times of the latest step that ran the model; None before the first.
         restorer: brings cached prefixes onto the device.
         verifier: compares checksums of what is read from the arena; None if nothing does.
-        drafters: guess the next tokens of sequences that want it.
         graphs: compute decoding steps on a GPU; None: `eager_reason` says why there are none.
     """
 
@@ -86,7 +87,6 @@ class Engine:
     ) -> None:
         if drafters and not cache.plan.draft_tokens:
             raise ValueError("drafts need a memory plan with draft_tokens")
-        self.drafters = drafters
         self.graphs = graphs
         self._eager_reason = eager_reason
         self.model = model
@@ -131,6 +131,9 @@ class Engine:
             cache.layout,
             self.lanes.schedule,
             self.staging.page_count * self.chunk_tokens,
+        )
+        self._speculator = (
+            Speculator(drafters, step_tokens=self.memory_plan.draft_tokens) if drafters else None
         )
         self._windows = [layer.window for layer in model.layers]
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -331,6 +334,9 @@ class Engine:
         decodes, segments = self.queues.take_step(self.max_batched_tokens)
         if not decodes and not segments:
             return None
+        if self._speculator is not None:
+            used = sum(segment.count for segment in segments)
+            self._draft(self._speculator, decodes, self.max_batched_tokens - used)
         return build_batch(
             decodes,
             segments,
@@ -340,6 +346,21 @@ class Engine:
             started=started,
             graphs=self.graphs,
         )
+
+    def _draft(
+        self, speculator: Speculator[Sequence], decodes: list[Sequence], budget: int
+    ) -> None:
+        """Let the drafters guess the next tokens of decoding sequences."""
+        spare = [
+            (sequence, sequence.spare_rows(self.chunk_tokens))
+            for sequence in decodes
+            if sequence.speculation.is_on and not sequence.skips_drafts
+        ]
+        if not spare:
+            return
+        for drafted in speculator.propose(spare, budget):
+            drafted.target.drafts = drafted.tokens
+            drafted.target.drafted_by = drafted.method
 
     # -- postprocess --------------------------------------------------------------------
 
@@ -356,6 +377,8 @@ class Engine:
             output.profile = self._observers.costs.changed_profile()
             if output.profile is not None:
                 self._plan_shared_split(costs_changed=True)
+        if self._speculator is not None:
+            self._speculator.keep(sequence.key for sequence in self.queues.running)
         output.running_count = len(self.queues.running)
         output.cache_used_bytes = self.cache.used_bytes
         return output
@@ -378,6 +401,10 @@ class Engine:
         self.queues.output.step = StepEvent(
             times,
             prefilled_tokens=sum(batch.counts[batch.decode_count :]),
-            decoded_tokens=batch.decode_count,
+            decoded_tokens=sum(
+                len(choices)
+                for choices in result.choices[: batch.decode_count]
+                if not isinstance(choices, NonFiniteLogits)
+            ),
             streamed=None if batch.streamed is None else batch.streamed.tokens,
         )

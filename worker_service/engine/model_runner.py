@@ -13,10 +13,11 @@ from worker_service.device.cache import DeviceCache
 from worker_service.engine.batch import Batch
 from worker_service.engine.sampling import (
     Choice,
+    HostChoices,
     NonFiniteLogits,
     PendingChoices,
     SamplingRow,
-    choose,
+    accepted,
 )
 from worker_service.engine.sequence import Sequence
 from worker_service.engine.streamed import LostSequence
@@ -38,8 +39,10 @@ class StepResult:
     Attributes:
         lane_spans: work of the lanes.
         compute_spans: the whole step as one span, if nothing ran on lanes.
-        choices: for each sequence of the batch its next token; None if some of its prompt
-            is still to be computed.
+        choices: for each sequence of the batch its next tokens: none if some of its prompt is
+            still to be computed, several if drafts were right. [] also of a decoding sequence
+            whose drafts spoiled its newest token's row: nothing of it holds.
+        spoiled: sequences whose drafts left rows behind that are not finite.
         lost: sequences that computed with bytes that must not be used. If there are any,
             no token was chosen.
     """
@@ -47,7 +50,8 @@ class StepResult:
     batch: Batch
     lane_spans: list[Span]
     compute_spans: list[Span] = field(default_factory=list)
-    choices: list[Choice | NonFiniteLogits | None] = field(default_factory=list)
+    choices: list[list[Choice] | NonFiniteLogits] = field(default_factory=list)
+    spoiled: list[Sequence] = field(default_factory=list)
     lost: list[LostSequence] = field(default_factory=list)
 
     @property
@@ -86,7 +90,7 @@ class ModelRunner:
         return 0.0 if since is None else max(0.0, time.perf_counter() - since)
 
     def run(self, batch: Batch) -> StepResult:
-        """Run the model and choose a token for each sequence that has computed all it has."""
+        """Run the model and choose tokens for each sequence that has computed all it has."""
         checks: list[Check] = []
         if batch.streamed is not None and self._verifier is not None:
             checks = batch.streamed.begin_checks(self._verifier)
@@ -107,12 +111,12 @@ class ModelRunner:
             # No token is counted yet: the other sequences run again in the next step.
             self._computing_since = None
             return StepResult(batch, spans, lost=lost)
-        choices = self._choose(batch, logits, finite, pending)
+        choices, spoiled = self._choose(batch, logits, finite, pending)
         whole = []
         if prefetcher is None:
             whole = self._lanes.count_spans([self._step_span(batch, began, time.perf_counter())])
         self._computing_since = None
-        return StepResult(batch, spans, whole, choices)
+        return StepResult(batch, spans, whole, choices, spoiled)
 
     def _start_prefetcher(self, batch: Batch) -> Prefetcher | None:
         """Fill staging slots while the step begins to compute; None if nothing is streamed.
@@ -134,7 +138,7 @@ class ModelRunner:
     def _forward(
         self, batch: Batch, prefetcher: Prefetcher | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits `[sampled, vocabulary]`, and bool `[N]`: whether each row is finite.
+        """Return logits `[logit rows, vocabulary]`, and bool `[N]`: whether each row is finite.
 
         A NaN stays in its token's row from the layer where it arises to the end.
         """
@@ -182,12 +186,12 @@ class ModelRunner:
         """Issue the choices of all rows on a GPU; None on a CPU, which chooses at the end."""
         if not logits.is_cuda:
             return None
-        whole = [
-            sequence
-            for sequence, count in zip(batch.sequences, batch.counts, strict=True)
-            if sequence.computed + count == len(sequence.tokens)
+        rows = [
+            self._sampling_row(sequence, row)
+            for sequence, count in zip(batch.sequences, batch.logit_counts, strict=True)
+            for row in range(count)
         ]
-        return PendingChoices(logits, finite, [self._sampling_row(each) for each in whole])
+        return PendingChoices(logits, finite, rows)
 
     def _choose(
         self,
@@ -195,31 +199,41 @@ class ModelRunner:
         logits: torch.Tensor,
         on_device: torch.Tensor,
         pending: PendingChoices | None,
-    ) -> list[Choice | NonFiniteLogits | None]:
-        """Return `StepResult.choices`."""
+    ) -> tuple[list[list[Choice] | NonFiniteLogits], list[Sequence]]:
+        """Return the choices and the spoiled sequences of `StepResult`.
+
+        On a CPU a token is only chosen where all drafts before it are right.
+        """
         finite, chosen = (on_device.tolist(), None) if pending is None else pending.read()
-        choices: list[Choice | NonFiniteLogits | None] = []
-        rows: list[int] = []
-        sampled: list[int] = []
-        first_row = logit_row = 0
-        for index, (sequence, count) in enumerate(zip(batch.sequences, batch.counts, strict=True)):
-            is_finite = all(finite[first_row : first_row + count])
-            first_row += count
-            is_whole = sequence.computed + count == len(sequence.tokens)
-            if is_finite and is_whole:
-                rows.append(logit_row)
-                sampled.append(index)
-            choices.append(None if is_finite else NonFiniteLogits())
-            logit_row += is_whole
-        if chosen is not None:
-            for index, row in zip(sampled, rows, strict=True):
-                choices[index] = chosen[row]
-        elif sampled:
-            used = logits if len(rows) == len(logits) else logits[rows]
-            listed = [self._sampling_row(batch.sequences[index]) for index in sampled]
-            for index, choice in zip(sampled, choose(used, listed), strict=True):
-                choices[index] = choice
-        return choices
+        on_host = HostChoices(logits) if chosen is None and len(logits) else None
+        choices: list[list[Choice] | NonFiniteLogits] = []
+        spoiled: list[Sequence] = []
+        row = logit_row = 0
+        for sequence, count, logit_count in zip(
+            batch.sequences, batch.counts, batch.logit_counts, strict=True
+        ):
+            regular = finite[row : row + count]
+            is_finite = all(regular)
+            usable = logit_count
+            if not is_finite and sequence.drafts:
+                # In plain decoding these drafts would not be there.
+                spoiled.append(sequence)
+                usable = regular.index(False)
+            if not is_finite and not sequence.drafts:
+                choices.append(NonFiniteLogits())
+            elif not usable:
+                choices.append([])
+            elif chosen is not None:
+                choices.append(accepted(chosen[logit_row : logit_row + usable], sequence.drafts))
+            elif on_host is not None:
+                lazily = (
+                    on_host.choice(logit_row + index, self._sampling_row(sequence, index))
+                    for index in range(usable)
+                )
+                choices.append(accepted(lazily, sequence.drafts))
+            row += count
+            logit_row += logit_count
+        return choices, spoiled
 
     def _step_span(self, batch: Batch, start: float, end: float) -> Span:
         """Return the span of a step that only computes: the model and sampling.
@@ -236,10 +250,15 @@ class ModelRunner:
             )
         return Span(Lane.COMPUTE, name, start, end, tokens=sum(batch.counts), amount=flops)
 
-    def _sampling_row(self, sequence: Sequence) -> SamplingRow:
+    def _sampling_row(self, sequence: Sequence, draft_count: int) -> SamplingRow:
+        """Return what the choice depends on that follows the first `draft_count` drafts."""
         admission = sequence.admission
         return SamplingRow(
-            admission.sampling, sequence.tokens, len(admission.prompt), self._eos_token_ids
+            admission.sampling,
+            sequence.tokens,
+            len(admission.prompt),
+            self._eos_token_ids,
+            sequence.drafts[:draft_count],
         )
 
 

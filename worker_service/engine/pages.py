@@ -339,6 +339,21 @@ class PageManager:
         for plane in cache.inputs:
             plane[inputs] = 0
 
+    def clear_spare_rows(self, sequence: Sequence) -> None:
+        """Zero the rows behind the computed tokens: rejected drafts may have left a NaN there.
+
+        See `clear_unwritten`.
+        """
+        cache = self._cache
+        index, row = divmod(sequence.computed, self._chunk_tokens)
+        page = sequence.pages[index] if index < len(sequence.pages) else None
+        if page is not None:
+            for plane in (*cache.keys, *cache.values):
+                plane[page, :, row:] = 0
+        if index in sequence.input_pages:
+            for plane in cache.inputs:
+                plane[sequence.input_pages[index], row:] = 0
+
     def free_input_pages(self, sequence: Sequence) -> None:
         for page in sequence.input_pages.values():
             self._cache.input_pages.free(page)

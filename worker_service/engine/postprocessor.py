@@ -8,7 +8,7 @@ from splitpoint.errors import Internal
 from splitpoint.observe import tracing
 from splitpoint.planning.schedule import Lane
 from worker_service.engine.batch import Batch
-from worker_service.engine.messages import FinishEvent, TokenEvent
+from worker_service.engine.messages import DraftEvent, FinishEvent, TokenEvent
 from worker_service.engine.model_runner import StepResult
 from worker_service.engine.pages import PageManager
 from worker_service.engine.queues import SequenceQueues
@@ -40,24 +40,34 @@ class Postprocessor:
             for sequence in batch.sequences:
                 if sequence.restored and not sequence.awaits_match:
                     self._page_manager.shrink(sequence)
+                    if sequence.drafts:
+                        self._page_manager.clear_spare_rows(sequence)
+                sequence.drafts = []
             return
         if tracing.is_on():
             _trace_step(batch, result.lane_spans)
         finishes: list[tuple[Sequence, FinishEvent]] = []
-        spoiled: list[Sequence] = []
-        for sequence, count, choice in zip(
-            batch.sequences, batch.counts, result.choices, strict=True
+        failed: list[Sequence] = []
+        for place, (sequence, count, choices) in enumerate(
+            zip(batch.sequences, batch.counts, result.choices, strict=True)
         ):
-            sequence.computed += count
             sequence.is_back = False
             event = None
-            if isinstance(choice, NonFiniteLogits):
-                spoiled.append(sequence)
+            if isinstance(choices, NonFiniteLogits):
+                sequence.computed += count - len(sequence.drafts)
+                failed.append(sequence)
                 event = self._non_finite(sequence)
-            elif choice is not None:
-                event = self._append(sequence, choice)
+            else:
+                taken, event = self._take(sequence, choices)
+                # A decoding sequence has computed what plain decoding would have by now.
+                sequence.computed += taken if place < batch.decode_count else count
+            sequence.skips_drafts = False
+            if sequence.drafts:
+                self._settle_drafts(sequence, choices)
             if event is not None:
                 finishes.append((sequence, event))
+        for sequence in result.spoiled:
+            self._page_manager.clear_spare_rows(sequence)
         # Also of requests that end here: this step is one of theirs.
         seconds = time.perf_counter() - batch.started
         for sequence in batch.sequences[: batch.decode_count]:
@@ -65,11 +75,31 @@ class Postprocessor:
                 sequence.step_count += 1
                 sequence.step_seconds += seconds
         for sequence in batch.sequences:
-            if sequence not in spoiled:
+            if sequence not in failed:
                 self._page_manager.step_passed(sequence)
             self._queues.write_back(sequence)
         for sequence, event in finishes:
             self._queues.finish(sequence, event)
+
+    def _take(self, sequence: Sequence, choices: list[Choice]) -> tuple[int, FinishEvent | None]:
+        """Deliver tokens up to one that ends the request; return how many, and the end."""
+        for count, choice in enumerate(choices, 1):
+            event = self._append(sequence, choice)
+            if event is not None:
+                return count, event
+        return len(choices), None
+
+    def _settle_drafts(self, sequence: Sequence, choices: list[Choice] | NonFiniteLogits) -> None:
+        """Report how many drafts of a step were right, and forget them."""
+        drafts, chosen = sequence.drafts, [] if isinstance(choices, NonFiniteLogits) else choices
+        accepted = sum(
+            choice.token_id == draft for choice, draft in zip(chosen, drafts, strict=False)
+        )
+        self._queues.output.drafts.append(
+            DraftEvent(sequence.key, sequence.drafted_by, len(drafts), accepted)
+        )
+        sequence.skips_drafts = not chosen
+        sequence.drafts = []
 
     def _append(self, sequence: Sequence, choice: Choice) -> FinishEvent | None:
         """Deliver one token; return the finish that it causes, if any."""

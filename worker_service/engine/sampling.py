@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -72,23 +72,35 @@ class SamplingRow:
         tokens: the sequence so far, prompt first; read for penalties only.
         prompt_length: how many of `tokens` are the prompt.
         eos_token_ids: the model's end-of-sequence ids.
+        drafts: guessed tokens after them that the row's logits depend on, too.
     """
 
     sampling: Sampling
     tokens: Sequence[int] = ()
     prompt_length: int = 0
     eos_token_ids: tuple[int, ...] = ()
+    drafts: Sequence[int] = ()
 
     @property
     def position(self) -> int:
         """Index of the token to be chosen in the whole sequence."""
-        return len(self.tokens)
+        return len(self.tokens) + len(self.drafts)
+
+    @property
+    def history(self) -> Sequence[int]:
+        """All tokens before the one to be chosen."""
+        return [*self.tokens, *self.drafts] if self.drafts else self.tokens
+
+    @property
+    def generated(self) -> list[int]:
+        """The history without the prompt."""
+        return [*self.tokens[self.prompt_length :], *self.drafts]
 
     @property
     def forbidden(self) -> tuple[int, ...]:
         """Ids that may not be chosen yet: those that end the text before min_tokens."""
         sampling = self.sampling
-        if len(self.tokens) - self.prompt_length >= sampling.min_tokens:
+        if self.position - self.prompt_length >= sampling.min_tokens:
             return ()
         ends = () if sampling.ignore_eos else self.eos_token_ids
         return (*ends, *sampling.stop_token_ids)
@@ -121,28 +133,55 @@ class NonFiniteLogits:
     """The row held NaN or +infinity, or no finite value: no token can be chosen."""
 
 
-def choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Choice | NonFiniteLogits]:
-    """Return one choice per row of fp32 logits `[M, vocabulary]`, which are not changed.
+class HostChoices:
+    """Chooses from fp32 logits `[M, vocabulary]`, which are not changed, row by row.
 
     Plain greedy rows cost one argmax for all of them together.
     """
-    # NaN and +infinity are themselves the largest, so one pass finds both.
-    largest, best = logits.max(dim=-1)
-    choices: list[Choice | NonFiniteLogits] = []
-    for index, (row, token_id, value) in enumerate(
-        zip(rows, best.tolist(), largest.tolist(), strict=True)
-    ):
-        if not math.isfinite(value):
-            choices.append(NonFiniteLogits())
-        elif row.is_plain:
-            choices.append(Choice(token_id))
-        else:
-            choices.append(_choose_one(logits[index].to("cpu"), row))
-    return choices
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self._logits = logits
+        # NaN and +infinity are themselves the largest, so one pass finds both.
+        largest, best = logits.max(dim=-1)
+        self._largest: list[float] = largest.tolist()
+        self._best: list[int] = best.tolist()
+
+    def choice(self, index: int, row: SamplingRow) -> Choice | NonFiniteLogits:
+        """Return the choice from the logits at `index`, which are those of `row`."""
+        if not math.isfinite(self._largest[index]):
+            return NonFiniteLogits()
+        if row.is_plain:
+            return Choice(self._best[index])
+        return _choose_one(self._logits[index].to("cpu"), row)
+
+
+def choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Choice | NonFiniteLogits]:
+    """Return one choice per row of fp32 logits `[M, vocabulary]`, which are not changed."""
+    host = HostChoices(logits)
+    return [host.choice(index, row) for index, row in enumerate(rows)]
+
+
+def accepted(
+    choices: Iterable[Choice | NonFiniteLogits], drafts: Sequence[int]
+) -> list[Choice] | NonFiniteLogits:
+    """Return the choices that hold: up to the first one that differs from its draft.
+
+    Choice i supposes that the first i drafts are right, so it is what plain decoding chooses
+    if they are. No further choice is asked for. A row without finite logits ends them; plain
+    decoding meets it in a later step, unless it is the first one.
+    """
+    held: list[Choice] = []
+    for index, choice in enumerate(choices):
+        if isinstance(choice, NonFiniteLogits):
+            return held or choice
+        held.append(choice)
+        if index == len(drafts) or choice.token_id != drafts[index]:
+            break
+    return held
 
 
 class PendingChoices:
-    """The choices of a step under way on a GPU: the twin of `choose`. `read` waits for them."""
+    """The choices of a step under way on a GPU: the twin of `HostChoices`. `read` waits."""
 
     def __init__(
         self,
@@ -178,7 +217,7 @@ def _parameters(row: SamplingRow, vocabulary: int) -> RowParameters | None:
         return None
     sampling, forbidden = row.sampling, sorted(set(row.forbidden))
     penalty = sampling.repetition_penalty
-    repeated = sorted(set(row.tokens)) if penalty != 1 else []
+    repeated = sorted(set(row.history)) if penalty != 1 else []
     return RowParameters(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
@@ -197,8 +236,11 @@ def _parameters(row: SamplingRow, vocabulary: int) -> RowParameters | None:
 
 def _counted(row: SamplingRow) -> list[Entry]:
     """Return the generated tokens with what penalties subtract from their scores."""
-    sampling, generated = row.sampling, row.tokens[row.prompt_length :]
-    if not generated or not (sampling.presence_penalty or sampling.frequency_penalty):
+    sampling = row.sampling
+    if not (sampling.presence_penalty or sampling.frequency_penalty):
+        return []
+    generated = row.generated
+    if not generated:
         return []
     ids, counts = np.unique(np.asarray(generated), return_counts=True)
     # `_adjusted` multiplies counts, which torch does in fp32.
@@ -239,15 +281,14 @@ def _adjusted(scores: torch.Tensor, row: SamplingRow) -> torch.Tensor:
     """Apply penalties, biases and forbidden tokens; may change `scores` in place."""
     sampling = row.sampling
     vocabulary = len(scores)
-    if sampling.repetition_penalty != 1 and row.tokens:
-        seen = torch.tensor(sorted(set(row.tokens)))
+    if sampling.repetition_penalty != 1 and row.history:
+        seen = torch.tensor(sorted(set(row.history)))
         values = scores[seen]
         scores[seen] = torch.where(
             values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty
         )
-    generated = row.tokens[row.prompt_length :]
-    if generated and (sampling.presence_penalty or sampling.frequency_penalty):
-        counts = torch.bincount(torch.tensor(list(generated)), minlength=vocabulary)
+    if (sampling.presence_penalty or sampling.frequency_penalty) and (generated := row.generated):
+        counts = torch.bincount(torch.tensor(generated), minlength=vocabulary)
         scores -= sampling.frequency_penalty * counts
         scores -= sampling.presence_penalty * (counts > 0)
     if sampling.logit_bias:

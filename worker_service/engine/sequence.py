@@ -9,7 +9,7 @@ from splitpoint.errors import SplitpointError
 from splitpoint.planning.plan import Residency, RestoreMethod
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.split_line import SplitLine
-from splitpoint.speculation import PLAIN, Speculation
+from splitpoint.speculation import PLAIN, DraftMethod, Speculation
 from worker_service.device.claims import Claim
 from worker_service.engine.sampling import Sampling
 from worker_service.lanes.spans import RequestSpans
@@ -138,8 +138,11 @@ class Sequence:
     # Reads the arena that holds its stored chunks; another one after the store restarts.
     transfer: CacheTransfer | None = None
     computed: int = 0
-    # Guessed tokens that the step under way verifies.
+    # Guessed tokens that the step under way verifies, and who guessed them.
     drafts: list[int] = field(default_factory=list)
+    drafted_by: DraftMethod = DraftMethod.OFF
+    # A guess spoiled the last step: the next one computes nothing else but the newest token.
+    skips_drafts: bool = False
     pages: list[int | None] = field(default_factory=list)
     row_pages: list[int] = field(default_factory=list)
     # X pages by chunk index, until the chunk is sealed.
@@ -212,6 +215,12 @@ class Sequence:
         if self.restoring is not None:
             return self.restoring.front_tokens(self.computed)
         return len(self.tokens) - self.computed if self.restored and not self.paused else 0
+
+    def spare_rows(self, chunk_tokens: int) -> int:
+        """Return how many guesses fit behind the newest token: in its page and in the answer."""
+        in_page = chunk_tokens - 1 - self.computed % chunk_tokens
+        in_answer = self.admission.sampling.max_tokens - self.generated_count - 1
+        return max(0, min(in_page, in_answer))
 
     @property
     def mean_step_seconds(self) -> float | None:

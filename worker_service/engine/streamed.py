@@ -8,6 +8,7 @@ tiles of its own. `streamed_builder` lays the tiles out; they come through a pre
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from functools import partial
 
@@ -185,7 +186,7 @@ class StreamedStep:
     ) -> PartialAttention:
         """Merge the attention over the device's own pages with every tile's.
 
-        `queries`: `[B, n_q, d]`.
+        `queries`: `[N, n_q, d]`, all rows of all decoding sequences.
         """
         attention = _Attention(queries, layer, merged=on_device)
         for tile_transfer, plan in self.decodes[layer.window]:
@@ -238,6 +239,13 @@ class StreamedStep:
 def is_seen(window: Window, query_position: int, last_position: int) -> bool:
     """Return True if a query at `query_position` attends to any key up to `last_position`."""
     return window is None or query_position - last_position < window
+
+
+def query_counts(decodes: Rows[Sequence]) -> list[int] | None:
+    """Return how many rows each decoding sequence computes; None if all compute one."""
+    if not any(sequence.drafts for sequence in decodes):
+        return None
+    return [1 + len(sequence.drafts) for sequence in decodes]
 
 
 def transfer_of(sequence: Sequence) -> CacheTransfer:

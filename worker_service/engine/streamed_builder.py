@@ -23,6 +23,7 @@ from worker_service.engine.streamed import (
     StreamedStep,
     Window,
     is_seen,
+    query_counts,
     transfer_of,
 )
 from worker_service.model.attention_plan import DecodePlan
@@ -132,15 +133,17 @@ class StreamedBuilder:
             for row, sequence in enumerate(decodes)
             for page in self._stored_pages(sequence, row)
         ]
+        # The first query of a sequence sees the most.
         queries = [sequence.computed for sequence in decodes]
+        counts = query_counts(decodes)
 
         def with_plans(seen: list[StoredPage]) -> list[tuple[TileTransfer, DecodePlan]]:
             tile_transfers = self._transfers(seen, decodes, self._tile_pages, decode_tiles)
-            return [(each, self._plan_of(each.tile, queries)) for each in tile_transfers]
+            return [(each, self._plan_of(each.tile, queries, counts)) for each in tile_transfers]
 
         return self._by_window(pages, queries, with_plans)
 
-    def _plan_of(self, tile: Tile, queries: list[int]) -> DecodePlan:
+    def _plan_of(self, tile: Tile, queries: list[int], counts: list[int] | None) -> DecodePlan:
         return DecodePlan.of_pages(
             range(len(tile.pages)),
             owners=[page.reader for page in tile.pages],
@@ -150,6 +153,7 @@ class StreamedBuilder:
             windows=set(self._windows),
             device=self._device,
             upload=self._upload,
+            query_counts=counts,
         )
 
     # -- both ----------------------------------------------------------------------------

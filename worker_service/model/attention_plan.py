@@ -26,7 +26,7 @@ LEAST = np.finfo(np.float32).min
 Integers = Sequence[int] | npt.NDArray[np.int64]
 
 
-# -- decode: one query per request ------------------------------------------------
+# -- decode: one query per request, or a few ---------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,8 @@ class PageView:
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
     """Pages of B decoding queries in one step: one view per distinct window.
+
+    A sequence whose guesses are verified has several queries, one behind the other.
 
     Attributes:
         views: spans where there is a kernel for them, otherwise pages.
@@ -139,21 +141,30 @@ class DecodePlan:
         upload: Upload | None = None,
         row_counts: Integers | None = None,
         padded_spans: Mapping[int | None, int] | None = None,
+        query_counts: Sequence[int] | None = None,
     ) -> DecodePlan:
         """Plan for any pages: a tile of one sequence, or the tails of streamed ones.
 
-        Page i belongs to query `owners[i]`. Its row r is position
+        Page i belongs to sequence `owners[i]`. Its row r is position
         `first_positions[i] + r`, and its first `row_counts[i]` rows are in use (default:
-        all up to the query). Query b is at `query_positions[b]` and sees no later one.
+        all up to the query). Sequence b has `query_counts[b]` queries (default: one), from
+        `query_positions[b]` on; none sees a later position.
         """
         numbers, owner = np.asarray(pages, dtype=np.int64), np.asarray(owners, dtype=np.int64)
-        rows = np.arange(chunk_tokens)
-        position = np.asarray(first_positions, dtype=np.int64)[:, None] + rows
+        first = np.asarray(first_positions, dtype=np.int64)
         query = np.asarray(query_positions, dtype=np.int64)
-        behind = query[owner][:, None] - position
+        used = None if row_counts is None else np.asarray(row_counts, dtype=np.int64)
+        if query_counts is not None:
+            rows = _Rows.of(query_counts)
+            query = query[rows.owner] + rows.offset
+            page, owner = rows.readers(owner)
+            numbers, first = numbers[page], first[page]
+            used = None if used is None else used[page]
+        place = np.arange(chunk_tokens)
+        behind = query[owner][:, None] - (first[:, None] + place)
         seen = behind >= 0
-        if row_counts is not None:
-            seen &= rows < np.asarray(row_counts, dtype=np.int64)[:, None]
+        if used is not None:
+            seen &= place < used[:, None]
         tables = Upload(device) if upload is None else upload
         views: dict[int | None, PageView | SpanView] = {}
         shared: dict[int | None, tuple[PageView, ...]] = {}
@@ -263,6 +274,39 @@ class PrefillPlan:
 # -- building the views ---------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The queries of sequences that have several: int64 arrays.
+
+    Attributes:
+        first: `[B]`, the first query of each sequence.
+        count: `[B]`, how many it has.
+        owner: `[N]`, the sequence of each query.
+        offset: `[N]`, how many queries of its sequence are before it.
+    """
+
+    first: npt.NDArray[np.int64]
+    count: npt.NDArray[np.int64]
+    owner: npt.NDArray[np.int64]
+    offset: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, query_counts: Sequence[int]) -> _Rows:
+        count = np.asarray(query_counts, dtype=np.int64)
+        first = np.cumsum(count) - count
+        owner = np.repeat(np.arange(len(count)), count)
+        return cls(first, count, owner, np.arange(len(owner)) - first[owner])
+
+    def readers(
+        self, owner: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return each page as often as its sequence `owner[i]` has queries, with the query."""
+        count = self.count[owner]
+        page = np.repeat(np.arange(len(owner)), count)
+        before = np.cumsum(count) - count
+        return page, self.first[owner][page] + np.arange(len(page)) - before[page]
+
+
 def _decode_views(
     numbers: npt.NDArray[np.int64],
     owner: npt.NDArray[np.int64],
@@ -294,6 +338,8 @@ def _decode_views(
             _page_view(numbers[entries[:, 0]], owner[entries], seen[entries], query_count, upload)
         )
     alone = readers == 1
+    if not alone.any():
+        return shared[0], tuple(shared[1:])
     own = _page_view(
         numbers[alone], owner[alone][:, None], seen[alone][:, None], query_count, upload
     )

@@ -212,6 +212,7 @@ class World:
             pages=_NONE,
             rows=_NONE,
             logit_rows=_NONE,
+            logit_counts=[int(done) for done in whole],
             inputs=None,
             decode_plan=None,
             streamed=None,
@@ -226,7 +227,7 @@ class World:
             if lost:
                 return StepResult(batch, [], lost=lost)
         choices: list[Any] = [
-            Choice(EOS if self.rng.random() < 0.05 else 2 + self.rng.randrange(6)) if done else None
+            [Choice(EOS if self.rng.random() < 0.05 else 2 + self.rng.randrange(6))] if done else []
             for done in whole
         ]
         return StepResult(batch, [], choices=choices)

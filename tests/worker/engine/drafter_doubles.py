@@ -1,0 +1,57 @@
+"""A drafter that knows the right texts, and drafts as much of them as a test wants."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from splitpoint.speculation import DraftMethod
+from worker_service.drafts.drafter import DraftTarget, TargetKey
+
+# Changes a right draft: of how many tokens, and the tokens.
+Change = Callable[[Sequence[int]], list[int]]
+
+
+@dataclass
+class KnowingDrafter:
+    """Drafts what follows in `texts`, by request id, after `change`.
+
+    Attributes:
+        texts: what plain decoding answers.
+        forgotten: sequences that it was told to forget.
+        asked: how many tokens each call wanted at most.
+    """
+
+    texts: Mapping[str, Sequence[int]]
+    change: Change = list
+    method: DraftMethod = DraftMethod.MODEL
+    forgotten: list[TargetKey] = field(default_factory=list)
+    asked: list[list[int]] = field(default_factory=list)
+
+    def propose(self, wanted: Sequence[tuple[DraftTarget, int]]) -> list[list[int]]:
+        self.asked.append([count for _, count in wanted])
+        drafts = []
+        for target, count in wanted:
+            done = len(target.tokens) - target.prompt_length
+            drafts.append(self.change(self.texts[target.key[0]][done : done + count]))
+        return drafts
+
+    def forget(self, key: TargetKey) -> None:
+        self.forgotten.append(key)
+
+
+def wrong(vocabulary: int) -> Change:
+    """Return a change after which every token is wrong."""
+    return lambda tokens: [(token + 1) % vocabulary for token in tokens]
+
+
+def sometimes_wrong(vocabulary: int, seed: int) -> Change:
+    """Return a change after which one token in four is wrong, and some are missing."""
+    rng = random.Random(seed)
+
+    def change(tokens: Sequence[int]) -> list[int]:
+        kept = tokens[: rng.randrange(len(tokens) + 1)] if rng.random() < 0.3 else tokens
+        return [rng.randrange(vocabulary) if rng.random() < 0.25 else token for token in kept]
+
+    return change
