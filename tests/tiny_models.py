@@ -98,7 +98,7 @@ _BUILDERS: dict[str, Callable[..., PreTrainedModel]] = {
     ),
     "opt-no-bias": lambda **more: _opt(enable_bias=False, _remove_final_layer_norm=True, **more),
     # MHA, untied.
-    "llama": lambda **more: _llama(num_key_value_heads=4, **more),
+    "llama": lambda **more: _llama(**{"num_key_value_heads": 4, **more}),
     # GQA, tied, several shards, Llama 3.1's rope scaling.
     "llama-3": lambda **more: _llama(
         rope_parameters=LLAMA3_SCALING, tie_word_embeddings=True, **more

@@ -26,7 +26,7 @@ from splitpoint_cli.report import AsJson, OutputFile
 _Peers = Annotated[
     str,
     typer.Option(
-        help="Peers, separated by commas: transformers, ctranslate2, llama.cpp.",
+        help="Peers, separated by commas: transformers, ctranslate2, openvino, llama.cpp.",
         metavar="PEER,...",
     ),
 ]
@@ -71,8 +71,8 @@ def decode(
     """Our worker, in process, against other engines and the memory's limit.
 
     Each of transformers' caches runs with both of its attention implementations. Other
-    peers run in processes of their own. Runs alternate; figures are medians, and a peer's
-    fastest setting counts.
+    peers run in processes of their own. Runs alternate; figures are medians. A peer's
+    fastest setting counts; those that are slower by a quarter in the first round run once.
     """
     need_all("a benchmark")
     options.check_data_type(dtype)

@@ -15,6 +15,8 @@ OURS = "splitpoint"
 TRANSFORMERS = "transformers"
 DEFAULT_ATTENTION = "sdpa"
 LIMIT = "memory limit"
+# A setting of a peer that is slower by this factor is timed once.
+SLOWEST_KEPT = 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,11 @@ class Run:
     def decode_tokens_per_second(self) -> float:
         return (self.token_count - self.tokens_before) / (self.seconds - self.first_token_seconds)
 
+    @property
+    def rates(self) -> tuple[float, float, float]:
+        """Tokens a second in all and in decode, and first tokens a second: more is better."""
+        return self.tokens_per_second, self.decode_tokens_per_second, 1 / self.first_token_seconds
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
@@ -102,6 +109,26 @@ class Measured:
     def limit_seconds(self) -> float:
         """The shortest time of a decode step."""
         return self.step_bytes / self.read_bytes_per_second
+
+
+def too_slow(runs: Mapping[str, Sequence[Run]], peer_of: Mapping[str, str]) -> set[str]:
+    """Return the settings that cannot be their peer's fastest, by one run of each contender.
+
+    A setting stays if it is within SLOWEST_KEPT of the peer's best in any figure.
+    """
+    slow = set(peer_of)
+    for peer in set(peer_of.values()):
+        names = [name for name in peer_of if peer_of[name] == peer]
+        rates = {name: runs[name][0].rates for name in names}
+        best = [max(column) for column in zip(*rates.values(), strict=True)]
+        slow -= {
+            name
+            for name in names
+            if any(
+                rate * SLOWEST_KEPT >= most for rate, most in zip(rates[name], best, strict=True)
+            )
+        }
+    return slow
 
 
 def report_of(workload: Workload, measured: Measured) -> dict[str, Any]:

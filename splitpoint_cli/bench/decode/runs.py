@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,7 +22,15 @@ from splitpoint_cli.bench.decode.peers.catalog import PEERS
 from splitpoint_cli.bench.decode.peers.messages import Load, Work
 from splitpoint_cli.bench.decode.peers.process import PeerProcess, interpreters_of, start_peer
 from splitpoint_cli.bench.decode.prompts import Prompts, random_prompts, text_prompts
-from splitpoint_cli.bench.decode.report import LIMIT, OURS, TRANSFORMERS, Measured, Run, Workload
+from splitpoint_cli.bench.decode.report import (
+    LIMIT,
+    OURS,
+    TRANSFORMERS,
+    Measured,
+    Run,
+    Workload,
+    too_slow,
+)
 from splitpoint_cli.bench.shared.engine_memory import (
     CHUNK_TOKENS,
     MAX_BATCHED_TOKENS,
@@ -224,7 +232,7 @@ def run_all(
     prompts = _prompts(workload, shape, text)
     contenders = Contenders(workload, shape, peer_pythons, progress)
     try:
-        runs, reads = _timed_runs(contenders.by_name, workload, prompts, progress)
+        runs, reads = _timed_runs(contenders, workload, prompts, progress)
     finally:
         contenders.close()
     # K and V grow by a token in each step.
@@ -240,18 +248,25 @@ def run_all(
 
 
 def _timed_runs(
-    contenders: Mapping[str, Contender], workload: Workload, prompts: Prompts, progress: Progress
+    contenders: Contenders, workload: Workload, prompts: Prompts, progress: Progress
 ) -> tuple[dict[str, list[Run]], MemoryReads]:
-    """Warm up, then run in turns. Raises the errors of a contender."""
+    """Warm up, then run in turns. Raises the errors of a contender.
+
+    A peer's settings that are clearly slower than its fastest run in the first round only.
+    """
     reads = MemoryReads(choose_device(workload.device))
-    for contender in progress.track("warming up", [*contenders.values()]):
+    by_name = contenders.by_name
+    for contender in progress.track("warming up", [*by_name.values()]):
         contender.run(prompts, min(workload.new, WARM_UP_TOKENS))
-    runs: dict[str, list[Run]] = {name: [] for name in contenders}
-    for name in progress.rounds("timed runs", [*contenders, LIMIT], workload.repeats):
+    runs: dict[str, list[Run]] = {name: [] for name in by_name}
+    slow: set[str] = set()
+    for name in progress.rounds("timed runs", [*by_name, LIMIT], workload.repeats):
         if name == LIMIT:
             reads.measure()
-        else:
-            runs[name].append(contenders[name].run(prompts, workload.new))
+        elif name not in slow:
+            runs[name].append(by_name[name].run(prompts, workload.new))
+            if all(len(each) == 1 for each in runs.values()):
+                slow = too_slow(runs, contenders.peer_of)
     return runs, reads
 
 

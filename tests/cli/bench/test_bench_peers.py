@@ -19,7 +19,7 @@ from tiny_models import VOCABULARY, build_tiny, clear_prompt, write_tiny
 from splitpoint.errors import FailedPrecondition, InvalidArgument, Unavailable
 from splitpoint.shapes import BUILT_IN_SHAPES, DataType
 from splitpoint_cli.bench.decode.peers.catalog import PEERS, check_peers, parse_peers
-from splitpoint_cli.bench.decode.peers.checkpoint import Checkpoint
+from splitpoint_cli.bench.decode.peers.checkpoint import Checkpoint, rope_base
 from splitpoint_cli.bench.decode.peers.gguf import write_llama
 from splitpoint_cli.bench.decode.peers.messages import Load, Timing, Unsupported, Work
 from splitpoint_cli.bench.decode.peers.process import PeerProcess, interpreters_of, start_peer
@@ -47,7 +47,9 @@ def interpreter(tmp_path: Path, text: str) -> str:
 def test_peers_are_named_once_and_must_exist() -> None:
     assert parse_peers("llama.cpp, transformers,llama.cpp") == ("llama.cpp", "transformers")
     for text in ("vllm", "", " ,"):
-        with pytest.raises(InvalidArgument, match=r"transformers, ctranslate2, llama\.cpp"):
+        with pytest.raises(
+            InvalidArgument, match=r"transformers, ctranslate2, openvino, llama\.cpp"
+        ):
             parse_peers(text)
 
 
@@ -229,17 +231,28 @@ def test_another_family_is_not_written_for_llama_cpp(tmp_path: Path) -> None:
         write_llama(Checkpoint(write_tiny("opt", tmp_path)), tmp_path / "model.gguf")
 
 
+def test_scaled_rotary_positions_are_not_converted_as_plain_ones(tmp_path: Path) -> None:
+    assert rope_base({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}) == 5e5
+    assert rope_base({}) == 10_000
+    build_tiny("llama-3").save_pretrained(tmp_path)
+    with pytest.raises(Unsupported, match="llama3"):
+        write_llama(Checkpoint(tmp_path), tmp_path / "model.gguf")
+
+
 # -- the peers themselves ---------------------------------------------------------------
 
 
 @pytest.mark.skipif(not PEER_PYTHONS[0].name, reason="SPLITPOINT_PEER_PYTHONS names no peers")
 @pytest.mark.parametrize(
-    ("peer", "case"), [("ctranslate2", "opt"), ("ctranslate2", "llama"), ("llama.cpp", "llama")]
+    ("peer", "case"),
+    [(name, case) for name, peer in PEERS.items() for case in (*peer.families, "grouped llama")],
 )
 def test_a_peers_tokens_are_those_of_transformers(peer: str, case: str, tmp_path: Path) -> None:
-    folder, scratch = write_tiny(case, tmp_path / "model"), tmp_path / "scratch"
+    changes = {"num_key_value_heads": 2} if case == "grouped llama" else {}
+    folder = write_tiny(case.removeprefix("grouped "), tmp_path / "model", **changes)
+    model = build_tiny(case.removeprefix("grouped "), **changes)
+    scratch = tmp_path / "scratch"
     scratch.mkdir()
-    model = build_tiny(case)
     asked, expected = zip(*(clear_prompt(model, 20, 12, seed=seed) for seed in (1, 2)), strict=True)
     process = start_peer(
         load(peer, checkpoint=str(folder), scratch=str(scratch)), interpreters_of(PEER_PYTHONS)

@@ -22,6 +22,7 @@ from splitpoint_cli.bench.decode.report import (
     Workload,
     report_of,
     table_of,
+    too_slow,
 )
 from splitpoint_cli.bench.decode.runs import OurWorker, Transformers
 from splitpoint_cli.bench.shared.memory_reads import MemoryReads
@@ -66,6 +67,20 @@ def test_the_report_compares_medians_with_the_fastest_peer() -> None:
     table = table_of(report)
     assert table.row_count == 5
     assert "0.50 x llama.cpp in all" in str(table.caption)
+
+
+def test_settings_run_again_if_they_may_be_their_peers_fastest_in_any_figure() -> None:
+    tokens = ((1, 2, 3, 4), (5, 6, 7, 8))
+    runs = {
+        OURS: [run(1.0, 0.5, tokens)],
+        "a fastest": [run(4.0, 2.0, tokens)],
+        "a as fast": [run(4.9, 2.4, tokens)],
+        "a early": [run(9.0, 1.0, tokens)],
+        "a slow": [run(9.0, 3.0, tokens)],
+        "b slow": [run(30.0, 20.0, tokens)],
+    }
+    peer_of = {name: name[0] for name in runs if name != OURS}
+    assert too_slow(runs, peer_of) == {"a slow"}
 
 
 def test_without_peers_the_limit_is_all_there_is() -> None:

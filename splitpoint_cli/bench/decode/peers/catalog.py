@@ -34,6 +34,7 @@ PEERS = {
     peer.name: peer
     for peer in (
         Peer("ctranslate2", "ctranslate2", "ctranslate2 numpy setuptools", ("opt", "llama")),
+        Peer("openvino", "openvino", "openvino numpy", ("opt", "llama")),
         Peer(
             "llama.cpp",
             "llama_cpp",

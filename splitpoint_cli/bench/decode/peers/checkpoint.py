@@ -11,8 +11,11 @@ from typing import Any
 
 import numpy
 
+from splitpoint_cli.bench.decode.peers.messages import Unsupported
+
 Array = numpy.ndarray[Any, Any]
 
+_DEFAULT_ROPE_BASE = 10_000.0
 _TYPES = {"F32": "<f4", "BF16": "<u2"}
 
 
@@ -55,3 +58,12 @@ def widened(array: Array) -> Array:
     if array.dtype == numpy.uint16:
         return (array.astype("<u4") << 16).view("<f4")
     return array
+
+
+def rope_base(config: dict[str, Any]) -> float:
+    """Return the base of a Llama's rotary positions. Raises Unsupported if they are scaled."""
+    rope: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise Unsupported(f"rotary positions of the type {kind!r} are not converted here")
+    return float(rope.get("rope_theta", config.get("rope_theta", _DEFAULT_ROPE_BASE)))

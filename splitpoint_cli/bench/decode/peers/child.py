@@ -28,6 +28,10 @@ def load_model(load: Load) -> PeerModel:
         from splitpoint_cli.bench.decode.peers.ctranslate2_model import CTranslate2Model
 
         return CTranslate2Model(module, load)
+    if load.peer == "openvino":
+        from splitpoint_cli.bench.decode.peers.openvino_model import OpenVinoModel
+
+        return OpenVinoModel(module, load)
     from splitpoint_cli.bench.decode.peers.llama_cpp_model import LlamaCppModel
 
     return LlamaCppModel(module, load)

@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy
 
-from splitpoint_cli.bench.decode.peers.checkpoint import Array, Checkpoint
+from splitpoint_cli.bench.decode.peers.checkpoint import Array, Checkpoint, rope_base
 from splitpoint_cli.bench.decode.peers.messages import Load, Timing, Unsupported, Work
 
 _OPT_POSITION_OFFSET = 2
-_DEFAULT_ROPE_BASE = 10_000.0
 
 
 class CTranslate2Model:
@@ -99,7 +98,6 @@ def _llama(checkpoint: Checkpoint) -> Any:
     """Return the specification of a Llama."""
     config = checkpoint.config
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    rope = config.get("rope_parameters") or {}
     activations = importlib.import_module("ctranslate2.specs.common_spec").Activation
     specification = _specs().TransformerDecoderModelSpec.from_config(
         config["num_hidden_layers"],
@@ -110,7 +108,7 @@ def _llama(checkpoint: Checkpoint) -> Any:
         rms_norm=True,
         rotary_dim=0,
         rotary_interleave=False,
-        rotary_base=rope.get("rope_theta", config.get("rope_theta", _DEFAULT_ROPE_BASE)),
+        rotary_base=rope_base(config),
         num_heads_kv=None if kv_heads == heads else kv_heads,
     )
     decoder = specification.decoder

@@ -10,7 +10,7 @@ import struct
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from splitpoint_cli.bench.decode.peers.checkpoint import Array, Checkpoint, widened
+from splitpoint_cli.bench.decode.peers.checkpoint import Array, Checkpoint, rope_base, widened
 from splitpoint_cli.bench.decode.peers.messages import Unsupported
 
 MAGIC = b"GGUF"
@@ -19,7 +19,6 @@ ALIGNMENT = 32
 # Types of values, and of tensors.
 UINT32, FLOAT32, STRING = 4, 6, 8
 TENSOR_FLOAT32, TENSOR_BFLOAT16 = 0, 30
-_DEFAULT_ROPE_BASE = 10_000.0
 
 _NAMES = {
     "attn_norm": "input_layernorm",
@@ -61,7 +60,6 @@ def write_llama(checkpoint: Checkpoint, path: Path) -> None:
 def _values(config: dict[str, Any]) -> dict[str, int | float | str]:
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    rope = config.get("rope_parameters") or {}
     sizes: dict[str, int | float | str] = {
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
@@ -73,9 +71,7 @@ def _values(config: dict[str, Any]) -> dict[str, int | float | str]:
         "attention.value_length": head_dim,
         "rope.dimension_count": head_dim,
         "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
-        "rope.freq_base": float(
-            rope.get("rope_theta", config.get("rope_theta", _DEFAULT_ROPE_BASE))
-        ),
+        "rope.freq_base": rope_base(config),
         "vocab_size": config["vocab_size"],
     }
     return {
