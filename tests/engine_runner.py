@@ -20,8 +20,8 @@ from worker_service.engine.messages import DraftEvent, FinishEvent, StepOutput
 from worker_service.engine.sampling import Sampling
 from worker_service.engine.sequence import Admission
 from worker_service.engine.sequence import Sequence as EngineSequence
-from worker_service.graphs.decode_graphs import DecodeGraphs
 from worker_service.graphs.recorder import Recorder
+from worker_service.graphs.support import graphs_of
 from worker_service.lanes.lanes import Lanes
 from worker_service.model.decoder import Decoder
 from worker_service.store.verifier import Verifier
@@ -77,10 +77,7 @@ def make_engine(
     if cache_pages is not None:
         plan = replace(plan, page_count=cache_pages)
     cache = DeviceCache(layout, plan, device)
-    graphs = None
-    if recorder is not None:
-        windows = [layer.window for layer in model.layers]
-        graphs = DecodeGraphs(cache, windows, recorder, most_rows=max_batch_size)
+    windows = [layer.window for layer in model.layers]
     return Engine(
         model,
         cache,
@@ -90,7 +87,7 @@ def make_engine(
         lanes=lanes,
         verifier=verifier,
         shares_prefixes=shares_prefixes,
-        graphs=graphs,
+        graphs=graphs_of(cache, windows, max_batch_size=max_batch_size, recorder=recorder),
         drafters=drafters or {},
         tokenizer=tokenizer,
     )

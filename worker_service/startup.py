@@ -37,9 +37,7 @@ from worker_service.device.memory import (
 from worker_service.device.pinning import Pinning
 from worker_service.device.registrar import CudaRegistrar
 from worker_service.engine.engine import Engine
-from worker_service.graphs.decode_graphs import DecodeGraphs
-from worker_service.graphs.recorder import GraphRecorder
-from worker_service.graphs.support import graph_bytes, graph_obstacle
+from worker_service.graphs.support import graph_bytes, graph_obstacle, graphs_of
 from worker_service.hardware.monitor import DeviceMonitor, monitor_of
 from worker_service.lanes.lanes import EmulatedLink, Lanes
 from worker_service.lanes.select import lanes_of
@@ -315,7 +313,11 @@ def _load_engine(
         lanes=lanes,
         verifier=Verifier(options.verify_rate),
         shares_prefixes=options.shares_prefixes,
-        graphs=_graphs(model, cache, options.max_batch_size),
+        graphs=graphs_of(
+            cache,
+            [layer.window for layer in model.layers],
+            max_batch_size=options.max_batch_size,
+        ),
         eager_reason=obstacle or "device memory",
     )
     log.info(
@@ -328,18 +330,6 @@ def _load_engine(
         plan.page_count,
     )
     return engine, "" if placement.on_host == NOTHING_ON_HOST else placement.reason
-
-
-def _graphs(model: Decoder, cache: DeviceCache, max_batch_size: int) -> DecodeGraphs | None:
-    """Return graphs if the memory plan has any."""
-    if not cache.plan.graph_bytes:
-        return None
-    return DecodeGraphs(
-        cache,
-        [layer.window for layer in model.layers],
-        GraphRecorder(cache.device),
-        most_rows=max_batch_size + cache.plan.draft_tokens,
-    )
 
 
 def _prepare(engine: Engine, description: str, weights: str, trace_file: Path | None) -> None:

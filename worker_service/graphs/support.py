@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from splitpoint.planning.weight_placement import NOTHING_ON_HOST, OnHost
+from worker_service.device.cache import DeviceCache
+from worker_service.graphs.decode_graphs import DecodeGraphs
+from worker_service.graphs.recorder import GraphRecorder, Recorder
 from worker_service.model.library_attention import library_of
 from worker_service.model.span_attention import kernels_of
 
@@ -36,3 +41,24 @@ def graph_obstacle(
 def graph_bytes(budget_bytes: int) -> int:
     """Return the bytes of a device-memory budget that graphs may take."""
     return min(int(GRAPH_SHARE * budget_bytes), MOST_GRAPH_BYTES)
+
+
+def graphs_of(
+    cache: DeviceCache,
+    windows: Iterable[int | None],
+    *,
+    max_batch_size: int,
+    recorder: Recorder | None = None,
+) -> DecodeGraphs | None:
+    """Return the graphs of an engine with layers of these windows; None if its plan has none.
+
+    `recorder`: None: the one of the cache's GPU.
+    """
+    if not cache.plan.graph_bytes:
+        return None
+    return DecodeGraphs(
+        cache,
+        windows,
+        GraphRecorder(cache.device) if recorder is None else recorder,
+        most_rows=max_batch_size + cache.plan.draft_tokens,
+    )

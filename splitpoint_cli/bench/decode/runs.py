@@ -47,6 +47,7 @@ from splitpoint_cli.bench.shared.transformers_peer import (
 )
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
 from worker_service.engine.engine import Engine
+from worker_service.graphs.support import MOST_GRAPH_BYTES, graph_obstacle, graphs_of
 from worker_service.model.decoder import Decoder
 from worker_service.startup import choose_device
 
@@ -75,10 +76,16 @@ class OurWorker:
             weight_bytes=model.weight_bytes,
             batch=workload.batch,
             tokens=workload.prompt + workload.new + CHUNK_TOKENS,
+            graph_bytes=0
+            if graph_obstacle(device, dtype, model.shape.head_dim)
+            else MOST_GRAPH_BYTES,
         )
+        cache = DeviceCache(layout, memory, device)
+        windows = [layer.window for layer in model.layers]
         self._engine = Engine(
             model,
-            DeviceCache(layout, memory, device),
+            cache,
+            graphs=graphs_of(cache, windows, max_batch_size=workload.batch),
             max_batch_size=workload.batch,
             max_batched_tokens=MAX_BATCHED_TOKENS,
             # Each run computes its prompts.

@@ -17,6 +17,7 @@ def exact_memory(
     batch: int,
     tokens: int,
     staging_pages: int = STAGING_PAGES,
+    graph_bytes: int = 0,
 ) -> MemoryPlan:
     """Return a division with pages for `batch` resident sequences of `tokens` tokens."""
 
@@ -29,6 +30,7 @@ def exact_memory(
             max_batch_size=batch,
             max_batched_tokens=MAX_BATCHED_TOKENS,
             staging_pages=staging_pages,
+            graph_bytes=graph_bytes,
         )
 
     # Any large budget tells what is fixed.
