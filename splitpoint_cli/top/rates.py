@@ -151,9 +151,9 @@ class SchedulerRates:
 class WorkerRates:
     """Over the interval; rates in bytes, tokens or steps per second, shares from 0 to 1.
 
-    `host_cpu_watts` is of all CPU packages of the host, for all processes.
-    `measured_over_predicted` is since the worker started: few things are predicted in an
-    interval.
+    `accepted_share` is that of drafted tokens. `host_cpu_watts` is of all CPU packages of the
+    host, for all processes. `measured_over_predicted` is since the worker started: few things
+    are predicted in an interval.
     """
 
     steps_per_second: float | None = None
@@ -166,6 +166,7 @@ class WorkerRates:
     loaded_share: float | None = None
     rebuilt_share: float | None = None
     recomputed_share: float | None = None
+    accepted_share: float | None = None
     measured_over_predicted: float | None = None
     host_cpu_watts: float | None = None
 
@@ -231,6 +232,10 @@ def worker_rates(window: Window[Telemetry]) -> WorkerRates:
         loaded_share=_share(loaded, brought),
         rebuilt_share=_share(rebuilt, brought),
         recomputed_share=_share(recomputed, brought),
+        accepted_share=_share(
+            after.accepted_token_count - before.accepted_token_count,
+            after.draft_token_count - before.draft_token_count,
+        ),
         measured_over_predicted=ratio,
         host_cpu_watts=None if energy is None else _rate(energy, seconds),
     )

@@ -206,6 +206,8 @@ def _worker(readings: Readings, worker: Worker, width: int, glyphs: Glyphs) -> l
         ),
         cell("power", _power(told, rates.host_cpu_watts, glyphs), 30),
     ]
+    if worker.speculation is not None and worker.speculation.methods:
+        cells.append(cell("drafts accepted", percent(rates.accepted_share), 20))
     lines += [Text("  ").append_text(line) for line in flow(cells, width - 2)]
     return lines
 

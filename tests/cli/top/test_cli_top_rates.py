@@ -49,6 +49,9 @@ def telemetry(uptime: float, scale: float = 1.0, **changes: object) -> Telemetry
         predicted_seconds=2.0 * scale,
         measured_seconds=2.2 * scale,
         cache_used_bytes=1 << 20,
+        draft_count=int(10 * scale),
+        draft_token_count=int(40 * scale),
+        accepted_token_count=int(30 * scale),
     )
     return dataclasses.replace(told, **changes)  # type: ignore[arg-type]
 
@@ -133,6 +136,7 @@ def test_rates_are_differences_over_the_workers_own_seconds() -> None:
     assert rates.compute_share == pytest.approx(0.125)
     assert (rates.loaded_share, rates.rebuilt_share) == (0.6, 0.3)
     assert rates.recomputed_share == pytest.approx(0.1)
+    assert rates.accepted_share == pytest.approx(0.75)
     assert rates.measured_over_predicted == pytest.approx(1.1)
     assert rates.host_cpu_watts is None
 

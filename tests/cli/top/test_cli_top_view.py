@@ -9,8 +9,10 @@ import pytest
 from rich.console import Console
 from test_cli_top_rates import reading, scheduler, stats, telemetry, worker
 
-from splitpoint.client.answers import Queue, QueuedRequest
+from splitpoint.client.answers import Queue, QueuedRequest, WorkerSpeculation
 from splitpoint.client.telemetry import RedisStatus
+from splitpoint.speculation import PLAIN as NO_DRAFTS
+from splitpoint.speculation import DraftMethod
 from splitpoint_cli.output import duration_text
 from splitpoint_cli.request.observed import Store
 from splitpoint_cli.top.bars import FANCY, PLAIN, amount, bar, cell, flow, stacked_bar
@@ -29,6 +31,7 @@ def busy() -> Readings:
                 telemetry(seconds, scale, split_tokens=2240),
                 emulated_link_bytes_per_second=184e6,
                 kappa_crit=1.35,
+                speculation=WorkerSpeculation(NO_DRAFTS, (DraftMethod.SUFFIX,)),
             ),
             worker("1", telemetry(seconds, scale * 1000, power_watts=412.0, **gpu), loss_count=2),
         )
@@ -79,6 +82,7 @@ PARTS = (
     "split 2,240",
     "measured/predicted 1.1",
     "kappa_crit 1.35",
+    "drafts accepted 75%",
     "412 of 700 W",
     "no reading: no RAPL, no GPU",
     "cache ███░░░░░░░░░ 1 MiB of 4 MiB",
