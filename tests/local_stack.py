@@ -26,6 +26,7 @@ from splitpoint.checkpoint.config import read_shape
 from splitpoint.checkpoint.resolve import eos_token_ids
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.client import AsyncClient
+from splitpoint.options.speculation import SpeculativeConfig
 from splitpoint.options.worker import VERIFY_RATE
 from splitpoint.service import READY_PREFIX
 from splitpoint.shapes import DataType
@@ -56,6 +57,7 @@ class StackShape:
     verify_rate: float = VERIFY_RATE.default
     # Most tests here are about what comes from the store.
     shares_prefixes: bool = False
+    speculation: SpeculativeConfig | None = None
     # The workers take their store for one on another host.
     mirror_memory_bytes: int | None = None
 
@@ -234,6 +236,7 @@ async def serving_worker(
                 max_batched_tokens=shape.max_batched_tokens,
                 verify_rate=shape.verify_rate,
                 shares_prefixes=shape.shares_prefixes,
+                speculation=shape.speculation,
                 kvstore_is_remote=mirror_memory_bytes is not None,
                 mirror_memory_bytes=mirror_memory_bytes,
             )

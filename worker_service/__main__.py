@@ -20,6 +20,7 @@ from splitpoint.observe.meters import Meters
 from splitpoint.observe.metrics import Service
 from splitpoint.observe.metrics_server import metrics_served
 from splitpoint.options.option import parser_of
+from splitpoint.options.speculation import read_speculative_config
 from splitpoint.options.worker import SECTIONS
 from splitpoint.planning.weight_placement import WeightObjective
 from splitpoint.progress import Progress
@@ -73,6 +74,7 @@ def options_from(arguments: argparse.Namespace, identity: Identity) -> WorkerOpt
         is_eager=arguments.enforce_eager,
         link_bytes_per_second=None if rate is None else parse_rate(rate, field="link-rate"),
         trace_file=arguments.trace,
+        speculation=read_speculative_config(arguments.speculative_config, arguments.draft_model),
         progress_seconds=arguments.progress_seconds,
         on_loading=_print_progress if arguments.progress_lines else None,
     )

@@ -20,14 +20,17 @@ from splitpoint.errors import (
     Unavailable,
 )
 from splitpoint.transport.convert import (
+    draft_method_to_proto,
     layout_to_proto,
     profile_to_proto,
     schedule_to_proto,
     shape_to_proto,
+    speculation_to_proto,
 )
 from splitpoint.transport.servers import HealthReporter
+from splitpoint.v1 import types_pb2, worker_pb2_grpc
 from splitpoint.v1 import worker_pb2 as pb
-from splitpoint.v1 import worker_pb2_grpc
+from worker_service.drafting import WorkerSpeculation
 from worker_service.engine.messages import StepOutput
 from worker_service.profiling.profiler import measure
 from worker_service.runtime import ENGINE_FAILED, Listener
@@ -83,6 +86,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             staging_tokens=worker.engine.staging.page_count * worker.engine.chunk_tokens,
             weights=worker.weights,
             shares_pages=worker.engine.page_manager.shared is not None,
+            speculation=_speculation_message(worker.speculation),
             emulated_link_bytes_per_second=lanes.link.bytes_per_second if lanes.link else 0.0,
         )
 
@@ -208,6 +212,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 command,
                 worker.engine.model.shape,
                 has_activations=layout.has_activations,
+                speculation=worker.speculation.defaults,
             )
             if admission.key in worker.runtime.live:
                 raise InvalidArgument("this attempt is running already", field="admit.request_id")
@@ -215,6 +220,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             worker.runtime.emit(StepOutput(finishes=[refusal(command, error)]))
         else:
             worker.runtime.admit(admission)
+
+
+def _speculation_message(speculation: WorkerSpeculation) -> types_pb2.Speculation:
+    return types_pb2.Speculation(
+        defaults=speculation_to_proto(speculation.defaults),
+        methods=[draft_method_to_proto(method) for method in speculation.methods],
+        draft_model=speculation.draft_model,
+    )
 
 
 def _measure(worker: LoadedWorker) -> None:

@@ -21,7 +21,13 @@ from splitpoint.costs.profile import Profile
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.host.memory import memory_facts
 from splitpoint.options import worker as options
-from splitpoint.planning.weight_placement import NOTHING_ON_HOST, WeightObjective, WeightSizes
+from splitpoint.options.speculation import SpeculativeConfig
+from splitpoint.planning.weight_placement import (
+    NOTHING_ON_HOST,
+    WeightObjective,
+    WeightPlacement,
+    WeightSizes,
+)
 from splitpoint.progress import Progress, Ticker
 from splitpoint.shapes import ArenaLayout, DataType, ModelShape
 from splitpoint.transport.tls import PLAIN, Identity
@@ -29,6 +35,7 @@ from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
 from worker_service.device.memory import (
     STAGING_PAGES,
+    MemoryPlan,
     divide,
     grown_prefill,
     place,
@@ -36,6 +43,7 @@ from worker_service.device.memory import (
 )
 from worker_service.device.pinning import Pinning
 from worker_service.device.registrar import CudaRegistrar
+from worker_service.drafting import NO_DRAFTS, DraftSetup, WorkerSpeculation
 from worker_service.engine.engine import Engine
 from worker_service.graphs.support import graph_bytes, graph_obstacle, graphs_of
 from worker_service.hardware.monitor import DeviceMonitor, monitor_of
@@ -90,6 +98,7 @@ class WorkerOptions:
     is_eager: bool = False
     link_bytes_per_second: int | None = None
     trace_file: Path | None = None
+    speculation: SpeculativeConfig | None = None
     progress_seconds: float = options.PROGRESS_SECONDS.default
     on_loading: Callable[[Progress], None] | None = None
 
@@ -121,6 +130,7 @@ class LoadedWorker:
         weights: which weights are on the host, for people; empty: none.
         weight_lock: page-locks weights on the host for a GPU; closed after the runtime.
         monitor: reads the hardware's counters; stopped at the end.
+        speculation: what it drafts by, and for requests that do not say.
         redis_is_up: whether Redis answers; None if the worker does not use it.
     """
 
@@ -134,6 +144,7 @@ class LoadedWorker:
     weights: str
     weight_lock: WeightLock | None
     monitor: DeviceMonitor
+    speculation: WorkerSpeculation = NO_DRAFTS
     redis_is_up: Callable[[], bool] | None = None
 
     @property
@@ -175,7 +186,9 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
             layout = await store.layout()
             await asyncio.to_thread(_check_layout, layout, shape, options.model_folder)
         description = _describe(lanes)
-        engine, weights = await asyncio.to_thread(_load_engine, options, shape, layout, lanes)
+        engine, weights, speculation = await asyncio.to_thread(
+            _load_engine, options, shape, layout, lanes
+        )
         await asyncio.to_thread(_prepare, engine, description, weights, options.trace_file)
         if store is not None:
             await store.start(layout)
@@ -193,6 +206,7 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
         weights=weights,
         weight_lock=_lock_weights(options, engine),
         monitor=monitor,
+        speculation=speculation,
     )
 
 
@@ -267,18 +281,89 @@ def _store_client(options: WorkerOptions, device: torch.device) -> StoreClient |
 
 def _load_engine(
     options: WorkerOptions, shape: ModelShape, layout: ArenaLayout, lanes: Lanes
-) -> tuple[Engine, str]:
-    """Divide the device memory and load the model.
+) -> tuple[Engine, str, WorkerSpeculation]:
+    """Divide the device memory and load the model, and what drafts for it.
 
-    Returns the engine, and which weights are on the host; empty: none.
+    Returns the engine, which weights are on the host (empty: none), and the speculation.
     """
+    device, folder = lanes.device, options.model_folder
+    # Before the weights are read: a budget that cannot hold them fails at once.
+    memory = _divide_memory(options, shape, layout, lanes)
+    placement, plan, tickers = memory.placement, memory.plan, _tickers(options)
+    model = Decoder.load(folder, device, TORCH_TYPES[shape.data_type], placement.on_host, tickers)
+    cache, eos = DeviceCache(layout, plan, device), eos_token_ids(folder)
+    drafters = memory.drafts.load(model, cache, lanes, eos_token_ids=eos, tickers=tickers)
+    engine = Engine(
+        model,
+        cache,
+        max_batch_size=options.max_batch_size,
+        max_batched_tokens=memory.max_batched_tokens,
+        eos_token_ids=eos,
+        tokenizer=Tokenizer.load(folder),
+        lanes=lanes,
+        verifier=Verifier(options.verify_rate),
+        shares_prefixes=options.shares_prefixes,
+        drafters=drafters,
+        graphs=graphs_of(
+            cache,
+            [layer.window for layer in model.layers],
+            max_batch_size=options.max_batch_size,
+        ),
+        eager_reason=memory.eager_reason,
+    )
+    log.info(
+        "%s on %s: weights take %s (%s), cache %s in %d pages",
+        shape.name,
+        _describe(lanes),
+        format_size(plan.weight_bytes),
+        placement.reason,
+        format_size(plan.cache_capacity_bytes),
+        plan.page_count,
+    )
+    weights = "" if placement.on_host == NOTHING_ON_HOST else placement.reason
+    return engine, weights, memory.drafts.described(drafters)
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """The device memory, divided.
+
+    Attributes:
+        plan: without what the draft model needs.
+        eager_reason: why decoding steps are not recorded as graphs.
+    """
+
+    placement: WeightPlacement
+    plan: MemoryPlan
+    drafts: DraftSetup
+    max_batched_tokens: int
+    eager_reason: str
+
+
+def _divide_memory(
+    options: WorkerOptions, shape: ModelShape, layout: ArenaLayout, lanes: Lanes
+) -> _Memory:
+    """Place the weights, and divide what they leave. Raises ResourceExhausted."""
     device, folder = lanes.device, options.model_folder
     dtype = TORCH_TYPES[shape.data_type]
     sizes = weight_sizes(DecoderConfig.read(folder, shape.data_type), device, dtype)
     budget = _budget(options, sizes, device)
     is_gpu = device.type == "cuda"
+    drafts = DraftSetup.plan(
+        options.speculation,
+        folder,
+        shape,
+        layout,
+        device,
+        budget_bytes=budget,
+        max_batch_size=options.max_batch_size,
+        max_batched_tokens=options.max_batched_tokens,
+        has_store=options.kvstore_address is not None,
+    )
+    budget -= drafts.model_bytes
     limits: dict[str, Any] = {
         "budget_bytes": budget,
+        "draft_tokens": drafts.draft_tokens,
         "max_batch_size": options.max_batch_size,
         "max_batched_tokens": options.max_batched_tokens,
         "staging_pages": staging_pages_on_gpu(shape, layout, budget) if is_gpu else STAGING_PAGES,
@@ -291,7 +376,6 @@ def _load_engine(
             shape, layout, sizes, **limits, rates=rates, objective=options.weight_objective
         )
         limits["max_batched_tokens"] = grown_prefill(shape, layout, placement, rates, **limits)
-    # Before the weights are read: a budget that cannot hold them fails at once.
     obstacle = "--enforce-eager" if options.is_eager else None
     obstacle = obstacle or graph_obstacle(device, dtype, shape.head_dim, placement.on_host)
     plan = divide(
@@ -299,37 +383,12 @@ def _load_engine(
         layout,
         weight_bytes=placement.device_bytes,
         graph_bytes=0 if obstacle else graph_bytes(budget),
+        window_pages=drafts.window_pages(shape, layout),
         **limits,
     )
-    model = Decoder.load(folder, device, dtype, placement.on_host, _tickers(options))
-    cache = DeviceCache(layout, plan, device)
-    engine = Engine(
-        model,
-        cache,
-        max_batch_size=options.max_batch_size,
-        max_batched_tokens=limits["max_batched_tokens"],
-        eos_token_ids=eos_token_ids(folder),
-        tokenizer=Tokenizer.load(folder),
-        lanes=lanes,
-        verifier=Verifier(options.verify_rate),
-        shares_prefixes=options.shares_prefixes,
-        graphs=graphs_of(
-            cache,
-            [layer.window for layer in model.layers],
-            max_batch_size=options.max_batch_size,
-        ),
-        eager_reason=obstacle or "device memory",
+    return _Memory(
+        placement, plan, drafts, limits["max_batched_tokens"], obstacle or "device memory"
     )
-    log.info(
-        "%s on %s: weights take %s (%s), cache %s in %d pages",
-        shape.name,
-        _describe(lanes),
-        format_size(plan.weight_bytes),
-        placement.reason,
-        format_size(plan.cache_capacity_bytes),
-        plan.page_count,
-    )
-    return engine, "" if placement.on_host == NOTHING_ON_HOST else placement.reason
 
 
 def _prepare(engine: Engine, description: str, weights: str, trace_file: Path | None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from splitpoint.errors import InvalidArgument
@@ -22,7 +21,7 @@ class SpeculativeConfig:
     """The speculation of a worker.
 
     Attributes:
-        defaults: what requests get that leave it open.
+        defaults: what requests get that leave it open. With OFF, requests may still ask.
         model: checkpoint folder (or name, for `up`) of the draft model; None: no draft model.
     """
 
@@ -41,14 +40,18 @@ class SpeculativeConfig:
         return json.dumps(values)
 
 
-def read_speculative_config(text: str | None, draft_model: str | None = None) -> SpeculativeConfig:
-    """Return the configuration of `--speculative-config` and `--draft-model`; None: not given.
+def read_speculative_config(
+    text: str | None, draft_model: str | None = None
+) -> SpeculativeConfig | None:
+    """Return the configuration of `--speculative-config` and `--draft-model`; None: neither.
 
     A draft model without a method is method `model`.
 
     Raises InvalidArgument for text that is no JSON object, unknown keys, values of the wrong
     type or out of bounds, and contradictions.
     """
+    if text is None and draft_model is None:
+        return None
     values = {} if text is None else _object_of(text)
     unknown = sorted(values.keys() - set(_KEYS))
     if unknown:
@@ -56,9 +59,7 @@ def read_speculative_config(text: str | None, draft_model: str | None = None) ->
     model = _model_of(values.get("model"), draft_model)
     method = _method_of(values.get("method"), has_model=model is not None)
     if method is None:
-        if text is not None:
-            raise _refused(f"method is missing: one of {', '.join(DraftMethod)}")
-        method = DraftMethod.OFF
+        raise _refused(f"method is missing: one of {', '.join(DraftMethod)}")
     if method is DraftMethod.MODEL and model is None:
         raise _refused("method 'model' needs a draft model: give its folder as 'model'")
     numbers = {
@@ -70,15 +71,6 @@ def read_speculative_config(text: str | None, draft_model: str | None = None) ->
         return SpeculativeConfig(Speculation(method, **numbers), model)
     except InvalidArgument as error:
         raise _refused(error.message) from error
-
-
-def check_draft_folder(folder: Path) -> None:
-    """Raise InvalidArgument unless the folder of a draft model holds a checkpoint."""
-    if not (folder / "config.json").is_file():
-        raise InvalidArgument(
-            f"the draft model {str(folder)!r} is no checkpoint folder: it has no config.json",
-            field="draft_model",
-        )
 
 
 def _object_of(text: str) -> dict[str, Any]:

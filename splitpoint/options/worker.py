@@ -130,6 +130,22 @@ TRACE: Option[Path | None] = Option(
     "absent: none.",
     unit="FILE",
 )
+SPECULATIVE_CONFIG: Option[str | None] = Option(
+    "speculative-config",
+    str,
+    None,
+    "What drafts tokens for requests that do not say, with vLLM's names: method (off, auto, self, "
+    "suffix, model), num_speculative_tokens, prompt_lookup_min, model; absent: no drafts.",
+    unit="JSON",
+)
+DRAFT_MODEL: Option[str | None] = Option(
+    "draft-model",
+    str,
+    None,
+    "Checkpoint folder of a small model with the same vocabulary, which drafts tokens; absent: "
+    "none.",
+    unit="DIR",
+)
 PROGRESS_SECONDS: Option[float] = Option(
     "progress-seconds",
     float,
@@ -155,6 +171,7 @@ SECTIONS = (
         (MAX_BATCH, MAX_BATCHED_TOKENS, CHUNK_TOKENS, NO_DEVICE_PREFIX_CACHE, WEIGHT_OBJECTIVE),
     ),
     Section("store", (KVSTORE, KVSTORE_REMOTE, MIRROR_MEMORY, PIN_LIMIT, VERIFY_RATE)),
+    Section("speculation (docs/speculation.md)", (SPECULATIVE_CONFIG, DRAFT_MODEL)),
     Section("lanes (docs/pipeline.md)", (SERIAL, LINK_RATE, TRACE)),
     Section("progress", (PROGRESS_SECONDS, PROGRESS_LINES)),
     Section("discovery", (ADVERTISE,)),

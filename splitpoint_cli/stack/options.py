@@ -15,6 +15,7 @@ _ARENA = "Arena"
 _LIMITS = "Limits of workers and scheduler"
 _SECURITY = "Security"
 _LANES = "Copies beside compute (docs/pipeline.md)"
+_SPECULATION = "Speculation (docs/speculation.md)"
 _REDIS = "Redis"
 _LOGS = "Logs and traces"
 
@@ -86,6 +87,12 @@ TRACE: Option[str | None] = Option(
     "out.json becomes out-0.json of worker 0, and so on; absent: none.",
     unit="FILE",
 )
+DRAFT_MODEL: Option[str | None] = replace(
+    worker.DRAFT_MODEL,
+    unit="DIR|NAME",
+    help="Checkpoint folder or name on the hub of a small model with the same vocabulary, which "
+    "drafts tokens; absent: none.",
+)
 LOG_LEVEL: Option[str | None] = Option(
     "log-level",
     str,
@@ -142,6 +149,9 @@ class StackOptions:
     serial: bool = of(worker.SERIAL, _LANES)
     link_rate: str | None = of(worker.LINK_RATE, _LANES)
     trace: str | None = of(TRACE, _LANES)
+
+    speculative_config: str | None = of(worker.SPECULATIVE_CONFIG, _SPECULATION)
+    draft_model: str | None = of(DRAFT_MODEL, _SPECULATION)
 
     # For the scheduler only: store and workers listen in a private folder.
     tls_cert: str | None = of(service.TLS_CERT, _SECURITY)

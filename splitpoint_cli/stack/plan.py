@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from splitpoint import config
@@ -23,6 +23,7 @@ from splitpoint.observe.logs import LogFormat
 from splitpoint.observe.tracing import collector_url
 from splitpoint.options import scheduler, service, store, worker
 from splitpoint.options.option import Option
+from splitpoint.options.speculation import read_speculative_config
 from splitpoint.shapes import ModelShape
 from splitpoint.transport.access import read_tokens
 from splitpoint.transport.tls import Identity, read_identity
@@ -161,6 +162,7 @@ def _check(options: StackOptions) -> Identity:
     )
     if options.otlp_endpoint is not None:
         collector_url(options.otlp_endpoint)
+    read_speculative_config(options.speculative_config, options.draft_model)
     return identity
 
 
@@ -266,6 +268,7 @@ def _worker_commands(
     options: StackOptions, model: _Model, places: _Places, devices: tuple[str, ...]
 ) -> tuple[ServiceCommand, ...]:
     threads = options.threads or default_threads(devices, devices[0])
+    drafts = _speculative_config(options)
     spinning: Mapping[str, str] = {}
     if threads is not None and devices[0] == "cpu":
         spinning = spin_environment(worker_spin_count(threads, len(devices)))
@@ -283,6 +286,7 @@ def _worker_commands(
                 *_given("--trace", trace_path(options.trace, i)),
                 *_given("--metrics", places.metrics[2 + i] if places.metrics else None),
                 "--progress-lines",
+                *_given("--speculative-config", drafts),
                 *arguments_of(_WORKER, options),
             ],
             ready_seconds=_LOAD_SECONDS,
@@ -292,6 +296,19 @@ def _worker_commands(
         )
         for i, device in enumerate(devices)
     )
+
+
+def _speculative_config(options: StackOptions) -> str | None:
+    """Return the workers' `--speculative-config` with the draft model's folder; None: no drafts.
+
+    Raises InvalidArgument, and the errors of `resolve_model`.
+    """
+    config = read_speculative_config(options.speculative_config, options.draft_model)
+    if config is None:
+        return None
+    if config.model is not None:
+        config = replace(config, model=str(resolve_model(config.model)))
+    return config.text
 
 
 def _scheduler_command(options: StackOptions, model: _Model, places: _Places) -> ServiceCommand:

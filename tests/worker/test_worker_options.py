@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tiny_models import write_tiny
 
+from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import DataType
 from splitpoint.transport.tls import PLAIN
@@ -18,6 +19,8 @@ from worker_service.lanes.lanes import SerialLanes
 from worker_service.lanes.timeline import read_trace
 from worker_service.server import WorkerServicer
 from worker_service.startup import LoadedWorker, WorkerOptions, load_worker
+
+MODEL = types_pb2.DRAFT_METHOD_MODEL
 
 
 @pytest.fixture(scope="module")
@@ -99,3 +102,25 @@ def test_a_share_of_reads_is_between_none_and_all(folder: Path, rate: str) -> No
         options(folder, "--verify-rate", rate)
     assert caught.value.field == "verify-rate"
     assert options(folder, "--verify-rate", "0").verify_rate == 0.0
+
+
+async def test_a_worker_drafts_only_as_configured(folder: Path) -> None:
+    """Self drafts need a store; the model drafts for itself here."""
+    for arguments, methods, draft_model in (
+        ((), [], ""),
+        (("--speculative-config", '{"method": "auto"}'), [], ""),
+        (("--draft-model", str(folder)), [MODEL], folder.name),
+    ):
+        worker = await load_worker(options(folder, *arguments))
+        info = await info_of(worker)
+        await worker.runtime.stop()
+        worker.monitor.stop()
+        assert sorted(info.speculation.methods) == methods
+        assert info.speculation.draft_model == draft_model
+        assert bool(worker.engine.memory_plan.draft_tokens) == bool(arguments)
+    assert info.speculation.defaults.method == MODEL
+
+
+async def test_a_draft_model_of_another_vocabulary_is_refused_at_the_start(folder: Path) -> None:
+    with pytest.raises(InvalidArgument, match="vocabulary"):
+        await load_worker(options(folder, "--draft-model", str(resolve_model(None))))

@@ -16,6 +16,7 @@ from splitpoint.shapes import ArenaLayout, ModelShape, chunks_of
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
 from worker_service.device.memory import MemoryPlan, divide
+from worker_service.lanes.lanes import Lanes
 from worker_service.model.decoder import Decoder
 from worker_service.speculation.model_draft import ModelDrafter
 from worker_service.weights.matrices import weight_sizes
@@ -89,14 +90,15 @@ class DraftModel:
             eos_token_ids(served_folder),
         )
 
-    def load(self, tickers: Sequence[Ticker] = ()) -> ModelDrafter:
-        """Read the weights and allocate the cache."""
+    def load(self, tickers: Sequence[Ticker] = (), lanes: Lanes | None = None) -> ModelDrafter:
+        """Read the weights and allocate the cache; `lanes` count the time of drafts."""
         dtype = TORCH_TYPES[self.config.shape.data_type]
         return ModelDrafter(
             Decoder.load(self.folder, self.device, dtype, tickers=tickers),
             DeviceCache(self.layout, self.memory, self.device),
             max_batched_tokens=self.max_batched_tokens,
             eos_token_ids=self.eos_token_ids,
+            lanes=lanes,
         )
 
 

@@ -6,18 +6,29 @@ are, and whether they stream, does not matter to it.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from splitpoint.planning.schedule import Lane
 from splitpoint.shapes import chunks_of
 from splitpoint.speculation import DraftMethod
 from worker_service.device.cache import DeviceCache
 from worker_service.drafts.drafter import TargetKey
-from worker_service.engine.sampling import NonFiniteLogits, Sampling, SamplingRow, choose
+from worker_service.engine.sampling import (
+    Choice,
+    NonFiniteLogits,
+    PendingChoices,
+    Sampling,
+    SamplingRow,
+    choose,
+)
 from worker_service.engine.sequence import Sequence
+from worker_service.lanes.lanes import Lanes
+from worker_service.lanes.timeline import Span
 from worker_service.model.decoder import Decoder
 from worker_service.speculation.draft_pass import DraftedTokens, DraftPasses, Piece
 
@@ -68,14 +79,19 @@ class ModelDrafter:
         max_batched_tokens: int,
         eos_token_ids: tuple[int, ...],
         least_chance: float = LEAST_CHANCE,
+        lanes: Lanes | None = None,
     ) -> None:
-        """`max_batched_tokens`: tokens of sequences that one call computes at most."""
+        """`max_batched_tokens`: tokens of sequences that one call computes at most.
+
+        `lanes` count the compute time of drafts; they run none of it.
+        """
         self.model = model
         self.cache = cache
         self._passes = DraftPasses(model, cache)
         self._most_tokens = max_batched_tokens
         self._eos_token_ids = eos_token_ids
         self._least_chance = least_chance
+        self._lanes = lanes
         self._chunk = cache.layout.chunk_tokens
         # The longest unused first.
         self._kept: OrderedDict[TargetKey, _Kept] = OrderedDict()
@@ -87,7 +103,9 @@ class ModelDrafter:
         A sequence whose tokens are not all computed yet, since its prompt is long, gets no
         draft in this call.
         """
+        started = time.perf_counter()
         drafts, pieces = self._begin([pair for pair in wanted if pair[1] > 0])
+        tokens = sum(piece.count for piece in pieces)
         growing: list[_Draft] = []
         if pieces:
             logits = self._passes.run(pieces)
@@ -99,6 +117,12 @@ class ModelDrafter:
             growing = self._extend(growing, logits)
             if growing:
                 logits = self._passes.run([Piece(draft.kept, 1) for draft in growing])
+                tokens += len(growing)
+        if self._lanes is not None and tokens:
+            span = Span(
+                Lane.COMPUTE, "draft", started, time.perf_counter(), tokens=tokens, amount=0
+            )
+            self._lanes.count_spans([span])
         found = (drafts.get(target.key) for target, _ in wanted)
         return [[] if draft is None else draft.tokens for draft in found]
 
@@ -185,7 +209,7 @@ class ModelDrafter:
             )
             for draft in drafts
         ]
-        choices = choose(logits, rows)
+        choices = _choose(logits, rows)
         ids = [0 if isinstance(each, NonFiniteLogits) else each.token_id for each in choices]
         chosen = logits.gather(1, torch.tensor(ids, device=logits.device).unsqueeze(1)).squeeze(1)
         chances = (chosen - logits.logsumexp(dim=-1)).exp().tolist()
@@ -208,3 +232,12 @@ class ModelDrafter:
             plane[kept.pages] = 0
         kept.computed = kept.known = 0
         kept.tokens.clear()
+
+
+def _choose(logits: torch.Tensor, rows: Rows[SamplingRow]) -> list[Choice | NonFiniteLogits]:
+    """Choose as the engine does on this device."""
+    if not logits.is_cuda:
+        return choose(logits, rows)
+    finite = torch.ones(len(rows), dtype=torch.bool, device=logits.device)
+    _, choices = PendingChoices(logits, finite, rows).read()
+    return choices

@@ -15,12 +15,15 @@ from kvstore_service.__main__ import parse_arguments as parse_store
 from kvstore_service.eviction.policies import POLICIES
 from scheduler_service.__main__ import parse_arguments as parse_scheduler
 from scheduler_service.limits import Limits
+from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.config import remove_tree, runtime_directory
 from splitpoint.errors import InvalidArgument, PermissionDenied, SplitpointError
 from splitpoint.options import scheduler as scheduler_options
 from splitpoint.options import store as store_options
 from splitpoint.options import worker as worker_options
+from splitpoint.options.speculation import SpeculativeConfig, read_speculative_config
 from splitpoint.shapes import Encoding
+from splitpoint.speculation import DraftMethod, Speculation
 from splitpoint_cli.main import app
 from splitpoint_cli.stack import up
 from splitpoint_cli.stack.options import StackOptions
@@ -72,6 +75,26 @@ def test_the_store_gets_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
         worker = parse_worker(list(command.arguments[2:]))
         assert (worker.pin_limit, worker.verify_rate) == ("1GiB", 0.5)
     assert (store.scrub_seconds, store.scrub_rate) == (60.0, "1GB")
+
+
+def test_workers_get_their_speculation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for command in planned(monkeypatch).workers:
+        assert parse_worker(list(command.arguments[2:])).speculative_config is None
+    bundled = resolve_model(None)
+    given = '{"method": "ngram", "num_speculative_tokens": 4}'
+    stack = planned(monkeypatch, "--speculative-config", given, "--draft-model", str(bundled))
+    for command in stack.workers:
+        worker = parse_worker(list(command.arguments[2:]))
+        config = read_speculative_config(worker.speculative_config, worker.draft_model)
+        wanted = Speculation(DraftMethod.SUFFIX, 4)
+        assert config == SpeculativeConfig(wanted, str(bundled))
+    for wrong, said in (
+        (StackOptions(device="cpu", speculative_config="{}"), "method is missing"),
+        (StackOptions(device="cpu", speculative_config='{"method": "model"}'), "a draft model"),
+        (StackOptions(device="cpu", draft_model=str(tmp_path)), "config.json"),
+    ):
+        with pytest.raises(InvalidArgument, match=said):
+            plan_stack(wrong)
 
 
 def test_the_scheduler_gets_its_objective(monkeypatch: pytest.MonkeyPatch) -> None:

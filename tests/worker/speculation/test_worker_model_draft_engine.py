@@ -1,0 +1,146 @@
+"""An engine with a draft model answers as without it: rejections, cancellation, preemption.
+
+Takes about 20 seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from engine_runner import CPU, Transcript, admission, make_engine, run_all
+from test_worker_model_draft import make_drafter
+from tiny_models import VOCABULARY, write_tiny
+
+from splitpoint.speculation import DraftMethod, Speculation
+from worker_service.engine.engine import Engine
+from worker_service.engine.messages import Cancel
+from worker_service.engine.sampling import Sampling
+from worker_service.engine.sequence import Admission
+from worker_service.model.decoder import Decoder
+from worker_service.speculation.model_draft import ModelDrafter
+
+LENGTHS = (1, 15, 16, 17, 40, 64, 65, 100)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return Decoder.load(
+        write_tiny("llama-3", tmp_path_factory.mktemp("served")), CPU, torch.float32
+    )
+
+
+@pytest.fixture(scope="module")
+def companion(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    """A model of another family with the same vocabulary, which is hardly ever right."""
+    return Decoder.load(write_tiny("opt", tmp_path_factory.mktemp("draft")), CPU, torch.float32)
+
+
+def requests(count: int, **changes: object) -> list[Admission]:
+    """Return requests, every other one sampled, with prompts around page borders."""
+    found = []
+    for index in range(count):
+        length = LENGTHS[index % len(LENGTHS)]
+        generator = torch.Generator().manual_seed(100 * index + length)
+        prompt = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+        temperature = 0.8 if index % 2 else 0.0
+        sampling = Sampling(max_tokens=64, ignore_eos=True, temperature=temperature, seed=index)
+        changed = replace(sampling, **changes)  # type: ignore[arg-type]
+        found.append(admission(str(index), prompt, changed))
+    return found
+
+
+def speculating(admissions: Sequence[Admission], k: int) -> list[Admission]:
+    speculation = Speculation(DraftMethod.MODEL, num_speculative_tokens=k)
+    return [replace(each, speculation=speculation) for each in admissions]
+
+
+def engine_with(served: Decoder, drafter: ModelDrafter, cache_pages: int | None = None) -> Engine:
+    return make_engine(served, cache_pages=cache_pages, drafters={DraftMethod.MODEL: drafter})
+
+
+def is_clean(engine: Engine, drafter: ModelDrafter) -> None:
+    """Check that no page is lost. Sequences that ended are forgotten before the next draft."""
+    assert engine.cache.pages.used_count == engine.cache.claims.promised_count == 0
+    run_all(engine, speculating(requests(1, max_tokens=8), 3))
+    assert drafter.cache.pages.used_count <= 1
+    drafter.cache.pages.check_integrity()
+
+
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_texts_are_those_of_plain_decoding(served: Decoder, companion: Decoder, k: int) -> None:
+    """With a draft model that is nearly always wrong, and with one that is always right."""
+    plain = run_all(make_engine(served), requests(8))
+    for model in (companion, served):
+        drafter = make_drafter(model, pages=200)
+        engine = engine_with(served, drafter)
+        found = run_all(engine, speculating(requests(8), k))
+        assert found.tokens == plain.tokens
+        drafted = sum(event.drafted for event in found.drafts)
+        accepted = sum(event.accepted for event in found.drafts)
+        assert drafted > 8 * 20
+        if model is served:
+            # Greedy and drawn drafts alike.
+            assert accepted == drafted
+            assert found.steps < plain.steps
+        else:
+            assert accepted < 0.2 * drafted
+        is_clean(engine, drafter)
+
+
+def test_more_requests_than_either_cache_holds(served: Decoder, companion: Decoder) -> None:
+    """16 requests leave the device for each other, and the drafter has pages for three."""
+    plain = run_all(make_engine(served), requests(16))
+    for model in (companion, served):
+        drafter = make_drafter(model, pages=3 * 11)
+        engine = engine_with(served, drafter, cache_pages=30)
+        found = run_all(engine, speculating(requests(16), 3))
+        assert found.tokens == plain.tokens
+        assert found.drafts
+        is_clean(engine, drafter)
+
+
+def test_cancelled_requests_leave_the_others_as_they_are(served: Decoder) -> None:
+    plain = run_all(make_engine(served), requests(8))
+    drafter = make_drafter(served, pages=200)
+    engine = engine_with(served, drafter)
+    found = Transcript()
+    for each in speculating(requests(8), 3):
+        engine.admit(each)
+    for step in range(2000):
+        found.add(engine.step())
+        if step in (4, 9, 13):
+            engine.post(Cancel((str(step // 2), 0)))
+        if step > 20 and engine.is_idle:
+            break
+    cancelled = {str(step // 2) for step in (4, 9, 13)}
+    for name, tokens in plain.tokens.items():
+        if name in cancelled:
+            assert found.tokens.get(name, []) == tokens[: len(found.tokens.get(name, []))]
+            assert len(found.tokens.get(name, [])) < len(tokens)
+        else:
+            assert found.tokens[name] == tokens
+    is_clean(engine, drafter)
+
+
+def test_the_answer_ends_within_an_accepted_draft_at_the_same_token(served: Decoder) -> None:
+    free = run_all(make_engine(served), requests(8)).tokens
+    for place in (9, 12):
+        ended = [
+            replace(each, sampling=replace(each.sampling, stop_token_ids=(free[name][place],)))
+            for each in requests(8)
+            for name in [each.request_id]
+        ]
+        plain = run_all(make_engine(served), ended)
+        engine = engine_with(served, make_drafter(served, pages=200))
+        assert run_all(engine, speculating(ended, 8)).tokens == plain.tokens
