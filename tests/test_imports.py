@@ -28,8 +28,10 @@ ALLOWED = {
 TORCH_FILES = (
     "worker_service/",
     "splitpoint_cli/bench/decode/runs.py",
+    "splitpoint_cli/bench/offload/drafts.py",
     "splitpoint_cli/bench/offload/engine.py",
     "splitpoint_cli/bench/offload/peer.py",
+    "splitpoint_cli/bench/offload/pooled.py",
     "splitpoint_cli/bench/offload/runs.py",
     "splitpoint_cli/bench/shared/local_store.py",
     "splitpoint_cli/bench/shared/memory_reads.py",

@@ -10,10 +10,18 @@ from typing import Annotated
 
 import typer
 
+from splitpoint.checkpoint.config import read_shape
+from splitpoint.checkpoint.resolve import BUNDLED_MODEL, resolve_model
 from splitpoint.config import parse_rate
 from splitpoint.errors import InvalidArgument
 from splitpoint.extras import need_all
-from splitpoint.shapes import Encoding
+from splitpoint.shapes import DataType, Encoding
+from splitpoint.speculation import DraftMethod
+from splitpoint_cli.bench.offload.drafts_report import (
+    DraftWorkload,
+    drafts_report_of,
+    drafts_table_of,
+)
 from splitpoint_cli.bench.offload.picture import draw_sweep
 from splitpoint_cli.bench.offload.report import OffloadWorkload, report_of, table_of
 from splitpoint_cli.bench.shared import options
@@ -24,12 +32,15 @@ from splitpoint_cli.models import find_shape
 from splitpoint_cli.plots import check_picture
 from splitpoint_cli.report import AsJson, OutputFile
 
+# Draft methods that are measured here; "off" is what all are compared with.
+MEASURED = (DraftMethod.SELF, DraftMethod.SUFFIX, DraftMethod.OFF)
 ENCODINGS = [each.value for each in Encoding if each.is_lossy]
 
 _Shape = Annotated[
-    str,
+    str | None,
     typer.Option(
-        help="A built-in shape, or a checkpoint folder for its sizes; the weights are random.",
+        help="A built-in shape, or a checkpoint folder for its sizes; the weights are random. "
+        "Absent: opt-125m.",
         metavar="SHAPE|DIR",
     ),
 ]
@@ -55,6 +66,34 @@ _Encodings = Annotated[
         metavar="int8|int4",
     ),
 ]
+_Speculate = Annotated[
+    str | None,
+    typer.Option(
+        help="Measure these drafts beside plain streaming instead. SHAPE is then a checkpoint, "
+        "read with its weights; absent: the bundled model.",
+        metavar="METHOD",
+    ),
+]
+_DraftTokens = Annotated[
+    int,
+    typer.Option(help="--speculate: most drafts for a step of a sequence, 0 to 32.", min=0, max=32),
+]
+_KvHeads = Annotated[
+    int | None,
+    typer.Option(
+        help="--speculate: average the checkpoint's KV heads to this many, for grouped queries.",
+        min=1,
+    ),
+]
+_Text = Annotated[
+    list[Path],
+    typer.Option(
+        "--text",
+        help="--speculate: cut prompts from this file; may be repeated. Absent: Python files "
+        "that the bundled model has not seen.",
+        metavar="FILE",
+    ),
+]
 _Picture = Annotated[
     Path | None, typer.Option("--png", help="Draw the sweep here.", metavar="FILE")
 ]
@@ -65,7 +104,7 @@ _TraceFile = Annotated[
 
 
 def offload(
-    shape: _Shape = "opt-125m",
+    shape: _Shape = None,
     dtype: options.ElementType = "float32",
     batch: options.Batch = 8,
     prompt: options.PromptTokens = 512,
@@ -79,6 +118,10 @@ def offload(
     weights_on_host: _WeightsOnHost = False,
     kv_encoding: _Encodings = [],  # noqa: B006 - typer's way to say "none"
     seed: options.Seed = 0,
+    speculate: _Speculate = None,
+    draft_tokens: _DraftTokens = 4,
+    kv_heads: _KvHeads = None,
+    text: _Text = [],  # noqa: B006 - typer's way to say "none"
     as_json: AsJson = False,
     output: OutputFile = None,
     png_file: _Picture = None,
@@ -91,27 +134,36 @@ def offload(
     attention. Runs alternate; figures are medians.
     """
     need_all("a benchmark")
-    model = find_shape(shape, dtype)
     options.check_data_type(dtype)
-    if change_link_rate is not None and not 0 < change_link_rate < float("inf"):
-        raise InvalidArgument("the factor must be above 0", field="change_link_rate")
-    if png_file is not None:
-        if not sweep:
-            raise InvalidArgument("--png draws what --sweep measures", field="png")
-        check_picture(png_file)
+    rate = None if link_rate is None else parse_rate(link_rate, field="link_rate")
+    if speculate is not None:
+        drafts = DraftWorkload(
+            shape=shape or BUNDLED_MODEL,
+            dtype=dtype,
+            batch=batch,
+            prompt=prompt,
+            new=new,
+            link_rate=rate,
+            repeats=repeats,
+            device=device,
+            threads=options.thread_count(threads),
+            method=_method(speculate),
+            draft_tokens=draft_tokens,
+            kv_heads=kv_heads,
+            text=tuple(map(str, text)),
+        )
+        _measure_drafts(resolve_model(shape), drafts, as_json=as_json, output=output)
+        return
+    model = find_shape(shape or "opt-125m", dtype)
+    _check_options(change_link_rate, png_file, kv_encoding, sweep=sweep)
     check_output(trace_file, "trace")
-    for name in kv_encoding:
-        if name not in ENCODINGS:
-            raise InvalidArgument(
-                f"{name!r} is none of {', '.join(ENCODINGS)}", field="kv_encoding"
-            )
     workload = OffloadWorkload(
         shape=model.name,
         dtype=dtype,
         batch=batch,
         prompt=prompt,
         new=new,
-        link_rate=None if link_rate is None else parse_rate(link_rate, field="link_rate"),
+        link_rate=rate,
         repeats=repeats,
         device=device,
         threads=options.thread_count(threads),
@@ -130,3 +182,38 @@ def offload(
     if png_file is not None:
         draw_sweep(report, png_file)
     hand_over_report(report, table_of, as_json=as_json, output=output)
+
+
+def _check_options(
+    change_link_rate: float | None, png_file: Path | None, kv_encodings: list[str], *, sweep: bool
+) -> None:
+    """Raise InvalidArgument with the option's name if one cannot be what it is."""
+    if change_link_rate is not None and not 0 < change_link_rate < float("inf"):
+        raise InvalidArgument("the factor must be above 0", field="change_link_rate")
+    if png_file is not None:
+        if not sweep:
+            raise InvalidArgument("--png draws what --sweep measures", field="png")
+        check_picture(png_file)
+    for name in kv_encodings:
+        if name not in ENCODINGS:
+            raise InvalidArgument(
+                f"{name!r} is none of {', '.join(ENCODINGS)}", field="kv_encoding"
+            )
+
+
+def _measure_drafts(
+    folder: Path, workload: DraftWorkload, *, as_json: bool, output: Path | None
+) -> None:
+    from splitpoint_cli.bench.offload.drafts import run_drafts
+
+    shape = read_shape(folder, data_type=DataType(workload.dtype))
+    results = run_drafts(folder, shape, workload, Progress())
+    report = drafts_report_of(workload, results)
+    hand_over_report(report, drafts_table_of, as_json=as_json, output=output)
+
+
+def _method(name: str) -> DraftMethod:
+    """Return a method that this benchmark measures. Raises InvalidArgument."""
+    if name not in MEASURED:
+        raise InvalidArgument(f"{name!r} is none of {', '.join(MEASURED)}", field="speculate")
+    return DraftMethod(name)

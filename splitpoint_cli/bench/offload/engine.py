@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,6 +23,7 @@ from splitpoint.planning.split_line import SplitLine
 from splitpoint.planning.weight_placement import NOTHING_ON_HOST, OnHost
 from splitpoint.planning.weight_schedule import WeightOrder
 from splitpoint.shapes import ArenaLayout, DataType, Encoding, ModelShape, chunks_of
+from splitpoint.speculation import PLAIN, STEP_DRAFT_TOKENS, DraftMethod, Speculation
 from splitpoint_cli.bench.offload.costs import BatchCosts
 from splitpoint_cli.bench.offload.report import DecodeRun, OffloadWorkload, Step
 from splitpoint_cli.bench.shared.engine_memory import (
@@ -35,16 +36,27 @@ from splitpoint_cli.bench.shared.local_store import LocalStore
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.checkpoint.tensors import RandomTensors, TensorSource
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
-from worker_service.device.memory import STAGING_PAGES, MemoryPlan, staging_pages_on_gpu
+from worker_service.device.memory import (
+    STAGING_PAGES,
+    MemoryPlan,
+    draft_window_pages,
+    staging_pages_on_gpu,
+)
+from worker_service.drafts.drafter import Drafter
+from worker_service.drafts.suffix import SuffixDrafter
 from worker_service.engine.engine import Engine
-from worker_service.lanes.lanes import EmulatedLink
+from worker_service.engine.sequence import Sequence as EngineSequence
+from worker_service.lanes.lanes import EmulatedLink, Lanes
 from worker_service.lanes.select import lanes_of
 from worker_service.lanes.timeline import StepTimes, Trace
 from worker_service.model.decoder import Decoder
 from worker_service.profiling.profiler import measure
+from worker_service.speculation.self_draft import SelfDrafter
 from worker_service.startup import choose_device, describe_device
 from worker_service.store.write_back import BATCH_CHUNKS
 
+# Token ids of each prompt.
+Prompts = tuple[tuple[int, ...], ...]
 # After each step: how many steps there were.
 OnStep = Callable[[int], None]
 
@@ -101,14 +113,24 @@ class OffloadHost:
         workload: OffloadWorkload,
         encoding: Encoding = Encoding.NATIVE,
         link: EmulatedLink | None = None,
+        prompts: Prompts | None = None,
+        drafts: DraftMethod = DraftMethod.OFF,
     ) -> None:
-        """`link`: another host's, which both then use in turn; None: as the workload says."""
+        """See the class.
+
+        Args:
+            link: another host's, which both then use in turn; None: as the workload says.
+            prompts: any number of them, of the workload's length; None: a batch of random ones.
+            drafts: the method of the engine's drafter; with SELF streamed sequences keep a
+                window on the device.
+        """
         check_workload(model.shape, workload)
         self.device, self.shape, self._model = model.device, model.shape, model
         if link is None and workload.link_rate is not None:
             link = EmulatedLink(workload.link_rate)
         self.link = link
-        self.prompts = random_prompts(self.shape, workload)
+        self.prompts = random_prompts(self.shape, workload) if prompts is None else prompts
+        self._drafts = drafts
         self.trace = Trace({"device": str(self.device), "model": self.shape.name})
         self._workload = workload
         layout = ArenaLayout.of(
@@ -169,22 +191,7 @@ class OffloadHost:
         self, new_tokens: int, way: Way = WAY, *, on_step: OnStep | None = None
     ) -> DecodeRun:
         """Decode all sequences from their stored prompts, together."""
-        engine = self._engine(way.schedule)
-        self._model.use_lanes(engine.lanes)
-        if self._model.layer_weights is not None:
-            self._model.layer_weights.portions = way.weights.portions
-        self._run_count += 1
-        names = [f"{self._run_count}.{index}" for index in range(len(self.prompts))]
-        for name, prompt in zip(names, self.prompts, strict=True):
-            admission = admission_of(
-                name,
-                prompt,
-                new_tokens,
-                residency=way.residency,
-                split_tokens=way.split_tokens,
-                split_line=way.split_line,
-            )
-            engine.admit(admission, self.store.match(admission.key, prompt))
+        engine, names = self.admit(self.prompts, new_tokens, way)
         tokens: dict[str, list[int]] = {name: [] for name in names}
         steps: list[Step] = []
         times: list[StepTimes] = []
@@ -210,6 +217,33 @@ class OffloadHost:
             tuple(tuple(tokens[name]) for name in names),
             plan.weight_bytes + plan.workspace_bytes + used_bytes,
         )
+
+    def admit(
+        self,
+        prompts: Prompts,
+        new_tokens: int,
+        way: Way = WAY,
+        speculation: Speculation = PLAIN,
+    ) -> tuple[Engine, list[str]]:
+        """Admit a request for each prompt; return the engine to step, and the requests' names."""
+        engine = self._engine(way.schedule)
+        self._model.use_lanes(engine.lanes)
+        if self._model.layer_weights is not None:
+            self._model.layer_weights.portions = way.weights.portions
+        self._run_count += 1
+        names = [f"{self._run_count}.{index}" for index in range(len(prompts))]
+        for name, prompt in zip(names, prompts, strict=True):
+            admission = admission_of(
+                name,
+                prompt,
+                new_tokens,
+                residency=way.residency,
+                split_tokens=way.split_tokens,
+                split_line=way.split_line,
+                speculation=speculation,
+            )
+            engine.admit(admission, self.store.match(admission.key, prompt))
+        return engine, names
 
     # -- below ---------------------------------------------------------------------------
 
@@ -237,9 +271,26 @@ class OffloadHost:
             lanes=lanes,
             # Each run computes or reads its prompts; the engines' pages are the same.
             shares_prefixes=False,
+            drafters=self._drafters(cache, lanes),
         )
         engine.trace = self.trace
         return engine
+
+    def _drafters(
+        self, cache: DeviceCache, lanes: Lanes
+    ) -> Mapping[DraftMethod, Drafter[EngineSequence]]:
+        """Return the drafter of the host's method; none if that is OFF."""
+        match self._drafts:
+            case DraftMethod.OFF:
+                return {}
+            case DraftMethod.SELF:
+                return {DraftMethod.SELF: SelfDrafter(self._model, cache, lanes)}
+            case DraftMethod.SUFFIX:
+                return {DraftMethod.SUFFIX: SuffixDrafter()}
+            case _:
+                raise InvalidArgument(
+                    f"this benchmark has no drafter {self._drafts.value!r}", field="speculate"
+                )
 
     def _divide(self, layout: ArenaLayout, staging_pages: int = 0) -> MemoryPlan:
         """Return a division with exactly the pages that the resident reference needs.
@@ -250,6 +301,8 @@ class OffloadHost:
         if not staging_pages and self.device.type == "cuda":
             _, total = torch.cuda.mem_get_info(self.device)
             staging = staging_pages_on_gpu(self.shape, layout, total)
+        drafts = self._drafts is not DraftMethod.OFF
+        is_self = self._drafts is DraftMethod.SELF
         return exact_memory(
             self.shape,
             layout,
@@ -257,6 +310,8 @@ class OffloadHost:
             batch=self._workload.batch,
             tokens=self._workload.prompt + self._workload.new,
             staging_pages=staging,
+            draft_tokens=STEP_DRAFT_TOKENS if drafts else 0,
+            window_pages=draft_window_pages(self.shape, CHUNK_TOKENS) if is_self else 0,
         )
 
     def _slot_count(self) -> int:
@@ -264,7 +319,7 @@ class OffloadHost:
         workload = self._workload
         prompt = chunks_of(workload.prompt, CHUNK_TOKENS)
         new = chunks_of(workload.new, CHUNK_TOKENS) + 1
-        return workload.batch * (prompt + new) + BATCH_CHUNKS
+        return len(self.prompts) * prompt + workload.batch * new + BATCH_CHUNKS
 
 
 def check_workload(shape: ModelShape, workload: OffloadWorkload) -> None:
@@ -291,7 +346,7 @@ def check_device(plan: MemoryPlan, device: torch.device) -> None:
         )
 
 
-def random_prompts(shape: ModelShape, workload: OffloadWorkload) -> tuple[tuple[int, ...], ...]:
+def random_prompts(shape: ModelShape, workload: OffloadWorkload) -> Prompts:
     """Return prompts of equal length, drawn from the seed."""
     generator = torch.Generator().manual_seed(workload.seed)
     size = (workload.batch, workload.prompt)

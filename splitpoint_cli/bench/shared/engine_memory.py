@@ -18,6 +18,8 @@ def exact_memory(
     tokens: int,
     staging_pages: int = STAGING_PAGES,
     graph_bytes: int = 0,
+    draft_tokens: int = 0,
+    window_pages: int = 0,
 ) -> MemoryPlan:
     """Return a division with pages for `batch` resident sequences of `tokens` tokens."""
 
@@ -31,6 +33,8 @@ def exact_memory(
             max_batched_tokens=MAX_BATCHED_TOKENS,
             staging_pages=staging_pages,
             graph_bytes=graph_bytes,
+            draft_tokens=draft_tokens,
+            window_pages=window_pages,
         )
 
     # Any large budget tells what is fixed.

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from splitpoint.planning.plan import Residency
 from splitpoint.planning.split_line import SplitLine
+from splitpoint.speculation import PLAIN, Speculation
 from splitpoint_cli.bench.shared.local_store import LocalStore
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import StepOutput
@@ -24,6 +25,7 @@ def admission_of(
     residency: Residency = Residency.RESIDENT,
     split_tokens: int = 0,
     split_line: SplitLine | None = None,
+    speculation: Speculation = PLAIN,
 ) -> Admission:
     """Return a greedy request for exactly `new_tokens` tokens.
 
@@ -40,6 +42,7 @@ def admission_of(
         split_tokens=split_tokens,
         split_line=split_line,
         salt=b"",
+        speculation=speculation,
     )
 
 
