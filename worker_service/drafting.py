@@ -16,6 +16,7 @@ from splitpoint.speculation import PLAIN, STEP_DRAFT_TOKENS, DraftMethod, Specul
 from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import draft_window_pages
 from worker_service.drafts.drafter import Drafter
+from worker_service.drafts.suffix import SuffixDrafter
 from worker_service.engine.sequence import Sequence as EngineSequence
 from worker_service.lanes.lanes import Lanes
 from worker_service.model.decoder import Decoder
@@ -119,7 +120,7 @@ class DraftSetup:
         """Return the drafters; a draft model is read now."""
         if self.config is None:
             return {}
-        drafters: Drafters = {}
+        drafters: Drafters = {DraftMethod.SUFFIX: SuffixDrafter()}
         if self.drafts_itself:
             drafters[DraftMethod.SELF] = SelfDrafter(
                 served, cache, lanes, eos_token_ids=eos_token_ids

@@ -20,7 +20,7 @@ from worker_service.lanes.timeline import read_trace
 from worker_service.server import WorkerServicer
 from worker_service.startup import LoadedWorker, WorkerOptions, load_worker
 
-MODEL = types_pb2.DRAFT_METHOD_MODEL
+SUFFIX, MODEL = types_pb2.DRAFT_METHOD_SUFFIX, types_pb2.DRAFT_METHOD_MODEL
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +108,8 @@ async def test_a_worker_drafts_only_as_configured(folder: Path) -> None:
     """Self drafts need a store; the model drafts for itself here."""
     for arguments, methods, draft_model in (
         ((), [], ""),
-        (("--speculative-config", '{"method": "auto"}'), [], ""),
-        (("--draft-model", str(folder)), [MODEL], folder.name),
+        (("--speculative-config", '{"method": "auto"}'), [SUFFIX], ""),
+        (("--draft-model", str(folder)), [SUFFIX, MODEL], folder.name),
     ):
         worker = await load_worker(options(folder, *arguments))
         info = await info_of(worker)
@@ -117,7 +117,7 @@ async def test_a_worker_drafts_only_as_configured(folder: Path) -> None:
         worker.monitor.stop()
         assert sorted(info.speculation.methods) == methods
         assert info.speculation.draft_model == draft_model
-        assert bool(worker.engine.memory_plan.draft_tokens) == bool(arguments)
+        assert bool(worker.engine.memory_plan.draft_tokens) == bool(methods)
     assert info.speculation.defaults.method == MODEL
 
 
