@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from engine_runner import admission, make_engine, run_all
-from tiny_models import FAMILY_CASES, build_tiny, clear_prompt, write_tiny
+from drafter_doubles import KnowingDrafter, sometimes_wrong
+from engine_runner import Transcript, admission, make_engine, run_all
+from tiny_models import FAMILY_CASES, VOCABULARY, build_tiny, clear_prompt, write_tiny
 
+from splitpoint.speculation import DraftMethod, Speculation
 from worker_service.engine.sampling import Sampling
 from worker_service.graphs.recorder import GraphRecorder
 from worker_service.profiling.profiler import measure
@@ -78,6 +81,52 @@ def test_a_step_makes_the_host_wait_once(tmp_path: Path, has_graphs: bool) -> No
     if engine.graphs is not None:
         assert engine.graphs.obstacle is None
         assert engine.graphs.counts.replayed >= 20
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_a_step_that_verifies_drafts_makes_the_host_wait_once(
+    tmp_path: Path, has_graphs: bool
+) -> None:
+    """Several rows of each sequence, right and wrong; the tokens are those of plain decoding."""
+    folder = write_tiny("llama-3", tmp_path)
+    drawn = Sampling(max_tokens=60, ignore_eos=True, temperature=0.8, seed=3)
+    plain = Sampling(max_tokens=60, ignore_eos=True)
+    requests = [
+        admission(str(index), [5 + index] * 37, sampling)
+        for index, sampling in enumerate((plain, drawn, plain))
+    ]
+    wanted = run_all(make_engine(folder, device=DEVICE), requests)
+    engine = make_engine(
+        folder,
+        device=DEVICE,
+        recorder=GraphRecorder(DEVICE) if has_graphs else None,
+        graph_bytes=GRAPH_BYTES,
+        drafters={DraftMethod.MODEL: KnowingDrafter(wanted.tokens, sometimes_wrong(VOCABULARY, 1))},
+    )
+    speculation = Speculation(DraftMethod.MODEL, num_speculative_tokens=3)
+    drafting = [replace(each, speculation=speculation) for each in requests]
+    # Graphs of all sizes, as far as they come.
+    for _ in range(4):
+        assert run_all(engine, drafting).tokens == wanted.tokens
+    found = Transcript()
+    for each in drafting:
+        engine.admit(each)
+    for _ in range(4):
+        found.add(engine.step())
+    if engine.graphs is not None:
+        assert engine.graphs.obstacle is None
+        # What has no graph yet gets none: a recording waits.
+        engine.graphs.is_full = True
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(8):
+            found.add(engine.step())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    while not engine.is_idle:
+        found.add(engine.step())
+    assert found.tokens == wanted.tokens
 
 
 @pytest.mark.parametrize("case", FAMILY_CASES)
