@@ -33,6 +33,7 @@ from splitpoint.shapes import ArenaLayout, DataType, ModelShape
 from splitpoint.transport.tls import PLAIN, Identity
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
+from worker_service.device.current import make_current
 from worker_service.device.memory import (
     STAGING_PAGES,
     MemoryPlan,
@@ -287,6 +288,7 @@ def _load_engine(
     Returns the engine, which weights are on the host (empty: none), and the speculation.
     """
     device, folder = lanes.device, options.model_folder
+    make_current(device)
     # Before the weights are read: a budget that cannot hold them fails at once.
     memory = _divide_memory(options, shape, layout, lanes)
     placement, plan, tickers = memory.placement, memory.plan, _tickers(options)
@@ -393,6 +395,7 @@ def _divide_memory(
 
 def _prepare(engine: Engine, description: str, weights: str, trace_file: Path | None) -> None:
     """Open the trace, and measure the engine's costs."""
+    make_current(engine.lanes.device)
     if engine.lanes.link is not None:
         rate = format_rate(engine.lanes.link.bytes_per_second)
         log.warning("the link is emulated at %s: this worker is slower than it could be", rate)

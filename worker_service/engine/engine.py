@@ -19,6 +19,7 @@ from splitpoint.costs.profile import Profile
 from splitpoint.errors import ChunkLost
 from splitpoint.speculation import DraftMethod
 from worker_service.device.cache import DeviceCache
+from worker_service.device.current import make_current
 from worker_service.device.memory import MemoryPlan, largest_tile
 from worker_service.drafts.drafter import Drafter
 from worker_service.drafts.speculator import Speculator
@@ -156,6 +157,7 @@ class Engine:
 
     def run(self, deliver: Callable[[StepOutput], None]) -> None:
         """Step until `Stop`, then end the lanes; sleep while nothing can run."""
+        make_current(self.cache.device)
         try:
             while not self._stopped:
                 output = self.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from engine_runner import Transcript, admission, make_engine, run_all
 from tiny_models import FAMILY_CASES, VOCABULARY, build_tiny, clear_prompt, write_tiny
 
 from splitpoint.speculation import DraftMethod, Speculation
+from worker_service.engine.messages import StepOutput, Stop
 from worker_service.engine.sampling import Sampling
 from worker_service.graphs.recorder import GraphRecorder
 from worker_service.profiling.profiler import measure
@@ -38,6 +40,27 @@ def test_greedy_tokens_equal_transformers_on_cuda(case: str, tmp_path: Path) -> 
     )
     assert [together.tokens[str(i)] for i in range(len(prompts))] == list(wanted)
     assert engine.cache.pages.used_count == 0
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+def test_a_thread_decodes_on_the_second_device(tmp_path: Path) -> None:
+    """Triton launches on the thread's current device, which is the first one at its start."""
+    folder = write_tiny("llama-3", tmp_path)
+    requests = [admission("a", [7, 8, 9] * 20, Sampling(max_tokens=30, ignore_eos=True))]
+    wanted = run_all(make_engine(folder), requests)
+    engine = make_engine(folder, device=torch.device("cuda:1"))
+    engine.admit(requests[0])
+    found = Transcript()
+
+    def deliver(output: StepOutput) -> None:
+        found.add(output)
+        if found.finishes:
+            engine.post(Stop())
+
+    thread = threading.Thread(target=engine.run, args=(deliver,))
+    thread.start()
+    thread.join(120)
+    assert found.tokens == wanted.tokens
 
 
 def test_profile_measures_a_real_link(tmp_path: Path) -> None:
