@@ -189,6 +189,7 @@ async def _open_store(
     info = StoreInfo(
         policy_name=arguments.eviction,
         memory_description=memory,
+        page_reason=arguments.page_reason,
         former_loss=opened.former_loss,
         evictor=None if watermarks is None else WatermarkEvictor(store.pool, watermarks),
     )

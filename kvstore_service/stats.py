@@ -23,6 +23,7 @@ class StoreInfo:
     """What GetStats and the metrics report about a process besides its store.
 
     Attributes:
+        page_reason: why chunks have their size; empty if a user gave it.
         former_loss: how the arena that an earlier store served here was lost, if it was.
         evictor: evicts in the background. None if it is off.
         redis: connection to the Redis that has this store's catalog. None without Redis.
@@ -30,6 +31,7 @@ class StoreInfo:
 
     policy_name: str = EVICTION.default
     memory_description: str = ""
+    page_reason: str = ""
     former_loss: Loss | None = None
     evictor: WatermarkEvictor | None = None
     redis: RedisLink | None = None
@@ -72,6 +74,7 @@ def stats_response(
         evicted_by_use_count=store.evictions.by_use_count,
         evicted_age_seconds_sum=store.evictions.age_seconds_sum,
         memory_description=info.memory_description,
+        page_reason=info.page_reason,
         remote_read_bytes=counters.remote_read_bytes,
         remote_written_bytes=counters.remote_written_bytes,
         integrity_violations=maintenance.violations,

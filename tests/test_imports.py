@@ -220,6 +220,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "splitpoint_cli": (
         *("files", "output", "report", "plots", "identity", "options", "models", "devices"),
+        "page_tokens",
         *("checks", "stack", "request", "top", "trace"),
         *("arena", "security", "compose", "planning", "doctor"),
         *("bench.shared", "bench.decode", "bench.restore", "bench.offload", "bench.store"),

@@ -64,7 +64,7 @@ class BucketCosts:
         A growth's cost besides copying counts, too (the paper's C_0, which it drops).
         """
         growth = self.growth_seconds + self.copy_seconds * rows.mean
-        return _limited(math.sqrt(2 * growth / self.row_seconds), rows)
+        return min(max(math.sqrt(2 * growth / self.row_seconds), 1.0), float(rows.new))
 
     def seconds(self, rows: Rows, bucket: int, *, reads_spare: bool = True) -> float:
         """Return the seconds of the whole generation, summed growth by growth.
@@ -102,8 +102,8 @@ class PageCosts:
         return self.page_seconds / self.row_seconds
 
     def best_page(self, rows: Rows) -> float:
-        """Return C*, at least 1, at most all new tokens; not rounded."""
-        return _limited(best_rows(self.ratio, rows.mean), rows)
+        """Return C*, at least 1, at most all rows; not rounded."""
+        return min(max(best_rows(self.ratio, rows.mean), 1.0), float(rows.prompt + rows.new))
 
     def seconds(self, rows: Rows, page: int) -> float:
         """Return the seconds of the whole generation, summed step by step."""
@@ -124,10 +124,6 @@ def nearest_power(rows: float, *, least: int = 1, most: int) -> int:
     """
     exponent = round(math.log2(max(rows, least)))
     return max(least, min(1 << exponent, 1 << (most.bit_length() - 1)))
-
-
-def _limited(rows: float, of: Rows) -> float:
-    return min(max(rows, 1.0), float(of.new))
 
 
 def _growths(rows: Rows, bucket: int) -> Iterator[tuple[int, int]]:

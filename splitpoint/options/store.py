@@ -45,6 +45,13 @@ KV_ENCODING: Option[str] = Option(
 CHUNK_TOKENS: Option[int] = Option(
     "chunk-tokens", int, 64, "Tokens in a chunk of the store.", unit="N", least=1, most=4096
 )
+PAGE_REASON: Option[str] = Option(
+    "page-reason",
+    str,
+    "",
+    "Why chunks have this many tokens, for `splitpoint status`; `up --page-tokens auto` gives it.",
+    unit="TEXT",
+)
 HOST_MEMORY: Option[str] = Option(
     "host-memory", str, "", "Largest size of the arena in bytes.", unit=SIZE, is_required=True
 )
@@ -150,6 +157,7 @@ SECTIONS = (
             ACTIVATIONS,
             KV_ENCODING,
             CHUNK_TOKENS,
+            PAGE_REASON,
             HOST_MEMORY,
             ARENA,
             KEEP_ARENA,

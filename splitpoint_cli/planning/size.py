@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from splitpoint.config import format_size, parse_size
+from splitpoint.costs.page_choice import LEAST_PIECE
 from splitpoint.costs.profile import BUILT_IN_PROFILES, load_profile
 from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import Encoding, ModelShape
@@ -26,7 +27,6 @@ from splitpoint_cli.report import AsJson, OutputFile, facts_table, hand_over, pr
 from splitpoint_cli.top.bars import amount
 
 # Copies to a GPU below this reach a fraction of the link; neighbouring chunks go as one.
-LEAST_PIECE = 64 << 10
 
 
 @takes_options

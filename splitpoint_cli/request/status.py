@@ -132,6 +132,7 @@ _STORE_FIELDS = (
     "watermark_evicted_chunk_count",
     "evicted_age_seconds_sum",
     "memory_description",
+    "page_reason",
     "checksum_failure_count",
     "refused_reservation_count",
     "former_arena_loss",
@@ -181,7 +182,7 @@ def _print_tables(found: Status) -> None:
     for store in found.stores:
         out.print(_store_line(store))
         if store.stats is not None:
-            out.print(_memory_line(store.stats))
+            out.print(memory_line(store.stats))
     waiting = counted(len(found.queue.requests), "request waits", "requests wait")
     out.print(f"queue: {waiting}, at most {found.queue.capacity:,} may")
     for request in found.queue.requests:
@@ -258,7 +259,7 @@ def _lossy_note(stats: kvstore_pb2.GetStatsResponse) -> str:
     return f" in {encoding.value}: what is reused is approximate" if encoding.is_lossy else ""
 
 
-def _memory_line(stats: kvstore_pb2.GetStatsResponse) -> str:
+def memory_line(stats: kvstore_pb2.GetStatsResponse) -> str:
     """Return the store's policy, its evictions, and the chunks that it did not admit."""
     parts = [f"  eviction {stats.eviction_policy or 'unknown'}"]
     if stats.evicted_chunk_count:
@@ -272,4 +273,7 @@ def _memory_line(stats: kvstore_pb2.GetStatsResponse) -> str:
         parts.append(f"{stats.unadmitted_chunk_count:,} kept out")
     if stats.memory_description:
         parts.append(stats.memory_description)
+    if stats.page_reason:
+        tokens = counted(stats.layout.chunk_tokens, "token")
+        parts.append(f"chunks of {tokens} ({stats.page_reason})")
     return ", ".join(parts)

@@ -50,6 +50,15 @@ HOST_MEMORY: Option[str | None] = Option(
     "half of the free space of /dev/shm.",
     unit=SIZE,
 )
+PAGE_TOKENS: Option[str] = Option(
+    "page-tokens",
+    str,
+    str(store.CHUNK_TOKENS.default),
+    "Tokens of a page of the workers' caches and of a chunk of the store; auto: by what pages and "
+    "rows cost attention on this host (docs/growth.md).",
+    unit="N|auto",
+    former_name=store.CHUNK_TOKENS.name,
+)
 LISTEN: Option[str] = Option(
     "listen",
     str,
@@ -120,7 +129,7 @@ class StackOptions:
     metrics: int | None = of(METRICS, _SERVING)
 
     host_memory: str | None = of(HOST_MEMORY, _ARENA)
-    chunk_tokens: int = of(store.CHUNK_TOKENS, _ARENA)
+    page_tokens: str = of(PAGE_TOKENS, _ARENA)
     activations: str = of(store.ACTIVATIONS, _ARENA)
     kv_encoding: str = of(store.KV_ENCODING, _ARENA)
     keep_arena: bool = of(store.KEEP_ARENA, _ARENA)

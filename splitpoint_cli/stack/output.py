@@ -18,6 +18,7 @@ from splitpoint import config
 from splitpoint.errors import SplitpointError
 from splitpoint.observe.logs import LogFormat, json_line, level_of
 from splitpoint.progress import Progress
+from splitpoint.words import counted
 from splitpoint_cli.output import code_name, err, out, print_error
 from splitpoint_cli.stack.bars import LoadingBars
 from splitpoint_cli.stack.child import LogLine, ServiceExited, ServiceNotReady, ServiceNotStarted
@@ -234,6 +235,8 @@ def print_summary(stack: Stack, address: str) -> None:
         out.print(f"  worker {i}   {worker} on {device}")
     out.print(f"  store      {stack.store_address}")
     out.print(f"  arena      {stack.arena}, {memory}{kept}")
+    if stack.pages.reason:
+        out.print(f"  pages      {counted(stack.pages.tokens, 'token')}: {stack.pages.reason}")
     if stack.metrics:
         _print_metrics(stack)
     address = config.reachable_address(address)

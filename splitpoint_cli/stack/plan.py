@@ -14,6 +14,7 @@ from pathlib import Path
 from splitpoint import config
 from splitpoint.checkpoint.config import model_name
 from splitpoint.checkpoint.resolve import resolve_model
+from splitpoint.costs.page_choice import PageChoice
 from splitpoint.discovery.redis_options import read_redis_options
 from splitpoint.errors import InvalidArgument
 from splitpoint.extras import need_all
@@ -32,7 +33,8 @@ from splitpoint_cli.devices import choose_devices, default_threads, worker_spin_
 from splitpoint_cli.files import check_output
 from splitpoint_cli.models import model_shape
 from splitpoint_cli.options import arguments_of, check_options
-from splitpoint_cli.stack.child import ServiceCommand
+from splitpoint_cli.page_tokens import choose_pages, page_tokens_of
+from splitpoint_cli.stack.child import ServiceCommand, child_environment
 from splitpoint_cli.stack.options import StackOptions
 
 # In addition to the grace of running requests; a worker also waits for write-back.
@@ -51,6 +53,7 @@ class Stack:
     shape: ModelShape
     devices: tuple[str, ...]
     host_memory_bytes: int
+    pages: PageChoice
     instance: str
     runtime: Path
     arena: Path
@@ -120,12 +123,26 @@ def plan_stack(options: StackOptions) -> Stack:
         if options.host_memory is None
         else config.parse_size(options.host_memory, field="host_memory")
     )
+    threads = options.threads or default_threads(devices, devices[0])
+    spinning: Mapping[str, str] = {}
+    if threads is not None and devices[0] == "cpu":
+        spinning = spin_environment(worker_spin_count(threads, len(devices)))
+    pages = choose_pages(
+        options.page_tokens,
+        model.shape,
+        arena=places.arena,
+        arena_bytes=host_memory,
+        device=devices[0],
+        threads=threads,
+        environment=child_environment(spinning),
+    )
     return Stack(
         model=folder,
         name=model_name(folder),
         shape=model.shape,
         devices=devices,
         host_memory_bytes=host_memory,
+        pages=pages,
         instance=places.instance,
         runtime=places.runtime,
         arena=places.arena,
@@ -136,8 +153,8 @@ def plan_stack(options: StackOptions) -> Stack:
         identity=identity,
         has_tokens=options.tokens is not None,
         metrics=places.metrics,
-        store=_store_command(options, model, places, host_memory),
-        workers=_worker_commands(options, model, places, devices),
+        store=_store_command(options, model, places, host_memory, pages),
+        workers=_worker_commands(options, model, places, devices, threads, spinning),
         scheduler=_scheduler_command(options, model, places),
         log_format=LogFormat(options.log_format),
     )
@@ -157,6 +174,7 @@ def _check(options: StackOptions) -> Identity:
     if options.tokens is not None:
         read_tokens(options.tokens)  # before minutes of loading
     check_options(options)
+    page_tokens_of(options.page_tokens)
     read_redis_options(
         options.redis, password_file=options.redis_password_file, ca_file=options.redis_ca
     )
@@ -200,7 +218,6 @@ _COMMON: tuple[Option[object], ...] = (
 )
 _STORE: tuple[Option[object], ...] = (
     store.ACTIVATIONS,
-    store.CHUNK_TOKENS,
     store.KV_ENCODING,
     store.EVICTION,
     store.EVICT_ABOVE,
@@ -242,7 +259,7 @@ _SCHEDULER: tuple[Option[object], ...] = (
 
 
 def _store_command(
-    options: StackOptions, model: _Model, places: _Places, host_memory: int
+    options: StackOptions, model: _Model, places: _Places, host_memory: int, pages: PageChoice
 ) -> ServiceCommand:
     return ServiceCommand(
         "store",
@@ -251,6 +268,8 @@ def _store_command(
             *("--listen", places.store),
             *model.arguments,
             *("--host-memory", str(host_memory)),
+            *_given("--chunk-tokens", _unless_default(pages.tokens, store.CHUNK_TOKENS)),
+            *_given("--page-reason", pages.reason or None),
             *("--arena", str(places.arena)),
             # A user who keeps an arena wants to know if it does not fit; one that a killed
             # stack left is replaced.
@@ -265,13 +284,14 @@ def _store_command(
 
 
 def _worker_commands(
-    options: StackOptions, model: _Model, places: _Places, devices: tuple[str, ...]
+    options: StackOptions,
+    model: _Model,
+    places: _Places,
+    devices: tuple[str, ...],
+    threads: int | None,
+    spinning: Mapping[str, str],
 ) -> tuple[ServiceCommand, ...]:
-    threads = options.threads or default_threads(devices, devices[0])
     drafts = _speculative_config(options)
-    spinning: Mapping[str, str] = {}
-    if threads is not None and devices[0] == "cpu":
-        spinning = spin_environment(worker_spin_count(threads, len(devices)))
     return tuple(
         ServiceCommand(
             f"worker {i}",
@@ -360,6 +380,10 @@ def trace_path(trace: str | None, worker: int) -> Path | None:
 def socket_path(address: str) -> Path | None:
     """Return the file of a `unix:` address; None for other addresses."""
     return Path(address.removeprefix("unix:")) if address.startswith("unix:") else None
+
+
+def _unless_default(value: int, option: Option[int]) -> int | None:
+    return None if value == option.default else value
 
 
 def _given(flag: str, value: object | None) -> list[str]:

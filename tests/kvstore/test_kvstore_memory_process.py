@@ -16,12 +16,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_options_reach_the_stats(shm_folder: Path, socket_address: str) -> None:
     options = ("--eviction", "fifo", "--admission", "second-use", "--huge-pages", "never")
-    store = StoreProcess(shm_folder / "store" / "arena", socket_address, *options)
+    reason = ("--page-reason", "auto: it was measured")
+    store = StoreProcess(shm_folder / "store" / "arena", socket_address, *options, *reason)
     channel, stub = store.stub()
     with channel:
         stats = stats_of(stub)
     assert stats.eviction_policy == "fifo"
     assert stats.memory_description == "4 KiB pages (--huge-pages never)"
+    assert stats.page_reason == "auto: it was measured"
     assert store.end()[0] == 0
 
 

@@ -1,29 +1,38 @@
 """Measures what a page costs decode attention on this machine, beside what its rows cost.
 
-A choice of the page size follows from it (splitpoint/costs/growth.py).
+    python -m worker_service.profiling.page_costs --shape JSON --device cpu --threads N
+
+prints the costs as one JSON object. `splitpoint up --page-tokens auto` runs it and chooses the
+page size by them (splitpoint/costs/page_choice.py).
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import TypeVar
 
 import numpy as np
 import torch
 
 from splitpoint.costs.growth import PageCosts
-from splitpoint.shapes import ModelShape, chunks_of
+from splitpoint.costs.page_choice import TYPICAL_BATCH, typical_rows
+from splitpoint.shapes import DataType, ModelShape, chunks_of
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.model.attention import decode_partial
 from worker_service.model.attention_plan import DecodePlan
 
-REPEATS = 7
+REPEATS = 11
+# Pages that tell what a page costs, from the smallest to a large one.
+PAGE_SIZES = (8, 32, 128)
 Result = TypeVar("Result")
-# Layers with memory of their own, attended in turn: a layer finds its rows in no cache that is
-# smaller than a step's rows.
-_MOST_LAYERS = 4
+# Layers with memory of their own, attended in turn: in a model other rows pass before a layer
+# meets its own again.
+_MOST_LAYERS = 2
 
 
 def measure_page_costs(
@@ -36,11 +45,16 @@ def measure_page_costs(
 ) -> PageCosts:
     """Return the costs of all layers of `shape`, fitted to every length in pages of every size.
 
-    Needs two page sizes or more, and memory for four layers of `batch` sequences.
+    Needs two page sizes or more, and memory for two layers of `batch` sequences.
     """
     cases = [(size, length) for size in page_sizes for length in lengths]
     seconds: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
-    steps = {case: _Step(shape, batch, *case, device) for case in cases}
+    most = max(chunks_of(length, size) * size for size, length in cases)
+    planes = [
+        torch.ones(batch * most * shape.kv_width, dtype=TORCH_TYPES[shape.data_type], device=device)
+        for _ in range(2 * min(shape.layer_count, _MOST_LAYERS))
+    ]
+    steps = {case: _Step(shape, batch, *case, planes) for case in cases}
     for number in range(REPEATS + 1):
         for case in cases[:: -1 if number % 2 else 1]:
             taken = steps[case].seconds()
@@ -74,27 +88,24 @@ class _Step:
     """One decode step over pages of one size: its plan, and the attention of some layers."""
 
     def __init__(
-        self, shape: ModelShape, batch: int, page: int, length: int, device: torch.device
+        self,
+        shape: ModelShape,
+        batch: int,
+        page: int,
+        length: int,
+        planes: Sequence[torch.Tensor],
     ) -> None:
         count = batch * chunks_of(length, page)
-        dtype = TORCH_TYPES[shape.data_type]
         size = (count, shape.kv_head_count, page, shape.head_dim)
+        pools = [plane[: count * page * shape.kv_width].view(size) for plane in planes]
         self._layers = shape.layer_count
-        self._pools = [
-            (
-                torch.ones(size, dtype=dtype, device=device),
-                torch.ones(size, dtype=dtype, device=device),
-            )
-            for _ in range(min(shape.layer_count, _MOST_LAYERS))
-        ]
-        self._queries = torch.ones(
-            (batch, shape.query_head_count, shape.head_dim), dtype=dtype, device=device
-        )
+        self._pools = [*zip(pools[::2], pools[1::2], strict=True)]
+        self._queries = planes[0].new_ones((batch, shape.query_head_count, shape.head_dim))
         # Sequences that grow side by side take pages in turn.
         self._tables = [range(first, count, batch) for first in range(batch)]
         self._lengths = [length] * batch
         self._page = page
-        self._device = device
+        self._device = planes[0].device
 
     def seconds(self) -> float:
         """Return the seconds of one plan, and of the attention of all of the shape's layers."""
@@ -124,3 +135,34 @@ def _timed(run: Callable[[], Result], device: torch.device) -> tuple[float, Resu
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - started, result
+
+
+def measure_typical(shape: ModelShape, device: torch.device) -> PageCosts:
+    """Return the costs for the requests that a page size is chosen for."""
+    rows = typical_rows(shape)
+    last = rows.prompt + rows.new
+    return measure_page_costs(
+        shape,
+        batch=TYPICAL_BATCH,
+        lengths=sorted({last // 2, last}),
+        page_sizes=PAGE_SIZES,
+        device=device,
+    )
+
+
+def main() -> None:
+    """Print the costs of the shape on the command line."""
+    parser = argparse.ArgumentParser(prog="page_costs", description=main.__doc__)
+    parser.add_argument("--shape", required=True, help="A model's dimensions, as JSON.")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int)
+    arguments = parser.parse_args()
+    fields = json.loads(arguments.shape)
+    shape = ModelShape(**{**fields, "data_type": DataType(fields["data_type"])})
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    print(json.dumps(asdict(measure_typical(shape, torch.device(arguments.device)))))
+
+
+if __name__ == "__main__":
+    main()

@@ -33,7 +33,7 @@ def picture_of(report: Mapping[str, Any]) -> Figure:
     figure.suptitle(
         f"{report['shape']} {report['dtype']}, attention of {report['layers']} layers after "
         f"{report['prompt']} rows, {report['hardware']}, {report['threads']} threads; points: "
-        f"medians of {report['repeats']}, lines: the model",
+        f"medians of {report['repeats']} rounds, lines: the model",
         fontsize=10,
     )
     return figure

@@ -28,16 +28,29 @@ class Growth(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """All timed generations of one cache. `size`: rows of a bucket, or tokens of a page."""
+    """All timed generations of one cache.
+
+    Attributes:
+        size: rows of a bucket, or tokens of a page.
+        growths: how often memory was added.
+        typical: seconds of a generation in which each step takes its median over the rounds. A
+            disturbance of the machine hits other steps in each round, so it does not count.
+        seconds: of each generation.
+    """
 
     growth: Growth
     size: int
     growths: int
+    typical: float
     seconds: tuple[float, ...]
 
-    @property
-    def median(self) -> float:
-        return statistics.median(self.seconds)
+    @classmethod
+    def of_steps(
+        cls, growth: Growth, size: int, growths: int, rounds: Sequence[Sequence[float]]
+    ) -> Run:
+        """Return the run of some generations by the seconds of their steps."""
+        typical = sum(statistics.median(step) for step in zip(*rounds, strict=True))
+        return cls(growth, size, growths, typical, tuple(map(sum, rounds)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +67,7 @@ class PointResult:
         return [run for run in self.runs if run.growth is growth]
 
     def best(self, growth: Growth) -> Run:
-        return min(self.runs_of(growth), key=lambda run: run.median)
+        return min(self.runs_of(growth), key=lambda run: run.typical)
 
     def model(self, growth: Growth) -> float:
         """Return the best size by the model, not rounded. A slice reads no spare row: all at once
@@ -103,14 +116,14 @@ def _growth_json(result: PointResult, kind: Growth) -> dict[str, Any]:
     best, model = result.best(kind), result.model(kind)
     return {
         "best": best.size,
-        "best_seconds": round(best.median, 6),
+        "best_seconds": round(best.typical, 6),
         "model": round(model, 2),
         "best_to_model": round(best.size / model, 3),
         "sizes": [
             {
                 "size": run.size,
                 "growths": run.growths,
-                "seconds": round(run.median, 6),
+                "seconds": round(run.typical, 6),
                 "runs": [round(each, 6) for each in run.seconds],
                 "predicted_seconds": round(result.predicted(run), 6),
             }
@@ -174,5 +187,7 @@ def table_of(report: Mapping[str, Any]) -> Table:
         f"batch {batch}: T ~ N^{each['measured']} measured, N^{each['model']} by the model"
         for batch, each in report["growths_exponents"].items()
     ]
-    table.caption = "\n".join([f"{report['hardware']}, medians of {report['repeats']}", *exponents])
+    table.caption = "\n".join(
+        [f"{report['hardware']}, medians of {report['repeats']} rounds, step by step", *exponents]
+    )
     return table

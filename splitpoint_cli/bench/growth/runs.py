@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
@@ -18,14 +19,13 @@ from splitpoint_cli.bench.growth.caches import CPU, BucketCache, Cache, Drawn, P
 from splitpoint_cli.bench.growth.report import Growth, PointResult, Run
 from splitpoint_cli.bench.growth.workload import GrowthWorkload, Point
 from splitpoint_cli.bench.shared.progress import Progress
-from worker_service.profiling.page_costs import fit_costs, measure_page_costs
+from worker_service.profiling.page_costs import PAGE_SIZES, fit_costs, measure_page_costs
 
 # Constants come from generations that grow so many times, and from attention over pages of so
 # many tokens at these shares of the new tokens.
 _BUCKET_SHARES = (4, 16)
-_MEASURED_PAGES = (16, 64)
 _SHARES = (0.25, 0.5, 0.75, 1.0)
-_COST_ROUNDS = 3
+_COST_ROUNDS = 5
 # Attention may differ by this share of the largest value: sums in another order.
 TOLERANCES = {DataType.FLOAT32: 1e-5, DataType.BFLOAT16: 5e-2, DataType.FLOAT16: 5e-3}
 
@@ -37,7 +37,7 @@ class Contender:
     growth: Growth
     size: int
     make: Callable[[], Cache]
-    seconds: list[float] = field(default_factory=list)
+    steps: list[list[float]] = field(default_factory=list)
     growths: int = 0
 
     @property
@@ -63,7 +63,7 @@ def _run_point(workload: GrowthWorkload, point: Point, progress: Progress) -> Po
     contenders = [*_contenders(workload, point, drawn)]
     tolerance = TOLERANCES[shape.data_type]
     time_rounds(contenders, drawn, str(point), workload.repeats, tolerance, progress)
-    runs = [Run(each.growth, each.size, each.growths, tuple(each.seconds)) for each in contenders]
+    runs = [Run.of_steps(each.growth, each.size, each.growths, each.steps) for each in contenders]
     return PointResult(point, rows, buckets, pages, tuple(runs))
 
 
@@ -83,7 +83,7 @@ def time_rounds(
     largest = wanted.abs().max().item()
     for contender in progress.rounds(f"{where}: timed runs", contenders, rounds):
         attended, seconds = _generate(contender, drawn)
-        contender.seconds.append(seconds)
+        contender.steps.append(seconds)
         difference = (attended - wanted).abs().max().item() / largest
         if not difference <= tolerance:
             raise Internal(f"{where}: {contender.name}: attention differs by {difference:g}")
@@ -91,10 +91,12 @@ def time_rounds(
 
 def _contenders(workload: GrowthWorkload, point: Point, drawn: Drawn) -> Iterator[Contender]:
     shape = workload.model_shape
+    sliced = workload.rows(point).bucket_sizes[::-3]
     for size in workload.rows(point).bucket_sizes:
-        for growth, masks in ((Growth.MASKED, True), (Growth.SLICED, False)):
+        # A slice reads no spare row, and what remains is copies: a few sizes show it.
+        for growth in (Growth.MASKED, Growth.SLICED)[: 2 if size in sliced else 1]:
 
-            def make(size: int = size, masks: bool = masks) -> Cache:
+            def make(size: int = size, masks: bool = growth is Growth.MASKED) -> Cache:
                 return BucketCache(shape, drawn, size, masks=masks)
 
             yield Contender(growth, size, make)
@@ -106,16 +108,16 @@ def _contenders(workload: GrowthWorkload, point: Point, drawn: Drawn) -> Iterato
         yield Contender(Growth.PAGES, size, make_pages)
 
 
-def _generate(contender: Contender, drawn: Drawn) -> tuple[torch.Tensor, float]:
-    """Return the last step's result, as fp32 `[B, n_q, d]`, and the seconds of all steps."""
+def _generate(contender: Contender, drawn: Drawn) -> tuple[torch.Tensor, list[float]]:
+    """Return the last step's result, as fp32 `[B, n_q, d]`, and the seconds of each step."""
     cache = contender.make()
     attended = drawn.queries[0]
-    started = time.perf_counter()
+    ends = [time.perf_counter()]
     for queries, keys, values in zip(drawn.queries, drawn.keys, drawn.values, strict=True):
         attended = cache.step(queries, keys, values)
-    seconds = time.perf_counter() - started
+        ends.append(time.perf_counter())
     contender.growths = cache.growths
-    return attended.to(torch.float32), seconds
+    return attended.to(torch.float32), [end - start for start, end in pairwise(ends)]
 
 
 # -- constants ----------------------------------------------------------------------------
@@ -160,6 +162,6 @@ def _page_costs(shape: ModelShape, point: Point, rows: Rows) -> PageCosts:
         shape,
         batch=point.batch,
         lengths=[rows.prompt + round(rows.new * share) for share in _SHARES],
-        page_sizes=_MEASURED_PAGES,
+        page_sizes=PAGE_SIZES,
         device=CPU,
     )

@@ -138,10 +138,10 @@ def result(point: Point, masked: dict[int, float]) -> PointResult:
     """Measured masked buckets; cc is 2, so the model's best is sqrt(2 N)."""
     rows = Rows(0, point.new)
     runs = [
-        Run(Growth.MASKED, size, point.new // size, (9.0, seconds, 0.1))
+        Run.of_steps(Growth.MASKED, size, point.new // size, [[9.0], [seconds], [0.1]])
         for size, seconds in masked.items()
     ]
-    runs += [Run(Growth.SLICED, 64, 1, (1.5,)), Run(Growth.PAGES, 8, 8, (2.5,))]
+    runs += [Run.of_steps(Growth.SLICED, 64, 1, [[1.5]]), Run.of_steps(Growth.PAGES, 8, 8, [[2.5]])]
     return PointResult(
         point, rows, BucketCosts(0, 1e-3, 0, 2e-3, 0), PageCosts(0, 8e-3, 1e-3), tuple(runs)
     )
@@ -178,6 +178,12 @@ def test_the_report_is_json_a_table_and_a_picture() -> None:
     ]
     assert model[0, 1] == pytest.approx(1e3 * RESULTS[0].predicted(RESULTS[0].runs[0]) / 64)
     assert np.asarray(growths.get_lines()[0].get_xydata()).tolist() == [[64, 8], [256, 16]]
+
+
+def test_a_disturbance_of_other_steps_in_each_round_does_not_count() -> None:
+    run = Run.of_steps(Growth.MASKED, 8, 1, [[1.0, 90.0, 3.0], [1.0, 2.0, 3.0], [70.0, 2.0, 3.0]])
+    assert run.typical == 6
+    assert run.seconds == (94, 6, 75)
 
 
 def test_one_point_has_no_exponent() -> None:

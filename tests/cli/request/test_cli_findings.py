@@ -13,7 +13,7 @@ from splitpoint.costs.profile import Profile
 from splitpoint.v1 import kvstore_pb2, types_pb2
 from splitpoint_cli.request.findings import Finding, Severity, findings_of
 from splitpoint_cli.request.observed import Status, Store
-from splitpoint_cli.request.status import status_exit_code
+from splitpoint_cli.request.status import memory_line, status_exit_code
 from splitpoint_cli.stack.given_up import GivenUpWorker, read_given_up, write_given_up
 
 TELEMETRY = Telemetry(
@@ -329,3 +329,10 @@ def test_a_damaged_file_of_given_up_workers_says_nothing(tmp_path: Path, content
     assert list(read_given_up([address])) == [address]
     (tmp_path / "given-up.json").write_bytes(content)
     assert read_given_up([address]) == {}
+
+
+def test_the_stores_line_says_why_its_chunks_have_their_size() -> None:
+    assert "chunks of" not in memory_line(stats())
+    message = stats(page_reason="auto: a page costs 4.0 rows")
+    message.layout.chunk_tokens = 128
+    assert memory_line(message).endswith("chunks of 128 tokens (auto: a page costs 4.0 rows)")

@@ -183,6 +183,7 @@ def test_sockets_of_two_starts_have_different_names() -> None:
     ("options", "error"),
     [
         (StackOptions(pin_limit="lots"), InvalidArgument),
+        (StackOptions(page_tokens="many"), InvalidArgument),
         (StackOptions(device="cpu", link_rate="0"), InvalidArgument),
         (StackOptions(device="cpu", link_rate="much"), InvalidArgument),
         (StackOptions(device="cpu", link_rate="20"), InvalidArgument),
@@ -202,3 +203,16 @@ def test_nonsense_is_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(error):
         plan_stack(options)
+
+
+def test_every_service_gets_the_same_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the number, under its old name, and by what `auto` chose here; the store knows why."""
+    for flag in ("--page-tokens", "--chunk-tokens"):
+        stack = planned(monkeypatch, flag, "32")
+        parsed = parse_store(list(stack.store.arguments[2:]))
+        assert (parsed.chunk_tokens, parsed.page_reason) == (32, "")
+    stack = planned(monkeypatch, "--page-tokens", "auto")
+    parsed = parse_store(list(stack.store.arguments[2:]))
+    assert parsed.chunk_tokens == stack.pages.tokens
+    assert parsed.page_reason == stack.pages.reason
+    assert parsed.page_reason.startswith("auto: ")

@@ -78,7 +78,7 @@ def test_best_sizes_stay_within_the_generation() -> None:
     expensive, free = BucketCosts(0, 1, 1e9, 1e9, 0), BucketCosts(0, 1, 0, 0, 0)
     assert expensive.best_bucket(Rows(10, 100)) == 100
     assert free.best_bucket(Rows(10, 100)) == 1
-    assert PageCosts(0, 1e9, 1).best_page(Rows(10, 100)) == 100
+    assert PageCosts(0, 1e9, 1).best_page(Rows(10, 100)) == 110
 
 
 def test_sizes_are_powers_of_two_and_everything() -> None:

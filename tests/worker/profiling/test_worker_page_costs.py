@@ -42,7 +42,7 @@ def test_the_workers_attention_is_measured() -> None:
 
 
 def test_all_layers_of_the_shape_count() -> None:
-    """Only four layers are attended; the seconds are those of all."""
+    """Only two layers are attended; the seconds are those of all."""
     few, many = (
         measure_page_costs(
             replace(SHAPE, layer_count=layers),

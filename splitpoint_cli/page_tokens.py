@@ -1,0 +1,122 @@
+"""The page size of a stack: a number, or what the model of growth says for this host.
+
+An arena that an earlier stack left is the record of the choice: its size is taken again, so that
+its prefixes are found. Otherwise a child process measures, as a worker would compute.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from splitpoint.costs.growth import PageCosts
+from splitpoint.costs.page_choice import PageChoice, choose_page
+from splitpoint.errors import FailedPrecondition, InvalidArgument, NotFound
+from splitpoint.options.store import CHUNK_TOKENS
+from splitpoint.shapes import ArenaLayout, ModelShape
+
+AUTO = "auto"
+_MEASURING = "worker_service.profiling.page_costs"
+_MEASURE_SECONDS = 120.0
+
+
+def page_tokens_of(text: str) -> int | None:
+    """Return the number of `--page-tokens`, or None for auto. Raises InvalidArgument."""
+    if text == AUTO:
+        return None
+    try:
+        tokens = int(text)
+    except ValueError:
+        raise InvalidArgument(
+            f"--page-tokens: {text!r} is neither a number nor {AUTO}", field="page-tokens"
+        ) from None
+    CHUNK_TOKENS.check(tokens)
+    return tokens
+
+
+def kept_page_tokens(arena: Path, shape: ModelShape) -> int | None:
+    """Return the page size of an arena that is there for this shape; None if there is none."""
+    from splitpoint.arena.format import ArenaFormatError  # needs an extra
+    from splitpoint.arena.mapping import open_arena, read_superblock
+
+    try:
+        fd = open_arena(arena, read_only=True)
+    except (NotFound, ArenaFormatError):
+        return None  # the store says what is wrong with a file that is no arena
+    try:
+        layout = read_superblock(fd).layout
+    except ArenaFormatError:
+        return None
+    finally:
+        os.close(fd)
+    return layout.chunk_tokens if _is_for(layout, shape) else None
+
+
+def _is_for(layout: ArenaLayout, shape: ModelShape) -> bool:
+    mine = ArenaLayout.of(shape, chunk_tokens=layout.chunk_tokens, has_activations=False)
+    names = ("layer_count", "kv_head_count", "head_dim", "hidden_size", "data_type")
+    return all(getattr(layout, name) == getattr(mine, name) for name in names)
+
+
+def choose_pages(
+    text: str,
+    shape: ModelShape,
+    *,
+    arena: Path,
+    arena_bytes: int,
+    device: str,
+    threads: int | None,
+    environment: Mapping[str, str],
+) -> PageChoice:
+    """Return the page size that store and workers get, and why.
+
+    Args:
+        text: the value of `--page-tokens`.
+        threads, environment: of a worker on `device`, whose attention is measured.
+
+    Raises InvalidArgument for `text`, FailedPrecondition if the measurement fails.
+    """
+    tokens = page_tokens_of(text)
+    if tokens is not None:
+        return PageChoice(tokens)
+    kept = kept_page_tokens(arena, shape)
+    if kept is not None:
+        return PageChoice(kept, "auto: the arena that is there has chunks of this size")
+    costs = _measured(shape, device, threads, environment)
+    return choose_page(shape, costs, arena_bytes=arena_bytes, has_gpu=device != "cpu")
+
+
+def _measured(
+    shape: ModelShape, device: str, threads: int | None, environment: Mapping[str, str]
+) -> PageCosts:
+    command = [
+        sys.executable,
+        "-m",
+        _MEASURING,
+        "--shape",
+        json.dumps({**asdict(shape), "data_type": shape.data_type.value}),
+        "--device",
+        device,
+    ]
+    if threads is not None:
+        command += ["--threads", str(threads)]
+    done = subprocess.run(
+        command,
+        env=dict(environment),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=_MEASURE_SECONDS,
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise FailedPrecondition(
+            f"the cost of pages could not be measured: {last}; --page-tokens takes a number, too",
+            reason="NOT_MEASURED",
+        )
+    return PageCosts(**json.loads(done.stdout))

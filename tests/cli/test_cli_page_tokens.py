@@ -1,0 +1,93 @@
+"""`--page-tokens`: numbers, the arena that is there, and a real measurement. Five seconds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from splitpoint.arena.owner import open_or_create_arena
+from splitpoint.costs.page_choice import PageChoice
+from splitpoint.errors import FailedPrecondition, InvalidArgument
+from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout, DataType
+from splitpoint_cli.page_tokens import choose_pages, kept_page_tokens, page_tokens_of
+from splitpoint_cli.stack.child import child_environment
+
+SHAPE = replace(BUILT_IN_SHAPES["opt-125m"], layer_count=2, data_type=DataType.FLOAT32)
+
+
+def chosen(text: str, arena: Path, *, device: str = "cpu") -> PageChoice:
+    return choose_pages(
+        text,
+        SHAPE,
+        arena=arena,
+        arena_bytes=1 << 30,
+        device=device,
+        threads=1,
+        environment=child_environment({}),
+    )
+
+
+def leave_arena(path: Path, chunk_tokens: int) -> None:
+    """Leave an arena as `up --keep-arena` does at its end."""
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    layout = ArenaLayout.of(SHAPE, chunk_tokens=chunk_tokens, has_activations=True)
+    opened = open_or_create_arena(path, layout, 2)
+    superblock = opened.arena.superblock
+    opened.arena.close()
+    opened.owner.keep(superblock)
+
+
+def test_a_number_needs_no_reason(tmp_path: Path) -> None:
+    assert chosen("96", tmp_path / "arena") == PageChoice(96)
+
+
+@pytest.mark.parametrize("text", ["", "many", "1.5", "0", "-64", "5000"])
+def test_other_words_are_refused(text: str) -> None:
+    with pytest.raises(InvalidArgument):
+        page_tokens_of(text)
+
+
+def test_an_arena_that_is_there_keeps_its_size(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "arena"
+    leave_arena(path, 24)  # a size that no measurement gives
+    found = chosen("auto", path)
+    assert found.tokens == 24
+    assert "arena that is there" in found.reason
+    assert kept_page_tokens(path, replace(SHAPE, layer_count=3)) is None
+    assert kept_page_tokens(path, replace(SHAPE, data_type=DataType.BFLOAT16)) is None
+
+
+def test_a_file_that_is_no_arena_is_left_to_the_store(tmp_path: Path) -> None:
+    path = tmp_path / "arena"
+    path.write_bytes(b"no arena" * 2000)
+    path.chmod(0o600)
+    assert kept_page_tokens(path, SHAPE) is None
+
+
+def test_pages_are_measured_without_an_arena(tmp_path: Path) -> None:
+    found = chosen("auto", tmp_path / "arena")
+    assert 16 <= found.tokens <= 256
+    assert found.tokens & (found.tokens - 1) == 0
+    assert "rows on this host" in found.reason
+
+
+def test_a_failed_measurement_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FailedPrecondition, match="could not be measured"):
+        chosen("auto", tmp_path / "arena", device="abacus")
+
+
+def test_the_measuring_program_says_what_it_wants() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "worker_service.profiling.page_costs"],
+        env={**os.environ, **child_environment({})},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "--shape" in done.stderr
