@@ -42,6 +42,11 @@ class DraftTarget(Protocol):
         ...
 
     @property
+    def is_streamed(self) -> bool:
+        """True if its cache is in the store, and each step reads it from there."""
+        ...
+
+    @property
     def speculation(self) -> Speculation: ...
 
 

@@ -1,65 +1,138 @@
-"""Asks the drafters for guesses before a step, and remembers who is drafted for."""
+"""Asks drafters before a step, for as many tokens as pay, and learns from what was verified."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from splitpoint.speculation import MOST_SPECULATIVE_TOKENS, DraftMethod
+from splitpoint.speculation import DraftMethod
+from worker_service.drafts.draft_length import (
+    PROBE_TOKENS,
+    Acceptance,
+    Candidate,
+    Patience,
+    StepCosts,
+    TokenCosts,
+    best_lengths,
+)
 from worker_service.drafts.drafter import Drafter, DraftTarget, TargetKey
 
 Target = TypeVar("Target", bound=DraftTarget)
 
-# The order in which AUTO asks: the cheapest first.
-_AUTO = (DraftMethod.SUFFIX, DraftMethod.SELF, DraftMethod.MODEL)
+# Tokens of a draft at most where their number is left to measurements.
+MOST_CHOSEN_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Drafted(Generic[Target]):
-    """Guessed tokens for a sequence, at least one, and who guessed them."""
+    """Drafted tokens of a sequence, at least one, and who drafted them."""
 
     target: Target
     method: DraftMethod
     tokens: list[int]
 
 
+@dataclass(slots=True)
+class _History:
+    """What was learnt of one sequence."""
+
+    acceptance: dict[DraftMethod, Acceptance] = field(default_factory=dict)
+    patience: Patience = field(default_factory=Patience)
+
+    def of(self, method: DraftMethod) -> Acceptance:
+        return self.acceptance.setdefault(method, Acceptance())
+
+
+@dataclass(slots=True)
+class _Plan(Generic[Target]):
+    """A sequence whose draft is being decided.
+
+    Attributes:
+        most: tokens that it may draft.
+        methods: who may draft for it, besides SUFFIX, which was asked first.
+        is_fixed: the request says how many tokens, and who drafts them.
+        found: what SUFFIX drafts; None if it may not.
+    """
+
+    target: Target
+    history: _History
+    most: int
+    methods: tuple[DraftMethod, ...]
+    is_fixed: bool
+    found: list[int] | None = None
+    method: DraftMethod = DraftMethod.OFF
+    count: int = 0
+
+
 class Speculator(Generic[Target]):
-    """Drafts for the sequences of one engine. Used by the engine's thread only."""
+    """Drafts for the sequences of one engine. Used by the engine's thread only.
+
+    A request that names a method and a number gets that many tokens; else the lengths, and for
+    AUTO the method, follow measured acceptance and costs.
+    """
 
     def __init__(
-        self, drafters: Mapping[DraftMethod, Drafter[Target]], *, step_tokens: int
+        self,
+        drafters: Mapping[DraftMethod, Drafter[Target]],
+        *,
+        step_tokens: int,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`step_tokens`: guesses that one step verifies at most."""
+        """`step_tokens`: drafted tokens that one step verifies at most."""
         self._drafters = drafters
         self._step_tokens = step_tokens
-        self._known: dict[TargetKey, Target] = {}
+        self._clock = clock
+        self._known: dict[TargetKey, _History] = {}
+        self._steps = StepCosts()
+        self._tokens = TokenCosts()
 
-    def propose(self, spare: Sequence[tuple[Target, int]], budget: int) -> list[Drafted[Target]]:
-        """Return guesses for sequences that have room for so many of them.
+    @property
+    def is_idle(self) -> bool:
+        """True if no running sequence was drafted for."""
+        return not self._known
 
-        `budget`: guesses that the step has room for, at most.
+    def propose(
+        self,
+        spare: Sequence[tuple[Target, int]],
+        *,
+        mix: Hashable,
+        sequence_count: int,
+        budget: int,
+    ) -> list[Drafted[Target]]:
+        """Return drafts for sequences that have room for so many tokens.
+
+        Args:
+            mix: which other steps take as long as this one without drafts.
+            sequence_count: sequences that the step decodes.
+            budget: drafted tokens that the step has room for, at most.
         """
+        plans = [self._plan(target, room) for target, room in spare]
+        plans = [plan for plan in plans if plan.most > 0]
         budget = min(budget, self._step_tokens)
-        drafted: list[Drafted[Target]] = []
-        by_method: dict[DraftMethod, list[tuple[Target, int]]] = {}
-        for target, room in spare:
-            self._known[target.key] = target
-            speculation = target.speculation
-            most = speculation.num_speculative_tokens
-            count = min(room, budget, MOST_SPECULATIVE_TOKENS if most is None else most)
-            method = speculation.method
-            if method is DraftMethod.AUTO:
-                method = next((each for each in _AUTO if each in self._drafters), DraftMethod.OFF)
-            if count > 0 and method in self._drafters:
-                by_method.setdefault(method, []).append((target, count))
-                budget -= count
-        for method, wanted in by_method.items():
-            guesses = self._drafters[method].propose(wanted)
-            for (target, count), tokens in zip(wanted, guesses, strict=True):
-                if tokens:
-                    drafted.append(Drafted(target, method, tokens[:count]))
-        return drafted
+        self._find(plans)
+        for plan in plans:
+            if plan.is_fixed:
+                plan.count = min(plan.most, budget)
+                budget -= plan.count
+        open_plans = [plan for plan in plans if not plan.is_fixed and (plan.found or plan.methods)]
+        if open_plans and not self._steps.wants_plain(mix):
+            self._choose(open_plans, mix, sequence_count, budget)
+        return self._ask([plan for plan in plans if plan.count > 0])
+
+    def observe_draft(
+        self, key: TargetKey, method: DraftMethod, drafted: int, accepted: int
+    ) -> None:
+        """Learn how many of a sequence's drafted tokens were right."""
+        history = self._known.get(key)
+        if history is not None:
+            history.of(method).observe(drafted, accepted)
+            history.patience.probed(accepted)
+
+    def observe_step(self, mix: Hashable, draft_tokens: int, seconds: float) -> None:
+        """Learn what a step took that only decoded, without its drafting."""
+        self._steps.observe(mix, draft_tokens, seconds)
 
     def keep(self, running: Iterable[TargetKey]) -> None:
         """Forget all sequences that do not run any more."""
@@ -68,3 +141,102 @@ class Speculator(Generic[Target]):
                 del self._known[key]
                 for drafter in self._drafters.values():
                     drafter.forget(key)
+
+    # -- below ----------------------------------------------------------------------------
+
+    def _plan(self, target: Target, room: int) -> _Plan[Target]:
+        history = self._known.get(target.key)
+        if history is None:
+            history = self._known[target.key] = _History()
+        speculation = target.speculation
+        wanted, most = speculation.method, speculation.num_speculative_tokens
+        methods = [wanted]
+        if wanted is DraftMethod.AUTO:
+            methods = [DraftMethod.MODEL]
+            if target.is_streamed:
+                methods = [DraftMethod.SELF, DraftMethod.MODEL]
+        has_suffix = wanted in (DraftMethod.AUTO, DraftMethod.SUFFIX)
+        return _Plan(
+            target,
+            history,
+            min(room, MOST_CHOSEN_TOKENS if most is None else most),
+            tuple(
+                each for each in methods if each in self._drafters and each != DraftMethod.SUFFIX
+            ),
+            is_fixed=most is not None and wanted is not DraftMethod.AUTO,
+            found=[] if has_suffix and DraftMethod.SUFFIX in self._drafters else None,
+        )
+
+    def _find(self, plans: Sequence[_Plan[Target]]) -> None:
+        """Ask SUFFIX, which costs next to nothing, whatever is decided then."""
+        asked = [plan for plan in plans if plan.found is not None]
+        if asked:
+            drafter = self._drafters[DraftMethod.SUFFIX]
+            drafts = drafter.propose([(plan.target, plan.most) for plan in asked])
+            for plan, tokens in zip(asked, drafts, strict=True):
+                plan.found = tokens[: plan.most]
+
+    def _choose(
+        self, plans: Sequence[_Plan[Target]], mix: Hashable, sequence_count: int, budget: int
+    ) -> None:
+        """Set the methods and lengths that promise the highest rate."""
+
+        def ratio(count: int) -> float:
+            return self._steps.ratio(mix, count)
+
+        plain_seconds = self._steps.plain_seconds(mix)
+        candidates = []
+        for plan in plans:
+            offers = self._offers(plan, plain_seconds)
+            best = offers[0]
+            if len(offers) > 1:
+                best = max(
+                    offers,
+                    key=lambda each: best_lengths([each], sequence_count, ratio, budget).rate,
+                )
+            plan.method = best.method
+            candidates.append(best)
+        lengths = best_lengths(candidates, sequence_count, ratio, budget)
+        left = budget - sum(lengths.counts)
+        for plan, candidate, count in zip(plans, candidates, lengths.counts, strict=True):
+            plan.count = count
+            if count:
+                plan.history.patience.pays()
+            elif plan.history.patience.is_due():
+                plan.count = min(PROBE_TOKENS, candidate.most, left)
+                left -= plan.count
+
+    def _offers(self, plan: _Plan[Target], plain_seconds: float | None) -> list[Candidate]:
+        """Return what each method would draft for a sequence; at least one can."""
+        offers = []
+        if plan.found:
+            chance = plan.history.of(DraftMethod.SUFFIX).chance
+            offers.append(Candidate(chance, len(plan.found), DraftMethod.SUFFIX))
+        for method in plan.methods:
+            share = self._tokens.share(method, plain_seconds)
+            offers.append(Candidate(plan.history.of(method).chance, plan.most, method, share))
+        return offers
+
+    def _ask(self, plans: Sequence[_Plan[Target]]) -> list[Drafted[Target]]:
+        """Return the drafts that were decided on, and measure what they take."""
+        drafted: list[Drafted[Target]] = []
+        by_method: dict[DraftMethod, list[_Plan[Target]]] = {}
+        for plan in plans:
+            if plan.is_fixed:
+                plan.method = plan.target.speculation.method
+            if plan.method is DraftMethod.SUFFIX and plan.found:
+                drafted.append(Drafted(plan.target, plan.method, plan.found[: plan.count]))
+            elif plan.method in plan.methods:
+                by_method.setdefault(plan.method, []).append(plan)
+        for method, asked in by_method.items():
+            began = self._clock()
+            drafts = self._drafters[method].propose([(plan.target, plan.count) for plan in asked])
+            seconds = self._clock() - began
+            self._tokens.observe(method, max(map(len, drafts)), seconds)
+            for plan, tokens in zip(asked, drafts, strict=True):
+                if tokens:
+                    drafted.append(Drafted(plan.target, method, tokens[: plan.count]))
+                else:
+                    # A drafter that answers nothing does not pay either.
+                    plan.history.of(method).observe(1, 0)
+        return drafted

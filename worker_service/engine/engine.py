@@ -136,6 +136,7 @@ class Engine:
         self._speculator = (
             Speculator(drafters, step_tokens=self.memory_plan.draft_tokens) if drafters else None
         )
+        self._drafting_seconds = 0.0
         self._windows = [layer.window for layer in model.layers]
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._stopped = False
@@ -358,11 +359,17 @@ class Engine:
             for sequence in decodes
             if sequence.speculation.is_on and not sequence.skips_drafts
         ]
+        self._drafting_seconds = 0.0
         if not spare:
             return
-        for drafted in speculator.propose(spare, budget):
+        began = time.perf_counter()
+        proposed = speculator.propose(
+            spare, mix=_mix(decodes), sequence_count=len(decodes), budget=budget
+        )
+        for drafted in proposed:
             drafted.target.drafts = drafted.tokens
             drafted.target.drafted_by = drafted.method
+        self._drafting_seconds = time.perf_counter() - began
 
     # -- postprocess --------------------------------------------------------------------
 
@@ -372,6 +379,8 @@ class Engine:
             batch, seconds = result.batch, time.perf_counter() - result.batch.started
             self.restorer.stepped(batch.sequences, batch.counts, seconds)
             self._postprocessor.apply(result)
+            if self._speculator is not None and not self._speculator.is_idle:
+                self._learn(self._speculator, result, seconds)
             self._measure(result)
         output, self.queues.output = self.queues.output, StepOutput()
         output.work = self.lanes.pop_totals()
@@ -384,6 +393,16 @@ class Engine:
         output.running_count = len(self.queues.running)
         output.cache_used_bytes = self.cache.used_bytes
         return output
+
+    def _learn(self, speculator: Speculator[Sequence], result: StepResult, seconds: float) -> None:
+        """Let the choice of drafts learn from a step of so many seconds."""
+        drafts, batch = self.queues.output.drafts, result.batch
+        for event in drafts:
+            speculator.observe_draft(event.key, event.method, event.drafted, event.accepted)
+        if not batch.prefills and not result.lost:
+            verified = sum(event.drafted for event in drafts)
+            seconds -= self._drafting_seconds
+            speculator.observe_step(_mix(batch.sequences), verified, seconds)
 
     def _measure(self, result: StepResult) -> None:
         """Report the step, and let the costs learn from it."""
@@ -410,3 +429,9 @@ class Engine:
             ),
             streamed=None if batch.streamed is None else batch.streamed.tokens,
         )
+
+
+def _mix(decodes: list[Sequence]) -> tuple[int, int]:
+    """Return what the time of a plain step depends on most: how many are resident, and streamed."""
+    streamed = sum(sequence.is_streamed for sequence in decodes)
+    return len(decodes) - streamed, streamed

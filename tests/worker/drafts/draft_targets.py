@@ -16,6 +16,7 @@ class TargetDouble:
     tokens: list[int]
     prompt_length: int = 0
     salt: bytes = b""
+    is_streamed: bool = False
     speculation: Speculation = field(default_factory=lambda: Speculation(DraftMethod.SUFFIX))
 
     @property
