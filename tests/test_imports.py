@@ -27,6 +27,7 @@ ALLOWED = {
 # Only the worker computes; benchmarks run it in their own process.
 TORCH_FILES = (
     "worker_service/",
+    "splitpoint_cli/bench/decode/ours.py",
     "splitpoint_cli/bench/decode/runs.py",
     "splitpoint_cli/bench/offload/drafts.py",
     "splitpoint_cli/bench/offload/engine.py",

@@ -15,6 +15,7 @@ from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.errors import InvalidArgument
 from splitpoint.extras import need_all
 from splitpoint.shapes import DataType, ModelShape
+from splitpoint.speculation import MOST_SPECULATIVE_TOKENS, DraftMethod
 from splitpoint_cli.bench.decode.peers.catalog import check_peers, parse_peers
 from splitpoint_cli.bench.decode.report import Workload, report_of, table_of
 from splitpoint_cli.bench.shared import options
@@ -22,6 +23,9 @@ from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.shared.report import hand_over_report
 from splitpoint_cli.models import find_shape
 from splitpoint_cli.report import AsJson, OutputFile
+
+# `self` drafts for streamed requests: `bench offload` measures it.
+METHODS = [DraftMethod.SUFFIX, DraftMethod.MODEL, DraftMethod.AUTO]
 
 _Peers = Annotated[
     str,
@@ -49,6 +53,26 @@ _Model = Annotated[
         metavar="DIR|NAME",
     ),
 ]
+_Speculate = Annotated[
+    list[str],
+    typer.Option(
+        "--speculate",
+        help="Also decode with drafts of this method; may be repeated.",
+        metavar="|".join(METHODS),
+    ),
+]
+_SpeculativeTokens = Annotated[
+    int | None,
+    typer.Option(
+        help="Most drafts of a step; default: chosen by measurement.",
+        min=1,
+        max=MOST_SPECULATIVE_TOKENS,
+    ),
+]
+_DraftModel = Annotated[
+    str | None,
+    typer.Option(help="Draft model of `--speculate model`.", metavar="DIR|NAME"),
+]
 
 
 def decode(
@@ -61,6 +85,9 @@ def decode(
     peer_python: _PeerPython = [],  # noqa: B006 - typer's way to say "none"
     text: _Text = None,
     model: _Model = None,
+    speculate: _Speculate = [],  # noqa: B006 - typer's way to say "none"
+    speculative_tokens: _SpeculativeTokens = None,
+    draft_model: _DraftModel = None,
     repeats: options.Repeats = 5,
     device: options.ContendersDevice = "cpu",
     threads: options.Threads = 0,
@@ -93,6 +120,9 @@ def decode(
         peers=names,
         text="" if text is None else text.name,
         model="" if folder is None else str(folder),
+        speculate=_methods(speculate, draft_model),
+        speculative_tokens=speculative_tokens,
+        draft_model="" if draft_model is None else str(resolve_model(draft_model, download=False)),
     )
     with options.importing_peer():
         from splitpoint_cli.bench.decode.runs import run_all
@@ -112,3 +142,17 @@ def _dimensions(shape: str, folder: Path | None, dtype: str) -> ModelShape:
         return read_shape(folder, DataType(dtype))
     options.built_in_shape(shape.lower())
     return find_shape(shape, dtype)
+
+
+def _methods(names: list[str], draft_model: str | None) -> tuple[str, ...]:
+    """Return the draft methods, each once. Raises InvalidArgument."""
+    for name in names:
+        if name not in list(METHODS):
+            raise InvalidArgument(
+                f"{name!r} is none of {', '.join(METHODS)}"
+                + (": bench offload measures it" if name == DraftMethod.SELF else ""),
+                field="speculate",
+            )
+    if (DraftMethod.MODEL in names) and draft_model is None:
+        raise InvalidArgument("--speculate model needs --draft-model", field="draft_model")
+    return tuple(dict.fromkeys(names))

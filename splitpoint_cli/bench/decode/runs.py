@@ -17,7 +17,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from splitpoint.host.openmp import SPIN_COUNT
-from splitpoint.shapes import ArenaLayout, DataType, ModelShape
+from splitpoint.shapes import DataType, ModelShape
+from splitpoint.speculation import DraftMethod
+from splitpoint_cli.bench.decode.ours import OurWorker, load_decoder
 from splitpoint_cli.bench.decode.peers.catalog import PEERS
 from splitpoint_cli.bench.decode.peers.messages import Load, Work
 from splitpoint_cli.bench.decode.peers.process import PeerProcess, interpreters_of, start_peer
@@ -31,12 +33,6 @@ from splitpoint_cli.bench.decode.report import (
     Workload,
     too_slow,
 )
-from splitpoint_cli.bench.shared.engine_memory import (
-    CHUNK_TOKENS,
-    MAX_BATCHED_TOKENS,
-    exact_memory,
-)
-from splitpoint_cli.bench.shared.engine_runs import admission_of, outputs_until_idle
 from splitpoint_cli.bench.shared.memory_reads import MemoryReads
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.shared.transformers_peer import (
@@ -45,69 +41,18 @@ from splitpoint_cli.bench.shared.transformers_peer import (
     generate_greedy,
     random_model,
 )
-from worker_service.device.cache import TORCH_TYPES, DeviceCache
-from worker_service.engine.engine import Engine
-from worker_service.graphs.support import MOST_GRAPH_BYTES, graph_obstacle, graphs_of
-from worker_service.model.decoder import Decoder
+from worker_service.device.cache import TORCH_TYPES
 from worker_service.startup import choose_device
 
 CACHES = ("dynamic", "static")
-WARM_UP_TOKENS = 8
+# A short run meets all code; a long prompt's own first costs are lost in a median.
+WARM_UP_PROMPT, WARM_UP_TOKENS = 64, 4
 
 
 class Contender(Protocol):
     """Answers prompts."""
 
     def run(self, prompts: Prompts, new_tokens: int) -> Run: ...
-
-
-class OurWorker:
-    """The worker's engine with the settings it has by default, without gRPC or a store."""
-
-    def __init__(self, folder: Path, workload: Workload) -> None:
-        dtype = TORCH_TYPES[DataType(workload.dtype)]
-        device = choose_device(workload.device)
-        model = Decoder.load(folder, device, dtype)
-        layout = ArenaLayout.of(model.shape, chunk_tokens=CHUNK_TOKENS, has_activations=False)
-        # A page more of each sequence than its tokens fill.
-        memory = exact_memory(
-            model.shape,
-            layout,
-            weight_bytes=model.weight_bytes,
-            batch=workload.batch,
-            tokens=workload.prompt + workload.new + CHUNK_TOKENS,
-            graph_bytes=0
-            if graph_obstacle(device, dtype, model.shape.head_dim)
-            else MOST_GRAPH_BYTES,
-        )
-        cache = DeviceCache(layout, memory, device)
-        windows = [layer.window for layer in model.layers]
-        self._engine = Engine(
-            model,
-            cache,
-            graphs=graphs_of(cache, windows, max_batch_size=workload.batch),
-            max_batch_size=workload.batch,
-            max_batched_tokens=MAX_BATCHED_TOKENS,
-            # Each run computes its prompts.
-            shares_prefixes=False,
-        )
-
-    def run(self, prompts: Prompts, new_tokens: int) -> Run:
-        engine = self._engine
-        tokens: dict[str, list[int]] = {}
-        first_seconds, before = 0.0, 0
-        started = time.perf_counter()
-        for index, prompt in enumerate(prompts):
-            engine.admit(admission_of(str(index), prompt, new_tokens))
-        for output in outputs_until_idle(engine):
-            for event in output.tokens:
-                tokens.setdefault(event.key[0], []).append(event.choice.token_id)
-            if not before and len(tokens) == len(prompts):
-                first_seconds = time.perf_counter() - started
-                before = sum(len(each) for each in tokens.values())
-        seconds = time.perf_counter() - started
-        ordered = tuple(tuple(tokens[str(index)]) for index in range(len(prompts)))
-        return Run(seconds, first_seconds, before, ordered)
 
 
 class Transformers:
@@ -156,8 +101,8 @@ class Contenders:
     """All contenders over the same weights. Close it.
 
     Attributes:
-        by_name: ours first.
-        peer_of: the peer of each contender but ours.
+        by_name: ours first, then ours with drafts.
+        peer_of: the peer of each contender but these.
         versions: of the peers in children.
     """
 
@@ -176,7 +121,7 @@ class Contenders:
             with tempfile.TemporaryDirectory(prefix="splitpoint-bench-") as folder:
                 progress.say("writing a checkpoint for all contenders")
                 model = _written_model(workload, shape, Path(folder))
-                self.by_name[OURS] = OurWorker(Path(folder), workload)
+                self._add_ours(Path(folder), workload)
                 for peer in workload.peers:
                     if peer == TRANSFORMERS:
                         self._add_transformers(model, workload)
@@ -190,6 +135,14 @@ class Contenders:
     def close(self) -> None:
         """End the children."""
         self._end.close()
+
+    def _add_ours(self, checkpoint: Path, workload: Workload) -> None:
+        """Add plain decoding, and each draft method with the same weights."""
+        model = load_decoder(checkpoint, workload)
+        self.by_name[OURS] = OurWorker(model, workload)
+        for method in workload.speculate:
+            worker = OurWorker(model, workload, DraftMethod(method), checkpoint)
+            self.by_name[f"{OURS} {method}"] = worker
 
     def _add_transformers(self, model: Any, workload: Workload) -> None:
         model.to(choose_device(workload.device))
@@ -263,8 +216,9 @@ def _timed_runs(
     """
     reads = MemoryReads(choose_device(workload.device))
     by_name = contenders.by_name
+    short = tuple(prompt[:WARM_UP_PROMPT] for prompt in prompts)
     for contender in progress.track("warming up", [*by_name.values()]):
-        contender.run(prompts, min(workload.new, WARM_UP_TOKENS))
+        contender.run(short, min(workload.new, WARM_UP_TOKENS))
     runs: dict[str, list[Run]] = {name: [] for name in by_name}
     slow: set[str] = set()
     for name in progress.rounds("timed runs", [*by_name, LIMIT], workload.repeats):

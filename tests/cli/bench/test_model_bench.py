@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ from typer.testing import CliRunner
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.errors import InvalidArgument
+from splitpoint.speculation import DraftMethod
 from splitpoint_cli.bench.decode.command import decode
+from splitpoint_cli.bench.decode.ours import OurWorker, load_decoder
 from splitpoint_cli.bench.decode.prompts import passages, random_prompts, text_prompts
 from splitpoint_cli.bench.decode.report import (
     OURS,
@@ -24,7 +28,7 @@ from splitpoint_cli.bench.decode.report import (
     table_of,
     too_slow,
 )
-from splitpoint_cli.bench.decode.runs import OurWorker, Transformers
+from splitpoint_cli.bench.decode.runs import Transformers
 from splitpoint_cli.bench.shared.memory_reads import MemoryReads
 from splitpoint_cli.main import app
 
@@ -143,7 +147,8 @@ def test_a_report_without_a_place_is_refused_before_anything_runs(tmp_path: Path
 
 def test_all_contenders_give_the_same_tokens(tmp_path: Path) -> None:
     prompts = random_prompts(VOCABULARY, 2, 20, seed=0)
-    runs = [OurWorker(write_tiny("opt", tmp_path), WORKLOAD).run(prompts, 6)]
+    model = load_decoder(write_tiny("opt", tmp_path), WORKLOAD)
+    runs = [OurWorker(model, WORKLOAD).run(prompts, 6)]
     for cache in ("dynamic", "static"):
         for attention in ("sdpa", "eager"):
             runs.append(Transformers(build_tiny("opt"), cache, attention).run(prompts, 6))
@@ -153,3 +158,55 @@ def test_all_contenders_give_the_same_tokens(tmp_path: Path) -> None:
         assert 0 < each.first_token_seconds < each.seconds
         assert each.tokens_per_second > 0
         assert each.decode_tokens_per_second > 0
+
+
+@pytest.mark.parametrize("method", [DraftMethod.SUFFIX, DraftMethod.MODEL])
+def test_drafts_give_the_same_tokens_and_are_counted(method: DraftMethod, tmp_path: Path) -> None:
+    folder = write_tiny("opt", tmp_path)
+    # The best of all draft models: the model itself.
+    workload = replace(WORKLOAD, new=30, speculative_tokens=3, draft_model=str(folder))
+    model = load_decoder(folder, workload)
+    # The prompt repeats itself, and so do suffixes' drafts.
+    prompts = tuple((*each, *each) for each in random_prompts(VOCABULARY, 2, 20, seed=0))
+    plain = OurWorker(model, workload).run(prompts, 30)
+    assert (plain.drafted, plain.accepted) == (0, 0)
+    drafted = OurWorker(model, workload, method, folder)
+    runs = [drafted.run(prompts, 30) for _ in range(2)]
+    assert all(run.tokens == plain.tokens for run in runs)
+    assert all(0 < run.accepted <= run.drafted for run in runs if method is DraftMethod.MODEL)
+    # A later run has no advantage of an earlier one's answers.
+    assert runs[0].drafted == runs[1].drafted
+    assert runs[0].accepted == runs[1].accepted
+
+
+def test_the_report_says_what_drafts_came_to() -> None:
+    tokens = ((1, 2, 3, 4), (5, 6, 7, 8))
+    with_drafts = replace(run(1.25, 0.5, tokens), drafted=8, accepted=6)
+    runs = {OURS: [run(2.0, 0.5, tokens)], f"{OURS} suffix": [with_drafts] * 2}
+    report = report_of(WORKLOAD, Measured(runs, {}, 20e9, 10**9))
+    assert report["speculation"] == {
+        "suffix": {
+            "ratio": 1.6,
+            "decode_ratio": 2.0,
+            "drafted": 16,
+            "accepted": 12,
+            "acceptance": 0.75,
+            "tokens_agree": True,
+        }
+    }
+    assert "2.00 x plain decode, 12 of 16 drafts" in str(table_of(report).caption)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"speculate": ["self"]}, "speculate"),
+        ({"speculate": ["model"]}, "draft_model"),
+        ({"model": "somewhere"}, "model"),
+        ({"peers": "vllm"}, "peers"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        decode(**options)
+    assert caught.value.field == field

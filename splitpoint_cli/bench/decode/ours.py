@@ -1,0 +1,125 @@
+"""Our side of `bench decode`: the engine, plain or with drafts, without gRPC or a store."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from splitpoint.shapes import ArenaLayout, DataType
+from splitpoint.speculation import PLAIN, STEP_DRAFT_TOKENS, DraftMethod, Speculation
+from splitpoint_cli.bench.decode.prompts import Prompts
+from splitpoint_cli.bench.decode.report import Run, Workload
+from splitpoint_cli.bench.shared.engine_memory import (
+    CHUNK_TOKENS,
+    MAX_BATCHED_TOKENS,
+    exact_memory,
+)
+from splitpoint_cli.bench.shared.engine_runs import admission_of, outputs_until_idle
+from worker_service.device.cache import TORCH_TYPES, DeviceCache
+from worker_service.drafts.drafter import Drafter
+from worker_service.drafts.suffix import SuffixDrafter
+from worker_service.engine.engine import Engine
+from worker_service.engine.sequence import Sequence
+from worker_service.graphs.support import MOST_GRAPH_BYTES, graph_obstacle, graphs_of
+from worker_service.model.decoder import Decoder
+from worker_service.speculation.draft_model import DraftModel
+from worker_service.startup import choose_device
+
+# A draft model's memory is divided from this; it takes what it needs.
+_DRAFT_BUDGET_BYTES = 1 << 32
+
+
+def load_decoder(folder: Path, workload: Workload) -> Decoder:
+    """Return the checkpoint's model in the workload's element type, on its device."""
+    dtype = TORCH_TYPES[DataType(workload.dtype)]
+    return Decoder.load(folder, choose_device(workload.device), dtype)
+
+
+class OurWorker:
+    """The engine with the settings it has by default, and with drafts of one method."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        workload: Workload,
+        method: DraftMethod = DraftMethod.OFF,
+        folder: Path | None = None,
+    ) -> None:
+        """`folder`: the checkpoint of `model`; drafts need it."""
+        self._speculation = PLAIN
+        drafters: Mapping[DraftMethod, Drafter[Sequence]] = {}
+        if method is not DraftMethod.OFF and folder is not None:
+            self._speculation = Speculation(method, workload.speculative_tokens)
+            drafters = _drafters(model, workload, folder)
+        dtype = TORCH_TYPES[DataType(workload.dtype)]
+        layout = ArenaLayout.of(model.shape, chunk_tokens=CHUNK_TOKENS, has_activations=False)
+        # A page more of each sequence than its tokens fill.
+        memory = exact_memory(
+            model.shape,
+            layout,
+            weight_bytes=model.weight_bytes,
+            batch=workload.batch,
+            tokens=workload.prompt + workload.new + CHUNK_TOKENS,
+            graph_bytes=0
+            if graph_obstacle(model.device, dtype, model.shape.head_dim)
+            else MOST_GRAPH_BYTES,
+            draft_tokens=STEP_DRAFT_TOKENS if drafters else 0,
+        )
+        cache = DeviceCache(layout, memory, model.device)
+        windows = [layer.window for layer in model.layers]
+        self._engine = Engine(
+            model,
+            cache,
+            graphs=graphs_of(cache, windows, max_batch_size=workload.batch),
+            max_batch_size=workload.batch,
+            max_batched_tokens=MAX_BATCHED_TOKENS,
+            # Each run computes its prompts.
+            shares_prefixes=False,
+            drafters=drafters,
+        )
+        self._tenants = itertools.count()
+
+    def run(self, prompts: Prompts, new_tokens: int) -> Run:
+        engine = self._engine
+        # Drafts must not come from the same answers of an earlier run.
+        tenant = str(next(self._tenants)).encode()
+        tokens: dict[str, list[int]] = {}
+        first_seconds, before, drafted, accepted = 0.0, 0, 0, 0
+        started = time.perf_counter()
+        for index, prompt in enumerate(prompts):
+            admission = admission_of(str(index), prompt, new_tokens)
+            engine.admit(replace(admission, speculation=self._speculation, salt=tenant))
+        for output in outputs_until_idle(engine):
+            for event in output.tokens:
+                tokens.setdefault(event.key[0], []).append(event.choice.token_id)
+            drafted += sum(each.drafted for each in output.drafts)
+            accepted += sum(each.accepted for each in output.drafts)
+            if not before and len(tokens) == len(prompts):
+                first_seconds = time.perf_counter() - started
+                before = sum(len(each) for each in tokens.values())
+        seconds = time.perf_counter() - started
+        ordered = tuple(tuple(tokens[str(index)]) for index in range(len(prompts)))
+        return Run(seconds, first_seconds, before, ordered, drafted, accepted)
+
+
+def _drafters(
+    model: Decoder, workload: Workload, folder: Path
+) -> dict[DraftMethod, Drafter[Sequence]]:
+    """Return the drafters of a resident engine: suffixes, and the draft model if one is named."""
+    drafters: dict[DraftMethod, Drafter[Sequence]] = {DraftMethod.SUFFIX: SuffixDrafter()}
+    if workload.draft_model:
+        plan = DraftModel.plan(
+            Path(workload.draft_model),
+            Path(workload.model) if workload.model else folder,
+            model.shape,
+            model.device,
+            chunk_tokens=CHUNK_TOKENS,
+            budget_bytes=_DRAFT_BUDGET_BYTES,
+            max_batch_size=workload.batch,
+            max_batched_tokens=MAX_BATCHED_TOKENS,
+        )
+        drafters[DraftMethod.MODEL] = plan.load()
+    return drafters
