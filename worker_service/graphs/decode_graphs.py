@@ -212,7 +212,9 @@ class DecodeGraphs:
 
     def _stop(self, obstacle: str) -> None:
         """Compute all further steps eagerly."""
-        log.warning("decoding steps are computed eagerly: %s", obstacle)
+        log.warning(
+            "decoding steps are computed eagerly: %s (--enforce-eager avoids the attempt)", obstacle
+        )
         self.obstacle = obstacle
         self.is_full = True
         for size in self._sizes.values():
