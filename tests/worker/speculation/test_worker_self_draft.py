@@ -6,6 +6,7 @@ Takes about 20 seconds.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Rows
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,9 @@ from tiny_models import build_tiny, clear_prompt, write_tiny
 
 from splitpoint.planning.schedule import Lane
 from splitpoint.shapes import ArenaLayout
+from splitpoint.speculation import DraftMethod, Speculation
 from worker_service.engine.engine import Engine
+from worker_service.engine.messages import DraftEvent, StepOutput
 from worker_service.engine.sampling import Sampling
 from worker_service.engine.sequence import Sequence
 from worker_service.lanes.cpu import ThreadLanes
@@ -78,6 +81,37 @@ class Case:
         return texts, drafts
 
 
+class LateDrafter:
+    """Drafts by a drafter that is made after its engine."""
+
+    method = DraftMethod.SELF
+
+    def __init__(self) -> None:
+        self.drafter: SelfDrafter | None = None
+
+    def propose(self, wanted: Rows[tuple[Sequence, int]]) -> list[list[int]]:
+        assert self.drafter is not None
+        return self.drafter.propose(wanted)
+
+    def forget(self, key: tuple[str, int]) -> None:
+        assert self.drafter is not None
+        self.drafter.forget(key)
+
+
+def drafting_engine(case: Case, window: int) -> Engine:
+    late = LateDrafter()
+    engine = make_engine(
+        case.model,
+        chunk_tokens=CHUNK,
+        has_activations=True,
+        window_pages=window,
+        lanes=SerialLanes(CPU),
+        drafters={DraftMethod.SELF: late},
+    )
+    late.drafter = SelfDrafter(engine.model, engine.cache, engine.lanes)
+    return engine
+
+
 def is_decoding(sequence: Sequence) -> bool:
     return sequence.restored and sequence.computed == len(sequence.tokens) - 1
 
@@ -126,6 +160,50 @@ def test_drafts_fill_spare_rows_and_change_nothing_else(case: Case) -> None:
         room = CHUNK - position % CHUNK if position % CHUNK else 0
         assert len(tokens) == min(8, room)
     lanes.close()
+
+
+@pytest.mark.parametrize(("sampling", "most"), [(GREEDY, 1), (SAMPLED, 3), (GREEDY, 8)])
+def test_an_engine_that_drafts_gives_the_same_texts(
+    case: Case, sampling: Sampling, most: int
+) -> None:
+    """Cold and from the store, with a chunk as window and with everything on the device."""
+    plain = case.engine(0, SerialLanes(CPU))
+    case.runner.after_step = lambda _: None
+    requests = [
+        streamed(str(index), prompt, sampling, salt=b"engine")
+        for index, prompt in enumerate(case.prompts)
+    ]
+    wanted = case.runner.run(plain, requests).tokens
+    speculation = Speculation(DraftMethod.SELF, num_speculative_tokens=most)
+    drafted = [replace(each, speculation=speculation) for each in requests]
+    for window in (1, EVERYTHING):
+        for salt in (b"engine", bytes([window, most, sampling is GREEDY])):
+            engine = drafting_engine(case, window)
+            events: list[DraftEvent] = []
+            steps: list[StepOutput] = []
+
+            def note(
+                output: StepOutput,
+                engine: Engine = engine,
+                events: list[DraftEvent] = events,
+                steps: list[StepOutput] = steps,
+            ) -> None:
+                events += output.drafts
+                steps += [output] if output.tokens else []
+                claims, room = engine.cache.claims, engine.memory_plan.room_page_count
+                assert claims.room_used <= room
+                assert engine.cache.pages.used_count <= claims.promised_count + room
+
+            case.runner.after_step = note
+            found = case.runner.run(engine, [replace(each, salt=salt) for each in drafted])
+            assert found.tokens == wanted
+            assert engine.cache.pages.used_count == engine.cache.claims.promised_count == 0
+            assert {each.method for each in events} == {DraftMethod.SELF}
+            assert all(each.drafted <= most for each in events)
+            if window == EVERYTHING:
+                assert all(each.accepted == each.drafted for each in events)
+                assert len(steps) < NEW
+    case.runner.after_step = lambda _: None
 
 
 def test_nothing_moves_while_drafts_are_made(case: Case) -> None:
