@@ -126,7 +126,7 @@ class DraftSetup:
                 served, cache, lanes, eos_token_ids=eos_token_ids
             )
         if self.model is not None:
-            drafters[DraftMethod.MODEL] = self.model.load(tickers)
+            drafters[DraftMethod.MODEL] = self.model.load(tickers, lanes)
         return drafters
 
     def described(self, drafters: Mapping[DraftMethod, object]) -> WorkerSpeculation:

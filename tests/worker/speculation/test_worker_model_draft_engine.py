@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from engine_runner import CPU, Transcript, admission, make_engine, run_all
+from store_runner import store_runner
 from test_worker_model_draft import make_drafter
 from tiny_models import VOCABULARY, write_tiny
 
+from splitpoint.planning.plan import Residency
+from splitpoint.shapes import ArenaLayout
 from splitpoint.speculation import DraftMethod, Speculation
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import Cancel
@@ -108,6 +112,29 @@ def test_more_requests_than_either_cache_holds(served: Decoder, companion: Decod
         assert found.tokens == plain.tokens
         assert found.drafts
         is_clean(engine, drafter)
+
+
+def test_streamed_requests_answer_the_same(
+    served: Decoder, companion: Decoder, tmp_path: Path
+) -> None:
+    """Where the cache of a sequence is does not matter to a draft model."""
+    plain = run_all(make_engine(served), requests(6))
+    layout = ArenaLayout.of(served.shape, chunk_tokens=16, has_activations=False)
+    for model in (companion, served):
+        drafter = make_drafter(model, pages=200)
+        engine = engine_with(served, drafter, cache_pages=60)
+        each = [
+            replace(request, residency=Residency.STREAMED)
+            for request in speculating(requests(6), 3)
+        ]
+        folder = tmp_path / str(model.config.shape.family)
+        folder.mkdir()
+        with store_runner(layout, folder, 400) as runner:
+            found = runner.run(engine, each)
+        assert found.tokens == plain.tokens
+        accepted = sum(event.accepted for event in found.drafts)
+        assert accepted > 100 or model is companion
+        assert found.drafts
 
 
 def test_cancelled_requests_leave_the_others_as_they_are(served: Decoder) -> None:
