@@ -91,15 +91,17 @@ class DraftModel:
         )
 
     def load(self, tickers: Sequence[Ticker] = (), lanes: Lanes | None = None) -> ModelDrafter:
-        """Read the weights and allocate the cache; `lanes` count the time of drafts."""
+        """Read the weights, allocate the cache, and warm up; `lanes` count the time of drafts."""
         dtype = TORCH_TYPES[self.config.shape.data_type]
-        return ModelDrafter(
+        drafter = ModelDrafter(
             Decoder.load(self.folder, self.device, dtype, tickers=tickers),
             DeviceCache(self.layout, self.memory, self.device),
             max_batched_tokens=self.max_batched_tokens,
             eos_token_ids=self.eos_token_ids,
             lanes=lanes,
         )
+        drafter.warm_up()
+        return drafter
 
 
 def check_vocabulary(

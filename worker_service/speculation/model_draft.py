@@ -97,6 +97,20 @@ class ModelDrafter:
         self._kept: OrderedDict[TargetKey, _Kept] = OrderedDict()
 
     @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run passes of the usual sizes: libraries compile kernels at their first use."""
+        pages = self.cache.pages
+        for count in (8, 4, 2, 1):
+            needed = chunks_of(count, self._chunk)
+            if needed <= pages.free_count:
+                drafted = DraftedTokens(
+                    [0] * count, pages=[pages.allocate() for _ in range(needed)]
+                )
+                self._passes.run([Piece(drafted, count)])
+                for page in drafted.pages:
+                    pages.free(page)
+
+    @torch.inference_mode()
     def propose(self, wanted: Rows[tuple[Sequence, int]]) -> list[list[int]]:
         """Draft for all sequences together. See `Drafter.propose`.
 

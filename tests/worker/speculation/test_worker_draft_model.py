@@ -67,6 +67,8 @@ def test_a_companion_is_loaded_into_the_memory_that_was_planned(
     )
     drafter = companion.load()
     assert drafter.model.weight_bytes == memory.weight_bytes
+    assert drafter.cache.pages.used_count == 0
+    assert any(plane.any() for plane in drafter.cache.keys), "nothing has warmed up"
     planes = (*drafter.cache.keys, *drafter.cache.values)
     assert sum(plane.nbytes for plane in planes) == memory.page_count * memory.page_bytes
     sequence = Sequence(admission("one", range(3, 40), Sampling(max_tokens=9, ignore_eos=True)))
