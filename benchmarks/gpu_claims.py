@@ -80,7 +80,9 @@ def graph_claims(report: Mapping[str, Any] | None) -> list[Claim]:
     """Return the claims about decoding steps as CUDA graphs."""
     cases = [] if report is None else [each for each in report["cases"] if "graphs" in each["ways"]]
     different = float(sum(not each["equal"] for each in cases)) if cases else None
-    claims = [Claim("graphs: cases whose tokens differ from eager steps'", different, 0)]
+    claims = [
+        Claim("graphs: cases whose tokens differ from the same rows computed eagerly", different, 0)
+    ]
     for batch, drafts, limit in GRAPH_CASES:
         ratio = None
         for each in cases:

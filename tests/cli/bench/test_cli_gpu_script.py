@@ -91,7 +91,10 @@ def test_graphs_are_compared_with_their_twin() -> None:
     ]
     outcomes = {GRAPHS: Outcome(1.0, {"cases": cases})}
     held = {claim.text: (claim.measured, claim.holds) for claim in claims_of(outcomes)}
-    assert held["graphs: cases whose tokens differ from eager steps'"] == (1, False)
+    assert held["graphs: cases whose tokens differ from the same rows computed eagerly"] == (
+        1,
+        False,
+    )
     text = "graphs, batch {}: time of a step over the eager twin's"
     assert held[text.format(1)] == (0.6, True)
     assert held[text.format(8)] == (1.1, False)
