@@ -30,8 +30,8 @@ METHODS = [DraftMethod.SUFFIX, DraftMethod.MODEL, DraftMethod.AUTO]
 _Peers = Annotated[
     str,
     typer.Option(
-        help="Peers, separated by commas: transformers, ctranslate2, openvino, llama.cpp.",
-        metavar="PEER,...",
+        help="Peers, separated by commas: transformers, ctranslate2, openvino, llama.cpp; or none.",
+        metavar="PEER,...|none",
     ),
 ]
 _PeerPython = Annotated[
@@ -69,6 +69,10 @@ _SpeculativeTokens = Annotated[
         max=MOST_SPECULATIVE_TOKENS,
     ),
 ]
+_Temperature = Annotated[
+    float,
+    typer.Option(help="Sample at this temperature; with --peers none. 0: greedy.", min=0),
+]
 _DraftModel = Annotated[
     str | None,
     typer.Option(help="Draft model of `--speculate model`.", metavar="DIR|NAME"),
@@ -88,6 +92,7 @@ def decode(
     speculate: _Speculate = [],  # noqa: B006 - typer's way to say "none"
     speculative_tokens: _SpeculativeTokens = None,
     draft_model: _DraftModel = None,
+    temperature: _Temperature = 0.0,
     repeats: options.Repeats = 5,
     device: options.ContendersDevice = "cpu",
     threads: options.Threads = 0,
@@ -107,6 +112,8 @@ def decode(
     folder = _checkpoint(text, model)
     dimensions = _dimensions(shape, folder, dtype)
     check_peers(names, dimensions, device)
+    if temperature and names:
+        raise InvalidArgument("peers decode greedily: --peers none", field="temperature")
     workload = Workload(
         shape=dimensions.name.lower(),
         dtype=dtype,
@@ -122,6 +129,7 @@ def decode(
         model="" if folder is None else str(folder),
         speculate=_methods(speculate, draft_model),
         speculative_tokens=speculative_tokens,
+        temperature=temperature,
         draft_model="" if draft_model is None else str(resolve_model(draft_model, download=False)),
     )
     with options.importing_peer():

@@ -81,6 +81,7 @@ class OurWorker:
             drafters=drafters,
         )
         self._tenants = itertools.count()
+        self._temperature = workload.temperature
 
     def run(self, prompts: Prompts, new_tokens: int) -> Run:
         engine = self._engine
@@ -91,7 +92,10 @@ class OurWorker:
         started = time.perf_counter()
         for index, prompt in enumerate(prompts):
             admission = admission_of(str(index), prompt, new_tokens)
-            engine.admit(replace(admission, speculation=self._speculation, salt=tenant))
+            sampling = replace(admission.sampling, temperature=self._temperature, seed=index)
+            engine.admit(
+                replace(admission, sampling=sampling, speculation=self._speculation, salt=tenant)
+            )
         for output in outputs_until_idle(engine):
             for event in output.tokens:
                 tokens.setdefault(event.key[0], []).append(event.choice.token_id)

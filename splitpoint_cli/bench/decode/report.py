@@ -21,7 +21,7 @@ SLOWEST_KEPT = 1.25
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The work of each contender: `batch` prompts of `prompt` tokens, `new` greedy tokens each.
+    """The work of each contender: `batch` prompts of `prompt` tokens, `new` tokens each.
 
     Attributes:
         shape: a built-in shape with random weights, or the name of `model`.
@@ -30,6 +30,7 @@ class Workload:
         model: the checkpoint folder whose weights are used; empty: weights are random.
         speculate: draft methods; each is a contender beside plain decoding.
         speculative_tokens: the most drafts of a step; None: the engine's choice.
+        temperature: of sampling, by the seed; 0: greedy.
         draft_model: the draft model's folder for the method "model"; empty if there is none.
     """
 
@@ -48,6 +49,7 @@ class Workload:
     speculate: tuple[str, ...] = ()
     speculative_tokens: int | None = None
     draft_model: str = ""
+    temperature: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ def interpreter(tmp_path: Path, text: str) -> str:
 
 def test_peers_are_named_once_and_must_exist() -> None:
     assert parse_peers("llama.cpp, transformers,llama.cpp") == ("llama.cpp", "transformers")
+    assert parse_peers("none") == ()
     for text in ("vllm", "", " ,"):
         with pytest.raises(
             InvalidArgument, match=r"transformers, ctranslate2, openvino, llama\.cpp"

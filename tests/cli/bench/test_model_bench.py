@@ -160,11 +160,16 @@ def test_all_contenders_give_the_same_tokens(tmp_path: Path) -> None:
         assert each.decode_tokens_per_second > 0
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.2])
 @pytest.mark.parametrize("method", [DraftMethod.SUFFIX, DraftMethod.MODEL])
-def test_drafts_give_the_same_tokens_and_are_counted(method: DraftMethod, tmp_path: Path) -> None:
+def test_drafts_give_the_same_tokens_and_are_counted(
+    method: DraftMethod, temperature: float, tmp_path: Path
+) -> None:
     folder = write_tiny("opt", tmp_path)
     # The best of all draft models: the model itself.
-    workload = replace(WORKLOAD, new=30, speculative_tokens=3, draft_model=str(folder))
+    workload = replace(
+        WORKLOAD, new=30, speculative_tokens=3, draft_model=str(folder), temperature=temperature
+    )
     model = load_decoder(folder, workload)
     # The prompt repeats itself, and so do suffixes' drafts.
     prompts = tuple((*each, *each) for each in random_prompts(VOCABULARY, 2, 20, seed=0))
@@ -204,6 +209,7 @@ def test_the_report_says_what_drafts_came_to() -> None:
         ({"speculate": ["model"]}, "draft_model"),
         ({"model": "somewhere"}, "model"),
         ({"peers": "vllm"}, "peers"),
+        ({"temperature": 0.8}, "temperature"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], field: str) -> None:

@@ -9,6 +9,7 @@ from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.shapes import DataType, ModelShape
 
 TRANSFORMERS = "transformers"
+NO_PEERS = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +48,19 @@ PEERS = {
 
 
 def parse_peers(text: str) -> tuple[str, ...]:
-    """Return the names in a comma-separated list, each once. Raises InvalidArgument."""
+    """Return the names in a comma-separated list, each once; none for NO_PEERS.
+
+    Raises InvalidArgument.
+    """
+    if text.strip() == NO_PEERS:
+        return ()
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     known = [TRANSFORMERS, *PEERS]
     for name in names:
         if name not in known:
             raise InvalidArgument(
-                f"no peer is called {name!r}: there are {', '.join(known)}", field="peers"
+                f"no peer is called {name!r}: there are {', '.join(known)}, or {NO_PEERS}",
+                field="peers",
             )
     if not names:
         raise InvalidArgument(f"name a peer: {', '.join(known)}", field="peers")
