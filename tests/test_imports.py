@@ -212,7 +212,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "remote",
     ),
     "worker_service": (
-        *("checkpoint", "hardware", "lanes", "device", "weights", "model", "graphs"),
+        *("checkpoint", "hardware", "lanes", "device", "kernels", "weights", "model", "graphs"),
         *("store", "pipeline", "drafts", "engine", "speculation", "profiling"),
     ),
     "scheduler_service": (

@@ -20,6 +20,7 @@ from splitpoint.config import format_rate, format_size
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.host.memory import memory_facts
+from splitpoint.host.openmp import spins_long
 from splitpoint.options import worker as options
 from splitpoint.options.speculation import SpeculativeConfig
 from splitpoint.planning.weight_placement import (
@@ -52,6 +53,7 @@ from worker_service.lanes.lanes import EmulatedLink, Lanes
 from worker_service.lanes.select import lanes_of
 from worker_service.lanes.timeline import Trace
 from worker_service.model.decoder import Decoder
+from worker_service.profiling.calibration import use_kernels
 from worker_service.profiling.profiler import measure, measure_rates
 from worker_service.profiling.restore_costs import measure_overheads
 from worker_service.runtime import Runtime
@@ -88,6 +90,7 @@ class WorkerOptions:
     max_batched_tokens: int = options.MAX_BATCHED_TOKENS.default
     weight_objective: WeightObjective = WeightObjective.BALANCED
     threads: int | None = None
+    cpu_kernels: str = options.CPU_KERNELS.default
     chunk_tokens: int = options.CHUNK_TOKENS.default
     pin_limit_bytes: int | None = None
     verify_rate: float = options.VERIFY_RATE.default
@@ -187,6 +190,11 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
             layout = await store.layout()
             await asyncio.to_thread(_check_layout, layout, shape, options.model_folder)
         description = _describe(lanes)
+        if device.type == "cpu":
+            kernels = await asyncio.to_thread(
+                use_kernels, TORCH_TYPES[shape.data_type], options.cpu_kernels
+            )
+            description += f", {kernels.text}, {_waiting()}"
         engine, weights, speculation = await asyncio.to_thread(
             _load_engine, options, shape, layout, lanes
         )
@@ -469,6 +477,14 @@ def _write_trace(trace: Trace, path: Path) -> None:
         raise InvalidArgument(
             f"{path} cannot be written: {error.strerror}", field="trace"
         ) from error
+
+
+def _waiting() -> str:
+    """Return how compute threads wait for each other (splitpoint/host/openmp.py)."""
+    spins = spins_long()
+    if spins is None:
+        return "threads wait as the user set"
+    return "threads spin while they wait" if spins else "threads wait briefly, then sleep"
 
 
 def describe_device(device: torch.device) -> str:

@@ -51,3 +51,11 @@ def spin_count(*, threads: int, workers: int, cores: int, flags: Collection[str]
 def spin_environment(count: str) -> Mapping[str, str]:
     """Return the environment that gives a child `count`. Empty if the user decided."""
     return {} if _GIVEN else {SPIN_COUNT: count}
+
+
+def spins_long(environment: Mapping[str, str] = os.environ) -> bool | None:
+    """Return how this process's threads wait; None if the user's own policy decides it."""
+    if WAIT_POLICY in environment:
+        return None
+    count = environment.get(SPIN_COUNT, LONG)
+    return int(count) >= int(LONG) if count.isdigit() else None

@@ -1,4 +1,4 @@
-"""The instruction sets of this host's processor."""
+"""The name and the instruction sets of this host's processor."""
 
 from __future__ import annotations
 
@@ -16,8 +16,22 @@ def instruction_sets(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
         with cpuinfo.open() as lines:
             for line in lines:
                 name, _, flags = line.partition(":")
-                if name.strip() == "flags":
+                if name.strip() in ("flags", "Features"):
                     return frozenset(flags.split())
     except OSError:
         pass
     return frozenset()
+
+
+@cache
+def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the model name of the first processor; empty if the kernel gives none."""
+    try:
+        with cpuinfo.open() as lines:
+            for line in lines:
+                name, _, value = line.partition(":")
+                if name.strip() in ("model name", "CPU part"):
+                    return value.strip()
+    except OSError:
+        pass
+    return ""

@@ -73,6 +73,14 @@ THREADS: Option[int | None] = Option(
     unit="N",
     least=1,
 )
+CPU_KERNELS: Option[str] = Option(
+    "cpu-kernels",
+    str,
+    "auto",
+    "Kernels of a CPU worker: auto (measured once per host), flags (by the processor's kind), or "
+    "by name, such as decode=products,prefill=sdpa,linear=packed.",
+    unit="KERNELS",
+)
 CHUNK_TOKENS: Option[int] = Option(
     "chunk-tokens",
     int,
@@ -164,7 +172,7 @@ SECTIONS = (
     *COMMON,
     Section(
         "model and device",
-        (WORKER_ID, MODEL, DEVICE, DTYPE, DEVICE_MEMORY, THREADS, ENFORCE_EAGER),
+        (WORKER_ID, MODEL, DEVICE, DTYPE, DEVICE_MEMORY, THREADS, CPU_KERNELS, ENFORCE_EAGER),
     ),
     Section(
         "batches",

@@ -18,7 +18,9 @@ import torch
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 from torch.nn import functional
 
-from splitpoint.host.processor import AMX_BF16, instruction_sets
+from splitpoint.host.processor import instruction_sets
+from worker_service.kernels import paged_attention
+from worker_service.kernels.choice import Prefill, by_flags, in_use
 from worker_service.model.attention_plan import (
     LEAST,
     DecodePlan,
@@ -95,7 +97,8 @@ def decode_partial(
         window: the layer's sliding window; one of the plan's windows.
         cap: in all functions here a score s becomes `cap * tanh(s / cap)`; None: no cap.
 
-    A GPU reads pages by number, through FlashInfer or Triton; a CPU multiplies them.
+    A GPU reads pages by number, through FlashInfer or Triton; so does a CPU with a kernel of its
+    own (kernels/), and one without multiplies them.
     """
     library = library_of(queries.device) if plan.whole else None
     if library is not None and library.takes(queries, keys):
@@ -105,7 +108,7 @@ def decode_partial(
             return PartialAttention(*done)
     view = plan.views[window]
     if isinstance(view, SpanView):
-        kernels = kernels_of(queries.device)
+        kernels = kernels_of(queries.device) if queries.is_cuda else paged_attention
         return PartialAttention(
             *view.attend(queries, keys, values, scale=scale, cap=cap, kernels=kernels)
         )
@@ -196,7 +199,8 @@ def prefill(
     Args:
         queries: `[T, n_q, d]`; new_keys, new_values: `[T, n_kv, d]`.
         keys, values: the pool, `[pages, n_kv, C, d]`.
-        flags: the instruction sets that decide the kernel; None: this processor's.
+        flags: the instruction sets that decide the kernel; None: the choice of this process,
+            or without one this processor's.
 
     Returns `[T, n_q * d]`.
     """
@@ -205,7 +209,6 @@ def prefill(
     if view.pages is not None:
         all_keys = torch.cat((_prefix(keys, view.pages, view.row_count), all_keys), dim=1)
         all_values = torch.cat((_prefix(values, view.pages, view.row_count), all_values), dim=1)
-    flags = instruction_sets() if flags is None else flags
     if prefills_in_blocks(queries.device, queries.dtype, cap, flags):
         most_scores = SCORE_ELEMENTS if queries.is_cuda else None
         return prefill_in_blocks(queries, all_keys, all_values, view, scale, cap, most_scores)
@@ -300,19 +303,23 @@ def _blocks(count: int, rows: int) -> list[tuple[int, int]]:
 
 
 def prefills_in_blocks(
-    device: torch.device, dtype: torch.dtype, cap: float | None, flags: Collection[str]
+    device: torch.device,
+    dtype: torch.dtype,
+    cap: float | None,
+    flags: Collection[str] | None = None,
 ) -> bool:
     """Return True if plain products prefill faster than SDPA, or if scores are capped.
 
-    SDPA cannot cap scores. `flags` are instruction sets of the host's processor. A layer of
-    8 sequences x 12 heads x 512 x 64 in bfloat16 takes, by products / SDPA, 3.1 / 5.7 ms on
-    an EPYC, and 56 / 10.7 ms (all eight) on a Xeon with AMX. fp32 gains nothing from blocks.
+    SDPA cannot cap scores. `flags`: see `prefill`.
     """
     if cap is not None:
         return True
-    if device.type != "cpu" or dtype == torch.float32:
+    if device.type != "cpu":
         return False
-    return not (dtype == torch.bfloat16 and AMX_BF16 in flags)
+    chosen = in_use() if flags is None else None
+    if chosen is None:
+        chosen = by_flags(dtype, instruction_sets() if flags is None else flags)
+    return chosen.prefill is Prefill.PRODUCTS
 
 
 def prefill_partial(

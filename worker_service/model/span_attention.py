@@ -1,4 +1,4 @@
-"""Decode attention that reads pages where they lie, by number: Triton kernels on a GPU.
+"""Decode attention that reads pages where they lie, by number: a Triton kernel, or a CPU's own.
 
 The pages of each query are cut into spans of the same length, whatever else is in the batch,
 so a query's result does not depend on the others. This module knows no plans and no requests.
@@ -16,6 +16,8 @@ import numpy.typing as npt
 import torch
 
 from worker_service.device.upload import Upload
+from worker_service.kernels import paged_attention
+from worker_service.kernels.choice import Decode, in_use
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ class SpanView:
         starts: `[S + 1]`, span s has pages[starts[s] : starts[s + 1]].
         owners: `[S]`, the query of each span, in order.
         firsts: `[B + 1]`, query b has spans [firsts[b], firsts[b + 1]).
+        order, groups: those of `paged_attention.Spans`; empty on a GPU.
     """
 
     pages: torch.Tensor
@@ -46,6 +49,8 @@ class SpanView:
     starts: torch.Tensor
     owners: torch.Tensor
     firsts: torch.Tensor
+    order: torch.Tensor
+    groups: torch.Tensor
 
     @property
     def tables(self) -> list[torch.Tensor]:
@@ -86,6 +91,9 @@ class SpanView:
                 values = np.pad(values, (0, missing), constant_values=padding)
             return upload.table(values, np.int32)
 
+        nothing = np.zeros(0, dtype=np.int64)
+        is_cpu = upload.device.type == "cpu"
+        order, groups = paged_attention.grouped(numbers, starts) if is_cpu else (nothing, nothing)
         return cls(
             pages=table(numbers, pages),
             lows=table(lows, pages),
@@ -93,6 +101,8 @@ class SpanView:
             starts=table(starts, spans + 1, padding=len(owner)),
             owners=table(owner[starts], spans),
             firsts=table(firsts, query_count + 1),
+            order=table(order, len(order)),
+            groups=table(groups, len(groups)),
         )
 
     def attend(
@@ -105,7 +115,12 @@ class SpanView:
         cap: float | None,
         kernels: Any,
     ) -> Partial:
-        """Attend pages of `keys`, `values` `[pages, n_kv, C, d]` with queries `[B, n_q, d]`."""
+        """Attend pages of `keys`, `values` `[pages, n_kv, C, d]` with queries `[B, n_q, d]`.
+
+        `kernels`: the result of `kernels_of`.
+        """
+        if kernels is paged_attention:
+            return paged_attention.attend_spans(self, queries, keys, values, scale=scale, cap=cap)
         queries = queries.contiguous()
         count, query_heads, head_dim = queries.shape
         _, kv_heads, chunk, _ = keys.shape
@@ -160,14 +175,17 @@ def load_kernels() -> Any:
     return span_kernel
 
 
-@lru_cache
 def kernels_of(device: torch.device) -> Any:
-    """Return the kernels; None on a CPU, and if they cannot be built or run.
+    """Return the kernels; None if they cannot be built or run, or are not chosen on a CPU."""
+    if device.type == "cuda":
+        return _gpu_kernels(device)
+    chosen = in_use()
+    return paged_attention if chosen is not None and chosen.decode is Decode.FUSED else None
 
-    The first call compiles one of them, which takes a second or two.
-    """
-    if device.type != "cuda":
-        return None
+
+@lru_cache
+def _gpu_kernels(device: torch.device) -> Any:
+    """Return a GPU's kernels; the first call compiles one, which takes a second or two."""
     try:
         kernels = load_kernels()
         _try(device, kernels)

@@ -3,8 +3,9 @@
 Measured on 2 AVX-512 cores with OPT-125M's matrices at 8 rows (GB/s of weights read):
 fp32 `F.linear` 11, `x @ W[in, out]` 8, MKL's packed form 8, oneDNN's blocked form 26;
 bf16 14, 13, -, 27. At 512 and 4,096 rows the blocked form is also the fastest, by a
-tenth. A CPU therefore holds oneDNN-blocked weights if oneDNN supports their type. The
-layout depends on device and type only, so equal workers compute equal bits.
+tenth. A CPU therefore holds oneDNN-blocked weights if oneDNN supports their type, unless the
+host was measured to be faster without (kernels/choice.py). The layout depends on device,
+type and that choice only, so equal workers compute equal bits.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 
 import torch
 
+from worker_service.kernels.choice import Linear, in_use
+
 # Rows that oneDNN lays the blocks out for; other counts run from the same blocks.
 _PACKED_FOR_ROWS = 32
 
@@ -22,6 +25,9 @@ _PACKED_FOR_ROWS = 32
 def packs(device: torch.device, dtype: torch.dtype) -> bool:
     """Return True if weights of this type use oneDNN's blocked layout on the device."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    chosen = in_use()
+    if chosen is not None and chosen.linear is Linear.PLAIN:
         return False
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -64,11 +70,15 @@ class Matrix:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-@lru_cache(maxsize=64)
 def held_bytes(
     out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
 ) -> int:
     """Return `Matrix.size_bytes` for this shape; makes one to ask oneDNN."""
     if not packs(device, dtype):
         return out_features * in_features * dtype.itemsize
+    return _packed_bytes(out_features, in_features, dtype)
+
+
+@lru_cache(maxsize=64)
+def _packed_bytes(out_features: int, in_features: int, dtype: torch.dtype) -> int:
     return Matrix(torch.empty((out_features, in_features), dtype=dtype)).size_bytes

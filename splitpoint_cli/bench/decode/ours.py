@@ -25,6 +25,7 @@ from worker_service.engine.engine import Engine
 from worker_service.engine.sequence import Sequence
 from worker_service.graphs.support import MOST_GRAPH_BYTES, graph_obstacle, graphs_of
 from worker_service.model.decoder import Decoder
+from worker_service.profiling.calibration import use_kernels
 from worker_service.speculation.draft_model import DraftModel
 from worker_service.startup import choose_device
 
@@ -35,7 +36,10 @@ _DRAFT_BUDGET_BYTES = 1 << 32
 def load_decoder(folder: Path, workload: Workload) -> Decoder:
     """Return the checkpoint's model in the workload's element type, on its device."""
     dtype = TORCH_TYPES[DataType(workload.dtype)]
-    return Decoder.load(folder, choose_device(workload.device), dtype)
+    device = choose_device(workload.device)
+    if device.type == "cpu":
+        use_kernels(dtype)
+    return Decoder.load(folder, device, dtype)
 
 
 class OurWorker:

@@ -1,0 +1,257 @@
+"""The compiled attention of a CPU against attention in fp64, and its promises of equal bits.
+
+A few seconds, and one for each kernel that is compiled the first time on a host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from worker_service.kernels import compiled
+from worker_service.kernels.choice import Choice, Decode, Linear, Prefill, in_use, use
+from worker_service.model.attention import PartialAttention, decode_partial
+from worker_service.model.attention_plan import DecodePlan
+from worker_service.model.span_attention import SpanView
+
+CPU = torch.device("cpu")
+CHUNK = 16
+FUSED = Choice(Decode.FUSED, Prefill.SDPA, Linear.PACKED)
+
+needs_compiler = pytest.mark.skipif(compiled.compiler() is None, reason="no C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def fused() -> Iterator[None]:
+    before = in_use()
+    use(FUSED)
+    yield
+    use(before)
+
+
+class Case:
+    """Sequences of these lengths on shuffled pages of a pool; what no sequence holds is NaN."""
+
+    def __init__(
+        self,
+        lengths: list[int],
+        dtype: torch.dtype,
+        *,
+        heads: int = 4,
+        kv_heads: int = 2,
+        head_dim: int = 64,
+        seed: int = 0,
+        windows: tuple[int | None, ...] = (None,),
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.lengths, self.windows = lengths, windows
+        counts = [-(-length // CHUNK) for length in lengths]
+        pages = torch.randperm(3 * sum(counts), generator=generator)[: sum(counts)].tolist()
+        self.tables = [[pages.pop() for _ in range(count)] for count in counts]
+        self.queries = torch.randn(len(lengths), heads, head_dim, generator=generator).to(dtype)
+        shape = (3 * sum(counts), kv_heads, CHUNK, head_dim)
+        self.keys, self.values = (torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))
+        for table, length in zip(self.tables, lengths, strict=True):
+            for index, page in enumerate(table):
+                rows = min(CHUNK, length - index * CHUNK)
+                for pool in (self.keys, self.values):
+                    drawn = torch.randn(kv_heads, rows, head_dim, generator=generator)
+                    pool[page, :, :rows] = drawn.to(dtype)
+
+    def attend(
+        self, some: slice = slice(None), window: int | None = None, cap: float | None = None
+    ) -> PartialAttention:
+        plan = DecodePlan.of_sequences(
+            self.tables[some],
+            self.lengths[some],
+            chunk_tokens=CHUNK,
+            windows=self.windows,
+            device=CPU,
+        )
+        assert isinstance(plan.views[window], SpanView)
+        return decode_partial(
+            self.queries[some],
+            self.keys,
+            self.values,
+            plan,
+            window=window,
+            scale=self.scale,
+            cap=cap,
+        )
+
+    @property
+    def scale(self) -> float:
+        return float(self.queries.shape[-1] ** -0.5)
+
+    def expected(self, window: int | None, cap: float | None) -> torch.Tensor:
+        """The attention of all sequences in fp64, one after the other."""
+        kv_heads, width = self.keys.shape[1], self.keys.shape[3]
+        rows = []
+        for query, table, length in zip(self.queries, self.tables, self.lengths, strict=True):
+            first = 0 if window is None else max(0, length - window)
+            key, value = (
+                pool[table].transpose(0, 1).reshape(kv_heads, -1, width)[:, first:length].double()
+                for pool in (self.keys, self.values)
+            )
+            by_head = query.double().view(kv_heads, -1, width)
+            scores = by_head @ key.transpose(1, 2) * self.scale
+            if cap is not None:
+                scores = cap * torch.tanh(scores / cap)
+            rows.append((torch.softmax(scores, dim=-1) @ value).reshape(-1))
+        return torch.stack(rows)
+
+
+def attended(partial: PartialAttention) -> torch.Tensor:
+    return partial.attended(torch.float32)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"),
+    [(4, 4, 64), (6, 2, 64), (14, 2, 64), (5, 1, 128), (2, 1, 256), (4, 2, 8), (3, 1, 20)],
+)
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (21, None), (None, 3.0)])
+def test_it_is_attention_of_any_shape(
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    window: int | None,
+    cap: float | None,
+) -> None:
+    lengths = [1, 15, 16, 17, 300, 529]
+    case = Case(
+        lengths, dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim, windows=(None, 21)
+    )
+    found = attended(case.attend(window=window, cap=cap))
+    torch.testing.assert_close(found.double(), case.expected(window, cap), rtol=2e-6, atol=2e-6)
+
+
+@needs_compiler
+def test_large_scores_neither_overflow_nor_lose_their_order() -> None:
+    case = Case([200, 40], torch.float32)
+    case.queries *= 1000
+    torch.testing.assert_close(
+        attended(case.attend()).double(), case.expected(None, None), rtol=1e-4, atol=1e-4
+    )
+
+
+@needs_compiler
+def test_a_nan_reaches_its_own_sequence_only() -> None:
+    case = Case([100, 100], torch.float32)
+    case.keys[case.tables[0][2], 0, 3, 5] = torch.nan
+    found = attended(case.attend())
+    assert found[0].isnan().any()
+    assert found[1].isfinite().all()
+
+
+@needs_compiler
+def test_bits_depend_neither_on_the_batch_nor_on_the_threads() -> None:
+    case = Case([700, 33, 512, 1], torch.bfloat16)
+    together = attended(case.attend())
+    for index in range(4):
+        assert torch.equal(attended(case.attend(slice(index, index + 1)))[0], together[index])
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            assert torch.equal(attended(case.attend()), together)
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_compiler
+def test_queries_that_share_pages_give_the_bits_of_queries_alone() -> None:
+    """As sequences of one prefix, and as the rows of one sequence with drafts."""
+    case = Case([529, 529, 400], torch.float32)
+    case.tables[1][:20] = case.tables[0][:20]
+    case.tables.append(case.tables[0])
+    case.lengths = [528, 529, 400, 529]
+    case.queries = torch.cat((case.queries, case.queries[:1] + 1))
+    together = attended(case.attend())
+    torch.testing.assert_close(together.double(), case.expected(None, None), rtol=2e-6, atol=2e-6)
+    for index in range(4):
+        assert torch.equal(attended(case.attend(slice(index, index + 1)))[0], together[index])
+
+
+@needs_compiler
+def test_parts_of_a_sequence_merge_to_the_whole() -> None:
+    """As the tiles of a streamed step, one of which has no page of the second query."""
+    case = Case([64, 30], torch.float32)
+    pages = np.array(case.tables[0] + case.tables[1])
+    owners = np.array([0] * 4 + [1] * 2)
+    first = np.array([0, 16, 32, 48, 0, 16])
+    parts = []
+    for some in ([0, 1], [2, 3, 4, 5], []):
+        plan = DecodePlan.of_pages(
+            pages[some],
+            owners=owners[some],
+            first_positions=first[some],
+            query_positions=[63, 29],
+            chunk_tokens=CHUNK,
+            windows=[None],
+            device=CPU,
+        )
+        parts.append(
+            decode_partial(
+                case.queries, case.keys, case.values, plan, window=None, scale=case.scale
+            )
+        )
+    whole = attended(parts[0].merge(parts[1]).merge(parts[2]))
+    torch.testing.assert_close(whole.double(), case.expected(None, None), rtol=2e-6, atol=2e-6)
+
+
+@needs_compiler
+def test_a_plane_with_gaps_between_its_pages_is_read_in_place() -> None:
+    case = Case([100, 50], torch.float32)
+    wanted = attended(case.attend())
+    shape = (case.keys.shape[0], 3, *case.keys.shape[1:])
+    wide = torch.full(shape, torch.nan)
+    wide[:, 1], wide[:, 2] = case.keys, case.values
+    case.keys, case.values = wide[:, 1], wide[:, 2]
+    assert torch.equal(attended(case.attend()), wanted)
+
+
+def test_without_a_compiler_there_is_no_kernel(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(compiled.CACHE_FOLDER, str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    compiled.compiler.cache_clear()
+    try:
+        with pytest.raises(compiled.NoKernels, match="no C\\+\\+ compiler"):
+            compiled.load("paged_attention.cpp", {"HEAD_DIM": 64, "ELEMENT": 0})
+    finally:
+        compiled.compiler.cache_clear()
+
+
+@needs_compiler
+def test_a_kernel_is_compiled_once_and_an_error_is_the_compiler_s_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(compiled.CACHE_FOLDER, str(tmp_path / "cache"))
+    constants = {"HEAD_DIM": 16, "ELEMENT": 0}
+    compiled.load("paged_attention.cpp", constants)
+    (library,) = (tmp_path / "cache").glob("*.so")
+    made = library.stat().st_mtime_ns
+    compiled.load("paged_attention.cpp", constants)
+    assert library.stat().st_mtime_ns == made
+    with pytest.raises(compiled.NoKernels, match="error"):
+        compiled.load("paged_attention.cpp", {"ELEMENT": 0})
+    assert sorted(file.suffix for file in (tmp_path / "cache").iterdir()) == [".lock", ".so"]
+
+
+def test_a_folder_that_others_may_write_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    folder.chmod(0o777)
+    monkeypatch.setenv(compiled.CACHE_FOLDER, str(folder))
+    with pytest.raises(compiled.NoKernels, match="others"):
+        compiled.cache_folder()

@@ -1,0 +1,140 @@
+"""The kernels of a host: chosen by a measurement, kept, shared, and measured again when needed.
+
+Measures for real, which takes a second or two each time; 12 s in all.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from splitpoint.errors import InvalidArgument
+from splitpoint.host.processor import AMX_BF16
+from worker_service.kernels.choice import Choice, Decode, Linear, Prefill, by_flags, in_use, use
+from worker_service.kernels.compiled import CACHE_FOLDER, compiler
+from worker_service.profiling.calibration import chosen, use_kernels
+from worker_service.weights.packing import packs
+
+CPU = torch.device("cpu")
+USUAL = Choice(Decode.PRODUCTS, Prefill.SDPA, Linear.PACKED)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a measurement and its kernel."""
+    folder = tmp_path_factory.mktemp("kept") / "cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE_FOLDER, str(folder))
+        use_kernels(torch.float32)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """The folder of a test, empty."""
+    before = in_use()
+    monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
+    yield tmp_path / "cache"
+    use(before)
+
+
+@pytest.fixture
+def used(cache: Path, kept: Path) -> Path:
+    """The same, with what was measured."""
+    shutil.copytree(kept, cache)
+    return cache
+
+
+def record(cache: Path) -> Path:
+    (found,) = cache.glob("kernels-*.json")
+    return found
+
+
+def test_what_a_file_says_is_used_unmeasured(used: Path) -> None:
+    choice = use_kernels(torch.float32)
+    assert in_use() == choice
+    if compiler() is None:
+        assert choice.decode is Decode.PRODUCTS
+    path = record(used)
+    content = json.loads(path.read_text())
+    # What no measurement here would give.
+    content["choice"] = "decode=products,prefill=products,linear=plain"
+    path.write_text(json.dumps(content))
+    assert use_kernels(torch.float32) == Choice(Decode.PRODUCTS, Prefill.PRODUCTS, Linear.PLAIN)
+    assert not packs(CPU, torch.float32)
+
+
+@pytest.mark.parametrize("damage", ["", "{", '{"facts": {}, "choice": "decode=fast"}', "[1]"])
+def test_a_damaged_or_older_file_is_measured_again(used: Path, damage: str) -> None:
+    path = record(used)
+    whole = json.loads(path.read_text())
+    path.write_text(damage)
+    choice = use_kernels(torch.float32)
+    assert json.loads(path.read_text()) == {"facts": whole["facts"], "choice": str(choice)}
+
+
+def test_types_are_measured_apart(used: Path) -> None:
+    use_kernels(torch.bfloat16)
+    assert len(list(used.glob("kernels-*.json"))) == 2
+
+
+def test_processes_that_start_together_use_the_same_kernels(cache: Path) -> None:
+    """One measures, the other waits for the lock and reads."""
+    program = (
+        "import torch; from worker_service.profiling.calibration import use_kernels; "
+        "print(use_kernels(torch.float32))"
+    )
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    said = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert said[0] == said[1] == json.loads(record(cache).read_text())["choice"] + "\n"
+
+
+def test_a_wish_replaces_what_was_measured(used: Path) -> None:
+    choice = use_kernels(torch.float32, "decode=products, linear=plain")
+    assert (choice.decode, choice.linear) == (Decode.PRODUCTS, Linear.PLAIN)
+    for wrong in ("decode", "decode=quick", "speed=fast", ""):
+        with pytest.raises(InvalidArgument, match="none of"):
+            use_kernels(torch.float32, wrong)
+
+
+def test_by_flags_nothing_is_measured_or_compiled(cache: Path) -> None:
+    assert use_kernels(torch.bfloat16, "flags").decode is Decode.PRODUCTS
+    assert not cache.exists()
+
+
+def test_without_a_folder_of_its_own_a_worker_goes_by_flags(
+    cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.mkdir(mode=0o777)
+    cache.chmod(0o777)
+    assert use_kernels(torch.float32) == USUAL
+    assert "others may write it" in caplog.text
+
+
+def test_tiles_of_bfloat16_decide_the_prefill() -> None:
+    assert by_flags(torch.bfloat16, {AMX_BF16}).prefill is Prefill.SDPA
+    assert by_flags(torch.bfloat16, {"avx512f"}).prefill is Prefill.PRODUCTS
+    assert by_flags(torch.float16, {AMX_BF16}).prefill is Prefill.PRODUCTS
+    assert by_flags(torch.float32, set()).prefill is Prefill.SDPA
+
+
+def test_the_usual_kernel_stays_unless_another_is_clearly_faster() -> None:
+    assert chosen({"a": 1.0, "b": 0.95}, "a") == "a"
+    assert chosen({"a": 1.0, "b": 0.85}, "a") == "b"
+    assert chosen({"b": 2.0}, "a") == "b"
+
+
+def test_a_choice_reads_its_own_text() -> None:
+    other = Choice(Decode.FUSED, Prefill.PRODUCTS, Linear.PLAIN)
+    assert USUAL.parsed(str(other)) == other

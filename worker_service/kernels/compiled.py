@@ -1,0 +1,118 @@
+"""C++ kernels, compiled by the host's compiler at their first use and kept in a folder of the user.
+
+A kernel is compiled for the processor at hand, in about a second. Its OpenMP calls are left
+to the runtime that torch has loaded: with one of its own there would be twice the threads.
+Without a compiler there is no kernel, and torch's operators do the work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from splitpoint.host.processor import instruction_sets
+
+log = logging.getLogger(__name__)
+
+CACHE_FOLDER = "SPLITPOINT_KERNEL_CACHE"
+_COMPILERS = ("c++", "g++", "clang++")
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno")
+_FOLDER = Path(__file__).parent
+# Seconds for one compilation on a busy host.
+_LIMIT = 120.0
+
+
+class NoKernels(Exception):
+    """Kernels cannot be had on this host; the text says why."""
+
+
+def cache_folder() -> Path:
+    """Return the folder of this user's kernels and choices, made if it is missing.
+
+    $SPLITPOINT_KERNEL_CACHE, or splitpoint below the user's cache folder. Raises NoKernels
+    unless it is a folder that others cannot write, since code is loaded from it.
+    """
+    given = os.environ.get(CACHE_FOLDER)
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    folder = Path(given) if given else Path(home, "splitpoint")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except OSError as error:
+        raise NoKernels(f"{folder} cannot be used: {error.strerror}") from error
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise NoKernels(f"{folder} belongs to another user, or others may write it")
+    return folder
+
+
+@contextmanager
+def locked(folder: Path, name: str) -> Iterator[None]:
+    """Hold the lock of this name: one process of the host makes a file, the others wait for it."""
+    with (folder / f"{name}.lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@lru_cache
+def compiler() -> str | None:
+    """Return the path of the host's C++ compiler; None if there is none."""
+    given = os.environ.get("CXX")
+    found = (shutil.which(name) for name in ((given,) if given else _COMPILERS))
+    return next((path for path in found if path is not None), None)
+
+
+def load(source: str, constants: Mapping[str, int]) -> ctypes.CDLL:
+    """Return the library of a source file in this folder, compiled with these constants.
+
+    Raises NoKernels: no compiler, an error of the compiler, or of the loader.
+    """
+    path = compiler()
+    if path is None:
+        raise NoKernels("there is no C++ compiler")
+    defined = [f"-D{name}={value}" for name, value in sorted(constants.items())]
+    text = (_FOLDER / source).read_text()
+    facts = [text, path, *_FLAGS, *defined, torch.__version__, *sorted(instruction_sets())]
+    digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:20]
+    folder = cache_folder()
+    library = folder / f"{Path(source).stem}-{digest}.so"
+    try:
+        if not library.exists():
+            with locked(folder, "compiling"):
+                if not library.exists():
+                    _compile(path, _FOLDER / source, defined, library)
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise NoKernels(f"{library.name}: {error}") from error
+
+
+def _compile(path: str, source: Path, defined: list[str], library: Path) -> None:
+    """Compile to a file of another name first: what has the name is whole."""
+    working, unlinked = library.with_suffix(".part"), library.with_suffix(".o")
+    commands = (
+        [path, *_FLAGS, *defined, "-c", str(source), "-o", str(unlinked)],
+        # Without -fopenmp: see above.
+        [path, "-shared", str(unlinked), "-o", str(working)],
+    )
+    try:
+        for command in commands:
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_LIMIT)
+        working.rename(library)
+    except subprocess.CalledProcessError as error:
+        raise NoKernels(f"{path}: {error.stderr.strip()[:500]}") from error
+    except subprocess.TimeoutExpired as error:
+        raise NoKernels(f"{path} took more than {_LIMIT:g} s") from error
+    finally:
+        unlinked.unlink(missing_ok=True)
+        working.unlink(missing_ok=True)
+    log.info("compiled %s", library.name)

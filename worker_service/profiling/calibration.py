@@ -1,0 +1,203 @@
+"""Which kernels are fastest on this host: measured once, then read from a file by all its workers.
+
+No processor's kind decides alone: what wins on one kind loses on another. A file keeps the
+first measurement, so that equal workers compute equal bits, also after a restart. It belongs to
+one processor, one torch and one version of the kernels; another one is measured again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from splitpoint.host.processor import instruction_sets, processor_name
+from worker_service.kernels.choice import Choice, Decode, Linear, Prefill, by_flags, use
+from worker_service.kernels.compiled import NoKernels, cache_folder, locked
+from worker_service.model import attention
+from worker_service.model.attention_plan import DecodePlan, PrefillPlan
+from worker_service.model.linear import Linear as LinearLayer
+from worker_service.weights.packing import Matrix
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+AUTO = "auto"
+BY_FLAGS = "flags"
+
+# A batch of a small model: what it reads does not stay in caches.
+_SEQUENCES, _TOKENS, _HEADS, _HEAD_DIM, _CHUNK = 8, 512, 12, 64, 64
+_PROMPT = 512
+_SIDE, _MATRICES, _ROWS = 2048, 4, 8
+# A round calls each kernel once; the least seconds count, which other load disturbs least.
+_ROUNDS = 5
+_SECONDS = 0.3
+# Share of the time that another kernel than the usual one must save.
+_GAIN = 0.1
+
+_CPU = torch.device("cpu")
+Seconds = Mapping[str, float]
+
+
+def use_kernels(dtype: torch.dtype, wish: str = AUTO) -> Choice:
+    """Choose the kernels of this process for weights and pages of this type; return them.
+
+    Args:
+        wish: `auto` (measured once per host), `flags` (by instruction sets, without a
+            compiler), or kernels by name, such as `decode=products`, beside those of `auto`.
+
+    Raises InvalidArgument for another wish.
+    """
+    flags = by_flags(dtype, instruction_sets())
+    if wish == BY_FLAGS:
+        choice = flags
+    elif wish == AUTO:
+        choice = _calibrated(dtype, flags)
+    else:
+        flags.parsed(wish)  # a typing error costs no measurement
+        choice = _calibrated(dtype, flags).parsed(wish)
+    use(choice)
+    log.info("kernels for %s: %s", str(dtype).removeprefix("torch."), choice)
+    return choice
+
+
+def _calibrated(dtype: torch.dtype, usual: Choice) -> Choice:
+    """Return the host's choice, from its file or measured now."""
+    try:
+        folder = cache_folder()
+        facts = _facts(dtype)
+        digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:20]
+        path = folder / f"kernels-{digest}.json"
+        with locked(folder, "calibrating"):
+            choice = read_choice(path, facts, usual)
+            if choice is None:
+                choice = measured(dtype, usual)
+                _write(path, facts, choice)
+        return choice
+    except (NoKernels, OSError) as error:
+        log.warning("kernels are chosen by the processor's flags: %s", error)
+        return usual
+
+
+def _facts(dtype: torch.dtype) -> dict[str, object]:
+    source = (Path(attention.__file__).parents[1] / "kernels" / "paged_attention.cpp").read_bytes()
+    return {
+        "format": FORMAT,
+        "processor": processor_name(),
+        "flags": sorted(instruction_sets()),
+        "torch": torch.__version__,
+        "type": str(dtype),
+        "kernels": hashlib.sha256(source).hexdigest(),
+    }
+
+
+def read_choice(path: Path, facts: Mapping[str, object], usual: Choice) -> Choice | None:
+    """Return the choice in a file of these facts; None if there is none, or it is damaged."""
+    try:
+        record = json.loads(path.read_text())
+        if record["facts"] != facts:
+            return None
+        return usual.parsed(record["choice"])
+    except FileNotFoundError:
+        return None
+    except Exception as error:
+        log.warning("%s is damaged (%s): measured again", path, error)
+        return None
+
+
+def _write(path: Path, facts: Mapping[str, object], choice: Choice) -> None:
+    working = path.with_suffix(f".{os.getpid()}")
+    working.write_text(json.dumps({"facts": facts, "choice": str(choice)}, indent=1))
+    working.rename(path)
+
+
+@torch.inference_mode()
+def measured(dtype: torch.dtype, usual: Choice) -> Choice:
+    """Return the fastest kernels for this type; about a second, and one more to compile."""
+    began = time.perf_counter()
+    decode = _fastest("decode", _decodes(dtype, usual), Decode.FUSED.value)
+    prefill = _fastest("prefill", _prefills(dtype, usual), usual.prefill.value)
+    linear = _fastest("linear", _linears(dtype, usual), usual.linear.value)
+    use(None)
+    log.info("kernels measured in %.2g s", time.perf_counter() - began)
+    return Choice(Decode(decode), Prefill(prefill), Linear(linear))
+
+
+def _fastest(purpose: str, calls: Mapping[str, Callable[[], object]], usual: str) -> str:
+    """Return the usual one, unless another saves enough of its time."""
+    for call in calls.values():
+        call()
+    seconds = dict.fromkeys(calls, float("inf"))
+    end, rounds = time.perf_counter() + _SECONDS, 0
+    while rounds < _ROUNDS or time.perf_counter() < end:
+        rounds += 1
+        for name, call in calls.items():
+            began = time.perf_counter()
+            call()
+            seconds[name] = min(seconds[name], time.perf_counter() - began)
+    listed = ", ".join(f"{name} {1e3 * each:.3g} ms" for name, each in seconds.items())
+    log.info("%s: %s", purpose, listed)
+    return chosen(seconds, usual)
+
+
+def chosen(seconds: Seconds, usual: str) -> str:
+    """Return the fastest name; the usual one, if it is there and nearly as fast."""
+    best = min(seconds, key=lambda name: seconds[name])
+    if usual in seconds and seconds[best] > (1 - _GAIN) * seconds[usual]:
+        return usual
+    return best
+
+
+def _decodes(dtype: torch.dtype, usual: Choice) -> dict[str, Callable[[], object]]:
+    chunks = _TOKENS // _CHUNK
+    shape = (_SEQUENCES * chunks, _HEADS, _CHUNK, _HEAD_DIM)
+    keys, values = (torch.ones(shape, dtype=dtype) for _ in range(2))
+    queries = torch.ones(_SEQUENCES, _HEADS, _HEAD_DIM, dtype=dtype)
+    tables = [range(first, first + chunks) for first in range(0, shape[0], chunks)]
+
+    def call_of(kernel: Decode) -> Callable[[], object]:
+        use(usual.parsed(f"decode={kernel.value}"))
+        plan = DecodePlan.of_sequences(
+            tables, [_TOKENS] * _SEQUENCES, chunk_tokens=_CHUNK, windows=[None], device=_CPU
+        )
+        return lambda: attention.decode_partial(queries, keys, values, plan, window=None, scale=0.1)
+
+    calls = {kernel.value: call_of(kernel) for kernel in Decode}
+    try:
+        calls[Decode.FUSED.value]()
+    except NoKernels as error:
+        log.warning("decode attention by torch's products: %s", error)
+        del calls[Decode.FUSED.value]
+    return calls
+
+
+def _prefills(dtype: torch.dtype, usual: Choice) -> dict[str, Callable[[], object]]:
+    queries, keys, values = (torch.ones(_PROMPT, _HEADS, _HEAD_DIM, dtype=dtype) for _ in range(3))
+    pool = torch.ones(1, _HEADS, _CHUNK, _HEAD_DIM, dtype=dtype)
+    plan = PrefillPlan.of_prefix(
+        [0], _CHUNK, _PROMPT, chunk_tokens=_CHUNK, windows=[None], device=_CPU
+    )
+
+    def call(kernel: Prefill) -> torch.Tensor:
+        use(usual.parsed(f"prefill={kernel.value}"))
+        return attention.prefill(queries, keys, values, pool, pool, plan, window=None, scale=0.1)
+
+    return {kernel.value: lambda kernel=kernel: call(kernel) for kernel in Prefill}  # type: ignore[misc]
+
+
+def _linears(dtype: torch.dtype, usual: Choice) -> dict[str, Callable[[], object]]:
+    rows = torch.ones(_ROWS, _SIDE, dtype=dtype)
+
+    def call_of(layout: Linear) -> Callable[[], object]:
+        use(usual.parsed(f"linear={layout.value}"))
+        weights = torch.ones(_SIDE, _SIDE, dtype=dtype)
+        layers = [LinearLayer(Matrix(weights.clone())) for _ in range(_MATRICES)]
+        return lambda: [layer(rows) for layer in layers]
+
+    return {layout.value: call_of(layout) for layout in Linear}
