@@ -1,0 +1,233 @@
+"""Drafts change no text: every method, greedy and sampled, through the deaths of processes.
+
+One stack of real processes for all tests. About 60 s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from own_names import instance_name
+from test_e2e_arena_loss import SECONDS, Up
+from test_e2e_cli import assert_nothing_left, service_processes
+from up_process import up_process, wait_until_up
+
+from splitpoint.checkpoint.resolve import resolve_model
+from splitpoint.client import AsyncClient
+from splitpoint.client.answers import Completion, Tokens
+from splitpoint.client.requests import GenerateOptions
+from splitpoint.errors import InvalidArgument
+from splitpoint.planning.plan import Residency
+from splitpoint.speculation import DraftMethod
+
+AUTO, SELF, SUFFIX, MODEL = (
+    DraftMethod.AUTO,
+    DraftMethod.SELF,
+    DraftMethod.SUFFIX,
+    DraftMethod.MODEL,
+)
+TOKENS = 64
+# Long enough to be killed in the middle.
+LONG = 240
+BODY = "        self._loop.call_soon(callback, *args)\n        return self._waiter\n\n"
+PROMPTS = [
+    f"class Transport{index}:\n    def method_{index}(self, callback, *args):\n{BODY * (2 + index)}"
+    f"    def method_{index + 1}(self,"
+    for index in range(8)
+]
+# Each method with each number of tokens, and in turn both residencies, greedy and sampled.
+CASES = [
+    (method, count, residency, is_sampled)
+    for which, method in enumerate((SELF, SUFFIX, MODEL, AUTO))
+    for number, count in enumerate((0, 1, 3, 8))
+    for residency in [list(Residency)[(which + number) % 2]]
+    for is_sampled in [(which + number // 2) % 2 == 1]
+]
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Up]:
+    instance = instance_name("speculation")
+    config = {"method": "auto", "model": str(resolve_model(None))}
+    command = [
+        *(sys.executable, "-m", "splitpoint_cli", "up", "--device", "cpu", "--workers", "2"),
+        *("--threads", "1", "--dtype", "float32", "--host-memory", "128MiB"),
+        *("--device-memory", "256MiB", "--listen", "127.0.0.1:0", "--instance", instance),
+        *("--speculative-config", json.dumps(config)),
+    ]
+    with up_process(command) as process:
+        address = wait_until_up(process).partition("scheduler  ")[2].splitlines()[0]
+        said: list[str] = []
+        assert process.stderr is not None
+        reader = threading.Thread(target=said.extend, args=(process.stderr,))
+        reader.start()
+        running = Up(process, address, instance, said)
+        running.until(lambda found: found.ready_count == 2)
+        yield running
+        process.send_signal(signal.SIGINT)
+        assert process.wait(SECONDS) == 0, said
+        reader.join()
+    assert_nothing_left(instance)
+
+
+class Count:
+    """Tokens of all requests of a test, and an event at `wanted`."""
+
+    def __init__(self, wanted: int) -> None:
+        self._left = wanted
+        self.reached = asyncio.Event()
+
+    def add(self, tokens: int) -> None:
+        self._left -= tokens
+        if self._left <= 0:
+            self.reached.set()
+
+
+async def ask(
+    client: AsyncClient, index: int, *, is_sampled: bool, count: Count | None = None, **more: Any
+) -> Completion:
+    options: GenerateOptions = {"max_tokens": TOKENS, "ignore_eos": True, **more}  # type: ignore[typeddict-item]
+    if is_sampled:
+        options |= {"temperature": 0.8, "seed": 40 + index}
+    async for event in client.generate(PROMPTS[index], **options):
+        if isinstance(event, Tokens) and count is not None:
+            count.add(len(event.token_ids))
+        if isinstance(event, Completion):
+            return event
+    raise AssertionError("the stream ended without its completion")
+
+
+async def ask_all(client: AsyncClient, **more: Any) -> list[Completion]:
+    return await asyncio.gather(*(ask(client, index, **more) for index in range(len(PROMPTS))))
+
+
+async def plain_texts(address: str, *, is_sampled: bool) -> list[tuple[int, ...]]:
+    async with AsyncClient(address) as client:
+        answers = await ask_all(
+            client, is_sampled=is_sampled, speculate=DraftMethod.OFF, max_tokens=LONG
+        )
+    assert all(answer.usage.speculation.draft_token_count == 0 for answer in answers)
+    return [answer.token_ids for answer in answers]
+
+
+# By whether they are sampled, LONG tokens for each prompt; shorter answers are their beginnings.
+Texts = dict[bool, list[tuple[int, ...]]]
+
+
+@pytest.fixture(scope="module")
+def plain(stack: Up) -> Texts:
+    """What plain decoding gives."""
+    texts = {
+        is_sampled: asyncio.run(plain_texts(stack.address, is_sampled=is_sampled))
+        for is_sampled in (False, True)
+    }
+    assert texts[False] != texts[True]
+    return texts
+
+
+async def test_every_method_and_number_gives_the_text_of_plain_decoding(
+    stack: Up, plain: Texts
+) -> None:
+    wanted = {key: [text[:TOKENS] for text in texts] for key, texts in plain.items()}
+    async with AsyncClient(stack.address) as client:
+        accepted = dict.fromkeys((SELF, SUFFIX, MODEL, AUTO), 0)
+        for method, number, residency, is_sampled in CASES:
+            answers = await ask_all(
+                client,
+                is_sampled=is_sampled,
+                residency=residency,
+                speculate=method,
+                speculative_tokens=number,
+            )
+            case = (method, number, residency, is_sampled)
+            assert [answer.token_ids for answer in answers] == wanted[is_sampled], case
+            for answer in answers:
+                used, plan = answer.usage.speculation, answer.plan
+                assert plan is not None
+                assert plan.residency is residency
+                assert used.accepted_token_count <= used.draft_token_count
+                assert used.draft_token_count <= number * used.draft_count
+                assert used.draft_token_count == 0 or used.method.value in plan.reason
+                assert number > 0 or used.method is DraftMethod.OFF
+                accepted[method] += used.accepted_token_count
+        assert all(accepted.values()), accepted
+
+
+async def test_a_request_that_asks_for_nothing_gets_what_is_configured(stack: Up) -> None:
+    async with AsyncClient(stack.address) as client:
+        answers = await ask_all(client, is_sampled=False)
+        assert any(answer.usage.speculation.accepted_token_count for answer in answers)
+        [model] = await client.list_models()
+        assert set(model.draft_methods) == {SELF, SUFFIX, MODEL}
+        for worker in await client.list_workers():
+            assert worker.speculation is not None
+            assert worker.speculation.defaults.method is AUTO
+            assert worker.speculation.draft_model == "stdlib-llama"
+        with pytest.raises(InvalidArgument) as caught:
+            await ask(client, 0, is_sampled=False, speculative_tokens=33)
+        assert caught.value.field == "speculation.num_speculative_tokens"
+
+
+def kill(instance: str, module: str) -> None:
+    """kill -9 all processes of a service."""
+    for pid, name in service_processes(instance).items():
+        if name == module:
+            os.kill(pid, signal.SIGKILL)
+
+
+def kill_one_worker(instance: str) -> None:
+    for pid, name in service_processes(instance).items():
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+        if name == "worker_service" and command[command.index("--worker-id") + 1] == "0":
+            os.kill(pid, signal.SIGKILL)
+            return
+    raise AssertionError("worker 0 does not run")
+
+
+@pytest.mark.parametrize("residency", list(Residency))
+@pytest.mark.parametrize("victim", ["worker_service", "kvstore_service"])
+async def test_the_text_survives_a_kill_in_the_middle(
+    stack: Up, plain: Texts, victim: str, residency: Residency
+) -> None:
+    stack.until(lambda found: found.ready_count == 2)
+    methods = (SUFFIX, SELF, MODEL, AUTO)
+    async with AsyncClient(stack.address) as client:
+        before = await client.scheduler_status()
+        count = Count(LONG)
+        running = [
+            asyncio.create_task(
+                ask(
+                    client,
+                    index,
+                    is_sampled=index % 2 == 1,
+                    count=count,
+                    speculate=methods[index // 2],
+                    speculative_tokens=4,
+                    residency=residency,
+                    max_tokens=LONG,
+                )
+            )
+            for index in range(len(PROMPTS))
+        ]
+        await asyncio.wait_for(count.reached.wait(), SECONDS)
+        assert not all(task.done() for task in running)
+        if victim == "worker_service":
+            kill_one_worker(stack.instance)
+        else:
+            kill(stack.instance, victim)
+        answers = await asyncio.wait_for(asyncio.gather(*running), 2 * SECONDS)
+        for index, answer in enumerate(answers):
+            assert answer.token_ids == plain[index % 2 == 1][index]
+        assert any(answer.usage.speculation.accepted_token_count for answer in answers)
+        if victim == "worker_service":
+            after = await client.scheduler_status()
+            assert after.failover_count > before.failover_count
