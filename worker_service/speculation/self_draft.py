@@ -17,6 +17,7 @@ import torch
 from splitpoint.planning.schedule import Lane
 from splitpoint.speculation import DraftMethod
 from worker_service.device.cache import DeviceCache
+from worker_service.device.upload import Upload
 from worker_service.drafts.drafter import TargetKey
 from worker_service.engine.sampling import (
     Choice,
@@ -130,15 +131,13 @@ class SelfDrafter:
         cache, model = self._cache, self._model
         places = [divmod(draft.position, self._chunk) for draft in rows]
         pages = [draft.sequence.page(index) for draft, (index, _) in zip(rows, places, strict=True)]
-        token_ids, positions, page_table, page_rows = torch.tensor(
-            [
-                [draft.newest for draft in rows],
-                [draft.position for draft in rows],
-                pages,
-                [row for _, row in places],
-            ]
-        ).to(cache.device)
-        plan = self._plan(rows)
+        # One copy, for which the host does not wait.
+        upload = Upload(cache.device)
+        token_ids = upload.table([draft.newest for draft in rows])
+        positions = upload.table([draft.position for draft in rows])
+        page_table, page_rows = upload.table(pages), upload.table([row for _, row in places])
+        plan = self._plan(rows, upload)
+        upload.send()
 
         def attend(
             index: int,
@@ -163,7 +162,7 @@ class SelfDrafter:
         hidden = model.embed(token_ids, positions)
         return through_layers(model.visit(), hidden, model.rotary(positions), attend)
 
-    def _plan(self, rows: Rows[_Draft]) -> DecodePlan:
+    def _plan(self, rows: Rows[_Draft], upload: Upload) -> DecodePlan:
         """Plan attention of the rows to all pages that their sequences have on the device."""
         pages: list[int] = []
         owners: list[int] = []
@@ -181,6 +180,7 @@ class SelfDrafter:
             chunk_tokens=self._chunk,
             windows=self._windows,
             device=self._cache.device,
+            upload=upload,
         )
 
     def _sampling_row(self, draft: _Draft) -> SamplingRow:
