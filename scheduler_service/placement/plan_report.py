@@ -66,7 +66,7 @@ def with_drafts(
         return plan
     why = "no draft was found, or none would have paid"
     if not can_draft:
-        why = "the worker has no such drafts"
+        why = "the worker has no such drafter"
     elif asked.method is DraftMethod.SELF and plan.residency is Residency.RESIDENT:
         why = "drafts of this kind pay only while the cache is streamed"
     return replace(plan, reason=f"{plan.reason}; {asked.method.value} drafted nothing: {why}")

@@ -87,8 +87,9 @@ class Attempts:
         planned = self._plan(attempt, worker.facts)
         asked = speculation_from_proto(attempt.request.speculation, worker.facts.speculation)
         attempt.speculation = asked
-        attempt.can_draft = asked.method is DraftMethod.AUTO or (
-            asked.method in worker.facts.draft_methods
+        methods = worker.facts.draft_methods
+        attempt.can_draft = asked.method in methods or (
+            asked.method is DraftMethod.AUTO and bool(methods)
         )
         self._note_start(attempt, planned.plan, began)
         worker.stream.admit(_admit_command(attempt, planned))

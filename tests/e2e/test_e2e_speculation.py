@@ -1,6 +1,6 @@
 """Drafts change no text: every method, greedy and sampled, through the deaths of processes.
 
-One stack of real processes for all tests. About 60 s.
+One stack of real processes for all tests. About 90 s; three minutes on a busy machine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ AUTO, SELF, SUFFIX, MODEL = (
 )
 TOKENS = 64
 # Long enough to be killed in the middle.
-LONG = 240
+LONG = 160
 BODY = "        self._loop.call_soon(callback, *args)\n        return self._waiter\n\n"
 PROMPTS = [
     f"class Transport{index}:\n    def method_{index}(self, callback, *args):\n{BODY * (2 + index)}"
@@ -159,13 +159,17 @@ async def test_every_method_and_number_gives_the_text_of_plain_decoding(
                 assert used.draft_token_count == 0 or used.method.value in plan.reason
                 assert number > 0 or used.method is DraftMethod.OFF
                 accepted[method] += used.accepted_token_count
-        assert all(accepted.values()), accepted
+        # AUTO drafts where measured times say that it pays.
+        assert all(accepted[method] for method in (SELF, SUFFIX, MODEL)), accepted
 
 
 async def test_a_request_that_asks_for_nothing_gets_what_is_configured(stack: Up) -> None:
     async with AsyncClient(stack.address) as client:
         answers = await ask_all(client, is_sampled=False)
-        assert any(answer.usage.speculation.accepted_token_count for answer in answers)
+        for answer in answers:
+            used, plan = answer.usage.speculation, answer.plan
+            assert plan is not None
+            assert used.draft_token_count or "auto drafted nothing" in plan.reason
         [model] = await client.list_models()
         assert set(model.draft_methods) == {SELF, SUFFIX, MODEL}
         for worker in await client.list_workers():

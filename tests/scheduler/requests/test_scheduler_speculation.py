@@ -70,6 +70,7 @@ async def test_why_nothing_was_drafted_is_said() -> None:
             ),
             (types_pb2.DRAFT_METHOD_AUTO, "0", "auto drafted nothing: no draft was found"),
             (types_pb2.DRAFT_METHOD_UNSPECIFIED, "0", "self drafted nothing"),
+            (types_pb2.DRAFT_METHOD_AUTO, "1", "auto drafted nothing: the worker has no such"),
         ):
             request = asking(2, method=asked)
             request.worker_id = worker_id
