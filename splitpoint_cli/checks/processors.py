@@ -51,6 +51,19 @@ def check_cores(
     return Finding(name, Verdict.OK, text)
 
 
+def check_compiler(path: str | None) -> Finding:
+    """Check for the compiler of CPU workers' kernels; `path`: the one that was found."""
+    name = "C++ compiler"
+    if path is not None:
+        return Finding(name, Verdict.OK, f"{path}, for the attention kernel of CPU workers")
+    return Finding(
+        name,
+        Verdict.NOTE,
+        "none: CPU workers decode by torch's operators, which takes longer with long prompts",
+        "Install one: apt-get install g++",
+    )
+
+
 def check_numa(wish: str, places: Places) -> Finding:
     """Check the NUMA node of the arena; `wish`: the value of --numa-node."""
     name = "NUMA"

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from splitpoint import config
+from splitpoint.host.compiler import compiler
 from splitpoint.host.memory import available_cores, memory_facts
 from splitpoint.host.processor import instruction_sets
 from splitpoint.options import store
@@ -70,6 +71,8 @@ def _machine(options: DoctorOptions) -> Iterator[Check]:
             available_cores(), _cpu_workers(options), places, flags=instruction_sets()
         ),
     )
+    if _cpu_workers(options):
+        yield Check("C++ compiler", lambda: processors.check_compiler(compiler()))
     yield Check("NUMA", lambda: processors.check_numa(options.numa_node, places))
     yield Check("CPU energy", lambda: power.check_rapl(places))
     yield Check("open files", lambda: limits.check_open_files(*_limit(resource.RLIMIT_NOFILE)))

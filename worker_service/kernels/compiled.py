@@ -12,21 +12,19 @@ import fcntl
 import hashlib
 import logging
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 
 import torch
 
+from splitpoint.host.compiler import compiler
 from splitpoint.host.processor import instruction_sets
 
 log = logging.getLogger(__name__)
 
 CACHE_FOLDER = "SPLITPOINT_KERNEL_CACHE"
-_COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno")
 _FOLDER = Path(__file__).parent
 # Seconds for one compilation on a busy host.
@@ -62,14 +60,6 @@ def locked(folder: Path, name: str) -> Iterator[None]:
     with (folder / f"{name}.lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-@lru_cache
-def compiler() -> str | None:
-    """Return the path of the host's C++ compiler; None if there is none."""
-    given = os.environ.get("CXX")
-    found = (shutil.which(name) for name in ((given,) if given else _COMPILERS))
-    return next((path for path in found if path is not None), None)
 
 
 def load(source: str, constants: Mapping[str, int]) -> ctypes.CDLL:

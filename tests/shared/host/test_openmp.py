@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from splitpoint.host.memory import available_cores
-from splitpoint.host.openmp import BRIEF, LONG, SPIN_COUNT, WAIT_POLICY, spin_count
-from splitpoint.host.processor import instruction_sets
+from splitpoint.host.openmp import BRIEF, LONG, SPIN_COUNT, WAIT_POLICY, spin_count, spins_long
+from splitpoint.host.processor import instruction_sets, processor_name
 
 AMX, OTHER = ("avx512f", "amx_bf16"), ("avx512f",)
 # What `splitpoint up` gives its workers, decided in a process of its own as there.
@@ -58,6 +58,26 @@ def test_instruction_sets_are_those_of_the_first_processor(tmp_path: Path) -> No
     cpuinfo.write_text("processor\t: 0\nflags\t\t: fpu amx_bf16\n\nflags\t\t: fpu\n")
     assert instruction_sets(cpuinfo) == {"fpu", "amx_bf16"}
     assert instruction_sets(tmp_path / "none") == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, True),
+        ({SPIN_COUNT: BRIEF}, False),
+        ({SPIN_COUNT: LONG}, True),
+        ({WAIT_POLICY: "x"}, None),
+    ],
+)
+def test_a_process_knows_how_its_threads_wait(given: dict[str, str], wanted: bool | None) -> None:
+    assert spins_long(given) is wanted
+
+
+def test_a_processor_has_a_name(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nmodel name\t: A B-1 @ 2 GHz\n\nmodel name\t: C\n")
+    assert processor_name(cpuinfo) == "A B-1 @ 2 GHz"
+    assert processor_name(tmp_path / "none") == ""
 
 
 def test_up_decides_for_its_workers_unless_the_user_did() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from splitpoint.host.compiler import compiler
 from worker_service.kernels import compiled
 from worker_service.kernels.choice import Choice, Decode, Linear, Prefill, in_use, use
 from worker_service.model.attention import PartialAttention, decode_partial
@@ -22,7 +23,7 @@ CPU = torch.device("cpu")
 CHUNK = 16
 FUSED = Choice(Decode.FUSED, Prefill.SDPA, Linear.PACKED)
 
-needs_compiler = pytest.mark.skipif(compiled.compiler() is None, reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
 
 @pytest.fixture(autouse=True)
@@ -222,12 +223,12 @@ def test_without_a_compiler_there_is_no_kernel(
 ) -> None:
     monkeypatch.setenv(compiled.CACHE_FOLDER, str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    compiled.compiler.cache_clear()
+    compiler.cache_clear()
     try:
         with pytest.raises(compiled.NoKernels, match="no C\\+\\+ compiler"):
             compiled.load("paged_attention.cpp", {"HEAD_DIM": 64, "ELEMENT": 0})
     finally:
-        compiled.compiler.cache_clear()
+        compiler.cache_clear()
 
 
 @needs_compiler

@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from splitpoint.errors import InvalidArgument
+from splitpoint.host.compiler import compiler
 from splitpoint.host.processor import AMX_BF16
 from worker_service.kernels.choice import Choice, Decode, Linear, Prefill, by_flags, in_use, use
-from worker_service.kernels.compiled import CACHE_FOLDER, compiler
+from worker_service.kernels.compiled import CACHE_FOLDER
 from worker_service.profiling.calibration import chosen, use_kernels
 from worker_service.weights.packing import packs
 
