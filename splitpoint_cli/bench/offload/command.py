@@ -75,8 +75,13 @@ _Speculate = Annotated[
     ),
 ]
 _DraftTokens = Annotated[
-    int,
-    typer.Option(help="--speculate: most drafts for a step of a sequence, 0 to 32.", min=0, max=32),
+    int | None,
+    typer.Option(
+        help="--speculate: most drafts for a step of a sequence, 0 to 32. Absent: as many as "
+        "measurements say pay.",
+        min=0,
+        max=32,
+    ),
 ]
 _KvHeads = Annotated[
     int | None,
@@ -119,7 +124,7 @@ def offload(
     kv_encoding: _Encodings = [],  # noqa: B006 - typer's way to say "none"
     seed: options.Seed = 0,
     speculate: _Speculate = None,
-    draft_tokens: _DraftTokens = 4,
+    draft_tokens: _DraftTokens = None,
     kv_heads: _KvHeads = None,
     text: _Text = [],  # noqa: B006 - typer's way to say "none"
     as_json: AsJson = False,
