@@ -192,7 +192,10 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
         description = _describe(lanes)
         if device.type == "cpu":
             kernels = await asyncio.to_thread(
-                use_kernels, TORCH_TYPES[shape.data_type], options.cpu_kernels
+                use_kernels,
+                TORCH_TYPES[shape.data_type],
+                options.cpu_kernels,
+                head_dim=shape.head_dim,
             )
             description += f", {kernels.text}, {_waiting()}"
         engine, weights, speculation = await asyncio.to_thread(

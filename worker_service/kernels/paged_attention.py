@@ -103,6 +103,11 @@ def attend_spans(
     return sums, peaks, totals
 
 
+def prepare(head_dim: int, dtype: torch.dtype) -> None:
+    """Compile and load what `attend_spans` needs for these. Raises NoKernels."""
+    _library(head_dim, dtype)
+
+
 @lru_cache
 def _library(head_dim: int, dtype: torch.dtype) -> ctypes.CDLL:
     library = load("paged_attention.cpp", {"HEAD_DIM": head_dim, "ELEMENT": _ELEMENTS[dtype]})

@@ -13,11 +13,13 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from splitpoint.host.processor import instruction_sets, processor_name
+from worker_service.kernels import paged_attention
 from worker_service.kernels.choice import Choice, Decode, Linear, Prefill, by_flags, use
 from worker_service.kernels.compiled import NoKernels, cache_folder, locked
 from worker_service.model import attention
@@ -45,10 +47,11 @@ _CPU = torch.device("cpu")
 Seconds = Mapping[str, float]
 
 
-def use_kernels(dtype: torch.dtype, wish: str = AUTO) -> Choice:
+def use_kernels(dtype: torch.dtype, wish: str = AUTO, *, head_dim: int = _HEAD_DIM) -> Choice:
     """Choose the kernels of this process for weights and pages of this type; return them.
 
     Args:
+        head_dim: of the model; a kernel that cannot be had for it is not used.
         wish: `auto` (measured once per host), `flags` (by instruction sets, without a
             compiler), or kernels by name, such as `decode=products`, beside those of `auto`.
 
@@ -62,6 +65,12 @@ def use_kernels(dtype: torch.dtype, wish: str = AUTO) -> Choice:
     else:
         flags.parsed(wish)  # a typing error costs no measurement
         choice = _calibrated(dtype, flags).parsed(wish)
+    if choice.decode is Decode.FUSED:
+        try:
+            paged_attention.prepare(head_dim, dtype)
+        except NoKernels as error:
+            log.warning("decode attention by torch's products: %s", error)
+            choice = replace(choice, decode=Decode.PRODUCTS)
     use(choice)
     log.info("kernels for %s: %s", str(dtype).removeprefix("torch."), choice)
     return choice

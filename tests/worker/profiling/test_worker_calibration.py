@@ -123,6 +123,22 @@ def test_without_a_folder_of_its_own_a_worker_goes_by_flags(
     assert "others may write it" in caplog.text
 
 
+def test_a_kernel_that_is_gone_and_cannot_be_made_is_not_used(
+    used: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a container of another image that shares the folder."""
+    content = json.loads(record(used).read_text())
+    content["choice"] = "decode=fused,prefill=sdpa,linear=packed"
+    record(used).write_text(json.dumps(content))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    compiler.cache_clear()
+    try:
+        assert use_kernels(torch.float32, head_dim=48) == USUAL
+    finally:
+        compiler.cache_clear()
+    assert "no C++ compiler" in caplog.text
+
+
 def test_tiles_of_bfloat16_decide_the_prefill() -> None:
     assert by_flags(torch.bfloat16, {AMX_BF16}).prefill is Prefill.SDPA
     assert by_flags(torch.bfloat16, {"avx512f"}).prefill is Prefill.PRODUCTS
