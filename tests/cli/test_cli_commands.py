@@ -174,7 +174,17 @@ def test_generate_json_has_exactly_these_fields(script: Script) -> None:
         "text": "abc",
         "finish_reason": "length",
         "matched_stop": None,
-        "usage": {"prompt_tokens": 3, "completion_tokens": 3, "cached_tokens": 2},
+        "usage": {
+            "prompt_tokens": 3,
+            "completion_tokens": 3,
+            "cached_tokens": 2,
+            "speculation": {
+                "method": "off",
+                "draft_count": 0,
+                "draft_token_count": 0,
+                "accepted_token_count": 0,
+            },
+        },
         "logprobs": None,
         "seed": 7,
         "request_id": script.requests[0].request_id,
