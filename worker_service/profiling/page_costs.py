@@ -42,6 +42,7 @@ def measure_page_costs(
     lengths: Sequence[int],
     page_sizes: Sequence[int],
     device: torch.device,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> PageCosts:
     """Return the costs of all layers of `shape`, fitted to every length in pages of every size.
 
@@ -57,7 +58,7 @@ def measure_page_costs(
     steps = {case: _Step(shape, batch, *case, planes) for case in cases}
     for number in range(REPEATS + 1):
         for case in cases[:: -1 if number % 2 else 1]:
-            taken = steps[case].seconds()
+            taken = steps[case].seconds(clock)
             if number:  # the first round warms up
                 seconds[case].append(taken)
     counts = [(chunks_of(length, size), size) for size, length in cases]
@@ -107,10 +108,10 @@ class _Step:
         self._page = page
         self._device = planes[0].device
 
-    def seconds(self) -> float:
+    def seconds(self, clock: Callable[[], float]) -> float:
         """Return the seconds of one plan, and of the attention of all of the shape's layers."""
-        planned, plan = _timed(self._plan, self._device)
-        attended, _ = _timed(lambda: self._attend(plan), self._device)
+        planned, plan = _timed(self._plan, self._device, clock)
+        attended, _ = _timed(lambda: self._attend(plan), self._device, clock)
         return planned + attended * self._layers / len(self._pools)
 
     def _plan(self) -> DecodePlan:
@@ -129,12 +130,14 @@ class _Step:
             decode_partial(self._queries, keys, values, plan, window=None, scale=scale)
 
 
-def _timed(run: Callable[[], Result], device: torch.device) -> tuple[float, Result]:
-    started = time.perf_counter()
+def _timed(
+    run: Callable[[], Result], device: torch.device, clock: Callable[[], float]
+) -> tuple[float, Result]:
+    started = clock()
     result = run()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - started, result
+    return clock() - started, result
 
 
 def measure_typical(shape: ModelShape, device: torch.device) -> PageCosts:

@@ -7,7 +7,7 @@ attend to the same.
 from __future__ import annotations
 
 import math
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from worker_service.model.attention import decode_partial
 from worker_service.model.attention_plan import DecodePlan
 
 CPU = torch.device("cpu")
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,18 +118,18 @@ class BucketCache:
         return self._attend(queries)
 
     def timed_step(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, clock: Clock
     ) -> StepTimes:
         """Do as `step`, and return the seconds of its parts."""
-        started = time.perf_counter()
+        started = clock()
         is_full = self.length == self.capacity
         if is_full:
             self._grow()
-        grown = time.perf_counter()
+        grown = clock()
         self._write(keys, values)
-        written = time.perf_counter()
+        written = clock()
         self._attend(queries)
-        ended = time.perf_counter()
+        ended = clock()
         return StepTimes(grown - started if is_full else None, written - grown, ended - written)
 
     def _write(self, keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -35,7 +35,7 @@ _Picture = Annotated[Path | None, typer.Option(help="Draw the results.", metavar
 def growth(
     shape: options.RandomShape = "opt-125m",
     dtype: options.ElementType = "float32",
-    points: _Points = "4x64,4x256,4x512,1x256,1x1024",
+    points: _Points = "4x64,4x256,1x256,1x1024",
     layers: _Layers = 2,
     prompt: _Prompt = 16,
     threads: options.Threads = 0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from splitpoint.words import counted
 from splitpoint_cli.bench.growth.report import Growth
 from splitpoint_cli.plots import new_figure
 
@@ -32,7 +33,8 @@ def picture_of(report: Mapping[str, Any]) -> Figure:
     _draw_growths(growths, points)
     figure.suptitle(
         f"{report['shape']} {report['dtype']}, attention of {report['layers']} layers after "
-        f"{report['prompt']} rows, {report['hardware']}, {report['threads']} threads; points: "
+        f"{report['prompt']} rows, {report['hardware']}, {counted(report['threads'], 'thread')}, "
+        f"{report['clock']} time; points: "
         f"medians of {report['repeats']} rounds, lines: the model",
         fontsize=10,
     )

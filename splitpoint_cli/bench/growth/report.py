@@ -94,6 +94,7 @@ def report_of(workload: GrowthWorkload, results: Sequence[PointResult]) -> dict[
         **facts,
         "hardware": hardware(),
         "commit": commit(),
+        "clock": "cpu" if workload.threads == 1 else "wall",
         "points": [_point_json(result) for result in results],
         "growths_exponents": _exponents(results),
         # Raised as an error otherwise: a wrong answer has no time.
@@ -188,6 +189,10 @@ def table_of(report: Mapping[str, Any]) -> Table:
         for batch, each in report["growths_exponents"].items()
     ]
     table.caption = "\n".join(
-        [f"{report['hardware']}, medians of {report['repeats']} rounds, step by step", *exponents]
+        [
+            f"{report['hardware']}, {report['clock']} time, medians of {report['repeats']} "
+            "rounds, step by step",
+            *exponents,
+        ]
     )
     return table

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -15,7 +16,7 @@ from splitpoint.costs.growth import BucketCosts, PageCosts, Rows
 from splitpoint.costs.profile import fit_line
 from splitpoint.errors import Internal
 from splitpoint.shapes import DataType, ModelShape
-from splitpoint_cli.bench.growth.caches import CPU, BucketCache, Cache, Drawn, PagedCache
+from splitpoint_cli.bench.growth.caches import CPU, BucketCache, Cache, Clock, Drawn, PagedCache
 from splitpoint_cli.bench.growth.report import Growth, PointResult, Run
 from splitpoint_cli.bench.growth.workload import GrowthWorkload, Point
 from splitpoint_cli.bench.shared.progress import Progress
@@ -52,6 +53,12 @@ def run_all(workload: GrowthWorkload, progress: Progress) -> list[PointResult]:
     return [_run_point(workload, point, progress) for point in workload.points]
 
 
+def clock_of(threads: int) -> Clock:
+    """Return CPU time for one thread: its waiting for a core is no cost of a cache. Several threads
+    wait for each other, so wall-clock time counts."""
+    return time.thread_time if threads == 1 else time.perf_counter
+
+
 def _run_point(workload: GrowthWorkload, point: Point, progress: Progress) -> PointResult:
     shape = workload.model_shape
     drawn = Drawn.of(
@@ -59,17 +66,20 @@ def _run_point(workload: GrowthWorkload, point: Point, progress: Progress) -> Po
     )
     rows = workload.rows(point)
     progress.say(f"{point}: measuring the model's constants")
-    buckets, pages = bucket_costs(shape, drawn), _page_costs(shape, point, rows)
+    clock = clock_of(workload.threads)
+    buckets = bucket_costs(shape, drawn, clock)
+    pages = _page_costs(shape, point, rows, clock)
     contenders = [*_contenders(workload, point, drawn)]
     tolerance = TOLERANCES[shape.data_type]
-    time_rounds(contenders, drawn, str(point), workload.repeats, tolerance, progress)
+    measure = partial(_generate, drawn=drawn, clock=clock)
+    time_rounds(contenders, measure, str(point), workload.repeats, tolerance, progress)
     runs = [Run.of_steps(each.growth, each.size, each.growths, each.steps) for each in contenders]
     return PointResult(point, rows, buckets, pages, tuple(runs))
 
 
 def time_rounds(
     contenders: Sequence[Contender],
-    drawn: Drawn,
+    measure: Callable[[Contender], tuple[torch.Tensor, list[float]]],
     where: str,
     rounds: int,
     tolerance: float,
@@ -79,10 +89,10 @@ def time_rounds(
 
     Raises Internal if they differ by more than `tolerance`, a share of the largest value.
     """
-    wanted, _ = _generate(contenders[0], drawn)  # also warms up
+    wanted, _ = measure(contenders[0])  # also warms up
     largest = wanted.abs().max().item()
     for contender in progress.rounds(f"{where}: timed runs", contenders, rounds):
-        attended, seconds = _generate(contender, drawn)
+        attended, seconds = measure(contender)
         contender.steps.append(seconds)
         difference = (attended - wanted).abs().max().item() / largest
         if not difference <= tolerance:
@@ -108,14 +118,14 @@ def _contenders(workload: GrowthWorkload, point: Point, drawn: Drawn) -> Iterato
         yield Contender(Growth.PAGES, size, make_pages)
 
 
-def _generate(contender: Contender, drawn: Drawn) -> tuple[torch.Tensor, list[float]]:
+def _generate(contender: Contender, drawn: Drawn, clock: Clock) -> tuple[torch.Tensor, list[float]]:
     """Return the last step's result, as fp32 `[B, n_q, d]`, and the seconds of each step."""
     cache = contender.make()
     attended = drawn.queries[0]
-    ends = [time.perf_counter()]
+    ends = [clock()]
     for queries, keys, values in zip(drawn.queries, drawn.keys, drawn.values, strict=True):
         attended = cache.step(queries, keys, values)
-        ends.append(time.perf_counter())
+        ends.append(clock())
     contender.growths = cache.growths
     return attended.to(torch.float32), [end - start for start, end in pairwise(ends)]
 
@@ -123,7 +133,7 @@ def _generate(contender: Contender, drawn: Drawn) -> tuple[torch.Tensor, list[fl
 # -- constants ----------------------------------------------------------------------------
 
 
-def bucket_costs(shape: ModelShape, drawn: Drawn) -> BucketCosts:
+def bucket_costs(shape: ModelShape, drawn: Drawn, clock: Clock) -> BucketCosts:
     """Measure growths, attention and the rest of a step along whole generations.
 
     Two sizes of buckets tell what a row costs that is copied, and one that is cleared.
@@ -136,7 +146,7 @@ def bucket_costs(shape: ModelShape, drawn: Drawn) -> BucketCosts:
             bucket = max(1, drawn.steps // share)
             cache = BucketCache(shape, drawn, bucket, masks=True)
             for row in zip(drawn.queries, drawn.keys, drawn.values, strict=True):
-                times = cache.timed_step(*row)
+                times = cache.timed_step(*row, clock)
                 if not number:  # the first round warms up
                     continue
                 read[cache.capacity].append(times.attention)
@@ -156,7 +166,7 @@ def bucket_costs(shape: ModelShape, drawn: Drawn) -> BucketCosts:
     )
 
 
-def _page_costs(shape: ModelShape, point: Point, rows: Rows) -> PageCosts:
+def _page_costs(shape: ModelShape, point: Point, rows: Rows, clock: Clock) -> PageCosts:
     """Measure a plan and attention; writing a row is part of every step and of no page."""
     return measure_page_costs(
         shape,
@@ -164,4 +174,5 @@ def _page_costs(shape: ModelShape, point: Point, rows: Rows) -> PageCosts:
         lengths=[rows.prompt + round(rows.new * share) for share in _SHARES],
         page_sizes=PAGE_SIZES,
         device=CPU,
+        clock=clock,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,13 +120,19 @@ def test_a_wrong_answer_has_no_time() -> None:
 
     right = Contender(Growth.MASKED, 8, lambda: BucketCache(GROUPED, drawn, 8, masks=True))
     wrong = Contender(Growth.MASKED, 64, lambda: Forgetful(GROUPED, drawn, 64, masks=True))
+
+    def measure(contender: Contender) -> tuple[torch.Tensor, list[float]]:
+        return attended(contender.make(), drawn)[-1], [1.0] * NEW
+
     with pytest.raises(Internal, match="masked, 64 rows: attention differs"):
-        time_rounds([right, wrong], drawn, "here", 1, 1e-5, Progress())
+        time_rounds([right, wrong], measure, "here", 1, 1e-5, Progress())
 
 
 @torch.inference_mode()
 def test_constants_are_measured() -> None:
-    costs = bucket_costs(GROUPED, Drawn.of(GROUPED, batch=2, prompt=16, new=64, seed=0))
+    costs = bucket_costs(
+        GROUPED, Drawn.of(GROUPED, batch=2, prompt=16, new=64, seed=0), time.perf_counter
+    )
     assert costs.row_seconds > 0
     assert costs.growth_seconds + costs.copy_seconds > 0
     assert costs.step_seconds > 0
