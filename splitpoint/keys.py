@@ -45,10 +45,17 @@ def packed_chunk_key(
 
 
 def chunk_keys(
-    layout_hash: bytes, salt: bytes, token_ids: Sequence[int], chunk_tokens: int
+    layout_hash: bytes,
+    salt: bytes,
+    token_ids: Sequence[int],
+    chunk_tokens: int,
+    *,
+    parent: bytes = b"",
 ) -> Iterator[bytes]:
-    """Yield the keys of the full chunks of a sequence, in order."""
-    parent = b""
+    """Yield the keys of the full chunks of `token_ids`, in order.
+
+    `parent`: the key of the chunk before them; empty at the beginning of a sequence.
+    """
     for start in range(0, len(token_ids) - chunk_tokens + 1, chunk_tokens):
         parent = chunk_key(layout_hash, salt, parent, token_ids[start : start + chunk_tokens])
         yield parent

@@ -22,6 +22,9 @@ def test_keys_chain_and_extend(tokens: list[int], chunk: int, salt: bytes) -> No
         parent = key
     longer = list(chunk_keys(b"layout", salt, [*tokens, 1, 2, 3], chunk))
     assert longer[: len(keys)] == keys
+    for count in range(1, len(keys)):
+        rest = chunk_keys(b"layout", salt, tokens[count * chunk :], chunk, parent=keys[count - 1])
+        assert keys[:count] + list(rest) == keys
 
 
 def test_every_part_enters_the_key() -> None:

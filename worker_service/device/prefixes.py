@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from splitpoint.keys import MARK_BYTES, chunk_key
+from splitpoint.keys import MARK_BYTES, chunk_keys
 from splitpoint.shapes import ArenaLayout
 from worker_service.device.cache import PageAllocator
 
@@ -71,11 +71,9 @@ class DevicePrefixes:
     ) -> None:
         """Append to `keys`, those of a sequence's first chunks, until there are `chunk_count`."""
         size = self._chunk_tokens
-        while len(keys) < chunk_count:
-            start = len(keys) * size
-            parent = keys[-1] if keys else b""
-            tokens = token_ids[start : start + size]
-            keys.append(chunk_key(self._layout_hash, salt, parent, tokens))
+        tokens = token_ids[len(keys) * size : chunk_count * size]
+        parent = keys[-1] if keys else b""
+        keys += chunk_keys(self._layout_hash, salt, tokens, size, parent=parent)
 
     # -- find -------------------------------------------------------------------------
 
