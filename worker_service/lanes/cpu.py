@@ -126,17 +126,12 @@ class ThreadLanes(Lanes):
             self._threads[lane].submit(self._do_piece, lane, group, piece, time.perf_counter())
 
     def _do_piece(self, lane: Lane, group: Group, piece: Piece, ready: float) -> None:
-        try:
+        def carry_out() -> Span:
             with torch.inference_mode():
-                span = self._carry_out(lane, piece.work, ready)
-        except BaseException as error:
-            group.fail(error)
-            if not isinstance(error, Exception):
-                raise
-        else:
-            group.end(piece, span)
-            if lane is not Lane.LINK_IN:
-                self.poke()
+                return self._carry_out(lane, piece.work, ready)
+
+        if self._give_span(group, piece, carry_out) and lane is not Lane.LINK_IN:
+            self.poke()
 
     # -- spans and errors of steps -----------------------------------------------------------
 

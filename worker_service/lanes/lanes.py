@@ -195,6 +195,21 @@ class Lanes(ABC):
         """Return the next piece for the link; `_drawing` is held."""
         return None if self._is_held else draw_first(self._groups)
 
+    def _give_span(self, group: Group, piece: Piece, carry_out: Callable[[], Span]) -> bool:
+        """Carry out a piece for its group, which gets the span; return False on an error.
+
+        The error becomes the group's, and is raised only if it is to end the thread.
+        """
+        try:
+            span = carry_out()
+        except BaseException as error:
+            group.fail(error)
+            if not isinstance(error, Exception):
+                raise
+            return False
+        group.end(piece, span)
+        return True
+
     # -- events, spans and errors of steps -----------------------------------------------
 
     def wait_event(self, event: Event) -> None:
@@ -299,22 +314,15 @@ class SerialLanes(Lanes):
                 drawn = self._draw()
             if drawn is None:
                 return
-            self._carry_out_piece(Lane.LINK_IN, *drawn)
+            self._do_piece(Lane.LINK_IN, *drawn)
 
     def run_piece(self, lane: Lane, group: Group, piece: Piece) -> None:
         group.begin()
-        self._carry_out_piece(lane, group, piece)
+        self._do_piece(lane, group, piece)
         self.poke()
 
-    def _carry_out_piece(self, lane: Lane, group: Group, piece: Piece) -> None:
-        try:
-            span = self._timed(lane, piece.work)
-        except BaseException as error:
-            group.fail(error)
-            if not isinstance(error, Exception):
-                raise
-        else:
-            group.end(piece, span)
+    def _do_piece(self, lane: Lane, group: Group, piece: Piece) -> None:
+        self._give_span(group, piece, lambda: self._timed(lane, piece.work))
 
     def _timed(self, lane: Lane, work: Work) -> Span:
         span = self._carry_out(lane, work, time.perf_counter())
