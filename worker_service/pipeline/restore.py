@@ -113,8 +113,15 @@ class SplitRestore:
         self._piece_tokens = max(1, piece_bytes // slot_bytes) * transfer.chunk_tokens
         # Tasks that no lane was given yet, in order; guarded by the group.
         self._waiting: dict[Lane, dict[int, None]] = {lane: {} for lane in Lane}
-        for index, task in enumerate(self._tasks):
-            self._waiting[task.lane][index] = None
+        self._waiting_tokens = dict.fromkeys(Lane, 0)
+        for index in range(len(self._tasks)):
+            self._queue(index)
+        # Products that are left of those that read X from a slot.
+        self._slot_products = {
+            index
+            for index, task in enumerate(self._tasks)
+            if task.kind is TaskKind.REBUILD and task.slot is not None
+        }
         self._begun: set[int] = set()
         self._done: set[int] = set()
         # Pieces that are left of each task that is cut.
@@ -137,20 +144,13 @@ class SplitRestore:
     def needs_slots(self) -> bool:
         """True if products are left that read X from a slot."""
         with self.group.changed:
-            return any(
-                task.kind is TaskKind.REBUILD and task.slot is not None and index not in self._done
-                for index, task in enumerate(self._tasks)
-            )
+            return bool(self._slot_products)
 
     @property
     def left_tokens(self) -> tuple[int, int]:
         """Tokens times layers that are left to copy and to rebuild."""
         with self.group.changed:
-            waiting = [
-                sum(self._tasks[index].tokens for index in self._waiting[lane])
-                for lane in (Lane.LINK_IN, Lane.COMPUTE)
-            ]
-            return waiting[0], waiting[1]
+            return self._waiting_tokens[Lane.LINK_IN], self._waiting_tokens[Lane.COMPUTE]
 
     def begin(self) -> None:
         """Let the link draw the copies."""
@@ -218,10 +218,27 @@ class SplitRestore:
                 )
             )
 
+    def _queue(self, index: int) -> None:
+        """Let a task wait for its lane, behind those that do."""
+        task = self._tasks[index]
+        self._waiting[task.lane][index] = None
+        self._waiting_tokens[task.lane] += task.tokens
+
+    def _unqueue(self, index: int) -> None:
+        """Take a task from those that wait for its lane."""
+        task = self._tasks[index]
+        del self._waiting[task.lane][index]
+        self._waiting_tokens[task.lane] -= task.tokens
+
+    def _settle(self, index: int) -> None:
+        """Count a task as done."""
+        self._done.add(index)
+        self._slot_products.discard(index)
+
     def _give(self, lane: Lane, index: int) -> None:
         task = self._tasks[index]
         with self.group.changed:
-            del self._waiting[lane][index]
+            self._unqueue(index)
             self._begun.add(index)
             work = self._maker.work_of(task)
         self._lanes.run_piece(lane, self.group, Piece(work, lambda: self._end(index)))
@@ -290,7 +307,7 @@ class SplitRestore:
     def _copy(self, index: int) -> Piece:
         """Return the copy of a task, or the first piece of it."""
         task = self._tasks[index]
-        del self._waiting[Lane.LINK_IN][index]
+        self._unqueue(index)
         self._begun.add(index)
         if task.kind is TaskKind.LOAD:
             self._pieces_left[index] = -(-task.tokens // self._piece_tokens)
@@ -310,7 +327,7 @@ class SplitRestore:
         left = self._pieces_left.get(index, 1) - 1
         self._pieces_left[index] = left
         if not left:
-            self._done.add(index)
+            self._settle(index)
         if self._tasks[index].lane is Lane.COMPUTE:
             self._computed_at = time.perf_counter()
 
@@ -337,17 +354,16 @@ class SplitRestore:
     def _load_instead(self, index: int, sources: Iterable[int]) -> int:
         """Load the tile of a REBUILD, which no lane was given; return the load's index."""
         task = self._tasks[index]
-        del self._waiting[Lane.COMPUTE][index]
-        self._done.add(index)
+        self._unqueue(index)
+        self._settle(index)
         for each in sources:
-            waiting = self._waiting[self._tasks[each].lane]
-            if each in waiting:
-                del waiting[each]
-                self._done.add(each)
+            if each in self._waiting[self._tasks[each].lane]:
+                self._unqueue(each)
+                self._settle(each)
             # Else X is on its way. What comes into the same slot later comes after it.
         self._tasks.append(Task(TaskKind.LOAD, task.layer, task.first, task.last))
         load = len(self._tasks) - 1
-        self._waiting[Lane.LINK_IN][load] = None
+        self._queue(load)
         return load
 
     def _load_host_layers(self) -> None:
@@ -361,9 +377,9 @@ class SplitRestore:
             task = self._tasks[index]
             if task.layer in layers and task.kind is TaskKind.REBUILD:
                 self._load_instead(index, [each for each in task.after if self._makes_inputs(each)])
-        for index in self._waiting[Lane.WEIGHTS_IN]:
-            self._done.add(index)
-        self._waiting[Lane.WEIGHTS_IN].clear()
+        for index in list(self._waiting[Lane.WEIGHTS_IN]):
+            self._unqueue(index)
+            self._settle(index)
 
 
 def restore(

@@ -14,11 +14,11 @@ from stored_prefix import CPU, StoredPrefix, stored_prefix, tiny_prefix, token_i
 from tiny_models import FAMILY_CASES
 
 from splitpoint.errors import ChunkLost
-from splitpoint.planning.schedule import Lane, Schedule
+from splitpoint.planning.schedule import Lane, Schedule, TaskKind
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import EmulatedLink, Lanes, SerialLanes
 from worker_service.lanes.timeline import Span
-from worker_service.pipeline.restore import Prefix, restore
+from worker_service.pipeline.restore import Prefix, SplitRestore, Target, restore
 
 CHUNK = 16
 TOKENS = 150  # the last chunk is partial
@@ -223,3 +223,53 @@ def test_an_error_in_a_lane_ends_the_restore_and_leaves_no_copy_behind(
     assert lanes.finish() == []
     restore_and_compare(one, lanes, split=64, schedule=Schedule.PIPELINED, tile_tokens=CHUNK)
     lanes.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+@torch.inference_mode()
+def test_what_is_left_is_counted_as_it_is(one: StoredPrefix, seed: int) -> None:
+    """While others come and go, counters say what a look at all tasks does."""
+    draw = random.Random(seed)
+    # Slow enough that copies are left when contention makes products of them, and back.
+    lanes = ThreadLanes(CPU, EmulatedLink(3e7))
+    keys, values = one.empty_cache(17)
+    prefix = Prefix(one.chunks, 0, list(range(len(one.chunks))), one.token_ids, TOKENS, 140)
+    run = SplitRestore(
+        one.transfer(8), lanes, prefix, Target(keys, values), tile_tokens=2 * CHUNK, piece_bytes=1
+    )
+
+    def check() -> None:
+        with run.group.changed:
+            tasks = run._tasks
+            needed = any(
+                task.kind is TaskKind.REBUILD and task.slot is not None and index not in run._done
+                for index, task in enumerate(tasks)
+            )
+            left = tuple(
+                sum(tasks[index].tokens for index in run._waiting[lane])
+                for lane in (Lane.LINK_IN, Lane.COMPUTE)
+            )
+            # Nothing is drawn between the look and the question: the lock is held.
+            assert (run.needs_slots, run.left_tokens) == (needed, left)
+
+    check()
+    assert run.needs_slots
+    run.begin()
+    run.lend_slots()
+    try:
+        while not run.is_done:
+            assert run.group.error is None
+            check()
+            run.contend(draw.random() < 0.5)
+            if draw.random() < 0.5:
+                run.compute()
+            check()
+    finally:
+        run.close()
+        run.group.wait_quiet()
+        lanes.close()
+    assert run.left_tokens == (0, 0)
+    assert not run.needs_slots
+    for layer, wanted in enumerate(one.computed.keys):
+        found = one.rows(keys[layer], range(len(one.chunks)), TOKENS)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
