@@ -28,7 +28,7 @@ from worker_service.model.attention import prefill
 from worker_service.model.attention_plan import PrefillPlan
 from worker_service.model.forward import through_layers
 from worker_service.model.layer import DecoderLayer
-from worker_service.pipeline.restore import Prefix, Target
+from worker_service.pipeline.restore import Prefix, RestoreRun, Target
 from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.store.arena_tensors import StoredChunk
 
@@ -41,14 +41,11 @@ class BothEndsResult:
     spans: list[Span]
 
 
-class BothEndsRestore:
+class BothEndsRestore(RestoreRun):
     """A restore from both ends, in pieces. All but `draw` belongs to the owner's thread.
 
     The link draws the copies of the back, beside those of steps. The owner computes the front,
     `front_tokens` at a time.
-
-    Attributes:
-        group: its copies on the link, with their spans and error.
     """
 
     def __init__(
@@ -69,9 +66,8 @@ class BothEndsRestore:
         `expected_tokens`, which decides how much each begins with; the serial twin meets
         there. The link does further `copies` last. Nothing begins before `begin`.
         """
-        self.group = Group(self._draw, on_change)
+        super().__init__(lanes, Group(self._draw, on_change))
         self._transfer = transfer
-        self._lanes = lanes
         self._prefix = prefix
         self._target = target
         self._copies = list(copies)
@@ -115,10 +111,6 @@ class BothEndsRestore:
             chunks = self._queue.back - self._queue.front
             return chunks * self._transfer.chunk_tokens * len(self._target.keys), 0
 
-    def begin(self) -> None:
-        """Let the link draw the copies."""
-        self._lanes.attach(self.group)
-
     def front_tokens(self, computed: int) -> int:
         """Return how many tokens to compute next, after the first `computed`; 0: no more.
 
@@ -134,11 +126,6 @@ class BothEndsRestore:
         end = (self._first + chunks.stop) * self._transfer.chunk_tokens
         self._claimed = min(end, self._prefix.cached_tokens)
         return max(0, self._claimed - computed)
-
-    def close(self) -> None:
-        """Begin no more pieces; those under way end before the group is quiet."""
-        self.group.close()
-        self._lanes.detach(self.group)
 
     def wait(self) -> None:
         """Wait until the link has loaded all that it has claimed, or failed."""

@@ -73,11 +73,31 @@ class Target:
     values: Sequence[torch.Tensor]
 
 
-class SplitRestore:
-    """A restore by a split point, in pieces. All but `draw` belongs to the owner's thread.
+class RestoreRun:
+    """A restore whose pieces the lanes draw from a group, between `begin` and `close`.
 
     Attributes:
         group: its pieces on the lanes, with their spans and error.
+    """
+
+    def __init__(self, lanes: Lanes, group: Group) -> None:
+        self.group = group
+        self._lanes = lanes
+
+    def begin(self) -> None:
+        """Let the link draw the copies."""
+        self._lanes.attach(self.group)
+
+    def close(self) -> None:
+        """Begin no more pieces; those under way end before the group is quiet."""
+        self.group.close()
+        self._lanes.detach(self.group)
+
+
+class SplitRestore(RestoreRun):
+    """A restore by a split point, in pieces. All but `draw` belongs to the owner's thread.
+
+    Attributes:
         is_contended: others want the device. Products of weights on the host are loaded
             instead; and whenever the link has nothing else to do, the last ones that remain.
     """
@@ -100,10 +120,9 @@ class SplitRestore:
         Nothing begins before `begin`. Tiles have `tile_tokens`, as far as memory allows.
         `on_change` is called from any thread after each piece.
         """
-        self.group = Group(self._draw, on_change)
+        super().__init__(lanes, Group(self._draw, on_change))
         self.is_contended = False
         self.slots = transfer.staging.restore_slots(tile_tokens)
-        self._lanes = lanes
         self._schedule = schedule
         self._tasks = _tasks_of(prefix, transfer, self.slots, schedule)
         self._maker = _WorkMaker(transfer, prefix, target, self.slots)
@@ -152,10 +171,6 @@ class SplitRestore:
         with self.group.changed:
             return self._waiting_tokens[Lane.LINK_IN], self._waiting_tokens[Lane.COMPUTE]
 
-    def begin(self) -> None:
-        """Let the link draw the copies."""
-        self._lanes.attach(self.group)
-
     def lend_slots(self) -> None:
         """Let it use the X memory of restores, which nothing else uses until `needs_slots` ends."""
         with self.group.changed:
@@ -198,11 +213,6 @@ class SplitRestore:
         if self.group.error is not None:
             raise self.group.error
         return self._lanes.count_spans(self.group.take_spans())
-
-    def close(self) -> None:
-        """Begin no more pieces; those under way end before the group is quiet."""
-        self.group.close()
-        self._lanes.detach(self.group)
 
     # -- below ------------------------------------------------------------------------------
 
