@@ -13,11 +13,9 @@ from splitpoint.costs.profile import BUILT_IN_PROFILES, Profile
 from splitpoint.errors import InvalidArgument
 from splitpoint.planning.plan import Objective
 from splitpoint.planning.schedule import Schedule
-from splitpoint.planning.weight_placement import WeightSizes
-from splitpoint.planning.weight_step import with_weights
 from splitpoint.residency.load import DeviceRoom, RequestLoad
 from splitpoint.residency.ways import Comparison, Forecast, Impossible, compare_ways
-from splitpoint.shapes import ArenaLayout, Encoding, ModelShape
+from splitpoint.shapes import Encoding, ModelShape
 from splitpoint.words import counted
 from splitpoint_cli.output import seconds_text
 from splitpoint_cli.planning.options import PlanOptions
@@ -88,14 +86,8 @@ def explained(
     slice_tokens: int,
 ) -> Explained:
     """Divide the node's memory as its worker does at its start, and compare."""
-    layout = ArenaLayout.of(
-        shape,
-        chunk_tokens=node.chunk_tokens,
-        has_activations=has_activations,
-        encoding=node.encoding,
-    )
-    memory, placement = divided(shape, layout, node)
-    profile = with_weights(node.profile, WeightSizes.of(shape), placement)
+    worker = divided(shape, node, has_activations=has_activations)
+    memory = worker.memory
     room = DeviceRoom(
         cache_bytes=memory.cache_capacity_bytes,
         streamed_pages=memory.streamed_page_count,
@@ -112,12 +104,12 @@ def explained(
     )
     return Explained(
         shape,
-        profile,
+        worker.profile,
         load,
         room,
         node.device_memory_bytes,
-        placement.reason,
-        compare_ways(shape, profile, load, room),
+        worker.placement.reason,
+        compare_ways(shape, worker.profile, load, room),
     )
 
 

@@ -104,22 +104,16 @@ def size_up(shape: ModelShape, node: Node, load: Load) -> Sizing:
             field="tokens",
         )
     has_activations = shape.activations_can_pay
-    layout = ArenaLayout.of(
-        shape,
-        chunk_tokens=node.chunk_tokens,
-        has_activations=has_activations,
-        encoding=node.encoding,
-    )
-    memory, placement = divided(shape, layout, node)
-    profile = with_weights(node.profile, WeightSizes.of(shape), placement)
+    worker = divided(shape, node, has_activations=has_activations)
+    memory, layout = worker.memory, worker.layout
     pages = chunks_of(load.token_count, node.chunk_tokens)
     resident_bytes = pages * memory.page_bytes
     streamed_bytes = min(pages, memory.streamed_page_count) * memory.page_bytes
     streamed_count = min(node.max_batch, memory.cache_capacity_bytes // streamed_bytes)
-    ask = _Ask(shape, profile, node, memory, has_activations)
+    ask = _Ask(shape, worker.profile, node, memory, has_activations)
     return Sizing(
         memory=memory,
-        placement=placement,
+        placement=worker.placement,
         has_activations=has_activations,
         cached_tokens_in_memory=memory.page_count * node.chunk_tokens,
         resident_request_bytes=resident_bytes,
@@ -135,15 +129,30 @@ def size_up(shape: ModelShape, node: Node, load: Load) -> Sizing:
     )
 
 
-def divided(
-    shape: ModelShape, layout: ArenaLayout, node: Node
-) -> tuple[MemoryPlan, WeightPlacement]:
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """A worker's memory, and its profile with the weights that it keeps on the host."""
+
+    layout: ArenaLayout
+    memory: MemoryPlan
+    placement: WeightPlacement
+    profile: Profile
+
+
+def divided(shape: ModelShape, node: Node, *, has_activations: bool) -> Divided:
     """Divide device memory as a worker on a GPU does at its start."""
+    layout = ArenaLayout.of(
+        shape,
+        chunk_tokens=node.chunk_tokens,
+        has_activations=has_activations,
+        encoding=node.encoding,
+    )
+    sizes = WeightSizes.of(shape)
     staging = staging_pages_on_gpu(shape, layout, node.device_memory_bytes)
     placement = place(
         shape,
         layout,
-        WeightSizes.of(shape),
+        sizes,
         budget_bytes=node.device_memory_bytes,
         max_batch_size=node.max_batch,
         max_batched_tokens=node.max_batched_tokens,
@@ -158,7 +167,7 @@ def divided(
         max_batched_tokens=node.max_batched_tokens,
         staging_pages=staging,
     )
-    return memory, placement
+    return Divided(layout, memory, placement, with_weights(node.profile, sizes, placement))
 
 
 @dataclass(frozen=True, slots=True)
