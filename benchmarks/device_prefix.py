@@ -19,10 +19,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.shared import finish, parser_of, random_ids, serving
+from benchmarks.shared import random_ids, run_in_rounds, serving
 from splitpoint.client import AsyncClient
 from splitpoint.client.answers import Completion
-from splitpoint_cli.bench.shared.ending import run_until_signal
 from splitpoint_cli.bench.shared.progress import Progress
 
 PREFIX_TOKENS = 1000
@@ -111,15 +110,5 @@ def show(result: Mapping[str, Any]) -> None:
         print(f"{name:<22} {result[name]:>10.4g}")
 
 
-def main() -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--dtype", default="auto")
-    arguments = parser.parse_args()
-    result = run_until_signal(measure(arguments.rounds, arguments.dtype, Progress()))
-    finish(arguments, result, show)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_in_rounds(__doc__, measure, show))

@@ -6,13 +6,15 @@ import argparse
 import asyncio
 import os
 import random
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from splitpoint.client import AsyncClient
 from splitpoint.errors import InvalidArgument
+from splitpoint_cli.bench.shared.ending import run_until_signal
+from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.files import check_output
 from splitpoint_cli.report import FILE_HELP, FLAG_HELP, hand_over
 from splitpoint_cli.stack.options import StackOptions
@@ -54,6 +56,24 @@ def finish(
         output=arguments.output,
         indent=None,
     )
+
+
+def run_in_rounds(
+    doc: str | None,
+    measure: Callable[[int, str, Progress], Coroutine[Any, Any, Mapping[str, Any]]],
+    show: Callable[[Mapping[str, Any]], None],
+) -> int:
+    """Run `measure` with the rounds and the element type of the command line; return 0.
+
+    A signal ends it once its stack is stopped.
+    """
+    parser = parser_of(doc)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--dtype", default="auto")
+    arguments = parser.parse_args()
+    result = run_until_signal(measure(arguments.rounds, arguments.dtype, Progress()))
+    finish(arguments, result, show)
+    return 0
 
 
 @asynccontextmanager
