@@ -20,6 +20,7 @@ from worker_service.model.attention_plan import DecodePlan, PageView, PrefillPla
 from worker_service.model.decoder import Decoder
 from worker_service.model.forward import through_layers
 from worker_service.model.layer import DecoderLayer
+from worker_service.model.span_attention import SpanView
 
 # Up to this many rows of a sequence are attended one by one; more are a piece of a prompt.
 FEW_ROWS = 8
@@ -137,19 +138,19 @@ class DraftPasses:
 class _GrowingPlan:
     """A plan with one row of each sequence, which the next rows of their pages can join.
 
-    Planning costs a third of a small model's pass. Only plans of pages have this, and only
-    without sliding windows, which would also have to leave rows behind.
+    Planning costs a third of a small model's pass. Only plans of pages or spans have this, and
+    only without sliding windows, which would also have to leave rows behind.
 
     Attributes:
+        view: the plan's only view.
         drafted: the sequences, in the order of the plan's queries.
-        limit: fp32 `[P, C]`, see `PageView`.
-        places: int64 `[B]`, where in `limit` the newest page of each sequence is.
+        places: int64 `[B]`, where in the view the newest page of each sequence is.
         ends: how many tokens of each the plan sees.
     """
 
     plan: DecodePlan
+    view: PageView | SpanView
     drafted: list[DraftedTokens]
-    limit: torch.Tensor
     places: torch.Tensor
     ends: list[int]
     chunk_tokens: int
@@ -158,41 +159,40 @@ class _GrowingPlan:
     def of(cls, plan: DecodePlan, pieces: Rows[Piece], chunk_tokens: int) -> _GrowingPlan | None:
         """Return what can grow; None if nothing can."""
         view = plan.views.get(None)
-        if not isinstance(view, PageView) or len(plan.views) > 1 or plan.shared or plan.whole:
+        if view is None or len(plan.views) > 1 or plan.shared or plan.whole:
             return None
         if any(piece.count > 1 for piece in pieces):
             return None
         ends = [piece.positions.stop for piece in pieces]
         counts = [chunks_of(end, chunk_tokens) for end in ends]
-        if isinstance(view.pages, slice):
+        if isinstance(view, PageView) and isinstance(view.pages, slice):
             places = [
                 piece.drafted.pages[count - 1] - view.pages.start
                 for piece, count in zip(pieces, counts, strict=True)
             ]
         else:
             places = [int(end) - 1 for end in np.cumsum(counts)]
-        return cls(
-            plan,
-            [piece.drafted for piece in pieces],
-            view.limit.squeeze(1),
-            torch.tensor(places, device=view.limit.device),
-            ends,
-            chunk_tokens,
-        )
+        tables = view.limit if isinstance(view, PageView) else view.highs
+        listed = torch.tensor(places, device=tables.device)
+        drafted = [piece.drafted for piece in pieces]
+        return cls(plan, view, drafted, listed, ends, chunk_tokens)
 
     def extend(self, pieces: Rows[Piece]) -> bool:
         """Let each query see one more row; False if these are not the next rows of its pages."""
-        chunk = self.chunk_tokens
         if len(pieces) != len(self.drafted):
             return False
         for piece, drafted, end in zip(pieces, self.drafted, self.ends, strict=True):
-            begins_page = end % chunk == 0
             if piece.drafted is not drafted or piece.positions != range(end, end + 1):
                 return False
-            if begins_page:
+            if end % self.chunk_tokens == 0:
                 return False
-        rows = torch.tensor([end % chunk for end in self.ends], device=self.limit.device)
-        self.limit[self.places, rows] = torch.inf
+        if isinstance(self.view, PageView):
+            rows = [end % self.chunk_tokens for end in self.ends]
+            self.view.limit[self.places, 0, torch.tensor(rows, device=self.places.device)] = (
+                torch.inf
+            )
+        else:
+            self.view.highs[self.places] += 1
         self.ends = [end + 1 for end in self.ends]
         return True
 

@@ -6,6 +6,7 @@ Takes about 10 seconds.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import MemoryPlan
 from worker_service.engine.sampling import Sampling, SamplingRow, choose
 from worker_service.engine.sequence import Sequence
+from worker_service.kernels import compiled
+from worker_service.kernels.choice import Choice, Decode, Linear, Prefill, in_use, use
 from worker_service.model.decoder import Decoder
 from worker_service.speculation.model_draft import ModelDrafter
 
@@ -80,6 +83,17 @@ class Oracle:
         return known[len(tokens) :]
 
 
+@pytest.fixture(params=[Decode.PRODUCTS, Decode.FUSED])
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.param is Decode.FUSED and compiled.compiler() is None:
+        pytest.skip("no C++ compiler")
+    before = in_use()
+    use(Choice(request.param, Prefill.SDPA, Linear.PACKED))
+    yield
+    use(before)
+
+
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("case", ["llama-3", "opt", "mistral", "gemma2", "qwen3"])
 def test_it_drafts_what_the_model_generates_for_all_sequences_together(
     case: str, tmp_path: Path
