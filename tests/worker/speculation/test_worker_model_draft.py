@@ -15,12 +15,12 @@ import torch
 from engine_runner import CPU, admission
 from tiny_models import CONTEXT, VOCABULARY, build_tiny, write_tiny
 
+from splitpoint.host.compiler import compiler
 from splitpoint.shapes import ArenaLayout
 from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import MemoryPlan
 from worker_service.engine.sampling import Sampling, SamplingRow, choose
 from worker_service.engine.sequence import Sequence
-from worker_service.kernels import compiled
 from worker_service.kernels.choice import Choice, Decode, Linear, Prefill, in_use, use
 from worker_service.model.decoder import Decoder
 from worker_service.speculation.model_draft import ModelDrafter
@@ -85,7 +85,7 @@ class Oracle:
 
 @pytest.fixture(params=[Decode.PRODUCTS, Decode.FUSED])
 def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.param is Decode.FUSED and compiled.compiler() is None:
+    if request.param is Decode.FUSED and compiler() is None:
         pytest.skip("no C++ compiler")
     before = in_use()
     use(Choice(request.param, Prefill.SDPA, Linear.PACKED))
