@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from scheduler_doubles import CHUNK_TOKENS, LAYOUT, PAGE_BYTES, PROFILE, SHAPE, TOKENIZER
+from scheduler_doubles import (
+    LAYOUT,
+    PAGE_BYTES,
+    PROFILE,
+    TOKENIZER,
+    worker_facts,
+)
 
 from scheduler_service.placement.fetch_plan import ROUND_TRIP_SECONDS, PlannedAttempt
 from scheduler_service.placement.footprint import Grant
@@ -28,17 +34,10 @@ from splitpoint.v1 import types_pb2, worker_pb2
 
 assert TOKENIZER is not None
 A, B = "10.0.0.1:1", "10.0.0.2:1"
-FACTS = WorkerFacts(
-    worker_id="0",
-    address="127.0.0.1:1",
-    shape=SHAPE,
-    profile=PROFILE,
-    chunk_tokens=CHUNK_TOKENS,
+FACTS = worker_facts(
+    100,
+    8,
     has_activations=False,
-    cache_capacity_bytes=100 * PAGE_BYTES,
-    page_bytes=PAGE_BYTES,
-    streamed_page_count=3,
-    max_batch_size=8,
     kvstore_address=A,
     layout_hash=LAYOUT.layout_hash,
     store_instance_id=b"a" * 16,

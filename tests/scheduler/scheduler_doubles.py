@@ -23,6 +23,7 @@ from scheduler_service.limits import Limits
 from scheduler_service.options import SchedulerOptions, ServedModel
 from scheduler_service.prefixes.lookup import CachedPrefix
 from scheduler_service.service import Scheduler
+from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.checkpoint.config import read_config, shape_from_config
 from splitpoint.checkpoint.resolve import eos_token_ids
 from splitpoint.checkpoint.text import Tokenizer
@@ -61,6 +62,26 @@ CHUNK_TOKENS = 16
 PAGE_BYTES = SHAPE.page_bytes(CHUNK_TOKENS)
 PROFILE = Profile(1e9, 1e-5, 1e10, 1e-5, 1e10, "a double")
 LAYOUT = ArenaLayout.of(SHAPE, chunk_tokens=CHUNK_TOKENS, has_activations=True)
+
+
+def worker_facts(pages: int, max_batch_size: int, **others: Any) -> WorkerFacts:
+    """Return what the scheduler knows of a worker of the bundled model without a store.
+
+    `pages`: of its cache. `others`: fields of WorkerFacts, such as those of a store.
+    """
+    facts = WorkerFacts(
+        worker_id="0",
+        address="127.0.0.1:1",
+        shape=SHAPE,
+        profile=PROFILE,
+        chunk_tokens=CHUNK_TOKENS,
+        has_activations=True,
+        cache_capacity_bytes=pages * PAGE_BYTES,
+        page_bytes=PAGE_BYTES,
+        streamed_page_count=3,
+        max_batch_size=max_batch_size,
+    )
+    return replace(facts, **others)
 
 
 def token_at(prompt: Sequence[int], index: int, vocabulary: int = SHAPE.vocabulary_size) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import chain
 
 import pytest
-from scheduler_doubles import CHUNK_TOKENS, LAYOUT, PAGE_BYTES, PROFILE, SHAPE
+from scheduler_doubles import CHUNK_TOKENS, LAYOUT, PAGE_BYTES, worker_facts
 
 from scheduler_service.api.output import Output
 from scheduler_service.api.request import Request
@@ -17,24 +17,15 @@ from scheduler_service.placement.ledger import Ledger
 from scheduler_service.prefixes.catalog import LayoutName
 from scheduler_service.prefixes.lookup import CachedPrefix
 from scheduler_service.prefixes.marks import ChunkMarks, keys_by_layout
-from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.keys import MARK_BYTES, chunk_keys
 from splitpoint.planning.plan import Residency
 from splitpoint.shapes import chunks_of
 from splitpoint.v1 import types_pb2
 
 NAME = LayoutName(LAYOUT.layout_hash, CHUNK_TOKENS)
-FACTS = WorkerFacts(
-    worker_id="0",
-    address="127.0.0.1:1",
-    shape=SHAPE,
-    profile=PROFILE,
-    chunk_tokens=CHUNK_TOKENS,
-    has_activations=True,
-    cache_capacity_bytes=40 * PAGE_BYTES,
-    page_bytes=PAGE_BYTES,
-    streamed_page_count=3,
-    max_batch_size=16,
+FACTS = worker_facts(
+    40,
+    16,
     kvstore_address="unix:/store",
     layout_hash=LAYOUT.layout_hash,
     store_slot_count=1000,

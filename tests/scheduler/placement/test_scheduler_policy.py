@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from scheduler_doubles import CHUNK_TOKENS, PAGE_BYTES, PROFILE, SHAPE, queued_request
+from scheduler_doubles import CHUNK_TOKENS, PAGE_BYTES, queued_request, worker_facts
 
 from scheduler_service.api.request import Request
 from scheduler_service.placement.admission import AdmissionQueue, Admitted, Queued, Rejected
@@ -26,20 +26,8 @@ from splitpoint.shapes import BUILT_IN_SHAPES, Encoding
 from splitpoint.transport.convert import method_to_proto
 from splitpoint.v1 import types_pb2, worker_pb2
 
-FACTS = WorkerFacts(
-    worker_id="0",
-    address="127.0.0.1:1",
-    shape=SHAPE,
-    profile=PROFILE,
-    chunk_tokens=CHUNK_TOKENS,
-    has_activations=True,
-    cache_capacity_bytes=10 * PAGE_BYTES,
-    page_bytes=PAGE_BYTES,
-    streamed_page_count=3,
-    max_batch_size=8,
-    kvstore_address="unix:/store",
-    store_slot_count=20,
-    slot_bytes=2 * PAGE_BYTES,
+FACTS = worker_facts(
+    10, 8, kvstore_address="unix:/store", store_slot_count=20, slot_bytes=2 * PAGE_BYTES
 )
 NO_STORE = replace(FACTS, kvstore_address="", store_slot_count=None)
 

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 import pytest
-from scheduler_doubles import CHUNK_TOKENS, PAGE_BYTES, PROFILE, SHAPE, queued_request
+from scheduler_doubles import queued_request, worker_facts
 
 from scheduler_service.api.output import Output
 from scheduler_service.api.request import Request
@@ -21,22 +21,10 @@ from scheduler_service.requests.failover import (
     find_culprit,
     suspect,
 )
-from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.errors import Unavailable
 from splitpoint.v1 import types_pb2
 
-FACTS = WorkerFacts(
-    worker_id="0",
-    address="127.0.0.1:1",
-    shape=SHAPE,
-    profile=PROFILE,
-    chunk_tokens=CHUNK_TOKENS,
-    has_activations=True,
-    cache_capacity_bytes=40 * PAGE_BYTES,
-    page_bytes=PAGE_BYTES,
-    streamed_page_count=3,
-    max_batch_size=4,
-)
+FACTS = worker_facts(40, 4)
 
 
 def new_request(arrival: int, max_tokens: int) -> Request:
