@@ -151,6 +151,9 @@ class World:
             if not sequence.restored and sequence in self.queues.running:
                 self._restore(sequence)
         decodes, segments = self.queues.take_step(self.budget)
+        for sequence in decodes:
+            if self.rng.random() < 0.3:
+                sequence.drafts = [2] * self.rng.randrange(sequence.spare_rows(CHUNK) + 1)
         if decodes or segments:
             self.postprocessor.apply(self._computed(decodes, segments, losing))
         output, self.queues.output = self.queues.output, StepOutput()
@@ -198,11 +201,17 @@ class World:
     def _computed(
         self, decodes: list[Sequence], segments: list[Segment], losing: float
     ) -> StepResult:
-        pieces = [Segment(sequence, sequence.computed, 1) for sequence in decodes] + segments
+        pieces = [
+            *(Segment(each, each.computed, 1 + len(each.drafts)) for each in decodes),
+            *segments,
+        ]
         for piece in pieces:
             for position in range(piece.start, piece.start + piece.count):
                 piece.sequence.page(position // CHUNK)  # it must be on the device
-        whole = [each.start + each.count == len(each.sequence.tokens) for each in pieces]
+        whole = [
+            each.start + each.count == len(each.sequence.tokens) + len(each.sequence.drafts)
+            for each in pieces
+        ]
         batch = Batch(
             time.perf_counter(),
             [piece.sequence for piece in pieces],
@@ -227,10 +236,21 @@ class World:
             if lost:
                 return StepResult(batch, [], lost=lost)
         choices: list[Any] = [
-            [Choice(EOS if self.rng.random() < 0.05 else 2 + self.rng.randrange(6))] if done else []
-            for done in whole
+            self._choices(each.sequence.drafts) if done else []
+            for each, done in zip(pieces, whole, strict=True)
         ]
-        return StepResult(batch, [], choices=choices)
+        # Now and then drafts spoil the row of the newest token.
+        spoiled = [each for each in decodes if each.drafts and self.rng.random() < 0.1]
+        for place, sequence in enumerate(decodes):
+            if sequence in spoiled and self.rng.random() < 0.5:
+                choices[place] = []
+        return StepResult(batch, [], choices=choices, spoiled=spoiled)
+
+    def _choices(self, drafts: list[int]) -> list[Choice]:
+        """Return some drafts that were right, and one token more."""
+        right = drafts[: self.rng.randrange(len(drafts) + 1)]
+        last = EOS if self.rng.random() < 0.05 else 2 + self.rng.randrange(6)
+        return [*map(Choice, right), Choice(last)]
 
     def _take(self, output: StepOutput) -> None:
         self.transcript.add(output)

@@ -46,7 +46,9 @@ def random_row(rng: random.Random, vocabulary: int) -> SamplingRow:
         stop_token_ids=(1,),
         logprobs=rng.choice([None, None, 0, 3]),
     )
-    return SamplingRow(sampling, tokens, len(tokens) // 2, (2,))
+    # Some of the tokens are drafts.
+    known = rng.randint(len(tokens) // 2, len(tokens))
+    return SamplingRow(sampling, tokens[:known], len(tokens) // 2, (2,), tokens[known:])
 
 
 def random_logits(rng: random.Random, count: int, vocabulary: int) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from worker_service.engine.sampling import (
     NonFiniteLogits,
     Sampling,
     SamplingRow,
+    accepted,
     choose,
     uniform,
 )
@@ -111,6 +113,49 @@ def test_a_draw_depends_on_seed_and_position_only() -> None:
     points = {uniform(seed, position) for seed in range(20) for position in range(20)}
     assert len(points) == 400
     assert all(0 <= point < 1 for point in points)
+
+
+def test_drafts_count_as_tokens() -> None:
+    logits = logits_of(1, seed=6)
+    sampling = Sampling(
+        temperature=0.9,
+        repetition_penalty=1.4,
+        presence_penalty=0.5,
+        frequency_penalty=0.5,
+        min_tokens=5,
+        stop_token_ids=(3,),
+        logprobs=1,
+    )
+    tokens = [4, 7, 7, 1, 9, 4]
+    wanted = choose(logits, [SamplingRow(sampling, tokens, 2, (0,))])
+    for known in (2, 4, 6):
+        row = SamplingRow(sampling, tokens[:known], 2, (0,), tokens[known:])
+        assert choose(logits, [row]) == wanted
+
+
+def test_choices_hold_up_to_the_first_that_differs_from_its_draft() -> None:
+    asked = []
+
+    def choices(*tokens: int | None) -> Iterator[Choice | NonFiniteLogits]:
+        for token in tokens:
+            asked.append(token)
+            yield NonFiniteLogits() if token is None else Choice(token)
+
+    def held(drafts: list[int], *tokens: int | None) -> list[int] | None:
+        found = accepted(choices(*tokens), drafts)
+        return None if isinstance(found, NonFiniteLogits) else [each.token_id for each in found]
+
+    assert held([], 5) == [5]
+    assert held([5, 6], 5, 6, 7) == [5, 6, 7]
+    assert held([5, 6], 5, 9, 7) == [5, 9]
+    assert held([5, 6], 4, 6, 7) == [4]
+    # Rows behind are not usable, or not finite.
+    assert held([5, 6], 5) == [5]
+    assert held([5, 6], 5, None, 7) == [5]
+    assert held([5, 6], None, 6, 7) is None
+    asked.clear()
+    held([5, 6, 7], 5, 1, 7, 8)
+    assert asked == [5, 1]
 
 
 def test_penalties_equal_their_definition() -> None:

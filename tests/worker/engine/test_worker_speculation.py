@@ -114,6 +114,17 @@ def test_rows_that_do_not_speculate_run_beside_those_that_do(llama: Decoder) -> 
     assert sorted(double.forgotten) == [("0", 0), ("1", 0), ("2", 0)]
 
 
+def test_rows_of_sequences_that_share_a_prefix_read_its_pages_together(llama: Decoder) -> None:
+    """Share pages by requests that draft and requests that do not."""
+    requests = [replace(each, prompt=(*prompt_of(64, 9), *each.prompt[:20])) for each in eight()]
+    plain = run_all(make_engine(llama, shares_prefixes=False), requests)
+    double = KnowingDrafter(plain.tokens, sometimes_wrong(VOCABULARY, 7))
+    engine = make_engine(llama, drafters={DraftMethod.MODEL: double})
+    found = run_all(engine, [*speculating(requests[:5], 6), *requests[5:]])
+    same(found, plain)
+    assert found.drafts
+
+
 def test_a_step_verifies_no_more_drafts_than_its_memory_was_planned_for(llama: Decoder) -> None:
     plain = run_all(make_engine(llama), eight())
     double = KnowingDrafter(plain.tokens)

@@ -97,6 +97,39 @@ def test_decode(order: str, heads: tuple[int, int], window: int | None, cap: flo
         torch.testing.assert_close(got[row], wanted, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+@pytest.mark.parametrize("window", [None, 5, 16])
+@pytest.mark.parametrize("order", ORDERS)
+def test_several_queries_of_a_sequence(
+    order: str, window: int | None, heads: tuple[int, int]
+) -> None:
+    """Attend with the last `counts[b]` tokens of each sequence at once."""
+    counts = [1, 3, 1, 5]
+    pool = Pool(LENGTHS, heads[1], ORDERS[order])
+    queries = torch.randn((10, heads[0], HEAD), generator=torch.Generator().manual_seed(7))
+    chunks = [(b, i) for b, table in enumerate(pool.page_tables) for i in range(len(table))]
+    plan = DecodePlan.of_pages(
+        [pool.page_tables[b][i] for b, i in chunks],
+        owners=[b for b, _ in chunks],
+        first_positions=[i * CHUNK for _, i in chunks],
+        query_positions=[length - count for length, count in zip(LENGTHS, counts, strict=True)],
+        query_counts=counts,
+        chunk_tokens=CHUNK,
+        windows={None, window},
+        device=CPU,
+    )
+    got = decode_partial(
+        queries, pool.keys, pool.values, plan, window=window, scale=SCALE
+    ).attended(queries.dtype)
+    row = 0
+    for (keys, values), count in zip(pool.sequences, counts, strict=True):
+        for length in range(len(keys) - count + 1, len(keys) + 1):
+            wanted = naive(queries[row], keys[:length], values[:length], window)
+            torch.testing.assert_close(got[row], wanted, atol=1e-5, rtol=1e-5)
+            row += 1
+    assert row == plan.query_count == 10
+
+
 def test_ranges_are_read_in_place_and_far_pages_gathered() -> None:
     def selection(order: str) -> slice | torch.Tensor:
         pool = Pool(LENGTHS, 1, ORDERS[order])
