@@ -92,7 +92,8 @@ class SpanView:
             return upload.table(values, np.int32)
 
         nothing = np.zeros(0, dtype=np.int64)
-        is_cpu = upload.device.type == "cpu"
+        # Padded tables are a GPU's, and have no room for those of a CPU.
+        is_cpu = upload.device.type == "cpu" and padded_count is None
         order, groups = paged_attention.grouped(numbers, starts) if is_cpu else (nothing, nothing)
         return cls(
             pages=table(numbers, pages),
