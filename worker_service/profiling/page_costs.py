@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -46,7 +45,8 @@ def measure_page_costs(
 ) -> PageCosts:
     """Return the costs of all layers of `shape`, fitted to every length in pages of every size.
 
-    Needs two page sizes or more, and memory for two layers of `batch` sequences.
+    The least seconds of each case count, which other load disturbs least. Needs two page sizes
+    or more, and memory for two layers of `batch` sequences.
     """
     cases = [(size, length) for size in page_sizes for length in lengths]
     seconds: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
@@ -64,7 +64,7 @@ def measure_page_costs(
     counts = [(chunks_of(length, size), size) for size, length in cases]
     step, page, row = fit_costs(
         [(1, pages, pages * size) for pages, size in counts],
-        [statistics.median(seconds[case]) for case in cases],
+        [min(seconds[case]) for case in cases],
     )
     return PageCosts(step_seconds=step, page_seconds=page, row_seconds=row)
 

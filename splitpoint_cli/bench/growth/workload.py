@@ -6,11 +6,12 @@ import re
 from dataclasses import dataclass, replace
 
 from splitpoint.costs.growth import Rows
+from splitpoint.costs.page_choice import MOST_PAGE
 from splitpoint.errors import InvalidArgument
 from splitpoint.shapes import BUILT_IN_SHAPES, DataType, ModelShape
 from splitpoint_cli.bench.shared.options import built_in_shape, check_data_type
 
-# Pages of fewer tokens have no use: the store has a record of each chunk.
+# Smaller pages have no use: the store has a record of each chunk.
 LEAST_PAGE = 8
 
 
@@ -59,12 +60,13 @@ class GrowthWorkload:
         return Rows(self.prompt, point.new)
 
     def page_sizes(self, point: Point) -> tuple[int, ...]:
-        """Return the page sizes measured at a point: powers of two up to its new tokens."""
+        """Return the page sizes measured at a point: powers of two up to its new tokens and to the
+        largest that `--page-tokens auto` chooses."""
         return tuple(size for size in self.rows(point).bucket_sizes if _is_page(size))
 
 
 def _is_page(size: int) -> bool:
-    return size >= LEAST_PAGE and size & (size - 1) == 0
+    return LEAST_PAGE <= size <= MOST_PAGE and size & (size - 1) == 0
 
 
 def read_points(text: str) -> tuple[Point, ...]:
