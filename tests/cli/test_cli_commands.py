@@ -226,6 +226,17 @@ def test_generate_explains_itself_on_stderr_when_asked(script: Script) -> None:
     assert "30 ms a step (" in streamed.stderr
 
 
+def test_generate_asks_for_drafts(script: Script) -> None:
+    options = ("--speculate", "suffix", "--speculative-tokens", "0", "--prompt-lookup-min", "3")
+    assert splitpoint("generate", "abc", "--address", script.address, *options).returncode == 0
+    assert script.requests[-1].speculation == types_pb2.SpeculativeParams(
+        method=types_pb2.DRAFT_METHOD_SUFFIX, num_speculative_tokens=0, prompt_lookup_min=3
+    )
+    wrong = splitpoint("generate", "abc", "--address", script.address, "--speculate", "eagle")
+    assert wrong.returncode == 2
+    assert "'eagle' is not one of" in wrong.stderr
+
+
 def test_generate_asks_for_a_way_to_restore(script: Script) -> None:
     done = splitpoint("generate", "a", "--address", script.address, "--restore", "tokens")
     assert done.returncode == 0, done.stderr
