@@ -23,6 +23,8 @@ Target = TypeVar("Target", bound=DraftTarget)
 
 # Tokens of a draft at most where their number is left to measurements.
 MOST_CHOSEN_TOKENS = 16
+# Calls in a row that a drafter may answer with nothing, while it reads a long prompt.
+_MOST_EMPTY = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ class _History:
 
     acceptance: dict[DraftMethod, Acceptance] = field(default_factory=dict)
     patience: Patience = field(default_factory=Patience)
+    # By method, calls since its last draft, or in all before the first one.
+    empty: dict[DraftMethod, int] = field(default_factory=dict)
 
     def of(self, method: DraftMethod) -> Acceptance:
         return self.acceptance.setdefault(method, Acceptance())
@@ -232,11 +236,17 @@ class Speculator(Generic[Target]):
             began = self._clock()
             drafts = self._drafters[method].propose([(plan.target, plan.count) for plan in asked])
             seconds = self._clock() - began
-            self._tokens.observe(method, max(map(len, drafts)), seconds)
+            # The first draft of a sequence may have read its prompt.
+            if all(plan.history.empty.get(method) == 0 for plan in asked):
+                self._tokens.observe(method, max(map(len, drafts)), seconds)
             for plan, tokens in zip(asked, drafts, strict=True):
+                empty = plan.history.empty
                 if tokens:
+                    empty[method] = 0
                     drafted.append(Drafted(plan.target, method, tokens[: plan.count]))
                 else:
-                    # A drafter that answers nothing does not pay either.
-                    plan.history.of(method).observe(1, 0)
+                    empty[method] = empty.get(method, 0) + 1
+                    if empty[method] > _MOST_EMPTY:
+                        # A drafter that never has an answer does not pay either.
+                        self.observe_draft(plan.target.key, method, 1, 0)
         return drafted

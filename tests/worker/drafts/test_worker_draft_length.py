@@ -108,6 +108,7 @@ class Simulated:
         chance: that a drafted token is right, as a function of the tokens so far.
         row: what a drafted row costs of a plain step, which takes 10 ms.
         token_seconds: what a drafted token costs.
+        reading: calls in which it reads the prompt, for 10 ms each, and drafts nothing.
     """
 
     chance: Callable[[int], float]
@@ -118,8 +119,14 @@ class Simulated:
     rng: random.Random = field(default_factory=lambda: random.Random(3))
     now: float = 0.0
     lengths: list[int] = field(default_factory=list)
+    reading: int = 0
+    calls: int = 0
 
     def propose(self, wanted: Sequence[tuple[DraftTarget, int]]) -> list[list[int]]:
+        self.calls += 1
+        if self.calls <= self.reading:
+            self.now += 0.01
+            return [[] for _ in wanted]
         self.now += self.token_seconds * max(count for _, count in wanted)
         return [[7] * count for _, count in wanted]
 
@@ -184,6 +191,15 @@ def test_auto_takes_the_method_that_pays() -> None:
     bad = Simulated(lambda _: 0.2, row=0.05, method=DraftMethod.SUFFIX, wanted=wanted)
     assert good.run(1500, [bad]) < 0.45
     assert sum(good.lengths) > 20 * len(bad.lengths)
+
+
+def test_a_drafter_may_read_the_prompt_first() -> None:
+    """Neither its silence nor the time of its first answers counts against it."""
+    simulated = Simulated(lambda _: 0.9, row=0.05, token_seconds=1e-4, reading=20)
+    assert simulated.run(1500) < 0.45
+    silent = Simulated(lambda _: 0.9, row=0.05, reading=10**9)
+    silent.run(3000)
+    assert silent.calls < 150
 
 
 def test_a_named_number_is_drafted_whatever_it_costs() -> None:
