@@ -22,7 +22,8 @@ from splitpoint.shapes import ArenaLayout, ModelShape
 
 AUTO = "auto"
 _MEASURING = "worker_service.profiling.page_costs"
-_MEASURE_SECONDS = 120.0
+# A new host compiles and calibrates its kernels first.
+_MEASURE_SECONDS = 300.0
 
 
 def page_tokens_of(text: str) -> int | None:

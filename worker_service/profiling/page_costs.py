@@ -24,6 +24,7 @@ from splitpoint.shapes import DataType, ModelShape, chunks_of
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.model.attention import decode_partial
 from worker_service.model.attention_plan import DecodePlan
+from worker_service.profiling.calibration import use_kernels
 
 REPEATS = 11
 # Pages that tell what a page costs, from the smallest to a large one.
@@ -164,7 +165,11 @@ def main() -> None:
     shape = ModelShape(**{**fields, "data_type": DataType(fields["data_type"])})
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
-    print(json.dumps(asdict(measure_typical(shape, torch.device(arguments.device)))))
+    device = torch.device(arguments.device)
+    if device.type == "cpu":
+        # Those of the host's workers, whose attention is what counts.
+        use_kernels(TORCH_TYPES[shape.data_type], head_dim=shape.head_dim)
+    print(json.dumps(asdict(measure_typical(shape, device))))
 
 
 if __name__ == "__main__":
