@@ -13,7 +13,11 @@ from splitpoint.v1 import types_pb2, worker_pb2
 
 _WANTING = {
     DraftMethod.MODEL: "no ready worker has a draft model: start it with --draft-model",
-    DraftMethod.SELF: "no ready worker can draft by itself: that needs a KV store",
+    DraftMethod.SELF: (
+        "no ready worker can draft by itself: that needs a KV store, and a worker whose own method "
+        "(--speculative-config) is self or auto"
+    ),
+    DraftMethod.SUFFIX: ("no ready worker can draft by suffix: start it with --speculative-config"),
 }
 
 
@@ -25,8 +29,7 @@ def check_draft_method(
     if method in (DraftMethod.OFF, DraftMethod.AUTO):
         return
     if not any(method in worker.draft_methods for worker in workers):
-        why = _WANTING.get(method, f"no ready worker can draft by {method.value}")
-        raise InvalidArgument(why, field="speculation.method", reason="NO_DRAFTER")
+        raise InvalidArgument(_WANTING[method], field="speculation.method", reason="NO_DRAFTER")
 
 
 class DraftTally:

@@ -89,10 +89,14 @@ async def test_a_method_that_no_worker_has_is_refused() -> None:
         assert isinstance(error, InvalidArgument)
         assert (error.field, error.reason) == ("speculation.method", "NO_DRAFTER")
         assert "--draft-model" in error.message
+        # Such a worker may have a store: it has no window for self drafts by its own choice.
+        error = await running.error(asking(2, method=types_pb2.DRAFT_METHOD_SELF))
+        assert "KV store, and a worker whose own method" in error.message
         request = asking(2, method=SUFFIX)
         request.worker_id = "1"
         error = await running.error(request)
         assert isinstance(error, InvalidArgument), "the only worker that may run it lacks it"
+        assert "--speculative-config" in error.message
         # The drafts of another worker would not change the text.
         assert (await running.generate(asking(2, method=SUFFIX))).done
 
