@@ -76,7 +76,7 @@ def read_speculative_config(
 def _object_of(text: str) -> dict[str, Any]:
     try:
         values = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # [[[[... nests too deeply
         raise _refused(f"not JSON: {error}") from error
     if not isinstance(values, dict):
         raise _refused('not a JSON object such as \'{"method": "suffix"}\'')

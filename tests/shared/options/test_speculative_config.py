@@ -57,6 +57,7 @@ def test_it_can_be_passed_on() -> None:
     [
         ("suffix", "not JSON"),
         ("[]", "not a JSON object"),
+        ("[" * 100_000, "not JSON"),
         ("{}", "method is missing: one of off, auto, self, suffix, model"),
         ('{"method": "eagle"}', "method 'eagle' is not one of off, auto"),
         ('{"method": ["suffix"]}', "method ['suffix'] is not one of"),
