@@ -26,8 +26,6 @@ from splitpoint_cli.planning.sizing import Load, Node, Sizing, host_memory_of, s
 from splitpoint_cli.report import AsJson, OutputFile, facts_table, hand_over, print_table
 from splitpoint_cli.top.bars import amount
 
-# Copies to a GPU below this reach a fraction of the link; neighbouring chunks go as one.
-
 
 @takes_options
 def size(
