@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from splitpoint.costs.growth import PageCosts
@@ -21,6 +21,7 @@ from splitpoint.options.store import CHUNK_TOKENS
 from splitpoint.shapes import ArenaLayout, ModelShape
 
 AUTO = "auto"
+_PAGE_TOKENS = replace(CHUNK_TOKENS, name="page-tokens")
 _MEASURING = "worker_service.profiling.page_costs"
 # A new host compiles and calibrates its kernels first.
 _MEASURE_SECONDS = 300.0
@@ -36,7 +37,7 @@ def page_tokens_of(text: str) -> int | None:
         raise InvalidArgument(
             f"--page-tokens: {text!r} is neither a number nor {AUTO}", field="page-tokens"
         ) from None
-    CHUNK_TOKENS.check(tokens)
+    _PAGE_TOKENS.check(tokens)
     return tokens
 
 

@@ -72,15 +72,15 @@ class Option(Generic[T_co]):
             parse_rate(value, field=self.name)
         elif isinstance(value, int | float):
             least, most = self.least, self.most
-            if not math.isfinite(value):
+            if isinstance(value, float) and not math.isfinite(value):
                 raise self._refused("a finite number", value)
             if least is not None and value < least:
-                raise self._refused(f"at least {least:g}", value)
+                raise self._refused(f"at least {_shown(least)}", value)
             if most is not None and value > most:
-                raise self._refused(f"at most {most:g}", value)
+                raise self._refused(f"at most {_shown(most)}", value)
 
     def _refused(self, wanted: str, value: float) -> InvalidArgument:
-        return InvalidArgument(f"{self.flag} is {wanted}, not {value:g}", field=self.name)
+        return InvalidArgument(f"{self.flag} is {wanted}, not {_shown(value)}", field=self.name)
 
     def add_to(self, parser: argparse._ActionsContainer) -> None:
         if self.kind is bool:
@@ -106,6 +106,11 @@ class Option(Generic[T_co]):
             return self.help
         shown = f"{self.default:g}" if isinstance(self.default, float) else self.default
         return f"{self.help} Default: {shown}."
+
+
+def _shown(value: float) -> str:
+    """Return a number as a user writes it: an integer with all its digits."""
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 @dataclass(frozen=True, slots=True)

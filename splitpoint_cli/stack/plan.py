@@ -23,6 +23,7 @@ from splitpoint.host.openmp import spin_environment
 from splitpoint.observe.logs import LogFormat
 from splitpoint.observe.tracing import collector_url
 from splitpoint.options import scheduler, service, store, worker
+from splitpoint.options.cpu_kernels import check_cpu_kernels
 from splitpoint.options.option import Option
 from splitpoint.options.speculation import read_speculative_config
 from splitpoint.shapes import ModelShape
@@ -175,6 +176,7 @@ def _check(options: StackOptions) -> Identity:
         read_tokens(options.tokens)  # before minutes of loading
     check_options(options)
     page_tokens_of(options.page_tokens)
+    check_cpu_kernels(options.cpu_kernels)
     read_redis_options(
         options.redis, password_file=options.redis_password_file, ca_file=options.redis_ca
     )

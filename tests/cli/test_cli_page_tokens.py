@@ -52,6 +52,15 @@ def test_other_words_are_refused(text: str) -> None:
         page_tokens_of(text)
 
 
+@pytest.mark.parametrize("text", ["0", "5000", "99999999999", "9" * 400, "many"])
+def test_errors_name_the_option_and_the_number(text: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        page_tokens_of(text)
+    assert caught.value.message.startswith("--page-tokens")
+    assert text in caught.value.message
+    assert caught.value.field == "page-tokens"
+
+
 def test_an_arena_that_is_there_keeps_its_size(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "arena"
     leave_arena(path, 24)  # a size that no measurement gives

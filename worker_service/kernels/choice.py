@@ -8,34 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
-from enum import StrEnum
 from typing import Any
 
 import torch
 
-from splitpoint.errors import InvalidArgument
 from splitpoint.host.processor import AMX_BF16
+from splitpoint.options.cpu_kernels import Decode, Linear, Prefill, named_kernels
 
-
-class Decode(StrEnum):
-    """Decode attention: one pass over the pages, or torch's products of all pages at once."""
-
-    FUSED = "fused"
-    PRODUCTS = "products"
-
-
-class Prefill(StrEnum):
-    """Prefill attention: torch's, or products of blocks of queries."""
-
-    SDPA = "sdpa"
-    PRODUCTS = "products"
-
-
-class Linear(StrEnum):
-    """Layout of weights: oneDNN's blocks, or `[out, in]` as in the checkpoint."""
-
-    PACKED = "packed"
-    PLAIN = "plain"
+# The names are the option's: `up` checks them without torch.
+__all__ = ["Choice", "Decode", "Linear", "Prefill", "by_flags", "in_use", "use"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +43,7 @@ class Choice:
 
         Raises InvalidArgument.
         """
-        kinds = {"decode": Decode, "prefill": Prefill, "linear": Linear}
-        changes: dict[str, Any] = {}
-        for part in text.split(","):
-            name, _, value = part.strip().partition("=")
-            kind = kinds.get(name)
-            values = [] if kind is None else [each.value for each in kind]
-            if kind is None or value not in values:
-                known = "; ".join(f"{n}={'|'.join(kinds[n])}" for n in kinds)
-                raise InvalidArgument(f"{part!r} is none of {known}", field="cpu-kernels")
-            changes[name] = kind(value)
+        changes: dict[str, Any] = {**named_kernels(text)}
         return replace(self, **changes)
 
 

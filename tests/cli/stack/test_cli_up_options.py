@@ -205,6 +205,18 @@ def test_nonsense_is_refused_before_anything_starts(
         plan_stack(options)
 
 
+@pytest.mark.parametrize("text", ["decode=warp", "warp", "", "decode=fused,linear"])
+def test_kernels_are_checked_before_anything_starts(text: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"--cpu-kernels: .* is none of auto, flags, decode="):
+        plan_stack(StackOptions(device="cpu", cpu_kernels=text))
+
+
+@pytest.mark.parametrize("text", ["auto", "flags", "decode=products,prefill=sdpa,linear=packed"])
+def test_workers_get_the_kernels_that_are_named(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    stack = planned(monkeypatch, "--cpu-kernels", text)
+    assert parse_worker(list(stack.workers[0].arguments[2:])).cpu_kernels == text
+
+
 def test_every_service_gets_the_same_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the number, under its old name, and by what `auto` chose here; the store knows why."""
     for flag in ("--page-tokens", "--chunk-tokens"):

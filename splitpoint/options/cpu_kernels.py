@@ -1,0 +1,59 @@
+"""`--cpu-kernels`: the names of a CPU worker's kernels, and how a text of them is read."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from splitpoint.errors import InvalidArgument
+
+AUTO = "auto"
+FLAGS = "flags"
+_FIELD = "cpu-kernels"
+
+
+class Decode(StrEnum):
+    """Decode attention: one pass over the pages, or torch's products of all pages at once."""
+
+    FUSED = "fused"
+    PRODUCTS = "products"
+
+
+class Prefill(StrEnum):
+    """Prefill attention: torch's, or products of blocks of queries."""
+
+    SDPA = "sdpa"
+    PRODUCTS = "products"
+
+
+class Linear(StrEnum):
+    """Layout of weights: oneDNN's blocks, or `[out, in]` as in the checkpoint."""
+
+    PACKED = "packed"
+    PLAIN = "plain"
+
+
+_KINDS: dict[str, type[StrEnum]] = {"decode": Decode, "prefill": Prefill, "linear": Linear}
+
+
+def named_kernels(text: str) -> dict[str, StrEnum]:
+    """Return what a text such as `decode=products,linear=plain` names, by purpose.
+
+    Raises InvalidArgument.
+    """
+    named = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        kind = _KINDS.get(name)
+        if kind is None or value not in tuple(kind):
+            known = ", ".join(f"{n}={'|'.join(_KINDS[n])}" for n in _KINDS)
+            raise InvalidArgument(
+                f"--{_FIELD}: {part!r} is none of {AUTO}, {FLAGS}, {known}", field=_FIELD
+            )
+        named[name] = kind(value)
+    return named
+
+
+def check_cpu_kernels(text: str) -> None:
+    """Raise InvalidArgument unless a worker understands this value of the option."""
+    if text not in (AUTO, FLAGS):
+        named_kernels(text)
