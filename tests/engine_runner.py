@@ -124,9 +124,12 @@ class Transcript:
     finishes: dict[str, FinishEvent] = field(default_factory=dict)
     drafts: list[DraftEvent] = field(default_factory=list)
     steps: int = 0
+    decoded_tokens: int = 0
 
     def add(self, output: StepOutput) -> None:
         self.steps += output.ran
+        if output.step is not None:
+            self.decoded_tokens += output.step.decoded_tokens
         self.drafts += output.drafts
         for event in output.tokens:
             name = event.key[0]

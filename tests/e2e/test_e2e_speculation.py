@@ -163,6 +163,35 @@ async def test_every_method_and_number_gives_the_text_of_plain_decoding(
         assert all(accepted[method] for method in (SELF, SUFFIX, MODEL)), accepted
 
 
+async def test_an_end_inside_a_draft_counts_no_token_behind_it(stack: Up, plain: Texts) -> None:
+    """Stop at different tokens of a text: most of the ends fall inside a draft of 8."""
+    async with AsyncClient(stack.address) as client:
+        accepted = 0
+        for index, text in enumerate(plain[False]):
+            place = text.index(text[12 + index])
+            answer = await ask(
+                client,
+                index,
+                is_sampled=False,
+                stop_token_ids=[text[place]],
+                speculate=SUFFIX,
+                speculative_tokens=8,
+            )
+            assert answer.token_ids == text[: place + 1]
+            assert answer.usage.completion_tokens == place + 1
+            used = answer.usage.speculation
+            assert used.accepted_token_count + used.draft_count <= place + 1
+            accepted += used.accepted_token_count
+        assert accepted > 0
+
+
+async def test_auto_drafts_a_text_that_repeats_itself(stack: Up, plain: Texts) -> None:
+    async with AsyncClient(stack.address) as client:
+        answers = await ask_all(client, is_sampled=False, speculate=AUTO, max_tokens=LONG)
+        assert [answer.token_ids for answer in answers] == plain[False]
+        assert sum(answer.usage.speculation.accepted_token_count for answer in answers) > 0
+
+
 async def test_a_request_that_asks_for_nothing_gets_what_is_configured(stack: Up) -> None:
     async with AsyncClient(stack.address) as client:
         answers = await ask_all(client, is_sampled=False)

@@ -31,7 +31,8 @@ class Postprocessor:
     def apply(self, result: StepResult) -> None:
         """Append tokens, hand full chunks to write-back, and end requests that are done.
 
-        If sequences lost chunks, only they change: they start over.
+        If sequences lost chunks, only they change: they start over. `result` keeps only the
+        choices that were delivered.
         """
         batch = result.batch
         for each in result.lost:
@@ -59,6 +60,8 @@ class Postprocessor:
                 event = self._non_finite(sequence)
             else:
                 taken, event = self._take(sequence, choices)
+                # What follows the end of a request was neither delivered nor accepted.
+                choices = result.choices[place] = choices[:taken]
                 # A decoding sequence has computed what plain decoding would have by now.
                 sequence.computed += taken if place < batch.decode_count else count
             sequence.skips_drafts = False
