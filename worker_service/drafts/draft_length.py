@@ -206,6 +206,22 @@ class Lengths:
     rate: float
 
 
+def even_shares(wanted: Sequence[int], budget: int, turn: int = 0) -> list[int]:
+    """Share a budget: nobody gets less than another one, unless it wanted no more.
+
+    What cannot be divided goes to others in each `turn`, so that of more takers than the budget
+    each one gets something in its turn.
+    """
+    shares = [0] * len(wanted)
+    order = sorted(
+        range(len(wanted)), key=lambda place: (wanted[place], (place - turn) % len(wanted))
+    )
+    for done, place in enumerate(order):
+        shares[place] = min(wanted[place], budget // (len(order) - done))
+        budget -= shares[place]
+    return shares
+
+
 def best_lengths(
     candidates: Sequence[Candidate],
     sequence_count: int,

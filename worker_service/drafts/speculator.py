@@ -16,6 +16,7 @@ from worker_service.drafts.draft_length import (
     StepCosts,
     TokenCosts,
     best_lengths,
+    even_shares,
 )
 from worker_service.drafts.drafter import Drafter, DraftTarget, TargetKey
 
@@ -69,6 +70,13 @@ class _Plan(Generic[Target]):
     method: DraftMethod = DraftMethod.OFF
     count: int = 0
 
+    @property
+    def most_now(self) -> int:
+        """Tokens that a plan with a number can use: none if nobody drafts them."""
+        if self.target.speculation.method is DraftMethod.SUFFIX:
+            return len(self.found or ())
+        return self.most if self.methods else 0
+
 
 class Speculator(Generic[Target]):
     """Drafts for the sequences of one engine. Used by the engine's thread only.
@@ -91,6 +99,7 @@ class Speculator(Generic[Target]):
         self._known: dict[TargetKey, _History] = {}
         self._steps = StepCosts()
         self._tokens = TokenCosts()
+        self._turn = 0
 
     @property
     def is_idle(self) -> bool:
@@ -116,10 +125,12 @@ class Speculator(Generic[Target]):
         plans = [plan for plan in plans if plan.most > 0]
         budget = min(budget, self._step_tokens)
         self._find(plans)
-        for plan in plans:
-            if plan.is_fixed:
-                plan.count = min(plan.most, budget)
-                budget -= plan.count
+        fixed = [plan for plan in plans if plan.is_fixed]
+        shares = even_shares([plan.most_now for plan in fixed], budget, self._turn)
+        self._turn += 1
+        for plan, share in zip(fixed, shares, strict=True):
+            plan.count = share
+        budget -= sum(shares)
         open_plans = [plan for plan in plans if not plan.is_fixed and (plan.found or plan.methods)]
         if open_plans and not self._steps.wants_plain(mix):
             self._choose(open_plans, mix, sequence_count, budget)
@@ -156,9 +167,10 @@ class Speculator(Generic[Target]):
         wanted, most = speculation.method, speculation.num_speculative_tokens
         methods = [wanted]
         if wanted is DraftMethod.AUTO:
-            methods = [DraftMethod.MODEL]
-            if target.is_streamed:
-                methods = [DraftMethod.SELF, DraftMethod.MODEL]
+            methods = [DraftMethod.SELF, DraftMethod.MODEL]
+        if not target.is_streamed and DraftMethod.SELF in methods:
+            # It would cost what it saves.
+            methods.remove(DraftMethod.SELF)
         has_suffix = wanted in (DraftMethod.AUTO, DraftMethod.SUFFIX)
         return _Plan(
             target,
