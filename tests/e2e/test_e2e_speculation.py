@@ -180,7 +180,8 @@ async def test_an_end_inside_a_draft_counts_no_token_behind_it(stack: Up, plain:
             assert answer.token_ids == text[: place + 1]
             assert answer.usage.completion_tokens == place + 1
             used = answer.usage.speculation
-            assert used.accepted_token_count + used.draft_count <= place + 1
+            # Each draft but the last one was followed by a token of the model.
+            assert used.accepted_token_count + used.draft_count - 1 <= place + 1
             accepted += used.accepted_token_count
         assert accepted > 0
 

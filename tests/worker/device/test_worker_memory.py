@@ -86,3 +86,27 @@ def test_pieces_of_prompts_grow_with_the_link_time_of_the_weights_and_stay_small
     # Weights that fit leave it as it is.
     roomy = place(SHAPE, LAYOUT, sizes, **limits | {"budget_bytes": 80 << 30})
     assert grown_prefill(SHAPE, LAYOUT, roomy, StepRates(1e9), **limits) == 256
+
+
+def test_logits_and_attention_of_drafted_rows_are_charged() -> None:
+    """Each draft has logits, twice in fp32; 32 of a sequence attend a stored tile at once."""
+    # In small chunks the rows' attention takes more than what a tile is rebuilt with.
+    layout = ArenaLayout.of(SHAPE, chunk_tokens=16, has_activations=True)
+
+    def workspace(draft_tokens: int) -> int:
+        return divide(
+            SHAPE,
+            layout,
+            budget_bytes=80 << 30,
+            weight_bytes=SHAPE.weight_bytes,
+            max_batch_size=8,
+            max_batched_tokens=16,
+            staging_pages=96,
+            draft_tokens=draft_tokens,
+        ).workspace_bytes
+
+    logits = SHAPE.vocabulary_size * 4 * 2
+    assert workspace(64) - workspace(0) >= 64 * logits
+    # One draft more is one query more for each page of a tile.
+    queries = largest_tile(96) * SHAPE.query_width * SHAPE.data_type.size
+    assert workspace(32) - workspace(31) >= logits + queries

@@ -141,6 +141,30 @@ def test_a_step_verifies_no_more_drafts_than_its_memory_was_planned_for(llama: D
     assert most <= 20
 
 
+def test_no_draft_goes_beyond_the_answer_and_the_context(llama: Decoder) -> None:
+    """Ask for 8 drafts in each step of an answer that ends where the context ends."""
+    context = llama.shape.context_length
+    for left in (1, 2, 3, 12):
+        sampling = Sampling(max_tokens=left, ignore_eos=True)
+        request = [admission("x", prompt_of(context - left), sampling)]
+        plain = run_all(make_engine(llama), request)
+        texts = {"x": [*plain.tokens["x"], *[5] * 20]}
+        double = KnowingDrafter(texts, wrong(VOCABULARY))
+        engine = make_engine(llama, drafters={DraftMethod.MODEL: double})
+        for each in speculating(request, 8):
+            engine.admit(each)
+        found = Transcript()
+        while not (found.tokens and engine.is_idle):
+            done = len(found.tokens.get("x", ()))
+            output = engine.step()
+            found.add(output)
+            for event in output.drafts:
+                # The newest token's row gives one more than its drafts.
+                assert done + event.drafted + 1 <= left
+        same(found, plain)
+        assert bool(found.drafts) is (left > 2), left
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("end", ["eos", "stop", "min", "length", "string"])
 def test_ends_within_an_accepted_run_are_those_of_plain_decoding(
