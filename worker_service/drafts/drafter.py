@@ -68,6 +68,9 @@ class Drafter(Protocol[Target_contra]):
         """
         ...
 
-    def forget(self, key: TargetKey) -> None:
-        """Drop what is kept for a sequence: it has ended, or left the device."""
+    def forget(self, key: TargetKey, *, has_ended: bool) -> None:
+        """Drop what is kept for a sequence: it has ended, or left the device.
+
+        One that left comes back with the same target, or ends later, which is told, too.
+        """
         ...

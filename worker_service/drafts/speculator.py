@@ -41,6 +41,8 @@ class Drafted(Generic[Target]):
 class _History:
     """What was learnt of one sequence."""
 
+    # It left the device, and will come back.
+    is_away: bool = False
     acceptance: dict[DraftMethod, Acceptance] = field(default_factory=dict)
     patience: Patience = field(default_factory=Patience)
     # By method, calls since its last draft, or in all before the first one.
@@ -103,7 +105,7 @@ class Speculator(Generic[Target]):
 
     @property
     def is_idle(self) -> bool:
-        """True if no running sequence was drafted for."""
+        """True if no sequence that has not ended was drafted for."""
         return not self._known
 
     def propose(
@@ -149,13 +151,24 @@ class Speculator(Generic[Target]):
         """Learn what a step took that only decoded, without its drafting."""
         self._steps.observe(mix, draft_tokens, seconds)
 
-    def keep(self, running: Iterable[TargetKey]) -> None:
-        """Forget all sequences that do not run any more."""
-        if self._known:
-            for key in self._known.keys() - set(running):
+    def keep(self, running: Iterable[TargetKey], away: Iterable[TargetKey]) -> None:
+        """Forget all sequences that have ended; those that are `away` come back.
+
+        Drafters drop what they keep for either.
+        """
+        if not self._known:
+            return
+        to_return = set(away)
+        for key in self._known.keys() - set(running):
+            history = self._known[key]
+            has_ended = key not in to_return
+            if has_ended:
                 del self._known[key]
-                for drafter in self._drafters.values():
-                    drafter.forget(key)
+            elif history.is_away:
+                continue
+            history.is_away = True
+            for drafter in self._drafters.values():
+                drafter.forget(key, has_ended=has_ended)
 
     # -- below ----------------------------------------------------------------------------
 
@@ -163,6 +176,7 @@ class Speculator(Generic[Target]):
         history = self._known.get(target.key)
         if history is None:
             history = self._known[target.key] = _History()
+        history.is_away = False
         speculation = target.speculation
         wanted, most = speculation.method, speculation.num_speculative_tokens
         methods = [wanted]

@@ -1,4 +1,5 @@
-"""Drafts what followed the newest tokens before: in the same text, or in the tenant's answers.
+"""Drafts what followed the newest tokens before: in the same text, or in its salt's
+answers. A salt stands for a tenant and the `cache_salt` of its requests.
 
 No model is run: a token costs some microseconds. Long prompts are read in over several steps,
 so that no step waits for one.
@@ -12,41 +13,68 @@ from dataclasses import dataclass, field
 
 from splitpoint.speculation import DraftMethod
 from worker_service.drafts.automaton import Cursor, SuffixAutomaton
+from worker_service.drafts.draft_length import even_shares
 from worker_service.drafts.drafter import DraftTarget, TargetKey
 
 # Tokens that one call reads in, of all prompts and answers: about 2 ms.
 TOKENS_AT_ONCE = 512
-# Newest tokens of a prompt that are read in.
+# The share of them that answers have while prompts take the rest.
+ANSWERS_SHARE = 0.25
+# Newest tokens of a prompt that are read in. A token that was read takes about 0.4 KB.
 MOST_PROMPT_TOKENS = 16_384
-# Tokens of a tenant's answers in one part of its corpus; the older one of two parts is dropped.
+# A text that has grown to so many tokens is begun anew with so many of its newest ones.
+MOST_TEXT_TOKENS = 24_576
+KEPT_TEXT_TOKENS = 8_192
+# Tokens of a salt's answers in one part of its corpus; the older one of two parts is dropped.
 PART_TOKENS = 8_192
-# Tenants whose answers are kept, those that were used last: each takes some megabytes.
-MOST_TENANTS = 8
+# Tokens of all salts' answers, and salts, those that were used last: about 50 MB.
+MOST_CORPUS_TOKENS = 131_072
+MOST_CORPORA = 64
 
 
 class Corpus:
-    """Recent answers to one tenant: an older and a newer part, of bounded size."""
+    """Recent answers under one salt: an older and a newer part, of bounded size."""
 
     def __init__(self, part_tokens: int = PART_TOKENS) -> None:
         self.parts: list[SuffixAutomaton] = [SuffixAutomaton()]
         self._part_tokens = part_tokens
         self._separators = 0
-        self._coming: deque[int] = deque()
+        self._coming: deque[list[int]] = deque()
+        # Tokens of the first one of `_coming` that were read in.
+        self._begun = 0
+        self.backlog = 0
+
+    @property
+    def size(self) -> int:
+        """Tokens that were read in, and that are to be."""
+        return self.backlog + sum(len(part.text) for part in self.parts)
 
     def add(self, answer: Sequence[int]) -> None:
-        """Take an answer in later calls of `read_in`; of a long one the end."""
+        """Take an answer in later calls of `read_in`; of a long one the end.
+
+        If more of them wait than the corpus can hold, the oldest are dropped.
+        """
         self._separators += 1
-        # It matches nothing: no draft continues one answer with another.
-        self._coming.append(-self._separators)
-        self._coming.extend(answer[-self._part_tokens :])
+        # The first token matches nothing: no draft continues one answer with another.
+        coming = [-self._separators, *answer[-self._part_tokens :]]
+        self._coming.append(coming)
+        self.backlog += len(coming)
+        while self.backlog > 2 * self._part_tokens + 1 and len(self._coming) > 1:
+            self.backlog -= len(self._coming.popleft()) - self._begun
+            self._begun = 0
 
     def read_in(self, count: int) -> int:
         """Read at most `count` tokens; return how many are left of the count."""
         while count and self._coming:
             if len(self.parts[-1].text) >= self._part_tokens:
                 self.parts = [self.parts[-1], SuffixAutomaton()]
-            self.parts[-1].append(self._coming.popleft())
+            self.parts[-1].append(self._coming[0][self._begun])
+            self._begun += 1
+            self.backlog -= 1
             count -= 1
+            if self._begun == len(self._coming[0]):
+                self._coming.popleft()
+                self._begun = 0
         return count
 
 
@@ -57,7 +85,7 @@ class _Followed:
     Attributes:
         read: how many of its tokens were read in.
         found: the longest end of its text that occurred in it before, and where.
-        cursors: its end in each part of its tenant's corpus.
+        cursors: its end in each part of its salt's corpus.
     """
 
     target: DraftTarget
@@ -66,14 +94,27 @@ class _Followed:
     found: tuple[int, int] = (0, -1)
     cursors: list[tuple[SuffixAutomaton, Cursor]] = field(default_factory=list)
 
+    def begin_anew(self, first: int) -> None:
+        """Drop what was read; the tokens from `first` on are read in again."""
+        self.read, self.own, self.found, self.cursors = first, SuffixAutomaton(), (0, -1), []
+
 
 class SuffixDrafter:
     """Drafts the continuation of an earlier occurrence. See `Drafter`."""
 
     method = DraftMethod.SUFFIX
 
-    def __init__(self, *, tokens_at_once: int = TOKENS_AT_ONCE) -> None:
+    def __init__(
+        self,
+        *,
+        tokens_at_once: int = TOKENS_AT_ONCE,
+        most_text_tokens: int = MOST_TEXT_TOKENS,
+        most_corpus_tokens: int = MOST_CORPUS_TOKENS,
+    ) -> None:
         self._tokens_at_once = tokens_at_once
+        self._most_text_tokens = most_text_tokens
+        self._kept_text_tokens = min(KEPT_TEXT_TOKENS, most_text_tokens // 2)
+        self._most_corpus_tokens = most_corpus_tokens
         self._followed: dict[TargetKey, _Followed] = {}
         # The longest unused first.
         self._corpora: OrderedDict[bytes, Corpus] = OrderedDict()
@@ -84,20 +125,26 @@ class SuffixDrafter:
         At most as many tokens as that end has: a long one is the better evidence. A sequence
         whose prompt is not read in yet gets none.
         """
-        left = self._tokens_at_once
+        backlogs = [corpus.backlog for corpus in self._corpora.values()]
+        kept = min(sum(backlogs), int(ANSWERS_SHARE * self._tokens_at_once))
+        left = self._tokens_at_once - kept
         drafts: list[list[int]] = []
         for target, count in wanted:
             followed = self._followed.get(target.key) or self._follow(target)
             left = self._read_in(followed, left)
             is_ready = followed.read == len(target.tokens)
             drafts.append(self._draft(followed, count) if is_ready else [])
-        for corpus in self._corpora.values():
-            left = corpus.read_in(left)
+        shares = even_shares(backlogs, left + kept)
+        for corpus, share in zip(self._corpora.values(), shares, strict=True):
+            corpus.read_in(share)
         return drafts
 
-    def forget(self, key: TargetKey) -> None:
-        """Add the answer of a sequence to its tenant's corpus."""
-        followed = self._followed.pop(key, None)
+    def forget(self, key: TargetKey, *, has_ended: bool) -> None:
+        """Add the answer of a sequence that has ended to its salt's corpus.
+
+        One that left the device comes back with the same text: all of it is kept.
+        """
+        followed = self._followed.pop(key, None) if has_ended else None
         if followed is None:
             return
         target = followed.target
@@ -105,8 +152,10 @@ class SuffixDrafter:
         corpus = self._corpora.setdefault(target.salt, Corpus())
         self._corpora.move_to_end(target.salt)
         corpus.add(answer)
-        if len(self._corpora) > MOST_TENANTS:
+        sizes = deque(corpus.size for corpus in self._corpora.values())
+        while sum(sizes) > self._most_corpus_tokens or len(sizes) > MOST_CORPORA:
             self._corpora.popitem(last=False)
+            sizes.popleft()
 
     def _follow(self, target: DraftTarget) -> _Followed:
         first = max(0, len(target.tokens) - MOST_PROMPT_TOKENS)
@@ -115,7 +164,10 @@ class SuffixDrafter:
 
     def _read_in(self, followed: _Followed, most: int) -> int:
         """Read the tokens that are new, at most so many; return what is left of `most`."""
-        tokens, own = followed.target.tokens, followed.own
+        tokens = followed.target.tokens
+        if len(followed.own.text) >= self._most_text_tokens:
+            followed.begin_anew(max(0, len(tokens) - self._kept_text_tokens))
+        own = followed.own
         self._renew_cursors(followed)
         end = min(len(tokens), followed.read + most)
         for index in range(followed.read, end):

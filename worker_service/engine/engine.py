@@ -389,7 +389,10 @@ class Engine:
             if output.profile is not None:
                 self._plan_shared_split(costs_changed=True)
         if self._speculator is not None:
-            self._speculator.keep(sequence.key for sequence in self.queues.running)
+            self._speculator.keep(
+                (sequence.key for sequence in self.queues.running),
+                away=(sequence.key for sequence in self.queues.away),
+            )
         output.running_count = len(self.queues.running)
         output.cache_used_bytes = self.cache.used_bytes
         return output

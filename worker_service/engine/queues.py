@@ -79,6 +79,12 @@ class SequenceQueues:
     def is_empty(self) -> bool:
         return not (self.waiting or self.running or self._flushing)
 
+    @property
+    def away(self) -> list[Sequence]:
+        """Sequences that are to run, or to run again, and are not on the device."""
+        flushed = (sequence for sequence, event in self._flushing.values() if event is None)
+        return [*self.waiting, *flushed]
+
     def find(self, key: SequenceKey) -> Sequence | None:
         """Return the running or flushing sequence with this key; None if there is none."""
         for sequence in self.running:

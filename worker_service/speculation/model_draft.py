@@ -140,7 +140,7 @@ class ModelDrafter:
         found = (drafts.get(target.key) for target, _ in wanted)
         return [[] if draft is None else draft.tokens for draft in found]
 
-    def forget(self, key: TargetKey) -> None:
+    def forget(self, key: TargetKey, *, has_ended: bool) -> None:
         """Free the pages of a sequence."""
         kept = self._kept.pop(key, None)
         if kept is not None:
@@ -168,7 +168,7 @@ class ModelDrafter:
             is_whole = piece.positions.stop == len(kept.tokens)
             end = piece.positions.stop + (most - 1 if is_whole else 0)
             if most <= 0 or not self._has_pages(kept, end, present):
-                self.forget(target.key)
+                self.forget(target.key, has_ended=False)
             elif piece.count:
                 left -= piece.count
                 drafts[target.key] = _Draft(kept, most)
@@ -203,7 +203,7 @@ class ModelDrafter:
                 unused = next((key for key in self._kept if key not in present), None)
                 if unused is None:
                     return False
-                self.forget(unused)
+                self.forget(unused, has_ended=False)
             kept.pages.append(pages.allocate())
         return True
 

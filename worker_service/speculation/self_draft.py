@@ -97,7 +97,7 @@ class SelfDrafter:
             self._lanes.count_spans([span])
         return [draft.tokens for draft in drafts]
 
-    def forget(self, key: TargetKey) -> None:
+    def forget(self, key: TargetKey, *, has_ended: bool) -> None:
         """Do nothing: all that is kept for a sequence is in its own page."""
 
     def _most(self, sequence: Sequence, wanted: int) -> int:

@@ -130,7 +130,7 @@ class Simulated:
         self.now += self.token_seconds * max(count for _, count in wanted)
         return [[7] * count for _, count in wanted]
 
-    def forget(self, key: TargetKey) -> None:
+    def forget(self, key: TargetKey, *, has_ended: bool) -> None:
         pass
 
     def run(self, tokens: int, drafters: Sequence[Simulated] = ()) -> float:

@@ -23,14 +23,13 @@ class Finds:
     def __init__(self, method: DraftMethod, silent: str = "") -> None:
         self.method = method
         self._silent = silent
+        self.forgotten: list[tuple[str, bool]] = []
 
     def propose(self, wanted: Sequence[tuple[DraftTarget, int]]) -> list[list[int]]:
-        return [
-            [] if target.key[0] in self._silent else [7] * count for target, count in wanted
-        ]
+        return [[] if target.key[0] in self._silent else [7] * count for target, count in wanted]
 
-    def forget(self, key: TargetKey) -> None:
-        pass
+    def forget(self, key: TargetKey, *, has_ended: bool) -> None:
+        self.forgotten.append((key[0], has_ended))
 
 
 def fixed(name: str, method: DraftMethod, count: int = 32) -> TargetDouble:
@@ -85,3 +84,19 @@ def test_shares_are_even_and_use_the_budget(seed: int) -> None:
     for share, want in zip(shares, wanted, strict=True):
         assert 0 <= share <= want
         assert share == want or share >= max(shares) - 1
+
+
+def test_drafters_learn_once_that_a_sequence_left_and_that_it_ended() -> None:
+    drafter = Finds(MODEL)
+    speculator: Speculator[TargetDouble] = Speculator({MODEL: drafter}, step_tokens=64)
+    a, b = fixed("a", MODEL), fixed("b", MODEL)
+    drafted(speculator, [a, b])
+    for _ in range(3):
+        speculator.keep([b.key], away=[a.key])
+    assert drafter.forgotten == [("a", False)]
+    drafted(speculator, [a])
+    speculator.keep([b.key], away=[a.key])
+    speculator.keep([], away=[])
+    assert drafter.forgotten[1] == ("a", False)
+    assert sorted(drafter.forgotten[2:]) == [("a", True), ("b", True)]
+    assert speculator.is_idle

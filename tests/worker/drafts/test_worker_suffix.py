@@ -113,7 +113,7 @@ def test_answers_are_drafted_to_their_tenant_only() -> None:
     first = TargetDouble(("a", 0), [1, 2, *answer], prompt_length=2, salt=b"one")
     drafter.propose([(first, 4)])
     first.tokens.append(60)
-    drafter.forget(first.key)
+    drafter.forget(first.key, has_ended=True)
     drafter.propose([])  # reads the answer in
     mine = TargetDouble(("b", 0), [7, 50, 51, 52, 53], prompt_length=1, salt=b"one")
     other = TargetDouble(("c", 0), [7, 50, 51, 52, 53], prompt_length=1, salt=b"two")
@@ -145,11 +145,76 @@ def test_a_corpus_is_bounded_and_forgets_the_oldest_answers() -> None:
     assert corpus.read_in(30) == 0
 
 
-def test_tenants_are_bounded() -> None:
-    drafter = SuffixDrafter()
+def ended(drafter: SuffixDrafter, name: str, answer: Sequence[int], salt: bytes) -> None:
+    """Let a request end with an answer."""
+    target = TargetDouble((name, 0), [1, 2, *answer], prompt_length=2, salt=salt)
+    drafter.propose([(target, 2)])
+    drafter.forget(target.key, has_ended=True)
+
+
+def test_answers_that_nobody_reads_in_are_dropped_whole_the_oldest_first() -> None:
+    corpus = Corpus(part_tokens=50)
+    corpus.add(range(10))
+    corpus.read_in(4)
+    for number in range(100):
+        corpus.add(range(100 * number, 100 * number + 30))
+        assert corpus.backlog <= 101
+    corpus.read_in(1000)
+    assert corpus.backlog == 0
+    text = [token for part in corpus.parts for token in part.text]
+    assert text[-31:] == [-101, *range(9900, 9930)]
+    assert text[-62:-31] == [-100, *range(9800, 9830)]
+
+
+def test_answers_are_read_in_beside_long_prompts() -> None:
+    """Prompts leave nothing of each call for longer than the answer takes."""
+    drafter = SuffixDrafter(tokens_at_once=100)
+    ended(drafter, "a", range(50, 150), b"one")
+    long = TargetDouble(("long", 0), [5] * 16_000, prompt_length=16_000)
+    for _ in range(5):
+        drafter.propose([(long, 2)])
+    mine = TargetDouble(("b", 0), [7, 50, 51, 52], prompt_length=1, salt=b"one")
+    assert drafter.propose([(mine, 8), (long, 2)]) == [[53, 54, 55], []]
+
+
+def test_a_sequence_that_leaves_the_device_is_read_in_once_and_answers_once() -> None:
+    drafter = SuffixDrafter(tokens_at_once=100)
+    target = TargetDouble(("a", 0), [*range(80), 3, 4], prompt_length=80, salt=b"one")
+    assert drafter.propose([(target, 4)]) == [[5, 6]]
+    for _ in range(5):
+        drafter.forget(target.key, has_ended=False)
+        target.tokens.append(len(target.tokens))
+        # All of the prompt is there: 100 tokens would not read it in again besides.
+        other = TargetDouble(("b", len(target.tokens)), [9] * 99)
+        assert drafter.propose([(target, 4), (other, 1)])[1] == [9]
+    drafter.forget(target.key, has_ended=True)
+    for _ in range(9):
+        drafter.propose([])
+    assert [part.text for part in drafter._corpora[b"one"].parts] == [[-1, *target.tokens[80:]]]
+
+
+def test_a_text_that_has_grown_too_long_is_begun_anew() -> None:
+    drafter = SuffixDrafter(most_text_tokens=100)
+    target = TargetDouble(("a", 0), [1, 2, 3])
+    for token in range(1000):
+        target.tokens.append(token % 30)
+        [draft] = drafter.propose([(target, 4)])
+        assert len(drafter._followed[target.key].own.text) <= 100
+        if token > 70:
+            # The newest half of the text has all of it.
+            assert draft == [(token + more) % 30 for more in range(1, 5)]
+
+
+def test_answers_of_all_salts_together_are_bounded() -> None:
+    """Many salts of little text displace none; those unused for the longest go first."""
+    drafter = SuffixDrafter(most_corpus_tokens=1000)
     for number in range(30):
-        target = TargetDouble((str(number), 0), [1, 2, 3, 4], salt=bytes([number]))
-        drafter.propose([(target, 2)])
-        drafter.forget(target.key)
-    assert len(drafter._corpora) == 8
+        ended(drafter, str(number), [3, 4], bytes([number]))
+    assert len(drafter._corpora) == 30
+    ended(drafter, "large", range(980), b"large")
+    assert sum(corpus.size for corpus in drafter._corpora.values()) <= 1000
+    assert list(drafter._corpora) == [*(bytes([number]) for number in range(24, 30)), b"large"]
+    for number in range(100):
+        ended(drafter, str(number), [], bytes([number]))
+    assert len(drafter._corpora) == 64
     assert not drafter._followed

@@ -37,7 +37,7 @@ class KnowingDrafter:
             drafts.append(self.change(self.texts[target.key[0]][done : done + count]))
         return drafts
 
-    def forget(self, key: TargetKey) -> None:
+    def forget(self, key: TargetKey, *, has_ended: bool) -> None:
         self.forgotten.append(key)
 
 

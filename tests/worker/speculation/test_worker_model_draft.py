@@ -147,7 +147,7 @@ def test_the_longest_unused_sequence_gives_way_and_those_in_use_do_not(model: De
     assert together[:3] == [oracle(each.tokens, 4) for each in (first, third, fourth)]
     assert together[3] == []
     for each in (first, third, fourth, second):
-        drafter.forget(each.key)
+        drafter.forget(each.key, has_ended=True)
     assert drafter.cache.pages.free_count == 7
     drafter.cache.pages.check_integrity()
     assert drafter.propose([(second, 4)]) == [oracle(second.tokens, 4)]
@@ -171,11 +171,11 @@ def test_random_calls_lose_no_page_and_draft_right_or_not_at_all(model: Decoder)
             sequence.tokens.append(rng.randrange(VOCABULARY))
         for index, sequence in enumerate(sequences):
             if len(sequence.tokens) > 90 or rng.random() < 0.02:
-                drafter.forget(sequence.key)
+                drafter.forget(sequence.key, has_ended=True)
                 sequences[index] = sequence_of(f"{round_number}.{index}", rng.randrange(1, 40))
     assert drafted > 250
     for sequence in sequences:
-        drafter.forget(sequence.key)
+        drafter.forget(sequence.key, has_ended=True)
     assert drafter.cache.pages.used_count == 0
 
 

@@ -93,9 +93,9 @@ class LateDrafter:
         assert self.drafter is not None
         return self.drafter.propose(wanted)
 
-    def forget(self, key: tuple[str, int]) -> None:
+    def forget(self, key: tuple[str, int], *, has_ended: bool) -> None:
         assert self.drafter is not None
-        self.drafter.forget(key)
+        self.drafter.forget(key, has_ended=has_ended)
 
 
 def drafting_engine(case: Case, window: int) -> Engine:
