@@ -215,7 +215,7 @@ class Prompter:
         """Return the next tokens of each target."""
         return [self._next(target, count) for target, count in wanted]
 
-    def forget(self, key: TargetKey) -> None:
+    def forget(self, key: TargetKey, *, has_ended: bool) -> None:
         """Keep nothing of a sequence."""
 
     def _next(self, target: engine_sequence.Sequence, count: int) -> list[int]:
