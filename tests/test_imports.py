@@ -220,7 +220,17 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("prefixes", "cluster", "api", "placement", "requests"),
     ),
     "splitpoint_cli": (
-        *("files", "output", "report", "plots", "identity", "options", "models", "devices"),
+        *(
+            "files",
+            "spool",
+            "output",
+            "report",
+            "plots",
+            "identity",
+            "options",
+            "models",
+            "devices",
+        ),
         "page_tokens",
         *("checks", "stack", "request", "top", "trace"),
         *("arena", "security", "compose", "planning", "doctor"),

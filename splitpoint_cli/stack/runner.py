@@ -14,6 +14,7 @@ from splitpoint import config
 from splitpoint.client import AsyncClient
 from splitpoint.errors import Cancelled
 from splitpoint.transport.tls import trusting_own_server
+from splitpoint_cli.spool import spooled_output
 from splitpoint_cli.stack.child import Service, ServiceExited, ServiceNotReady, ServiceNotStarted
 from splitpoint_cli.stack.given_up import write_given_up
 from splitpoint_cli.stack.instance import Held, exclusive, predecessors_gone
@@ -50,7 +51,7 @@ class StackRunner:
         ServiceExited or ServiceNotReady if a service fails to start for the first time.
         """
         runtime, instance = self._stack.runtime, self._stack.instance
-        with exclusive(runtime, instance) as held:
+        with spooled_output(), exclusive(runtime, instance) as held:
             # Before there are files of this stack to clean up.
             await predecessors_gone(
                 held.services, runtime, instance, stop=stop, say=self.output.progress
@@ -198,8 +199,14 @@ async def _hurry_when(stop: asyncio.Event, supervisor: Supervisor) -> None:
 async def run_stack(stack: Stack, *, verbose: bool, limits: RestartLimits | None) -> int:
     """Run a stack until a signal, or until a needed service is given up; return the exit code.
 
-    With `limits` None the first death of a service ends the stack.
+    With `limits` None the first death of a service ends the stack. Output that nobody reads is
+    dropped: it stops neither supervision nor the end.
     """
+    with spooled_output():
+        return await _run_stack(stack, verbose=verbose, limits=limits)
+
+
+async def _run_stack(stack: Stack, *, verbose: bool, limits: RestartLimits | None) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

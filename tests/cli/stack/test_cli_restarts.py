@@ -521,3 +521,60 @@ def test_down_between_taking_the_lock_and_writing_the_id(tmp_path: Path) -> None
     with exclusive(runtime, "it"):
         assert running_process(runtime) == os.getpid()
     assert running_process(runtime) is None
+
+
+# -- output that nobody reads -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_reader_that_died_stops_neither_restarts_nor_the_end(
+    tmp_path: Path, log_format: str
+) -> None:
+    log, instance = tmp_path / "log", instance_name(f"unread-{log_format}")
+    with stack(log, instance, pause="0.1", log_format=log_format) as process:
+        wait_until_up(process)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        process.stderr.close()
+        for life in (1, 2):
+            os.kill(lives(log, "scheduler")[-1], signal.SIGKILL)
+            wait_for(lambda life=life: len(lives(log, "scheduler")) > life)  # type: ignore[misc]
+        process.send_signal(signal.SIGINT)
+        process.wait(SECONDS)
+        process.stdout = process.stderr = None  # nothing is left to read
+    assert process.returncode == 0
+    assert_nothing_left(log, instance)
+
+
+def test_a_reader_that_stopped_reading_stops_neither(tmp_path: Path) -> None:
+    """A pipe that is full blocks whoever writes into it."""
+    log, instance = tmp_path / "log", instance_name("full")
+    with stack(log, instance, pause="0.1") as process:
+        wait_until_up(process)
+        fill(process.pid)
+        os.kill(lives(log, "scheduler")[-1], signal.SIGKILL)
+        wait_for(lambda: len(lives(log, "scheduler")) > 1)
+        process.send_signal(signal.SIGINT)
+        process.wait(SECONDS)
+    assert process.returncode == 0
+    assert_nothing_left(log, instance)
+
+
+def fill(pid: int) -> None:
+    """Fill the pipe that is the process's stderr."""
+    pipe = os.open(f"/proc/{pid}/fd/2", os.O_WRONLY | os.O_NONBLOCK)
+    try:
+        while True:
+            os.write(pipe, bytes(1 << 12))
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(pipe)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
