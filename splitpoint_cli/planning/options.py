@@ -184,6 +184,12 @@ _STREAMED: Option[int | None] = Option(
     unit="N",
     least=0,
 )
+_SPECULATIVE: Option[str | None] = replace(
+    worker.SPECULATIVE_CONFIG,
+    help="The workers' --speculative-config: room for checking drafts, and for windows of self "
+    "drafts, is then left out of the cache. A draft model's memory is not known here: subtract "
+    "it from --device-memory.",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,4 +209,5 @@ class SizeOptions:
     max_batch: int = of(worker.MAX_BATCH)
     max_batched_tokens: int = of(worker.MAX_BATCHED_TOKENS)
     chunk_tokens: int = of(store.CHUNK_TOKENS)
+    speculative_config: str | None = of(_SPECULATIVE)
     dtype: str = of(store.DTYPE)

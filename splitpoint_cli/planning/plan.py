@@ -41,7 +41,10 @@ _SCHEDULES = {
 
 @takes_options
 def plan(options: PlanOptions, as_json: AsJson = False, output: OutputFile = None) -> None:
-    """Print the split point of a request, and the reason. Needs no server and no GPU."""
+    """Print the split point of a request, and the reason. Needs no server and no GPU.
+
+    Speculation is left out: a step is one token of each request, and no memory is for drafts.
+    """
     shape = find_shape(options.model, options.dtype)
     costs = load_profile(options.profile)
     if options.explain_residency:

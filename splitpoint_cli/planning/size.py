@@ -15,7 +15,9 @@ from splitpoint.config import format_size, parse_size
 from splitpoint.costs.page_choice import LEAST_PIECE
 from splitpoint.costs.profile import BUILT_IN_PROFILES, load_profile
 from splitpoint.errors import InvalidArgument
+from splitpoint.options.speculation import FIELD, read_speculative_config
 from splitpoint.shapes import Encoding, ModelShape
+from splitpoint.speculation import DraftMethod
 from splitpoint.words import counted
 from splitpoint_cli.models import find_shape
 from splitpoint_cli.options import takes_options
@@ -83,7 +85,22 @@ def _node(options: SizeOptions) -> Node:
         chunk_tokens=options.chunk_tokens,
         encoding=Encoding(options.kv_encoding),
         step_compute_seconds=None if options.step_ms is None else options.step_ms / 1e3,
+        drafts=_drafts(options.speculative_config),
     )
+
+
+def _drafts(text: str | None) -> DraftMethod | None:
+    """Return the workers' own method; None if they draft nothing. Raises InvalidArgument."""
+    config = read_speculative_config(text)
+    if config is None:
+        return None
+    if config.model is not None:
+        raise InvalidArgument(
+            "--speculative-config: the memory of a draft model is not known here: subtract it from "
+            "--device-memory, and leave 'model' out",
+            field=FIELD,
+        )
+    return config.defaults.method
 
 
 def _device_memory(text: str | None, profile: str) -> int:

@@ -16,8 +16,15 @@ from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.weight_placement import WeightPlacement, WeightSizes
 from splitpoint.planning.weight_step import with_weights
 from splitpoint.shapes import ArenaLayout, Encoding, ModelShape, chunks_of
+from splitpoint.speculation import STEP_DRAFT_TOKENS, DraftMethod
 from splitpoint.words import counted
-from worker_service.device.memory import MemoryPlan, divide, place, staging_pages_on_gpu
+from worker_service.device.memory import (
+    MemoryPlan,
+    divide,
+    draft_window_pages,
+    place,
+    staging_pages_on_gpu,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +68,18 @@ class Node:
     encoding: Encoding = Encoding.NATIVE
     # Seconds of a decode step beside its cache traffic; None: the profile's.
     step_compute_seconds: float | None = None
+    # The own method of workers with --speculative-config, OFF included; None: without it.
+    drafts: DraftMethod | None = None
+
+    @property
+    def draft_tokens(self) -> int:
+        """Drafted tokens that one step verifies at most."""
+        return 0 if self.drafts is None else STEP_DRAFT_TOKENS
+
+    @property
+    def drafts_itself(self) -> bool:
+        """Streamed requests keep a window on the device for self drafts."""
+        return self.drafts in (DraftMethod.AUTO, DraftMethod.SELF)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +176,7 @@ def divided(shape: ModelShape, node: Node, *, has_activations: bool) -> Divided:
         max_batch_size=node.max_batch,
         max_batched_tokens=node.max_batched_tokens,
         staging_pages=staging,
+        draft_tokens=node.draft_tokens,
     )
     memory = divide(
         shape,
@@ -166,6 +186,8 @@ def divided(shape: ModelShape, node: Node, *, has_activations: bool) -> Divided:
         max_batch_size=node.max_batch,
         max_batched_tokens=node.max_batched_tokens,
         staging_pages=staging,
+        draft_tokens=node.draft_tokens,
+        window_pages=draft_window_pages(shape, node.chunk_tokens) if node.drafts_itself else 0,
     )
     return Divided(layout, memory, placement, with_weights(node.profile, sizes, placement))
 
