@@ -14,6 +14,7 @@ from splitpoint.planning.plan import RestoreMethod
 from worker_service.account import METHODS, Account, Predicted, Traffic, predictions
 from worker_service.engine.messages import StepOutput
 from worker_service.graphs.decode_graphs import DecodeGraphs
+from worker_service.graphs.eager_reason import EagerReason
 from worker_service.startup import LoadedWorker
 
 
@@ -100,10 +101,13 @@ def _of_worker(worker: LoadedWorker) -> Iterable[Reading]:
         yield from graph_readings(engine.graphs, engine.eager_reason)
 
 
-def graph_readings(graphs: DecodeGraphs | None, eager_reason: str | None) -> Iterable[Reading]:
+def graph_readings(
+    graphs: DecodeGraphs | None, eager_reason: EagerReason | None
+) -> Iterable[Reading]:
     """Return what a worker on a GPU says of its CUDA graphs."""
     count = 0 if graphs is None else graphs.graph_count
-    yield Reading(metrics.WORKER_GRAPHS, count, (eager_reason or "",))
+    why = "none" if eager_reason is None else eager_reason.value
+    yield Reading(metrics.WORKER_GRAPHS, count, (why,))
     if graphs is not None:
         yield Reading(metrics.WORKER_GRAPH_BYTES, graphs.size_bytes)
         yield Reading(metrics.WORKER_GRAPH_STEPS, graphs.counts.replayed, ("replayed",))

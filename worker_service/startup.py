@@ -47,6 +47,7 @@ from worker_service.device.pinning import Pinning
 from worker_service.device.registrar import CudaRegistrar
 from worker_service.drafting import NO_DRAFTS, DraftSetup, WorkerSpeculation
 from worker_service.engine.engine import Engine
+from worker_service.graphs.eager_reason import EagerReason
 from worker_service.graphs.support import graph_bytes, graph_obstacle, graphs_of
 from worker_service.hardware.monitor import DeviceMonitor, monitor_of
 from worker_service.lanes.lanes import EmulatedLink, Lanes
@@ -350,7 +351,7 @@ class _Memory:
     plan: MemoryPlan
     drafts: DraftSetup
     max_batched_tokens: int
-    eager_reason: str
+    eager_reason: EagerReason
 
 
 def _divide_memory(
@@ -389,7 +390,7 @@ def _divide_memory(
             shape, layout, sizes, **limits, rates=rates, objective=options.weight_objective
         )
         limits["max_batched_tokens"] = grown_prefill(shape, layout, placement, rates, **limits)
-    obstacle = "--enforce-eager" if options.is_eager else None
+    obstacle = EagerReason.NOT_ASKED if options.is_eager else None
     obstacle = obstacle or graph_obstacle(device, dtype, shape.head_dim, placement.on_host)
     plan = divide(
         shape,
@@ -400,7 +401,7 @@ def _divide_memory(
         **limits,
     )
     return _Memory(
-        placement, plan, drafts, limits["max_batched_tokens"], obstacle or "device memory"
+        placement, plan, drafts, limits["max_batched_tokens"], obstacle or EagerReason.NO_MEMORY
     )
 
 
@@ -412,7 +413,7 @@ def _prepare(engine: Engine, description: str, weights: str, trace_file: Path | 
         log.warning("the link is emulated at %s: this worker is slower than it could be", rate)
     if engine.lanes.device.type == "cuda":
         eager = engine.eager_reason
-        log.info("decoding steps are %s", f"eager: {eager}" if eager else "CUDA graphs")
+        log.info("decoding steps are %s", f"eager: {eager.text}" if eager else "CUDA graphs")
     if trace_file is not None:
         engine.trace = Trace({"device": description, "schedule": engine.lanes.schedule.value})
         _write_trace(engine.trace, trace_file)

@@ -319,8 +319,9 @@ WORKER_PINNED_BYTES = _gpu.gauge(
 )
 WORKER_GRAPHS = _gpu.gauge(
     "worker_cuda_graphs",
-    "CUDA graphs of decoding steps; eager_reason says why there are none, and is empty if steps "
-    "are recorded.",
+    "CUDA graphs of decoding steps; eager_reason says why there are none: not_asked, "
+    "weights_on_host, attention_gathers, attention_plans, no_memory, recording_failed (the log has "
+    "its text); none if steps are recorded.",
     "eager_reason",
 )
 WORKER_GRAPH_BYTES = _gpu.gauge(

@@ -105,7 +105,7 @@ def beside(began: float) -> Iterator[Reading]:
     """What a worker with this card would count itself."""
     yield Reading(metrics.WORKER_PINNED_BYTES, 64 << 30)
     seconds = time.monotonic() - began
-    yield Reading(metrics.WORKER_GRAPHS, 6, ("",))
+    yield Reading(metrics.WORKER_GRAPHS, 6, ("none",))
     yield Reading(metrics.WORKER_GRAPH_BYTES, 200 << 20)
     yield Reading(metrics.WORKER_GRAPH_STEPS, int(100 * seconds), ("replayed",))
     yield Reading(metrics.WORKER_GRAPH_STEPS, int(seconds), ("eager",))

@@ -46,6 +46,7 @@ from worker_service.engine.restorer import Restorer
 from worker_service.engine.sampling import NonFiniteLogits
 from worker_service.engine.sequence import Admission, Sequence
 from worker_service.graphs.decode_graphs import DecodeGraphs
+from worker_service.graphs.eager_reason import EagerReason
 from worker_service.lanes.lanes import Lanes
 from worker_service.lanes.select import lanes_of
 from worker_service.lanes.spans import RequestSpans
@@ -84,7 +85,7 @@ class Engine:
         shares_prefixes: bool = True,
         drafters: Mapping[DraftMethod, Drafter[Sequence]] = MappingProxyType({}),
         graphs: DecodeGraphs | None = None,
-        eager_reason: str = "graphs were not asked for",
+        eager_reason: EagerReason = EagerReason.NOT_ASKED,
     ) -> None:
         if drafters and not cache.plan.draft_tokens:
             raise ValueError("drafts need a memory plan with draft_tokens")
@@ -196,9 +197,11 @@ class Engine:
         return self._runner.computing_seconds
 
     @property
-    def eager_reason(self) -> str | None:
+    def eager_reason(self) -> EagerReason | None:
         """Why no decoding step is a CUDA graph; None if they are."""
-        return self._eager_reason if self.graphs is None else self.graphs.obstacle
+        if self.graphs is None:
+            return self._eager_reason
+        return None if self.graphs.obstacle is None else EagerReason.RECORDING_FAILED
 
     @property
     def is_idle(self) -> bool:

@@ -9,6 +9,7 @@ import torch
 from splitpoint.planning.weight_placement import NOTHING_ON_HOST, OnHost
 from worker_service.device.cache import DeviceCache
 from worker_service.graphs.decode_graphs import DecodeGraphs
+from worker_service.graphs.eager_reason import EagerReason
 from worker_service.graphs.recorder import GraphRecorder, Recorder
 from worker_service.model.library_attention import library_of
 from worker_service.model.span_attention import kernels_of
@@ -20,21 +21,21 @@ MOST_GRAPH_BYTES = 1 << 30
 
 def graph_obstacle(
     device: torch.device, dtype: torch.dtype, head_dim: int, on_host: OnHost = NOTHING_ON_HOST
-) -> str | None:
+) -> EagerReason | None:
     """Return why a model's decoding steps cannot be recorded; None: they can.
 
     On a GPU the first call compiles a kernel, which takes a second or two.
     """
     if device.type != "cuda":
-        return "the device is no GPU"
+        return EagerReason.NO_GPU
     if on_host != NOTHING_ON_HOST:
-        return "weights come from the host in each step"
+        return EagerReason.WEIGHTS_ON_HOST
     if kernels_of(device) is None:
-        return "decode attention gathers pages"
+        return EagerReason.ATTENTION_GATHERS
     library = library_of(device)
     if library is not None and library.has_kernel(dtype, head_dim):
         # Its plan fixes grids and splits for the lengths of one step.
-        return "FlashInfer plans each step on the host"
+        return EagerReason.ATTENTION_PLANS
     return None
 
 

@@ -12,6 +12,7 @@ from splitpoint.observe import metrics
 from splitpoint.planning.weight_placement import NOTHING_ON_HOST, OnHost
 from worker_service.graphs import support
 from worker_service.graphs.decode_graphs import GraphCounts
+from worker_service.graphs.eager_reason import EagerReason
 from worker_service.graphs.support import graph_bytes, graph_obstacle
 from worker_service.metrics import graph_readings
 from worker_service.model.library_attention import Library
@@ -29,24 +30,24 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_a_gpu_with_all_weights_records_its_steps(gpu: pytest.MonkeyPatch) -> None:
     assert graph_obstacle(GPU, torch.bfloat16, 128) is None
-    assert "no GPU" in (graph_obstacle(CPU, torch.bfloat16, 128) or "")
+    assert graph_obstacle(CPU, torch.bfloat16, 128) is EagerReason.NO_GPU
 
 
 @pytest.mark.parametrize("on_host", [OnHost(layers=(3,)), OnHost(table=True), OnHost(head=True)])
 def test_weights_on_the_host_make_steps_eager(gpu: pytest.MonkeyPatch, on_host: OnHost) -> None:
     assert graph_obstacle(GPU, torch.bfloat16, 128, NOTHING_ON_HOST) is None
-    assert "weights" in (graph_obstacle(GPU, torch.bfloat16, 128, on_host) or "")
+    assert graph_obstacle(GPU, torch.bfloat16, 128, on_host) is EagerReason.WEIGHTS_ON_HOST
 
 
 def test_attention_that_depends_on_its_pages_makes_steps_eager(gpu: pytest.MonkeyPatch) -> None:
     gpu.setattr(support, "kernels_of", lambda _: None)
-    assert "gathers" in (graph_obstacle(GPU, torch.bfloat16, 128) or "")
+    assert graph_obstacle(GPU, torch.bfloat16, 128) is EagerReason.ATTENTION_GATHERS
 
 
 def test_the_library_makes_only_those_steps_eager_that_it_attends(gpu: pytest.MonkeyPatch) -> None:
     library = Library(CPU, object())
     gpu.setattr(support, "library_of", lambda _: library)
-    assert "FlashInfer" in (graph_obstacle(GPU, torch.bfloat16, 128) or "")
+    assert graph_obstacle(GPU, torch.bfloat16, 128) is EagerReason.ATTENTION_PLANS
     assert graph_obstacle(GPU, torch.float32, 128) is None
     assert graph_obstacle(GPU, torch.bfloat16, 80) is None
     library.is_usable = False
@@ -59,20 +60,20 @@ def test_graphs_get_a_small_share_of_the_budget() -> None:
 
 
 def test_metrics_say_how_steps_are_computed_and_why() -> None:
-    def values(graphs: Any, reason: str | None) -> dict[tuple[str, tuple[str, ...]], float]:
+    def values(graphs: Any, reason: EagerReason | None) -> dict[tuple[str, tuple[str, ...]], float]:
         return {
             (each.metric.name, tuple(each.labels)): each.value
             for each in graph_readings(graphs, reason)
         }
 
-    assert values(None, "--enforce-eager") == {
-        (metrics.WORKER_GRAPHS.name, ("--enforce-eager",)): 0
-    }
+    for reason in EagerReason:  # each label is a word
+        assert reason.value.replace("_", "").isalpha()
+        assert values(None, reason) == {(metrics.WORKER_GRAPHS.name, (reason.value,)): 0}
     graphs = SimpleNamespace(
         graph_count=3, size_bytes=7, counts=GraphCounts(replayed=20, eager=4, recorded=3)
     )
     assert values(graphs, None) == {
-        (metrics.WORKER_GRAPHS.name, ("",)): 3,
+        (metrics.WORKER_GRAPHS.name, ("none",)): 3,
         (metrics.WORKER_GRAPH_BYTES.name, ()): 7,
         (metrics.WORKER_GRAPH_STEPS.name, ("replayed",)): 20,
         (metrics.WORKER_GRAPH_STEPS.name, ("eager",)): 4,

@@ -18,6 +18,7 @@ from splitpoint.speculation import DraftMethod, Speculation
 from worker_service.engine.engine import Engine
 from worker_service.engine.sampling import Sampling
 from worker_service.graphs.decode_graphs import GraphCounts
+from worker_service.graphs.eager_reason import EagerReason
 from worker_service.model.decoder import Decoder
 
 CPU = torch.device("cpu")
@@ -135,6 +136,8 @@ def test_a_step_that_cannot_be_recorded_stays_eager(
         assert run_mixed(engine).tokens == run_mixed(twin).tokens
     assert engine.graphs is not None
     assert "not permitted" in (engine.graphs.obstacle or "")
+    # A label of a metric: the exception's text would be a new series each time.
+    assert engine.eager_reason is EagerReason.RECORDING_FAILED
     assert len([each for each in caplog.records if "eagerly" in each.getMessage()]) == 1
     assert counts_of(engine).replayed == 0
 
