@@ -12,6 +12,7 @@ from splitpoint.costs.profile import BUILT_IN_PROFILES, Profile
 from splitpoint.errors import InvalidArgument, ResourceExhausted
 from splitpoint.planning.plan import RestoreMethod
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding
+from splitpoint.speculation import DraftMethod
 from splitpoint_cli.main import app
 from splitpoint_cli.planning.sizing import Load, Node, host_memory_of, size_up
 
@@ -48,6 +49,40 @@ def test_a_model_that_keeps_activations() -> None:
     assert found.resident_request_bytes == 2048 * 32 * 2 * 4096 * 2
     assert found.restore.split_tokens > 0
     assert found.restore.predicted_restore_seconds < 0.6 * found.restore.predicted_load_seconds
+
+
+def test_drafts_leave_less_for_the_cache() -> None:
+    """As a worker divides: logits of 64 drafts, twice; a window of each streamed request."""
+    shape, load = BUILT_IN_SHAPES["llama-3.1-8b"], Load(32768, 512, 256)
+    plain = size_up(shape, node(), load)
+    by = {
+        method: size_up(shape, node(drafts=method), load)
+        for method in (DraftMethod.OFF, DraftMethod.SUFFIX, DraftMethod.SELF, DraftMethod.AUTO)
+    }
+    for method, found in by.items():
+        more = found.memory.workspace_bytes - plain.memory.workspace_bytes
+        assert more >= 64 * shape.vocabulary_size * 4 * 2
+        assert found.memory.cache_capacity_bytes < plain.memory.cache_capacity_bytes
+        has_window = method in (DraftMethod.SELF, DraftMethod.AUTO)
+        assert (found.streamed_request_bytes > plain.streamed_request_bytes) == has_window
+
+
+def test_the_speculative_config_of_workers_is_understood() -> None:
+    def sized(*arguments: str) -> tuple[int, str]:
+        done = CliRunner().invoke(app, ["size", "--json", *arguments])
+        return done.exit_code, done.output if done.exception is None else str(done.exception)
+
+    plain, drafting = (
+        json.loads(sized(*arguments)[1])["memory"]["workspace_bytes"]
+        for arguments in ((), ("--speculative-config", '{"method": "ngram"}'))
+    )
+    assert drafting > plain
+    code, said = sized("--speculative-config", '{"method": "model", "model": "/drafts"}')
+    assert code != 0
+    assert "subtract it from --device-memory" in said
+    code, said = sized("--speculative-config", "{}")
+    assert code != 0
+    assert "method is missing" in said
 
 
 def test_weights_that_do_not_fit_are_counted_in_each_step() -> None:
