@@ -33,10 +33,13 @@ _FIRST_PLAIN_STEPS = 2
 # Mixes of sequences whose costs are kept, those that were met last.
 _MOST_MIXES = 64
 # A request that does not draft tries again after so many drafts that were possible; twice as
-# many after each failure.
+# many after each failure, but more seldom if its trials would take more than this share of time.
 LEAST_WAIT = 16
 MOST_WAIT = 256
 PROBE_TOKENS = 2
+TRIAL_SHARE = 0.015
+# What the next request learns from the ones before: it waits at most so long for its first trial.
+_MOST_FIRST_WAIT = 64
 
 
 @dataclass(slots=True)
@@ -45,6 +48,11 @@ class Acceptance:
 
     _right: float = _FIRST_CHANCE * _FIRST_TRIES
     _tried: float = _FIRST_TRIES
+
+    @classmethod
+    def of(cls, chance: float) -> Acceptance:
+        """Return the chance, as a first supposition."""
+        return cls(chance * _FIRST_TRIES)
 
     @property
     def chance(self) -> float:
@@ -58,7 +66,7 @@ class Acceptance:
 
 @dataclass(slots=True)
 class Patience:
-    """When a request that does not draft, since it did not pay, tries again."""
+    """When a request that does not draft by a method, since it did not pay, tries again."""
 
     wait: int = LEAST_WAIT
     passed: int = 0
@@ -68,19 +76,29 @@ class Patience:
         """Note that drafts pay at present."""
         self.wait, self.passed, self.is_probing = LEAST_WAIT, 0, False
 
-    def is_due(self) -> bool:
-        """Note a draft that would not pay; return True if one is tried all the same."""
+    def is_due(self, cost: float) -> bool:
+        """Note a draft that would not pay; return True if one is tried all the same.
+
+        `cost` is what the trial takes, in plain steps.
+        """
         self.passed += 1
-        self.is_probing = self.passed >= self.wait
+        has_failed = self.wait > LEAST_WAIT
+        least = min(MOST_WAIT, cost / TRIAL_SHARE) if has_failed else 0
+        self.is_probing = self.passed >= max(self.wait, least)
         if self.is_probing:
             self.passed = 0
         return self.is_probing
 
-    def probed(self, accepted: int) -> None:
-        """Learn from a trial."""
+    def probed(self, *, is_right: bool) -> None:
+        """Learn from a trial: whether all that it drafted was right."""
         if self.is_probing:
-            self.wait = LEAST_WAIT if accepted else min(MOST_WAIT, 2 * self.wait)
+            self.wait = LEAST_WAIT if is_right else min(MOST_WAIT, 2 * self.wait)
             self.is_probing = False
+
+    def handed_on(self) -> Patience:
+        """Return what the next request begins with."""
+        wait = min(self.wait, _MOST_FIRST_WAIT)
+        return Patience(wait, min(self.passed, wait))
 
 
 @dataclass(slots=True)

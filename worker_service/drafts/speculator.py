@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from splitpoint.speculation import DraftMethod
@@ -44,12 +44,35 @@ class _History:
     # It left the device, and will come back.
     is_away: bool = False
     acceptance: dict[DraftMethod, Acceptance] = field(default_factory=dict)
-    patience: Patience = field(default_factory=Patience)
+    patience: dict[DraftMethod, Patience] = field(default_factory=dict)
     # By method, calls since its last draft, or in all before the first one.
     empty: dict[DraftMethod, int] = field(default_factory=dict)
 
     def of(self, method: DraftMethod) -> Acceptance:
         return self.acceptance.setdefault(method, Acceptance())
+
+    def patience_with(self, method: DraftMethod) -> Patience:
+        return self.patience.setdefault(method, Patience())
+
+    def handed_on(self, before: _History) -> _History:
+        """Return what a next request begins with, for methods whose drafts cost much.
+
+        Those that cost nothing, or were not tried here, begin as in the history `before`.
+        """
+        costly = self.patience.keys() - {DraftMethod.SUFFIX}
+        acceptance = {method: Acceptance.of(self.of(method).chance) for method in costly}
+        patience = {method: self.patience[method].handed_on() for method in costly}
+        return _History(
+            acceptance={**before.acceptance, **acceptance},
+            patience={**before.patience, **patience},
+        )
+
+    def begun(self) -> _History:
+        """Return a copy for a new request."""
+        return _History(
+            acceptance={method: replace(each) for method, each in self.acceptance.items()},
+            patience={method: replace(each) for method, each in self.patience.items()},
+        )
 
 
 @dataclass(slots=True)
@@ -102,6 +125,8 @@ class Speculator(Generic[Target]):
         self._steps = StepCosts()
         self._tokens = TokenCosts()
         self._turn = 0
+        # What a new request supposes of methods that cost much, from those that ended.
+        self._before = _History()
 
     @property
     def is_idle(self) -> bool:
@@ -145,7 +170,7 @@ class Speculator(Generic[Target]):
         history = self._known.get(key)
         if history is not None:
             history.of(method).observe(drafted, accepted)
-            history.patience.probed(accepted)
+            history.patience_with(method).probed(is_right=accepted == drafted)
 
     def observe_step(self, mix: Hashable, draft_tokens: int, seconds: float) -> None:
         """Learn what a step took that only decoded, without its drafting."""
@@ -163,7 +188,7 @@ class Speculator(Generic[Target]):
             history = self._known[key]
             has_ended = key not in to_return
             if has_ended:
-                del self._known[key]
+                self._before = self._known.pop(key).handed_on(self._before)
             elif history.is_away:
                 continue
             history.is_away = True
@@ -175,7 +200,7 @@ class Speculator(Generic[Target]):
     def _plan(self, target: Target, room: int) -> _Plan[Target]:
         history = self._known.get(target.key)
         if history is None:
-            history = self._known[target.key] = _History()
+            history = self._known[target.key] = self._before.begun()
         history.is_away = False
         speculation = target.speculation
         wanted, most = speculation.method, speculation.num_speculative_tokens
@@ -216,25 +241,30 @@ class Speculator(Generic[Target]):
 
         plain_seconds = self._steps.plain_seconds(mix)
         candidates = []
-        for plan in plans:
-            offers = self._offers(plan, plain_seconds)
-            best = offers[0]
-            if len(offers) > 1:
+        offers = [self._offers(plan, plain_seconds) for plan in plans]
+        for plan, offered in zip(plans, offers, strict=True):
+            best = offered[0]
+            if len(offered) > 1:
                 best = max(
-                    offers,
+                    offered,
                     key=lambda each: best_lengths([each], sequence_count, ratio, budget).rate,
                 )
             plan.method = best.method
             candidates.append(best)
         lengths = best_lengths(candidates, sequence_count, ratio, budget)
         left = budget - sum(lengths.counts)
-        for plan, candidate, count in zip(plans, candidates, lengths.counts, strict=True):
+        rows = ratio(PROBE_TOKENS) - 1
+        for plan, offered, count in zip(plans, offers, lengths.counts, strict=True):
             plan.count = count
             if count:
-                plan.history.patience.pays()
-            elif plan.history.patience.is_due():
-                plan.count = min(PROBE_TOKENS, candidate.most, left)
-                left -= plan.count
+                plan.history.patience_with(plan.method).pays()
+                continue
+            for each in offered:
+                cost = rows + PROBE_TOKENS * each.token_share
+                if left and plan.history.patience_with(each.method).is_due(cost):
+                    plan.method, plan.count = each.method, min(PROBE_TOKENS, each.most, left)
+                    left -= plan.count
+                    break
 
     def _offers(self, plan: _Plan[Target], plain_seconds: float | None) -> list[Candidate]:
         """Return what each method would draft for a sequence; at least one can."""

@@ -108,6 +108,7 @@ class Simulated:
         chance: that a drafted token is right, as a function of the tokens so far.
         row: what a drafted row costs of a plain step, which takes 10 ms.
         token_seconds: what a drafted token costs.
+        matches: how often it has a draft.
         reading: calls in which it reads the prompt, for 10 ms each, and drafts nothing.
     """
 
@@ -121,11 +122,14 @@ class Simulated:
     lengths: list[int] = field(default_factory=list)
     reading: int = 0
     calls: int = 0
+    matches: float = 1.0
 
     def propose(self, wanted: Sequence[tuple[DraftTarget, int]]) -> list[list[int]]:
         self.calls += 1
         if self.calls <= self.reading:
             self.now += 0.01
+            return [[] for _ in wanted]
+        if self.matches < 1 and self.rng.random() >= self.matches:
             return [[] for _ in wanted]
         self.now += self.token_seconds * max(count for _, count in wanted)
         return [[7] * count for _, count in wanted]
@@ -133,29 +137,59 @@ class Simulated:
     def forget(self, key: TargetKey, *, has_ended: bool) -> None:
         pass
 
-    def run(self, tokens: int, drafters: Sequence[Simulated] = ()) -> float:
-        """Decode; return the seconds per token over those of plain decoding."""
+    def run(self, tokens: int, drafters: Sequence[Simulated] = (), requests: int = 1) -> float:
+        """Decode requests in turn; return the seconds per token over those of plain decoding."""
         listed = {each.method: each for each in (self, *drafters)}
         speculator: Speculator[TargetDouble] = Speculator(
             listed, step_tokens=64, clock=lambda: sum(each.now for each in listed.values())
         )
-        target = TargetDouble(("a", 0), [1], speculation=self.wanted)
-        steps = 0.0
-        while len(target.tokens) < tokens:
-            drafted = speculator.propose([(target, 15)], mix=1, sequence_count=1, budget=64)
-            count = accepted = 0
-            if drafted:
-                count, by = len(drafted[0].tokens), listed[drafted[0].method]
-                by.lengths.append(count)
-                while accepted < count and self.rng.random() < by.chance(len(target.tokens)):
-                    accepted += 1
-                speculator.observe_draft(target.key, by.method, count, accepted)
-            seconds = 0.01 * (1 + self.row * count) * self.rng.uniform(0.95, 1.05)
-            speculator.observe_step(1, count, seconds)
-            steps += seconds
-            target.tokens += [7] * (1 + accepted)
+        steps, decoded = 0.0, 0
+        for request in range(requests):
+            target = TargetDouble((str(request), 0), [1], speculation=self.wanted)
+            while len(target.tokens) < tokens:
+                drafted = speculator.propose([(target, 15)], mix=1, sequence_count=1, budget=64)
+                count = accepted = 0
+                if drafted:
+                    count, by = len(drafted[0].tokens), listed[drafted[0].method]
+                    by.lengths.append(count)
+                    while accepted < count and self.rng.random() < by.chance(len(target.tokens)):
+                        accepted += 1
+                    speculator.observe_draft(target.key, by.method, count, accepted)
+                seconds = 0.01 * (1 + self.row * count) * self.rng.uniform(0.95, 1.05)
+                speculator.observe_step(1, count, seconds)
+                steps += seconds
+                target.tokens += [7] * (1 + accepted)
+            decoded += len(target.tokens) - 1
+            speculator.keep([], away=[])
         self.now += steps
-        return sum(each.now for each in listed.values()) / (0.01 * (len(target.tokens) - 1))
+        return sum(each.now for each in listed.values()) / (0.01 * decoded)
+
+
+@pytest.mark.parametrize("tokens", [64, 128, 1000])
+@pytest.mark.parametrize("chance", [0.0, 0.1, 0.2, 0.3])
+def test_auto_costs_little_where_neither_matches_nor_a_dear_model_pays(
+    tokens: int, chance: float
+) -> None:
+    """Simulate a model that takes 0.35 of a step for a token, and ends that rarely match."""
+    wanted = Speculation(DraftMethod.AUTO)
+    ratios = []
+    for seed in range(5):
+        model = Simulated(
+            lambda _: chance,
+            row=0.05,
+            token_seconds=0.0035,
+            wanted=wanted,
+            rng=random.Random(seed),
+        )
+        suffix = Simulated(lambda _: 0.05, row=0.05, method=DraftMethod.SUFFIX, matches=0.1)
+        ratios.append(model.run(tokens, [suffix], requests=6400 // tokens))
+    assert sum(ratios) / len(ratios) < 1.03
+
+
+def test_a_dear_model_that_pays_is_found_after_requests_for_which_it_did_not() -> None:
+    model = Simulated(lambda _: 0.0, row=0.05, token_seconds=0.001)
+    model.chance = lambda _: 0.9 if len(model.lengths) > 40 else 0.0
+    assert model.run(500, requests=40) < 0.8
 
 
 def test_a_text_in_which_nothing_matches_costs_little() -> None:
