@@ -51,11 +51,11 @@ def check_cores(
     return Finding(name, Verdict.OK, text)
 
 
-def check_compiler(path: str | None) -> Finding:
-    """Check for the compiler of CPU workers' kernels; `path`: the one that was found."""
+def check_compiler(command: str) -> Finding:
+    """Check for the compiler of CPU workers' kernels; `command`: empty if there is none."""
     name = "C++ compiler"
-    if path is not None:
-        return Finding(name, Verdict.OK, f"{path}, for the attention kernel of CPU workers")
+    if command:
+        return Finding(name, Verdict.OK, f"{command}, for the attention kernel of CPU workers")
     return Finding(
         name,
         Verdict.NOTE,

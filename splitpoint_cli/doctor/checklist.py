@@ -72,7 +72,7 @@ def _machine(options: DoctorOptions) -> Iterator[Check]:
         ),
     )
     if _cpu_workers(options):
-        yield Check("C++ compiler", lambda: processors.check_compiler(compiler()))
+        yield Check("C++ compiler", lambda: processors.check_compiler(" ".join(compiler() or ())))
     yield Check("NUMA", lambda: processors.check_numa(options.numa_node, places))
     yield Check("CPU energy", lambda: power.check_rapl(places))
     yield Check("open files", lambda: limits.check_open_files(*_limit(resource.RLIMIT_NOFILE)))

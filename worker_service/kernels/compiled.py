@@ -13,9 +13,11 @@ import hashlib
 import logging
 import os
 import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -27,8 +29,9 @@ log = logging.getLogger(__name__)
 CACHE_FOLDER = "SPLITPOINT_KERNEL_CACHE"
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno")
 _FOLDER = Path(__file__).parent
-# Seconds for one compilation on a busy host.
+# Seconds for one compilation on a busy host, and for another process that makes a file.
 _LIMIT = 120.0
+_LOCK_INTERVAL = 0.1
 
 
 class NoKernels(Exception):
@@ -56,52 +59,87 @@ def cache_folder() -> Path:
 
 @contextmanager
 def locked(folder: Path, name: str) -> Iterator[None]:
-    """Hold the lock of this name: one process of the host makes a file, the others wait for it."""
+    """Hold the lock of this name: one process of the host makes a file, the others wait for it.
+
+    Raises NoKernels after _LIMIT seconds: its owner may be stopped.
+    """
+    end, is_first = time.monotonic() + _LIMIT, True
     with (folder / f"{name}.lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while not _has_locked(file):
+            if is_first:
+                log.info("%s kernels: waiting for another process of this host", name)
+            if time.monotonic() >= end:
+                raise NoKernels(f"another process has held {file.name} for {_LIMIT:g} s")
+            is_first = False
+            time.sleep(_LOCK_INTERVAL)
         yield
+
+
+def _has_locked(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def load(source: str, constants: Mapping[str, int]) -> ctypes.CDLL:
     """Return the library of a source file in this folder, compiled with these constants.
 
-    Raises NoKernels: no compiler, an error of the compiler, or of the loader.
+    A file that cannot be loaded is damaged, and compiled once more. Raises NoKernels: no
+    compiler, an error of the compiler, or of the loader.
     """
-    path = compiler()
-    if path is None:
+    command = compiler()
+    if command is None:
         raise NoKernels("there is no C++ compiler")
     defined = [f"-D{name}={value}" for name, value in sorted(constants.items())]
     text = (_FOLDER / source).read_text()
-    facts = [text, path, *_FLAGS, *defined, torch.__version__, *sorted(instruction_sets())]
+    facts = [text, *command, *_FLAGS, *defined, torch.__version__, *sorted(instruction_sets())]
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:20]
     folder = cache_folder()
     library = folder / f"{Path(source).stem}-{digest}.so"
     try:
-        if not library.exists():
-            with locked(folder, "compiling"):
-                if not library.exists():
-                    _compile(path, _FOLDER / source, defined, library)
+        if library.exists() and (loaded := _loaded(library)) is not None:
+            return loaded
+        with locked(folder, "compiling"):
+            # Another process may have made it meanwhile.
+            if library.exists() and (loaded := _loaded(library)) is not None:
+                return loaded
+            _compile(command, _FOLDER / source, defined, library)
         return ctypes.CDLL(str(library))
     except OSError as error:
         raise NoKernels(f"{library.name}: {error}") from error
 
 
-def _compile(path: str, source: Path, defined: list[str], library: Path) -> None:
+def _loaded(library: Path) -> ctypes.CDLL | None:
+    """Return the library of a file, or None if the file is damaged."""
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        log.warning("%s is damaged: %s", library.name, error)
+        return None
+
+
+def _compile(
+    compiler_command: tuple[str, ...], source: Path, defined: list[str], library: Path
+) -> None:
     """Compile to a file of another name first: what has the name is whole."""
     working, unlinked = library.with_suffix(".part"), library.with_suffix(".o")
     commands = (
-        [path, *_FLAGS, *defined, "-c", str(source), "-o", str(unlinked)],
+        [*compiler_command, *_FLAGS, *defined, "-c", str(source), "-o", str(unlinked)],
         # Without -fopenmp: see above.
-        [path, "-shared", str(unlinked), "-o", str(working)],
+        [*compiler_command, "-shared", str(unlinked), "-o", str(working)],
     )
     try:
         for command in commands:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=_LIMIT)
+        with working.open("rb") as file:
+            os.fsync(file.fileno())  # or a crash of the host may leave the name and no content
         working.rename(library)
     except subprocess.CalledProcessError as error:
-        raise NoKernels(f"{path}: {error.stderr.strip()[:500]}") from error
+        raise NoKernels(f"{compiler_command[0]}: {error.stderr.strip()[:500]}") from error
     except subprocess.TimeoutExpired as error:
-        raise NoKernels(f"{path} took more than {_LIMIT:g} s") from error
+        raise NoKernels(f"{compiler_command[0]} took more than {_LIMIT:g} s") from error
     finally:
         unlinked.unlink(missing_ok=True)
         working.unlink(missing_ok=True)

@@ -5,6 +5,10 @@ A few seconds, and one for each kernel that is compiled the first time on a host
 
 from __future__ import annotations
 
+import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -245,6 +249,95 @@ def test_a_kernel_is_compiled_once_and_an_error_is_the_compiler_s_own(
     with pytest.raises(compiled.NoKernels, match="error"):
         compiled.load("paged_attention.cpp", {"ELEMENT": 0})
     assert sorted(file.suffix for file in (tmp_path / "cache").iterdir()) == [".lock", ".so"]
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", [b"", b"no library"])
+def test_a_damaged_library_is_compiled_again(
+    damage: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(compiled.CACHE_FOLDER, str(tmp_path / "cache"))
+    constants = {"HEAD_DIM": 16, "ELEMENT": 0}
+    program = (
+        "from worker_service.kernels.compiled import load; "
+        f"load('paged_attention.cpp', {constants}).attend_spans"
+    )
+    # In processes of their own: a loader opens no file whose name it has mapped.
+    command = [sys.executable, "-c", program]
+    subprocess.run(command, check=True, timeout=60)
+    (library,) = (tmp_path / "cache").glob("*.so")
+    library.write_bytes(damage)
+    subprocess.run(command, check=True, timeout=60)
+    assert library.read_bytes().startswith(b"\x7fELF")
+
+
+@needs_compiler
+def test_a_library_is_on_the_disk_before_it_has_its_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A crash of the host must not leave a name without content."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv(compiled.CACHE_FOLDER, str(folder))
+    synced: list[tuple[int, list[Path]]] = []
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: synced.append((os.fstat(fd).st_ino, list(folder.glob("*.so"))))
+    )
+    compiled.load("paged_attention.cpp", {"HEAD_DIM": 16, "ELEMENT": 0})
+    (library,) = folder.glob("*.so")
+    assert synced == [(library.stat().st_ino, [])]
+
+
+def test_a_lock_that_is_never_given_back_is_not_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its owner may be stopped; flock counts open files, so one process shows it."""
+    monkeypatch.setattr(compiled, "_LIMIT", 0.2)
+    caplog.set_level(logging.INFO)
+    with compiled.locked(tmp_path, "calibrating"):
+        with (
+            pytest.raises(compiled.NoKernels, match="another process has held"),
+            compiled.locked(tmp_path, "calibrating"),
+        ):
+            pytest.fail("two have it")
+        with compiled.locked(tmp_path, "compiling"):
+            pass
+    with compiled.locked(tmp_path, "calibrating"):
+        pass
+    assert "waiting for another process" in caplog.text
+
+
+@needs_compiler
+def test_a_compiler_may_be_several_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As in CXX="ccache g++"."""
+    (found,) = compiler() or ()
+    launcher = tmp_path / "launcher"
+    launcher.write_text(f'#!/bin/sh\necho ran >> "{tmp_path}/runs"\nexec "$@"\n')
+    launcher.chmod(0o700)
+    monkeypatch.setenv(compiled.CACHE_FOLDER, str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", f'"{launcher}" {found}')
+    compiler.cache_clear()
+    try:
+        assert compiler() == (str(launcher), found)
+        compiled.load("paged_attention.cpp", {"HEAD_DIM": 16, "ELEMENT": 0})
+        monkeypatch.setenv("CXX", '"no end')
+        compiler.cache_clear()
+        assert compiler() is None
+    finally:
+        compiler.cache_clear()
+    assert (tmp_path / "runs").read_text() == "ran\nran\n"
+
+
+def test_a_folder_of_another_user_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv(compiled.CACHE_FOLDER, str(folder))
+    assert compiled.cache_folder() == folder
+    mine = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: mine + 1)
+    with pytest.raises(compiled.NoKernels, match="another user"):
+        compiled.cache_folder()
 
 
 def test_a_folder_that_others_may_write_is_refused(
