@@ -100,6 +100,16 @@ def nothing_left_behind() -> Iterator[None]:
     assert not children, f"still running: {sorted(children)}"
 
 
+@pytest.fixture(autouse=True)
+def same_kernels() -> Iterator[None]:
+    """Keep the kernels that a worker or a benchmark chooses here out of the tests behind it."""
+    name = "worker_service.kernels.choice"  # needs torch, which many tests do without
+    before = sys.modules[name].in_use() if name in sys.modules else None
+    yield
+    if name in sys.modules:
+        sys.modules[name].use(before)
+
+
 @pytest.fixture
 def shm_folder() -> Iterator[Path]:
     """A private folder on tmpfs for an arena, gone afterwards."""

@@ -13,6 +13,7 @@ from splitpoint.options.speculation import SpeculativeConfig
 from splitpoint.progress import Ticker
 from splitpoint.shapes import ArenaLayout, ModelShape
 from splitpoint.speculation import PLAIN, STEP_DRAFT_TOKENS, DraftMethod, Speculation
+from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import draft_window_pages
 from worker_service.drafts.drafter import Drafter
@@ -42,6 +43,17 @@ class WorkerSpeculation:
 
 
 NO_DRAFTS = WorkerSpeculation()
+
+
+def head_dims(config: SpeculativeConfig | None, shape: ModelShape) -> list[int]:
+    """Return those of the served model and of the draft model, if there is one.
+
+    Raises InvalidArgument (the draft model's folder).
+    """
+    if config is None or config.model is None:
+        return [shape.head_dim]
+    draft = DecoderConfig.read(Path(config.model), shape.data_type)
+    return [shape.head_dim, draft.shape.head_dim]
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ from worker_service.device.memory import (
 )
 from worker_service.device.pinning import Pinning
 from worker_service.device.registrar import CudaRegistrar
-from worker_service.drafting import NO_DRAFTS, DraftSetup, WorkerSpeculation
+from worker_service.drafting import NO_DRAFTS, DraftSetup, WorkerSpeculation, head_dims
 from worker_service.engine.engine import Engine
 from worker_service.graphs.eager_reason import EagerReason
 from worker_service.graphs.support import graph_bytes, graph_obstacle, graphs_of
@@ -196,7 +196,7 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
                 use_kernels,
                 TORCH_TYPES[shape.data_type],
                 options.cpu_kernels,
-                head_dim=shape.head_dim,
+                head_dims=head_dims(options.speculation, shape),
             )
             description += f", {kernels.text}, {_waiting()}"
         engine, weights, speculation = await asyncio.to_thread(

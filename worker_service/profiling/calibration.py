@@ -2,7 +2,8 @@
 
 No processor's kind decides alone: what wins on one kind loses on another. A file keeps the
 first measurement, so that equal workers compute equal bits, also after a restart. It belongs to
-one processor, one torch and one version of the kernels; another one is measured again.
+one processor, one torch, one version of the kernels, and to whether C++ kernels can be had;
+anything else is measured again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from worker_service.weights.packing import Matrix
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 AUTO = "auto"
 BY_FLAGS = "flags"
 
@@ -47,11 +48,14 @@ _CPU = torch.device("cpu")
 Seconds = Mapping[str, float]
 
 
-def use_kernels(dtype: torch.dtype, wish: str = AUTO, *, head_dim: int = _HEAD_DIM) -> Choice:
+def use_kernels(
+    dtype: torch.dtype, wish: str = AUTO, *, head_dims: Collection[int] = (_HEAD_DIM,)
+) -> Choice:
     """Choose the kernels of this process for weights and pages of this type; return them.
 
     Args:
-        head_dim: of the model; a kernel that cannot be had for it is not used.
+        head_dims: of all models of the process; a kernel that cannot be had for each of them
+            is not used.
         wish: `auto` (measured once per host), `flags` (by instruction sets, without a
             compiler), or kernels by name, such as `decode=products`, beside those of `auto`.
 
@@ -67,7 +71,8 @@ def use_kernels(dtype: torch.dtype, wish: str = AUTO, *, head_dim: int = _HEAD_D
         choice = _calibrated(dtype, flags).parsed(wish)
     if choice.decode is Decode.FUSED:
         try:
-            paged_attention.prepare(head_dim, dtype)
+            for head_dim in head_dims:
+                paged_attention.prepare(head_dim, dtype)
         except NoKernels as error:
             log.warning("decode attention by torch's products: %s", error)
             choice = replace(choice, decode=Decode.PRODUCTS)
@@ -80,13 +85,14 @@ def _calibrated(dtype: torch.dtype, usual: Choice) -> Choice:
     """Return the host's choice, from its file or measured now."""
     try:
         folder = cache_folder()
-        facts = _facts(dtype)
+        facts = _facts(dtype, has_fused=_has_fused(dtype))
         digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:20]
         path = folder / f"kernels-{digest}.json"
         with locked(folder, "calibrating"):
             choice = read_choice(path, facts, usual)
             if choice is None:
-                choice = measured(dtype, usual)
+                log.info("measuring kernels, once for this host")
+                choice = measured(dtype, usual, has_fused=bool(facts["has_fused"]))
                 _write(path, facts, choice)
         return choice
     except (NoKernels, OSError) as error:
@@ -94,7 +100,17 @@ def _calibrated(dtype: torch.dtype, usual: Choice) -> Choice:
         return usual
 
 
-def _facts(dtype: torch.dtype) -> dict[str, object]:
+def _has_fused(dtype: torch.dtype) -> bool:
+    """Return whether this host can have the C++ kernel; compiles it if it is not there."""
+    try:
+        paged_attention.prepare(_HEAD_DIM, dtype)
+    except NoKernels as error:
+        log.warning("decode attention by torch's products: %s", error)
+        return False
+    return True
+
+
+def _facts(dtype: torch.dtype, *, has_fused: bool) -> dict[str, object]:
     source = (Path(attention.__file__).parents[1] / "kernels" / "paged_attention.cpp").read_bytes()
     return {
         "format": FORMAT,
@@ -102,6 +118,8 @@ def _facts(dtype: torch.dtype) -> dict[str, object]:
         "flags": sorted(instruction_sets()),
         "torch": torch.__version__,
         "type": str(dtype),
+        # A compiler that is installed later counts.
+        "has_fused": has_fused,
         "kernels": hashlib.sha256(source).hexdigest(),
     }
 
@@ -127,10 +145,11 @@ def _write(path: Path, facts: Mapping[str, object], choice: Choice) -> None:
 
 
 @torch.inference_mode()
-def measured(dtype: torch.dtype, usual: Choice) -> Choice:
-    """Return the fastest kernels for this type; about a second, and one more to compile."""
+def measured(dtype: torch.dtype, usual: Choice, *, has_fused: bool) -> Choice:
+    """Return the fastest kernels for this type, in about a second."""
     began = time.perf_counter()
-    decode = _fastest("decode", _decodes(dtype, usual), Decode.FUSED.value)
+    kernels = [kernel for kernel in Decode if has_fused or kernel is not Decode.FUSED]
+    decode = _fastest("decode", _decodes(dtype, usual, kernels), Decode.FUSED.value)
     prefill = _fastest("prefill", _prefills(dtype, usual), usual.prefill.value)
     linear = _fastest("linear", _linears(dtype, usual), usual.linear.value)
     use(None)
@@ -163,7 +182,9 @@ def chosen(seconds: Seconds, usual: str) -> str:
     return best
 
 
-def _decodes(dtype: torch.dtype, usual: Choice) -> dict[str, Callable[[], object]]:
+def _decodes(
+    dtype: torch.dtype, usual: Choice, kernels: Collection[Decode]
+) -> dict[str, Callable[[], object]]:
     chunks = _TOKENS // _CHUNK
     shape = (_SEQUENCES * chunks, _HEADS, _CHUNK, _HEAD_DIM)
     keys, values = (torch.ones(shape, dtype=dtype) for _ in range(2))
@@ -177,13 +198,7 @@ def _decodes(dtype: torch.dtype, usual: Choice) -> dict[str, Callable[[], object
         )
         return lambda: attention.decode_partial(queries, keys, values, plan, window=None, scale=0.1)
 
-    calls = {kernel.value: call_of(kernel) for kernel in Decode}
-    try:
-        calls[Decode.FUSED.value]()
-    except NoKernels as error:
-        log.warning("decode attention by torch's products: %s", error)
-        del calls[Decode.FUSED.value]
-    return calls
+    return {kernel.value: call_of(kernel) for kernel in kernels}
 
 
 def _prefills(dtype: torch.dtype, usual: Choice) -> dict[str, Callable[[], object]]:

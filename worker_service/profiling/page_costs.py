@@ -24,7 +24,7 @@ from splitpoint.shapes import DataType, ModelShape, chunks_of
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.model.attention import decode_partial
 from worker_service.model.attention_plan import DecodePlan
-from worker_service.profiling.calibration import use_kernels
+from worker_service.profiling.calibration import AUTO, use_kernels
 
 REPEATS = 11
 # Pages that tell what a page costs, from the smallest to a large one.
@@ -160,6 +160,7 @@ def main() -> None:
     parser.add_argument("--shape", required=True, help="A model's dimensions, as JSON.")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--cpu-kernels", default=AUTO)
     arguments = parser.parse_args()
     fields = json.loads(arguments.shape)
     shape = ModelShape(**{**fields, "data_type": DataType(fields["data_type"])})
@@ -168,7 +169,8 @@ def main() -> None:
     device = torch.device(arguments.device)
     if device.type == "cpu":
         # Those of the host's workers, whose attention is what counts.
-        use_kernels(TORCH_TYPES[shape.data_type], head_dim=shape.head_dim)
+        dtype = TORCH_TYPES[shape.data_type]
+        use_kernels(dtype, arguments.cpu_kernels, head_dims=[shape.head_dim])
     print(json.dumps(asdict(measure_typical(shape, device))))
 
 

@@ -18,6 +18,8 @@ from splitpoint_cli.bench.shared.engine_memory import (
     exact_memory,
 )
 from splitpoint_cli.bench.shared.engine_runs import admission_of, outputs_until_idle
+from splitpoint_cli.bench.shared.kernels import use_worker_kernels
+from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
 from worker_service.drafts.drafter import Drafter
 from worker_service.drafts.suffix import SuffixDrafter
@@ -25,7 +27,6 @@ from worker_service.engine.engine import Engine
 from worker_service.engine.sequence import Sequence
 from worker_service.graphs.support import MOST_GRAPH_BYTES, graph_obstacle, graphs_of
 from worker_service.model.decoder import Decoder
-from worker_service.profiling.calibration import use_kernels
 from worker_service.speculation.draft_model import DraftModel
 from worker_service.startup import choose_device
 
@@ -35,11 +36,11 @@ _DRAFT_BUDGET_BYTES = 1 << 32
 
 def load_decoder(folder: Path, workload: Workload) -> Decoder:
     """Return the checkpoint's model in the workload's element type, on its device."""
-    dtype = TORCH_TYPES[DataType(workload.dtype)]
-    device = choose_device(workload.device)
-    if device.type == "cpu":
-        use_kernels(dtype)
-    return Decoder.load(folder, device, dtype)
+    data_type, device = DataType(workload.dtype), choose_device(workload.device)
+    folders = [folder, *([Path(workload.draft_model)] if workload.draft_model else [])]
+    head_dims = [DecoderConfig.read(each, data_type).shape.head_dim for each in folders]
+    use_worker_kernels(device, data_type, head_dims)
+    return Decoder.load(folder, device, TORCH_TYPES[data_type])
 
 
 class OurWorker:

@@ -1,11 +1,12 @@
 """The kernels of a host: chosen by a measurement, kept, shared, and measured again when needed.
 
-Measures for real, which takes a second or two each time; 12 s in all.
+Measures for real, which takes a second or two each time; 20 s in all.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import torch
 from splitpoint.errors import InvalidArgument
 from splitpoint.host.compiler import compiler
 from splitpoint.host.processor import AMX_BF16
+from worker_service.kernels import compiled
 from worker_service.kernels.choice import Choice, Decode, Linear, Prefill, by_flags, in_use, use
 from worker_service.kernels.compiled import CACHE_FOLDER
 from worker_service.profiling.calibration import chosen, use_kernels
@@ -25,6 +27,27 @@ from worker_service.weights.packing import packs
 
 CPU = torch.device("cpu")
 USUAL = Choice(Decode.PRODUCTS, Prefill.SDPA, Linear.PACKED)
+# What no measurement here would give.
+UNLIKELY = Choice(Decode.PRODUCTS, Prefill.PRODUCTS, Linear.PLAIN)
+PROGRAM = (
+    "import torch; from worker_service.profiling.calibration import use_kernels; "
+    "print(use_kernels(torch.float32))"
+)
+
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+
+
+def said_by(program: str, **environment: str) -> str:
+    """Return what a Python process prints that has these variables, too."""
+    command = [sys.executable, "-c", program]
+    return subprocess.run(
+        command,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=120,
+    ).stdout
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +88,9 @@ def test_what_a_file_says_is_used_unmeasured(used: Path) -> None:
         assert choice.decode is Decode.PRODUCTS
     path = record(used)
     content = json.loads(path.read_text())
-    # What no measurement here would give.
-    content["choice"] = "decode=products,prefill=products,linear=plain"
+    content["choice"] = str(UNLIKELY)
     path.write_text(json.dumps(content))
-    assert use_kernels(torch.float32) == Choice(Decode.PRODUCTS, Prefill.PRODUCTS, Linear.PLAIN)
+    assert use_kernels(torch.float32) == UNLIKELY
     assert not packs(CPU, torch.float32)
 
 
@@ -88,12 +110,8 @@ def test_types_are_measured_apart(used: Path) -> None:
 
 def test_processes_that_start_together_use_the_same_kernels(cache: Path) -> None:
     """One measures, the other waits for the lock and reads."""
-    program = (
-        "import torch; from worker_service.profiling.calibration import use_kernels; "
-        "print(use_kernels(torch.float32))"
-    )
     processes = [
-        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
     said = [process.communicate(timeout=120)[0] for process in processes]
@@ -123,20 +141,50 @@ def test_without_a_folder_of_its_own_a_worker_goes_by_flags(
     assert "others may write it" in caplog.text
 
 
-def test_a_kernel_that_is_gone_and_cannot_be_made_is_not_used(
+@needs_compiler
+def test_a_compiler_that_is_installed_later_counts(cache: Path) -> None:
+    """And a host without one keeps a choice of its own in a folder that both share."""
+    without = said_by(PROGRAM, CXX="no-such-compiler")
+    assert without.startswith("decode=products")
+    (first,) = cache.glob("kernels-*.json")
+    content = first.read_text()
+    said_by(PROGRAM)
+    assert first.read_text() == content
+    (second,) = {*cache.glob("kernels-*.json")} - {first}
+    assert json.loads(second.read_text())["facts"]["has_fused"]
+    # Both are read again, and neither is measured again.
+    for path, environment in ((first, {"CXX": "no-such-compiler"}), (second, {})):
+        record = json.loads(path.read_text())
+        path.write_text(json.dumps({**record, "choice": str(UNLIKELY)}))
+        assert said_by(PROGRAM, **environment) == f"{UNLIKELY}\n"
+
+
+@needs_compiler
+def test_every_head_dim_of_a_process_needs_its_kernel(
     used: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As in a container of another image that shares the folder."""
-    content = json.loads(record(used).read_text())
-    content["choice"] = "decode=fused,prefill=sdpa,linear=packed"
-    record(used).write_text(json.dumps(content))
+    """A draft model's may differ; no kernel is missed only when it drafts."""
+    path = record(used)
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "choice": "decode=fused,prefill=sdpa,linear=packed"}))
+    assert use_kernels(torch.float32, head_dims=[64]).decode is Decode.FUSED
     monkeypatch.setenv("CXX", "no-such-compiler")
     compiler.cache_clear()
     try:
-        assert use_kernels(torch.float32, head_dim=48) == USUAL
+        assert use_kernels(torch.float32, head_dims=[64, 48]) == USUAL
     finally:
         compiler.cache_clear()
     assert "no C++ compiler" in caplog.text
+
+
+def test_a_stopped_process_that_measures_is_not_waited_for(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with compiled.locked(compiled.cache_folder(), "calibrating"):
+        monkeypatch.setattr(compiled, "_LIMIT", 0.2)
+        assert use_kernels(torch.float32) == USUAL
+    assert "another process has held" in caplog.text
+    assert not list(cache.glob("*.json"))
 
 
 def test_tiles_of_bfloat16_decide_the_prefill() -> None:

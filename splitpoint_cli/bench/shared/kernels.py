@@ -1,0 +1,23 @@
+"""The kernels of benchmarks: those of a worker on the same host."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from splitpoint.shapes import DataType
+from worker_service.device.cache import TORCH_TYPES
+from worker_service.profiling.calibration import use_kernels
+
+
+def use_worker_kernels(
+    device: torch.device, data_type: DataType, head_dims: Collection[int]
+) -> str:
+    """Choose as a worker does, before a model is made; return the choice for the report.
+
+    Empty on a GPU, which has other kernels.
+    """
+    if device.type != "cpu":
+        return ""
+    return str(use_kernels(TORCH_TYPES[data_type], head_dims=head_dims))
