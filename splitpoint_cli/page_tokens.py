@@ -23,8 +23,8 @@ from splitpoint.shapes import ArenaLayout, ModelShape
 AUTO = "auto"
 _PAGE_TOKENS = replace(CHUNK_TOKENS, name="page-tokens")
 _MEASURING = "worker_service.profiling.page_costs"
-# A new host compiles and calibrates its kernels first.
-_MEASURE_SECONDS = 300.0
+# A new host compiles and calibrates its kernels first; either may wait for another process.
+_MEASURE_SECONDS = 600.0
 
 
 def page_tokens_of(text: str) -> int | None:
@@ -73,13 +73,14 @@ def choose_pages(
     arena_bytes: int,
     device: str,
     threads: int | None,
+    cpu_kernels: str,
     environment: Mapping[str, str],
 ) -> PageChoice:
     """Return the page size that store and workers get, and why.
 
     Args:
         text: the value of `--page-tokens`.
-        threads, environment: of a worker on `device`, whose attention is measured.
+        threads, cpu_kernels, environment: of a worker on `device`, whose attention is measured.
 
     Raises InvalidArgument for `text`, FailedPrecondition if the measurement fails.
     """
@@ -89,12 +90,16 @@ def choose_pages(
     kept = kept_page_tokens(arena, shape)
     if kept is not None:
         return PageChoice(kept, "auto: the arena that is there has chunks of this size")
-    costs = _measured(shape, device, threads, environment)
+    costs = _measured(shape, device, threads, cpu_kernels, environment)
     return choose_page(shape, costs, arena_bytes=arena_bytes, has_gpu=device != "cpu")
 
 
 def _measured(
-    shape: ModelShape, device: str, threads: int | None, environment: Mapping[str, str]
+    shape: ModelShape,
+    device: str,
+    threads: int | None,
+    cpu_kernels: str,
+    environment: Mapping[str, str],
 ) -> PageCosts:
     command = [
         sys.executable,
@@ -104,21 +109,29 @@ def _measured(
         json.dumps({**asdict(shape), "data_type": shape.data_type.value}),
         "--device",
         device,
+        "--cpu-kernels",
+        cpu_kernels,
     ]
     if threads is not None:
         command += ["--threads", str(threads)]
-    done = subprocess.run(
-        command,
-        env=dict(environment),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=_MEASURE_SECONDS,
-    )
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise FailedPrecondition(
-            f"the cost of pages could not be measured: {last}; --page-tokens takes a number, too",
-            reason="NOT_MEASURED",
+    try:
+        done = subprocess.run(
+            command,
+            env=dict(environment),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_MEASURE_SECONDS,
         )
+    except subprocess.TimeoutExpired as error:
+        raise _not_measured(f"it took more than {_MEASURE_SECONDS:g} s") from error
+    if done.returncode:
+        raise _not_measured((done.stderr.strip().splitlines() or ["no message"])[-1])
     return PageCosts(**json.loads(done.stdout))
+
+
+def _not_measured(why: str) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"the cost of pages could not be measured: {why}; --page-tokens takes a number, too",
+        reason="NOT_MEASURED",
+    )

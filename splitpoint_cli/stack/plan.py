@@ -135,6 +135,7 @@ def plan_stack(options: StackOptions) -> Stack:
         arena_bytes=host_memory,
         device=devices[0],
         threads=threads,
+        cpu_kernels=options.cpu_kernels,
         environment=child_environment(spinning),
     )
     return Stack(

@@ -1,12 +1,14 @@
-"""`--page-tokens`: numbers, the arena that is there, and a real measurement. Five seconds."""
+"""`--page-tokens`: numbers, the arena that is there, and a real measurement. Ten seconds."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -14,13 +16,21 @@ from splitpoint.arena.owner import open_or_create_arena
 from splitpoint.costs.page_choice import PageChoice
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout, DataType
+from splitpoint_cli import page_tokens
 from splitpoint_cli.page_tokens import choose_pages, kept_page_tokens, page_tokens_of
 from splitpoint_cli.stack.child import child_environment
 
 SHAPE = replace(BUILT_IN_SHAPES["opt-125m"], layer_count=2, data_type=DataType.FLOAT32)
 
 
-def chosen(text: str, arena: Path, *, device: str = "cpu") -> PageChoice:
+def chosen(
+    text: str,
+    arena: Path,
+    *,
+    device: str = "cpu",
+    kernels: str = "auto",
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> PageChoice:
     return choose_pages(
         text,
         SHAPE,
@@ -28,7 +38,8 @@ def chosen(text: str, arena: Path, *, device: str = "cpu") -> PageChoice:
         arena_bytes=1 << 30,
         device=device,
         threads=1,
-        environment=child_environment({}),
+        cpu_kernels=kernels,
+        environment=child_environment(environment),
     )
 
 
@@ -88,6 +99,23 @@ def test_pages_are_measured_without_an_arena(tmp_path: Path) -> None:
 def test_a_failed_measurement_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FailedPrecondition, match="could not be measured"):
         chosen("auto", tmp_path / "arena", device="abacus")
+
+
+def test_a_measurement_that_takes_too_long_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_tokens, "_MEASURE_SECONDS", 0.01)
+    with pytest.raises(FailedPrecondition, match=r"took more than 0\.01 s"):
+        chosen("auto", tmp_path / "arena")
+
+
+def test_pages_are_measured_with_the_kernels_that_workers_get(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    environment = {"SPLITPOINT_KERNEL_CACHE": str(cache)}
+    chosen("auto", tmp_path / "arena", kernels="flags", environment=environment)
+    assert not cache.exists()  # flags need no measurement
+    with pytest.raises(FailedPrecondition, match="quick"):
+        chosen("auto", tmp_path / "arena", kernels="decode=quick", environment=environment)
 
 
 def test_the_measuring_program_says_what_it_wants() -> None:
