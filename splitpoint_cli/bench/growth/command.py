@@ -66,7 +66,7 @@ def growth(
         check_picture(png)
     from splitpoint_cli.bench.growth.runs import run_all
 
-    report = report_of(workload, run_all(workload, Progress()))
+    report = report_of(workload, *run_all(workload, Progress()))
     if png is not None:
         save(picture_of(report), png)
     hand_over_report(report, table_of, as_json=as_json, output=output)

@@ -85,13 +85,19 @@ class PointResult:
         return self.buckets.seconds(self.rows, run.size, reads_spare=run.growth is Growth.MASKED)
 
 
-def report_of(workload: GrowthWorkload, results: Sequence[PointResult]) -> dict[str, Any]:
-    """Return the JSON object. Times in seconds, sizes in rows of a sequence."""
+def report_of(
+    workload: GrowthWorkload, results: Sequence[PointResult], kernels: str
+) -> dict[str, Any]:
+    """Return the JSON object. Times in seconds, sizes in rows of a sequence.
+
+    `kernels`: those of a worker, by which pages were attended to.
+    """
     facts = asdict(workload)
     del facts["points"]
     return {
         "benchmark": "growth",
         **facts,
+        "kernels": kernels,
         "hardware": hardware(),
         "commit": commit(),
         "clock": "cpu" if workload.threads == 1 else "wall",
@@ -192,6 +198,7 @@ def table_of(report: Mapping[str, Any]) -> Table:
         [
             f"{report['hardware']}, {report['clock']} time, medians of {report['repeats']} "
             "rounds, step by step",
+            f"pages by a worker's kernels: {report['kernels']}",
             *exponents,
         ]
     )

@@ -19,6 +19,7 @@ from splitpoint.shapes import DataType, ModelShape
 from splitpoint_cli.bench.growth.caches import CPU, BucketCache, Cache, Clock, Drawn, PagedCache
 from splitpoint_cli.bench.growth.report import Growth, PointResult, Run
 from splitpoint_cli.bench.growth.workload import GrowthWorkload, Point
+from splitpoint_cli.bench.shared.kernels import use_worker_kernels
 from splitpoint_cli.bench.shared.progress import Progress
 from worker_service.profiling.page_costs import PAGE_SIZES, fit_costs, measure_page_costs
 
@@ -47,10 +48,15 @@ class Contender:
 
 
 @torch.inference_mode()
-def run_all(workload: GrowthWorkload, progress: Progress) -> list[PointResult]:
-    """Return the results of all points, in their order. Raises Internal if a cache is wrong."""
+def run_all(workload: GrowthWorkload, progress: Progress) -> tuple[list[PointResult], str]:
+    """Return the results of all points, in their order, and the kernels that attend pages.
+
+    Raises Internal if a cache is wrong.
+    """
     torch.set_num_threads(workload.threads)
-    return [_run_point(workload, point, progress) for point in workload.points]
+    shape = workload.model_shape
+    kernels = use_worker_kernels(CPU, shape.data_type, [shape.head_dim])
+    return [_run_point(workload, point, progress) for point in workload.points], kernels
 
 
 def clock_of(threads: int) -> Clock:

@@ -27,6 +27,7 @@ from splitpoint_cli.bench.offload.passages import beginnings, held_back_files
 from splitpoint_cli.bench.offload.pooled import PooledHeads, pooled_shape
 from splitpoint_cli.bench.offload.report import RESIDENT
 from splitpoint_cli.bench.shared.engine_runs import outputs_until_idle
+from splitpoint_cli.bench.shared.kernels import use_worker_kernels
 from splitpoint_cli.bench.shared.progress import Progress
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.checkpoint.tensors import Checkpoint
@@ -48,6 +49,9 @@ def run_drafts(
     """
     torch.set_num_threads(workload.threads)
     progress.say("loading weights, cutting prompts")
+    kernels = use_worker_kernels(
+        choose_device(workload.device), DataType(workload.dtype), [shape.head_dim]
+    )
     model = _model(folder, shape, workload)
     count = workload.batch * workload.repeats
     files = [Path(each) for each in workload.text] or held_back_files()
@@ -88,6 +92,7 @@ def run_drafts(
             query_head_count=model.shape.query_head_count,
             kv_bytes_per_token=model.shape.kv_bytes_per_token,
             files=tuple(path.name for path in files),
+            kernels=kernels,
         )
 
 

@@ -102,6 +102,7 @@ class DraftResults:
         runs: of each contender, one in each round.
         window_tokens, sink_tokens: what streamed sequences keep on the device for drafts.
         files: the names of the files that prompts were cut from.
+        kernels: of the CPU, as a worker's; empty on a GPU.
     """
 
     runs: Mapping[str, tuple[DraftRun, ...]]
@@ -111,6 +112,7 @@ class DraftResults:
     query_head_count: int
     kv_bytes_per_token: int
     files: tuple[str, ...]
+    kernels: str = ""
 
 
 def drafts_report_of(workload: DraftWorkload, results: DraftResults) -> dict[str, Any]:
@@ -127,6 +129,7 @@ def drafts_report_of(workload: DraftWorkload, results: DraftResults) -> dict[str
         "kv_bytes_per_token": results.kv_bytes_per_token,
         "window_tokens": results.window_tokens,
         "sink_tokens": results.sink_tokens,
+        "kernels": results.kernels,
         "hardware": hardware(),
         "commit": commit(),
         "contenders": {name: _contender(runs, plain) for name, runs in results.runs.items()},

@@ -172,6 +172,8 @@ class OffloadResults:
     # Why steps carry no prediction; empty: they do.
     unpredicted: str = ""
     pinning: str = ""
+    # Of the CPU, as a worker's; empty on a GPU.
+    kernels: str = ""
     skipped: tuple[str, ...] = field(default=())
 
 
@@ -203,6 +205,7 @@ def report_of(workload: OffloadWorkload, results: OffloadResults) -> dict[str, A
         "commit": commit(),
         "store": "in this process: a real arena, store and seals, without gRPC",
         "pinning": results.pinning,
+        "kernels": results.kernels,
         "profile": asdict(results.profile),
         "reason": results.reason,
         "contenders": {

@@ -17,7 +17,7 @@ import torch
 from splitpoint.planning.plan import Residency
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.weight_schedule import WeightOrder
-from splitpoint.shapes import Encoding, ModelShape
+from splitpoint.shapes import DataType, Encoding, ModelShape
 from splitpoint_cli.bench.offload.costs import BatchCosts
 from splitpoint_cli.bench.offload.engine import OffloadHost, Way, make_model
 from splitpoint_cli.bench.offload.peer import Peer
@@ -38,6 +38,7 @@ from splitpoint_cli.bench.offload.report import (
     SweepPoint,
 )
 from splitpoint_cli.bench.shared.engine_memory import CHUNK_TOKENS
+from splitpoint_cli.bench.shared.kernels import use_worker_kernels
 from splitpoint_cli.bench.shared.progress import Progress
 from worker_service.startup import choose_device
 
@@ -70,6 +71,9 @@ def run_all(
     if peer is None:
         skipped.append("transformers' offloaded cache: this peer needs a GPU")
     progress.say("loading weights, measuring costs, making the arena")
+    kernels = use_worker_kernels(
+        choose_device(workload.device), DataType(workload.dtype), [shape.head_dim]
+    )
     model = make_model(shape, workload, peer)
     with ExitStack() as stack:
         host = stack.enter_context(closing(OffloadHost(model, workload)))
@@ -106,6 +110,7 @@ def run_all(
             peers=tuple(name for name in contenders if name.startswith("transformers")),
             unpredicted="no step of the pipelined split was predicted",
             pinning=host.store.pinning,
+            kernels=kernels,
             skipped=tuple(skipped),
         )
 

@@ -77,7 +77,8 @@ class SweepPoint:
 class RestoreResults:
     """`skipped`: what was not measured, and why. `memory`: how the device sees the arena.
     `profile` is `profile_at_start` refitted by the first restores: predictions are its.
-    `link_rate`: bytes per second of the emulated link; None: there was none."""
+    `link_rate`: bytes per second of the emulated link; None: there was none. `kernels`: of the
+    CPU, as a worker's; empty on a GPU."""
 
     profile: Profile
     profile_at_start: Profile
@@ -87,6 +88,7 @@ class RestoreResults:
     skipped: tuple[str, ...]
     tolerance: float
     link_rate: float | None = None
+    kernels: str = ""
 
     def result(self, name: str) -> Result | None:
         return next((each for each in self.results if each.name == name), None)
@@ -156,6 +158,7 @@ def report_of(workload: RestoreWorkload, found: RestoreResults) -> dict[str, Any
         "hardware": hardware(),
         "commit": commit(),
         "memory": found.memory,
+        "kernels": found.kernels,
         "profile": asdict(found.profile),
         "profile_at_start": asdict(found.profile_at_start),
         "contenders": {each.name: _result_json(each) for each in found.results},

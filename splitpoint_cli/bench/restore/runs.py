@@ -41,6 +41,7 @@ from splitpoint_cli.bench.restore.workload import (
     TOLERANCES,
     RestoreWorkload,
 )
+from splitpoint_cli.bench.shared.kernels import use_worker_kernels
 from splitpoint_cli.bench.shared.progress import Progress
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES
@@ -207,6 +208,7 @@ def run_all(
     device = choose_device(workload.device)
     if device.type == "cpu":
         torch.set_num_threads(workload.threads)
+    kernels = use_worker_kernels(device, workload.data_type, [workload.model_shape.head_dim])
     progress.say(f"{workload.model_shape.name}: random weights")
     model = Decoder.random(
         DecoderConfig.of_shape(workload.model_shape),
@@ -221,7 +223,7 @@ def run_all(
             workload = _balanced(workload, stored)
         restorer = Restorer(stored, workload)
         try:
-            return _measure(workload, restorer, progress, trace)
+            return replace(_measure(workload, restorer, progress, trace), kernels=kernels)
         finally:
             restorer.close()
 

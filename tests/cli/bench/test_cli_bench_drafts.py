@@ -27,6 +27,7 @@ from splitpoint_cli.bench.offload.drafts_report import (
 from splitpoint_cli.bench.offload.passages import beginnings, held_back_files
 from splitpoint_cli.bench.offload.pooled import PooledHeads, pooled_shape
 from splitpoint_cli.bench.offload.report import RESIDENT
+from worker_service.kernels.choice import in_use, use
 
 SHAPE = ModelShape("By hand", "llama", 1, 8, 4, 4, 2, 16, 128, 512, DataType.FLOAT32)
 WORKLOAD = DraftWorkload(
@@ -105,6 +106,7 @@ def test_prompts_begin_where_files_begin(tmp_path: Path) -> None:
 def test_a_small_run_gives_equal_texts_and_fewer_bytes(
     kv_heads: int | None, tmp_path: Path
 ) -> None:
+    use(None)
     found = tmp_path / "found.json"
     offload(
         speculate="self",
@@ -118,6 +120,7 @@ def test_a_small_run_gives_equal_texts_and_fewer_bytes(
         output=found,
     )
     report = json.loads(found.read_text())
+    assert report["kernels"] == str(in_use())
     drafted, plain = (report["contenders"][name] for name in ("self", PLAIN_STREAMING))
     # Near ties may fall differently: several rows are other products than one.
     assert drafted["agreeing_token_share"] > 0.6

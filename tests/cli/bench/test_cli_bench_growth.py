@@ -22,11 +22,14 @@ from splitpoint_cli.bench.growth.runs import Contender, bucket_costs, time_round
 from splitpoint_cli.bench.growth.workload import GrowthWorkload, Point, read_points
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.main import app
+from worker_service.kernels.choice import in_use, use
+from worker_service.profiling.calibration import use_kernels
 
 PROMPT, NEW, BATCH = 9, 30, 2
 MULTI_HEAD = replace(BUILT_IN_SHAPES["opt-125m"], layer_count=2, data_type=DataType.FLOAT32)
 GROUPED = replace(MULTI_HEAD, query_head_count=6, kv_head_count=2, head_dim=16)
 LARGE = 1e4
+KERNELS = "decode=fused,prefill=sdpa,linear=packed"
 
 
 def drawn_of(shape: ModelShape) -> Drawn:
@@ -161,7 +164,7 @@ RESULTS = [
 
 
 def test_the_report_is_json_a_table_and_a_picture() -> None:
-    report = report_of(WORKLOAD, RESULTS)
+    report = report_of(WORKLOAD, RESULTS, KERNELS)
     assert json.loads(json.dumps(report)) == report
     first, second = report["points"]
     masked = first["growth"]["masked"]
@@ -194,7 +197,7 @@ def test_a_disturbance_of_other_steps_in_each_round_does_not_count() -> None:
 
 
 def test_one_point_has_no_exponent() -> None:
-    report = report_of(replace(WORKLOAD, points=WORKLOAD.points[:1]), RESULTS[:1])
+    report = report_of(replace(WORKLOAD, points=WORKLOAD.points[:1]), RESULTS[:1], KERNELS)
     assert report["growths_exponents"] == {}
 
 
@@ -215,6 +218,8 @@ def test_more_layers_than_the_shape_has_are_refused() -> None:
 
 
 def test_a_small_run_in_full(tmp_path: Path) -> None:
+    """It attends pages by what a worker would use."""
+    use(None)
     png, output = tmp_path / "growth.png", tmp_path / "growth.json"
     words = [*("--points", "1x16,1x32"), *("--layers", "1"), *("--repeats", "1")]
     words += [*("--threads", "1"), *("--prompt", "3")]
@@ -225,6 +230,8 @@ def test_a_small_run_in_full(tmp_path: Path) -> None:
     report = json.loads(ran.stdout)
     assert json.loads(output.read_text()) == report
     assert report["verified"]
+    assert report["kernels"] == str(in_use())
+    assert in_use() == use_kernels(torch.float32)
     sizes = [each["size"] for each in report["points"][1]["growth"]["masked"]["sizes"]]
     assert sizes == [1, 2, 4, 8, 16, 32]
     assert [each["size"] for each in report["points"][0]["growth"]["pages"]["sizes"]] == [8, 16]

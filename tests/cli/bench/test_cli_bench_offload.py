@@ -46,6 +46,7 @@ from splitpoint_cli.bench.offload.report import (
 )
 from splitpoint_cli.bench.offload.runs import peer_of, run_all
 from splitpoint_cli.bench.shared.progress import Progress
+from worker_service.kernels.choice import in_use, use
 
 SHAPE = ModelShape("By hand", "opt", 4, 8, 2, 2, 4, 16, 128, 512, DataType.FLOAT32, False, True)
 PROFILE = Profile(1e6, 0.0, 1e6, 0.0, 1e6, step_compute_seconds=0.5)
@@ -266,6 +267,7 @@ def test_the_peer_runs_in_the_same_rounds(tmp_path: Path) -> None:
 
 
 def test_a_small_run_ends_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    use(None)
     folder = write_tiny("opt", tmp_path / "model")
     files = {name: tmp_path / f"{name}.out" for name in ("output", "trace_file")}
     offload(
@@ -287,6 +289,7 @@ def test_a_small_run_ends_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[
     last = capsys.readouterr().out
     assert files["output"].read_text() == last
     report: dict[str, Any] = json.loads(last)
+    assert report["kernels"] == str(in_use())
     encoded = {f"{ENCODED}int8", f"{ENCODED}int4"}
     exact = {FULL_LOAD, SEQUENTIAL, KVPR, PIPELINED, COARSE, RESIDENT}
     contenders = report["contenders"]
