@@ -98,8 +98,11 @@ class PageCosts:
 
     @property
     def ratio(self) -> float:
-        """The cost of a page over that of attending to a row."""
-        return self.page_seconds / self.row_seconds
+        """The cost of a page over that of attending to a row.
+
+        Infinite if rows cost nothing that a measurement finds: a few rows of a fast kernel.
+        """
+        return self.page_seconds / self.row_seconds if self.row_seconds else math.inf
 
     def best_page(self, rows: Rows) -> float:
         """Return C*, at least 1, at most all rows; not rounded."""
@@ -122,7 +125,7 @@ def nearest_power(rows: float, *, least: int = 1, most: int) -> int:
 
     `least` is a power of two and not above `most`.
     """
-    exponent = round(math.log2(max(rows, least)))
+    exponent = round(math.log2(min(max(rows, least), most)))
     return max(least, min(1 << exponent, 1 << (most.bit_length() - 1)))
 
 

@@ -109,12 +109,14 @@ def report_of(
 
 
 def _point_json(result: PointResult) -> dict[str, Any]:
+    ratio = result.pages.ratio
     return {
         **asdict(result.point),
         "bucket_costs": asdict(result.buckets),
         "copy_to_attend": round(result.buckets.ratio, 3),
         "page_costs": asdict(result.pages),
-        "page_to_row": round(result.pages.ratio, 3),
+        # JSON has no infinity.
+        "page_to_row": round(ratio, 3) if math.isfinite(ratio) else None,
         "growth": {kind.value: _growth_json(result, kind) for kind in Growth},
     }
 
@@ -188,7 +190,7 @@ def table_of(report: Mapping[str, Any]) -> Table:
             seconds_text(sliced["best_seconds"]),
             f"{pages['best']:,}: {seconds_text(pages['best_seconds'])}",
             f"{pages['model']:.0f}",
-            f"{point['page_to_row']:.1f}",
+            "-" if point["page_to_row"] is None else f"{point['page_to_row']:.1f}",
         )
     exponents = [
         f"batch {batch}: T ~ N^{each['measured']} measured, N^{each['model']} by the model"

@@ -201,6 +201,17 @@ def test_one_point_has_no_exponent() -> None:
     assert report["growths_exponents"] == {}
 
 
+def test_rows_that_cost_nothing_leave_a_report() -> None:
+    """As few rows do by a fast kernel: then one page for all."""
+    free = replace(RESULTS[0], pages=replace(RESULTS[0].pages, row_seconds=0.0))
+    report = report_of(WORKLOAD, [free], KERNELS)
+    assert report["points"][0]["page_to_row"] is None
+    rows = free.rows
+    assert report["points"][0]["growth"]["pages"]["model"] == rows.prompt + rows.new
+    json.dumps(report, allow_nan=False)
+    assert table_of(report).row_count == 1
+
+
 def test_points_are_read() -> None:
     assert read_points("8x64, 1x1024") == (Point(8, 64), Point(1, 1024))
     assert str(Point(8, 64)) == "8x64"
