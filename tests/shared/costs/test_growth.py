@@ -88,7 +88,8 @@ def test_sizes_are_powers_of_two_and_everything() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "power"), [(0.1, 16), (16, 16), (22, 16), (23, 32), (90, 64), (91, 128), (1e6, 256)]
+    ("rows", "power"),
+    [(0.1, 16), (16, 16), (22, 16), (23, 32), (90, 64), (91, 128), (1e6, 256), (float("inf"), 256)],
 )
 def test_the_nearest_power_is_nearest_by_quotient(rows: float, power: int) -> None:
     assert nearest_power(rows, least=16, most=300) == power
