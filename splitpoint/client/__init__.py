@@ -8,6 +8,7 @@ from splitpoint.client.clients import (
     Client,
     Generation,
 )
+from splitpoint.speculation import DraftMethod
 
 __all__ = [
     "INFERENCE_SERVICE",
@@ -15,6 +16,7 @@ __all__ = [
     "AsyncGeneration",
     "Client",
     "Completion",
+    "DraftMethod",
     "Generation",
     "Tokens",
 ]

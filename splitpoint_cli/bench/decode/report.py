@@ -280,10 +280,16 @@ def _peer_lines(report: Mapping[str, Any]) -> list[str]:
 def _speculation_lines(report: Mapping[str, Any]) -> list[str]:
     return [
         f"{method}: {facts['decode_ratio']:.2f} x plain decode, "
-        f"{facts['accepted']} of {facts['drafted']} drafts accepted; "
+        f"{_accepted(facts)}; "
         f"{'the same text' if facts['tokens_agree'] else 'ANOTHER TEXT'}"
         for method, facts in report["speculation"].items()
     ]
+
+
+def _accepted(facts: Mapping[str, Any]) -> str:
+    if not facts["drafted"]:
+        return "nothing was drafted, so the ratio is noise"
+    return f"{facts['accepted']} of {facts['drafted']} drafted tokens accepted"
 
 
 def _ratio(

@@ -199,7 +199,7 @@ def test_the_report_says_what_drafts_came_to() -> None:
             "tokens_agree": True,
         }
     }
-    assert "2.00 x plain decode, 12 of 16 drafts" in str(table_of(report).caption)
+    assert "2.00 x plain decode, 12 of 16 drafted tokens accepted" in str(table_of(report).caption)
 
 
 @pytest.mark.parametrize(
