@@ -281,8 +281,8 @@ def _adjusted(scores: torch.Tensor, row: SamplingRow) -> torch.Tensor:
     """Apply penalties, biases and forbidden tokens; may change `scores` in place."""
     sampling = row.sampling
     vocabulary = len(scores)
-    if sampling.repetition_penalty != 1 and row.history:
-        seen = torch.tensor(sorted(set(row.history)))
+    if sampling.repetition_penalty != 1 and (history := row.history):
+        seen = torch.tensor(sorted(set(history)))
         values = scores[seen]
         scores[seen] = torch.where(
             values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty

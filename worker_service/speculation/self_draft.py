@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -23,6 +23,7 @@ from worker_service.engine.sampling import (
     Choice,
     NonFiniteLogits,
     PendingChoices,
+    Sampling,
     SamplingRow,
     choose,
 )
@@ -38,10 +39,14 @@ from worker_service.model.layer import DecoderLayer
 
 @dataclass(slots=True)
 class _Draft:
-    """A sequence that is drafted for, and its drafts so far; at most `most`."""
+    """A sequence that is drafted for, and its drafts so far; at most `most`.
+
+    `sampling` is the request's, without reports.
+    """
 
     sequence: Sequence
     most: int
+    sampling: Sampling
     tokens: list[int] = field(default_factory=list)
     has_ended: bool = False
 
@@ -87,7 +92,14 @@ class SelfDrafter:
         A resident sequence gets none: the drafts would cost what they save. Nor does any if
         weights are on the host: each round would stream them.
         """
-        drafts = [_Draft(sequence, self._most(sequence, most)) for sequence, most in wanted]
+        drafts = [
+            _Draft(
+                sequence,
+                self._most(sequence, most),
+                replace(sequence.admission.sampling, logprobs=None),
+            )
+            for sequence, most in wanted
+        ]
         while rows := [draft for draft in drafts if draft.wants_more]:
             started = time.perf_counter()
             self._draft_one(rows)
@@ -185,14 +197,19 @@ class SelfDrafter:
 
     def _sampling_row(self, draft: _Draft) -> SamplingRow:
         """Return what the choice depends on: the same seed and position as in verification."""
-        admission = draft.sequence.admission
-        tokens = [*draft.sequence.tokens, *draft.tokens]
-        return SamplingRow(admission.sampling, tokens, len(admission.prompt), self._eos_token_ids)
+        sequence = draft.sequence
+        return SamplingRow(
+            draft.sampling,
+            sequence.tokens,
+            sequence.prompt_length,
+            self._eos_token_ids,
+            draft.tokens,
+        )
 
     def _append(self, draft: _Draft, choice: Choice) -> None:
         """Add a draft; none follows a token that ends the text."""
         draft.tokens.append(choice.token_id)
-        sampling = draft.sequence.admission.sampling
+        sampling = draft.sampling
         is_eos = choice.token_id in self._eos_token_ids and not sampling.ignore_eos
         draft.has_ended = is_eos or choice.token_id in sampling.stop_token_ids
 

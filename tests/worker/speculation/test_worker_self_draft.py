@@ -18,14 +18,16 @@ from tiny_models import build_tiny, clear_prompt, write_tiny
 from splitpoint.planning.schedule import Lane
 from splitpoint.shapes import ArenaLayout
 from splitpoint.speculation import DraftMethod, Speculation
+from worker_service.engine import sampling as sampling_module
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import DraftEvent, StepOutput
-from worker_service.engine.sampling import Sampling
+from worker_service.engine.sampling import Sampling, SamplingRow
 from worker_service.engine.sequence import Sequence
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import Lanes, SerialLanes
 from worker_service.model.decoder import Decoder
 from worker_service.model.layer import DecoderLayer
+from worker_service.speculation import self_draft
 from worker_service.speculation.self_draft import SelfDrafter
 
 CHUNK = 16
@@ -145,6 +147,31 @@ def test_drafts_that_see_everything_are_the_text(case: Case, sampling: Sampling)
         checked += len(tokens)
     # All but those that had no room in their page.
     assert checked > 2 * NEW * len(LENGTHS)
+
+
+def test_a_draft_copies_no_history_and_reports_no_probabilities(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Draft with a penalty and log-probabilities: what the rows of the choices hold."""
+    seen: list[SamplingRow] = []
+
+    def noting(
+        logits: torch.Tensor, rows: Rows[SamplingRow]
+    ) -> list[sampling_module.Choice | sampling_module.NonFiniteLogits]:
+        seen.extend(rows)
+        return sampling_module.choose(logits, rows)
+
+    monkeypatch.setattr(self_draft, "choose", noting)
+    sampling = replace(GREEDY, logprobs=2, repetition_penalty=1.3)
+    engine = case.engine(EVERYTHING, SerialLanes(CPU))
+    texts, drafts = case.drafted(engine, sampling, 4, b"history")
+    for (name, place), tokens in drafts.items():
+        known = texts[name][place : place + 4]
+        assert tokens[: len(known)] == known[: len(tokens)]
+    # One list for each sequence, which grew with it.
+    assert len({id(row.tokens) for row in seen}) == len(LENGTHS)
+    assert all(row.sampling.logprobs is None for row in seen)
+    assert any(row.drafts for row in seen)
 
 
 def test_drafts_fill_spare_rows_and_change_nothing_else(case: Case) -> None:
