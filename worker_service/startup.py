@@ -190,7 +190,7 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
             on_failure.push_async_callback(store.close)
             layout = await store.layout()
             await asyncio.to_thread(_check_layout, layout, shape, options.model_folder)
-        description = _describe(lanes)
+        kernels_text = ""
         if device.type == "cpu":
             kernels = await asyncio.to_thread(
                 use_kernels,
@@ -198,7 +198,8 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
                 options.cpu_kernels,
                 head_dims=head_dims(options.speculation, shape),
             )
-            description += f", {kernels.text}, {_waiting()}"
+            kernels_text = f", {kernels.text}, {_waiting()}"
+        description = _describe(lanes, kernels_text)
         engine, weights, speculation = await asyncio.to_thread(
             _load_engine, options, shape, layout, lanes
         )
@@ -428,9 +429,9 @@ def _prepare(engine: Engine, description: str, weights: str, trace_file: Path | 
         )
 
 
-def _describe(lanes: Lanes) -> str:
-    """Return the device, and its emulated link if it has one."""
-    description = describe_device(lanes.device)
+def _describe(lanes: Lanes, kernels: str = "") -> str:
+    """Return the device, its kernels, and its emulated link if it has one."""
+    description = f"{describe_device(lanes.device)}{kernels}"
     if lanes.link is None:
         return description
     return f"{description}, link emulated at {format_rate(lanes.link.bytes_per_second)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from test_cli_top_rates import telemetry, worker
+from told_workers import telemetry, worker
 
 from splitpoint.client.answers import (
     Completion,

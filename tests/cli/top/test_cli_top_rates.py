@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from told_workers import STORE, telemetry, worker
 
 from splitpoint.client.answers import Queue, Worker
-from splitpoint.client.telemetry import SchedulerStatus, Telemetry
+from splitpoint.client.telemetry import SchedulerStatus
 from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.v1.kvstore_pb2 import GetStatsResponse
 from splitpoint_cli.request.observed import Status, Store
@@ -27,34 +28,6 @@ from splitpoint_cli.top.rates import (
     worker_rates,
 )
 
-STORE = "unix:/run/store"
-
-
-def telemetry(uptime: float, scale: float = 1.0, **changes: object) -> Telemetry:
-    """A worker that has done `scale` times the same work."""
-    told = Telemetry(
-        uptime_seconds=uptime,
-        step_count=int(10 * scale),
-        step_seconds=scale,
-        prefilled_token_count=int(1000 * scale),
-        generated_token_count=int(40 * scale),
-        link_in_bytes=int(200e6 * scale),
-        link_out_bytes=int(20e6 * scale),
-        link_in_busy_seconds=1.5 * scale,
-        link_out_busy_seconds=0.1 * scale,
-        compute_busy_seconds=0.5 * scale,
-        loaded_token_count=int(600 * scale),
-        rebuilt_token_count=int(300 * scale),
-        recomputed_token_count=int(100 * scale),
-        predicted_seconds=2.0 * scale,
-        measured_seconds=2.2 * scale,
-        cache_used_bytes=1 << 20,
-        draft_count=int(10 * scale),
-        draft_token_count=int(40 * scale),
-        accepted_token_count=int(30 * scale),
-    )
-    return dataclasses.replace(told, **changes)  # type: ignore[arg-type]
-
 
 def scheduler(uptime: float, scale: int = 1) -> SchedulerStatus:
     return SchedulerStatus(
@@ -72,24 +45,6 @@ def scheduler(uptime: float, scale: int = 1) -> SchedulerStatus:
         ttft_seconds_sum=2.0 * scale,
         itl_count=80 * scale,
         itl_seconds_sum=4.0 * scale,
-    )
-
-
-def worker(name: str = "0", told: Telemetry | None = None, **changes: object) -> Worker:
-    return Worker(
-        id=name,
-        address="unix:/run/worker",
-        ready=True,
-        draining=False,
-        device="cpu (1 thread)",
-        cache_capacity_bytes=4 << 20,
-        cache_charged_bytes=0,
-        running_count=1,
-        profile=BUILT_IN_PROFILES["a100-pcie4"],
-        kvstore_address=STORE,
-        message="",
-        telemetry=told,
-        **changes,  # type: ignore[arg-type]
     )
 
 

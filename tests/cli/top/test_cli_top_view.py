@@ -7,7 +7,8 @@ import io
 
 import pytest
 from rich.console import Console
-from test_cli_top_rates import reading, scheduler, stats, telemetry, worker
+from test_cli_top_rates import reading, scheduler, stats
+from told_workers import telemetry, worker
 
 from splitpoint.client.answers import Queue, QueuedRequest, WorkerSpeculation
 from splitpoint.client.telemetry import RedisStatus
