@@ -40,6 +40,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item.get_closest_marker("chaos") is None]
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Use one thread: products of tiny models gain nothing from a second."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def shared_memory_entries() -> set[str]:
     """Names in /dev/shm that belong to this project."""
     return {entry.name for entry in SHARED_MEMORY.glob("splitpoint-*")}

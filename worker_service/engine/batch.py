@@ -15,7 +15,7 @@ import torch
 
 from worker_service.device.cache import DeviceCache
 from worker_service.device.upload import Upload
-from worker_service.engine.sequence import Segment, Sequence
+from worker_service.engine.sequence import Segment, Sequence, device_pages
 from worker_service.engine.streamed import StreamedPrefill, StreamedStep, query_counts
 from worker_service.engine.streamed_builder import StreamedBuilder
 from worker_service.graphs.decode_graphs import DecodeGraphs, GraphSlot
@@ -318,14 +318,7 @@ class _Builder:
                 upload=self._upload,
                 padded_spans=None if self._slot is None else self._slot.spans,
             )
-        pages: list[int] = []
-        owners: list[int] = []
-        first_positions: list[int] = []
-        for owner, sequence in enumerate(decodes):
-            for index in sequence.device_chunks:
-                pages.append(sequence.page(index))
-                owners.append(owner)
-                first_positions.append(index * self._chunk)
+        pages, owners, first_positions = device_pages(decodes, self._chunk)
         return DecodePlan.of_pages(
             pages,
             owners=owners,

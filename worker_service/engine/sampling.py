@@ -211,6 +211,15 @@ class PendingChoices:
         return flags, choices
 
 
+def choose_with_flags(
+    logits: torch.Tensor, flags: torch.Tensor, rows: Sequence[SamplingRow]
+) -> tuple[list[bool], list[Choice | NonFiniteLogits]]:
+    """Choose where the logits are; return the bool flags `[N]`, too, read in the same wait."""
+    if logits.is_cuda:
+        return PendingChoices(logits, flags, rows).read()
+    return flags.tolist(), choose(logits, rows)
+
+
 def _parameters(row: SamplingRow, vocabulary: int) -> RowParameters | None:
     """Return what the draw of a row depends on; None if it is plain."""
     if row.is_plain:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from splitpoint.checkpoint.text import TextStream
@@ -293,3 +294,18 @@ class Segment:
     sequence: Sequence
     start: int
     count: int
+
+
+def device_pages(
+    sequences: Iterable[Sequence], chunk_tokens: int
+) -> tuple[list[int], list[int], list[int]]:
+    """Return all device pages, and for each its sequence's number and its first position."""
+    pages: list[int] = []
+    owners: list[int] = []
+    first_positions: list[int] = []
+    for owner, sequence in enumerate(sequences):
+        for index in sequence.device_chunks:
+            pages.append(sequence.page(index))
+            owners.append(owner)
+            first_positions.append(index * chunk_tokens)
+    return pages, owners, first_positions

@@ -19,12 +19,10 @@ from splitpoint.speculation import DraftMethod
 from worker_service.device.cache import DeviceCache
 from worker_service.drafts.drafter import TargetKey
 from worker_service.engine.sampling import (
-    Choice,
     NonFiniteLogits,
-    PendingChoices,
     Sampling,
     SamplingRow,
-    choose,
+    choose_with_flags,
 )
 from worker_service.engine.sequence import Sequence
 from worker_service.lanes.lanes import Lanes
@@ -223,7 +221,9 @@ class ModelDrafter:
             )
             for draft in drafts
         ]
-        choices = _choose(logits, rows)
+        # That they are finite is seen in the choices.
+        flags = torch.ones(len(rows), dtype=torch.bool, device=logits.device)
+        _, choices = choose_with_flags(logits, flags, rows)
         ids = [0 if isinstance(each, NonFiniteLogits) else each.token_id for each in choices]
         chosen = logits.gather(1, torch.tensor(ids, device=logits.device).unsqueeze(1)).squeeze(1)
         chances = (chosen - logits.logsumexp(dim=-1)).exp().tolist()
@@ -246,12 +246,3 @@ class ModelDrafter:
             plane[kept.pages] = 0
         kept.computed = kept.known = 0
         kept.tokens.clear()
-
-
-def _choose(logits: torch.Tensor, rows: Rows[SamplingRow]) -> list[Choice | NonFiniteLogits]:
-    """Choose as the engine does on this device."""
-    if not logits.is_cuda:
-        return choose(logits, rows)
-    finite = torch.ones(len(rows), dtype=torch.bool, device=logits.device)
-    _, choices = PendingChoices(logits, finite, rows).read()
-    return choices

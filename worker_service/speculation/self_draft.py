@@ -22,12 +22,11 @@ from worker_service.drafts.drafter import TargetKey
 from worker_service.engine.sampling import (
     Choice,
     NonFiniteLogits,
-    PendingChoices,
     Sampling,
     SamplingRow,
-    choose,
+    choose_with_flags,
 )
-from worker_service.engine.sequence import Sequence
+from worker_service.engine.sequence import Sequence, device_pages
 from worker_service.lanes.lanes import Lanes
 from worker_service.lanes.timeline import Span
 from worker_service.model.attention import decode_partial
@@ -127,10 +126,7 @@ class SelfDrafter:
         finite = hidden.isfinite().all(dim=1)
         logits = self._model.logits(hidden)
         sampling = [self._sampling_row(draft) for draft in rows]
-        if logits.is_cuda:
-            are_finite, choices = PendingChoices(logits, finite, sampling).read()
-        else:
-            are_finite, choices = finite.tolist(), choose(logits, sampling)
+        are_finite, choices = choose_with_flags(logits, finite, sampling)
         for draft, is_finite, choice in zip(rows, are_finite, choices, strict=True):
             if not is_finite or isinstance(choice, NonFiniteLogits):
                 self._clear_row(draft)
@@ -176,14 +172,9 @@ class SelfDrafter:
 
     def _plan(self, rows: Rows[_Draft], upload: Upload) -> DecodePlan:
         """Plan attention of the rows to all pages that their sequences have on the device."""
-        pages: list[int] = []
-        owners: list[int] = []
-        first_positions: list[int] = []
-        for owner, draft in enumerate(rows):
-            for index in draft.sequence.device_chunks:
-                pages.append(draft.sequence.page(index))
-                owners.append(owner)
-                first_positions.append(index * self._chunk)
+        pages, owners, first_positions = device_pages(
+            (draft.sequence for draft in rows), self._chunk
+        )
         return DecodePlan.of_pages(
             pages,
             owners=owners,

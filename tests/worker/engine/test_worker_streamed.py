@@ -38,14 +38,7 @@ GREEDY = Sampling(max_tokens=NEW, ignore_eos=True, logprobs=1)
 LENGTHS = (45, 79, 130)
 SPLITS = (0, 1, CHUNK - 1, CHUNK, 56, 1000)
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Use one thread: products this small gain nothing from a second."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @dataclass

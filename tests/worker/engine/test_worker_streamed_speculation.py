@@ -29,14 +29,7 @@ CHUNK = 16
 NEW = 64
 LENGTHS = (5, 17, 31, 32, 45, 60, 79, 100)
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Use one thread: products this small gain nothing from a second."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

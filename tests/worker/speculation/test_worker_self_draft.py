@@ -156,12 +156,12 @@ def test_a_draft_copies_no_history_and_reports_no_probabilities(
     seen: list[SamplingRow] = []
 
     def noting(
-        logits: torch.Tensor, rows: Rows[SamplingRow]
-    ) -> list[sampling_module.Choice | sampling_module.NonFiniteLogits]:
+        logits: torch.Tensor, flags: torch.Tensor, rows: Rows[SamplingRow]
+    ) -> tuple[list[bool], list[sampling_module.Choice | sampling_module.NonFiniteLogits]]:
         seen.extend(rows)
-        return sampling_module.choose(logits, rows)
+        return sampling_module.choose_with_flags(logits, flags, rows)
 
-    monkeypatch.setattr(self_draft, "choose", noting)
+    monkeypatch.setattr(self_draft, "choose_with_flags", noting)
     sampling = replace(GREEDY, logprobs=2, repetition_penalty=1.3)
     engine = case.engine(EVERYTHING, SerialLanes(CPU))
     texts, drafts = case.drafted(engine, sampling, 4, b"history")
