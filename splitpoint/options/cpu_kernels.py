@@ -25,14 +25,15 @@ class Prefill(StrEnum):
     PRODUCTS = "products"
 
 
-class Linear(StrEnum):
-    """Layout of weights: oneDNN's blocks, or `[out, in]` as in the checkpoint."""
+class Layout(StrEnum):
+    """Layout of weights: panels for our own kernel, oneDNN's blocks, or `[out, in]`."""
 
+    PANELS = "panels"
     PACKED = "packed"
     PLAIN = "plain"
 
 
-_KINDS: dict[str, type[StrEnum]] = {"decode": Decode, "prefill": Prefill, "linear": Linear}
+_KINDS: dict[str, type[StrEnum]] = {"decode": Decode, "prefill": Prefill, "linear": Layout}
 
 
 def named_kernels(text: str) -> dict[str, StrEnum]:

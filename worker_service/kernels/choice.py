@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from splitpoint.host.processor import AMX_BF16
-from splitpoint.options.cpu_kernels import Decode, Linear, Prefill, named_kernels
+from splitpoint.options.cpu_kernels import Decode, Layout, Prefill, named_kernels
 
 # The names are the option's: `up` checks them without torch.
-__all__ = ["Choice", "Decode", "Linear", "Prefill", "by_flags", "in_use", "use"]
+__all__ = ["Choice", "Decode", "Layout", "Prefill", "by_flags", "in_use", "use"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Choice:
 
     decode: Decode
     prefill: Prefill
-    linear: Linear
+    linear: Layout
 
     def __str__(self) -> str:
         return ",".join(f"{each.name}={getattr(self, each.name).value}" for each in fields(self))
@@ -56,7 +56,7 @@ def by_flags(dtype: torch.dtype, flags: Collection[str]) -> Choice:
     """
     has_tiles = dtype == torch.bfloat16 and AMX_BF16 in flags
     by_sdpa = dtype == torch.float32 or has_tiles
-    return Choice(Decode.PRODUCTS, Prefill.SDPA if by_sdpa else Prefill.PRODUCTS, Linear.PACKED)
+    return Choice(Decode.PRODUCTS, Prefill.SDPA if by_sdpa else Prefill.PRODUCTS, Layout.PACKED)
 
 
 _in_use: list[Choice] = []

@@ -16,6 +16,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import TextIO
 
@@ -83,6 +84,13 @@ def _has_locked(file: TextIO) -> bool:
     return True
 
 
+@lru_cache
+def source_digest() -> str:
+    """Return a digest of all kernels' source files, and of the headers that they share."""
+    texts = (file.read_bytes() for file in sorted([*_FOLDER.glob("*.cpp"), *_FOLDER.glob("*.h")]))
+    return hashlib.sha256(b"\0".join(texts)).hexdigest()
+
+
 def load(source: str, constants: Mapping[str, int]) -> ctypes.CDLL:
     """Return the library of a source file in this folder, compiled with these constants.
 
@@ -93,8 +101,8 @@ def load(source: str, constants: Mapping[str, int]) -> ctypes.CDLL:
     if command is None:
         raise NoKernels("there is no C++ compiler")
     defined = [f"-D{name}={value}" for name, value in sorted(constants.items())]
-    text = (_FOLDER / source).read_text()
-    facts = [text, *command, *_FLAGS, *defined, torch.__version__, *sorted(instruction_sets())]
+    built_by = [*command, *_FLAGS, *defined, torch.__version__]
+    facts = [source_digest(), *built_by, *sorted(instruction_sets())]
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:20]
     folder = cache_folder()
     library = folder / f"{Path(source).stem}-{digest}.so"

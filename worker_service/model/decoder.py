@@ -21,6 +21,7 @@ from worker_service.checkpoint.config import DecoderConfig, Norm
 from worker_service.checkpoint.names import HEAD_NAME, NAMES, expected_tensors
 from worker_service.checkpoint.tensors import Checkpoint, RandomTensors, TensorSource
 from worker_service.device.cache import TORCH_TYPES
+from worker_service.kernels.choice import Layout
 from worker_service.lanes.lanes import Lanes
 from worker_service.model.head import StreamedHead
 from worker_service.model.layer import DecoderLayer
@@ -29,7 +30,7 @@ from worker_service.model.norms import NormWeights
 from worker_service.model.rope import Rotary, RotaryTable
 from worker_service.weights.host import HostUnit, Slot, read_tensor, read_unit, units_of_rows
 from worker_service.weights.matrices import MatrixShape, head_rows, layer_matrices
-from worker_service.weights.packing import Matrix, packs
+from worker_service.weights.packing import Matrix, layout_of
 from worker_service.weights.stream import LentMatrix, WeightStream
 
 _DATA_TYPES = {dtype: data_type for data_type, dtype in TORCH_TYPES.items()}
@@ -259,8 +260,8 @@ class Decoder:
         stream = self._stream_of(index)
         if stream is None:
             return self._matrix([name for name, _ in shape.sources])
-        packed = packs(self.device, self.dtype)
-        return LentMatrix(stream, index, shape.role, shape.piece, packed)
+        layout = layout_of(self.device, self.dtype)
+        return LentMatrix(stream, index, shape.role, shape.piece, shape.out_features, layout)
 
     def _bias(self, shape: MatrixShape) -> torch.Tensor:
         parts = [self._tensor(f"{name}.bias") for name, _ in shape.sources]
@@ -284,8 +285,8 @@ class Decoder:
         width = self.config.embedding_size
         shape = MatrixShape("head", WeightPiece.HEAD, ((HEAD_NAME, len(pieces[0])),), width)
         stream = self._stream(units, [shape], ((WeightPiece.HEAD,),))
-        packed = packs(self.device, self.dtype)
-        return stream, StreamedHead(stream, shape.role, pieces, is_packed=packed)
+        layout = layout_of(self.device, self.dtype)
+        return stream, StreamedHead(stream, shape.role, pieces, layout)
 
     def _stream(
         self,
@@ -303,7 +304,7 @@ class Decoder:
         if not self.shape.tied_embeddings:
             return Linear(self._matrix([HEAD_NAME]))
         matrix = Matrix(self._embedding)
-        if matrix.is_packed:
+        if matrix.layout is not Layout.PLAIN:
             self.weight_bytes += matrix.size_bytes
         return Linear(matrix)
 

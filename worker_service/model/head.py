@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from splitpoint.planning.weight_schedule import WeightPiece
+from worker_service.kernels.choice import Layout
 from worker_service.model.linear import Linear
 from worker_service.weights.stream import LentMatrix, WeightStream
 
@@ -15,12 +16,12 @@ class StreamedHead:
     """Computes the product of a Linear from pieces `[rows, in]` of its matrix."""
 
     def __init__(
-        self, stream: WeightStream, role: str, pieces: Sequence[range], *, is_packed: bool
+        self, stream: WeightStream, role: str, pieces: Sequence[range], layout: Layout
     ) -> None:
         """`pieces[i]`: the rows of the stream's unit i; together they are all rows."""
         self._stream = stream
         self._pieces = [
-            (rows, Linear(LentMatrix(stream, index, role, WeightPiece.HEAD, is_packed)))
+            (rows, Linear(LentMatrix(stream, index, role, WeightPiece.HEAD, len(rows), layout)))
             for index, rows in enumerate(pieces)
         ]
         self._out_features = pieces[-1].stop

@@ -1,7 +1,7 @@
 """One linear layer over a matrix in the layout of its device (weights/packing.py).
 
 oneDNN compiles a kernel for each row count: 0.5 MiB and 2 to 5 ms for one matrix.
-Rows are therefore padded to a few counts (`padded_count`).
+Rows are therefore padded to a few counts for it (`padded_count`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,20 @@ import torch
 from torch.nn import functional
 
 from worker_service.checkpoint.config import Activation
+from worker_service.kernels import panel_gemm
+from worker_service.kernels.choice import Layout
+from worker_service.kernels.panel_gemm import Operation
 
 # Up to this many rows the time is that of reading the weights.
 _FEW_ROWS = 16
 # Padded counts for each doubling: at most an eighth of the rows is padding.
 _COUNTS_PER_DOUBLING = 8
+_OPERATIONS = {
+    None: Operation.NONE,
+    Activation.RELU: Operation.RELU,
+    Activation.SILU: Operation.SILU,
+    Activation.GELU_TANH: Operation.GELU_TANH,
+}
 
 
 def padded_count(count: int) -> int:
@@ -40,7 +49,9 @@ class Weight(Protocol):
     """A matrix, or a stand-in for one that streams from the host."""
 
     @property
-    def is_packed(self) -> bool: ...
+    def layout(self) -> Layout: ...
+    @property
+    def out_features(self) -> int: ...
 
     @property
     def weight(self) -> torch.Tensor:
@@ -52,12 +63,14 @@ class Linear:
 
     def __init__(self, matrix: Weight, bias: torch.Tensor | None = None) -> None:
         self._matrix = matrix
-        self._packed = matrix.is_packed
+        self._layout = matrix.layout
         self._bias = bias
 
     def __call__(self, rows: torch.Tensor, activation: Activation | None = None) -> torch.Tensor:
         """Map `[N, in]` to `[N, out]`."""
-        if self._packed:
+        if self._layout is Layout.PANELS:
+            return self._by_panels(rows, _OPERATIONS[activation])
+        if self._layout is Layout.PACKED:
             name = "none" if activation is None else activation.value
             algorithm = "tanh" if activation is Activation.GELU_TANH else ""
             product = torch.ops.mkldnn._linear_pointwise(
@@ -75,15 +88,27 @@ class Linear:
 
     def added_to(self, rows: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Return `residual + self(rows)`."""
-        if self._packed:
+        if self._layout is Layout.PANELS:
+            return self._by_panels(rows, Operation.ADD, residual)
+        if self._layout is Layout.PACKED:
             return self._combined(rows, residual, "add")
         return self(rows).add_(residual)
 
     def times(self, rows: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         """Return `factor * self(rows)`, elementwise."""
-        if self._packed:
+        if self._layout is Layout.PANELS:
+            return self._by_panels(rows, Operation.MULTIPLY, factor)
+        if self._layout is Layout.PACKED:
             return self._combined(rows, factor, "mul")
         return self(rows).mul_(factor)
+
+    def _by_panels(
+        self, rows: torch.Tensor, operation: Operation, other: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        matrix = self._matrix
+        return panel_gemm.multiply(
+            rows, matrix.weight, matrix.out_features, self._bias, operation, other
+        )
 
     def _combined(self, rows: torch.Tensor, other: torch.Tensor, operation: str) -> torch.Tensor:
         product = torch.ops.mkldnn._linear_pointwise.binary(

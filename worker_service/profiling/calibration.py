@@ -20,17 +20,17 @@ from pathlib import Path
 import torch
 
 from splitpoint.host.processor import instruction_sets, processor_name
-from worker_service.kernels import paged_attention
-from worker_service.kernels.choice import Choice, Decode, Linear, Prefill, by_flags, use
-from worker_service.kernels.compiled import NoKernels, cache_folder, locked
+from worker_service.kernels import paged_attention, panel_gemm
+from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, by_flags, use
+from worker_service.kernels.compiled import NoKernels, cache_folder, locked, source_digest
 from worker_service.model import attention
 from worker_service.model.attention_plan import DecodePlan, PrefillPlan
-from worker_service.model.linear import Linear as LinearLayer
+from worker_service.model.linear import Linear
 from worker_service.weights.packing import Matrix
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 AUTO = "auto"
 BY_FLAGS = "flags"
 
@@ -38,6 +38,8 @@ BY_FLAGS = "flags"
 _SEQUENCES, _TOKENS, _HEADS, _HEAD_DIM, _CHUNK = 8, 512, 12, 64, 64
 _PROMPT = 512
 _SIDE, _MATRICES, _ROWS = 2048, 4, 8
+# Layouts of weights are weighed by 8 answers of 128 tokens to prompts of 512.
+_STEPS, _PROMPTS = 128, 8
 # A round calls each kernel once; the least seconds count, which other load disturbs least.
 _ROUNDS = 5
 _SECONDS = 0.3
@@ -76,6 +78,12 @@ def use_kernels(
         except NoKernels as error:
             log.warning("decode attention by torch's products: %s", error)
             choice = replace(choice, decode=Decode.PRODUCTS)
+    if choice.linear is Layout.PANELS:
+        try:
+            panel_gemm.prepare(dtype)
+        except NoKernels as error:
+            log.warning("weights in oneDNN's blocks: %s", error)
+            choice = replace(choice, linear=Layout.PACKED)
     use(choice)
     log.info("kernels for %s: %s", str(dtype).removeprefix("torch."), choice)
     return choice
@@ -85,14 +93,14 @@ def _calibrated(dtype: torch.dtype, usual: Choice) -> Choice:
     """Return the host's choice, from its file or measured now."""
     try:
         folder = cache_folder()
-        facts = _facts(dtype, has_fused=_has_fused(dtype))
+        facts = _facts(dtype, has_compiled=_has_compiled(dtype))
         digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:20]
         path = folder / f"kernels-{digest}.json"
         with locked(folder, "calibrating"):
             choice = read_choice(path, facts, usual)
             if choice is None:
                 log.info("measuring kernels, once for this host")
-                choice = measured(dtype, usual, has_fused=bool(facts["has_fused"]))
+                choice = measured(dtype, usual, has_compiled=bool(facts["has_compiled"]))
                 _write(path, facts, choice)
         return choice
     except (NoKernels, OSError) as error:
@@ -100,18 +108,18 @@ def _calibrated(dtype: torch.dtype, usual: Choice) -> Choice:
         return usual
 
 
-def _has_fused(dtype: torch.dtype) -> bool:
-    """Return whether this host can have the C++ kernel; compiles it if it is not there."""
+def _has_compiled(dtype: torch.dtype) -> bool:
+    """Return whether this host can have the C++ kernels; compiles them if they are not there."""
     try:
         paged_attention.prepare(_HEAD_DIM, dtype)
+        panel_gemm.prepare(dtype)
     except NoKernels as error:
-        log.warning("decode attention by torch's products: %s", error)
+        log.warning("torch's operators alone: %s", error)
         return False
     return True
 
 
-def _facts(dtype: torch.dtype, *, has_fused: bool) -> dict[str, object]:
-    source = (Path(attention.__file__).parents[1] / "kernels" / "paged_attention.cpp").read_bytes()
+def _facts(dtype: torch.dtype, *, has_compiled: bool) -> dict[str, object]:
     return {
         "format": FORMAT,
         "processor": processor_name(),
@@ -119,8 +127,8 @@ def _facts(dtype: torch.dtype, *, has_fused: bool) -> dict[str, object]:
         "torch": torch.__version__,
         "type": str(dtype),
         # A compiler that is installed later counts.
-        "has_fused": has_fused,
-        "kernels": hashlib.sha256(source).hexdigest(),
+        "has_compiled": has_compiled,
+        "kernels": source_digest(),
     }
 
 
@@ -145,20 +153,27 @@ def _write(path: Path, facts: Mapping[str, object], choice: Choice) -> None:
 
 
 @torch.inference_mode()
-def measured(dtype: torch.dtype, usual: Choice, *, has_fused: bool) -> Choice:
+def measured(dtype: torch.dtype, usual: Choice, *, has_compiled: bool) -> Choice:
     """Return the fastest kernels for this type, in about a second."""
     began = time.perf_counter()
-    kernels = [kernel for kernel in Decode if has_fused or kernel is not Decode.FUSED]
-    decode = _fastest("decode", _decodes(dtype, usual, kernels), Decode.FUSED.value)
-    prefill = _fastest("prefill", _prefills(dtype, usual), usual.prefill.value)
-    linear = _fastest("linear", _linears(dtype, usual), usual.linear.value)
+    kernels = [kernel for kernel in Decode if has_compiled or kernel is not Decode.FUSED]
+    decode = chosen(_timed("decode", _decodes(dtype, usual, kernels)), Decode.FUSED.value)
+    prefill = chosen(_timed("prefill", _prefills(dtype, usual)), usual.prefill.value)
+    layouts = [layout for layout in Layout if has_compiled or layout is not Layout.PANELS]
+    by_step = _timed("linear, decode", _linears(dtype, usual, layouts, _ROWS, _MATRICES))
+    # One matrix, since it takes long, as if there were as many.
+    by_prompt = _timed("linear, prefill", _linears(dtype, usual, layouts, _PROMPT, 1))
+    linear = chosen(
+        {name: _STEPS * by_step[name] + _PROMPTS * _MATRICES * by_prompt[name] for name in by_step},
+        Layout.PANELS.value,
+    )
     use(None)
     log.info("kernels measured in %.2g s", time.perf_counter() - began)
-    return Choice(Decode(decode), Prefill(prefill), Linear(linear))
+    return Choice(Decode(decode), Prefill(prefill), Layout(linear))
 
 
-def _fastest(purpose: str, calls: Mapping[str, Callable[[], object]], usual: str) -> str:
-    """Return the usual one, unless another saves enough of its time."""
+def _timed(purpose: str, calls: Mapping[str, Callable[[], object]]) -> Seconds:
+    """Return the least seconds of each call."""
     for call in calls.values():
         call()
     seconds = dict.fromkeys(calls, float("inf"))
@@ -171,7 +186,7 @@ def _fastest(purpose: str, calls: Mapping[str, Callable[[], object]], usual: str
             seconds[name] = min(seconds[name], time.perf_counter() - began)
     listed = ", ".join(f"{name} {1e3 * each:.3g} ms" for name, each in seconds.items())
     log.info("%s: %s", purpose, listed)
-    return chosen(seconds, usual)
+    return seconds
 
 
 def chosen(seconds: Seconds, usual: str) -> str:
@@ -215,13 +230,15 @@ def _prefills(dtype: torch.dtype, usual: Choice) -> dict[str, Callable[[], objec
     return {kernel.value: lambda kernel=kernel: call(kernel) for kernel in Prefill}  # type: ignore[misc]
 
 
-def _linears(dtype: torch.dtype, usual: Choice) -> dict[str, Callable[[], object]]:
-    rows = torch.ones(_ROWS, _SIDE, dtype=dtype)
+def _linears(
+    dtype: torch.dtype, usual: Choice, layouts: Collection[Layout], row_count: int, matrices: int
+) -> dict[str, Callable[[], object]]:
+    rows = torch.ones(row_count, _SIDE, dtype=dtype)
 
-    def call_of(layout: Linear) -> Callable[[], object]:
+    def call_of(layout: Layout) -> Callable[[], object]:
         use(usual.parsed(f"linear={layout.value}"))
         weights = torch.ones(_SIDE, _SIDE, dtype=dtype)
-        layers = [LinearLayer(Matrix(weights.clone())) for _ in range(_MATRICES)]
+        layers = [Linear(Matrix(weights.clone())) for _ in range(matrices)]
         return lambda: [layer(rows) for layer in layers]
 
-    return {layout.value: call_of(layout) for layout in Linear}
+    return {layout.value: call_of(layout) for layout in layouts}

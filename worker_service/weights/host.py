@@ -16,8 +16,9 @@ import torch
 
 from splitpoint.planning.weight_schedule import WeightPiece
 from worker_service.checkpoint.tensors import TensorSource
+from worker_service.kernels.choice import Layout
 from worker_service.weights.matrices import MatrixShape
-from worker_service.weights.packing import Matrix, held_bytes, packs
+from worker_service.weights.packing import Matrix, held_bytes, layout_of
 
 Parts = Mapping[WeightPiece, Sequence[torch.Tensor]]
 
@@ -66,7 +67,7 @@ def read_unit(
     parts = torch.split(memory, sizes)
     for shape, part in zip(shapes, parts, strict=True):
         size = (shape.out_features, shape.in_features)
-        if packs(device, dtype):
+        if layout_of(device, dtype) is not Layout.PLAIN:
             plain = torch.empty(size, dtype=dtype)
             shape.read(source, plain)
             part.copy_(Matrix(plain).raw())
@@ -95,7 +96,7 @@ def units_of_rows(
     whole = weight.view(-1).view(torch.uint8)
     for rows in pieces:
         part = weight[rows.start : rows.stop]
-        if packs(device, weight.dtype):
+        if layout_of(device, weight.dtype) is not Layout.PLAIN:
             matrix = Matrix(part)
             memory = host_memory(matrix.size_bytes)
             memory.copy_(matrix.raw())

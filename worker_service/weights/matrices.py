@@ -16,7 +16,8 @@ from splitpoint.planning.weight_schedule import LAYER_PIECES, WeightPiece
 from worker_service.checkpoint.config import DecoderConfig, Norm
 from worker_service.checkpoint.names import HEAD_NAME, NAMES, expected_tensors
 from worker_service.checkpoint.tensors import TensorSource
-from worker_service.weights.packing import held_bytes, packs
+from worker_service.kernels.choice import Layout
+from worker_service.weights.packing import held_bytes, layout_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,5 +112,5 @@ def weight_sizes(config: DecoderConfig, device: torch.device, dtype: torch.dtype
         head=held(shape.vocabulary_size, config.embedding_size),
         head_piece=held(len(pieces_of_head[0]), config.embedding_size),
         head_pieces=len(pieces_of_head),
-        head_is_table=shape.tied_embeddings and not packs(device, dtype),
+        head_is_table=shape.tied_embeddings and layout_of(device, dtype) is Layout.PLAIN,
     )

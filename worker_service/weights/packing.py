@@ -1,11 +1,9 @@
-"""The layout in which a device holds a matrix: oneDNN's blocks, or `[out, in]`.
+"""The layout in which a device holds a matrix: panels, oneDNN's blocks, or `[out, in]`.
 
-Measured on 2 AVX-512 cores with OPT-125M's matrices at 8 rows (GB/s of weights read):
-fp32 `F.linear` 11, `x @ W[in, out]` 8, MKL's packed form 8, oneDNN's blocked form 26;
-bf16 14, 13, -, 27. At 512 and 4,096 rows the blocked form is also the fastest, by a
-tenth. A CPU therefore holds oneDNN-blocked weights if oneDNN supports their type, unless the
-host was measured to be faster without (kernels/choice.py). The layout depends on device,
-type and that choice only, so equal workers compute equal bits.
+A CPU has a kernel of its own for panels (kernels/panel_gemm.py). Without a compiler it holds
+oneDNN's blocks: with OPT-125M's matrices at 8 rows on 2 AVX-512 cores these read 26 GB/s of
+weights in fp32, `F.linear` 11, `x @ W[in, out]` and MKL's packed form 8. The layout depends on
+device, type and the host's choice of kernels only, so equal workers compute equal bits.
 """
 
 from __future__ import annotations
@@ -16,18 +14,26 @@ from typing import Any
 
 import torch
 
-from worker_service.kernels.choice import Linear, in_use
+from worker_service.kernels import panel_gemm
+from worker_service.kernels.choice import Layout, in_use
 
 # Rows that oneDNN lays the blocks out for; other counts run from the same blocks.
 _PACKED_FOR_ROWS = 32
 
 
-def packs(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if weights of this type use oneDNN's blocked layout on the device."""
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
+def layout_of(device: torch.device, dtype: torch.dtype) -> Layout:
+    """Return the layout of weights of this type on the device."""
+    if device.type != "cpu":
+        return Layout.PLAIN
     chosen = in_use()
-    if chosen is not None and chosen.linear is Linear.PLAIN:
+    wanted = Layout.PACKED if chosen is None else chosen.linear
+    has_layout = {Layout.PANELS: panel_gemm.takes, Layout.PACKED: _has_blocks}.get(wanted)
+    return wanted if has_layout is not None and has_layout(dtype) else Layout.PLAIN
+
+
+def _has_blocks(dtype: torch.dtype) -> bool:
+    """Return True if oneDNN can lay out weights of this type."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -40,18 +46,20 @@ class Matrix:
     """The weight of a linear layer, `[out, in]`, in the layout of its device.
 
     Attributes:
-        weight: the matrix in that layout; an opaque tensor if `is_packed`.
-        size_bytes: oneDNN's padding to whole blocks included.
+        weight: the matrix in that layout; an opaque tensor if it is oneDNN's.
+        size_bytes: padding to whole blocks or panels included.
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
-        """Take a checkpoint's `[out, in]` in its final type and device; copied only if packed."""
-        self.is_packed = packs(weight.device, weight.dtype)
+        """Take a checkpoint's `[out, in]` in its final type and device; not copied if plain."""
+        self.layout = layout_of(weight.device, weight.dtype)
         self.out_features, self.in_features = weight.shape
-        if self.is_packed:
+        if self.layout is Layout.PACKED:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
             self.size_bytes = int(torch.ops.mkldnn._nbytes(weight))
         else:
+            if self.layout is Layout.PANELS:
+                weight = panel_gemm.packed(weight)
             self.size_bytes = weight.numel() * weight.element_size()
         self.weight = weight
 
@@ -59,9 +67,9 @@ class Matrix:
         """Return the matrix's memory as uint8 `[size_bytes]`.
 
         It may be overwritten with that of another matrix of the same shape, type and
-        device, because oneDNN's blocks depend on nothing else.
+        device, because layouts depend on nothing else.
         """
-        if not self.is_packed:
+        if self.layout is not Layout.PACKED:
             return self.weight.view(-1).view(torch.uint8)
         # The tensor is opaque to torch, its memory is not.
         address = torch.ops.mkldnn.data_ptr(self.weight)
@@ -74,8 +82,11 @@ def held_bytes(
     out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
 ) -> int:
     """Return `Matrix.size_bytes` for this shape; makes one to ask oneDNN."""
-    if not packs(device, dtype):
+    layout = layout_of(device, dtype)
+    if layout is Layout.PLAIN:
         return out_features * in_features * dtype.itemsize
+    if layout is Layout.PANELS:
+        return panel_gemm.packed_bytes(out_features, in_features, dtype)
     return _packed_bytes(out_features, in_features, dtype)
 
 

@@ -17,6 +17,7 @@ import torch
 from splitpoint.planning.schedule import Lane
 from splitpoint.planning.weight_schedule import WeightPiece
 from worker_service.device.copies import copy
+from worker_service.kernels.choice import Layout
 from worker_service.lanes.lanes import DoneEvent, Event, Lanes
 from worker_service.lanes.work import Work
 from worker_service.weights.host import HostUnit, Slot
@@ -199,7 +200,8 @@ class LentMatrix:
     key: int
     role: str
     piece: WeightPiece
-    is_packed: bool
+    out_features: int
+    layout: Layout
 
     @property
     def weight(self) -> torch.Tensor:

@@ -18,14 +18,14 @@ import torch
 
 from splitpoint.host.compiler import compiler
 from worker_service.kernels import compiled
-from worker_service.kernels.choice import Choice, Decode, Linear, Prefill, in_use, use
+from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, in_use, use
 from worker_service.model.attention import PartialAttention, decode_partial
 from worker_service.model.attention_plan import DecodePlan
 from worker_service.model.span_attention import SpanView
 
 CPU = torch.device("cpu")
 CHUNK = 16
-FUSED = Choice(Decode.FUSED, Prefill.SDPA, Linear.PACKED)
+FUSED = Choice(Decode.FUSED, Prefill.SDPA, Layout.PACKED)
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 

@@ -20,15 +20,15 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.host.compiler import compiler
 from splitpoint.host.processor import AMX_BF16
 from worker_service.kernels import compiled
-from worker_service.kernels.choice import Choice, Decode, Linear, Prefill, by_flags, in_use, use
+from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, by_flags, in_use, use
 from worker_service.kernels.compiled import CACHE_FOLDER
 from worker_service.profiling.calibration import chosen, use_kernels
-from worker_service.weights.packing import packs
+from worker_service.weights.packing import layout_of
 
 CPU = torch.device("cpu")
-USUAL = Choice(Decode.PRODUCTS, Prefill.SDPA, Linear.PACKED)
+USUAL = Choice(Decode.PRODUCTS, Prefill.SDPA, Layout.PACKED)
 # What no measurement here would give.
-UNLIKELY = Choice(Decode.PRODUCTS, Prefill.PRODUCTS, Linear.PLAIN)
+UNLIKELY = Choice(Decode.PRODUCTS, Prefill.PRODUCTS, Layout.PLAIN)
 PROGRAM = (
     "import torch; from worker_service.profiling.calibration import use_kernels; "
     "print(use_kernels(torch.float32))"
@@ -91,7 +91,7 @@ def test_what_a_file_says_is_used_unmeasured(used: Path) -> None:
     content["choice"] = str(UNLIKELY)
     path.write_text(json.dumps(content))
     assert use_kernels(torch.float32) == UNLIKELY
-    assert not packs(CPU, torch.float32)
+    assert layout_of(CPU, torch.float32) is Layout.PLAIN
 
 
 @pytest.mark.parametrize("damage", ["", "{", '{"facts": {}, "choice": "decode=fast"}', "[1]"])
@@ -121,7 +121,7 @@ def test_processes_that_start_together_use_the_same_kernels(cache: Path) -> None
 
 def test_a_wish_replaces_what_was_measured(used: Path) -> None:
     choice = use_kernels(torch.float32, "decode=products, linear=plain")
-    assert (choice.decode, choice.linear) == (Decode.PRODUCTS, Linear.PLAIN)
+    assert (choice.decode, choice.linear) == (Decode.PRODUCTS, Layout.PLAIN)
     for wrong in ("decode", "decode=quick", "speed=fast", ""):
         with pytest.raises(InvalidArgument, match="none of"):
             use_kernels(torch.float32, wrong)
@@ -151,7 +151,7 @@ def test_a_compiler_that_is_installed_later_counts(cache: Path) -> None:
     said_by(PROGRAM)
     assert first.read_text() == content
     (second,) = {*cache.glob("kernels-*.json")} - {first}
-    assert json.loads(second.read_text())["facts"]["has_fused"]
+    assert json.loads(second.read_text())["facts"]["has_compiled"]
     # Both are read again, and neither is measured again.
     for path, environment in ((first, {"CXX": "no-such-compiler"}), (second, {})):
         record = json.loads(path.read_text())
@@ -201,5 +201,5 @@ def test_the_usual_kernel_stays_unless_another_is_clearly_faster() -> None:
 
 
 def test_a_choice_reads_its_own_text() -> None:
-    other = Choice(Decode.FUSED, Prefill.PRODUCTS, Linear.PLAIN)
+    other = Choice(Decode.FUSED, Prefill.PRODUCTS, Layout.PLAIN)
     assert USUAL.parsed(str(other)) == other

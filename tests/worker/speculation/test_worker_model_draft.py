@@ -21,7 +21,7 @@ from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import MemoryPlan
 from worker_service.engine.sampling import Sampling, SamplingRow, choose
 from worker_service.engine.sequence import Sequence
-from worker_service.kernels.choice import Choice, Decode, Linear, Prefill, in_use, use
+from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, in_use, use
 from worker_service.model.decoder import Decoder
 from worker_service.speculation.model_draft import ModelDrafter
 
@@ -88,7 +88,7 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.param is Decode.FUSED and compiler() is None:
         pytest.skip("no C++ compiler")
     before = in_use()
-    use(Choice(request.param, Prefill.SDPA, Linear.PACKED))
+    use(Choice(request.param, Prefill.SDPA, Layout.PACKED))
     yield
     use(before)
 

@@ -14,6 +14,7 @@ from test_worker_pinning import Driver
 
 from splitpoint.planning.schedule import Lane, RestoreWork, Schedule, TaskKind, restore_tasks
 from splitpoint.planning.weight_schedule import LAYER_PIECES, WeightOrder, WeightPiece
+from worker_service.kernels.choice import Layout
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.cuda import StreamLanes
 from worker_service.lanes.lanes import Event, Lanes, SerialLanes
@@ -206,7 +207,7 @@ def test_what_is_there_does_not_come_again() -> None:
 def test_a_linear_layer_multiplies_with_lent_weights() -> None:
     lanes = ThreadLanes(CPU)
     stream = make_stream(lanes, range(4))
-    linear = Linear(LentMatrix(stream, 2, "QUERY", WeightPiece.QUERY, is_packed=False))
+    linear = Linear(LentMatrix(stream, 2, "QUERY", WeightPiece.QUERY, 2, Layout.PLAIN))
     rows = torch.ones((1, 3), dtype=DTYPE)
     with pytest.raises(RuntimeError, match="weights 2 are read out of turn"):
         linear(rows)

@@ -1,0 +1,145 @@
+"""Products with matrices in panels: right, and the same bits whatever else is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch.nn import functional
+
+from splitpoint.host.compiler import compiler
+from worker_service.checkpoint.config import Activation
+from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, in_use, use
+from worker_service.kernels.panel_gemm import Operation, multiply, packed, packed_bytes
+from worker_service.model.linear import Linear
+from worker_service.weights.packing import Matrix, held_bytes
+
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
+pytestmark = needs_compiler
+
+CPU = torch.device("cpu")
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Whole panels; a part of a vector, with an odd count of inputs; several panels and a part.
+SHAPES = ((48, 16), (7, 5), (33, 17), (150, 70))
+COUNT = 21  # rows: two blocks and a part
+
+Reference = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+REFERENCES: dict[Operation, Reference] = {
+    Operation.NONE: lambda product, _: product,
+    Operation.RELU: lambda product, _: product.relu(),
+    Operation.SILU: lambda product, _: functional.silu(product),
+    Operation.GELU_TANH: lambda product, _: functional.gelu(product, approximate="tanh"),
+    Operation.ADD: lambda product, other: product + other,
+    Operation.MULTIPLY: lambda product, other: product * other,
+}
+
+
+@pytest.fixture(autouse=True)
+def panels() -> Iterator[None]:
+    before, threads = in_use(), torch.get_num_threads()
+    use(Choice(Decode.PRODUCTS, Prefill.PRODUCTS, Layout.PANELS))
+    yield
+    use(before)
+    torch.set_num_threads(threads)
+
+
+def drawn(*size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("operation", list(Operation), ids=lambda each: each.name)
+def test_products_are_right_and_rows_independent(
+    dtype: torch.dtype, shape: tuple[int, int], operation: Operation
+) -> None:
+    weight, rows = drawn(*shape, dtype=dtype), drawn(COUNT, shape[1], dtype=dtype, seed=1)
+    bias, other = drawn(shape[0], dtype=dtype, seed=2), drawn(COUNT, shape[0], dtype=dtype, seed=3)
+    panels = packed(weight)
+    assert panels.nbytes == packed_bytes(*shape, dtype)
+    has_other = operation in (Operation.ADD, Operation.MULTIPLY)
+
+    def call(first: int, last: int) -> torch.Tensor:
+        beside = other[first:last] if has_other else None
+        return multiply(rows[first:last], panels, shape[0], bias, operation, beside)
+
+    every = call(0, COUNT)
+    product = rows.double() @ weight.double().T + bias.double()
+    expected = REFERENCES[operation](product, other.double())
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
+    torch.testing.assert_close(every.double(), expected, rtol=tolerance, atol=tolerance)
+    for count in (1, 2, 3, 7, 8, 9, 16, 20):
+        for first in (0, COUNT - count):
+            assert torch.equal(call(first, first + count), every[first : first + count])
+    for threads in (1, 5):
+        torch.set_num_threads(threads)
+        assert torch.equal(call(0, COUNT), every)
+
+
+def test_rows_are_divided_where_panels_are_few() -> None:
+    """A matrix of one panel and many rows is work for all threads."""
+    weight, rows = drawn(20, 40, dtype=torch.float32), drawn(400, 40, dtype=torch.float32, seed=1)
+    torch.set_num_threads(3)
+    whole = multiply(rows, packed(weight), 20)
+    torch.testing.assert_close(whole, rows @ weight.T, rtol=1e-5, atol=1e-5)
+    assert torch.equal(multiply(rows[390:], packed(weight), 20), whole[390:])
+
+
+def test_a_row_that_is_not_finite_spoils_no_other() -> None:
+    weight, rows = drawn(50, 30, dtype=torch.bfloat16), drawn(9, 30, dtype=torch.bfloat16, seed=1)
+    expected = multiply(rows, packed(weight), 50)
+    rows[4, 7] = float("nan")
+    for operation in (Operation.NONE, Operation.RELU, Operation.SILU, Operation.GELU_TANH):
+        spoiled = multiply(rows, packed(weight), 50, None, operation)
+        assert spoiled[4].isnan().all()
+        assert not spoiled[[0, 1, 2, 3, 5, 6, 7, 8]].isnan().any()
+    rows[4, 7] = 0
+    kept = [0, 1, 2, 3, 5, 6, 7, 8]
+    assert torch.equal(multiply(rows, packed(weight), 50)[kept], expected[kept])
+
+
+def test_large_values_become_infinite_not_wrong() -> None:
+    big = torch.full((1, 4), 3e38)
+    product = multiply(big, packed(torch.ones(2, 4)), 2)
+    assert product.tolist() == [[float("inf")] * 2]
+    silu = multiply(-big, packed(torch.ones(2, 4)), 2, None, Operation.SILU)
+    # -inf * 0, as torch has it.
+    assert silu.isnan().all()
+    assert functional.silu(-product).isnan().all()
+    rounded = multiply(torch.full((1, 1), 1e4).half(), packed(torch.full((1, 1), 1e4).half()), 1)
+    assert rounded.item() == float("inf")
+
+
+def test_rows_may_be_any_view() -> None:
+    weight = drawn(16, 6, dtype=torch.float32)
+    wide = drawn(5, 12, dtype=torch.float32, seed=1)
+    for rows in (wide[:, :6], wide[:, 6:], wide[:, ::2], wide[::2, :6], wide[:0, :6]):
+        expected = rows @ weight.T
+        torch.testing.assert_close(multiply(rows, packed(weight), 16), expected)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_a_linear_layer_uses_panels(dtype: torch.dtype) -> None:
+    weight, rows = drawn(20, 12, dtype=dtype), drawn(3, 12, dtype=dtype, seed=1)
+    matrix = Matrix(weight.clone())
+    assert matrix.layout is Layout.PANELS
+    assert matrix.size_bytes == held_bytes(20, 12, CPU, dtype) == matrix.raw().numel()
+    layer, other = Linear(matrix), drawn(3, 20, dtype=dtype, seed=2)
+    expected = functional.linear(rows.double(), weight.double())
+    for found, wanted in (
+        (layer(rows), expected),
+        (layer(rows, Activation.SILU), functional.silu(expected)),
+        (layer.added_to(rows, other), expected + other),
+        (layer.times(rows, other), expected * other),
+    ):
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-2, atol=3e-2)
+
+
+def test_another_matrix_may_be_copied_over() -> None:
+    """As weights that stream do, byte for byte."""
+    first, second = drawn(20, 12, dtype=torch.float32), drawn(20, 12, dtype=torch.float32, seed=1)
+    slot = Matrix(first)
+    slot.raw().copy_(Matrix(second).raw())
+    rows = drawn(2, 12, dtype=torch.float32, seed=2)
+    assert torch.equal(Linear(slot)(rows), Linear(Matrix(second))(rows))

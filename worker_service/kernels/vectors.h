@@ -1,0 +1,115 @@
+// Vectors of 16 floats, whatever the processor's width, and the functions that kernels share.
+// ELEMENT names the type of rows and pages: FLOAT32, BFLOAT16 or FLOAT16.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX512F__) || defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#define FLOAT32 0
+#define BFLOAT16 1
+#define FLOAT16 2
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Integers __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef int8_t Bytes __attribute__((vector_size(16)));
+typedef float LooseFloats __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint16_t LooseHalves __attribute__((vector_size(32), aligned(2), may_alias));
+typedef int8_t LooseBytes __attribute__((vector_size(16), aligned(1), may_alias));
+
+#if ELEMENT == FLOAT32
+typedef float Element;
+#else
+typedef uint16_t Element;
+#endif
+
+static const int LANES = 16;
+
+static inline Floats load(const float* from) { return *(const LooseFloats*)from; }
+static inline void store(float* to, Floats values) { *(LooseFloats*)to = values; }
+static inline Floats all(float value) { return Floats{} + value; }
+
+static inline Floats load(const int8_t* from) {
+  return __builtin_convertvector(__builtin_convertvector((Bytes)*(const LooseBytes*)from, Integers), Floats);
+}
+
+// One rounding, also where the compiler would not contract.
+static inline Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+  return a * b + c;
+#endif
+}
+
+#if ELEMENT == BFLOAT16
+static inline Floats load(const uint16_t* from) {
+  return (Floats)(__builtin_convertvector(*(const LooseHalves*)from, Words) << 16);
+}
+// Rounds to the nearest, ties to even; NaN stays NaN.
+static inline void store(uint16_t* to, Floats values) {
+  const Words bits = (Words)values;
+  const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const Integers is_nan = values != values;
+  *(LooseHalves*)to = __builtin_convertvector(is_nan ? (Words{} + 0x7fc0) : rounded, Halves);
+}
+#elif ELEMENT == FLOAT16
+static inline Floats load(const uint16_t* from) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__F16C__)
+  Floats values;
+  for (int i = 0; i < LANES; i += 8) {
+    const __m256 half = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + i)));
+    memcpy((float*)&values + i, &half, sizeof half);
+  }
+  return values;
+#else
+  Floats values;
+  for (int i = 0; i < LANES; i++) {
+    _Float16 half;
+    memcpy(&half, from + i, sizeof half);
+    values[i] = (float)half;
+  }
+  return values;
+#endif
+}
+static inline void store(uint16_t* to, Floats values) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph((__m512)values, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+  for (int i = 0; i < LANES; i += 8) {
+    __m256 part;
+    memcpy(&part, (const float*)&values + i, sizeof part);
+    _mm_storeu_si128((__m128i*)(to + i), _mm256_cvtps_ph(part, _MM_FROUND_TO_NEAREST_INT));
+  }
+#else
+  for (int i = 0; i < LANES; i++) {
+    const _Float16 half = (_Float16)values[i];
+    memcpy(to + i, &half, sizeof half);
+  }
+#endif
+}
+#endif
+
+// e^x for x <= 0, as Cephes' expf: within 2 units in the last place. 0 below -87; NaN stays NaN.
+static inline Floats exponential(Floats x) {
+  const Integers under = x < all(-87.0f);
+  x = under ? all(-87.0f) : x;
+  const Floats whole = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
+  const Floats r = (x - whole * 0.693359375f) - whole * -2.12194440e-4f;
+  Floats y = all(1.9875691500e-4f);
+  y = y * r + 1.3981999507e-3f;
+  y = y * r + 8.3334519073e-3f;
+  y = y * r + 4.1665795894e-2f;
+  y = y * r + 1.6666665459e-1f;
+  y = y * r + 5.0000001201e-1f;
+  y = y * (r * r) + r + 1.0f;
+  y = y * (Floats)((__builtin_convertvector(whole, Integers) + 127) << 23);
+  return under ? Floats{} : y;
+}
