@@ -9,11 +9,10 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
-from splitpoint.planning.schedule import Lane
 from splitpoint.shapes import chunks_of
 from splitpoint.speculation import DraftMethod
 from worker_service.device.cache import DeviceCache
@@ -26,9 +25,13 @@ from worker_service.engine.sampling import (
 )
 from worker_service.engine.sequence import Sequence
 from worker_service.lanes.lanes import Lanes
-from worker_service.lanes.timeline import Span
 from worker_service.model.decoder import Decoder
 from worker_service.speculation.draft_pass import DraftedTokens, DraftPasses, Piece
+from worker_service.speculation.growing_draft import (
+    GrowingDraft,
+    count_drafts,
+    drafting_sampling,
+)
 
 # Another token is drafted while all before it are right with at least this probability, by
 # the draft model's own opinion. A pass of it costs about a third of a step of the bundled model.
@@ -40,7 +43,7 @@ class _Kept(DraftedTokens):
     """A sequence in the draft model's cache.
 
     Attributes:
-        sampling: the request's, without reports.
+        sampling: how its drafts are chosen.
         known: leading tokens that are the sequence's own.
     """
 
@@ -49,14 +52,17 @@ class _Kept(DraftedTokens):
     known: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class _Draft:
-    """A draft that grows, to at most `most` tokens; `chance` is that all of it is right."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Draft(GrowingDraft):
+    """A draft, and what is kept of its sequence; `chance` is that all of it is right."""
 
     kept: _Kept
-    most: int
-    tokens: list[int] = field(default_factory=list)
     chance: float = 1.0
+
+    @property
+    def is_ready(self) -> bool:
+        """True if all tokens of the sequence are computed, and a draft can follow."""
+        return self.kept.computed == len(self.kept.tokens)
 
 
 class ModelDrafter:
@@ -117,24 +123,19 @@ class ModelDrafter:
         """
         started = time.perf_counter()
         drafts, pieces = self._begin([pair for pair in wanted if pair[1] > 0])
-        tokens = sum(piece.count for piece in pieces)
         growing: list[_Draft] = []
         if pieces:
             logits = self._passes.run(pieces)
-            growing = [draft for draft in drafts.values() if self._is_ready(draft)]
+            growing = [draft for draft in drafts.values() if draft.is_ready]
             if len(growing) < len(pieces):
-                ready = [piece.drafted.computed == len(piece.drafted.tokens) for piece in pieces]
+                ready = [draft.is_ready for draft in drafts.values()]
                 logits = logits[torch.tensor(ready, device=logits.device)]
         while growing:
             growing = self._extend(growing, logits)
             if growing:
                 logits = self._passes.run([Piece(draft.kept, 1) for draft in growing])
-                tokens += len(growing)
-        if self._lanes is not None and tokens:
-            span = Span(
-                Lane.COMPUTE, "draft", started, time.perf_counter(), tokens=tokens, amount=0
-            )
-            self._lanes.count_spans([span])
+        if self._lanes is not None and pieces:
+            count_drafts(self._lanes, started, drafts.values())
         found = (drafts.get(target.key) for target, _ in wanted)
         return [[] if draft is None else draft.tokens for draft in found]
 
@@ -144,10 +145,6 @@ class ModelDrafter:
         if kept is not None:
             for page in kept.pages:
                 self.cache.pages.free(page)
-
-    @staticmethod
-    def _is_ready(draft: _Draft) -> bool:
-        return draft.kept.computed == len(draft.kept.tokens)
 
     # -- following the sequences --------------------------------------------------------
 
@@ -169,7 +166,7 @@ class ModelDrafter:
                 self.forget(target.key, has_ended=False)
             elif piece.count:
                 left -= piece.count
-                drafts[target.key] = _Draft(kept, most)
+                drafts[target.key] = _Draft(kept.sampling, most, kept=kept)
                 pieces.append(piece)
         return drafts, pieces
 
@@ -177,9 +174,8 @@ class ModelDrafter:
         """Return what is kept of a sequence, rewound to what is right and with all its tokens."""
         kept = self._kept.get(target.key)
         if kept is None:
-            sampling = replace(target.admission.sampling, logprobs=None)
             kept = self._kept[target.key] = _Kept(
-                sampling=sampling, prompt_length=target.prompt_length
+                sampling=drafting_sampling(target), prompt_length=target.prompt_length
             )
         self._kept.move_to_end(target.key)
         tokens = target.tokens
@@ -214,7 +210,7 @@ class ModelDrafter:
         """
         rows = [
             SamplingRow(
-                draft.kept.sampling,
+                draft.sampling,
                 draft.kept.tokens,
                 draft.kept.prompt_length,
                 self._eos_token_ids,
@@ -232,11 +228,10 @@ class ModelDrafter:
             if isinstance(choice, NonFiniteLogits):
                 self._clear(draft.kept)
                 continue
-            draft.tokens.append(choice.token_id)
+            draft.append(choice.token_id, self._eos_token_ids)
             draft.kept.tokens.append(choice.token_id)
             draft.chance *= chance
-            ends = not draft.kept.sampling.ignore_eos and choice.token_id in self._eos_token_ids
-            if len(draft.tokens) < draft.most and draft.chance >= self._least_chance and not ends:
+            if draft.wants_more and draft.chance >= self._least_chance:
                 growing.append(draft)
         return growing
 

@@ -10,44 +10,38 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import torch
 
-from splitpoint.planning.schedule import Lane
 from splitpoint.speculation import DraftMethod
 from worker_service.device.cache import DeviceCache
 from worker_service.device.upload import Upload
 from worker_service.drafts.drafter import TargetKey
 from worker_service.engine.sampling import (
-    Choice,
     NonFiniteLogits,
-    Sampling,
     SamplingRow,
     choose_with_flags,
 )
 from worker_service.engine.sequence import Sequence, device_pages
 from worker_service.lanes.lanes import Lanes
-from worker_service.lanes.timeline import Span
 from worker_service.model.attention import decode_partial
 from worker_service.model.attention_plan import DecodePlan
 from worker_service.model.decoder import Decoder
 from worker_service.model.forward import through_layers
 from worker_service.model.layer import DecoderLayer
+from worker_service.speculation.growing_draft import (
+    GrowingDraft,
+    count_drafts,
+    drafting_sampling,
+)
 
 
-@dataclass(slots=True)
-class _Draft:
-    """A sequence that is drafted for, and its drafts so far; at most `most`.
-
-    `sampling` is the request's, without reports.
-    """
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Draft(GrowingDraft):
+    """A draft, and the sequence that it is for."""
 
     sequence: Sequence
-    most: int
-    sampling: Sampling
-    tokens: list[int] = field(default_factory=list)
-    has_ended: bool = False
 
     @property
     def position(self) -> int:
@@ -58,10 +52,6 @@ class _Draft:
     def newest(self) -> int:
         """The token of that row."""
         return self.tokens[-1] if self.tokens else self.sequence.tokens[self.sequence.computed]
-
-    @property
-    def wants_more(self) -> bool:
-        return not self.has_ended and len(self.tokens) < self.most
 
 
 class SelfDrafter:
@@ -91,21 +81,17 @@ class SelfDrafter:
         A resident sequence gets none: the drafts would cost what they save. Nor does any if
         weights are on the host: each round would stream them.
         """
+        started = time.perf_counter()
         drafts = [
-            _Draft(
-                sequence,
-                self._most(sequence, most),
-                replace(sequence.admission.sampling, logprobs=None),
-            )
+            _Draft(drafting_sampling(sequence), self._most(sequence, most), sequence=sequence)
             for sequence, most in wanted
         ]
-        while rows := [draft for draft in drafts if draft.wants_more]:
-            started = time.perf_counter()
-            self._draft_one(rows)
-            span = Span(
-                Lane.COMPUTE, "draft", started, time.perf_counter(), tokens=len(rows), amount=0
-            )
-            self._lanes.count_spans([span])
+        growing = [draft for draft in drafts if draft.wants_more]
+        if growing:
+            while growing:
+                self._draft_one(growing)
+                growing = [draft for draft in growing if draft.wants_more]
+            count_drafts(self._lanes, started, drafts)
         return [draft.tokens for draft in drafts]
 
     def forget(self, key: TargetKey, *, has_ended: bool) -> None:
@@ -132,7 +118,7 @@ class SelfDrafter:
                 self._clear_row(draft)
                 draft.has_ended = True
             else:
-                self._append(draft, choice)
+                draft.append(choice.token_id, self._eos_token_ids)
 
     def _forward(self, rows: Rows[_Draft]) -> torch.Tensor:
         """Return the last hidden `[rows, h]`; write the rows' K and V into their pages."""
@@ -196,13 +182,6 @@ class SelfDrafter:
             self._eos_token_ids,
             draft.tokens,
         )
-
-    def _append(self, draft: _Draft, choice: Choice) -> None:
-        """Add a draft; none follows a token that ends the text."""
-        draft.tokens.append(choice.token_id)
-        sampling = draft.sampling
-        is_eos = choice.token_id in self._eos_token_ids and not sampling.ignore_eos
-        draft.has_ended = is_eos or choice.token_id in sampling.stop_token_ids
 
     def _clear_row(self, draft: _Draft) -> None:
         """Zero the row of a draft that is not finite: a masked NaN spoils its page's readers."""

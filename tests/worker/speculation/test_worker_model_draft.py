@@ -16,12 +16,15 @@ from engine_runner import CPU, admission
 from tiny_models import CONTEXT, VOCABULARY, build_tiny, write_tiny
 
 from splitpoint.host.compiler import compiler
+from splitpoint.planning.schedule import Lane
 from splitpoint.shapes import ArenaLayout
 from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import MemoryPlan
 from worker_service.engine.sampling import Sampling, SamplingRow, choose
 from worker_service.engine.sequence import Sequence
 from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, in_use, use
+from worker_service.lanes.lanes import Lanes, SerialLanes
+from worker_service.lanes.timeline import Span
 from worker_service.model.decoder import Decoder
 from worker_service.speculation.model_draft import ModelDrafter
 
@@ -30,7 +33,13 @@ GREEDY = Sampling(max_tokens=100, ignore_eos=True)
 
 
 def make_drafter(
-    model: Decoder, *, pages: int = 60, most_tokens: int = 512, least_chance: float = 0.0
+    model: Decoder,
+    *,
+    pages: int = 60,
+    most_tokens: int = 512,
+    least_chance: float = 0.0,
+    eos_token_ids: tuple[int, ...] = (),
+    lanes: Lanes | None = None,
 ) -> ModelDrafter:
     layout = ArenaLayout.of(model.shape, chunk_tokens=CHUNK, has_activations=False)
     plan = MemoryPlan(
@@ -45,8 +54,9 @@ def make_drafter(
         model,
         DeviceCache(layout, plan, CPU),
         max_batched_tokens=most_tokens,
-        eos_token_ids=(),
+        eos_token_ids=eos_token_ids,
         least_chance=least_chance,
+        lanes=lanes,
     )
 
 
@@ -63,6 +73,18 @@ def load(case: str, folder: Path) -> Decoder:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return load("llama-3", tmp_path_factory.mktemp("draft"))
+
+
+class NotingLanes(SerialLanes):
+    """Keep the spans that are counted."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.spans: list[Span] = []
+
+    def count_spans(self, spans: list[Span]) -> list[Span]:
+        self.spans += spans
+        return super().count_spans(spans)
 
 
 class Oracle:
@@ -122,6 +144,39 @@ def test_sampled_drafts_are_the_draws_of_the_requests_own_seed(model: Decoder) -
     drafts = drafter.propose([(sequence, 5) for sequence in sequences])
     for sequence, sampling, draft in zip(sequences, samplings, drafts, strict=True):
         assert draft == oracle(sequence.tokens, 5, sampling, len(sequence.tokens))
+
+
+def test_no_draft_follows_a_token_that_ends_the_text(model: Decoder) -> None:
+    """End by a stop token of the request and by the model's own, unless these are ignored."""
+    oracle, prompt = Oracle("llama-3"), sequence_of("prompt", 20).tokens
+    whole = oracle(prompt, 8)
+    last = 3
+    assert whole[last] not in whole[:last]
+    samplings = {
+        "stop": Sampling(max_tokens=100, ignore_eos=True, stop_token_ids=(1, whole[last])),
+        "eos": Sampling(max_tokens=100),
+        "ignored": Sampling(max_tokens=100, ignore_eos=True),
+        "not yet": Sampling(max_tokens=100, min_tokens=last + 1),
+    }
+    drafter = make_drafter(model, eos_token_ids=(whole[last],))
+    targets = {name: sequence_of(name, 20, each) for name, each in samplings.items()}
+    drafts = drafter.propose([(each, 8) for each in targets.values()])
+    found = dict(zip(targets, drafts, strict=True))
+    assert found["stop"] == found["eos"] == whole[: last + 1]
+    assert found["ignored"] == whole
+    assert found["not yet"][:last] == whole[:last]
+    assert found["not yet"][last] != whole[last]
+
+
+def test_the_span_of_a_call_counts_drafted_tokens(model: Decoder) -> None:
+    """A call that only computes a long prompt takes time and drafts nothing."""
+    lanes = NotingLanes(CPU)
+    drafter = make_drafter(model, most_tokens=32, lanes=lanes)
+    long, short = sequence_of("long", 50), sequence_of("short", 5)
+    for wanted in ([(long, 4)], [(long, 4), (short, 3)], [(short, 0)]):
+        drafter.propose(wanted)
+    assert [(span.name, span.tokens) for span in lanes.spans] == [("draft", 0), ("draft", 7)]
+    assert all(span.lane is Lane.COMPUTE and span.seconds > 0 for span in lanes.spans)
 
 
 def test_a_long_prompt_is_computed_over_several_calls(model: Decoder) -> None:

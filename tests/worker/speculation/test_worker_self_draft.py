@@ -13,6 +13,7 @@ import pytest
 import torch
 from engine_runner import CPU, admission, make_engine
 from store_runner import StoreRunner, store_runner, streamed
+from test_worker_model_draft import NotingLanes
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
 from splitpoint.planning.schedule import Lane
@@ -172,6 +173,37 @@ def test_a_draft_copies_no_history_and_reports_no_probabilities(
     assert len({id(row.tokens) for row in seen}) == len(LENGTHS)
     assert all(row.sampling.logprobs is None for row in seen)
     assert any(row.drafts for row in seen)
+
+
+def test_no_draft_follows_a_token_that_ends_the_text(case: Case) -> None:
+    """End by a stop token of the request, and by the model's own unless these are ignored.
+
+    The stream itself knows neither, so it goes on.
+    """
+    engine = case.engine(EVERYTHING, SerialLanes(CPU))
+    case.runner.admit(engine, streamed("0", case.prompts[2], GREEDY, salt=b"ends"))
+    while not any(is_decoding(each) for each in engine.queues.running):
+        case.runner.step(engine)
+    (sequence,) = engine.queues.running
+    lanes = NotingLanes(CPU)
+    drafter = SelfDrafter(case.model, engine.cache, lanes)
+    with torch.inference_mode():
+        (whole,) = drafter.propose([(sequence, 6)])
+        assert len(whole) == 6
+        last = max(index for index in range(5) if whole[index] not in whole[:index])
+        ending = SelfDrafter(case.model, engine.cache, lanes, eos_token_ids=(whole[last],))
+        streaming = sequence.admission
+        for drafting, sampling, length in (
+            (drafter, replace(GREEDY, stop_token_ids=(whole[last],)), last + 1),
+            (ending, replace(GREEDY, ignore_eos=False), last + 1),
+            (ending, GREEDY, 6),
+        ):
+            sequence.admission = replace(streaming, sampling=sampling)
+            assert drafting.propose([(sequence, 6)]) == [whole[:length]]
+        sequence.admission = streaming
+    assert [span.tokens for span in lanes.spans] == [6, last + 1, last + 1, 6]
+    while not engine.is_idle:
+        case.runner.step(engine)
 
 
 def test_drafts_fill_spare_rows_and_change_nothing_else(case: Case) -> None:
