@@ -71,7 +71,7 @@ class Bench:
         for event in output.finishes:
             if event.error is not None:
                 raise event.error
-        self.store.handle(output)
+        self.store.handle(output, self.engine.cache)
         for answer in self.store.answers(wait=False):
             self.engine.post(answer)
         if not self.engine.can_go_on(output):
@@ -166,9 +166,7 @@ def make(model: Decoder, rng: random.Random, link: EmulatedLink, *, overlapped: 
         lanes=lanes,
     )
     slots = (2 * REQUESTS + 4) * chunks_of(tokens, CHUNK_TOKENS)
-    bench = Bench(
-        engine, LocalStore(layout, slots, cache, CPU), random_ids(rng, PREFIX_TOKENS), rng
-    )
+    bench = Bench(engine, LocalStore(layout, slots, CPU), random_ids(rng, PREFIX_TOKENS), rng)
     bench.admit(admission_of(bench.name("store"), bench.prefix, 1), bench.prefix)
     bench.end()
     return bench

@@ -42,6 +42,8 @@ TORCH_FILES = (
     "splitpoint_cli/bench/shared/transformers_peer.py",
     "splitpoint_cli/bench/growth/caches.py",
     "splitpoint_cli/bench/growth/runs.py",
+    "splitpoint_cli/bench/numerics/costs.py",
+    "splitpoint_cli/bench/numerics/runs.py",
 )
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "yaml.load", "joblib.load", "numpy.load", "np.load"}
@@ -236,7 +238,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("checks", "stack", "request", "top", "trace"),
         *("arena", "security", "compose", "planning", "doctor"),
         *("bench.shared", "bench.decode", "bench.restore", "bench.offload", "bench.store"),
-        *("bench.growth", "bench"),
+        *("bench.growth", "bench.numerics", "bench"),
     ),
 }
 MOST_MODULES = 15

@@ -23,11 +23,11 @@ from splitpoint_cli.bench.offload.drafts_report import (
     DraftWorkload,
 )
 from splitpoint_cli.bench.offload.engine import OffloadHost, Prompts, Way
-from splitpoint_cli.bench.offload.passages import beginnings, held_back_files
 from splitpoint_cli.bench.offload.pooled import PooledHeads, pooled_shape
 from splitpoint_cli.bench.offload.report import RESIDENT
 from splitpoint_cli.bench.shared.engine_runs import outputs_until_idle
 from splitpoint_cli.bench.shared.kernels import use_worker_kernels
+from splitpoint_cli.bench.shared.passages import beginnings, held_back_files
 from splitpoint_cli.bench.shared.progress import Progress
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.checkpoint.tensors import Checkpoint

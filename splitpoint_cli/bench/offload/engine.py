@@ -149,7 +149,7 @@ class OffloadHost:
             model, self.device, describe_device(self.device), lanes=ours.lanes
         )
         ours.watch_costs(self.profile)
-        self.store = LocalStore(layout, self._slot_count(), self._cache, self.device)
+        self.store = LocalStore(layout, self._slot_count(), self.device)
         self._run_count = 0
 
     @property

@@ -114,7 +114,7 @@ def stored_prefixes(
         tokens=workload.prompt + 1,
     )
     cache = DeviceCache(layout, memory, device)
-    with closing(LocalStore(layout, workload.batch * count, cache, device)) as store:
+    with closing(LocalStore(layout, workload.batch * count, device)) as store:
         engine = Engine(
             model,
             cache,

@@ -58,7 +58,7 @@ def outputs_until_idle(engine: Engine, store: LocalStore | None = None) -> Itera
                 raise finish.error
         yield output
         if store is not None:
-            store.handle(output)
+            store.handle(output, engine.cache)
         if engine.is_idle:
             return
         if store is not None:

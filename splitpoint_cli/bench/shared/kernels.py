@@ -6,18 +6,19 @@ from collections.abc import Collection
 
 import torch
 
+from splitpoint.options.cpu_kernels import AUTO
 from splitpoint.shapes import DataType
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.profiling.calibration import use_kernels
 
 
 def use_worker_kernels(
-    device: torch.device, data_type: DataType, head_dims: Collection[int]
+    device: torch.device, data_type: DataType, head_dims: Collection[int], *, wish: str = AUTO
 ) -> str:
     """Choose as a worker does, before a model is made; return the choice for the report.
 
-    Empty on a GPU, which has other kernels.
+    `wish`: the worker's `--cpu-kernels`. Empty on a GPU, which has other kernels.
     """
     if device.type != "cpu":
         return ""
-    return str(use_kernels(TORCH_TYPES[data_type], head_dims=head_dims))
+    return str(use_kernels(TORCH_TYPES[data_type], wish, head_dims=head_dims))

@@ -47,25 +47,23 @@ SALT = b""
 
 @dataclass(slots=True)
 class _Chain:
-    """A sequence's last full chunk in the store, and its leases."""
+    """A sequence's last full chunk in the store, its salt and its leases."""
 
+    salt: bytes
     parent_key: bytes
     lease_ids: list[int]
 
 
 class LocalStore:
-    """One arena with one user. Methods belong to the thread that runs the engine.
+    """One arena, and the engines that use it one after the other, in one thread.
 
     Attributes:
         connection: what a match belongs to; its tensors are the mapped arena.
         pinning: how the arena is locked for the device, for people.
     """
 
-    def __init__(
-        self, layout: ArenaLayout, slot_count: int, cache: DeviceCache, device: torch.device
-    ) -> None:
+    def __init__(self, layout: ArenaLayout, slot_count: int, device: torch.device) -> None:
         self.layout = layout
-        self._cache = cache
         self._path = bench_arena_path()
         self._opened = open_or_create_arena(self._path, layout, slot_count)
         arena = self._opened.arena
@@ -89,23 +87,26 @@ class LocalStore:
         self._locked = LockedRanges(self._registrar)
         self.pinning = self._lock() if device.type == "cuda" else "not pinned: no GPU"
 
-    def match(self, key: SequenceKey, token_ids: Sequence[int]) -> Match:
+    def match(self, key: SequenceKey, token_ids: Sequence[int], salt: bytes = SALT) -> Match:
         """Return the longest stored prefix, leased until the sequence is flushed."""
-        found = self._store.match(self._session, SALT, token_ids)
+        found = self._store.match(self._session, salt, token_ids)
         chunks = tuple(_stored(entry) for entry in found.entries)
         # The last token is computed whatever is stored; see Engine.
         full = min(found.cached_tokens, len(token_ids) - 1) // self.layout.chunk_tokens
         parent = chunks[full - 1].key if full else b""
-        self._chains[key] = _Chain(parent, [found.lease_id])
+        self._chains[key] = _Chain(salt, parent, [found.lease_id])
         return Match(self.connection, found.cached_tokens, chunks, found.lease_id)
 
-    def handle(self, output: StepOutput) -> None:
-        """Begin what a step asks of the store; `answers` yields the results."""
+    def handle(self, output: StepOutput, cache: DeviceCache) -> None:
+        """Begin what a step asks of the store; `answers` yields the results.
+
+        `cache`: of the engine that ran the step.
+        """
         if output.lookups:
             raise RuntimeError("a chunk was lost, although nothing else uses this store")
         for key, jobs in output.writes:
             for first in range(0, len(jobs), BATCH_CHUNKS):
-                self._begin(self._write, key, jobs[first : first + BATCH_CHUNKS])
+                self._begin(self._write, cache, key, jobs[first : first + BATCH_CHUNKS])
         for key in output.flushes:
             self._begin(self._flush, key)
 
@@ -142,26 +143,28 @@ class LocalStore:
 
         self._writer.submit(run)
 
-    def _write(self, key: SequenceKey, jobs: Sequence[WriteJob]) -> Command:
-        return ChunksStored(key, jobs[0].chunk_index, self._seal(self._chains[key], jobs))
+    def _write(self, cache: DeviceCache, key: SequenceKey, jobs: Sequence[WriteJob]) -> Command:
+        return ChunksStored(key, jobs[0].chunk_index, self._seal(cache, self._chains[key], jobs))
 
-    def _seal(self, chain: _Chain, jobs: Sequence[WriteJob]) -> tuple[StoredChunk, ...]:
+    def _seal(
+        self, cache: DeviceCache, chain: _Chain, jobs: Sequence[WriteJob]
+    ) -> tuple[StoredChunk, ...]:
         tensors = self.connection.tensors
-        runs = self._store.reserve(self._session, len(jobs), SALT)
+        runs = self._store.reserve(self._session, len(jobs), chain.salt)
         granted = [
             (run.first + index, generation)
             for run in runs
             for index, generation in enumerate(run.generations)
         ]
         slots = [slot for slot, _ in granted]
-        checksums = copy_chunks(self._cache, tensors, jobs, slots)
+        checksums = copy_chunks(cache, tensors, jobs, slots)
         written, parent = [], chain.parent_key
         for job, (slot, generation), checksum in zip(jobs, granted, checksums, strict=True):
             written.append(WrittenChunk(slot, generation, parent, job.token_ids, checksum))
-            parent = chunk_key(self.layout.layout_hash, SALT, parent, job.token_ids)
+            parent = chunk_key(self.layout.layout_hash, chain.salt, parent, job.token_ids)
         outcome = self._store.seal(
             self._session,
-            SALT,
+            chain.salt,
             written,
             self._store.verify(written),
             lease_id=chain.lease_ids[-1],

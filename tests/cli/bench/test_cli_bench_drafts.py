@@ -24,9 +24,9 @@ from splitpoint_cli.bench.offload.drafts_report import (
     drafts_report_of,
     drafts_table_of,
 )
-from splitpoint_cli.bench.offload.passages import beginnings, held_back_files
 from splitpoint_cli.bench.offload.pooled import PooledHeads, pooled_shape
 from splitpoint_cli.bench.offload.report import RESIDENT
+from splitpoint_cli.bench.shared.passages import beginnings, held_back_files
 from worker_service.kernels.choice import in_use, use
 
 SHAPE = ModelShape("By hand", "llama", 1, 8, 4, 4, 2, 16, 128, 512, DataType.FLOAT32)

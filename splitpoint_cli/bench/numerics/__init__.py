@@ -1,0 +1,1 @@
+"""splitpoint bench numerics: one prompt's answer under everything that must not change it."""

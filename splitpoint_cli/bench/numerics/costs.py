@@ -1,0 +1,94 @@
+"""The cost of the compared worker's kernels: a batch decoded with them and with the fast ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from splitpoint.shapes import BUILT_IN_SHAPES, DataType
+from splitpoint_cli.bench.decode.ours import OurWorker
+from splitpoint_cli.bench.decode.prompts import Prompts, random_prompts
+from splitpoint_cli.bench.decode.report import Run
+from splitpoint_cli.bench.decode.report import Workload as DecodeWorkload
+from splitpoint_cli.bench.numerics.report import Cost, NumericsWorkload
+from splitpoint_cli.bench.shared.kernels import use_worker_kernels
+from splitpoint_cli.bench.shared.progress import Progress
+from worker_service.checkpoint.config import DecoderConfig
+from worker_service.device.cache import TORCH_TYPES
+from worker_service.kernels.choice import Choice, in_use, use
+from worker_service.model.decoder import Decoder
+
+BATCHES = (1, 8)
+PROMPT, NEW = 512, 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Contender:
+    """A model and the kernels that it was loaded for; `name` is theirs, empty on a GPU."""
+
+    model: Decoder
+    choice: Choice | None
+    name: str
+
+    def worker(self, decode: DecodeWorkload) -> OurWorker:
+        return OurWorker(self.model, decode)
+
+    def run(self, worker: OurWorker, prompts: Prompts, new: int) -> Run:
+        """Weights keep their layout; attention takes the kernels that are in use."""
+        use(self.choice)
+        return worker.run(prompts, new)
+
+
+def measure_costs(
+    workload: NumericsWorkload, device: torch.device, progress: Progress
+) -> tuple[str, list[Cost]]:
+    """Return the fast kernels, and the runs of each batch; "" and none if no cost is wanted."""
+    if not workload.cost_shape:
+        return "", []
+    before = in_use()
+    contenders = [
+        _contender(workload, wish, device, progress)
+        for wish in (workload.kernels, workload.fast_kernels)
+    ]
+    costs = [_cost(workload, contenders, batch, progress) for batch in BATCHES]
+    use(before)
+    return contenders[1].name, costs
+
+
+def _contender(
+    workload: NumericsWorkload, wish: str, device: torch.device, progress: Progress
+) -> _Contender:
+    data_type = DataType(workload.dtype)
+    shape = replace(BUILT_IN_SHAPES[workload.cost_shape], data_type=data_type)
+    name = use_worker_kernels(device, data_type, [shape.head_dim], wish=wish)
+    progress.say(f"{shape.name}: random weights, {name or 'kernels of a GPU'}")
+    config = DecoderConfig.of_shape(shape)
+    model = Decoder.random(config, workload.seed, device, TORCH_TYPES[data_type])
+    return _Contender(model, in_use(), name)
+
+
+def _cost(
+    workload: NumericsWorkload, contenders: list[_Contender], batch: int, progress: Progress
+) -> Cost:
+    """Time both in turns. Each runs once before, to warm up."""
+    decode = DecodeWorkload(
+        shape=workload.cost_shape,
+        dtype=workload.dtype,
+        batch=batch,
+        prompt=PROMPT,
+        new=NEW,
+        repeats=workload.repeats,
+        device=workload.device,
+        threads=workload.threads,
+        seed=workload.seed,
+    )
+    vocabulary = contenders[0].model.shape.vocabulary_size
+    prompts = random_prompts(vocabulary, batch, PROMPT, workload.seed)
+    workers = [each.worker(decode) for each in contenders]
+    for contender, worker in zip(contenders, workers, strict=True):
+        contender.run(worker, prompts, 2)
+    runs: tuple[list[Run], list[Run]] = ([], [])
+    for number in progress.rounds(f"cost of batch {batch}", (0, 1), workload.repeats):
+        runs[number].append(contenders[number].run(workers[number], prompts, NEW))
+    return Cost(batch, PROMPT, NEW, *runs)

@@ -1,0 +1,110 @@
+"""What `bench numerics` runs: every prompt by the reference and by all variants, and the cost."""
+
+from __future__ import annotations
+
+import random
+from contextlib import closing
+from pathlib import Path
+
+import torch
+
+from splitpoint.checkpoint.text import Tokenizer
+from splitpoint.errors import Internal
+from splitpoint.planning.plan import RestoreMethod
+from splitpoint.shapes import DataType
+from splitpoint_cli.bench.decode.prompts import Prompts, random_prompts
+from splitpoint_cli.bench.numerics.costs import measure_costs
+from splitpoint_cli.bench.numerics.host import NumericsHost
+from splitpoint_cli.bench.numerics.report import (
+    Answer,
+    NumericsResults,
+    NumericsWorkload,
+    VariantResult,
+)
+from splitpoint_cli.bench.numerics.variants import BATCH, REFERENCE, Cached, Split, variants
+from splitpoint_cli.bench.shared.kernels import use_worker_kernels
+from splitpoint_cli.bench.shared.passages import beginnings, held_back_files
+from splitpoint_cli.bench.shared.progress import Progress
+from worker_service.checkpoint.config import DecoderConfig
+from worker_service.device.cache import TORCH_TYPES
+from worker_service.model.decoder import Decoder
+from worker_service.startup import choose_device
+
+LEAST_PROMPT = 8
+
+
+def run_all(workload: NumericsWorkload, progress: Progress) -> NumericsResults:
+    """Compare all variants with the reference, then measure the cost.
+
+    Raises Internal if a variant did not take the way that it names.
+    """
+    device, folder = choose_device(workload.device), Path(workload.model)
+    if device.type == "cpu":
+        torch.set_num_threads(workload.threads)
+    data_type = DataType(workload.dtype)
+    config = DecoderConfig.read(folder, data_type)
+    kernels = use_worker_kernels(device, data_type, [config.shape.head_dim], wish=workload.kernels)
+    progress.say(f"{config.shape.name} in {workload.dtype}: loading weights, cutting prompts")
+    prompts = draw_prompts(workload, folder, config.shape.vocabulary_size)
+    model = Decoder.load(folder, device, TORCH_TYPES[data_type])
+    with closing(NumericsHost(model, workload)) as host:
+        results = compare_all(host, prompts, workload.prompts, progress)
+    fast_kernels, costs = measure_costs(workload, device, progress)
+    return NumericsResults(config.shape.name, kernels, fast_kernels, results, costs)
+
+
+def draw_prompts(workload: NumericsWorkload, folder: Path, vocabulary_size: int) -> Prompts:
+    """Return prompts of LEAST_PROMPT to `workload.prompt` tokens: at least BATCH, so that each one
+    has 15 others. Passages of a text, or random tokens for a checkpoint without a tokenizer."""
+    count = max(workload.prompts, BATCH)
+    if Tokenizer.load(folder) is None:
+        whole = random_prompts(vocabulary_size, count, workload.prompt, workload.seed)
+    else:
+        whole = beginnings(held_back_files(), folder, count, workload.prompt)
+    draw = random.Random(workload.seed)
+    lengths = (draw.randint(LEAST_PROMPT, workload.prompt) for _ in whole)
+    return tuple(each[:length] for each, length in zip(whole, lengths, strict=True))
+
+
+def compare_all(
+    host: NumericsHost, prompts: Prompts, count: int, progress: Progress
+) -> list[VariantResult]:
+    """Return the results of all variants for the first `count` prompts.
+
+    The prompts go in groups through all variants, so that the store needs room for one group.
+    """
+    results = [VariantResult(each) for each in variants(has_activations=host.has_activations)]
+    reference = VariantResult(REFERENCE)
+    groups = [range(first, min(first + BATCH, count)) for first in range(0, count, BATCH)]
+    work = [(group, each) for group in groups for each in (reference, *results)]
+    wanted: dict[int, Answer] = {}
+    for group, result in progress.track("variants of groups of prompts", work):
+        # A smaller group has others in it, whose answers nothing looks at.
+        filled = [index % len(prompts) for index in range(group.start, group.start + BATCH)]
+        is_filled = result is reference or not result.variant.is_alone
+        indices = filled if is_filled else group
+        found = host.run(result.variant, prompts, indices, wanted, result.work)
+        if result is reference:
+            wanted = found
+        for index in group:
+            result.compare(index, len(prompts[index]), found[index], wanted[index])
+    for result in results:
+        check_work(result)
+    return results
+
+
+def check_work(result: VariantResult) -> None:
+    """Raise Internal if a variant's way was not taken."""
+    variant, work = result.variant, result.work
+    needed = {
+        "recomputed": variant.method is RestoreMethod.TOKENS,
+        "loaded": variant.is_warm and not variant.is_streamed and variant.split is not Split.ALL,
+        "rebuilt": variant.split is not Split.NONE and not variant.is_streamed,
+        "streamed_loaded": variant.is_streamed and variant.split is not Split.ALL,
+        "streamed_rebuilt": variant.is_streamed and variant.split is not Split.NONE,
+        "on_device": variant.cached is Cached.ON_DEVICE,
+        "drafted": bool(variant.draft_tokens),
+    }
+    missing = [name for name, is_needed in needed.items() if is_needed and not getattr(work, name)]
+    if missing:
+        raise Internal(f"{variant.name}: nothing was {', '.join(missing)}")
