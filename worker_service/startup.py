@@ -391,8 +391,9 @@ def _divide_memory(
             shape, layout, sizes, **limits, rates=rates, objective=options.weight_objective
         )
         limits["max_batched_tokens"] = grown_prefill(shape, layout, placement, rates, **limits)
-    obstacle = EagerReason.NOT_ASKED if options.is_eager else None
-    obstacle = obstacle or graph_obstacle(device, dtype, shape.head_dim, placement.on_host)
+    obstacle = graph_obstacle(
+        device, dtype, shape.head_dim, placement.on_host, is_asked=not options.is_eager
+    )
     plan = divide(
         shape,
         layout,

@@ -60,6 +60,7 @@ def telemetry_of(worker: LoadedWorker) -> types_pb2.Telemetry:
         store_is_up=worker.store_is_up,
         redis_is_up=None if worker.redis_is_up is None else worker.redis_is_up(),
         link_ceiling_bytes_per_second=None if link is None else link.bytes_per_second,
+        eager_message="" if engine.eager_reason is None else engine.eager_reason.text,
     )
     worker.monitor.fill(telemetry)
     return telemetry

@@ -51,6 +51,7 @@ class Telemetry:
     draft_count: int = 0
     draft_token_count: int = 0
     accepted_token_count: int = 0
+    eager_message: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,6 +177,9 @@ def _print_tables(found: Status) -> None:
     for worker in found.workers:
         if worker.weights:
             out.print(f"worker {escape(worker.id)}: {escape(worker.weights)}")
+        if worker.telemetry is not None and worker.telemetry.eager_message:
+            why = escape(worker.telemetry.eager_message)
+            out.print(f"worker {escape(worker.id)}: decoding steps are no CUDA graphs: {why}")
         if worker.speculation is not None and worker.speculation.methods:
             out.print(f"worker {escape(worker.id)}: {escape(speculation_text(worker))}")
     for store in found.stores:

@@ -170,7 +170,11 @@ class FakeScheduler(
                     emulated_link_bytes_per_second=184e6,
                     weights="[3 of 4] layers on the host",
                     telemetry=types_pb2.Telemetry(
-                        uptime_seconds=9.5, link_in_bytes=1 << 20, split_tokens=0, power_watts=70.5
+                        uptime_seconds=9.5,
+                        link_in_bytes=1 << 20,
+                        split_tokens=0,
+                        power_watts=70.5,
+                        eager_message="a recording failed [see the log]",
                     ),
                     kappa_crit=1.5,
                 ),

@@ -403,6 +403,8 @@ def test_status(script: Script) -> None:
     assert "worker 0 EMULATES a link of 184 MB/s" in done.stdout
     assert "worker 1 EMULATES" not in done.stdout
     assert "worker 0: [3 of 4] layers on the host\n" in done.stdout
+    eager = "worker 0: decoding steps are no CUDA graphs: a recording failed [see the log]\n"
+    assert eager in done.stdout
     assert "worker 1:" not in done.stdout
     assert "warning: worker 1 was lost 2 times, last 8 s ago, and is back" in done.stdout
     assert done.stdout.startswith(f"scheduler {script.address}: ready, serves tiny\n")
@@ -417,7 +419,9 @@ def test_status(script: Script) -> None:
     assert rates == [184e6, None]
     assert answer["queue"]["requests"][0]["waited_seconds"] == 1.5
     assert answer["scheduler"]["completed_count"] == 5
-    assert answer["workers"][0]["telemetry"]["link_in_bytes"] == 1 << 20
+    telemetry = answer["workers"][0]["telemetry"]
+    assert telemetry["link_in_bytes"] == 1 << 20
+    assert telemetry["eager_message"] == "a recording failed [see the log]"
     worst = answer["findings"][0]
     assert set(worst) == {"severity", "what", "why", "do"}
     assert worst["severity"] == "error"

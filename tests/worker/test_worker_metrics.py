@@ -324,6 +324,7 @@ async def test_telemetry_comes_from_an_idle_and_from_a_busy_worker(
         assert not first.HasField("split_tokens")
         assert not first.HasField("link_ceiling_bytes_per_second")
         assert not first.HasField("power_watts")
+        assert first.eager_message == "the device is no GPU"
 
         # Busy: telemetry comes along with the tokens.
         await run.write(admit("long", 400))

@@ -20,14 +20,21 @@ MOST_GRAPH_BYTES = 1 << 30
 
 
 def graph_obstacle(
-    device: torch.device, dtype: torch.dtype, head_dim: int, on_host: OnHost = NOTHING_ON_HOST
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    on_host: OnHost = NOTHING_ON_HOST,
+    *,
+    is_asked: bool = True,
 ) -> EagerReason | None:
-    """Return why a model's decoding steps cannot be recorded; None: they can.
+    """Return why a model's decoding steps are not recorded; None: they are.
 
     On a GPU the first call compiles a kernel, which takes a second or two.
     """
     if device.type != "cuda":
         return EagerReason.NO_GPU
+    if not is_asked:
+        return EagerReason.NOT_ASKED
     if on_host != NOTHING_ON_HOST:
         return EagerReason.WEIGHTS_ON_HOST
     if kernels_of(device) is None:

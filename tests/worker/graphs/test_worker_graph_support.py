@@ -30,7 +30,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_a_gpu_with_all_weights_records_its_steps(gpu: pytest.MonkeyPatch) -> None:
     assert graph_obstacle(GPU, torch.bfloat16, 128) is None
-    assert graph_obstacle(CPU, torch.bfloat16, 128) is EagerReason.NO_GPU
+    assert graph_obstacle(GPU, torch.bfloat16, 128, is_asked=False) is EagerReason.NOT_ASKED
+    for is_asked in (True, False):
+        found = graph_obstacle(CPU, torch.bfloat16, 128, is_asked=is_asked)
+        assert found is EagerReason.NO_GPU
 
 
 @pytest.mark.parametrize("on_host", [OnHost(layers=(3,)), OnHost(table=True), OnHost(head=True)])
