@@ -112,6 +112,8 @@ def _facts_of(worker: ReadyWorker) -> pb.WorkerStatus:
         schedule=info.schedule,
         emulated_link_bytes_per_second=info.emulated_link_bytes_per_second,
         weights=info.weights,
+        numerics=info.numerics,
+        numerics_reason=info.numerics_reason,
         speculation=info.speculation if info.HasField("speculation") else None,
         cache_capacity_bytes=facts.cache_capacity_bytes,
         kvstore_address=facts.kvstore_address,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from scheduler_service.requests.manager import RequestManager
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.checkpoint.text import TooManyTokens
 from splitpoint.errors import Cancelled, DeadlineExceeded, ResourceExhausted
+from splitpoint.numerics import Numerics
 from splitpoint.observe import tracing
 from splitpoint.observe.logs import set_request
 from splitpoint.observe.tracing import Span
@@ -31,6 +32,7 @@ from splitpoint.transport.access import current_caller
 from splitpoint.transport.convert import (
     draft_method_to_proto,
     encoding_to_proto,
+    numerics_to_proto,
     shape_to_proto,
 )
 from splitpoint.transport.limits import MESSAGE_LIMIT_BYTES
@@ -185,6 +187,7 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
             has_activations=any(facts.has_activations for facts in ready),
             chunk_tokens=ready[0].chunk_tokens if ready else 0,
             kv_encoding=encoding_to_proto(_smallest(ready)),
+            numerics=numerics_to_proto(_weakest(ready)),
         )
         methods = {method for facts in ready for method in facts.draft_methods}
         message.draft_methods.extend(draft_method_to_proto(each) for each in sorted(methods))
@@ -200,6 +203,12 @@ def _smallest(workers: Iterable[WorkerFacts]) -> Encoding:
     """Return the encoding with the fewest bytes per token; native if there is no worker."""
     order = list(Encoding)
     return max((worker.encoding for worker in workers), key=order.index, default=Encoding.NATIVE)
+
+
+def _weakest(workers: Sequence[WorkerFacts]) -> Numerics:
+    """Return what holds for an answer of any of the workers; fast if there is no worker."""
+    is_invariant = workers and all(each.numerics is Numerics.INVARIANT for each in workers)
+    return Numerics.INVARIANT if is_invariant else Numerics.FAST
 
 
 @contextmanager

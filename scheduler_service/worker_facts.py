@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from splitpoint.costs.profile import Profile
+from splitpoint.numerics import Numerics
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import Encoding, ModelShape
 from splitpoint.speculation import PLAIN, DraftMethod, Speculation
@@ -45,6 +46,7 @@ class WorkerFacts:
     # What requests get that leave their speculation open, and the methods that it can use.
     speculation: Speculation = PLAIN
     draft_methods: frozenset[DraftMethod] = frozenset()
+    numerics: Numerics = Numerics.FAST
 
     @property
     def capacity_tokens(self) -> int:

@@ -195,7 +195,17 @@ def test_types_are_checked_in_every_folder_of_tests() -> None:
 # it. A package's own modules are at the bottom if they are named here, else at the top.
 LAYERS: dict[str, tuple[str, ...]] = {
     "splitpoint": (
-        *("words", "errors", "extras", "keys", "progress", "shapes", "config", "speculation"),
+        *(
+            "words",
+            "errors",
+            "extras",
+            "keys",
+            "progress",
+            "shapes",
+            "config",
+            "speculation",
+            "numerics",
+        ),
         *("host", "costs", "planning", "residency", "checkpoint", "arena"),
         *("observe", "options", "transport", "discovery", "client"),
     ),
@@ -216,7 +226,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "worker_service": (
         *("checkpoint", "hardware", "lanes", "device", "kernels", "weights", "model", "graphs"),
-        *("store", "pipeline", "drafts", "engine", "speculation", "profiling"),
+        *("store", "pipeline", "drafts", "engine", "speculation", "profiling", "numerics"),
     ),
     "scheduler_service": (
         *("limits", "worker_facts", "options"),

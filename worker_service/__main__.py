@@ -64,6 +64,7 @@ def options_from(arguments: argparse.Namespace, identity: Identity) -> WorkerOpt
         weight_objective=WeightObjective(arguments.weight_objective),
         threads=arguments.threads,
         cpu_kernels=arguments.cpu_kernels,
+        numerics=arguments.numerics,
         chunk_tokens=arguments.chunk_tokens,
         pin_limit_bytes=None if pin is None else parse_size(pin, field="pin-limit"),
         verify_rate=arguments.verify_rate,

@@ -67,6 +67,7 @@ def _of_worker(worker: LoadedWorker) -> Iterable[Reading]:
             worker.device_description,
             engine.lanes.schedule.value,
             worker.weights or "all on the device",
+            worker.numerics.numerics.value,
         ),
     )
     yield Reading(metrics.MODEL_INFO, 1, (engine.model.shape.name,))

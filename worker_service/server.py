@@ -22,6 +22,7 @@ from splitpoint.errors import (
 from splitpoint.transport.convert import (
     draft_method_to_proto,
     layout_to_proto,
+    numerics_to_proto,
     profile_to_proto,
     schedule_to_proto,
     shape_to_proto,
@@ -85,6 +86,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             schedule=schedule_to_proto(lanes.schedule),
             staging_tokens=worker.engine.staging.page_count * worker.engine.chunk_tokens,
             weights=worker.weights,
+            numerics=numerics_to_proto(worker.numerics.numerics),
+            numerics_reason=worker.numerics.reason,
             shares_pages=worker.engine.page_manager.shared is not None,
             speculation=_speculation_message(worker.speculation),
             emulated_link_bytes_per_second=lanes.link.bytes_per_second if lanes.link else 0.0,

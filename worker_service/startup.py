@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,9 @@ from worker_service.lanes.lanes import EmulatedLink, Lanes
 from worker_service.lanes.select import lanes_of
 from worker_service.lanes.timeline import Trace
 from worker_service.model.decoder import Decoder
+from worker_service.numerics.obstacles import obstacle
+from worker_service.numerics.self_check import dependence
+from worker_service.numerics.verdict import NOT_CHECKED, WorkerNumerics, check_wish, decide
 from worker_service.profiling.calibration import use_kernels
 from worker_service.profiling.profiler import measure, measure_rates
 from worker_service.profiling.restore_costs import measure_overheads
@@ -92,6 +96,7 @@ class WorkerOptions:
     weight_objective: WeightObjective = WeightObjective.BALANCED
     threads: int | None = None
     cpu_kernels: str = options.CPU_KERNELS.default
+    numerics: str = options.NUMERICS.default
     chunk_tokens: int = options.CHUNK_TOKENS.default
     pin_limit_bytes: int | None = None
     verify_rate: float = options.VERIFY_RATE.default
@@ -136,6 +141,7 @@ class LoadedWorker:
         weight_lock: page-locks weights on the host for a GPU; closed after the runtime.
         monitor: reads the hardware's counters; stopped at the end.
         speculation: what it drafts by, and for requests that do not say.
+        numerics: what the bits of its results depend on.
         redis_is_up: whether Redis answers; None if the worker does not use it.
     """
 
@@ -150,6 +156,7 @@ class LoadedWorker:
     weight_lock: WeightLock | None
     monitor: DeviceMonitor
     speculation: WorkerSpeculation = NO_DRAFTS
+    numerics: WorkerNumerics = NOT_CHECKED
     redis_is_up: Callable[[], bool] | None = None
 
     @property
@@ -190,7 +197,7 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
             on_failure.push_async_callback(store.close)
             layout = await store.layout()
             await asyncio.to_thread(_check_layout, layout, shape, options.model_folder)
-        kernels_text = ""
+        kernels, kernels_text = None, ""
         if device.type == "cpu":
             kernels = await asyncio.to_thread(
                 use_kernels,
@@ -200,9 +207,19 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
             )
             kernels_text = f", {kernels.text}, {_waiting()}"
         description = _describe(lanes, kernels_text)
+        is_gpu = device.type == "cuda"
+        against = obstacle(
+            options.numerics, is_gpu=is_gpu, encoding=layout.encoding, kernels=kernels
+        )
+        # Before the weights are loaded, which takes long.
+        check_wish(options.numerics, against)
         engine, weights, speculation = await asyncio.to_thread(
             _load_engine, options, shape, layout, lanes
         )
+        numerics = await asyncio.to_thread(
+            decide, options.numerics, obstacle=against, check=partial(dependence, engine.model)
+        )
+        log.info("numerics are %s: %s", numerics.numerics.value, numerics.reason)
         await asyncio.to_thread(_prepare, engine, description, weights, options.trace_file)
         if store is not None:
             await store.start(layout)
@@ -221,6 +238,7 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
         weight_lock=_lock_weights(options, engine),
         monitor=monitor,
         speculation=speculation,
+        numerics=numerics,
     )
 
 

@@ -27,6 +27,7 @@ from splitpoint.transport import channels, statuses
 from splitpoint.transport.convert import (
     draft_method_from_proto,
     layout_from_proto,
+    numerics_from_proto,
     profile_from_proto,
     schedule_from_proto,
     shape_from_proto,
@@ -291,6 +292,7 @@ class WorkerConnection:
             shares_pages=info.shares_pages,
             speculation=speculation_from_proto(info.speculation.defaults, Speculation()),
             draft_methods=frozenset(map(draft_method_from_proto, info.speculation.methods)),
+            numerics=numerics_from_proto(info.numerics),
         )
 
     async def _watch_health(self, channel: grpc.aio.Channel, owner: ConnectionOwner) -> None:

@@ -13,6 +13,7 @@ from scheduler_service.placement.footprint import Grant, NeverFits, footprint_of
 from scheduler_service.prefixes.lookup import FetchSource
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.errors import InvalidArgument
+from splitpoint.numerics import Numerics
 from splitpoint.planning.plan import Objective, Plan, PlanInput, Residency, RestoreMethod
 from splitpoint.planning.planner import plan_request
 from splitpoint.words import counted
@@ -120,7 +121,7 @@ def check_split(split_tokens: int | None, workers: Collection[WorkerFacts]) -> N
 def _plan(
     worker: WorkerFacts, grant: Grant, options: PlanOptions, cached_tokens: int, new_tokens: int
 ) -> Plan:
-    return plan_request(
+    plan = plan_request(
         worker.shape,
         worker.profile,
         PlanInput(
@@ -142,6 +143,19 @@ def _plan(
             encoding=worker.encoding,
         ),
     )
+    return plan if worker.encoding.is_lossy else _with_numerics(plan, worker.numerics)
+
+
+def _with_numerics(plan: Plan, numerics: Numerics) -> Plan:
+    """Return the plan; its reason says how rebuilt rows compare with stored ones, if there are any.
+
+    An invariant worker computes them by the same kernels in the same order.
+    """
+    if not plan.split_tokens and not plan.recomputed_tokens:
+        return plan
+    equal = "equal" if numerics is Numerics.INVARIANT else "may in their last bits differ from"
+    note = f"numerics are {numerics.value}: rebuilt rows {equal} the stored ones"
+    return replace(plan, reason=f"{plan.reason}; {note}")
 
 
 def _with_device_tokens(whole: Plan, part: Plan, device_tokens: int) -> Plan:

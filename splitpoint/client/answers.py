@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2
 from splitpoint.client.telemetry import Telemetry, telemetry_from_proto
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import Internal
+from splitpoint.numerics import Numerics
 from splitpoint.planning.plan import Plan
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import Encoding, ModelShape
@@ -205,6 +206,8 @@ class Model:
     kv_encoding: Encoding = Encoding.NATIVE
     # Methods that a ready worker can draft by.
     draft_methods: tuple[DraftMethod, ...] = ()
+    # Invariant if all its ready workers are.
+    numerics: Numerics = Numerics.FAST
 
 
 def model(message: scheduler_pb2.GetModelResponse) -> Model:
@@ -280,6 +283,7 @@ class Worker:
         kappa_crit: ratio of cached to new tokens above which the link is the limit;
             None if unknown.
         speculation: None if unknown.
+        numerics_reason: why it has these numerics; empty if unknown.
     """
 
     id: str
@@ -301,6 +305,8 @@ class Worker:
     last_lost_seconds_ago: float | None = None
     kappa_crit: float | None = None
     speculation: WorkerSpeculation | None = None
+    numerics: Numerics = Numerics.FAST
+    numerics_reason: str = ""
 
 
 def workers(message: scheduler_pb2.ListWorkersResponse) -> tuple[Worker, ...]:

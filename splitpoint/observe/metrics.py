@@ -241,8 +241,9 @@ STORE_REMOTE_BYTES = _store.counter(
 
 WORKER_INFO = _worker.gauge(
     "worker_info",
-    "Always 1; the worker's name, device, restore schedule and place of the weights.",
-    "worker_id device schedule weights",
+    "Always 1; the worker's name, device, restore schedule, place of the weights, and numerics "
+    "(invariant or fast).",
+    "worker_id device schedule weights numerics",
 )
 WORKER_RUNNING = _worker.gauge("worker_running_requests", "Requests in the engine.")
 WORKER_CACHE_BYTES = _worker.gauge(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from splitpoint.numerics import Numerics
+from splitpoint.options.cpu_kernels import AUTO
 from splitpoint.options.option import RATE, SIZE, Option, Section
 from splitpoint.options.service import ADVERTISE, COMMON
 from splitpoint.options.store import DTYPE
@@ -80,6 +82,14 @@ CPU_KERNELS: Option[str] = Option(
     "Kernels of a CPU worker: auto (measured once per host), flags (by the processor's kind), or "
     "by name, such as decode=products,prefill=sdpa,linear=packed.",
     unit="KERNELS",
+)
+NUMERICS: Option[str] = Option(
+    "numerics",
+    str,
+    AUTO,
+    "Numerics: invariant (the bits of an answer do not depend on other requests, nor on what was "
+    "cached), fast, or auto (invariant where a check at the start confirms it).",
+    choices=(AUTO, *(each.value for each in Numerics)),
 )
 CHUNK_TOKENS: Option[int] = Option(
     "chunk-tokens",
@@ -172,7 +182,17 @@ SECTIONS = (
     *COMMON,
     Section(
         "model and device",
-        (WORKER_ID, MODEL, DEVICE, DTYPE, DEVICE_MEMORY, THREADS, CPU_KERNELS, ENFORCE_EAGER),
+        (
+            WORKER_ID,
+            MODEL,
+            DEVICE,
+            DTYPE,
+            DEVICE_MEMORY,
+            THREADS,
+            CPU_KERNELS,
+            NUMERICS,
+            ENFORCE_EAGER,
+        ),
     ),
     Section(
         "batches",

@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 
 from splitpoint.costs.profile import Profile
 from splitpoint.errors import InvalidArgument
+from splitpoint.numerics import Numerics
 from splitpoint.planning.plan import Objective, Plan, Residency, RestoreMethod
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import ArenaLayout, DataType, Encoding, ModelShape
@@ -71,6 +72,7 @@ _RESIDENCY = _Enumeration(Residency, pb.Residency, "residency")
 _METHOD = _Enumeration(RestoreMethod, pb.RestoreMethod, "method")
 _SCHEDULE = _Enumeration(Schedule, pb.Schedule, "schedule", Schedule.SERIAL)
 _OBJECTIVE = _Enumeration(Objective, pb.Objective, "objective", Objective.LATENCY)
+_NUMERICS = _Enumeration(Numerics, pb.Numerics, "numerics", Numerics.FAST)
 _DRAFT_METHOD = _Enumeration(DraftMethod, pb.DraftMethod, "method", DraftMethod.OFF)
 # By the name of the enumeration on the wire.
 _ENUMERATIONS: dict[str, _Enumeration[Any, Any]] = {
@@ -81,6 +83,7 @@ _ENUMERATIONS: dict[str, _Enumeration[Any, Any]] = {
     "Schedule": _SCHEDULE,
     "Objective": _OBJECTIVE,
     "DraftMethod": _DRAFT_METHOD,
+    "Numerics": _NUMERICS,
 }
 
 data_type_from_proto = _DATA_TYPE.from_proto
@@ -89,6 +92,7 @@ residency_to_proto, residency_from_proto = _RESIDENCY.to_proto, _RESIDENCY.from_
 method_to_proto, method_from_proto = _METHOD.to_proto, _METHOD.from_proto
 schedule_to_proto, schedule_from_proto = _SCHEDULE.to_proto, _SCHEDULE.from_proto
 objective_to_proto, objective_from_proto = _OBJECTIVE.to_proto, _OBJECTIVE.from_proto
+numerics_to_proto, numerics_from_proto = _NUMERICS.to_proto, _NUMERICS.from_proto
 draft_method_to_proto = _DRAFT_METHOD.to_proto
 draft_method_from_proto = _DRAFT_METHOD.from_proto
 

@@ -99,6 +99,7 @@ def status_json(found: Status) -> dict[str, object]:
                 "kv_encoding": model.kv_encoding.value,
                 "chunk_tokens": model.chunk_tokens,
                 "draft_methods": list(model.draft_methods),
+                "numerics": model.numerics.value,
             }
             for model in found.models
         ],
@@ -182,6 +183,8 @@ def _print_tables(found: Status) -> None:
             out.print(f"worker {escape(worker.id)}: decoding steps are no CUDA graphs: {why}")
         if worker.speculation is not None and worker.speculation.methods:
             out.print(f"worker {escape(worker.id)}: {escape(speculation_text(worker))}")
+        if worker.numerics_reason:
+            out.print(f"worker {escape(worker.id)}: {escape(numerics_text(worker))}")
     for store in found.stores:
         out.print(_store_line(store))
         if store.stats is not None:
@@ -201,6 +204,11 @@ def _cache_cell(worker: Worker) -> str:
     charged, capacity = worker.cache_charged_bytes, worker.cache_capacity_bytes
     over = ", overcommitted" if charged > capacity else ""
     return f"{format_size(charged)} of {format_size(capacity)}{over}"
+
+
+def numerics_text(worker: Worker) -> str:
+    """Return the numerics of a worker, and why it has these."""
+    return f"numerics {worker.numerics.value}: {worker.numerics_reason}"
 
 
 def speculation_text(worker: Worker) -> str:

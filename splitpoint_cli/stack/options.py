@@ -148,6 +148,7 @@ class StackOptions:
     device_memory: str | None = of(worker.DEVICE_MEMORY, _LIMITS)
     threads: int | None = of(worker.THREADS, _LIMITS)
     cpu_kernels: str = of(worker.CPU_KERNELS, _LIMITS)
+    numerics: str = of(worker.NUMERICS, _LIMITS)
     max_batched_tokens: int = of(worker.MAX_BATCHED_TOKENS, _LIMITS)
     max_batch: int = of(worker.MAX_BATCH, _LIMITS)
     weight_objective: str = of(worker.WEIGHT_OBJECTIVE, _LIMITS)

@@ -239,6 +239,7 @@ _WORKER: tuple[Option[object], ...] = (
     worker.MAX_BATCHED_TOKENS,
     worker.WEIGHT_OBJECTIVE,
     worker.CPU_KERNELS,
+    worker.NUMERICS,
     worker.PIN_LIMIT,
     worker.VERIFY_RATE,
     worker.NO_DEVICE_PREFIX_CACHE,

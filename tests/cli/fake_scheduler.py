@@ -169,6 +169,8 @@ class FakeScheduler(
                     schedule=types_pb2.SCHEDULE_PIPELINED,
                     emulated_link_bytes_per_second=184e6,
                     weights="[3 of 4] layers on the host",
+                    numerics=types_pb2.NUMERICS_INVARIANT,
+                    numerics_reason="no operator [of 21] depends on what is beside a row",
                     telemetry=types_pb2.Telemetry(
                         uptime_seconds=9.5,
                         link_in_bytes=1 << 20,

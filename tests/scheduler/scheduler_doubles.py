@@ -152,6 +152,8 @@ class WorkerDouble(worker_pb2_grpc.WorkerServiceServicer):
         )
         self.reject_info: SplitpointError | None = None
         self.speculation: types_pb2.Speculation | None = None
+        self.numerics = types_pb2.NUMERICS_UNSPECIFIED
+        self.numerics_reason = ""
         self.admits: list[worker_pb2.AdmitCommand] = []
         self.cancels: list[tuple[str, int]] = []
         self.pauses: list[str] = []
@@ -217,6 +219,8 @@ class WorkerDouble(worker_pb2_grpc.WorkerServiceServicer):
             staging_tokens=8 * CHUNK_TOKENS,
             shares_pages=True,
             speculation=self.speculation,
+            numerics=self.numerics,
+            numerics_reason=self.numerics_reason,
         )
 
     async def Run(self, requests: Any, context: Any) -> AsyncIterator[worker_pb2.RunResponse]:

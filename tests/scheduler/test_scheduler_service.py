@@ -497,6 +497,27 @@ async def test_the_same_request_id_attaches_or_is_taken() -> None:
         assert len(worker.admits) == 1
 
 
+async def test_status_and_models_show_what_the_bits_of_answers_depend_on() -> None:
+    """A model's answers are as invariant as the weakest of its workers."""
+    first, second = WorkerDouble("0"), WorkerDouble("1")
+    first.numerics, first.numerics_reason = types_pb2.NUMERICS_INVARIANT, "nothing depends"
+    second.numerics_reason = "the product up differs"
+    async with stack(first, second) as running:
+        model = (await running.inference.GetModel(scheduler_pb2.GetModelRequest())).model
+        assert model.numerics == types_pb2.NUMERICS_UNSPECIFIED
+        listed = await running.admin.ListWorkers(scheduler_pb2.ListWorkersRequest())
+        assert {
+            each.worker_id: (each.numerics, each.numerics_reason) for each in listed.workers
+        } == {
+            "0": (types_pb2.NUMERICS_INVARIANT, "nothing depends"),
+            "1": (types_pb2.NUMERICS_UNSPECIFIED, "the product up differs"),
+        }
+        await second.kill()
+        await running.until(lambda: len(running.manager.registry.ready()) == 1)
+        model = (await running.inference.GetModel(scheduler_pb2.GetModelRequest())).model
+        assert model.numerics == types_pb2.NUMERICS_INVARIANT
+
+
 async def test_models_tokens_workers_and_plans() -> None:
     store = StoreDouble()
     worker = WorkerDouble(capacity_pages=4, kvstore_address=await store.start())

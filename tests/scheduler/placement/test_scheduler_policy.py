@@ -20,6 +20,7 @@ from scheduler_service.placement.routing import Candidate, choose_worker
 from scheduler_service.worker_facts import WorkerFacts
 from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.errors import InvalidArgument
+from splitpoint.numerics import Numerics
 from splitpoint.planning.plan import Plan, Residency, RestoreMethod
 from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import BUILT_IN_SHAPES, Encoding
@@ -609,6 +610,11 @@ def test_plans_follow_the_workers_schedule_staging_and_encoding() -> None:
     assert plan.split_tokens % 64 == 0 or plan.split_tokens == 1900
     assert 0 < plan.tile_tokens <= 512
     assert plan.predicted_restore_seconds < 0.6 * serial.predicted_restore_seconds
+    assert "numerics are fast: rebuilt rows may in their last bits differ" in plan.reason
+    invariant = replace(facts, numerics=Numerics.INVARIANT)
+    exact = planned(invariant, token_count=2000, cached_tokens=1900)
+    assert "numerics are invariant: rebuilt rows equal the stored ones" in exact.reason
+    assert exact.split_tokens == plan.split_tokens > 0
     int8_worker = replace(facts, encoding=Encoding.INT8)
     int8 = planned(int8_worker, token_count=2000, cached_tokens=1900)
     assert int8.predicted_load_seconds < 0.53 * plan.predicted_load_seconds
@@ -616,6 +622,7 @@ def test_plans_follow_the_workers_schedule_staging_and_encoding() -> None:
     # A resident request reads the store only at its start, and nothing is cached.
     cold = planned(int8_worker, token_count=2000, cached_tokens=0)
     assert "approximate" not in cold.reason
+    assert "numerics" not in cold.reason
     # Four pieces of prefill have four overheads.
     long = replace(facts, max_batched_tokens=25)
     pieces = planned(long, token_count=2000, cached_tokens=1900)

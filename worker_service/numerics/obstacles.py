@@ -1,0 +1,32 @@
+"""What stands against invariant numerics before any row is computed."""
+
+from __future__ import annotations
+
+from splitpoint.numerics import Numerics
+from splitpoint.shapes import Encoding
+from worker_service.kernels.choice import Choice
+
+FUSED = "fused"
+
+
+def obstacle(wish: str, *, is_gpu: bool, encoding: Encoding, kernels: Choice | None) -> str | None:
+    """Return why numerics cannot be invariant, in words; None if a check has to say.
+
+    Args:
+        wish: the value of `--numerics`.
+        encoding: of what the worker reads from its store.
+        kernels: of a CPU; None on a GPU.
+    """
+    if encoding.is_lossy:
+        return f"the store keeps {encoding.value}, so what is reused differs from what was computed"
+    if is_gpu:
+        return None if wish == Numerics.INVARIANT else "a GPU is checked only if it is asked for"
+    if kernels is None:
+        return "no kernels were chosen"
+    for purpose, kernel in (("decode", kernels.decode), ("prefill", kernels.prefill)):
+        if kernel.value != FUSED:
+            return (
+                f"{purpose} attention by {kernel.value} adds in an order of its own "
+                f"(--cpu-kernels {purpose}={FUSED})"
+            )
+    return None
