@@ -51,7 +51,13 @@ def multiply(
     """Return `[N, out]` for rows `[N, in]` and the panels of a matrix `[out, in]` (`packed`).
 
     Sums are fp32; the result, with bias and operation, is rounded once. `other`: `[N, out]`.
+    Raises ValueError unless all have one type, and as many elements as the shapes say.
     """
+    given = [rows, *(each for each in (panels, bias, other) if each is not None)]
+    if len({each.dtype for each in given}) > 1 or panels.nbytes != packed_bytes(
+        out_features, rows.shape[1], rows.dtype
+    ):
+        raise ValueError(f"panels of {panels.dtype} are not those of rows {tuple(rows.shape)}")
     if rows.stride(-1) != 1:
         rows = rows.contiguous()
     if other is not None and other.stride(-1) != 1:

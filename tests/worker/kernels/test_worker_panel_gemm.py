@@ -119,6 +119,19 @@ def test_rows_may_be_any_view() -> None:
         torch.testing.assert_close(multiply(rows, packed(weight), 16), expected)
 
 
+def test_another_type_or_shape_is_refused() -> None:
+    panels, rows = packed(torch.ones(16, 6)), torch.ones(2, 6)
+    for wrong in (
+        {"rows": rows.half()},
+        {"rows": torch.ones(2, 7)},
+        {"out_features": 40},
+        {"bias": torch.ones(16).bfloat16()},
+        {"other": torch.ones(2, 16).double()},
+    ):
+        with pytest.raises(ValueError, match="are not those of rows"):
+            multiply(**{"rows": rows, "panels": panels, "out_features": 16, **wrong})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_a_linear_layer_uses_panels(dtype: torch.dtype) -> None:
     weight, rows = drawn(20, 12, dtype=dtype), drawn(3, 12, dtype=dtype, seed=1)
