@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 
 from splitpoint.checkpoint.config import read_shape
@@ -29,15 +30,30 @@ def parse_dtype(text: str) -> DataType | None:
         ) from None
 
 
+@dataclass(frozen=True, slots=True)
+class NamedModel:
+    """A model that a command names: its shape, and its folder if it is a checkpoint."""
+
+    shape: ModelShape
+    folder: Path | None = None
+
+
 def find_shape(model: str, dtype: str = "auto") -> ModelShape:
-    """Return a built-in shape by name, else the shape of a checkpoint on this machine.
+    """Return the shape of `find_named`."""
+    return find_named(model, dtype).shape
+
+
+def find_named(model: str, dtype: str = "auto") -> NamedModel:
+    """Return a built-in shape by name, else a checkpoint on this machine.
 
     Raises NotFound if `model` is neither, InvalidArgument for a folder that is no checkpoint.
     """
     data_type = parse_dtype(dtype)
     built_in = BUILT_IN_SHAPES.get(model.lower())
     if built_in is not None:
-        return built_in if data_type is None else dataclasses.replace(built_in, data_type=data_type)
+        if data_type is not None:
+            built_in = dataclasses.replace(built_in, data_type=data_type)
+        return NamedModel(built_in)
     try:
         folder = resolve_model(model, download=False)
     except (NotFound, InvalidArgument) as error:
@@ -46,4 +62,20 @@ def find_shape(model: str, dtype: str = "auto") -> ModelShape:
         raise NotFound(
             f"{error.message}, nor one of the built-in shapes: {', '.join(BUILT_IN_SHAPES)}"
         ) from error
-    return read_shape(folder, data_type=data_type)
+    return NamedModel(read_shape(folder, data_type=data_type), folder)
+
+
+def find_draft(
+    model: str, served_folder: Path, served: ModelShape, *, download: bool = True
+) -> tuple[Path, ModelShape]:
+    """Return the folder of a draft model, and its shape in the served model's element type.
+
+    Raises InvalidArgument (no checkpoint, another vocabulary), and the errors of
+    `resolve_model`.
+    """
+    from splitpoint.checkpoint.vocabulary import check_vocabulary  # loads the tokenizers library
+
+    folder = resolve_model(model, download=download)
+    shape = read_shape(folder, data_type=served.data_type)
+    check_vocabulary(folder, shape, served_folder, served)
+    return folder, shape

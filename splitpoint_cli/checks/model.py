@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from splitpoint import config
@@ -15,8 +15,9 @@ from splitpoint.checkpoint.tensors import read_header
 from splitpoint.config import format_size
 from splitpoint.errors import InvalidArgument, NotFound, SplitpointError
 from splitpoint.shapes import ModelShape
+from splitpoint.words import counted
 from splitpoint_cli.checks.finding import Finding, Verdict, one_line
-from splitpoint_cli.models import model_shape
+from splitpoint_cli.models import find_draft, model_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +50,44 @@ def find_model(text: str | None, dtype: str) -> FoundModel:
     return FoundModel(Finding(name, Verdict.OK, found), folder, shape)
 
 
-def _to_be_downloaded(text: str) -> Finding:
+def find_draft_model(text: str, served: FoundModel) -> FoundModel:
+    """Return folder and shape of a draft model that fits the served one, as far as present.
+
+    Nothing is compared with a served model that is absent or of an unknown family.
+    """
+    name = "draft model"
+    if served.folder is None or served.shape is None:
+        return FoundModel(Finding(name, Verdict.NOTE, f"{text}: there is no model to compare with"))
+    try:
+        folder, shape = find_draft(text, served.folder, served.shape, download=False)
+    except NotFound:
+        return FoundModel(_to_be_downloaded(text, name))
+    except SplitpointError as error:
+        field = error.field if isinstance(error, InvalidArgument) else ""
+        advice = (
+            "Choose a draft model of the same vocabulary, or leave --draft-model out"
+            if field == "draft_model"
+            else _advice(error, text)
+        )
+        return FoundModel(Finding(name, Verdict.PROBLEM, error.message, advice))
+    weights = check_weights(folder)
+    if weights.verdict is not Verdict.OK:
+        return FoundModel(replace(weights, name=name), folder, shape)
+    found = (
+        f"{shape.name}: {counted(shape.layer_count, 'layer')}, "
+        f"{format_size(shape.weight_bytes)} of weights, vocabulary of the model"
+    )
+    return FoundModel(Finding(name, Verdict.OK, found), folder, shape)
+
+
+def _to_be_downloaded(text: str, name: str = "model") -> Finding:
     # The hub's own folder, wherever its variables put it; it may not be there yet.
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache/huggingface")
     while not home.exists():
         home = home.parent
     free = format_size(shutil.disk_usage(home).free)
     return Finding(
-        "model",
+        name,
         Verdict.NOTE,
         f"{text} is not on this host: `splitpoint up` downloads it; {free} are free for it",
         f"Download it beforehand: hf download {text.partition('@')[0]}",
@@ -130,9 +161,9 @@ def check_tokenizer(folder: Path, vocabulary_size: int) -> Finding:
 
 
 def check_device_memory(
-    shape: ModelShape, wish: str | None, gpu_bytes: tuple[int, ...]
+    weights: int, wish: str | None, gpu_bytes: tuple[int, ...]
 ) -> Iterator[Finding]:
-    """Compare the weights with the smallest GPU's memory, or with --device-memory."""
+    """Compare bytes of weights with the smallest GPU's memory, or with --device-memory."""
     name = "device memory"
     most = min(gpu_bytes, default=None)
     budget = most if wish is None else config.parse_size(wish, field="device_memory")
@@ -145,11 +176,11 @@ def check_device_memory(
             f"{format_size(budget)} are asked for, a GPU has {format_size(most)}",
             f"Ask for less: --device-memory {most * 9 // 10 >> 20}MiB, or leave it out",
         )
-    elif shape.weight_bytes > budget:
+    elif weights > budget:
         yield Finding(
             name,
             Verdict.WARNING,
-            f"{format_size(shape.weight_bytes)} of weights, {format_size(budget)} for them and "
+            f"{format_size(weights)} of weights, {format_size(budget)} for them and "
             "the cache: some layers come over the link in every step (docs/weights.md)",
             "See what a step costs: splitpoint plan --model DIR --device-memory SIZE",
         )
@@ -157,5 +188,5 @@ def check_device_memory(
         yield Finding(
             name,
             Verdict.OK,
-            f"{format_size(budget)}, {format_size(budget - shape.weight_bytes)} beside the weights",
+            f"{format_size(budget)}, {format_size(budget - weights)} beside the weights",
         )

@@ -6,6 +6,7 @@ import os
 import resource
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from splitpoint.host.compiler import compiler
 from splitpoint.host.memory import available_cores, memory_facts
 from splitpoint.host.processor import instruction_sets
 from splitpoint.options import store
+from splitpoint.options.speculation import read_speculative_config
 from splitpoint.shapes import ArenaLayout, ModelShape
 from splitpoint_cli.checks import (
     gpu,
@@ -94,9 +96,19 @@ def _stack(options: DoctorOptions, own: own_stack.OwnStack | None) -> Iterator[C
     yield Check("model", lambda: found)
     if not isinstance(known, Finding) and known.folder is not None:
         yield from _checkpoint(known.folder, shape)
+    draft = attempt("speculation", lambda: _draft_model(options, known))
+    draft_bytes = 0
+    if isinstance(draft, Finding):
+        wrong_options = replace(draft, advice="See `splitpoint up --help` and docs/speculation.md")
+        yield Check("speculation", lambda: wrong_options)
+    elif draft is not None:
+        of_draft = draft.finding
+        yield Check("draft model", lambda: of_draft)
+        draft_bytes = 0 if draft.shape is None else draft.shape.weight_bytes
     if shape is not None:
-        yield Check("device memory", lambda: _device_memory(options, shape, driver))
-    yield Check("memory", lambda: _memory(options, shape, has_gpu=has_gpu, own=own))
+        weights = shape.weight_bytes + draft_bytes
+        yield Check("device memory", lambda: _device_memory(options, weights, driver))
+    yield Check("memory", lambda: _memory(options, shape, draft_bytes, has_gpu=has_gpu, own=own))
     yield Check("huge pages", lambda: memory.check_huge_pages(options.huge_pages, options.places))
     yield Check(
         "arenas",
@@ -113,16 +125,29 @@ def _checkpoint(folder: Path, shape: ModelShape | None) -> Iterator[Check]:
         yield Check("tokenizer", lambda: model.check_tokenizer(folder, shape.vocabulary_size))
 
 
+def _draft_model(
+    options: DoctorOptions, served: model.FoundModel | Finding
+) -> model.FoundModel | None:
+    """Return the draft model; None if there is none. Raises InvalidArgument (options)."""
+    wanted = read_speculative_config(options.speculative_config, options.draft_model)
+    if wanted is None or wanted.model is None:
+        return None
+    if isinstance(served, Finding):
+        served = model.FoundModel(served)
+    return model.find_draft_model(wanted.model, served)
+
+
 def _device_memory(
-    options: DoctorOptions, shape: ModelShape, driver: gpu_facts.Driver
+    options: DoctorOptions, weights: int, driver: gpu_facts.Driver
 ) -> Iterator[Finding]:
     sizes = tuple(found.memory_bytes for found in driver.gpus if found.memory_bytes is not None)
-    return model.check_device_memory(shape, options.device_memory, sizes)
+    return model.check_device_memory(weights, options.device_memory, sizes)
 
 
 def _memory(
     options: DoctorOptions,
     shape: ModelShape | None,
+    draft_bytes: int,
     *,
     has_gpu: bool,
     own: own_stack.OwnStack | None,
@@ -151,7 +176,7 @@ def _memory(
     weights = (
         0
         if shape is None or has_gpu or own is not None
-        else shape.weight_bytes * (options.workers or 1)
+        else (shape.weight_bytes + draft_bytes) * (options.workers or 1)
     )
     facts = memory_facts(options.places.proc, options.places.sys / "fs/cgroup")
     yield memory.check_memory(facts, max(0, size - there), weights)

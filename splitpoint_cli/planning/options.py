@@ -187,8 +187,13 @@ _STREAMED: Option[int | None] = Option(
 _SPECULATIVE: Option[str | None] = replace(
     worker.SPECULATIVE_CONFIG,
     help="The workers' --speculative-config: room for checking drafts, and for windows of self "
-    "drafts, is then left out of the cache. A draft model's memory is not known here: subtract "
-    "it from --device-memory.",
+    "drafts, is then left out of the cache.",
+)
+_DRAFT_MODEL: Option[str | None] = replace(
+    worker.DRAFT_MODEL,
+    unit="DIR|SHAPE",
+    help="The workers' --draft-model, a checkpoint or shape as for --model: its weights, workspace "
+    "and cache are taken from the device's memory first; absent: none.",
 )
 
 
@@ -210,4 +215,5 @@ class SizeOptions:
     max_batched_tokens: int = of(worker.MAX_BATCHED_TOKENS)
     chunk_tokens: int = of(store.CHUNK_TOKENS)
     speculative_config: str | None = of(_SPECULATIVE)
+    draft_model: str | None = of(_DRAFT_MODEL)
     dtype: str = of(store.DTYPE)

@@ -15,11 +15,10 @@ from splitpoint.config import format_size, parse_size
 from splitpoint.costs.page_choice import LEAST_PIECE
 from splitpoint.costs.profile import BUILT_IN_PROFILES, load_profile
 from splitpoint.errors import InvalidArgument
-from splitpoint.options.speculation import FIELD, read_speculative_config
+from splitpoint.options.speculation import SpeculativeConfig, read_speculative_config
 from splitpoint.shapes import Encoding, ModelShape
-from splitpoint.speculation import DraftMethod
 from splitpoint.words import counted
-from splitpoint_cli.models import find_shape
+from splitpoint_cli.models import NamedModel, find_named
 from splitpoint_cli.options import takes_options
 from splitpoint_cli.output import EXIT_HELP, seconds_text
 from splitpoint_cli.planning.options import SizeOptions
@@ -43,8 +42,8 @@ def size(
     if examples:
         print(examples_table())
         return
-    shape = find_shape(options.model, options.dtype)
-    node = _node(options)
+    served = find_named(options.model, options.dtype)
+    shape, node = served.shape, _node(options, served)
     load = Load(options.tokens, options.new, options.max_tokens)
     found = size_up(shape, node, load)
     streamed = _streamed_count(found, options.streamed)
@@ -76,7 +75,8 @@ def size(
 size.__doc__ = f"{size.__doc__}\n\n{EXIT_HELP}"
 
 
-def _node(options: SizeOptions) -> Node:
+def _node(options: SizeOptions, served: NamedModel) -> Node:
+    config = read_speculative_config(options.speculative_config, options.draft_model)
     return Node(
         load_profile(options.profile),
         _device_memory(options.device_memory, options.profile),
@@ -85,22 +85,29 @@ def _node(options: SizeOptions) -> Node:
         chunk_tokens=options.chunk_tokens,
         encoding=Encoding(options.kv_encoding),
         step_compute_seconds=None if options.step_ms is None else options.step_ms / 1e3,
-        drafts=_drafts(options.speculative_config),
+        drafts=None if config is None else config.defaults.method,
+        draft_shape=_draft_shape(config, served),
     )
 
 
-def _drafts(text: str | None) -> DraftMethod | None:
-    """Return the workers' own method; None if they draft nothing. Raises InvalidArgument."""
-    config = read_speculative_config(text)
-    if config is None:
+def _draft_shape(config: SpeculativeConfig | None, served: NamedModel) -> ModelShape | None:
+    """Return the draft model's shape; None if there is none.
+
+    Raises InvalidArgument for another vocabulary; of built-in shapes only the sizes are known.
+    """
+    if config is None or config.model is None:
         return None
-    if config.model is not None:
-        raise InvalidArgument(
-            "--speculative-config: the memory of a draft model is not known here: subtract it from "
-            "--device-memory, and leave 'model' out",
-            field=FIELD,
-        )
-    return config.defaults.method
+    from splitpoint.checkpoint.vocabulary import (  # loads the tokenizers library
+        check_vocabulary,
+        check_vocabulary_size,
+    )
+
+    draft = find_named(config.model, served.shape.data_type.value)
+    if draft.folder is not None and served.folder is not None:
+        check_vocabulary(draft.folder, draft.shape, served.folder, served.shape)
+    else:
+        check_vocabulary_size(config.model, draft.shape, served.shape)
+    return draft.shape
 
 
 def _device_memory(text: str | None, profile: str) -> int:
@@ -130,13 +137,26 @@ def _streamed_count(found: Sizing, wanted: int | None) -> int:
     return wanted
 
 
+def _draft_words(node: Node, found: Sizing) -> str:
+    """Return what the draft model takes of the device; empty if there is none."""
+    draft = found.draft
+    if draft is None or node.draft_shape is None:
+        return ""
+    cache = counted(draft.page_count * node.chunk_tokens, "token")
+    return (
+        f"draft model {node.draft_shape.name} {format_size(draft.budget_bytes)} (weights "
+        f"{format_size(draft.weight_bytes)}, cache of {cache}), "
+    )
+
+
 def _rows(shape: ModelShape, node: Node, load: Load, found: Sizing) -> Iterator[tuple[str, str]]:
     memory = found.memory
     yield "model", f"{shape.name}, {shape.data_type.value}, {counted(shape.layer_count, 'layer')}"
     yield "costs", node.profile.description or "from a file"
     yield (
         "device",
-        f"{format_size(memory.budget_bytes)}: weights {format_size(memory.weight_bytes)}, "
+        f"{format_size(node.device_memory_bytes)}: {_draft_words(node, found)}weights "
+        f"{format_size(memory.weight_bytes)}, "
         f"workspace {format_size(memory.workspace_bytes)}, cache "
         f"{format_size(memory.cache_capacity_bytes)} "
         f"({counted(found.cached_tokens_in_memory, 'token')})",

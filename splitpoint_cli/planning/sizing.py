@@ -18,6 +18,7 @@ from splitpoint.planning.weight_step import with_weights
 from splitpoint.shapes import ArenaLayout, Encoding, ModelShape, chunks_of
 from splitpoint.speculation import STEP_DRAFT_TOKENS, DraftMethod
 from splitpoint.words import counted
+from worker_service.device.draft_memory import draft_memory
 from worker_service.device.memory import (
     MemoryPlan,
     divide,
@@ -70,6 +71,8 @@ class Node:
     step_compute_seconds: float | None = None
     # The own method of workers with --speculative-config, OFF included; None: without it.
     drafts: DraftMethod | None = None
+    # The draft model's; None: there is none.
+    draft_shape: ModelShape | None = None
 
     @property
     def draft_tokens(self) -> int:
@@ -87,6 +90,7 @@ class Sizing:
     """The answers. Bytes and seconds; `*_count` are requests at once.
 
     Attributes:
+        memory: the served model's part; `draft`: the draft model's, None if there is none.
         cached_tokens_in_memory: tokens of cache that all of the device's cache holds.
         resident_count: with the whole cache on the device.
         streamed_count: with the cache on the host, as far as the device's pages and the
@@ -111,6 +115,7 @@ class Sizing:
     restore: Plan
     step_seconds: float
     lone_step_seconds: float
+    draft: MemoryPlan | None = None
 
 
 def size_up(shape: ModelShape, node: Node, load: Load) -> Sizing:
@@ -145,17 +150,22 @@ def size_up(shape: ModelShape, node: Node, load: Load) -> Sizing:
         restore=ask.restore(load, resident_bytes),
         step_seconds=ask.step(streamed_count, load.token_count),
         lone_step_seconds=ask.step(1, load.token_count),
+        draft=worker.draft,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Divided:
-    """A worker's memory, and its profile with the weights that it keeps on the host."""
+    """A worker's memory, and its profile with the weights that it keeps on the host.
+
+    `memory` is the served model's, `draft` the draft model's; None: there is none.
+    """
 
     layout: ArenaLayout
     memory: MemoryPlan
     placement: WeightPlacement
     profile: Profile
+    draft: MemoryPlan | None = None
 
 
 def divided(shape: ModelShape, node: Node, *, has_activations: bool) -> Divided:
@@ -167,12 +177,14 @@ def divided(shape: ModelShape, node: Node, *, has_activations: bool) -> Divided:
         encoding=node.encoding,
     )
     sizes = WeightSizes.of(shape)
-    staging = staging_pages_on_gpu(shape, layout, node.device_memory_bytes)
+    draft = _draft_memory(shape, node)
+    budget = node.device_memory_bytes - (0 if draft is None else draft.budget_bytes)
+    staging = staging_pages_on_gpu(shape, layout, budget)
     placement = place(
         shape,
         layout,
         sizes,
-        budget_bytes=node.device_memory_bytes,
+        budget_bytes=budget,
         max_batch_size=node.max_batch,
         max_batched_tokens=node.max_batched_tokens,
         staging_pages=staging,
@@ -181,7 +193,7 @@ def divided(shape: ModelShape, node: Node, *, has_activations: bool) -> Divided:
     memory = divide(
         shape,
         layout,
-        budget_bytes=node.device_memory_bytes,
+        budget_bytes=budget,
         weight_bytes=placement.device_bytes,
         max_batch_size=node.max_batch,
         max_batched_tokens=node.max_batched_tokens,
@@ -189,7 +201,23 @@ def divided(shape: ModelShape, node: Node, *, has_activations: bool) -> Divided:
         draft_tokens=node.draft_tokens,
         window_pages=draft_window_pages(shape, node.chunk_tokens) if node.drafts_itself else 0,
     )
-    return Divided(layout, memory, placement, with_weights(node.profile, sizes, placement))
+    profile = with_weights(node.profile, sizes, placement)
+    return Divided(layout, memory, placement, profile, draft)
+
+
+def _draft_memory(served: ModelShape, node: Node) -> MemoryPlan | None:
+    """Return what the draft model takes of the device; None if there is none."""
+    if node.draft_shape is None:
+        return None
+    return draft_memory(
+        node.draft_shape,
+        served,
+        weight_bytes=WeightSizes.of(node.draft_shape).total,
+        chunk_tokens=node.chunk_tokens,
+        budget_bytes=node.device_memory_bytes,
+        max_batch_size=node.max_batch,
+        max_batched_tokens=node.max_batched_tokens,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,14 +25,14 @@ from splitpoint.observe.tracing import collector_url
 from splitpoint.options import scheduler, service, store, worker
 from splitpoint.options.cpu_kernels import check_cpu_kernels
 from splitpoint.options.option import Option
-from splitpoint.options.speculation import read_speculative_config
+from splitpoint.options.speculation import SpeculativeConfig, read_speculative_config
 from splitpoint.shapes import ModelShape
 from splitpoint.transport.access import read_tokens
 from splitpoint.transport.tls import Identity, read_identity
 from splitpoint_cli.checks.ports import metrics_addresses
 from splitpoint_cli.devices import choose_devices, default_threads, worker_spin_count
 from splitpoint_cli.files import check_output
-from splitpoint_cli.models import model_shape
+from splitpoint_cli.models import find_draft, model_shape
 from splitpoint_cli.options import arguments_of, check_options
 from splitpoint_cli.page_tokens import choose_pages, page_tokens_of
 from splitpoint_cli.stack.child import ServiceCommand, child_environment
@@ -52,6 +52,8 @@ class Stack:
     model: Path
     name: str
     shape: ModelShape
+    # The draft model's folder and shape; None: there is none.
+    draft: tuple[Path, ModelShape] | None
     devices: tuple[str, ...]
     host_memory_bytes: int
     pages: PageChoice
@@ -117,6 +119,11 @@ def plan_stack(options: StackOptions) -> Stack:
     model = _Model(folder, model_shape(folder, options.dtype))
     devices = choose_devices(options.device, options.workers)
     _check_lanes(options, devices)
+    speculation = read_speculative_config(options.speculative_config, options.draft_model)
+    draft = None
+    if speculation is not None and speculation.model is not None:
+        draft = find_draft(speculation.model, folder, model.shape)
+        speculation = replace(speculation, model=str(draft[0]))
     places = _places_of(options, len(devices))
     host_memory = (
         # An arena that exists is adopted with its size, whatever memory is free now.
@@ -142,6 +149,7 @@ def plan_stack(options: StackOptions) -> Stack:
         model=folder,
         name=model_name(folder),
         shape=model.shape,
+        draft=draft,
         devices=devices,
         host_memory_bytes=host_memory,
         pages=pages,
@@ -156,7 +164,7 @@ def plan_stack(options: StackOptions) -> Stack:
         has_tokens=options.tokens is not None,
         metrics=places.metrics,
         store=_store_command(options, model, places, host_memory, pages),
-        workers=_worker_commands(options, model, places, devices, threads, spinning),
+        workers=_worker_commands(options, model, speculation, places, devices, threads, spinning),
         scheduler=_scheduler_command(options, model, places),
         log_format=LogFormat(options.log_format),
     )
@@ -291,12 +299,13 @@ def _store_command(
 def _worker_commands(
     options: StackOptions,
     model: _Model,
+    speculation: SpeculativeConfig | None,
     places: _Places,
     devices: tuple[str, ...],
     threads: int | None,
     spinning: Mapping[str, str],
 ) -> tuple[ServiceCommand, ...]:
-    drafts = _speculative_config(options)
+    drafts = None if speculation is None else speculation.text
     return tuple(
         ServiceCommand(
             f"worker {i}",
@@ -321,19 +330,6 @@ def _worker_commands(
         )
         for i, device in enumerate(devices)
     )
-
-
-def _speculative_config(options: StackOptions) -> str | None:
-    """Return the workers' `--speculative-config` with the draft model's folder; None: no drafts.
-
-    Raises InvalidArgument, and the errors of `resolve_model`.
-    """
-    config = read_speculative_config(options.speculative_config, options.draft_model)
-    if config is None:
-        return None
-    if config.model is not None:
-        config = replace(config, model=str(resolve_model(config.model)))
-    return config.text
 
 
 def _scheduler_command(options: StackOptions, model: _Model, places: _Places) -> ServiceCommand:

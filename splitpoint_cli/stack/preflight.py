@@ -43,6 +43,8 @@ def check_machine(stack: Stack, say: Say) -> None:
     for finding in _memory(stack):
         _judge(finding, ResourceExhausted, say)
     _judge(model.check_weights(stack.model), InvalidArgument, say)
+    if stack.draft is not None:
+        _judge(model.check_weights(stack.draft[0]), InvalidArgument, say)
     tokenizer = model.check_tokenizer(stack.model, stack.shape.vocabulary_size)
     if tokenizer.verdict == "problem":  # a model without one is served by token ids
         _judge(tokenizer, InvalidArgument, say)
@@ -53,7 +55,8 @@ def _memory(stack: Stack) -> Iterator[Finding]:
     yield memory.check_shared_memory(
         config.SHARED_MEMORY, stack.host_memory_bytes, is_chosen=False, there_bytes=there
     )
-    weights = stack.shape.weight_bytes * stack.devices.count("cpu")
+    shapes = [stack.shape, *([] if stack.draft is None else [stack.draft[1]])]
+    weights = sum(shape.weight_bytes for shape in shapes) * stack.devices.count("cpu")
     needed = max(0, stack.host_memory_bytes - there)
     yield memory.check_memory(memory_facts(), needed, weights)
 

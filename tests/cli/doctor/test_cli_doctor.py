@@ -255,6 +255,25 @@ def test_weights_that_are_cut_off(checkpoint: Path) -> None:
     assert "no safetensors file" in problem("weights", "--model", str(checkpoint))["found"]
 
 
+def test_a_draft_model(checkpoint: Path) -> None:
+    """Whole, cut off, without its tokenizer, in this memory; and options that contradict."""
+    draft = ("--draft-model", str(checkpoint))
+    code, findings = examine_here(*draft, *free_listen(), *SMALL)
+    assert code == 0
+    assert findings["draft model"]["verdict"] == "ok"
+    _, plain = examine_here(*free_listen(), *SMALL)
+    assert "draft model" not in plain
+    assert findings["memory"]["found"] != plain["memory"]["found"], "its weights are not counted"
+    wanted = ("--speculative-config", '{"method": "model"}')
+    assert "needs a draft model" in problem("speculation", *wanted)["found"]
+    weights = checkpoint / "model.safetensors"
+    with weights.open("r+b") as file:
+        file.truncate(weights.stat().st_size // 2)
+    assert "cut off" in problem("draft model", *draft)["found"]
+    (checkpoint / "tokenizer.json").unlink()
+    assert "no tokenizer to compare" in problem("draft model", *draft)["found"]
+
+
 def test_a_model_without_tokenizer_serves_ids_only(checkpoint: Path) -> None:
     (checkpoint / "tokenizer.json").unlink()
     code, findings = examine_here("--model", str(checkpoint), *free_listen(), *SMALL)

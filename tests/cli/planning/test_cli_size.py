@@ -77,12 +77,42 @@ def test_the_speculative_config_of_workers_is_understood() -> None:
         for arguments in ((), ("--speculative-config", '{"method": "ngram"}'))
     )
     assert drafting > plain
-    code, said = sized("--speculative-config", '{"method": "model", "model": "/drafts"}')
-    assert code != 0
-    assert "subtract it from --device-memory" in said
     code, said = sized("--speculative-config", "{}")
     assert code != 0
     assert "method is missing" in said
+
+
+def test_a_draft_model_takes_its_memory_first() -> None:
+    """As a worker divides: its cache holds a whole batch, but takes a tenth at most."""
+    served, draft = BUILT_IN_SHAPES["opt-6.7b"], BUILT_IN_SHAPES["opt-125m"]
+    load = Load(2048, 512, 128)
+    for memory, pages in ((72 * GIB, 32 * 2048 // 64), (20 * GIB, None)):
+        plain = size_up(served, node(memory, drafts=DraftMethod.MODEL), load)
+        found = size_up(served, node(memory, drafts=DraftMethod.MODEL, draft_shape=draft), load)
+        assert plain.draft is None
+        assert found.draft is not None
+        assert found.draft.weight_bytes == draft.weight_bytes
+        assert found.draft.page_bytes == draft.page_bytes(64)
+        cache = found.draft.page_count * found.draft.page_bytes
+        assert found.draft.page_count == pages or 0.09 < cache / memory <= 0.1
+        taken = found.draft.budget_bytes
+        assert taken == draft.weight_bytes + found.draft.workspace_bytes + cache
+        assert found.memory.budget_bytes == memory - taken
+        less = plain.memory.cache_capacity_bytes - found.memory.cache_capacity_bytes
+        assert less == pytest.approx(taken, rel=0.05)
+    with pytest.raises(ResourceExhausted, match="too small"):
+        size_up(served, node(GIB // 4, drafts=DraftMethod.MODEL, draft_shape=draft), load)
+
+
+def test_a_draft_model_on_the_command_line() -> None:
+    arguments = ["size", "--model", "opt-6.7b", "--tokens", "2048", "--draft-model"]
+    done = CliRunner().invoke(app, [*arguments, "opt-125m"])
+    assert done.exit_code == 0, done.output
+    assert "draft model opt-125m " in " ".join(done.output.split()).lower()
+    told = json.loads(CliRunner().invoke(app, [*arguments, "opt-125m", "--json"]).stdout)
+    assert told["draft"]["budget_bytes"] + told["memory"]["budget_bytes"] == 72 * GIB
+    wrong = CliRunner().invoke(app, [*arguments, "llama-168m"])
+    assert "llama-168m cannot draft: its vocabulary has 32,000 tokens" in str(wrong.exception)
 
 
 def test_weights_that_do_not_fit_are_counted_in_each_step() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from own_names import instance_name
 from typer.testing import CliRunner
 
@@ -25,10 +28,12 @@ from splitpoint.options.speculation import SpeculativeConfig, read_speculative_c
 from splitpoint.shapes import Encoding
 from splitpoint.speculation import DraftMethod, Speculation
 from splitpoint_cli.main import app
+from splitpoint_cli.models import model_shape
 from splitpoint_cli.stack import up
 from splitpoint_cli.stack.options import StackOptions
 from splitpoint_cli.stack.plan import Stack, plan_stack
 from worker_service.__main__ import parse_arguments as parse_worker
+from worker_service.speculation.draft_model import DraftModel
 
 INSTANCE = instance_name("options")
 
@@ -95,6 +100,45 @@ def test_workers_get_their_speculation(monkeypatch: pytest.MonkeyPatch, tmp_path
     ):
         with pytest.raises(InvalidArgument, match=said):
             plan_stack(wrong)
+
+
+def test_another_vocabulary_is_refused_alike_before_anything_starts(tmp_path: Path) -> None:
+    """By `up`, `size` and `doctor`, with the message of the worker."""
+    bundled, draft = resolve_model(None), tmp_path / "draft"
+    shutil.copytree(bundled, draft)
+    tokenizer = json.loads((draft / "tokenizer.json").read_text())
+    known = tokenizer["model"]["vocab"]
+    renamed = max(known, key=known.__getitem__)
+    known["another" + renamed] = known.pop(renamed)
+    tokenizer["model"]["merges"] = []
+    (draft / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(InvalidArgument) as told:
+        DraftModel.plan(
+            draft,
+            bundled,
+            model_shape(bundled, "auto"),
+            torch.device("cpu"),
+            chunk_tokens=64,
+            budget_bytes=1 << 30,
+            max_batch_size=4,
+            max_batched_tokens=64,
+        )
+    message = told.value.message
+    assert message.startswith(f"{draft} cannot draft: its tokenizer is another one: token ")
+    with pytest.raises(InvalidArgument) as refused:
+        plan_stack(StackOptions(device="cpu", draft_model=str(draft)))
+    assert refused.value.message == message
+    arguments = ["--model", str(bundled), "--draft-model", str(draft)]
+    sized = CliRunner().invoke(app, ["size", *arguments])
+    assert isinstance(sized.exception, InvalidArgument)
+    assert sized.exception.message == message
+    config = json.dumps({"method": "draft_model", "model": str(draft)})
+    for options in (("--draft-model", str(draft)), ("--speculative-config", config)):
+        done = CliRunner().invoke(app, ["doctor", "--json", *options])
+        assert done.exit_code == 1
+        findings = json.loads(done.stdout)["findings"]
+        (finding,) = (each for each in findings if each["name"] == "draft model")
+        assert (finding["verdict"], finding["found"]) == ("problem", message)
 
 
 def test_the_scheduler_gets_its_objective(monkeypatch: pytest.MonkeyPatch) -> None:
