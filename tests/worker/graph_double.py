@@ -199,6 +199,4 @@ def span_kernels() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in ("attention", "attention_plan"):
             patch.setattr(f"worker_service.model.{module}.kernels_of", lambda _: SpanKernels)
-        # What a CPU attends spans with otherwise.
-        patch.setattr("worker_service.model.attention.paged_attention", SpanKernels)
         yield

@@ -153,6 +153,10 @@ class Batch:
         if self.decode_plan is None:
             raise RuntimeError("no decoding sequence in this batch")
         queries = queries[: self.decode_plan.query_count]
+        if self.streamed is not None and prefetcher is not None:
+            return self.streamed.attend_decodes(
+                cache, prefetcher, index, layer, queries, self.decode_plan
+            )
         call = partial(
             decode_partial,
             queries,
@@ -164,8 +168,6 @@ class Batch:
             cap=layer.cap,
         )
         whole = compute(prefetcher, "attend", index, call)
-        if self.streamed is not None and prefetcher is not None:
-            whole = self.streamed.attend_decodes(prefetcher, index, layer, queries, whole)
         return whole.attended(queries.dtype)
 
 
@@ -245,6 +247,7 @@ class _Builder:
         if self._slot is not None:
             token_ids, positions = (self._slot.padded(each, 0) for each in (token_ids, positions))
             pages = self._slot.padded(pages, self._slot.page)
+        decode_plan = self._decode_plan(decodes) if decodes else None
         batch = Batch(
             started=started,
             sequences=[piece.sequence for piece in pieces],
@@ -254,9 +257,10 @@ class _Builder:
             pages=self._tensor(pages),
             rows=self._tensor([position % self._chunk for position in positions]),
             inputs=self._input_rows(pieces),
-            decode_plan=self._decode_plan(decodes) if decodes else None,
+            decode_plan=decode_plan,
             streamed=self._streamed.step(
                 decodes,
+                decode_plan,
                 [
                     (segment.sequence, prefill)
                     for segment, prefill in zip(segments, prefills, strict=True)

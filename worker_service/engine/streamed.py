@@ -1,7 +1,7 @@
 """Attention of one step over the parts of sequences that are in the store.
 
 Decoding sequences share tiles: one attention call reads pages of many sequences, and the
-results are merged with those of the pages on the device by online softmax. A prefill has
+results are merged with those of the pages on the device. A prefill has
 tiles of its own. `streamed_builder` lays the tiles out; they come through a prefetcher.
 """
 
@@ -18,12 +18,13 @@ from splitpoint.errors import ChunkLost
 from worker_service.device.cache import DeviceCache
 from worker_service.engine.cost_watch import StepTraffic
 from worker_service.engine.sequence import Sequence
+from worker_service.kernels.units import UnitOrder
 from worker_service.model.attention import (
     PartialAttention,
-    decode_partial,
     prefill_partial,
     tile_rows,
 )
+from worker_service.model.attention_parts import DecodeParts
 from worker_service.model.attention_plan import DecodePlan
 from worker_service.model.layer import DecoderLayer
 from worker_service.pipeline.prefetch import Prefetcher, TileTransfer
@@ -82,21 +83,6 @@ class _Attention:
                 window=self.layer.window,
                 scale=self.layer.scale,
                 cap=self.layer.cap,
-            )
-        )
-
-    def add_decodes(self, keys: torch.Tensor, values: torch.Tensor, *, plan: DecodePlan) -> None:
-        """Attend the pages `[P, n_kv, C, d]` of a tile, as the plan says."""
-        layer = self.layer
-        self._merge(
-            decode_partial(
-                self.queries,
-                keys,
-                values,
-                plan,
-                window=layer.window,
-                scale=layer.scale,
-                cap=layer.cap,
             )
         )
 
@@ -168,6 +154,8 @@ class StreamedStep:
         layers: the tiles of each layer, in the order in which it consumes them.
         tokens: what the layer that reads most reads; layers with sliding windows read less.
         decodes: the tiles of decoding sequences, for layers of each window.
+        orders: in which order the parts of these layers are merged: those of the device's own
+            pages, then those of the tiles; None: as they come.
     """
 
     sequences: list[Sequence]
@@ -175,24 +163,33 @@ class StreamedStep:
     layers: list[list[TileTransfer]]
     tokens: StreamedTokens
     decodes: Mapping[Window, list[tuple[TileTransfer, DecodePlan]]]
+    orders: Mapping[Window, UnitOrder | None]
 
     def attend_decodes(
         self,
+        cache: DeviceCache,
         prefetcher: Prefetcher,
         index: int,
         layer: DecoderLayer,
         queries: torch.Tensor,
-        on_device: PartialAttention,
-    ) -> PartialAttention:
-        """Merge the attention over the device's own pages with every tile's.
+        on_device: DecodePlan,
+    ) -> torch.Tensor:
+        """Attend the device's own pages and every tile; return `[N, n_q * d]`.
 
         `queries`: `[N, n_q, d]`, all rows of all decoding sequences.
         """
-        attention = _Attention(queries, layer, merged=on_device)
+        parts = DecodeParts(
+            queries,
+            window=layer.window,
+            scale=layer.scale,
+            cap=layer.cap,
+            order=self.orders[layer.window],
+        )
+        own = partial(parts.add, cache.keys[index], cache.values[index], plan=on_device)
+        prefetcher.compute("attend", index, own)
         for tile_transfer, plan in self.decodes[layer.window]:
-            attend = partial(attention.add_decodes, plan=plan)
-            prefetcher.consume(index, tile_transfer, attend)
-        return attention.result
+            prefetcher.consume(index, tile_transfer, partial(parts.add, plan=plan))
+        return prefetcher.compute("attend", index, parts.attended)
 
     def traffic(self) -> StepTraffic:
         """Return what the prefetcher moves and rebuilds: the tiles alone decide it."""

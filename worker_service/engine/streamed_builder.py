@@ -26,6 +26,7 @@ from worker_service.engine.streamed import (
     query_counts,
     transfer_of,
 )
+from worker_service.kernels.units import UnitOrder, UnitView
 from worker_service.model.attention_plan import DecodePlan
 from worker_service.pipeline.prefetch import TileTransfer
 from worker_service.pipeline.tiles import (
@@ -80,9 +81,15 @@ class StreamedBuilder:
         self._tile_pages = min(tile_pages, largest_tile(cache.plan.staging_pages))
 
     def step(
-        self, decodes: Rows[Sequence], prefills: Rows[tuple[Sequence, StreamedPrefill]]
+        self,
+        decodes: Rows[Sequence],
+        decode_plan: DecodePlan | None,
+        prefills: Rows[tuple[Sequence, StreamedPrefill]],
     ) -> StreamedStep | None:
-        """Return what the step reads from the store; None if that is nothing."""
+        """Return what the step reads from the store; None if that is nothing.
+
+        `decode_plan`: for all device pages of the decoding sequences.
+        """
         planned = self._decodes(decodes)
         layers = [
             [
@@ -103,7 +110,8 @@ class StreamedBuilder:
         widest = max(range(len(layers)), key=lambda layer: self._windows[layer] or math.inf)
         tiles = (tile_transfer.tile for tile_transfer in layers[widest])
         tokens = StreamedTokens.of(tiles, self._chunk)
-        return StreamedStep(sequences, self._tile_pages, layers, tokens, planned)
+        orders = {window: _order(decode_plan, planned[window], window) for window in planned}
+        return StreamedStep(sequences, self._tile_pages, layers, tokens, planned, orders)
 
     def prefill(self, segment: Segment, first_row: int) -> StreamedPrefill:
         """Return what a prefill segment attends; its queries begin at `first_row`."""
@@ -263,3 +271,14 @@ class StreamedBuilder:
 
     def _tensor(self, values: Iterable[int]) -> torch.Tensor:
         return self._upload.table(list(values))
+
+
+def _order(
+    on_device: DecodePlan | None, tiles: list[tuple[TileTransfer, DecodePlan]], window: Window
+) -> UnitOrder | None:
+    """Return the order of the units of all plans, in which they are attended; None: no units."""
+    if on_device is None:
+        return None
+    plans = [on_device, *(plan for _, plan in tiles)]
+    units = [view for plan in plans if isinstance(view := plan.views[window], UnitView)]
+    return UnitOrder.of(units, on_device.query_count) if units else None

@@ -1,13 +1,18 @@
-// Decode attention of a CPU that reads pages where they lie, by number: the kernel of paged_attention.py.
+// Attention of a CPU that reads pages where they lie, by number: the kernels of paged_attention.py.
 //
-// The pages of each query are cut into spans; each span is attended by online softmax, and the spans of
-// a query are merged in their order. A query's result therefore depends neither on the others nor
-// on the count of threads. Sums are fp32. It is compiled for one HEAD_DIM and one ELEMENT.
+// There is one order of reduction for every query, in decode steps and in prefills. A unit is at
+// most ROWS rows of a page, from a multiple of ROWS on. A unit's part of a query is its peak, the total
+// of its weights and the sums of its values: products of query and key are summed by `sum`'s tree
+// over chains in ascending order, weights lane by lane, values in ascending rows. Parts are merged onto
+// a state one after the other, in the order of positions. A query's result depends therefore on
+// its own keys alone: not on other queries, threads, pages' places, or the steps that a prompt is
+// computed in. Sums are fp32. It is compiled for one HEAD_DIM and one ELEMENT.
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
-#if defined(__F16C__)
+#if defined(__F16C__) || defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -33,13 +38,40 @@ static const int VECTORS = (HEAD_DIM + LANES - 1) / LANES;
 static const int REST = HEAD_DIM % LANES;
 // Query heads of a block: their sums stay in registers.
 static const int MOST_HEADS = VECTORS <= 4 ? 4 : VECTORS <= 8 ? 2 : 1;
-// Rows of a page that are attended at once; their scores stay in the first cache.
+// Rows of a unit: UNIT_ROWS of paged_attention.py. Their scores stay in the first cache.
 static const int ROWS = 128;
+static const int WIDTH = VECTORS * LANES;
 static const float LEAST = -3.402823466e+38f;
 
 static inline Floats load(const float* from) { return *(const LooseFloats*)from; }
 static inline void store(float* to, Floats values) { *(LooseFloats*)to = values; }
 static inline Floats all(float value) { return Floats{} + value; }
+
+// a * b + c, rounded once where the processor can: in all places or in none.
+static inline Floats multiplied_add(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+  // In a * b + c * d a compiler chooses which product is not rounded.
+  alignas(64) float first[LANES], second[LANES], third[LANES];
+  memcpy(first, &a, sizeof a);
+  memcpy(second, &b, sizeof b);
+  memcpy(third, &c, sizeof c);
+  for (int i = 0; i < LANES; i++) third[i] = __builtin_fmaf(first[i], second[i], third[i]);
+  memcpy(&c, third, sizeof c);
+  return c;
+#else
+  return a * b + c;
+#endif
+}
+
+static inline float multiplied_add(float a, float b, float c) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
 
 #if ELEMENT == BFLOAT16
 static inline Floats load(const uint16_t* from) {
@@ -75,6 +107,34 @@ static inline Floats load_part(const T* row, int i) {
   T rest[LANES] = {};
   memcpy(rest, row + i * LANES, REST * sizeof(T));
   return load(rest);
+}
+
+// The 16 numbers as elements, rounded to the nearest and then to even.
+static inline void narrow(Floats values, Element* to) {
+#if ELEMENT == FLOAT32
+  store(to, values);
+#elif ELEMENT == BFLOAT16
+  const Words bits = (Words)values;
+  const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const Halves halves =
+      __builtin_convertvector(values == values ? rounded : Words{} + 0x7fc0, Halves);
+  memcpy(to, &halves, sizeof halves);
+#elif defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph((__m512)values, _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int i = 0; i < LANES; i++) {
+    const _Float16 half = (_Float16)values[i];
+    memcpy(to + i, &half, sizeof half);
+  }
+#endif
+}
+
+// Stores vector i of one row of HEAD_DIM elements: the reverse of `load_part`.
+static inline void store_part(Element* row, int i, Floats values) {
+  if (REST == 0 || i < VECTORS - 1) return narrow(values, row + i * LANES);
+  Element rest[LANES];
+  narrow(values, rest);
+  memcpy(row + i * LANES, rest, REST * sizeof(Element));
 }
 
 // The sum of all lanes, in a fixed order.
@@ -114,6 +174,46 @@ static inline Floats capped(Floats scores, float cap) {
   return negative ? -result : result;
 }
 
+// Hides the rows that a query does not see: those before `low`, and from `high` on.
+static inline void hide(float* scores, int low, int high, int first, int last) {
+  for (int row = first; row < std::min(low, last); row++) scores[row] = LEAST;
+  for (int row = std::max(high, first); row < last; row++) scores[row] = LEAST;
+}
+
+// Turns the scores of `count` rows, a multiple of LANES, to weights; hidden rows weigh 0.
+static inline void weigh(float* scores, int count, float& peak, float& total) {
+  Floats most = load(scores);
+  for (int i = LANES; i < count; i += LANES) {
+    const Floats next = load(scores + i);
+    most = next > most ? next : most;
+  }
+  peak = LEAST;
+  for (int i = 0; i < LANES; i++) peak = std::max(peak, (float)most[i]);
+  Floats totals = {};
+  for (int i = 0; i < count; i += LANES) {
+    const Floats weights = exponential(load(scores + i) - peak);
+    store(scores + i, weights);
+    totals += weights;
+  }
+  total = sum(totals);
+}
+
+// Peak and total of a query's state, and what its sums and those of a part are multiplied by.
+struct Merging {
+  float peak, total, mine, theirs;
+  Merging(float own_peak, float own_total, float part_peak, float part_total) {
+    peak = std::max(own_peak, part_peak);
+    mine = exponential(own_peak - peak);
+    theirs = exponential(part_peak - peak);
+    total = multiplied_add(part_total, theirs, own_total * mine);
+  }
+  Floats operator()(Floats own, Floats part) const {
+    return multiplied_add(part, all(theirs), own * mine);
+  }
+};
+
+// -- decode: few queries of each sequence, one unit after the other ------------------------------
+
 // Scores of H query heads with `count` consecutive keys, ROWS apart.
 template <int H>
 static inline void score(const Element* keys, const float* queries, int count, float* scores) {
@@ -126,33 +226,39 @@ static inline void score(const Element* keys, const float* queries, int count, f
     for (int h = 0; h < H; h++) products[h] = key * query[h][0];
     for (int i = 1; i < VECTORS; i++) {
       key = load_part(keys, i);
-      for (int h = 0; h < H; h++) products[h] += key * query[h][i];
+      for (int h = 0; h < H; h++) products[h] = multiplied_add(key, query[h][i], products[h]);
     }
     for (int h = 0; h < H; h++) scores[h * ROWS + row] = sum(products[h]);
   }
 }
 
-// Adds `count` consecutive values, by their weights, to the sums of H heads.
+// The sums of `count` consecutive values by the weights of H heads.
 template <int H>
 static inline void add_values(const Element* values, const float* weights, int count, float* sums) {
-  Floats added[H][VECTORS];
-  for (int h = 0; h < H; h++)
-    for (int i = 0; i < VECTORS; i++) added[h][i] = load(sums + (h * VECTORS + i) * LANES);
+  Floats added[H][VECTORS] = {};
   for (int row = 0; row < count; row++, values += HEAD_DIM)
     for (int i = 0; i < VECTORS; i++) {
       const Floats value = load_part(values, i);
-      for (int h = 0; h < H; h++) added[h][i] += value * weights[h * ROWS + row];
+      for (int h = 0; h < H; h++)
+        added[h][i] = multiplied_add(value, all(weights[h * ROWS + row]), added[h][i]);
     }
   for (int h = 0; h < H; h++)
     for (int i = 0; i < VECTORS; i++) store(sums + (h * VECTORS + i) * LANES, added[h][i]);
 }
 
-// What the kernel is called with; paged_attention.py has the same structure.
-struct Call {
+// What `attend_units` is called with; paged_attention.py has the same structure.
+struct Units {
   const Element *queries, *keys, *values;
-  const int32_t *pages, *lows, *highs, *starts, *owners, *firsts, *order, *groups;
-  // Of spans, then of queries: sums [., n_q, padded d], peaks and totals [., n_q].
+  // Of units: their page, its rows [low, high), and the query that reads them.
+  const int32_t *pages, *lows, *highs, *owners;
+  // Units order[groups[i]] ... order[groups[i + 1] - 1] are of one page.
+  const int32_t *order, *groups;
+  // Of parts: sums [., n_q, WIDTH], peaks and totals [., n_q].
   float *part_sums, *part_peaks, *part_totals;
+  // Query q has the parts listing[firsts[q]] ... listing[firsts[q + 1] - 1], in order of positions;
+  // without a listing those of these numbers.
+  const int32_t *listing, *firsts;
+  // Of queries: sums [., n_q, d], peaks and totals [., n_q]. Null: parts are not merged yet.
   float *sums, *peaks, *totals;
   // Elements between pages, and between heads, of keys and of values.
   int64_t key_page, key_head, value_page, value_head;
@@ -160,61 +266,35 @@ struct Call {
   float scale, cap;  // 0: no cap
 };
 
-static const int WIDTH = VECTORS * LANES;
-
-// Attends span `n` with query heads [first, first + H), which share KV head `head`.
+// Attends unit `n` with query heads [first, first + H), which share KV head `head`.
 template <int H>
-static void attend_heads(const Call& call, int n, int head, int first) {
-  alignas(64) float queries[H * WIDTH], sums[H * WIDTH] = {}, scores[H * ROWS];
-  float peaks[H], totals[H];
+static void attend_heads(const Units& call, int n, int head, int first) {
+  alignas(64) float queries[H * WIDTH], scores[H * ROWS];
   const Element* row = call.queries + ((int64_t)call.owners[n] * call.query_heads + first) * HEAD_DIM;
-  for (int h = 0; h < H; h++, row += HEAD_DIM) {
+  for (int h = 0; h < H; h++, row += HEAD_DIM)
     for (int i = 0; i < VECTORS; i++)
       store(queries + (h * VECTORS + i) * LANES, load_part(row, i) * call.scale);
-    peaks[h] = LEAST;
-    totals[h] = 0;
-  }
-  for (int entry = call.starts[n]; entry < call.starts[n + 1]; entry++) {
-    const Element* keys = call.keys + call.pages[entry] * call.key_page + head * call.key_head;
-    const Element* values = call.values + call.pages[entry] * call.value_page + head * call.value_head;
-    for (int low = call.lows[entry]; low < call.highs[entry]; low += ROWS) {
-      const int count = std::min(ROWS, call.highs[entry] - low);
-      const int padded = (count + LANES - 1) / LANES * LANES;
-      score<H>(keys + (int64_t)low * HEAD_DIM, queries, count, scores);
-      for (int h = 0; h < H; h++) {
-        float* own = scores + h * ROWS;
-        if (call.cap != 0)
-          for (int i = 0; i < count; i += LANES) store(own + i, capped(load(own + i), call.cap));
-        for (int i = count; i < padded; i++) own[i] = LEAST;
-        Floats most = load(own);
-        for (int i = LANES; i < padded; i += LANES) {
-          const Floats next = load(own + i);
-          most = next > most ? next : most;
-        }
-        float peak = peaks[h];
-        for (int i = 0; i < LANES; i++) peak = std::max(peak, (float)most[i]);
-        const float shrink = exponential(peaks[h] - peak);
-        Floats total = {};
-        for (int i = 0; i < padded; i += LANES) {
-          Floats weights = exponential(load(own + i) - peak);
-          store(own + i, weights);
-          total += weights;
-        }
-        totals[h] = totals[h] * shrink + sum(total);
-        peaks[h] = peak;
-        for (int i = 0; i < WIDTH; i += LANES)
-          store(sums + h * WIDTH + i, load(sums + h * WIDTH + i) * shrink);
-      }
-      add_values<H>(values + (int64_t)low * HEAD_DIM, scores, count, sums);
-    }
-  }
+  const Element* keys = call.keys + call.pages[n] * call.key_page + head * call.key_head;
+  const Element* values = call.values + call.pages[n] * call.value_page + head * call.value_head;
+  // Each row has its own lane, whatever the first one is.
+  const int low = call.lows[n], high = call.highs[n], start = low / LANES * LANES;
+  const int count = (high - start + LANES - 1) / LANES * LANES;
+  score<H>(keys + (int64_t)low * HEAD_DIM, queries, high - low, scores + low - start);
   const int64_t place = (int64_t)n * call.query_heads + first;
-  memcpy(call.part_sums + place * WIDTH, sums, sizeof sums);
-  memcpy(call.part_peaks + place, peaks, sizeof peaks);
-  memcpy(call.part_totals + place, totals, sizeof totals);
+  for (int h = 0; h < H; h++) {
+    float* own = scores + h * ROWS;
+    hide(own, low - start, high - start, 0, count);
+    if (call.cap != 0) {
+      for (int i = 0; i < count; i += LANES) store(own + i, capped(load(own + i), call.cap));
+      hide(own, low - start, high - start, 0, count);
+    }
+    weigh(own, count, call.part_peaks[place + h], call.part_totals[place + h]);
+  }
+  add_values<H>(values + (int64_t)low * HEAD_DIM, scores + low - start, high - low,
+                call.part_sums + place * WIDTH);
 }
 
-static void attend_span(const Call& call, int n, int head) {
+static void attend_unit(const Units& call, int n, int head) {
   const int group = call.query_heads / call.kv_heads, end = (head + 1) * group;
   for (int first = head * group; first < end;) {
     const int count = std::min(MOST_HEADS, end - first);
@@ -226,18 +306,17 @@ static void attend_span(const Call& call, int n, int head) {
   }
 }
 
-static void merge(const Call& call, int query, int head) {
-  const int first = call.firsts[query], last = call.firsts[query + 1];
+static void merge(const Units& call, int query, int head) {
   float peak = LEAST, total = 0;
-  for (int n = first; n < last; n++)
-    peak = std::max(peak, call.part_peaks[(int64_t)n * call.query_heads + head]);
   Floats sums[VECTORS] = {};
-  for (int n = first; n < last; n++) {
-    const int64_t place = (int64_t)n * call.query_heads + head;
-    const float weight = exponential(call.part_peaks[place] - peak);
-    total += weight * call.part_totals[place];
+  for (int n = call.firsts[query]; n < call.firsts[query + 1]; n++) {
+    const int64_t part = call.listing ? call.listing[n] : n;
+    const int64_t place = part * call.query_heads + head;
+    const Merging merging(peak, total, call.part_peaks[place], call.part_totals[place]);
+    peak = merging.peak;
+    total = merging.total;
     for (int i = 0; i < VECTORS; i++)
-      sums[i] += load(call.part_sums + place * WIDTH + i * LANES) * weight;
+      sums[i] = merging(sums[i], load(call.part_sums + place * WIDTH + i * LANES));
   }
   const int64_t row = (int64_t)query * call.query_heads + head;
   memcpy(call.sums + row * HEAD_DIM, sums, HEAD_DIM * sizeof(float));
@@ -245,20 +324,291 @@ static void merge(const Call& call, int query, int head) {
   call.totals[row] = total;
 }
 
-// Spans order[groups[i]] ... order[groups[i + 1] - 1] begin at the same page: one thread attends
-// them one after the other, so that it reads the page's rows from memory once.
-extern "C" void attend_spans(const Call* given) {
-  const Call& call = *given;
+// One thread attends the units of a page one after the other, so that it reads the page's rows
+// from memory once.
+extern "C" void attend_units(const Units* given) {
+  const Units& call = *given;
 #pragma omp parallel num_threads(call.threads)
   {
-#pragma omp for schedule(dynamic, 2)
+#pragma omp for schedule(dynamic, 8)
     for (int task = 0; task < call.group_count * call.kv_heads; task++) {
       const int group = task / call.kv_heads, head = task % call.kv_heads;
       for (int i = call.groups[group]; i < call.groups[group + 1]; i++)
-        attend_span(call, call.order[i], head);
+        attend_unit(call, call.order[i], head);
     }
+    if (call.sums) {
 #pragma omp for schedule(static)
-    for (int row = 0; row < call.query_count * call.query_heads; row++)
-      merge(call, row / call.query_heads, row % call.query_heads);
+      for (int row = 0; row < call.query_count * call.query_heads; row++)
+        merge(call, row / call.query_heads, row % call.query_heads);
+    }
   }
+}
+
+// -- prefill: many consecutive queries of one sequence, blocks of them beside each other ------------
+
+// What `attend_prompt` is called with; paged_attention.py has the same structure.
+struct Prompt {
+  // [T, n_q, d]; query t is at position query_position + t.
+  const Element *queries, *keys, *values;
+  // Page i begins at position page_position + i * page_tokens.
+  const int32_t* pages;
+  // The queries' state, as that of `Units`: read and written. Null: there is none before and after.
+  float *sums, *peaks, *totals;
+  // [T, n_q, d], the normalised sums. Null: not wanted yet.
+  Element* attended;
+  int64_t key_page, key_head, value_page, value_head, query_position, page_position;
+  int32_t page_count, page_tokens, query_count, query_heads, kv_heads;
+  int32_t window, block_rows, threads;  // window 0: all
+  float scale, cap;                     // cap 0: none
+};
+
+// Rows of a block that are attended together, and vectors of keys or of values beside them.
+static const int QUAD = 4;
+static const int PAIR = 2;
+// Floats between the lines of transposed keys: an odd number of cache lines, or few sets have them.
+static const int LINE = ROWS + LANES;
+
+// A thread's memory: it stays for the next call.
+struct Room {
+  float* memory = nullptr;
+  size_t size = 0;
+  ~Room() { free(memory); }
+  float* of(size_t wanted) {
+    if (wanted > size) {
+      free(memory);
+      memory = (float*)aligned_alloc(64, (wanted * sizeof(float) + 63) / 64 * 64);
+      size = memory ? wanted : 0;
+    }
+    return memory;
+  }
+};
+static thread_local Room room;
+
+// Rows of one KV head: row r is query r / group and head r % group of its heads.
+struct Block {
+  const Prompt& call;
+  int head, group, first, count, padded;
+  float *queries, *sums, *peaks, *totals, *keys, *values, *scores;
+
+  static size_t floats(int rows) { return rows * (2 * WIDTH + 2) + WIDTH * (LINE + ROWS) + QUAD * ROWS; }
+
+  Block(const Prompt& given, int kv_head, int block, float* memory)
+      : call(given), head(kv_head), group(given.query_heads / given.kv_heads) {
+    first = block * call.block_rows;
+    count = std::min(call.block_rows, call.query_count * group - first);
+    padded = (count + QUAD - 1) / QUAD * QUAD;
+    queries = memory;
+    sums = queries + call.block_rows * WIDTH;
+    keys = sums + call.block_rows * WIDTH;
+    values = keys + WIDTH * LINE;
+    scores = values + WIDTH * ROWS;
+    peaks = scores + QUAD * ROWS;
+    totals = peaks + call.block_rows;
+  }
+
+  // Where row `row` is in the caller's tensors of [T, n_q].
+  int64_t place(int row) const {
+    const int place = first + row;
+    return (int64_t)(place / group) * call.query_heads + head * group + place % group;
+  }
+  int64_t position(int row) const { return call.query_position + (first + row) / group; }
+
+  void begin() {
+    memset(queries, 0, (size_t)padded * WIDTH * sizeof(float));
+    memset(sums, 0, (size_t)padded * WIDTH * sizeof(float));
+    for (int row = 0; row < count; row++) {
+      const Element* query = call.queries + place(row) * HEAD_DIM;
+      for (int i = 0; i < VECTORS; i++)
+        store(queries + row * WIDTH + i * LANES, load_part(query, i) * call.scale);
+      peaks[row] = call.sums ? call.peaks[place(row)] : LEAST;
+      totals[row] = call.sums ? call.totals[place(row)] : 0;
+      if (call.sums)
+        memcpy(sums + row * WIDTH, call.sums + place(row) * HEAD_DIM, HEAD_DIM * sizeof(float));
+    }
+  }
+
+  void end() {
+    for (int row = 0; row < count; row++) {
+      if (call.sums) {
+        memcpy(call.sums + place(row) * HEAD_DIM, sums + row * WIDTH, HEAD_DIM * sizeof(float));
+        call.peaks[place(row)] = peaks[row];
+        call.totals[place(row)] = totals[row];
+      }
+      if (call.attended) {
+        Element* to = call.attended + place(row) * HEAD_DIM;
+        for (int i = 0; i < VECTORS; i++)
+          store_part(to, i, load(sums + row * WIDTH + i * LANES) / totals[row]);
+      }
+    }
+  }
+
+  // Attends the rows [start, start + ROWS) of a page, as far as some query sees them.
+  void attend(int page, int start) {
+    const int64_t position_of_unit = call.page_position + (int64_t)page * call.page_tokens + start;
+    const int rows = std::min(ROWS, call.page_tokens - start);
+    int low = rows, high = 0;
+    bounds(0, count, position_of_unit, rows, low, high);
+    if (low >= high) return;
+    const int64_t number = call.pages[page];
+    low = low / LANES * LANES;
+    transpose(call.keys + number * call.key_page + head * call.key_head + (int64_t)start * HEAD_DIM,
+              low, high);
+    widen(call.values + number * call.value_page + head * call.value_head +
+              (int64_t)start * HEAD_DIM,
+          low, high);
+    for (int row = 0; row < count; row += QUAD) attend_quad(row, position_of_unit, rows);
+  }
+
+  // The rows [low, high) of a unit that any of the block's rows [from, to) sees.
+  void bounds(int from, int to, int64_t unit, int rows, int& low, int& high) const {
+    const int64_t earliest = position(from), latest = position(to - 1);
+    high = (int)std::clamp<int64_t>(latest + 1 - unit, 0, rows);
+    low = 0;
+    if (call.window) low = (int)std::clamp<int64_t>(earliest + 1 - call.window - unit, 0, rows);
+  }
+
+  // Keys as [d, LINE]; rows behind the last one are 0.
+  void transpose(const Element* from, int low, int high) {
+    for (int row = low; row < high; row += LANES)
+      for (int i = 0; i < VECTORS; i++) {
+        Floats lines[LANES], next[LANES];
+        for (int lane = 0; lane < LANES; lane++)
+          lines[lane] = row + lane < high ? load_part(from + (int64_t)(row + lane) * HEAD_DIM, i)
+                                          : Floats{};
+        for (int step = 0; step < 4; step++) {
+          for (int j = 0; j < LANES / 2; j++) {
+            const Floats a = lines[j], b = lines[j + LANES / 2];
+            next[2 * j] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6,
+                                                  22, 7, 23);
+            next[2 * j + 1] = __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13,
+                                                      29, 14, 30, 15, 31);
+          }
+          memcpy(lines, next, sizeof lines);
+        }
+        for (int lane = 0; lane < LANES; lane++)
+          store(keys + (i * LANES + lane) * LINE + row, lines[lane]);
+      }
+  }
+
+  void widen(const Element* from, int low, int high) {
+    for (int row = low; row < high; row++)
+      for (int i = 0; i < VECTORS; i++)
+        store(values + row * WIDTH + i * LANES, load_part(from + (int64_t)row * HEAD_DIM, i));
+  }
+
+  void attend_quad(int row, int64_t unit, int rows) {
+    const int last = std::min(row + QUAD, count);
+    int low, high;
+    bounds(row, last, unit, rows, low, high);
+    if (low >= high) return;
+    const int start = low / LANES * LANES, end = (high + LANES - 1) / LANES * LANES;
+    int vector = start;
+    for (; vector + PAIR * LANES <= end; vector += PAIR * LANES) score_quad<PAIR>(row, vector);
+    for (; vector < end; vector += LANES) score_quad<1>(row, vector);
+    float part_peaks[QUAD], part_totals[QUAD];
+    bool sees[QUAD];
+    for (int j = 0; j < QUAD; j++) {
+      float* own = scores + j * ROWS;
+      int own_low = rows, own_high = 0;
+      if (row + j < count) bounds(row + j, row + j + 1, unit, rows, own_low, own_high);
+      sees[j] = own_low < own_high;
+      if (!sees[j]) {
+        for (int i = start; i < end; i += LANES) store(own + i, Floats{});
+        continue;
+      }
+      if (call.cap != 0)
+        for (int i = start; i < end; i += LANES) store(own + i, capped(load(own + i), call.cap));
+      hide(own, own_low, own_high, start, end);
+      weigh(own + start, end - start, part_peaks[j], part_totals[j]);
+    }
+    for (int j = 0; j < QUAD; j++)
+      if (sees[j] && row + j < count) {
+        const Merging merging(peaks[row + j], totals[row + j], part_peaks[j], part_totals[j]);
+        peaks[row + j] = merging.peak;
+        totals[row + j] = merging.total;
+        part_peaks[j] = merging.mine;
+        part_totals[j] = merging.theirs;
+      } else {
+        part_peaks[j] = 1;
+        part_totals[j] = 0;
+      }
+    int i = 0;
+    for (; i + 4 <= VECTORS; i += 4) add_quad<4>(row, i, low, high, part_peaks, part_totals);
+    for (; i < VECTORS; i++) add_quad<1>(row, i, low, high, part_peaks, part_totals);
+  }
+
+  // Scores of QUAD rows with P vectors of keys. `sum`'s tree, without its shuffles: lane l of all
+  // products is one chain, and the tree adds chains 8, 4, 2 and 1 apart.
+  template <int P>
+  inline void score_quad(int row, int key) {
+    Floats total[QUAD][P];
+    tree<P, LANES>(queries + row * WIDTH, keys + key, total);
+    for (int j = 0; j < QUAD; j++)
+      for (int p = 0; p < P; p++) store(scores + j * ROWS + key + p * LANES, total[j][p]);
+  }
+
+  // Sums the chains l, l + STEP, l + 2 STEP ... of `query` and `key`, which begin at chain l.
+  template <int P, int COUNT>
+  static inline void tree(const float* query, const float* key, Floats (&total)[QUAD][P]) {
+    if constexpr (COUNT == 1) {
+      for (int i = 0; i < VECTORS; i++) {
+        Floats k[P];
+        for (int p = 0; p < P; p++) k[p] = load(key + i * LANES * LINE + p * LANES);
+        for (int j = 0; j < QUAD; j++) {
+          const Floats q = all(query[j * WIDTH + i * LANES]);
+          for (int p = 0; p < P; p++)
+            total[j][p] = i ? multiplied_add(k[p], q, total[j][p]) : k[p] * q;
+        }
+      }
+    } else {
+      Floats other[QUAD][P];
+      const int step = LANES / COUNT;
+      tree<P, COUNT / 2>(query, key, total);
+      tree<P, COUNT / 2>(query + step, key + step * LINE, other);
+      for (int j = 0; j < QUAD; j++)
+        for (int p = 0; p < P; p++) total[j][p] += other[j][p];
+    }
+  }
+
+  // Adds to N vectors of the sums of QUAD rows those of their part.
+  template <int N>
+  inline void add_quad(int row, int vector, int low, int high, const float* mine,
+                       const float* theirs) {
+    Floats added[QUAD][N] = {};
+    const float* value = values + low * WIDTH + vector * LANES;
+    for (int k = low; k < high; k++, value += WIDTH)
+      for (int i = 0; i < N; i++) {
+        const Floats element = load(value + i * LANES);
+        for (int j = 0; j < QUAD; j++)
+          added[j][i] = multiplied_add(element, all(scores[j * ROWS + k]), added[j][i]);
+      }
+    for (int j = 0; j < QUAD; j++)
+      for (int i = 0; i < N; i++) {
+        float* own = sums + (row + j) * WIDTH + (vector + i) * LANES;
+        store(own, multiplied_add(added[j][i], all(theirs[j]), load(own) * mine[j]));
+      }
+  }
+};
+
+// Returns 1 if there is no memory for a thread's block.
+extern "C" int attend_prompt(const Prompt* given) {
+  const Prompt& call = *given;
+  const int rows = call.query_count * (call.query_heads / call.kv_heads);
+  const int blocks = (rows + call.block_rows - 1) / call.block_rows;
+  int failed = 0;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(call.threads) reduction(| : failed)
+  for (int task = 0; task < blocks * call.kv_heads; task++) {
+    float* memory = room.of(Block::floats(call.block_rows));
+    if (!memory) {
+      failed = 1;
+      continue;
+    }
+    // The last blocks see the most keys: they come first.
+    Block block(call, task % call.kv_heads, blocks - 1 - task / call.kv_heads, memory);
+    block.begin();
+    for (int page = 0; page < call.page_count; page++)
+      for (int start = 0; start < call.page_tokens; start += ROWS) block.attend(page, start);
+    block.end();
+  }
+  return failed;
 }

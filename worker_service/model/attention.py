@@ -21,6 +21,7 @@ from torch.nn import functional
 from splitpoint.host.processor import instruction_sets
 from worker_service.kernels import paged_attention
 from worker_service.kernels.choice import Prefill, by_flags, in_use
+from worker_service.kernels.units import UnitView
 from worker_service.model.attention_plan import (
     LEAST,
     DecodePlan,
@@ -107,8 +108,11 @@ def decode_partial(
         if done is not None:
             return PartialAttention(*done)
     view = plan.views[window]
+    if isinstance(view, UnitView):
+        done = paged_attention.attend_units(view, queries, keys, values, scale=scale, cap=cap)
+        return PartialAttention(*done)
     if isinstance(view, SpanView):
-        kernels = kernels_of(queries.device) if queries.is_cuda else paged_attention
+        kernels = kernels_of(queries.device)
         return PartialAttention(
             *view.attend(queries, keys, values, scale=scale, cap=cap, kernels=kernels)
         )

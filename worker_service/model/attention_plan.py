@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from worker_service.device.upload import Upload
+from worker_service.kernels.units import UnitView, decodes_in_units
 from worker_service.model.library_attention import WholeSequences, library_of
 from worker_service.model.span_attention import SpanView, kernels_of
 
@@ -57,6 +58,10 @@ class PageView:
         return pool.index_select(0, self.pages)
 
 
+# What the kernel of a device reads; see `DecodePlan.views`.
+DecodeView = PageView | SpanView | UnitView
+
+
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
     """Pages of B decoding queries in one step: one view per distinct window.
@@ -64,13 +69,13 @@ class DecodePlan:
     A sequence whose guesses are verified has several queries, one behind the other.
 
     Attributes:
-        views: spans where there is a kernel for them, otherwise pages.
+        views: spans or units where there is a kernel for them, otherwise pages.
         shared: further views, of pages that several queries read; empty with a kernel.
         whole: the same for the library, if there is one and sequences are planned whole.
     """
 
     query_count: int
-    views: Mapping[int | None, PageView | SpanView]
+    views: Mapping[int | None, DecodeView]
     shared: Mapping[int | None, tuple[PageView, ...]] = field(default_factory=dict)
     whole: Mapping[int | None, WholeSequences] = field(default_factory=dict)
 
@@ -166,12 +171,14 @@ class DecodePlan:
         if used is not None:
             seen &= place < used[:, None]
         tables = Upload(device) if upload is None else upload
-        views: dict[int | None, PageView | SpanView] = {}
+        views: dict[int | None, DecodeView] = {}
         shared: dict[int | None, tuple[PageView, ...]] = {}
         for window in set(windows):
             visible = seen if window is None else seen & (behind < window)
             padded = None if padded_spans is None else padded_spans[window]
-            views[window], more = _decode_views(numbers, owner, visible, len(query), tables, padded)
+            views[window], more = _decode_views(
+                numbers, owner, first, visible, len(query), tables, padded
+            )
             if more:
                 shared[window] = more
         plan = cls(query_count=len(query), views=views, shared=shared)
@@ -310,11 +317,12 @@ class _Rows:
 def _decode_views(
     numbers: npt.NDArray[np.int64],
     owner: npt.NDArray[np.int64],
+    first_positions: npt.NDArray[np.int64],
     seen: npt.NDArray[np.bool_],
     query_count: int,
     upload: Upload,
     padded_spans: int | None,
-) -> tuple[PageView | SpanView, tuple[PageView, ...]]:
+) -> tuple[DecodeView, tuple[PageView, ...]]:
     """Return the view of pages that one query reads, and views of those that several read.
 
     With a kernel one view has all of them, and can be padded.
@@ -322,8 +330,11 @@ def _decode_views(
     used = seen.any(axis=1)
     if not used.all():
         numbers, owner, seen = numbers[used], owner[used], seen[used]
+        first_positions = first_positions[used]
     if kernels_of(upload.device) is not None:
         return SpanView.of(numbers, owner, seen, query_count, upload, padded_spans), ()
+    if decodes_in_units(upload.device):
+        return UnitView.of(numbers, owner, first_positions, seen, query_count), ()
     pages, inverse, counts = np.unique(numbers, return_inverse=True, return_counts=True)
     if len(pages) == len(numbers):
         return _page_view(numbers, owner[:, None], seen[:, None], query_count, upload), ()

@@ -1,4 +1,4 @@
-"""Decode attention that reads pages where they lie, by number: a Triton kernel, or a CPU's own.
+"""Decode attention of a GPU that reads pages where they lie, by number: a Triton kernel.
 
 The pages of each query are cut into spans of the same length, whatever else is in the batch,
 so a query's result does not depend on the others. This module knows no plans and no requests.
@@ -16,8 +16,7 @@ import numpy.typing as npt
 import torch
 
 from worker_service.device.upload import Upload
-from worker_service.kernels import paged_attention
-from worker_service.kernels.choice import Decode, in_use
+from worker_service.kernels.paged_attention import Partial
 
 log = logging.getLogger(__name__)
 
@@ -26,9 +25,6 @@ SPAN_TOKENS = 256
 _LEAST = float(np.finfo(np.float32).min)
 # Elements of the tile of K or V that a program holds at once.
 _TILE_ELEMENTS = 4096
-
-# fp32 `[B, n_q, d]` weighted sums, `[B, n_q]` peaks and totals: see `PartialAttention`.
-Partial = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +36,6 @@ class SpanView:
         starts: `[S + 1]`, span s has pages[starts[s] : starts[s + 1]].
         owners: `[S]`, the query of each span, in order.
         firsts: `[B + 1]`, query b has spans [firsts[b], firsts[b + 1]).
-        order, groups: those of `paged_attention.Spans`; empty on a GPU.
     """
 
     pages: torch.Tensor
@@ -49,8 +44,6 @@ class SpanView:
     starts: torch.Tensor
     owners: torch.Tensor
     firsts: torch.Tensor
-    order: torch.Tensor
-    groups: torch.Tensor
 
     @property
     def tables(self) -> list[torch.Tensor]:
@@ -91,10 +84,6 @@ class SpanView:
                 values = np.pad(values, (0, missing), constant_values=padding)
             return upload.table(values, np.int32)
 
-        nothing = np.zeros(0, dtype=np.int64)
-        # Padded tables are a GPU's, and have no room for those of a CPU.
-        is_cpu = upload.device.type == "cpu" and padded_count is None
-        order, groups = paged_attention.grouped(numbers, starts) if is_cpu else (nothing, nothing)
         return cls(
             pages=table(numbers, pages),
             lows=table(lows, pages),
@@ -102,8 +91,6 @@ class SpanView:
             starts=table(starts, spans + 1, padding=len(owner)),
             owners=table(owner[starts], spans),
             firsts=table(firsts, query_count + 1),
-            order=table(order, len(order)),
-            groups=table(groups, len(groups)),
         )
 
     def attend(
@@ -120,8 +107,6 @@ class SpanView:
 
         `kernels`: the result of `kernels_of`.
         """
-        if kernels is paged_attention:
-            return paged_attention.attend_spans(self, queries, keys, values, scale=scale, cap=cap)
         queries = queries.contiguous()
         count, query_heads, head_dim = queries.shape
         _, kv_heads, chunk, _ = keys.shape
@@ -176,17 +161,14 @@ def load_kernels() -> Any:
     return span_kernel
 
 
-def kernels_of(device: torch.device) -> Any:
-    """Return the kernels; None if they cannot be built or run, or are not chosen on a CPU."""
-    if device.type == "cuda":
-        return _gpu_kernels(device)
-    chosen = in_use()
-    return paged_attention if chosen is not None and chosen.decode is Decode.FUSED else None
-
-
 @lru_cache
-def _gpu_kernels(device: torch.device) -> Any:
-    """Return a GPU's kernels; the first call compiles one, which takes a second or two."""
+def kernels_of(device: torch.device) -> Any:
+    """Return the kernels; None if they cannot be built or run here.
+
+    The first call compiles one, which takes a second or two.
+    """
+    if device.type != "cuda":
+        return None
     try:
         kernels = load_kernels()
         _try(device, kernels)

@@ -15,12 +15,13 @@ import torch
 from splitpoint.shapes import chunks_of
 from worker_service.device.cache import DeviceCache
 from worker_service.device.upload import Upload
+from worker_service.kernels.paged_attention import UNIT_ROWS
+from worker_service.kernels.units import UnitView
 from worker_service.model.attention import decode_partial, prefill
-from worker_service.model.attention_plan import DecodePlan, PageView, PrefillPlan
+from worker_service.model.attention_plan import DecodePlan, DecodeView, PageView, PrefillPlan
 from worker_service.model.decoder import Decoder
 from worker_service.model.forward import through_layers
 from worker_service.model.layer import DecoderLayer
-from worker_service.model.span_attention import SpanView
 
 # Up to this many rows of a sequence are attended one by one; more are a piece of a prompt.
 FEW_ROWS = 8
@@ -138,8 +139,8 @@ class DraftPasses:
 class _GrowingPlan:
     """A plan with one row of each sequence, which the next rows of their pages can join.
 
-    Planning costs a third of a small model's pass. Only plans of pages or spans have this, and
-    only without sliding windows, which would also have to leave rows behind.
+    Planning costs a third of a small model's pass. Only plans of the model's own views have this,
+    and only without sliding windows, which would also have to leave rows behind.
 
     Attributes:
         view: the plan's only view.
@@ -149,7 +150,7 @@ class _GrowingPlan:
     """
 
     plan: DecodePlan
-    view: PageView | SpanView
+    view: DecodeView
     drafted: list[DraftedTokens]
     places: torch.Tensor
     ends: list[int]
@@ -170,6 +171,8 @@ class _GrowingPlan:
                 piece.drafted.pages[count - 1] - view.pages.start
                 for piece, count in zip(pieces, counts, strict=True)
             ]
+        elif isinstance(view, UnitView):
+            places = (view.firsts[1:] - 1).tolist()
         else:
             places = [int(end) - 1 for end in np.cumsum(counts)]
         tables = view.limit if isinstance(view, PageView) else view.highs
@@ -184,7 +187,7 @@ class _GrowingPlan:
         for piece, drafted, end in zip(pieces, self.drafted, self.ends, strict=True):
             if piece.drafted is not drafted or piece.positions != range(end, end + 1):
                 return False
-            if end % self.chunk_tokens == 0:
+            if end % self.chunk_tokens % UNIT_ROWS == 0:
                 return False
         if isinstance(self.view, PageView):
             rows = [end % self.chunk_tokens for end in self.ends]

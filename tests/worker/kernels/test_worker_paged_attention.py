@@ -19,12 +19,14 @@ import torch
 from splitpoint.host.compiler import compiler
 from worker_service.kernels import compiled
 from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, in_use, use
+from worker_service.kernels.units import UnitOrder, UnitView
 from worker_service.model.attention import PartialAttention, decode_partial
+from worker_service.model.attention_parts import DecodeParts
 from worker_service.model.attention_plan import DecodePlan
-from worker_service.model.span_attention import SpanView
 
 CPU = torch.device("cpu")
 CHUNK = 16
+TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
 FUSED = Choice(Decode.FUSED, Prefill.SDPA, Layout.PACKED)
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
@@ -77,7 +79,7 @@ class Case:
             windows=self.windows,
             device=CPU,
         )
-        assert isinstance(plan.views[window], SpanView)
+        assert isinstance(plan.views[window], UnitView)
         return decode_partial(
             self.queries[some],
             self.keys,
@@ -185,30 +187,48 @@ def test_queries_that_share_pages_give_the_bits_of_queries_alone() -> None:
 
 
 @needs_compiler
-def test_parts_of_a_sequence_merge_to_the_whole() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 21])
+def test_parts_in_any_order_give_the_bits_of_the_whole(
+    dtype: torch.dtype, window: int | None
+) -> None:
     """As the tiles of a streamed step, one of which has no page of the second query."""
-    case = Case([64, 30], torch.float32)
+    case = Case([64, 30], dtype, windows=(window,))
     pages = np.array(case.tables[0] + case.tables[1])
-    owners = np.array([0] * 4 + [1] * 2)
-    first = np.array([0, 16, 32, 48, 0, 16])
-    parts = []
-    for some in ([0, 1], [2, 3, 4, 5], []):
-        plan = DecodePlan.of_pages(
+    owners, first = np.array([0] * 4 + [1] * 2), np.array([0, 16, 32, 48, 0, 16])
+    plans = [
+        DecodePlan.of_pages(
             pages[some],
             owners=owners[some],
             first_positions=first[some],
             query_positions=[63, 29],
             chunk_tokens=CHUNK,
-            windows=[None],
+            windows=[window],
             device=CPU,
         )
-        parts.append(
-            decode_partial(
-                case.queries, case.keys, case.values, plan, window=None, scale=case.scale
-            )
-        )
-    whole = attended(parts[0].merge(parts[1]).merge(parts[2]))
-    torch.testing.assert_close(whole.double(), case.expected(None, None), rtol=2e-6, atol=2e-6)
+        for some in ([3, 5], [1, 4, 0], [], [2])
+    ]
+    views = [view for plan in plans if isinstance(view := plan.views[window], UnitView)]
+    options = {"window": window, "scale": case.scale, "cap": None}
+    parts = DecodeParts(case.queries, **options, order=UnitOrder.of(views, 2))  # type: ignore[arg-type]
+    for plan in plans[:-1]:
+        parts.add(case.keys, case.values, plan=plan)
+    with pytest.raises(ValueError, match="were planned"):
+        parts.attended()
+    parts.add(case.keys, case.values, plan=plans[-1])
+    whole = case.attend(window=window).attended(dtype)
+    assert torch.equal(parts.attended(), whole)
+    near = TOLERANCES[dtype]
+    torch.testing.assert_close(whole.double(), case.expected(window, None), rtol=near, atol=near)
+
+
+@needs_compiler
+@pytest.mark.parametrize("window", [None, 150])
+def test_pages_of_several_units(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "CHUNK", 300)
+    case = Case([1, 128, 129, 700, 900], torch.float32, windows=(window,))
+    found = attended(case.attend(window=window))
+    torch.testing.assert_close(found.double(), case.expected(window, None), rtol=2e-6, atol=2e-6)
 
 
 @needs_compiler
@@ -260,7 +280,7 @@ def test_a_damaged_library_is_compiled_again(
     constants = {"HEAD_DIM": 16, "ELEMENT": 0}
     program = (
         "from worker_service.kernels.compiled import load; "
-        f"load('paged_attention.cpp', {constants}).attend_spans"
+        f"load('paged_attention.cpp', {constants}).attend_units"
     )
     # In processes of their own: a loader opens no file whose name it has mapped.
     command = [sys.executable, "-c", program]

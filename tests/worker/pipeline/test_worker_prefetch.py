@@ -99,7 +99,7 @@ class Setting:
                 room[sequence.row_pages[chunk // 2]] = inputs[stored.chunks[chunk].slot]
         windows = [layer.window for layer in stored.model.layers]
         builder = StreamedBuilder(cache, windows, tile_pages, Upload(cache.device))
-        step = builder.step([sequence], [])
+        step = builder.step([sequence], None, [])
         assert step is not None
         return cls(stored, staging, step, [])
 

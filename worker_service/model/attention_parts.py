@@ -1,0 +1,62 @@
+"""Attention that is taken part by part: over pages on the device, and tiles from the host.
+
+Where a kernel leaves its parts unmerged (kernels/units.py), they are merged at the end in the
+order of positions, so a step that streams gives the bits of one that does not. Elsewhere each
+part is merged as it comes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from worker_service.kernels.paged_attention import UnitParts
+from worker_service.kernels.units import UnitOrder, UnitView
+from worker_service.model.attention import PartialAttention, decode_partial
+from worker_service.model.attention_plan import DecodePlan
+
+
+class DecodeParts:
+    """Attention of one layer's decoding queries `[N, n_q, d]`, after RoPE."""
+
+    def __init__(
+        self,
+        queries: torch.Tensor,
+        *,
+        window: int | None,
+        scale: float,
+        cap: float | None,
+        order: UnitOrder | None,
+    ) -> None:
+        """`order`: of all plans that will be added, one after the other; None: no units."""
+        self._queries = queries
+        self._window, self._scale, self._cap = window, scale, cap
+        self._units = None if order is None else UnitParts(queries, order.listing, order.firsts)
+        self._merged: PartialAttention | None = None
+
+    def add(self, keys: torch.Tensor, values: torch.Tensor, *, plan: DecodePlan) -> None:
+        """Attend pages `[P, n_kv, C, d]` of the pool or of a tile, as the plan says."""
+        if self._units is not None:
+            view = plan.views[self._window]
+            if not isinstance(view, UnitView):
+                raise RuntimeError("a step with units has a plan without")
+            self._units.add(view, keys, values, scale=self._scale, cap=self._cap)
+            return
+        part = decode_partial(
+            self._queries,
+            keys,
+            values,
+            plan,
+            window=self._window,
+            scale=self._scale,
+            cap=self._cap,
+        )
+        self._merged = part if self._merged is None else self._merged.merge(part)
+
+    def attended(self) -> torch.Tensor:
+        """Return the attention over all parts, `[N, n_q * d]`; see `PartialAttention`."""
+        whole = self._merged
+        if self._units is not None:
+            whole = PartialAttention(*self._units.merged())
+        if whole is None:
+            raise RuntimeError("queries attend nothing, not even themselves")
+        return whole.attended(self._queries.dtype)
