@@ -23,13 +23,25 @@ from splitpoint_cli.report import AsJson, OutputFile
 _Points = Annotated[
     str,
     typer.Option(
-        help="Batch and new tokens of each sequence, several with commas.", metavar="BxN,..."
+        help="Points to measure, with commas: sequences of a batch, x, new tokens of each.",
+        metavar="BxN,...",
     ),
 ]
-_Layers = Annotated[int, typer.Option(help="Layers whose attention runs in a step.", min=1)]
-_Prompt = Annotated[int, typer.Option(help="Rows of each sequence before the first token.", min=1)]
-_Repeats = Annotated[int, typer.Option(help="Timed generations of each contender.", min=1)]
-_Picture = Annotated[Path | None, typer.Option(help="Draw the results.", metavar="FILE")]
+_Layers = Annotated[
+    int, typer.Option(help="Number of layers whose attention runs in a step.", min=1)
+]
+_Prompt = Annotated[
+    int, typer.Option(help="Rows of each sequence in the cache before the first step.", min=1)
+]
+_Repeats = Annotated[
+    int, typer.Option(help="Number of timed generations of each cache and size.", min=1)
+]
+_Picture = Annotated[
+    Path | None,
+    typer.Option(
+        help="Draw the results as a picture into this file; absent: none.", metavar="FILE"
+    ),
+]
 
 
 def growth(
@@ -45,11 +57,12 @@ def growth(
     output: OutputFile = None,
     png: _Picture = None,
 ) -> None:
-    """A cache that grows by every token, all at once, by buckets of 2, 4, 8, ... and by our pages.
+    """Measure how much a cache should grow at once: by one row, buckets, pages, or all upfront.
 
-    Buckets are contiguous, and spare rows are attended to behind a mask, or left out by a
-    slice. All caches get the same rows, and each result is compared. The model's constants
-    are measured in the same run. CPU only.
+    Buckets of 2, 4, 8, ... rows are contiguous; their spare rows are attended to behind a mask,
+    or left out by a slice. Pages are those of a worker. All caches get the same rows, and each
+    result is compared. BMC's model predicts the best size from constants that are measured in
+    the same run. CPU only.
     """
     need_all("a benchmark")
     workload = GrowthWorkload(

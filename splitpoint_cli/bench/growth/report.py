@@ -13,6 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from splitpoint.costs.growth import BucketCosts, PageCosts, Rows
+from splitpoint.words import counted
 from splitpoint_cli.bench.growth.workload import GrowthWorkload, Point
 from splitpoint_cli.bench.shared.report import commit, hardware, report_table
 from splitpoint_cli.output import seconds_text
@@ -172,10 +173,10 @@ def _slope(points: Sequence[tuple[float, float]]) -> float:
 def table_of(report: Mapping[str, Any]) -> Table:
     """Return for each point the paper's two extremes, the best bucket and page, and the model's."""
     table = report_table(
-        f"{report['shape']} {report['dtype']}: attention of {report['layers']} layers after "
-        f"{report['prompt']} rows, {report['threads']} threads",
-        *("batch x new", "r = 1", "upfront", "best r", "model", "copy/attend"),
-        *("slice", "best page", "model", "page/row"),
+        f"{report['shape']} {report['dtype']}: attention of {counted(report['layers'], 'layer')} "
+        f"after {counted(report['prompt'], 'row')}, {counted(report['threads'], 'thread')}",
+        *("batch x new", "r = 1", "upfront", "best r", "model r", "copy/attend"),
+        *("best slice", "best page", "model page", "page/row"),
     )
     for point in report["points"]:
         masked, sliced, pages = (point["growth"][kind.value] for kind in Growth)
@@ -198,8 +199,12 @@ def table_of(report: Mapping[str, Any]) -> Table:
     ]
     table.caption = "\n".join(
         [
-            f"{report['hardware']}, {report['clock']} time, medians of {report['repeats']} "
-            "rounds, step by step",
+            "seconds of all steps of a generation; r: rows of a bucket; page: tokens of a page; "
+            "model r, model page: the best by the model",
+            "copy/attend: cost of copying a row over that of attending to it; page/row: cost of "
+            "a page over that of a row",
+            f"{report['hardware']}, {report['clock']} time, "
+            f"{counted(report['repeats'], 'generation')} of each, medians step by step",
             f"pages by a worker's kernels: {report['kernels']}",
             *exponents,
         ]

@@ -177,6 +177,9 @@ def test_the_report_is_json_a_table_and_a_picture() -> None:
     assert report["growths_exponents"] == {"8": {"measured": 0.5, "model": 0.5}}
     table = table_of(report)
     assert table.row_count == 2
+    headings = [str(column.header) for column in table.columns]
+    assert len(set(headings)) == len(headings)
+    assert "attention of 1 layer after" in str(table_of({**report, "layers": 1}).title)
     assert [*table.columns[3].cells] == ["8: 2 s", "16: 4 s"]
     assert "batch 8: T ~ N^0.5 measured" in str(table.caption)
     *curves, growths = picture_of(report).axes
