@@ -30,6 +30,15 @@ class DraftMethod(StrEnum):
     # A small model with the same vocabulary.
     MODEL = "model"
 
+    @classmethod
+    def _missing_(cls, value: object) -> DraftMethod | None:
+        """Return the method that has this name in vLLM; None if there is none."""
+        return ALIASES.get(value) if isinstance(value, str) else None
+
+
+# vLLM's names of methods that are ours under another name.
+ALIASES = {"ngram": DraftMethod.SUFFIX, "draft_model": DraftMethod.MODEL}
+
 
 @dataclass(frozen=True, slots=True)
 class Speculation:

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from splitpoint.errors import InvalidArgument
-from splitpoint.speculation import PLAIN, DraftMethod, Speculation
+from splitpoint.speculation import ALIASES, PLAIN, DraftMethod, Speculation
 
 FIELD = "speculative_config"
 _FLAG = "--speculative-config"
 _KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "model")
-# vLLM's names of methods that are ours under another name.
-_ALIASES = {"ngram": DraftMethod.SUFFIX, "draft_model": DraftMethod.MODEL}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +96,9 @@ def _method_of(value: Any, *, has_model: bool) -> DraftMethod | None:
     if value is None:
         return DraftMethod.MODEL if has_model else None
     try:
-        return _ALIASES.get(value) or DraftMethod(value)
-    except (ValueError, TypeError):  # a list cannot be looked up
-        known = ", ".join([*DraftMethod, *_ALIASES])
+        return DraftMethod(value)
+    except ValueError:
+        known = ", ".join([*DraftMethod, *ALIASES])
         raise _refused(f"method {value!r} is not one of {known}") from None
 
 

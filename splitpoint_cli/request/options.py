@@ -11,7 +11,7 @@ import typer
 from splitpoint.client.requests import Prompt
 from splitpoint.errors import InvalidArgument
 from splitpoint.planning.plan import Residency, RestoreMethod
-from splitpoint.speculation import DraftMethod
+from splitpoint.speculation import ALIASES, DraftMethod
 
 _SAMPLING = "Sampling"
 _SPECULATION = "Speculation"
@@ -139,11 +139,25 @@ Restore = Annotated[
 ResidencyOption = Annotated[
     ResidencyChoice, typer.Option(help="Where the cache lives while decoding.")
 ]
+
+
+def _draft_method(text: str) -> DraftMethod:
+    """Return the method of this name, which may be vLLM's. Raises BadParameter."""
+    try:
+        return DraftMethod(text)
+    except ValueError:
+        names = ", ".join([*DraftMethod, *ALIASES])
+        raise typer.BadParameter(f"{text!r} is not one of {names}.") from None
+
+
 Speculate = Annotated[
     DraftMethod | None,
     typer.Option(
-        help="What drafts the tokens that a step verifies; the text does not depend on it; absent: "
-        "as the worker is configured (docs/speculation.md).",
+        help="What drafts the tokens that a step verifies; the text does not depend on it; vLLM's "
+        "ngram means suffix, draft_model means model; absent: as the worker is configured "
+        "(docs/speculation.md).",
+        parser=_draft_method,
+        metavar="|".join(DraftMethod),
         rich_help_panel=_SPECULATION,
     ),
 ]

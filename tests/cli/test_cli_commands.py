@@ -232,6 +232,13 @@ def test_generate_asks_for_drafts(script: Script) -> None:
     assert script.requests[-1].speculation == types_pb2.SpeculativeParams(
         method=types_pb2.DRAFT_METHOD_SUFFIX, num_speculative_tokens=0, prompt_lookup_min=3
     )
+    for theirs, ours in (
+        ("ngram", types_pb2.DRAFT_METHOD_SUFFIX),
+        ("draft_model", types_pb2.DRAFT_METHOD_MODEL),
+    ):
+        done = splitpoint("generate", "abc", "--address", script.address, "--speculate", theirs)
+        assert done.returncode == 0, done.stderr
+        assert script.requests[-1].speculation == types_pb2.SpeculativeParams(method=ours)
     wrong = splitpoint("generate", "abc", "--address", script.address, "--speculate", "eagle")
     assert wrong.returncode == 2
     assert "'eagle' is not one of" in wrong.stderr

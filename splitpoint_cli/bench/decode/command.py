@@ -15,7 +15,7 @@ from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.errors import InvalidArgument
 from splitpoint.extras import need_all
 from splitpoint.shapes import DataType, ModelShape
-from splitpoint.speculation import MOST_SPECULATIVE_TOKENS, DraftMethod
+from splitpoint.speculation import ALIASES, MOST_SPECULATIVE_TOKENS, DraftMethod
 from splitpoint_cli.bench.decode.peers.catalog import check_peers, parse_peers
 from splitpoint_cli.bench.decode.report import Workload, report_of, table_of
 from splitpoint_cli.bench.shared import options
@@ -154,13 +154,19 @@ def _dimensions(shape: str, folder: Path | None, dtype: str) -> ModelShape:
 
 def _methods(names: list[str], draft_model: str | None) -> tuple[str, ...]:
     """Return the draft methods, each once. Raises InvalidArgument."""
-    for name in names:
-        if name not in list(METHODS):
-            raise InvalidArgument(
-                f"{name!r} is none of {', '.join(METHODS)}"
-                + (": bench offload measures it" if name == DraftMethod.SELF else ""),
-                field="speculate",
-            )
-    if (DraftMethod.MODEL in names) and draft_model is None:
+    methods = [_method(name) for name in names]
+    if DraftMethod.MODEL in methods and draft_model is None:
         raise InvalidArgument("--speculate model needs --draft-model", field="draft_model")
-    return tuple(dict.fromkeys(names))
+    return tuple(dict.fromkeys(methods))
+
+
+def _method(name: str) -> DraftMethod:
+    """Return a method that this benchmark measures. Raises InvalidArgument."""
+    found = DraftMethod(name) if name in (*DraftMethod, *ALIASES) else None
+    if found not in METHODS:
+        raise InvalidArgument(
+            f"{name!r} is none of {', '.join(METHODS)}"
+            + (": bench offload measures it" if found is DraftMethod.SELF else ""),
+            field="speculate",
+        )
+    return found

@@ -16,7 +16,7 @@ from splitpoint.config import parse_rate
 from splitpoint.errors import InvalidArgument
 from splitpoint.extras import need_all
 from splitpoint.shapes import DataType, Encoding
-from splitpoint.speculation import DraftMethod
+from splitpoint.speculation import ALIASES, DraftMethod
 from splitpoint_cli.bench.offload.drafts_report import (
     DraftWorkload,
     drafts_report_of,
@@ -219,6 +219,7 @@ def _measure_drafts(
 
 def _method(name: str) -> DraftMethod:
     """Return a method that this benchmark measures. Raises InvalidArgument."""
-    if name not in MEASURED:
+    found = DraftMethod(name) if name in (*DraftMethod, *ALIASES) else None
+    if found not in MEASURED:
         raise InvalidArgument(f"{name!r} is none of {', '.join(MEASURED)}", field="speculate")
-    return DraftMethod(name)
+    return found

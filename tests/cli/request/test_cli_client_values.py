@@ -133,7 +133,7 @@ def test_every_sampling_field_refuses_a_foreign_object() -> None:
         ("a", {"temperature": 10**400}, "temperature"),
         ("a", {"residency": "elsewhere"}, "residency"),
         ("a", {"restore": "magic"}, "restore"),
-        ("a", {"speculate": "ngram"}, "speculate"),
+        ("a", {"speculate": "eagle"}, "speculate"),
         ("a", {"speculative_tokens": 1 << 40}, "speculative_tokens"),
         ("a", {"timeout": float("nan")}, "timeout"),
         ("a", {"timeout": 0}, "timeout"),
