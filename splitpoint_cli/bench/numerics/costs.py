@@ -43,7 +43,10 @@ class _Contender:
 def measure_costs(
     workload: NumericsWorkload, device: torch.device, progress: Progress
 ) -> tuple[str, list[Cost]]:
-    """Return the fast kernels, and the runs of each batch; "" and none if no cost is wanted."""
+    """Return the fast kernels, and the runs of each batch.
+
+    "" and none if no cost is wanted; no runs if the compared worker has the fast kernels.
+    """
     if not workload.cost_shape:
         return "", []
     before = in_use()
@@ -51,7 +54,9 @@ def measure_costs(
         _contender(workload, wish, device, progress)
         for wish in (workload.kernels, workload.fast_kernels)
     ]
-    costs = [_cost(workload, contenders, batch, progress) for batch in BATCHES]
+    costs: list[Cost] = []
+    if contenders[0].name != contenders[1].name:
+        costs = [_cost(workload, contenders, batch, progress) for batch in BATCHES]
     use(before)
     return contenders[1].name, costs
 

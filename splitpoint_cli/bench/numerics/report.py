@@ -150,12 +150,20 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class NumericsResults:
-    """What `bench numerics` found; `kernels` and `fast_kernels` as they were chosen."""
+    """What `bench numerics` found.
+
+    Attributes:
+        kernels: as they were chosen; empty on a GPU.
+        numerics: what a worker says of itself at its start, and `numerics_reason` why.
+        fast_kernels: likewise; the cost is not measured if they are the same.
+    """
 
     shape: str
     kernels: str
-    fast_kernels: str
+    numerics: str
+    numerics_reason: str
     variants: Sequence[VariantResult]
+    fast_kernels: str
     costs: Sequence[Cost]
 
 
@@ -166,6 +174,8 @@ def report_of(workload: NumericsWorkload, results: NumericsResults) -> dict[str,
         **asdict(workload),
         "shape": results.shape,
         "kernels": results.kernels,
+        "numerics": results.numerics,
+        "numerics_reason": results.numerics_reason,
         "fast_kernels": results.fast_kernels,
         "hardware": hardware(),
         "commit": commit(),
@@ -242,6 +252,7 @@ def _notes(report: Mapping[str, Any]) -> list[str]:
         if not differing
         else f"{differing} of {count} variants differ; first: prompt and position",
     ]
+    notes.append(f"a worker says {report['numerics']}: {report['numerics_reason']}")
     for cost in report["costs"]:
         notes.append(
             f"batch {cost['batch']}: step {seconds_text(cost['step_seconds'])}, "
@@ -250,4 +261,6 @@ def _notes(report: Mapping[str, Any]) -> list[str]:
         )
     if report["costs"]:
         notes.append(f"{report['cost_shape']}; fast: {report['fast_kernels']}")
+    elif report["cost_shape"]:
+        notes.append("no cost: these are the fast kernels")
     return notes

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.errors import Internal
+from splitpoint.numerics import Numerics
+from splitpoint.options.cpu_kernels import AUTO
 from splitpoint.planning.plan import RestoreMethod
-from splitpoint.shapes import DataType
+from splitpoint.shapes import DataType, Encoding
 from splitpoint_cli.bench.decode.prompts import Prompts, random_prompts
 from splitpoint_cli.bench.numerics.costs import measure_costs
 from splitpoint_cli.bench.numerics.host import NumericsHost
@@ -27,7 +30,11 @@ from splitpoint_cli.bench.shared.passages import beginnings, held_back_files
 from splitpoint_cli.bench.shared.progress import Progress
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES
+from worker_service.kernels.choice import in_use
 from worker_service.model.decoder import Decoder
+from worker_service.numerics.obstacles import obstacle
+from worker_service.numerics.self_check import dependence
+from worker_service.numerics.verdict import WorkerNumerics, decide
 from worker_service.startup import choose_device
 
 LEAST_PROMPT = 8
@@ -47,10 +54,30 @@ def run_all(workload: NumericsWorkload, progress: Progress) -> NumericsResults:
     progress.say(f"{config.shape.name} in {workload.dtype}: loading weights, cutting prompts")
     prompts = draw_prompts(workload, folder, config.shape.vocabulary_size)
     model = Decoder.load(folder, device, TORCH_TYPES[data_type])
+    numerics = _numerics(model)
     with closing(NumericsHost(model, workload)) as host:
         results = compare_all(host, prompts, workload.prompts, progress)
     fast_kernels, costs = measure_costs(workload, device, progress)
-    return NumericsResults(config.shape.name, kernels, fast_kernels, results, costs)
+    return NumericsResults(
+        config.shape.name,
+        kernels,
+        numerics.numerics.value,
+        numerics.reason,
+        results,
+        fast_kernels,
+        costs,
+    )
+
+
+def _numerics(model: Decoder) -> WorkerNumerics:
+    """Return what a worker of this model says of its numerics at its start."""
+    against = obstacle(
+        Numerics.INVARIANT,
+        is_gpu=model.device.type == "cuda",
+        encoding=Encoding.NATIVE,
+        kernels=in_use(),
+    )
+    return decide(AUTO, obstacle=against, check=partial(dependence, model))
 
 
 def draw_prompts(workload: NumericsWorkload, folder: Path, vocabulary_size: int) -> Prompts:

@@ -11,6 +11,7 @@ from tiny_models import write_tiny
 from typer.testing import CliRunner
 
 from splitpoint.errors import Internal
+from splitpoint.numerics import Numerics
 from splitpoint_cli.bench.decode.report import Run
 from splitpoint_cli.bench.numerics.report import (
     Answer,
@@ -118,7 +119,8 @@ def some_results() -> NumericsResults:
     differing.compare(2, 9, replace(WANTED, tokens=(5, 6, 8)), WANTED)
     runs, fast = [Run(4.0, 1.0, 1, ((1,),))] * 2, [Run(3.0, 2.0, 1, ((1,),))] * 2
     return NumericsResults(
-        "tiny", "linear=plain", "linear=packed", [equal, differing], [Cost(8, 512, 4, runs, fast)]
+        *("tiny", "linear=plain", "fast", "as asked for", [equal, differing], "linear=packed"),
+        [Cost(8, 512, 4, runs, fast)],
     )
 
 
@@ -152,6 +154,8 @@ def test_a_small_run_of_all_variants(tmp_path: Path) -> None:
     assert ran.exit_code == 0, ran.output
     report = json.loads(ran.stdout)
     assert json.loads(output.read_text()) == report
+    assert report["numerics"] in list(Numerics)
+    assert report["costs"] == []
     names = [each.name for each in variants(has_activations=True)]
     assert [each["name"] for each in report["variants"]] == names
     for each in report["variants"]:
