@@ -12,12 +12,12 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from splitpoint.errors import ResourceExhausted
 from splitpoint.shapes import ArenaLayout, DataType
 from worker_service.device.claims import Claims
+from worker_service.device.large_memory import large_zeros
 from worker_service.device.memory import MemoryPlan
 
 TORCH_TYPES = {
@@ -220,5 +220,4 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    size_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(size_bytes, dtype=np.uint8)).view(dtype).view(shape)
+    return large_zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)

@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 from torch.nn import functional
 
+from worker_service.device.large_memory import large_zeros
 from worker_service.kernels.compiled import load
 
 _ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -84,7 +85,7 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
     columns, pair = _panel(weight.dtype)
     rows, depth = _padded(weight.shape[0], weight.shape[1], pair)
     weight = functional.pad(weight, (0, depth - weight.shape[1], 0, rows - weight.shape[0]))
-    panels = torch.empty(rows * depth, dtype=weight.dtype)
+    panels = large_zeros(rows * depth * weight.itemsize).view(weight.dtype)
     whole = rows // columns * columns
     for first, last, width in ((0, whole, columns), (whole, rows, rows - whole)):
         if first < last:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import torch
 
+from worker_service.device.large_memory import large_zeros
+
 # Far larger than any cache.
 BUFFER_BYTES = 512 << 20
 
@@ -25,7 +27,14 @@ class MemoryReads:
     """
 
     def __init__(self, device: torch.device, buffer_bytes: int = BUFFER_BYTES) -> None:
-        buffer = torch.ones(buffer_bytes // 4, device=device)
+        # Memory as weights and the cache have it.
+        on_cpu = device.type == "cpu"
+        empty = (
+            large_zeros(buffer_bytes)
+            if on_cpu
+            else torch.empty(buffer_bytes, dtype=torch.uint8, device=device)
+        )
+        buffer = empty.view(torch.float32).fill_(1)
         self._device = device
         self._bytes = buffer.numel() * buffer.element_size()
         # Different processors read fastest in different reductions.

@@ -1,0 +1,45 @@
+"""Memory in huge pages: zeros, at a border, touched late, and given back."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+
+from worker_service.device.large_memory import HUGE_PAGE_BYTES, large_zeros
+
+MIB = 1 << 20
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("size", [0, 1, HUGE_PAGE_BYTES - 1, HUGE_PAGE_BYTES, 5 * MIB + 3])
+def test_it_is_zeros_that_can_be_written(size: int) -> None:
+    memory = large_zeros(size)
+    assert (memory.shape, memory.dtype) == ((size,), torch.uint8)
+    assert memory.untyped_storage().nbytes() == size
+    assert not memory.any()
+    memory.fill_(7)
+    assert int(memory.sum(dtype=torch.int64)) == 7 * size
+    if size >= HUGE_PAGE_BYTES:
+        assert memory.data_ptr() % HUGE_PAGE_BYTES == 0
+
+
+def test_it_takes_memory_when_touched_and_gives_it_back() -> None:
+    before = resident_bytes()
+    memory = large_zeros(256 * MIB)
+    assert resident_bytes() - before < 16 * MIB
+    memory[: 128 * MIB].fill_(1)
+    # Pages are of 2 MiB at most.
+    assert 120 * MIB < resident_bytes() - before < 144 * MIB
+    del memory
+    assert resident_bytes() - before < 16 * MIB
+
+
+def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 12345)  # EINVAL, as such a kernel says
+    assert not large_zeros(3 * MIB).any()
