@@ -217,7 +217,10 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
             _load_engine, options, shape, layout, lanes
         )
         numerics = await asyncio.to_thread(
-            decide, options.numerics, obstacle=against, check=partial(dependence, engine.model)
+            decide,
+            options.numerics,
+            obstacle=against,
+            check=partial(dependence, engine.model, layout.chunk_tokens),
         )
         log.info("numerics are %s: %s", numerics.numerics.value, numerics.reason)
         await asyncio.to_thread(_prepare, engine, description, weights, options.trace_file)

@@ -30,11 +30,13 @@ class Operator:
         name: for people, such as "linear gate [2816, 1024]".
         inputs: tensors with equally many rows, dimension 0; at most MOST_ROWS.
         call: takes equally many rows of each, and returns as many in each of its results.
+        is_ordered: it takes neighbours in their order only.
     """
 
     name: str
     inputs: tuple[torch.Tensor, ...]
     call: Callable[..., Result]
+    is_ordered: bool = False
 
     @property
     def row_count(self) -> int:
@@ -60,6 +62,8 @@ def difference(operator: Operator) -> str | None:
         if place is not None:
             size = rows.stop - rows.start
             return f"computes row {rows.start + place} of {count} otherwise in a call of {size}"
+    if operator.is_ordered:
+        return None
     rows = slice(0, min(count, _REVERSED))
     part = _called(operator, tuple(each[rows].flip(0) for each in operator.inputs))
     place = _first_unequal(part, tuple(each[rows].flip(0) for each in whole))

@@ -9,8 +9,11 @@ import pytest
 import torch
 from tiny_models import write_tiny
 
+from splitpoint.host.compiler import compiler
+from worker_service.kernels.choice import by_flags, in_use, use
 from worker_service.model.decoder import Decoder
 from worker_service.model.layer import DecoderLayer
+from worker_service.numerics.attention_operators import attention_operators
 from worker_service.numerics.model_operators import model_operators
 from worker_service.numerics.operators import COUNTS, MOST_ROWS, Operator, difference
 from worker_service.numerics.sampling_operator import sampling_operator
@@ -111,6 +114,29 @@ def test_the_check_names_a_product_that_depends_on_its_rows(
         "__call__",
         lambda self, rows, activation=None: rows.new_full((len(rows), 64), float(len(rows))),
     )
-    found = dependence(model)
+    found = dependence(model, 16)
     assert found is not None
     assert found.startswith("layer 0: the product key_value [128, 64] computes row ")
+
+
+@pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize(
+    ("kernels", "parts"),
+    [
+        ("decode=fused,prefill=sdpa", ["in pieces of a prompt and one by one"]),
+        ("decode=products,prefill=sdpa", ["decoding", "in pieces of a prompt and one by one"]),
+    ],
+)
+def test_attention_by_kernels_of_several_orders_is_found(
+    kernels: str, parts: list[str], tmp_path: Path
+) -> None:
+    """torch sums the rows of a page, and of a prompt, in orders of their own."""
+    before = in_use()
+    use(by_flags(torch.float32, []).parsed(kernels))
+    try:
+        model = Decoder.load(write_tiny("llama", tmp_path), CPU, torch.float32)
+        operators = list(attention_operators(model, 16))
+        found = [each.name for each in operators if difference(each) is not None]
+    finally:
+        use(before)
+    assert [name.rstrip(",") for name in found] == [f"layer 0: attention, {each}" for each in parts]
