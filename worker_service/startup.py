@@ -22,6 +22,7 @@ from splitpoint.costs.profile import Profile
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.host.memory import memory_facts
 from splitpoint.host.openmp import spins_long
+from splitpoint.numerics import Numerics
 from splitpoint.options import worker as options
 from splitpoint.options.speculation import SpeculativeConfig
 from splitpoint.planning.weight_placement import (
@@ -58,6 +59,7 @@ from worker_service.model.decoder import Decoder
 from worker_service.numerics.obstacles import obstacle
 from worker_service.numerics.self_check import dependence
 from worker_service.numerics.verdict import NOT_CHECKED, WorkerNumerics, check_wish, decide
+from worker_service.profiling.agreeing_rows import use_agreeing_rows
 from worker_service.profiling.calibration import use_kernels
 from worker_service.profiling.profiler import measure, measure_rates
 from worker_service.profiling.restore_costs import measure_overheads
@@ -66,7 +68,7 @@ from worker_service.store.client import StoreClient
 from worker_service.store.remote_client import RemoteStoreClient
 from worker_service.store.verifier import Verifier
 from worker_service.weights.lock import WeightLock
-from worker_service.weights.matrices import weight_sizes
+from worker_service.weights.matrices import product_shapes, weight_sizes
 
 log = logging.getLogger(__name__)
 
@@ -213,6 +215,8 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
         )
         # Before the weights are loaded, which takes long.
         check_wish(options.numerics, against)
+        if not is_gpu and against is None and options.numerics != Numerics.FAST:
+            await asyncio.to_thread(_agree_on_rows, options, shape)
         engine, weights, speculation = await asyncio.to_thread(
             _load_engine, options, shape, layout, lanes
         )
@@ -312,6 +316,12 @@ def _store_client(options: WorkerOptions, device: torch.device) -> StoreClient |
         mirror_bytes=options.mirror_memory_bytes,
         pinning=pinning,
     )
+
+
+def _agree_on_rows(options: WorkerOptions, shape: ModelShape) -> None:
+    """Let products depend on no other rows, also where the kernels at hand are torch's."""
+    config = DecoderConfig.read(options.model_folder, shape.data_type)
+    use_agreeing_rows(product_shapes(config), TORCH_TYPES[shape.data_type])
 
 
 def _load_engine(

@@ -6,6 +6,9 @@ Rows are therefore padded to a few counts for it (`padded_count`).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -15,11 +18,13 @@ from worker_service.checkpoint.config import Activation
 from worker_service.kernels import panel_gemm
 from worker_service.kernels.choice import Layout
 from worker_service.kernels.panel_gemm import Operation
+from worker_service.kernels.row_counts import blocks, row_counts
 
 # Up to this many rows the time is that of reading the weights.
 _FEW_ROWS = 16
 # Padded counts for each doubling: at most an eighth of the rows is padding.
 _COUNTS_PER_DOUBLING = 8
+_GELU_FACTOR = math.sqrt(2 / math.pi)
 _OPERATIONS = {
     None: Operation.NONE,
     Activation.RELU: Operation.RELU,
@@ -39,10 +44,38 @@ def padded_count(count: int) -> int:
     return -(-count // step) * step
 
 
-def _padded(rows: torch.Tensor) -> torch.Tensor:
-    """Pad `[N, n]` with zero rows to the padded count."""
-    missing = padded_count(len(rows)) - len(rows)
+def _padded(rows: torch.Tensor, count: int | None = None) -> torch.Tensor:
+    """Pad `[N, n]` with zero rows to this count; None: to the padded count."""
+    missing = (padded_count(len(rows)) if count is None else count) - len(rows)
     return functional.pad(rows, (0, 0, 0, missing)) if missing else rows
+
+
+def _in_blocks(
+    counts: Sequence[int], product: Callable[..., torch.Tensor], *tensors: torch.Tensor
+) -> torch.Tensor:
+    """Return `product(*tensors)`, computed in blocks of rows of these counts."""
+    parts, first = [], 0
+    for size, count in blocks(len(tensors[0]), counts):
+        part = (_padded(each[first : first + size], count) for each in tensors)
+        parts.append(product(*part)[:size])
+        first += size
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _by_element(rows: torch.Tensor, activation: Activation | None) -> torch.Tensor:
+    """Return the activation of each element, whatever its place in the tensor.
+
+    torch's own SiLU and GELU compute the last elements of a thread otherwise than the others.
+    """
+    wide = rows.to(torch.float32)
+    if activation is Activation.RELU:
+        return rows.relu_()
+    if activation is Activation.SILU:
+        return (wide / (1 + (-wide).exp_())).to(rows.dtype)
+    if activation is Activation.GELU_TANH:
+        inner = _GELU_FACTOR * (wide + 0.044715 * wide * wide * wide)
+        return (0.5 * wide * (1 + inner.tanh_())).to(rows.dtype)
+    return rows
 
 
 class Weight(Protocol):
@@ -64,19 +97,28 @@ class Linear:
     def __init__(self, matrix: Weight, bias: torch.Tensor | None = None) -> None:
         self._matrix = matrix
         self._layout = matrix.layout
+        self._is_packed = matrix.layout is Layout.PACKED
         self._bias = bias
 
     def __call__(self, rows: torch.Tensor, activation: Activation | None = None) -> torch.Tensor:
         """Map `[N, in]` to `[N, out]`."""
         if self._layout is Layout.PANELS:
             return self._by_panels(rows, _OPERATIONS[activation])
-        if self._layout is Layout.PACKED:
+        counts = row_counts(self._matrix.out_features, rows.shape[1])
+        if counts is not None and self._is_packed:
+            return _in_blocks(counts, partial(self._product, activation), rows)
+        if counts is not None:
+            return _by_element(_in_blocks(counts, partial(self._product, None), rows), activation)
+        return self._product(activation, _padded(rows) if self._is_packed else rows)[: len(rows)]
+
+    def _product(self, activation: Activation | None, rows: torch.Tensor) -> torch.Tensor:
+        """Return torch's product of all these rows."""
+        if self._is_packed:
             name = "none" if activation is None else activation.value
             algorithm = "tanh" if activation is Activation.GELU_TANH else ""
-            product = torch.ops.mkldnn._linear_pointwise(
-                _padded(rows), self._matrix.weight, self._bias, name, [], algorithm
+            return torch.ops.mkldnn._linear_pointwise(  # type: ignore[no-any-return]
+                rows, self._matrix.weight, self._bias, name, [], algorithm
             )
-            return product[: len(rows)]  # type: ignore[no-any-return]
         product = functional.linear(rows, self._matrix.weight, self._bias)
         if activation is Activation.RELU:
             return product.relu_()
@@ -90,7 +132,7 @@ class Linear:
         """Return `residual + self(rows)`."""
         if self._layout is Layout.PANELS:
             return self._by_panels(rows, Operation.ADD, residual)
-        if self._layout is Layout.PACKED:
+        if self._is_packed:
             return self._combined(rows, residual, "add")
         return self(rows).add_(residual)
 
@@ -98,7 +140,7 @@ class Linear:
         """Return `factor * self(rows)`, elementwise."""
         if self._layout is Layout.PANELS:
             return self._by_panels(rows, Operation.MULTIPLY, factor)
-        if self._layout is Layout.PACKED:
+        if self._is_packed:
             return self._combined(rows, factor, "mul")
         return self(rows).mul_(factor)
 
@@ -111,7 +153,12 @@ class Linear:
         )
 
     def _combined(self, rows: torch.Tensor, other: torch.Tensor, operation: str) -> torch.Tensor:
-        product = torch.ops.mkldnn._linear_pointwise.binary(
-            _padded(rows), _padded(other), self._matrix.weight, self._bias, operation
-        )
-        return product[: len(rows)]  # type: ignore[no-any-return]
+        def product(rows: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+            return torch.ops.mkldnn._linear_pointwise.binary(  # type: ignore[no-any-return]
+                rows, other, self._matrix.weight, self._bias, operation
+            )
+
+        counts = row_counts(self._matrix.out_features, rows.shape[1])
+        if counts is not None:
+            return _in_blocks(counts, product, rows, other)
+        return product(_padded(rows), _padded(other))[: len(rows)]

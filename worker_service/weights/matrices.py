@@ -81,6 +81,14 @@ def head_rows(config: DecoderConfig) -> tuple[range, ...]:
     return tuple(range(start, start + rows) for start in starts)
 
 
+def product_shapes(config: DecoderConfig) -> set[tuple[int, int]]:
+    """Return `(out_features, in_features)` of all matrices that rows are multiplied with."""
+    width, hidden = config.embedding_size, config.shape.hidden_size
+    shapes = {(each.out_features, each.in_features) for each in layer_matrices(config, 0)}
+    shapes |= {(config.shape.vocabulary_size, width), (len(head_rows(config)[0]), width)}
+    return shapes if width == hidden else shapes | {(hidden, width), (width, hidden)}
+
+
 def weight_sizes(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> WeightSizes:
     """Return the bytes of each part in the layout of this device and type."""
     shape, names = config.shape, NAMES[config.shape.family]
