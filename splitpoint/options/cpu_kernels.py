@@ -19,8 +19,9 @@ class Decode(StrEnum):
 
 
 class Prefill(StrEnum):
-    """Prefill attention: torch's, or products of blocks of queries."""
+    """Prefill attention: one pass over the pages, torch's, or products of blocks of queries."""
 
+    FUSED = "fused"
     SDPA = "sdpa"
     PRODUCTS = "products"
 

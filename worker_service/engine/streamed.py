@@ -19,12 +19,7 @@ from worker_service.device.cache import DeviceCache
 from worker_service.engine.cost_watch import StepTraffic
 from worker_service.engine.sequence import Sequence
 from worker_service.kernels.units import UnitOrder
-from worker_service.model.attention import (
-    PartialAttention,
-    prefill_partial,
-    tile_rows,
-)
-from worker_service.model.attention_parts import DecodeParts
+from worker_service.model.attention_parts import DecodeParts, PrefillParts
 from worker_service.model.attention_plan import DecodePlan
 from worker_service.model.layer import DecoderLayer
 from worker_service.pipeline.prefetch import Prefetcher, TileTransfer
@@ -54,54 +49,12 @@ class DevicePages:
     pages: torch.Tensor
 
 
-@dataclass(slots=True)
-class _Attention:
-    """Attention of some queries in one layer, merged part by part.
-
-    Attributes:
-        queries: `[N, n_q, d]`.
-        first_position: position of the first query; prefills only.
-        merged: the parts so far; None before the first.
-    """
-
-    queries: torch.Tensor
-    layer: DecoderLayer
-    first_position: int = 0
-    merged: PartialAttention | None = None
-
-    def add_prefill(
-        self, keys: torch.Tensor, values: torch.Tensor, *, rows: int, first_position: int
-    ) -> None:
-        """Attend the first `rows` rows of consecutive pages `[P, n_kv, C, d]`."""
-        self._merge(
-            prefill_partial(
-                self.queries,
-                tile_rows(keys, rows),
-                tile_rows(values, rows),
-                query_position=self.first_position,
-                key_position=first_position,
-                window=self.layer.window,
-                scale=self.layer.scale,
-                cap=self.layer.cap,
-            )
-        )
-
-    def _merge(self, part: PartialAttention) -> None:
-        self.merged = part if self.merged is None else self.merged.merge(part)
-
-    @property
-    def result(self) -> PartialAttention:
-        if self.merged is None:
-            raise RuntimeError("a query attends nothing, not even itself")
-        return self.merged
-
-
 @dataclass(frozen=True, slots=True)
 class StreamedPrefill:
     """New tokens after a prefix that is partly in the store.
 
     Attributes:
-        kept: device pages before and after the stored part; the new
+        before, behind: device pages before and after the stored part; the new
             tokens' own pages included.
         tile_transfers: the stored rest, for layers of each window.
     """
@@ -109,8 +62,9 @@ class StreamedPrefill:
     first_row: int
     count: int
     start: int
-    kept: list[DevicePages]
+    before: list[DevicePages]
     tile_transfers: Mapping[Window, list[TileTransfer]]
+    behind: list[DevicePages]
 
     def attend(
         self,
@@ -121,27 +75,39 @@ class StreamedPrefill:
         queries: torch.Tensor,
     ) -> torch.Tensor:
         """Attend everything before the queries `[count, n_q, d]`; return `[count, n_q * d]`."""
-        attention = _Attention(queries, layer, self.start)
-        for here in self.kept:
-            if not is_seen(layer.window, self.start, here.first_position + here.rows - 1):
-                continue
-            call = partial(
-                attention.add_prefill,
-                cache.keys[index].index_select(0, here.pages),
-                cache.values[index].index_select(0, here.pages),
-                rows=here.rows,
-                first_position=here.first_position,
-            )
-            prefetcher.compute("attend", index, call)
+        parts = PrefillParts(
+            queries,
+            first_position=self.start,
+            window=layer.window,
+            scale=layer.scale,
+            cap=layer.cap,
+        )
+
+        def attend_own(pages: list[DevicePages]) -> None:
+            for here in pages:
+                if is_seen(layer.window, self.start, here.first_position + here.rows - 1):
+                    call = partial(
+                        parts.add,
+                        cache.keys[index],
+                        cache.values[index],
+                        pages=here.pages,
+                        rows=here.rows,
+                        first_position=here.first_position,
+                    )
+                    prefetcher.compute("attend", index, call)
+
+        attend_own(self.before)
         for tile_transfer in self.tile_transfers[layer.window]:
             pages = tile_transfer.tile.pages
             attend = partial(
-                attention.add_prefill,
+                parts.add,
+                pages=None,
                 rows=len(pages) * cache.layout.chunk_tokens,
                 first_position=pages[0].first_position,
             )
             prefetcher.consume(index, tile_transfer, attend)
-        return attention.result.attended(queries.dtype)
+        attend_own(self.behind)
+        return prefetcher.compute("attend", index, parts.attended)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from worker_service.engine.streamed import (
     query_counts,
     transfer_of,
 )
-from worker_service.kernels.units import UnitOrder, UnitView
+from worker_service.kernels.units import UnitOrder, UnitView, prefills_in_units
 from worker_service.model.attention_plan import DecodePlan
 from worker_service.pipeline.prefetch import TileTransfer
 from worker_service.pipeline.tiles import (
@@ -34,6 +34,7 @@ from worker_service.pipeline.tiles import (
     StreamedTokens,
     Tile,
     decode_tiles,
+    ordered_tiles,
     prefill_tiles,
 )
 from worker_service.pipeline.transfer import CacheTransfer, Part
@@ -118,17 +119,20 @@ class StreamedBuilder:
         sequence = segment.sequence
         tile_pages = min(self._tile_pages, PREFILL_TILE_PAGES)
         pages = self._stored_pages(sequence, 0)
+        make_tiles = ordered_tiles if prefills_in_units(self._device) else prefill_tiles
         tile_transfers = self._by_window(
             pages,
             [segment.start],
-            lambda seen: self._transfers(seen, [sequence], tile_pages, prefill_tiles),
+            lambda seen: self._transfers(seen, [sequence], tile_pages, make_tiles),
         )
+        stored, end = sequence.stored_range, segment.start + segment.count
         return StreamedPrefill(
             first_row,
             segment.count,
             segment.start,
-            self._kept(sequence, segment.start + segment.count),
+            self._kept(sequence, range(stored.start), end),
             tile_transfers,
+            self._kept(sequence, range(stored.stop, len(sequence.pages)), end),
         )
 
     # -- decodes ---------------------------------------------------------------------------
@@ -256,17 +260,15 @@ class StreamedBuilder:
                 halves.append((half, self._tensor(places), self._tensor(pages)))
         return _KeptInputs(self._cache, halves)
 
-    def _kept(self, sequence: Sequence, end: int) -> list[DevicePages]:
-        """Return device pages up to position `end`, in pieces that fit a tile's scores."""
-        stored = sequence.stored_range
+    def _kept(self, sequence: Sequence, chunks: range, end: int) -> list[DevicePages]:
+        """Return device pages of chunks up to position `end`, in pieces like tiles."""
         pieces = []
-        for span in (range(stored.start), range(stored.stop, len(sequence.pages))):
-            for first in range(span.start, span.stop, PREFILL_TILE_PAGES):
-                last = min(first + PREFILL_TILE_PAGES, span.stop)
-                rows = min(last * self._chunk, end) - first * self._chunk
-                pages = [sequence.page(index) for index in range(first, last)]
-                if rows > 0:
-                    pieces.append(DevicePages(first * self._chunk, rows, self._tensor(pages)))
+        for first in range(chunks.start, chunks.stop, PREFILL_TILE_PAGES):
+            last = min(first + PREFILL_TILE_PAGES, chunks.stop)
+            rows = min(last * self._chunk, end) - first * self._chunk
+            pages = [sequence.page(index) for index in range(first, last)]
+            if rows > 0:
+                pieces.append(DevicePages(first * self._chunk, rows, self._tensor(pages)))
         return pieces
 
     def _tensor(self, values: Iterable[int]) -> torch.Tensor:

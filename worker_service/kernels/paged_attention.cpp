@@ -9,31 +9,10 @@
 // computed in. Sums are fp32. It is compiled for one HEAD_DIM and one ELEMENT.
 
 #include <algorithm>
-#include <cstdint>
 #include <cstdlib>
-#include <cstring>
-#if defined(__F16C__) || defined(__AVX512F__)
-#include <immintrin.h>
-#endif
 
-#define FLOAT32 0
-#define BFLOAT16 1
-#define FLOAT16 2
+#include "vectors.h"
 
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Integers __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
-typedef float LooseFloats __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint16_t LooseHalves __attribute__((vector_size(32), aligned(2), may_alias));
-
-#if ELEMENT == FLOAT32
-typedef float Element;
-#else
-typedef uint16_t Element;
-#endif
-
-static const int LANES = 16;
 static const int VECTORS = (HEAD_DIM + LANES - 1) / LANES;
 static const int REST = HEAD_DIM % LANES;
 // Query heads of a block: their sums stay in registers.
@@ -42,63 +21,6 @@ static const int MOST_HEADS = VECTORS <= 4 ? 4 : VECTORS <= 8 ? 2 : 1;
 static const int ROWS = 128;
 static const int WIDTH = VECTORS * LANES;
 static const float LEAST = -3.402823466e+38f;
-
-static inline Floats load(const float* from) { return *(const LooseFloats*)from; }
-static inline void store(float* to, Floats values) { *(LooseFloats*)to = values; }
-static inline Floats all(float value) { return Floats{} + value; }
-
-// a * b + c, rounded once where the processor can: in all places or in none.
-static inline Floats multiplied_add(Floats a, Floats b, Floats c) {
-#if defined(__AVX512F__)
-  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__) || defined(__ARM_FEATURE_FMA)
-  // In a * b + c * d a compiler chooses which product is not rounded.
-  alignas(64) float first[LANES], second[LANES], third[LANES];
-  memcpy(first, &a, sizeof a);
-  memcpy(second, &b, sizeof b);
-  memcpy(third, &c, sizeof c);
-  for (int i = 0; i < LANES; i++) third[i] = __builtin_fmaf(first[i], second[i], third[i]);
-  memcpy(&c, third, sizeof c);
-  return c;
-#else
-  return a * b + c;
-#endif
-}
-
-static inline float multiplied_add(float a, float b, float c) {
-#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
-  return __builtin_fmaf(a, b, c);
-#else
-  return a * b + c;
-#endif
-}
-
-#if ELEMENT == BFLOAT16
-static inline Floats load(const uint16_t* from) {
-  return (Floats)(__builtin_convertvector(*(const LooseHalves*)from, Words) << 16);
-}
-#elif ELEMENT == FLOAT16
-static inline Floats load(const uint16_t* from) {
-#if defined(__AVX512F__)
-  return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
-#elif defined(__F16C__)
-  Floats values;
-  for (int i = 0; i < LANES; i += 8) {
-    const __m256 half = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + i)));
-    memcpy((float*)&values + i, &half, sizeof half);
-  }
-  return values;
-#else
-  Floats values;
-  for (int i = 0; i < LANES; i++) {
-    _Float16 half;
-    memcpy(&half, from + i, sizeof half);
-    values[i] = (float)half;
-  }
-  return values;
-#endif
-}
-#endif
 
 // Vector i of one row of HEAD_DIM elements; the last one may be short.
 template <class T>
@@ -109,31 +31,11 @@ static inline Floats load_part(const T* row, int i) {
   return load(rest);
 }
 
-// The 16 numbers as elements, rounded to the nearest and then to even.
-static inline void narrow(Floats values, Element* to) {
-#if ELEMENT == FLOAT32
-  store(to, values);
-#elif ELEMENT == BFLOAT16
-  const Words bits = (Words)values;
-  const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  const Halves halves =
-      __builtin_convertvector(values == values ? rounded : Words{} + 0x7fc0, Halves);
-  memcpy(to, &halves, sizeof halves);
-#elif defined(__AVX512F__)
-  _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph((__m512)values, _MM_FROUND_TO_NEAREST_INT));
-#else
-  for (int i = 0; i < LANES; i++) {
-    const _Float16 half = (_Float16)values[i];
-    memcpy(to + i, &half, sizeof half);
-  }
-#endif
-}
-
 // Stores vector i of one row of HEAD_DIM elements: the reverse of `load_part`.
 static inline void store_part(Element* row, int i, Floats values) {
-  if (REST == 0 || i < VECTORS - 1) return narrow(values, row + i * LANES);
+  if (REST == 0 || i < VECTORS - 1) return store(row + i * LANES, values);
   Element rest[LANES];
-  narrow(values, rest);
+  store(rest, values);
   memcpy(row + i * LANES, rest, REST * sizeof(Element));
 }
 
@@ -144,23 +46,6 @@ static inline float sum(Floats v) {
   v += __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
   v += __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
   return v[0];
-}
-
-// e^x for x <= 0, as Cephes' expf: within 2 units in the last place. 0 below -87; NaN stays NaN.
-static inline Floats exponential(Floats x) {
-  const Integers under = x < all(-87.0f);
-  x = under ? all(-87.0f) : x;
-  const Floats whole = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
-  const Floats r = (x - whole * 0.693359375f) - whole * -2.12194440e-4f;
-  Floats y = all(1.9875691500e-4f);
-  y = y * r + 1.3981999507e-3f;
-  y = y * r + 8.3334519073e-3f;
-  y = y * r + 4.1665795894e-2f;
-  y = y * r + 1.6666665459e-1f;
-  y = y * r + 5.0000001201e-1f;
-  y = y * (r * r) + r + 1.0f;
-  y = y * (Floats)((__builtin_convertvector(whole, Integers) + 127) << 23);
-  return under ? Floats{} : y;
 }
 
 static inline float exponential(float x) { return exponential(all(x))[0]; }
@@ -205,10 +90,10 @@ struct Merging {
     peak = std::max(own_peak, part_peak);
     mine = exponential(own_peak - peak);
     theirs = exponential(part_peak - peak);
-    total = multiplied_add(part_total, theirs, own_total * mine);
+    total = multiply_add(part_total, theirs, own_total * mine);
   }
   Floats operator()(Floats own, Floats part) const {
-    return multiplied_add(part, all(theirs), own * mine);
+    return multiply_add(part, all(theirs), own * mine);
   }
 };
 
@@ -226,7 +111,7 @@ static inline void score(const Element* keys, const float* queries, int count, f
     for (int h = 0; h < H; h++) products[h] = key * query[h][0];
     for (int i = 1; i < VECTORS; i++) {
       key = load_part(keys, i);
-      for (int h = 0; h < H; h++) products[h] = multiplied_add(key, query[h][i], products[h]);
+      for (int h = 0; h < H; h++) products[h] = multiply_add(key, query[h][i], products[h]);
     }
     for (int h = 0; h < H; h++) scores[h * ROWS + row] = sum(products[h]);
   }
@@ -240,7 +125,7 @@ static inline void add_values(const Element* values, const float* weights, int c
     for (int i = 0; i < VECTORS; i++) {
       const Floats value = load_part(values, i);
       for (int h = 0; h < H; h++)
-        added[h][i] = multiplied_add(value, all(weights[h * ROWS + row]), added[h][i]);
+        added[h][i] = multiply_add(value, all(weights[h * ROWS + row]), added[h][i]);
     }
   for (int h = 0; h < H; h++)
     for (int i = 0; i < VECTORS; i++) store(sums + (h * VECTORS + i) * LANES, added[h][i]);
@@ -557,7 +442,7 @@ struct Block {
         for (int j = 0; j < QUAD; j++) {
           const Floats q = all(query[j * WIDTH + i * LANES]);
           for (int p = 0; p < P; p++)
-            total[j][p] = i ? multiplied_add(k[p], q, total[j][p]) : k[p] * q;
+            total[j][p] = i ? multiply_add(k[p], q, total[j][p]) : k[p] * q;
         }
       }
     } else {
@@ -580,12 +465,12 @@ struct Block {
       for (int i = 0; i < N; i++) {
         const Floats element = load(value + i * LANES);
         for (int j = 0; j < QUAD; j++)
-          added[j][i] = multiplied_add(element, all(scores[j * ROWS + k]), added[j][i]);
+          added[j][i] = multiply_add(element, all(scores[j * ROWS + k]), added[j][i]);
       }
     for (int j = 0; j < QUAD; j++)
       for (int i = 0; i < N; i++) {
         float* own = sums + (row + j) * WIDTH + (vector + i) * LANES;
-        store(own, multiplied_add(added[j][i], all(theirs[j]), load(own) * mine[j]));
+        store(own, multiply_add(added[j][i], all(theirs[j]), load(own) * mine[j]));
       }
   }
 };

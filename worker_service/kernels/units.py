@@ -1,7 +1,7 @@
 """The pages that a CPU attends: what the kernels of paged_attention.py are told.
 
-All queries, of decode steps and of prefills, share one order of reduction (the
-paged_attention.cpp). So a row has the same bits alone or beside others, as a decoded token, a
+All queries, of decode steps and of prefills, share one order of reduction
+(paged_attention.cpp). So a row has the same bits alone or beside others, as a decoded token, a
 guess or a part of a prompt, and with its keys on the device or in tiles from the host.
 This module knows no plans and no requests.
 """
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker_service.kernels.choice import Decode, in_use
+from worker_service.kernels.choice import Decode, Prefill, in_use
 from worker_service.kernels.paged_attention import UNIT_ROWS, grouped
 
 Numbers = npt.NDArray[np.int64]
@@ -26,6 +26,12 @@ def decodes_in_units(device: torch.device) -> bool:
     """Return True if this process decodes on this device by the kernel of `UnitView`."""
     chosen = in_use()
     return device.type == "cpu" and chosen is not None and chosen.decode is Decode.FUSED
+
+
+def prefills_in_units(device: torch.device) -> bool:
+    """Return True if this process prefills on this device by `attend_prompt`."""
+    chosen = in_use()
+    return device.type == "cpu" and chosen is not None and chosen.prefill is Prefill.FUSED
 
 
 @dataclass(frozen=True, slots=True)

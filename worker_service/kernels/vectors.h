@@ -5,7 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX512F__) || defined(__F16C__)
+#if defined(__AVX512F__) || defined(__F16C__) || defined(__FMA__)
 #include <immintrin.h>
 #endif
 
@@ -38,10 +38,27 @@ static inline Floats load(const int8_t* from) {
   return __builtin_convertvector(__builtin_convertvector((Bytes)*(const LooseBytes*)from, Integers), Floats);
 }
 
-// One rounding, also where the compiler would not contract.
+// a * b + c, rounded once where the processor can. A compiler chooses in a * b + c * d.
+static inline float multiply_add(float a, float b, float c) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
 static inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  typedef float Half __attribute__((vector_size(32)));
+  Half of_a[2], of_b[2], of_c[2];
+  memcpy(of_a, &a, sizeof a);
+  memcpy(of_b, &b, sizeof b);
+  memcpy(of_c, &c, sizeof c);
+  for (int i = 0; i < 2; i++)
+    of_c[i] = (Half)_mm256_fmadd_ps((__m256)of_a[i], (__m256)of_b[i], (__m256)of_c[i]);
+  memcpy(&c, of_c, sizeof c);
+  return c;
 #else
   return a * b + c;
 #endif

@@ -21,6 +21,7 @@ from torch.nn import functional
 from splitpoint.host.processor import instruction_sets
 from worker_service.kernels import paged_attention
 from worker_service.kernels.choice import Prefill, by_flags, in_use
+from worker_service.kernels.paged_attention import PromptPages
 from worker_service.kernels.units import UnitView
 from worker_service.model.attention_plan import (
     LEAST,
@@ -202,13 +203,16 @@ def prefill(
 
     Args:
         queries: `[T, n_q, d]`; new_keys, new_values: `[T, n_kv, d]`.
-        keys, values: the pool, `[pages, n_kv, C, d]`.
+        keys, values: the pool, `[pages, n_kv, C, d]`; with a kernel that reads pages the new
+            tokens' own are written.
         flags: the instruction sets that decide the kernel; None: the choice of this process,
             or without one this processor's.
 
     Returns `[T, n_q * d]`.
     """
     view = plan.views[window]
+    if isinstance(view, PromptPages):
+        return paged_attention.attend_prompt(view, queries, keys, values, scale=scale, cap=cap)
     all_keys, all_values = new_keys.transpose(0, 1), new_values.transpose(0, 1)
     if view.pages is not None:
         all_keys = torch.cat((_prefix(keys, view.pages, view.row_count), all_keys), dim=1)

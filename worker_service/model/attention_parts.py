@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import torch
 
-from worker_service.kernels.paged_attention import UnitParts
-from worker_service.kernels.units import UnitOrder, UnitView
-from worker_service.model.attention import PartialAttention, decode_partial
+from worker_service.kernels.paged_attention import PromptPages, PromptParts, UnitParts
+from worker_service.kernels.units import UnitOrder, UnitView, prefills_in_units
+from worker_service.model.attention import (
+    PartialAttention,
+    decode_partial,
+    prefill_partial,
+    tile_rows,
+)
 from worker_service.model.attention_plan import DecodePlan
 
 
@@ -57,6 +62,72 @@ class DecodeParts:
         whole = self._merged
         if self._units is not None:
             whole = PartialAttention(*self._units.merged())
+        if whole is None:
+            raise RuntimeError("queries attend nothing, not even themselves")
+        return whole.attended(self._queries.dtype)
+
+
+class PrefillParts:
+    """Attention of one layer's T consecutive queries `[T, n_q, d]` of one sequence, after RoPE.
+
+    Parts must come in the order of positions, the queries' own last.
+    """
+
+    def __init__(
+        self,
+        queries: torch.Tensor,
+        *,
+        first_position: int,
+        window: int | None,
+        scale: float,
+        cap: float | None,
+    ) -> None:
+        """`first_position`: of the first query."""
+        self._queries, self._position = queries, first_position
+        self._window, self._scale, self._cap = window, scale, cap
+        self._units = PromptParts(queries) if prefills_in_units(queries.device) else None
+        self._merged: PartialAttention | None = None
+
+    def add(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        pages: torch.Tensor | None,
+        rows: int,
+        first_position: int,
+    ) -> None:
+        """Attend the first `rows` rows of consecutive pages, which begin at `first_position`.
+
+        Args:
+            keys, values: the pool, or a tile, `[P, n_kv, C, d]`.
+            pages: int64, the pages' numbers; None: a tile's, from its first one on.
+        """
+        if self._units is not None:
+            if pages is None:
+                pages = torch.arange(-(-rows // keys.shape[2]))
+            view = PromptPages(pages.int(), first_position, self._position, self._window)
+            self._units.add(view, keys, values, scale=self._scale, cap=self._cap)
+            return
+        if pages is not None:
+            keys, values = keys.index_select(0, pages), values.index_select(0, pages)
+        part = prefill_partial(
+            self._queries,
+            tile_rows(keys, rows),
+            tile_rows(values, rows),
+            query_position=self._position,
+            key_position=first_position,
+            window=self._window,
+            scale=self._scale,
+            cap=self._cap,
+        )
+        self._merged = part if self._merged is None else self._merged.merge(part)
+
+    def attended(self) -> torch.Tensor:
+        """Return the attention over all parts, `[T, n_q * d]`; see `PartialAttention`."""
+        whole = self._merged
+        if self._units is not None:
+            whole = PartialAttention(self._units.sums, self._units.peaks, self._units.totals)
         if whole is None:
             raise RuntimeError("queries attend nothing, not even themselves")
         return whole.attended(self._queries.dtype)

@@ -15,7 +15,8 @@ import numpy.typing as npt
 import torch
 
 from worker_service.device.upload import Upload
-from worker_service.kernels.units import UnitView, decodes_in_units
+from worker_service.kernels.paged_attention import PromptPages
+from worker_service.kernels.units import UnitView, decodes_in_units, prefills_in_units
 from worker_service.model.library_attention import WholeSequences, library_of
 from worker_service.model.span_attention import SpanView, kernels_of
 
@@ -244,14 +245,17 @@ class PrefillView:
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """Pages of T new tokens after a prefix: one view per distinct window."""
+    """Pages of T new tokens after a prefix: one view per distinct window.
 
-    views: Mapping[int | None, PrefillView]
+    With a kernel that reads pages the new tokens' own are among them.
+    """
+
+    views: Mapping[int | None, PrefillView | PromptPages]
 
     @classmethod
     def of_prefix(
         cls,
-        prefix_pages: Sequence[int],
+        pages: Sequence[int],
         prefix_tokens: int,
         new_tokens: int,
         *,
@@ -260,16 +264,16 @@ class PrefillPlan:
         device: torch.device,
         upload: Upload | None = None,
     ) -> PrefillPlan:
-        """Plan where `prefix_pages[i]` holds chunk i; pages past the prefix are ignored.
+        """Plan where `pages[i]` holds chunk i, of the prefix and of the new tokens.
 
+        Pages past the prefix are read by a kernel for pages alone, and may be missing without.
         `upload`: see `DecodePlan.of_sequences`.
         """
         tables = Upload(device) if upload is None else upload
+        make_view = _prompt_view if prefills_in_units(device) else _prefill_view
         plan = cls(
             views={
-                window: _prefill_view(
-                    prefix_pages, prefix_tokens, new_tokens, chunk_tokens, window, tables
-                )
+                window: make_view(pages, prefix_tokens, new_tokens, chunk_tokens, window, tables)
                 for window in set(windows)
             }
         )
@@ -392,6 +396,21 @@ def _page_view(
         limit=upload.table(limit, np.float32).unsqueeze(1),
         readers=readers,
     )
+
+
+def _prompt_view(
+    pages: Sequence[int],
+    prefix_tokens: int,
+    new_tokens: int,
+    chunk_tokens: int,
+    window: int | None,
+    upload: Upload,
+) -> PromptPages:
+    first_seen = 0 if window is None else max(0, prefix_tokens - window + 1)
+    first_chunk = first_seen // chunk_tokens
+    listed = pages[first_chunk : -(-(prefix_tokens + new_tokens) // chunk_tokens)]
+    table = upload.table(listed, np.int32)
+    return PromptPages(table, first_chunk * chunk_tokens, prefix_tokens, window)
 
 
 def _prefill_view(

@@ -94,6 +94,15 @@ def prefill_tiles(pages: Sequence[StoredPage], tile_pages: int, chunk_tokens: in
     return _tiles(list(pages), tile_pages, chunk_tokens)
 
 
+def ordered_tiles(pages: Sequence[StoredPage], tile_pages: int, chunk_tokens: int) -> list[Tile]:
+    """Return the tiles of `prefill_tiles` in the order of their tokens.
+
+    Link and device then share a layer's work less evenly.
+    """
+    tiles = prefill_tiles(pages, tile_pages, chunk_tokens)
+    return sorted(tiles, key=lambda tile: tile.pages[0].first_position)
+
+
 def in_turn(first: Sequence[Tile], second: Sequence[Tile]) -> list[Tile]:
     """Merge both into one order, each spread evenly; `first` begins."""
     places = [((2 * index + 1) / len(first), 0, tile) for index, tile in enumerate(first)]

@@ -71,13 +71,15 @@ def use_kernels(
     else:
         flags.parsed(wish)  # a typing error costs no measurement
         choice = _calibrated(dtype, flags).parsed(wish)
-    if choice.decode is Decode.FUSED:
+    if choice.decode is Decode.FUSED or choice.prefill is Prefill.FUSED:
         try:
             for head_dim in head_dims:
                 paged_attention.prepare(head_dim, dtype)
         except NoKernels as error:
-            log.warning("decode attention by torch's products: %s", error)
-            choice = replace(choice, decode=Decode.PRODUCTS)
+            log.warning("attention by torch's operators: %s", error)
+            is_fused = choice.prefill is Prefill.FUSED
+            prefill = flags.prefill if is_fused else choice.prefill
+            choice = replace(choice, decode=Decode.PRODUCTS, prefill=prefill)
     if choice.linear is Layout.PANELS:
         try:
             panel_gemm.prepare(dtype)
@@ -158,7 +160,9 @@ def measured(dtype: torch.dtype, usual: Choice, *, has_compiled: bool) -> Choice
     began = time.perf_counter()
     kernels = [kernel for kernel in Decode if has_compiled or kernel is not Decode.FUSED]
     decode = chosen(_timed("decode", _decodes(dtype, usual, kernels)), Decode.FUSED.value)
-    prefill = chosen(_timed("prefill", _prefills(dtype, usual)), usual.prefill.value)
+    ways = [kernel for kernel in Prefill if has_compiled or kernel is not Prefill.FUSED]
+    prefill_usual = Prefill.FUSED if has_compiled else usual.prefill
+    prefill = chosen(_timed("prefill", _prefills(dtype, usual, ways)), prefill_usual.value)
     layouts = [layout for layout in Layout if has_compiled or layout is not Layout.PANELS]
     by_step = _timed("linear, decode", _linears(dtype, usual, layouts, _ROWS, _MATRICES))
     # One matrix, since it takes long, as if there were as many.
@@ -216,18 +220,29 @@ def _decodes(
     return {kernel.value: call_of(kernel) for kernel in kernels}
 
 
-def _prefills(dtype: torch.dtype, usual: Choice) -> dict[str, Callable[[], object]]:
+def _prefills(
+    dtype: torch.dtype, usual: Choice, kernels: Collection[Prefill]
+) -> dict[str, Callable[[], object]]:
     queries, keys, values = (torch.ones(_PROMPT, _HEADS, _HEAD_DIM, dtype=dtype) for _ in range(3))
-    pool = torch.ones(1, _HEADS, _CHUNK, _HEAD_DIM, dtype=dtype)
-    plan = PrefillPlan.of_prefix(
-        [0], _CHUNK, _PROMPT, chunk_tokens=_CHUNK, windows=[None], device=_CPU
-    )
+    pages = 1 + _PROMPT // _CHUNK
+    pool = torch.ones(pages, _HEADS, _CHUNK, _HEAD_DIM, dtype=dtype)
 
-    def call(kernel: Prefill) -> torch.Tensor:
-        use(usual.parsed(f"prefill={kernel.value}"))
-        return attention.prefill(queries, keys, values, pool, pool, plan, window=None, scale=0.1)
+    def call_of(kernel: Prefill) -> Callable[[], object]:
+        choice = usual.parsed(f"prefill={kernel.value}")
+        use(choice)
+        plan = PrefillPlan.of_prefix(
+            range(pages), _CHUNK, _PROMPT, chunk_tokens=_CHUNK, windows=[None], device=_CPU
+        )
 
-    return {kernel.value: lambda kernel=kernel: call(kernel) for kernel in Prefill}  # type: ignore[misc]
+        def call() -> torch.Tensor:
+            use(choice)
+            return attention.prefill(
+                queries, keys, values, pool, pool, plan, window=None, scale=0.1
+            )
+
+        return call
+
+    return {kernel.value: call_of(kernel) for kernel in kernels}
 
 
 def _linears(

@@ -18,7 +18,7 @@ from worker_service.model.attention import (
     prefills_in_blocks,
     tile_rows,
 )
-from worker_service.model.attention_plan import DecodePlan, PrefillPlan
+from worker_service.model.attention_plan import DecodePlan, PrefillPlan, PrefillView
 
 CPU = torch.device("cpu")
 CHUNK, HEAD = 8, 16
@@ -304,6 +304,7 @@ def test_prefill_in_blocks_of_bounded_scores(
         pool.page_tables[0], prefix, new, chunk_tokens=CHUNK, windows=[window], device=CPU
     )
     view = plan.views[window]
+    assert isinstance(view, PrefillView)
     rows = slice(prefix - view.row_count, None)
     got = prefill_in_blocks(
         queries,
@@ -343,6 +344,7 @@ def test_masks_are_made_in_pieces_if_they_are_large(prefix: int, window: int | N
     view = PrefillPlan.of_prefix(
         range(20), prefix, new, chunk_tokens=CHUNK, windows=[window], device=CPU
     ).views[window]
+    assert isinstance(view, PrefillView)
     whole = view.seen(0, new)
     if not view.row_count and view.window is None:
         assert whole is None
