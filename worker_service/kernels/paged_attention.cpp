@@ -442,7 +442,7 @@ struct Block {
         for (int j = 0; j < QUAD; j++) {
           const Floats q = all(query[j * WIDTH + i * LANES]);
           for (int p = 0; p < P; p++)
-            total[j][p] = i ? multiply_add(k[p], q, total[j][p]) : k[p] * q;
+            total[j][p] = multiply_add(k[p], q, i ? total[j][p] : Floats{});
         }
       }
     } else {
