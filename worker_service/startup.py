@@ -206,6 +206,7 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
                 TORCH_TYPES[shape.data_type],
                 options.cpu_kernels,
                 head_dims=head_dims(options.speculation, shape),
+                is_invariant=options.numerics == Numerics.INVARIANT,
             )
             kernels_text = f", {kernels.text}, {_waiting()}"
         description = _describe(lanes, kernels_text)

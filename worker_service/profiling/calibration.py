@@ -31,6 +31,8 @@ from worker_service.weights.packing import Matrix
 log = logging.getLogger(__name__)
 
 FORMAT = 3
+# Kernels that add in one order, whatever else is computed.
+ONE_ORDER = f"decode={Decode.FUSED.value},prefill={Prefill.FUSED.value}"
 AUTO = "auto"
 BY_FLAGS = "flags"
 
@@ -51,7 +53,11 @@ Seconds = Mapping[str, float]
 
 
 def use_kernels(
-    dtype: torch.dtype, wish: str = AUTO, *, head_dims: Collection[int] = (_HEAD_DIM,)
+    dtype: torch.dtype,
+    wish: str = AUTO,
+    *,
+    head_dims: Collection[int] = (_HEAD_DIM,),
+    is_invariant: bool = False,
 ) -> Choice:
     """Choose the kernels of this process for weights and pages of this type; return them.
 
@@ -60,17 +66,21 @@ def use_kernels(
             is not used.
         wish: `auto` (measured once per host), `flags` (by instruction sets, without a
             compiler), or kernels by name, such as `decode=products`, beside those of `auto`.
+        is_invariant: numerics must be: instead of measured kernels those of one order are used,
+            unless others are wished for by name.
 
     Raises InvalidArgument for another wish.
     """
     flags = by_flags(dtype, instruction_sets())
     if wish == BY_FLAGS:
         choice = flags
-    elif wish == AUTO:
-        choice = _calibrated(dtype, flags)
     else:
-        flags.parsed(wish)  # a typing error costs no measurement
-        choice = _calibrated(dtype, flags).parsed(wish)
+        named = [] if wish == AUTO else [wish]
+        for text in named:
+            flags.parsed(text)  # a typing error costs no measurement
+        choice = _calibrated(dtype, flags)
+        for text in [ONE_ORDER, *named] if is_invariant else named:
+            choice = choice.parsed(text)
     if choice.decode is Decode.FUSED or choice.prefill is Prefill.FUSED:
         try:
             for head_dim in head_dims:

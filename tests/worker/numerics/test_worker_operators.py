@@ -140,3 +140,18 @@ def test_attention_by_kernels_of_several_orders_is_found(
     finally:
         use(before)
     assert [name.rstrip(",") for name in found] == [f"layer 0: attention, {each}" for each in parts]
+
+
+@pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", ["llama", "gemma2", "qwen2-windows"])
+def test_a_model_with_kernels_of_one_order_is_invariant(
+    case: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Heads of 16, too: their scores are no chain that a compiler could keep apart."""
+    before = in_use()
+    use(by_flags(dtype, []).parsed("decode=fused,prefill=fused,linear=panels"))
+    try:
+        assert dependence(Decoder.load(write_tiny(case, tmp_path), CPU, dtype), 16) is None
+    finally:
+        use(before)

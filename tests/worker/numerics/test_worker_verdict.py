@@ -9,6 +9,7 @@ import torch
 from tiny_models import write_tiny
 
 from splitpoint.errors import InvalidArgument
+from splitpoint.host.compiler import compiler
 from splitpoint.numerics import Numerics
 from splitpoint.shapes import Encoding
 from splitpoint.transport.tls import PLAIN
@@ -89,3 +90,27 @@ async def test_a_worker_with_other_kernels_refuses_to_be_invariant(folder: Path)
     with pytest.raises(InvalidArgument, match="decode attention by products") as caught:
         await load_worker(wanted)
     assert caught.value.field == "numerics"
+
+
+@pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("linear", ["panels", "packed", "plain"])
+async def test_an_invariant_worker_uses_kernels_of_one_order(folder: Path, linear: str) -> None:
+    """Whatever was measured to be fastest, and in every layout of weights."""
+    wanted = options(folder, "--numerics", "invariant", "--cpu-kernels", f"linear={linear}")
+    worker = await load_worker(wanted)
+    servicer = WorkerServicer(worker=worker)
+    info = await servicer.GetInfo(pb.GetInfoRequest(), None)  # type: ignore[arg-type]
+    await worker.runtime.stop()
+    worker.monitor.stop()
+    assert info.numerics == types_pb2.NUMERICS_INVARIANT
+    assert "decode attention fused, prefill attention fused" in info.device
+    assert f"weights {linear}" in info.device
+
+
+async def test_a_worker_that_may_compile_nothing_says_which_kernel_it_lacks(folder: Path) -> None:
+    wanted = options(folder, "--cpu-kernels", "flags")
+    worker = await load_worker(wanted)
+    await worker.runtime.stop()
+    worker.monitor.stop()
+    assert worker.numerics.numerics is Numerics.FAST
+    assert "decode attention by products" in worker.numerics.reason
