@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -78,6 +79,8 @@ def run_service(
     `sections` have the service's options, whose bounds are checked first.
     `wrong_arguments`: errors that lead to exit code 2, whatever their own is.
     """
+    # What the imports made stays to the end: no collection goes through it, nor does the exit.
+    gc.freeze()
     setup_logging(service, log_options(arguments))
     raise_descriptor_limit()
     try:
