@@ -1,6 +1,6 @@
 """C++ kernels, compiled by the host's compiler at their first use and kept in a folder of the user.
 
-A kernel is compiled for the processor at hand, in about a second. Its OpenMP calls are left
+A kernel is compiled for the processor at hand, in a few seconds. Its OpenMP calls are left
 to the runtime that torch has loaded: with one of its own there would be twice the threads.
 Without a compiler there is no kernel, and torch's operators do the work.
 """

@@ -93,7 +93,7 @@ struct Merging {
     total = multiply_add(part_total, theirs, own_total * mine);
   }
   Floats operator()(Floats own, Floats part) const {
-    return multiply_add(part, all(theirs), own * mine);
+    return multiply_add(part, all(theirs), rounded(own * mine));
   }
 };
 
@@ -247,9 +247,17 @@ struct Prompt {
   float scale, cap;                     // cap 0: none
 };
 
-// Rows of a block that are attended together, and vectors of keys or of values beside them.
-static const int QUAD = 4;
+// Rows of a block that are attended together, vectors of keys beside them, and of values: what
+// is summed stays in registers.
+#if defined(__AVX512F__)
+static const int BUNCH = 6;
 static const int PAIR = 2;
+static const int BESIDE = 4;
+#else
+static const int BUNCH = 2;
+static const int PAIR = 1;
+static const int BESIDE = 2;
+#endif
 // Floats between the lines of transposed keys: an odd number of cache lines, or few sets have them.
 static const int LINE = ROWS + LANES;
 
@@ -275,20 +283,21 @@ struct Block {
   int head, group, first, count, padded;
   float *queries, *sums, *peaks, *totals, *keys, *values, *scores;
 
-  static size_t floats(int rows) { return rows * (2 * WIDTH + 2) + WIDTH * (LINE + ROWS) + QUAD * ROWS; }
+  static int padded_rows(const Prompt& call) { return (call.block_rows + BUNCH - 1) / BUNCH * BUNCH; }
+  static size_t floats(int rows) { return rows * (2 * WIDTH + 2) + WIDTH * (LINE + ROWS) + BUNCH * ROWS; }
 
   Block(const Prompt& given, int kv_head, int block, float* memory)
       : call(given), head(kv_head), group(given.query_heads / given.kv_heads) {
     first = block * call.block_rows;
     count = std::min(call.block_rows, call.query_count * group - first);
-    padded = (count + QUAD - 1) / QUAD * QUAD;
+    padded = (count + BUNCH - 1) / BUNCH * BUNCH;
     queries = memory;
-    sums = queries + call.block_rows * WIDTH;
-    keys = sums + call.block_rows * WIDTH;
+    sums = queries + padded_rows(call) * WIDTH;
+    keys = sums + padded_rows(call) * WIDTH;
     values = keys + WIDTH * LINE;
     scores = values + WIDTH * ROWS;
-    peaks = scores + QUAD * ROWS;
-    totals = peaks + call.block_rows;
+    peaks = scores + BUNCH * ROWS;
+    totals = peaks + padded_rows(call);
   }
 
   // Where row `row` is in the caller's tensors of [T, n_q].
@@ -341,7 +350,7 @@ struct Block {
     widen(call.values + number * call.value_page + head * call.value_head +
               (int64_t)start * HEAD_DIM,
           low, high);
-    for (int row = 0; row < count; row += QUAD) attend_quad(row, position_of_unit, rows);
+    for (int row = 0; row < count; row += BUNCH) attend_bunch(row, position_of_unit, rows);
   }
 
   // The rows [low, high) of a unit that any of the block's rows [from, to) sees.
@@ -381,18 +390,18 @@ struct Block {
         store(values + row * WIDTH + i * LANES, load_part(from + (int64_t)row * HEAD_DIM, i));
   }
 
-  void attend_quad(int row, int64_t unit, int rows) {
-    const int last = std::min(row + QUAD, count);
+  void attend_bunch(int row, int64_t unit, int rows) {
+    const int last = std::min(row + BUNCH, count);
     int low, high;
     bounds(row, last, unit, rows, low, high);
     if (low >= high) return;
     const int start = low / LANES * LANES, end = (high + LANES - 1) / LANES * LANES;
     int vector = start;
-    for (; vector + PAIR * LANES <= end; vector += PAIR * LANES) score_quad<PAIR>(row, vector);
-    for (; vector < end; vector += LANES) score_quad<1>(row, vector);
-    float part_peaks[QUAD], part_totals[QUAD];
-    bool sees[QUAD];
-    for (int j = 0; j < QUAD; j++) {
+    for (; vector + PAIR * LANES <= end; vector += PAIR * LANES) score_bunch<PAIR>(row, vector);
+    for (; vector < end; vector += LANES) score_bunch<1>(row, vector);
+    float part_peaks[BUNCH], part_totals[BUNCH];
+    bool sees[BUNCH];
+    for (int j = 0; j < BUNCH; j++) {
       float* own = scores + j * ROWS;
       int own_low = rows, own_high = 0;
       if (row + j < count) bounds(row + j, row + j + 1, unit, rows, own_low, own_high);
@@ -406,7 +415,7 @@ struct Block {
       hide(own, own_low, own_high, start, end);
       weigh(own + start, end - start, part_peaks[j], part_totals[j]);
     }
-    for (int j = 0; j < QUAD; j++)
+    for (int j = 0; j < BUNCH; j++)
       if (sees[j] && row + j < count) {
         const Merging merging(peaks[row + j], totals[row + j], part_peaks[j], part_totals[j]);
         peaks[row + j] = merging.peak;
@@ -418,59 +427,60 @@ struct Block {
         part_totals[j] = 0;
       }
     int i = 0;
-    for (; i + 4 <= VECTORS; i += 4) add_quad<4>(row, i, low, high, part_peaks, part_totals);
-    for (; i < VECTORS; i++) add_quad<1>(row, i, low, high, part_peaks, part_totals);
+    for (; i + BESIDE <= VECTORS; i += BESIDE)
+      add_bunch<BESIDE>(row, i, low, high, part_peaks, part_totals);
+    for (; i < VECTORS; i++) add_bunch<1>(row, i, low, high, part_peaks, part_totals);
   }
 
-  // Scores of QUAD rows with P vectors of keys. `sum`'s tree, without its shuffles: lane l of all
+  // Scores of BUNCH rows with P vectors of keys. `sum`'s tree, without its shuffles: lane l of all
   // products is one chain, and the tree adds chains 8, 4, 2 and 1 apart.
   template <int P>
-  inline void score_quad(int row, int key) {
-    Floats total[QUAD][P];
+  inline void score_bunch(int row, int key) {
+    Floats total[BUNCH][P];
     tree<P, LANES>(queries + row * WIDTH, keys + key, total);
-    for (int j = 0; j < QUAD; j++)
+    for (int j = 0; j < BUNCH; j++)
       for (int p = 0; p < P; p++) store(scores + j * ROWS + key + p * LANES, total[j][p]);
   }
 
   // Sums the chains l, l + STEP, l + 2 STEP ... of `query` and `key`, which begin at chain l.
   template <int P, int COUNT>
-  static inline void tree(const float* query, const float* key, Floats (&total)[QUAD][P]) {
+  static inline void tree(const float* query, const float* key, Floats (&total)[BUNCH][P]) {
     if constexpr (COUNT == 1) {
       for (int i = 0; i < VECTORS; i++) {
         Floats k[P];
         for (int p = 0; p < P; p++) k[p] = load(key + i * LANES * LINE + p * LANES);
-        for (int j = 0; j < QUAD; j++) {
+        for (int j = 0; j < BUNCH; j++) {
           const Floats q = all(query[j * WIDTH + i * LANES]);
           for (int p = 0; p < P; p++)
             total[j][p] = multiply_add(k[p], q, i ? total[j][p] : Floats{});
         }
       }
     } else {
-      Floats other[QUAD][P];
+      Floats other[BUNCH][P];
       const int step = LANES / COUNT;
       tree<P, COUNT / 2>(query, key, total);
       tree<P, COUNT / 2>(query + step, key + step * LINE, other);
-      for (int j = 0; j < QUAD; j++)
+      for (int j = 0; j < BUNCH; j++)
         for (int p = 0; p < P; p++) total[j][p] += other[j][p];
     }
   }
 
-  // Adds to N vectors of the sums of QUAD rows those of their part.
+  // Adds to N vectors of the sums of BUNCH rows those of their part.
   template <int N>
-  inline void add_quad(int row, int vector, int low, int high, const float* mine,
+  inline void add_bunch(int row, int vector, int low, int high, const float* mine,
                        const float* theirs) {
-    Floats added[QUAD][N] = {};
+    Floats added[BUNCH][N] = {};
     const float* value = values + low * WIDTH + vector * LANES;
     for (int k = low; k < high; k++, value += WIDTH)
       for (int i = 0; i < N; i++) {
         const Floats element = load(value + i * LANES);
-        for (int j = 0; j < QUAD; j++)
+        for (int j = 0; j < BUNCH; j++)
           added[j][i] = multiply_add(element, all(scores[j * ROWS + k]), added[j][i]);
       }
-    for (int j = 0; j < QUAD; j++)
+    for (int j = 0; j < BUNCH; j++)
       for (int i = 0; i < N; i++) {
         float* own = sums + (row + j) * WIDTH + (vector + i) * LANES;
-        store(own, multiply_add(added[j][i], all(theirs[j]), load(own) * mine[j]));
+        store(own, multiply_add(added[j][i], all(theirs[j]), rounded(load(own) * mine[j])));
       }
   }
 };
@@ -483,7 +493,7 @@ extern "C" int attend_prompt(const Prompt* given) {
   int failed = 0;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(call.threads) reduction(| : failed)
   for (int task = 0; task < blocks * call.kv_heads; task++) {
-    float* memory = room.of(Block::floats(call.block_rows));
+    float* memory = room.of(Block::floats(Block::padded_rows(call)));
     if (!memory) {
       failed = 1;
       continue;

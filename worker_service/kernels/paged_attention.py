@@ -31,8 +31,8 @@ _PROMPT_COUNTS = (
 )
 # Rows of a prefill's block: its queries and sums stay in the second cache beside a unit's keys and
 # values. Fewer if threads would be idle.
-_BLOCK_ROWS = 64
-_QUAD = 4
+_BLOCK_ROWS = 192
+_FEWEST_ROWS = 4
 _TASKS_PER_THREAD = 4
 _LEAST = torch.finfo(torch.float32).min
 
@@ -309,7 +309,7 @@ def _prompt(
         query_count=count,
         query_heads=heads,
         window=pages.window or 0,
-        block_rows=min(_BLOCK_ROWS, -(-wanted // _QUAD) * _QUAD),
+        block_rows=min(_BLOCK_ROWS, max(wanted, _FEWEST_ROWS)),
         threads=threads,
         scale=scale,
         cap=cap or 0.0,

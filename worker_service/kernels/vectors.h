@@ -38,7 +38,7 @@ static inline Floats load(const int8_t* from) {
   return __builtin_convertvector(__builtin_convertvector((Bytes)*(const LooseBytes*)from, Integers), Floats);
 }
 
-// a * b + c, rounded once where the processor can. A compiler chooses in a * b + c * d.
+// a * b + c, rounded once where the processor can. Vectors: c may be a product only if it is `rounded`.
 static inline float multiply_add(float a, float b, float c) {
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
   return __builtin_fmaf(a, b, c);
@@ -49,19 +49,17 @@ static inline float multiply_add(float a, float b, float c) {
 static inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-  typedef float Half __attribute__((vector_size(32)));
-  Half of_a[2], of_b[2], of_c[2];
-  memcpy(of_a, &a, sizeof a);
-  memcpy(of_b, &b, sizeof b);
-  memcpy(of_c, &c, sizeof c);
-  for (int i = 0; i < 2; i++)
-    of_c[i] = (Half)_mm256_fmadd_ps((__m256)of_a[i], (__m256)of_b[i], (__m256)of_c[i]);
-  memcpy(&c, of_c, sizeof c);
-  return c;
 #else
   return a * b + c;
 #endif
+}
+
+// The same numbers; the compiler makes no product before them part of a sum behind them.
+static inline Floats rounded(Floats values) {
+#if !defined(__AVX512F__)
+  asm("" : "+m"(values));
+#endif
+  return values;
 }
 
 #if ELEMENT == BFLOAT16
