@@ -26,6 +26,7 @@ from splitpoint.shapes import ArenaLayout, DataType, Encoding, ModelShape, chunk
 from splitpoint.speculation import PLAIN, STEP_DRAFT_TOKENS, DraftMethod, Speculation
 from splitpoint_cli.bench.offload.costs import BatchCosts
 from splitpoint_cli.bench.offload.report import DecodeRun, OffloadWorkload, Step
+from splitpoint_cli.bench.shared.ending import held
 from splitpoint_cli.bench.shared.engine_memory import (
     CHUNK_TOKENS,
     MAX_BATCHED_TOKENS,
@@ -145,9 +146,9 @@ class OffloadHost:
         self._cache = DeviceCache(layout, self.memory, self.device)
         ours = self._make_engine(Schedule.PIPELINED)
         self._engines = {Schedule.PIPELINED: ours}
-        self.profile: Profile = measure(
-            model, self.device, describe_device(self.device), lanes=ours.lanes
-        )
+        description = describe_device(self.device)
+        with held():
+            self.profile: Profile = measure(model, self.device, description, lanes=ours.lanes)
         ours.watch_costs(self.profile)
         self.store = LocalStore(layout, self._slot_count(), self.device)
         self._run_count = 0

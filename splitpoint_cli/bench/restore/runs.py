@@ -41,6 +41,7 @@ from splitpoint_cli.bench.restore.workload import (
     TOLERANCES,
     RestoreWorkload,
 )
+from splitpoint_cli.bench.shared.ending import held
 from splitpoint_cli.bench.shared.kernels import use_worker_kernels
 from splitpoint_cli.bench.shared.progress import Progress
 from worker_service.checkpoint.config import DecoderConfig
@@ -118,15 +119,16 @@ class Restorer:
         transfer = self._whole_transfer if schedule is Schedule.COLUMN else self._transfer
         spans: list[Span] = []
         for sequence in self.stored.sequences:
-            spans += restore(
-                transfer,
-                self.serial_lanes if serial else self.lanes,
-                sequence.prefix(split),
-                self.stored.pages.keys,
-                self.stored.pages.values,
-                schedule=schedule,
-                tile_tokens=tile_tokens,
-            )
+            with held():
+                spans += restore(
+                    transfer,
+                    self.serial_lanes if serial else self.lanes,
+                    sequence.prefix(split),
+                    self.stored.pages.keys,
+                    self.stored.pages.values,
+                    schedule=schedule,
+                    tile_tokens=tile_tokens,
+                )
         return spans
 
     def both_ends(self, expected_tokens: int) -> list[Span]:
@@ -141,15 +143,16 @@ class Restorer:
     def _from_both_ends(self, lanes: Lanes, expected_tokens: int) -> list[Span]:
         spans: list[Span] = []
         for sequence in self.stored.sequences:
-            spans += restore_from_both_ends(
-                self._transfer,
-                lanes,
-                sequence.prefix(0),
-                self.stored.pages.keys,
-                self.stored.pages.values,
-                block_tokens=MAX_BATCHED_TOKENS,
-                expected_tokens=expected_tokens,
-            ).spans
+            with held():
+                spans += restore_from_both_ends(
+                    self._transfer,
+                    lanes,
+                    sequence.prefix(0),
+                    self.stored.pages.keys,
+                    self.stored.pages.values,
+                    block_tokens=MAX_BATCHED_TOKENS,
+                    expected_tokens=expected_tokens,
+                ).spans
         return spans
 
 
@@ -253,7 +256,8 @@ def _measure(
     progress.say("measuring link and device alone")
     stored, cached = restorer.stored, workload.prompt
     description = describe_device(stored.device)
-    at_start = measure(stored.model, stored.device, description, lanes=restorer.lanes)
+    with held():
+        at_start = measure(stored.model, stored.device, description, lanes=restorer.lanes)
     profile = _refitted(at_start, workload, restorer)
     planned = Planned.of(workload, profile)
     tile = planned.pipelined.tile_tokens

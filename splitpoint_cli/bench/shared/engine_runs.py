@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from splitpoint.planning.plan import Residency
 from splitpoint.planning.split_line import SplitLine
 from splitpoint.speculation import PLAIN, Speculation
+from splitpoint_cli.bench.shared.ending import held
 from splitpoint_cli.bench.shared.local_store import LocalStore
 from worker_service.engine.engine import Engine
 from worker_service.engine.messages import StepOutput
@@ -52,13 +53,15 @@ def outputs_until_idle(engine: Engine, store: LocalStore | None = None) -> Itera
     `store`: carries out what the engine asks of its store; None: the engine has none.
     """
     while True:
-        output = engine.step()
+        with held():
+            output = engine.step()
         for finish in output.finishes:
             if finish.error is not None:
                 raise finish.error
         yield output
         if store is not None:
-            store.handle(output, engine.cache)
+            with held():
+                store.handle(output, engine.cache)
         if engine.is_idle:
             return
         if store is not None:

@@ -96,3 +96,111 @@ def test_a_signal_leaves_nothing_behind(
     finally:
         process.kill()
         process.wait()
+
+
+# Programs that get a signal at a chosen instruction. Each ends with `print("cleaned up")`.
+LOST = """
+class Noted:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGHUP)  # its exception is reported and dropped
+
+with ended_by_signals():
+    try:
+        Noted()
+        while True:
+            pass
+    finally:
+        print("cleaned up")
+"""
+CLEANING = """
+with ended_by_signals():
+    try:
+        os.kill(os.getpid(), signal.SIGHUP)
+        while True:
+            pass
+    finally:
+        began = time.monotonic()
+        while time.monotonic() < began + 1:  # several looks
+            try:
+                {}["missing"]
+            except KeyError:
+                time.sleep(0.01)
+        print("cleaned up")
+"""
+HELD = """
+with ended_by_signals():
+    try:
+        with held():
+            with held():
+                os.kill(os.getpid(), signal.SIGHUP)
+            print("whole")
+        print("too far")
+    finally:
+        print("cleaned up")
+"""
+ENDLESS = """
+ending._HOLD_SECONDS = 0.5
+with ended_by_signals():
+    try:
+        with held():
+            os.kill(os.getpid(), signal.SIGHUP)
+            print("whole")
+            threading.Event().wait()
+    finally:
+        print("cleaned up")
+"""
+# The signal comes when work was noted, and not yet given to the lane's thread: without `held`
+# `close` would wait for it forever.
+LANES = """
+class Interrupted(collections.deque):
+    def append(self, item):
+        super().append(item)
+        os.kill(os.getpid(), signal.SIGHUP)
+
+lanes = ThreadLanes(torch.device("cpu"))
+lanes._queued = Interrupted()
+with ended_by_signals():
+    try:
+        with held():
+            lanes.run(Lane.LINK_IN, Work("piece", lambda: print("whole")))
+    finally:
+        lanes.close()
+        print("cleaned up")
+"""
+HEADER = """
+import collections, os, signal, threading, time
+from splitpoint_cli.bench.shared import ending
+from splitpoint_cli.bench.shared.ending import ended_by_signals, held
+"""
+LANE_HEADER = """
+import torch
+from splitpoint.planning.schedule import Lane
+from worker_service.lanes.cpu import ThreadLanes
+from worker_service.lanes.work import Work
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "printed"),
+    [
+        (LOST, ["cleaned up"]),
+        (CLEANING, ["cleaned up"]),
+        (HELD, ["whole", "cleaned up"]),
+        (ENDLESS, ["whole", "cleaned up"]),
+        (LANE_HEADER + LANES, ["whole", "cleaned up"]),
+    ],
+    ids=["lost", "while it cleans up", "held", "held for too long", "lanes"],
+)
+def test_a_signal_ends_the_process_wherever_it_comes(program: str, printed: list[str]) -> None:
+    """In a finalizer, a held block, or lanes; and cleaning up is not interrupted again."""
+    done = subprocess.run(
+        [sys.executable, "-c", HEADER + program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        env=child_environment({}),
+        preexec_fn=heed_signals,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.splitlines()) == (129, printed), done.stderr
