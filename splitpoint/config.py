@@ -186,9 +186,14 @@ def runtime_directory(instance: str) -> Path:
     FailedPrecondition if another user owns it.
     """
     folder = runtime_path(instance)
+    make_runtime(folder)
+    return folder
+
+
+def make_runtime(folder: Path) -> None:
+    """Make the folder of `runtime_path`, and the one above it. Raises FailedPrecondition."""
     make_private(folder.parent)
     make_private(folder)
-    return folder
 
 
 def runtime_path(instance: str) -> Path:

@@ -17,10 +17,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Helpers beside this file (tiny_models.py, ...) are imported by plain name.
 sys.path.insert(0, str(ROOT / "tests"))
-from own_names import owner_of, shared_memory_folder  # noqa: E402
+from own_names import instance_name, owner_of, shared_memory_folder  # noqa: E402
 from redis_server import RedisServer  # noqa: E402
 
-from splitpoint.config import SHARED_MEMORY  # noqa: E402
+from splitpoint.config import SHARED_MEMORY, runtime_path  # noqa: E402
 
 # Two threads on two cores only fight when several processes test at once;
 # child processes inherit this, and torch reads it when it is first imported.
@@ -80,6 +80,11 @@ def shared_memory_entries() -> set[str]:
     return {entry.name for entry in SHARED_MEMORY.glob("splitpoint-*")}
 
 
+def runtime_entries() -> set[str]:
+    """Names of the runtime folders of stacks of this test process."""
+    return {entry.name for entry in runtime_path("any").parent.glob(instance_name("*"))}
+
+
 def in_use_elsewhere(name: str) -> bool:
     """Whether the entry is of another test process, or another stack on this machine maps it."""
     owner = owner_of(name)
@@ -116,22 +121,25 @@ def child_processes(pid: int | None = None) -> set[int]:
 
 @pytest.fixture(autouse=True, scope="module")
 def nothing_left_behind() -> Iterator[None]:
-    """Fail the module that leaves a shared-memory file or a child process behind.
+    """Fail the module that leaves a file of a stack or a child process behind.
 
     Fixtures that start processes are therefore of module scope at most.
     """
     shm_before, children_before = shared_memory_entries(), child_processes()
+    runtime_before = runtime_entries()
     yield
     gc.collect()
     deadline = time.monotonic() + 30
     while True:
         files = {n for n in shared_memory_entries() - shm_before if not in_use_elsewhere(n)}
+        folders = runtime_entries() - runtime_before
         children = child_processes() - children_before
         # Anything may need a moment to go; nothing may stay.
-        if (not files and not children) or time.monotonic() > deadline:
+        if not (files or folders or children) or time.monotonic() > deadline:
             break
         time.sleep(0.05)
     assert not files, f"left in /dev/shm: {sorted(files)}"
+    assert not folders, f"left beside sockets: {sorted(folders)}"
     assert not children, f"still running: {sorted(children)}"
 
 

@@ -46,7 +46,7 @@ def down(
             "that runs the stack (a token does not stop it)",
             field="listen",
         )
-    runtime = config.runtime_directory(name)
+    runtime = config.runtime_path(name)
     process_id = running_process(runtime)
     if process_id is None:
         _clear(name, runtime)
@@ -78,7 +78,7 @@ def _is_here(address: str) -> bool:
 
 def _clear(instance: str, runtime: Path) -> None:
     """Remove the remains of a killed stack. Raises NotFound if there are none."""
-    was_there = clear_leftovers(runtime, instance)
+    was_there = runtime.exists() and clear_leftovers(runtime, instance)
     arena = config.arena_path(instance)
     kept = ""
     if arena.exists():

@@ -195,7 +195,7 @@ def _users_of(path: Path) -> set[int]:
 def _take(runtime: Path) -> int | None:
     """Return an open file that holds the lock; None if another process has it. Makes the folder."""
     while True:
-        config.make_private(runtime)
+        config.make_runtime(runtime)
         path = runtime / _LOCK
         try:
             lock = _open(path)

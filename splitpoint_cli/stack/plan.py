@@ -108,7 +108,7 @@ class _Model:
 
 
 def plan_stack(options: StackOptions) -> Stack:
-    """Decide what is left open and spell out every command. Makes the runtime folder.
+    """Decide what is left open and spell out every command. Makes no file and no folder.
 
     Raises InvalidArgument for options that cannot be met, MissingExtra, and the errors of
     `resolve_model`.
@@ -198,7 +198,7 @@ def _check(options: StackOptions) -> Identity:
 def _places_of(options: StackOptions, worker_count: int) -> _Places:
     metrics = metrics_addresses(options.metrics, options.listen, worker_count)
     instance = config.check_instance(options.instance or instance_of(options.listen))
-    runtime = config.runtime_directory(instance)
+    runtime = config.runtime_path(instance)
     arena = config.arena_path(instance)
     key = arena.parent / "key"
     if not options.keep_arena and not key.exists():

@@ -25,7 +25,7 @@ from test_e2e_cli import assert_nothing_left
 from up_process import up_process, wait_until_up
 
 from splitpoint.client import Client
-from splitpoint.config import arena_path, runtime_directory
+from splitpoint.config import arena_path, runtime_path
 from splitpoint.errors import Internal, Retryable, SplitpointError
 from splitpoint.planning.plan import Residency
 from splitpoint_cli.request.observed import Status, read_status
@@ -150,7 +150,7 @@ def empty_arena(stack: Up) -> None:
 
 
 def remove_runtime(stack: Up) -> None:
-    shutil.rmtree(runtime_directory(stack.instance))
+    shutil.rmtree(runtime_path(stack.instance))
 
 
 HARMS: dict[Callable[[Up], None], str] = {

@@ -20,7 +20,7 @@ from redis_server import RedisServer
 from up_process import up_process, wait_until_up
 
 from splitpoint.client import Client
-from splitpoint.config import arena_path, runtime_directory
+from splitpoint.config import arena_path, runtime_path
 from splitpoint.discovery.entries import STORES, WORKERS
 from splitpoint_cli.demo import prompts
 from splitpoint_cli.stack.child import child_environment
@@ -73,9 +73,7 @@ def service_processes(instance: str) -> dict[int, str]:
 def assert_nothing_left(instance: str) -> None:
     assert service_processes(instance) == {}
     assert not arena_path(instance).parent.exists()
-    folder = runtime_directory(instance)  # makes it anew
-    assert list(folder.iterdir()) == []
-    folder.rmdir()
+    assert not runtime_path(instance).exists()
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from test_cli_supervisor import pids, wait_gone
 from test_cli_up import SECONDS, assert_nothing_left, stack
 from up_process import wait_until_up
 
-from splitpoint.config import arena_path, make_private, remove_tree, runtime_directory
+from splitpoint.config import arena_path, make_private, remove_tree, runtime_path
 from splitpoint.errors import Cancelled, FailedPrecondition
 from splitpoint_cli.stack.child import (
     ServiceCommand,
@@ -143,7 +143,7 @@ def test_a_worker_that_cannot_come_back_is_given_up_and_the_last_one_ends_the_st
     tmp_path: Path,
 ) -> None:
     log, instance = tmp_path / "log", instance_name("give-up")
-    runtime = runtime_directory(instance)
+    runtime = runtime_path(instance)
     with stack(log, instance, worker="crash-again", pause="0.02") as process:
         wait_until_up(process)
         os.kill(lives(log, "worker-0")[0], signal.SIGKILL)
@@ -172,7 +172,7 @@ def test_a_stack_that_cannot_note_a_given_up_worker_goes_on(tmp_path: Path) -> N
     log, instance = tmp_path / "log", instance_name("no-note")
     with stack(log, instance, worker="crash-again", pause="0.02") as process:
         wait_until_up(process)
-        (runtime_directory(instance) / "given-up.new").mkdir()
+        (runtime_path(instance) / "given-up.new").mkdir()
         os.kill(lives(log, "worker-0")[0], signal.SIGKILL)
         read_until(process, "the list of given-up workers cannot be written")
         process.send_signal(signal.SIGINT)
@@ -199,7 +199,7 @@ def test_a_worker_that_was_given_up_comes_back_later(tmp_path: Path) -> None:
         assert printed.count("the stack serves without it") == 3
         assert "given up again; the stack serves without it, tries it again in" in printed
         assert len(lives(log, "worker-0")) == 8
-        eventually(lambda: not (runtime_directory(instance) / "given-up.json").exists())
+        eventually(lambda: not (runtime_path(instance) / "given-up.json").exists())
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=SECONDS)
     assert process.returncode == 0
@@ -219,7 +219,7 @@ def test_a_store_that_cannot_come_back_ends_the_stack(tmp_path: Path) -> None:
 
 def test_a_removed_runtime_folder_is_made_again(tmp_path: Path) -> None:
     log, instance = tmp_path / "log", instance_name("folder")
-    runtime = runtime_directory(instance)
+    runtime = runtime_path(instance)
     with stack(log, instance, pause="0.02") as process:
         wait_until_up(process)
         before = sockets(instance)
@@ -319,8 +319,7 @@ def test_down_clears_what_a_killed_up_left(tmp_path: Path) -> None:
     again = down()
     assert again.returncode == 2
     assert f"NOT_FOUND: no stack named {instance} is running" in again.stderr
-    assert not (runtime_directory(instance_name("other")).parent / instance).exists()
-    runtime_directory(instance_name("other")).rmdir()
+    assert not runtime_path(instance).exists()
 
 
 class FailingSupervisor:
@@ -430,7 +429,7 @@ async def test_a_renewal_does_not_wait_for_a_worker_that_is_given_up(
 
 
 def sockets(instance: str) -> set[str]:
-    return {path.name for path in runtime_directory(instance).glob("*.sock")}
+    return {path.name for path in runtime_path(instance).glob("*.sock")}
 
 
 def test_the_next_up_waits_for_services_of_a_killed_one(tmp_path: Path) -> None:
