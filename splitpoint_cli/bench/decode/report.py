@@ -96,7 +96,7 @@ class Measured:
         read_bytes_per_second: the fastest read of memory in the run.
         step_bytes: bytes that a decode step of all sequences must read, at their mean length.
         versions: of the peers' packages.
-        spin_count: how long OpenMP's threads of our process and transformers spin; empty: as
+        spin_count: how long OpenMP's threads of our process spin, not the peers'; empty: as
             long as GNU OpenMP's default says.
     """
 

@@ -1,4 +1,4 @@
-"""The contenders of `bench decode`: our engine, transformers' generate, and peers in children.
+"""The contenders of `bench decode`: our engine, and peers in children.
 
 All run the same weights: random ones, or a checkpoint's, written once by transformers.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,7 +26,6 @@ from splitpoint_cli.bench.decode.prompts import Prompts, random_prompts, text_pr
 from splitpoint_cli.bench.decode.report import (
     LIMIT,
     OURS,
-    TRANSFORMERS,
     Measured,
     Run,
     Workload,
@@ -35,16 +33,10 @@ from splitpoint_cli.bench.decode.report import (
 )
 from splitpoint_cli.bench.shared.memory_reads import MemoryReads
 from splitpoint_cli.bench.shared.progress import Progress
-from splitpoint_cli.bench.shared.transformers_peer import (
-    ATTENTIONS,
-    TokenTimes,
-    generate_greedy,
-    random_model,
-)
+from splitpoint_cli.bench.shared.transformers_peer import random_model
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.startup import choose_device
 
-CACHES = ("dynamic", "static")
 # A short run meets all code; a long prompt's own first costs are lost in a median.
 WARM_UP_PROMPT, WARM_UP_TOKENS = 64, 4
 
@@ -53,30 +45,6 @@ class Contender(Protocol):
     """Answers prompts."""
 
     def run(self, prompts: Prompts, new_tokens: int) -> Run: ...
-
-
-class Transformers:
-    """`generate` with one of its caches and one of its attention implementations."""
-
-    def __init__(self, model: Any, cache: str, attention: str) -> None:
-        self._model = model
-        self._attention = attention
-        self._cache = {} if cache == "dynamic" else {"cache_implementation": cache}
-
-    def run(self, prompts: Prompts, new_tokens: int) -> Run:
-        self._model.set_attn_implementation(self._attention)
-        ids = torch.tensor(prompts, device=self._model.device)
-        watch = TokenTimes()
-        started = time.perf_counter()
-        output = generate_greedy(self._model, ids, new_tokens, watch, **self._cache)
-        seconds = time.perf_counter() - started
-        answers = output[:, ids.shape[1] :].tolist()
-        return Run(
-            seconds=seconds,
-            first_token_seconds=watch.times[0] - started,
-            tokens_before=len(answers),
-            tokens=tuple(tuple(answer) for answer in answers),
-        )
 
 
 class ChildPeer:
@@ -120,14 +88,11 @@ class Contenders:
         try:
             with tempfile.TemporaryDirectory(prefix="splitpoint-bench-") as folder:
                 progress.say("writing a checkpoint for all contenders")
-                model = _written_model(workload, shape, Path(folder))
+                _write_model(workload, shape, Path(folder))
                 self._add_ours(Path(folder), workload)
                 for peer in workload.peers:
-                    if peer == TRANSFORMERS:
-                        self._add_transformers(model, workload)
-                    else:
-                        progress.say(f"starting {peer}")
-                        self._add_child(peer, workload, Path(folder), peer_pythons)
+                    progress.say(f"starting {peer}")
+                    self._add_child(peer, workload, Path(folder), peer_pythons)
         except BaseException:
             self.close()
             raise
@@ -144,14 +109,6 @@ class Contenders:
             worker = OurWorker(model, workload, DraftMethod(method), checkpoint)
             self.by_name[f"{OURS} {method}"] = worker
 
-    def _add_transformers(self, model: Any, workload: Workload) -> None:
-        model.to(choose_device(workload.device))
-        for cache in CACHES:
-            for attention in ATTENTIONS:
-                self._add(
-                    TRANSFORMERS, f"{cache} {attention}", Transformers(model, cache, attention)
-                )
-
     def _add_child(
         self, peer: str, workload: Workload, checkpoint: Path, peer_pythons: Sequence[Path]
     ) -> None:
@@ -167,6 +124,7 @@ class Contenders:
             threads=workload.threads,
             batch=workload.batch,
             tokens=workload.prompt + workload.new,
+            device=str(choose_device(workload.device)),
         )
         process = start_peer(load, interpreters_of(peer_pythons))
         self._end.callback(process.close)
@@ -237,8 +195,8 @@ def _prompts(workload: Workload, shape: ModelShape, text: Path | None) -> Prompt
     return random_prompts(shape.vocabulary_size, workload.batch, workload.prompt, workload.seed)
 
 
-def _written_model(workload: Workload, shape: ModelShape, folder: Path) -> Any:
-    """Return transformers' model on the CPU, saved as one file in the type computed with."""
+def _write_model(workload: Workload, shape: ModelShape, folder: Path) -> None:
+    """Save transformers' model as one file in the type that is computed with."""
     if workload.model:
         dtype = TORCH_TYPES[DataType(workload.dtype)]
         model: Any = AutoModelForCausalLM.from_pretrained(workload.model, dtype=dtype)
@@ -247,4 +205,3 @@ def _written_model(workload: Workload, shape: ModelShape, folder: Path) -> Any:
         # Drawn on the CPU: the same weights on each device.
         model = random_model(shape, workload.seed, torch.device("cpu"))
     model.save_pretrained(folder, max_shard_size="1TB")
-    return model

@@ -100,7 +100,10 @@ for line in sys.stdin:
     own = [name for name in ("PYTHONPATH", "GOMP_SPINCOUNT") if name in os.environ]
     files = sorted(f"{{root}}/{{f}}" for root, _, found in os.walk(".", followlinks=True)
                    for f in found if f.endswith(".py"))
-    assert not own and all(f.startswith("./splitpoint_cli/bench/decode/peers/") for f in files)
+    around = ("./splitpoint_cli", "./splitpoint_cli/bench", "./splitpoint_cli/bench/decode")
+    assert not own and all(
+        f.startswith("./splitpoint_cli/bench/decode/peers/")
+        or f in [f"{{each}}/__init__.py" for each in around] for f in files)
     tokens = [prompt[:1] * work["new_tokens"] for prompt in work["prompts"]]
     print(json.dumps(dict(seconds=2.0, first_token_seconds=0.5, tokens_before=2, tokens=tokens)))
     sys.stdout.flush()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import VOCABULARY, build_tiny, write_tiny
+from tiny_models import VOCABULARY, write_tiny
 from typer.testing import CliRunner
 
 from splitpoint.checkpoint.resolve import resolve_model
@@ -18,6 +18,8 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.speculation import DraftMethod
 from splitpoint_cli.bench.decode.command import decode
 from splitpoint_cli.bench.decode.ours import OurWorker, load_decoder
+from splitpoint_cli.bench.decode.peers.messages import Load
+from splitpoint_cli.bench.decode.peers.process import interpreters_of, start_peer
 from splitpoint_cli.bench.decode.prompts import passages, random_prompts, text_prompts
 from splitpoint_cli.bench.decode.report import (
     OURS,
@@ -28,7 +30,7 @@ from splitpoint_cli.bench.decode.report import (
     table_of,
     too_slow,
 )
-from splitpoint_cli.bench.decode.runs import Transformers
+from splitpoint_cli.bench.decode.runs import ChildPeer
 from splitpoint_cli.bench.shared.memory_reads import MemoryReads
 from splitpoint_cli.main import app
 
@@ -149,9 +151,16 @@ def test_all_contenders_give_the_same_tokens(tmp_path: Path) -> None:
     prompts = random_prompts(VOCABULARY, 2, 20, seed=0)
     model = load_decoder(write_tiny("opt", tmp_path), WORKLOAD)
     runs = [OurWorker(model, WORKLOAD).run(prompts, 6)]
-    for cache in ("dynamic", "static"):
-        for attention in ("sdpa", "eager"):
-            runs.append(Transformers(build_tiny("opt"), cache, attention).run(prompts, 6))
+    asked = Load(
+        "transformers", "transformers", str(tmp_path), "", "float32", threads=1, batch=2, tokens=26
+    )
+    process = start_peer(asked, interpreters_of(()))
+    try:
+        assert process.variants == ("dynamic sdpa", "dynamic eager", "static sdpa", "static eager")
+        assert process.version.startswith("transformers ")
+        runs += [ChildPeer(process, each).run(prompts, 6) for each in process.variants]
+    finally:
+        process.close()
     assert len({each.tokens for each in runs}) == 1
     for each in runs:
         assert each.token_count == 12

@@ -20,7 +20,7 @@ class Peer:
         name: its name on command lines and in reports.
         module: the importable module that has it.
         packages: what `pip install` gets in the peer's environment.
-        families: model families that it computes.
+        families: model families that it computes; empty: all.
         note: what else a user should know to install it; may be empty.
     """
 
@@ -34,6 +34,7 @@ class Peer:
 PEERS = {
     peer.name: peer
     for peer in (
+        Peer(TRANSFORMERS, "transformers", "transformers torch", ()),
         Peer("ctranslate2", "ctranslate2", "ctranslate2 numpy setuptools", ("opt", "llama")),
         Peer("openvino", "openvino", "openvino numpy", ("opt", "llama")),
         Peer(
@@ -55,7 +56,7 @@ def parse_peers(text: str) -> tuple[str, ...]:
     if text.strip() == NO_PEERS:
         return ()
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    known = [TRANSFORMERS, *PEERS]
+    known = list(PEERS)
     for name in names:
         if name not in known:
             raise InvalidArgument(

@@ -24,6 +24,10 @@ def load_model(load: Load) -> PeerModel:
     if importlib.util.find_spec(load.module) is None:
         raise ModuleNotFoundError(load.module)
     module: Any = importlib.import_module(load.module)
+    if load.peer == "transformers":
+        from splitpoint_cli.bench.decode.peers.transformers_model import TransformersModel
+
+        return TransformersModel(module, load)
     if load.peer == "ctranslate2":
         from splitpoint_cli.bench.decode.peers.ctranslate2_model import CTranslate2Model
 

@@ -25,6 +25,7 @@ class Load:
         data_type: "float32" or "bfloat16".
         batch: sequences at once.
         tokens: tokens of a sequence at its end.
+        device: as torch names it; peers but transformers have the CPU only.
     """
 
     peer: str
@@ -35,6 +36,7 @@ class Load:
     threads: int
     batch: int
     tokens: int
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,9 @@ class PeerProcess:
         module = f"{__package__}.child"
         link = Path(folder, *str(__package__).split("."))
         link.parent.mkdir(parents=True)
+        # Python prefers an installed package to a folder without this file, wherever it is.
+        for parent in link.relative_to(folder).parents[:-1]:
+            Path(folder, parent, "__init__.py").touch()
         link.symlink_to(_FOLDER)
         environment = {key: value for key, value in os.environ.items() if key not in _OWN_SETTINGS}
         self._errors: IO[str] = self._end.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
