@@ -25,6 +25,7 @@ from up_process import free_ports
 from splitpoint import config
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint_cli.main import app
+from splitpoint_cli.models import model_shape
 from splitpoint_cli.security.authority import make_certificates
 from splitpoint_cli.stack.child import child_environment
 
@@ -257,13 +258,16 @@ def test_weights_that_are_cut_off(checkpoint: Path) -> None:
 
 def test_a_draft_model(checkpoint: Path) -> None:
     """Whole, cut off, without its tokenizer, in this memory; and options that contradict."""
-    draft = ("--draft-model", str(checkpoint))
-    code, findings = examine_here(*draft, *free_listen(), *SMALL)
+    draft, little = ("--draft-model", str(checkpoint)), ("--device-memory", "1MiB")
+    code, findings = examine_here(*draft, *little, *free_listen(), *SMALL)
     assert code == 0
     assert findings["draft model"]["verdict"] == "ok"
-    _, plain = examine_here(*free_listen(), *SMALL)
+    _, plain = examine_here(*little, *free_listen(), *SMALL)
     assert "draft model" not in plain
-    assert findings["memory"]["found"] != plain["memory"]["found"], "its weights are not counted"
+    size = model_shape(checkpoint, "auto").weight_bytes
+    for found, count in ((plain, 1), (findings, 2)):
+        said = f"{config.format_size(count * size)} of weights, 1 MiB for them"
+        assert said in found["device memory"]["found"]
     wanted = ("--speculative-config", '{"method": "model"}')
     assert "needs a draft model" in problem("speculation", *wanted)["found"]
     weights = checkpoint / "model.safetensors"
