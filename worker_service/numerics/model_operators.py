@@ -37,7 +37,7 @@ def model_operators(model: Decoder) -> Iterator[Operator]:
             seen.add(kind)
             yield from _layer_operators(model, rows, index, layer, positions)
     hidden = rows.of(model.shape.hidden_size, _HEAD_ROWS)
-    yield Operator("the output head", (hidden,), model.logits)
+    yield Operator("the output head", (hidden,), model.logits, most_calls=1)
 
 
 class _Rows:

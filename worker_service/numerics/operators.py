@@ -18,8 +18,8 @@ MOST_ROWS = COUNTS[-1] + 1
 _REVERSED = 17
 # Where the rows of a call begin: spread over all rows.
 _STRIDE = 38
-# Calls of few rows: so many, or so many rows in all.
-_MOST_CALLS, _FEW_ROWS = 8, 16
+# Rows of the calls of one count in all, unless one call has more.
+_FEW_ROWS = 16
 
 Result = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -33,12 +33,14 @@ class Operator:
         inputs: tensors with equally many rows, dimension 0; at most MOST_ROWS.
         call: takes equally many rows of each, and returns as many in each of its results.
         is_ordered: it takes neighbours in their order only.
+        most_calls: with the same few rows; fewer where a call is dear.
     """
 
     name: str
     inputs: tuple[torch.Tensor, ...]
     call: Callable[..., Result]
     is_ordered: bool = False
+    most_calls: int = 8
 
     @property
     def row_count(self) -> int:
@@ -58,7 +60,7 @@ def difference(operator: Operator) -> str | None:
     """Return how results of the operator depend on other rows; None if no bit of them does."""
     count = operator.row_count
     whole = _called(operator, operator.inputs)
-    for rows in _parts(count):
+    for rows in _parts(count, operator.most_calls):
         part = _called(operator, tuple(each[rows] for each in operator.inputs))
         place = _first_unequal(part, tuple(each[rows] for each in whole))
         if place is not None:
@@ -74,14 +76,14 @@ def difference(operator: Operator) -> str | None:
     return None
 
 
-def _parts(count: int) -> Iterator[slice]:
+def _parts(count: int, most_calls: int) -> Iterator[slice]:
     """Yield the rows of each call: of every count below the whole, at changing places.
 
     Few rows are computed in several calls: rounding to a half-precision type hides most
     differences.
     """
     for index, size in enumerate(COUNTS):
-        calls = max(1, min(_MOST_CALLS, _FEW_ROWS // size)) if size < count else 0
+        calls = max(1, min(most_calls, _FEW_ROWS // size)) if size < count else 0
         for call in range(calls):
             first = (1 + index * _STRIDE + call * size) % (count - size + 1)
             yield slice(first, first + size)
