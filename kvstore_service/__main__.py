@@ -37,7 +37,7 @@ from splitpoint.observe.metrics_server import metrics_served
 from splitpoint.options import store as options
 from splitpoint.options.option import parser_of
 from splitpoint.service import Setup, announce_ready, run_service, set_up
-from splitpoint.shapes import ArenaLayout, DataType, Encoding
+from splitpoint.shapes import ArenaLayout, DataType, Encoding, WeightFormat
 from splitpoint.transport.calls import count_calls
 from splitpoint.transport.servers import HealthReporter, create_server, enable_reflection, listen
 from splitpoint.v1 import kvstore_pb2_grpc
@@ -95,7 +95,7 @@ def layout_of(arguments: argparse.Namespace) -> ArenaLayout:
         shape,
         chunk_tokens=arguments.chunk_tokens,
         has_activations=wanted[arguments.activations],
-        model_fingerprint=model_fingerprint(arguments.model),
+        model_fingerprint=model_fingerprint(arguments.model, WeightFormat(arguments.weights)),
         encoding=Encoding(arguments.kv_encoding),
     )
 

@@ -112,6 +112,7 @@ def _facts_of(worker: ReadyWorker) -> pb.WorkerStatus:
         schedule=info.schedule,
         emulated_link_bytes_per_second=info.emulated_link_bytes_per_second,
         weights=info.weights,
+        weight_format=info.weight_format,
         numerics=info.numerics,
         numerics_reason=info.numerics_reason,
         speculation=info.speculation if info.HasField("speculation") else None,

@@ -27,13 +27,14 @@ from splitpoint.numerics import Numerics
 from splitpoint.observe import tracing
 from splitpoint.observe.logs import set_request
 from splitpoint.observe.tracing import Span
-from splitpoint.shapes import Encoding
+from splitpoint.shapes import Encoding, WeightFormat
 from splitpoint.transport.access import current_caller
 from splitpoint.transport.convert import (
     draft_method_to_proto,
     encoding_to_proto,
     numerics_to_proto,
     shape_to_proto,
+    weight_format_to_proto,
 )
 from splitpoint.transport.limits import MESSAGE_LIMIT_BYTES
 from splitpoint.v1 import scheduler_pb2 as pb
@@ -188,6 +189,7 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
             chunk_tokens=ready[0].chunk_tokens if ready else 0,
             kv_encoding=encoding_to_proto(_smallest(ready)),
             numerics=numerics_to_proto(_weakest(ready)),
+            weight_format=weight_format_to_proto(_lossiest(ready)),
         )
         methods = {method for facts in ready for method in facts.draft_methods}
         message.draft_methods.extend(draft_method_to_proto(each) for each in sorted(methods))
@@ -209,6 +211,12 @@ def _weakest(workers: Sequence[WorkerFacts]) -> Numerics:
     """Return what holds for an answer of any of the workers; fast if there is no worker."""
     is_invariant = workers and all(each.numerics is Numerics.INVARIANT for each in workers)
     return Numerics.INVARIANT if is_invariant else Numerics.FAST
+
+
+def _lossiest(workers: Iterable[WorkerFacts]) -> WeightFormat:
+    """Return int8 if one of the workers has such weights."""
+    has_int8 = any(each.weight_format is WeightFormat.INT8 for each in workers)
+    return WeightFormat.INT8 if has_int8 else WeightFormat.NATIVE
 
 
 @contextmanager

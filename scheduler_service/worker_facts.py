@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from splitpoint.costs.profile import Profile
 from splitpoint.numerics import Numerics
 from splitpoint.planning.schedule import Schedule
-from splitpoint.shapes import Encoding, ModelShape
+from splitpoint.shapes import Encoding, ModelShape, WeightFormat
 from splitpoint.speculation import PLAIN, DraftMethod, Speculation
 
 
@@ -47,6 +47,7 @@ class WorkerFacts:
     speculation: Speculation = PLAIN
     draft_methods: frozenset[DraftMethod] = frozenset()
     numerics: Numerics = Numerics.FAST
+    weight_format: WeightFormat = WeightFormat.NATIVE
 
     @property
     def capacity_tokens(self) -> int:

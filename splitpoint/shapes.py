@@ -34,6 +34,27 @@ class DataType(Enum):
         return 4 if self is DataType.FLOAT32 else 2
 
 
+class WeightFormat(Enum):
+    """How matrices of layers and head are held; the value is its name on command lines.
+
+    NATIVE keeps the element type. INT8 keeps a signed byte for each element and an fp32 scale
+    for each row of `[out, in]`: approximate, so its cache is never mixed with a native one's.
+    """
+
+    NATIVE = "native"
+    INT8 = "int8"
+
+    @property
+    def is_lossy(self) -> bool:
+        return self is not WeightFormat.NATIVE
+
+    def matrix_bytes(self, rows: int, width: int, data_type: DataType) -> int:
+        """Return the bytes of a matrix, without padding."""
+        if self is WeightFormat.NATIVE:
+            return rows * width * data_type.size
+        return rows * (width + DataType.FLOAT32.size)
+
+
 class Encoding(Enum):
     """The format in which a store keeps K, V and X; the value is its name on command lines.
 

@@ -30,7 +30,7 @@ from splitpoint.options.worker import SECTIONS
 from splitpoint.planning.weight_placement import WeightObjective
 from splitpoint.progress import Progress
 from splitpoint.service import Setup, announce_ready, run_service, set_up
-from splitpoint.shapes import DataType
+from splitpoint.shapes import DataType, WeightFormat
 from splitpoint.transport.calls import count_calls
 from splitpoint.transport.servers import HealthReporter, create_server, enable_reflection, listen
 from splitpoint.transport.tls import Identity
@@ -72,6 +72,7 @@ def options_from(arguments: argparse.Namespace, identity: Identity) -> WorkerOpt
         threads=arguments.threads,
         cpu_kernels=arguments.cpu_kernels,
         numerics=arguments.numerics,
+        weights=WeightFormat(arguments.weights),
         chunk_tokens=arguments.chunk_tokens,
         pin_limit_bytes=None if pin is None else parse_size(pin, field="pin-limit"),
         verify_rate=arguments.verify_rate,

@@ -57,6 +57,11 @@ class WorkerMetrics:
         yield from worker.monitor.readings()
 
 
+def _weights_label(worker: LoadedWorker) -> str:
+    place, kind = worker.weights or "all on the device", worker.engine.model.weights
+    return f"{kind.value}, {place}" if kind.is_lossy else place
+
+
 def _of_worker(worker: LoadedWorker) -> Iterable[Reading]:
     engine, store = worker.engine, worker.store
     yield Reading(
@@ -66,7 +71,7 @@ def _of_worker(worker: LoadedWorker) -> Iterable[Reading]:
             worker.worker_id,
             worker.device_description,
             engine.lanes.schedule.value,
-            worker.weights or "all on the device",
+            _weights_label(worker),
             worker.numerics.numerics.value,
         ),
     )

@@ -27,6 +27,7 @@ from splitpoint.transport.convert import (
     schedule_to_proto,
     shape_to_proto,
     speculation_to_proto,
+    weight_format_to_proto,
 )
 from splitpoint.transport.servers import HealthReporter
 from splitpoint.v1 import types_pb2, worker_pb2_grpc
@@ -86,6 +87,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             schedule=schedule_to_proto(lanes.schedule),
             staging_tokens=worker.engine.staging.page_count * worker.engine.chunk_tokens,
             weights=worker.weights,
+            weight_format=weight_format_to_proto(worker.engine.model.weights),
             numerics=numerics_to_proto(worker.numerics.numerics),
             numerics_reason=worker.numerics.reason,
             shares_pages=worker.engine.page_manager.shared is not None,

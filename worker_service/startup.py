@@ -24,6 +24,7 @@ from splitpoint.host.memory import memory_facts
 from splitpoint.host.openmp import spins_long
 from splitpoint.numerics import Numerics
 from splitpoint.options import worker as options
+from splitpoint.options.cpu_kernels import with_panels
 from splitpoint.options.speculation import SpeculativeConfig
 from splitpoint.planning.weight_placement import (
     NOTHING_ON_HOST,
@@ -32,7 +33,7 @@ from splitpoint.planning.weight_placement import (
     WeightSizes,
 )
 from splitpoint.progress import Progress, Ticker
-from splitpoint.shapes import ArenaLayout, DataType, ModelShape
+from splitpoint.shapes import ArenaLayout, DataType, ModelShape, WeightFormat
 from splitpoint.transport.tls import PLAIN, Identity
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
@@ -52,6 +53,8 @@ from worker_service.engine.engine import Engine
 from worker_service.graphs.eager_reason import EagerReason
 from worker_service.graphs.support import graph_bytes, graph_obstacle, graphs_of
 from worker_service.hardware.monitor import DeviceMonitor, monitor_of
+from worker_service.kernels import panel_gemm
+from worker_service.kernels.compiled import NoKernels
 from worker_service.lanes.lanes import EmulatedLink, Lanes
 from worker_service.lanes.select import lanes_of
 from worker_service.lanes.timeline import Trace
@@ -99,6 +102,7 @@ class WorkerOptions:
     threads: int | None = None
     cpu_kernels: str = options.CPU_KERNELS.default
     numerics: str = options.NUMERICS.default
+    weights: WeightFormat = WeightFormat.NATIVE
     chunk_tokens: int = options.CHUNK_TOKENS.default
     pin_limit_bytes: int | None = None
     verify_rate: float = options.VERIFY_RATE.default
@@ -179,6 +183,7 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
     FailedPrecondition (the store holds another model), Unavailable (no store).
     """
     device = choose_device(options.device)
+    wish = _kernel_wish(options, device)
     lanes = _lanes(options, device)
     if options.threads is not None and device.type == "cpu":
         torch.set_num_threads(options.threads)
@@ -198,16 +203,18 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
         else:
             on_failure.push_async_callback(store.close)
             layout = await store.layout()
-            await asyncio.to_thread(_check_layout, layout, shape, options.model_folder)
+            await asyncio.to_thread(_check_layout, layout, shape, options)
         kernels, kernels_text = None, ""
         if device.type == "cpu":
             kernels = await asyncio.to_thread(
                 use_kernels,
                 TORCH_TYPES[shape.data_type],
-                options.cpu_kernels,
+                wish,
                 head_dims=head_dims(options.speculation, shape),
                 is_invariant=options.numerics == Numerics.INVARIANT,
             )
+            if options.weights is WeightFormat.INT8:
+                await asyncio.to_thread(_prepare_int8, TORCH_TYPES[shape.data_type])
             kernels_text = f", {kernels.text}, {_waiting()}"
         description = _describe(lanes, kernels_text)
         is_gpu = device.type == "cuda"
@@ -274,16 +281,45 @@ def choose_device(text: str) -> torch.device:
     return device
 
 
-def _check_layout(layout: ArenaLayout, shape: ModelShape, folder: Path) -> None:
-    """Raise FailedPrecondition unless the store was made for this checkpoint and dtype."""
-    expected = ArenaLayout.of(
-        shape,
-        chunk_tokens=layout.chunk_tokens,
-        has_activations=layout.has_activations,
-        model_fingerprint=model_fingerprint(folder),
-        encoding=layout.encoding,
-    )
+def _kernel_wish(options: WorkerOptions, device: torch.device) -> str:
+    """Return `--cpu-kernels`, as int8 weights need them. Raises InvalidArgument."""
+    if options.weights is WeightFormat.NATIVE:
+        return options.cpu_kernels
+    if device.type != "cpu":
+        raise InvalidArgument("--weights int8 is for CPU workers", field="weights")
+    return with_panels(options.cpu_kernels)
+
+
+def _prepare_int8(dtype: torch.dtype) -> None:
+    """Compile the kernel of int8 weights. Raises FailedPrecondition."""
+    try:
+        panel_gemm.prepare(dtype, is_int8=True)
+    except NoKernels as error:
+        raise FailedPrecondition(f"--weights int8: {error}", reason="NO_INT8_KERNEL") from error
+
+
+def _check_layout(layout: ArenaLayout, shape: ModelShape, options: WorkerOptions) -> None:
+    """Raise FailedPrecondition unless the store was made for this checkpoint, dtype and format."""
+    folder = options.model_folder
+
+    def layout_for(weights: WeightFormat) -> ArenaLayout:
+        return ArenaLayout.of(
+            shape,
+            chunk_tokens=layout.chunk_tokens,
+            has_activations=layout.has_activations,
+            model_fingerprint=model_fingerprint(folder, weights),
+            encoding=layout.encoding,
+        )
+
+    expected = layout_for(options.weights)
     if expected.layout_hash != layout.layout_hash:
+        for other in WeightFormat:
+            if layout_for(other).layout_hash == layout.layout_hash:
+                raise FailedPrecondition(
+                    f"the KV store was made for --weights {other.value}, this worker has "
+                    f"{options.weights.value}: their caches differ",
+                    reason="LAYOUT_MISMATCH",
+                )
         differing = [
             name
             for name in ArenaLayout.__dataclass_fields__
@@ -337,7 +373,8 @@ def _load_engine(
     # Before the weights are read: a budget that cannot hold them fails at once.
     memory = _divide_memory(options, shape, layout, lanes)
     placement, plan, tickers = memory.placement, memory.plan, _tickers(options)
-    model = Decoder.load(folder, device, TORCH_TYPES[shape.data_type], placement.on_host, tickers)
+    dtype = TORCH_TYPES[shape.data_type]
+    model = Decoder.load(folder, device, dtype, placement.on_host, tickers, options.weights)
     cache, eos = DeviceCache(layout, plan, device), eos_token_ids(folder)
     drafters = memory.drafts.load(model, cache, lanes, eos_token_ids=eos, tickers=tickers)
     engine = Engine(
@@ -393,7 +430,8 @@ def _divide_memory(
     """Place the weights, and divide what they leave. Raises ResourceExhausted."""
     device, folder = lanes.device, options.model_folder
     dtype = TORCH_TYPES[shape.data_type]
-    sizes = weight_sizes(DecoderConfig.read(folder, shape.data_type), device, dtype)
+    config = DecoderConfig.read(folder, shape.data_type)
+    sizes = weight_sizes(config, device, dtype, options.weights)
     budget = _budget(options, sizes, device)
     is_gpu = device.type == "cuda"
     drafts = DraftSetup.plan(

@@ -32,6 +32,7 @@ from splitpoint.transport.convert import (
     schedule_from_proto,
     shape_from_proto,
     speculation_from_proto,
+    weight_format_from_proto,
 )
 from splitpoint.transport.tls import PLAIN, Identity
 from splitpoint.v1 import types_pb2, worker_pb2, worker_pb2_grpc
@@ -293,6 +294,7 @@ class WorkerConnection:
             speculation=speculation_from_proto(info.speculation.defaults, Speculation()),
             draft_methods=frozenset(map(draft_method_from_proto, info.speculation.methods)),
             numerics=numerics_from_proto(info.numerics),
+            weight_format=weight_format_from_proto(info.weight_format),
         )
 
     async def _watch_health(self, channel: grpc.aio.Channel, owner: ConnectionOwner) -> None:

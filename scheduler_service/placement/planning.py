@@ -143,7 +143,12 @@ def _plan(
             encoding=worker.encoding,
         ),
     )
-    return plan if worker.encoding.is_lossy else _with_numerics(plan, worker.numerics)
+    if not worker.encoding.is_lossy:
+        plan = _with_numerics(plan, worker.numerics)
+    if worker.weight_format.is_lossy:
+        note = f"weights are {worker.weight_format.value}: answers are approximate"
+        plan = replace(plan, reason=f"{plan.reason}; {note}")
+    return plan
 
 
 def _with_numerics(plan: Plan, numerics: Numerics) -> Plan:

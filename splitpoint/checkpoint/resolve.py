@@ -11,6 +11,7 @@ from splitpoint.checkpoint.config import read_config
 from splitpoint.checkpoint.files import is_there, read_bytes, read_object
 from splitpoint.checkpoint.tensors import read_header
 from splitpoint.errors import InvalidArgument, NotFound, PermissionDenied, Unavailable
+from splitpoint.shapes import WeightFormat
 
 BUNDLED_MODEL = "stdlib-llama"
 # Reason of the error for a text that is neither a folder nor a name on the hub.
@@ -177,8 +178,8 @@ def _is_complete(folder: Path) -> bool:
         return False
 
 
-def model_fingerprint(folder: Path) -> bytes:
-    """Return 32 bytes that differ if the weights do, without reading all of them.
+def model_fingerprint(folder: Path, weights: WeightFormat = WeightFormat.NATIVE) -> bytes:
+    """Return 32 bytes that differ if the weights or their format do, without reading all of them.
 
     SHA-256 over config.json and, of every safetensors file, its name, size, header and 64
     evenly spread samples of 4 KiB. So two checkpoints of one shape never share chunks. A
@@ -199,6 +200,8 @@ def model_fingerprint(folder: Path) -> bytes:
             for sample in range(_SAMPLE_COUNT):
                 file.seek(first + (last - first) * sample // (_SAMPLE_COUNT - 1))
                 _update(digest, file.read(_SAMPLE_BYTES))
+    if weights is not WeightFormat.NATIVE:
+        _update(digest, f"weights {weights.value} v1".encode())
     return digest.digest()
 
 

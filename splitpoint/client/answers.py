@@ -14,7 +14,7 @@ from splitpoint.errors import Internal
 from splitpoint.numerics import Numerics
 from splitpoint.planning.plan import Plan
 from splitpoint.planning.schedule import Schedule
-from splitpoint.shapes import Encoding, ModelShape
+from splitpoint.shapes import Encoding, ModelShape, WeightFormat
 from splitpoint.speculation import PLAIN, DraftMethod, Speculation
 from splitpoint.transport import convert
 from splitpoint.v1 import scheduler_pb2, types_pb2
@@ -208,6 +208,8 @@ class Model:
     draft_methods: tuple[DraftMethod, ...] = ()
     # Invariant if all its ready workers are.
     numerics: Numerics = Numerics.FAST
+    # INT8 if one of its ready workers has such weights.
+    weight_format: WeightFormat = WeightFormat.NATIVE
 
 
 def model(message: scheduler_pb2.GetModelResponse) -> Model:
@@ -307,6 +309,7 @@ class Worker:
     speculation: WorkerSpeculation | None = None
     numerics: Numerics = Numerics.FAST
     numerics_reason: str = ""
+    weight_format: WeightFormat = WeightFormat.NATIVE
 
 
 def workers(message: scheduler_pb2.ListWorkersResponse) -> tuple[Worker, ...]:

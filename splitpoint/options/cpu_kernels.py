@@ -55,6 +55,27 @@ def named_kernels(text: str) -> dict[str, StrEnum]:
     return named
 
 
+def with_panels(text: str) -> str:
+    """Return this value of the option with weights in panels, as int8 weights need them.
+
+    Raises InvalidArgument if it is a value that has them otherwise.
+    """
+    if text == FLAGS:
+        raise InvalidArgument(
+            f"--weights int8 needs a compiled kernel, and --{_FIELD} {FLAGS} compiles none",
+            field=_FIELD,
+        )
+    panels = f"linear={Layout.PANELS.value}"
+    if text == AUTO:
+        return panels
+    layout = named_kernels(text).get("linear", Layout.PANELS)
+    if layout is not Layout.PANELS:
+        raise InvalidArgument(
+            f"--weights int8 needs {panels}, not linear={layout.value}", field=_FIELD
+        )
+    return f"{text},{panels}"
+
+
 def check_cpu_kernels(text: str) -> None:
     """Raise InvalidArgument unless a worker understands this value of the option."""
     if text not in (AUTO, FLAGS):

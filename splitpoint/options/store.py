@@ -7,7 +7,7 @@ from pathlib import Path
 from splitpoint.host.huge_pages import WISHES
 from splitpoint.options.option import RATE, SIZE, Option, Section
 from splitpoint.options.service import ADVERTISE, COMMON
-from splitpoint.shapes import DataType, Encoding
+from splitpoint.shapes import DataType, Encoding, WeightFormat
 
 # Distance of --evict-to below --evict-above if it is not given.
 WATERMARK_GAP = 0.05
@@ -26,6 +26,14 @@ DTYPE: Option[str] = Option(
     "auto",
     "Element type of weights and cache; auto: the checkpoint's.",
     choices=("auto", *(kind.value for kind in DataType)),
+)
+WEIGHTS: Option[str] = Option(
+    "weights",
+    str,
+    WeightFormat.NATIVE.value,
+    "Format of the weights of the workers, all of them alike: int8 is a quarter of float32's "
+    "bytes, approximate, and for CPU workers with a C++ compiler (docs/memory.md).",
+    choices=tuple(each.value for each in WeightFormat),
 )
 ACTIVATIONS: Option[str] = Option(
     "activations",
@@ -154,6 +162,7 @@ SECTIONS = (
             LAYOUT,
             MODEL,
             DTYPE,
+            WEIGHTS,
             ACTIVATIONS,
             KV_ENCODING,
             CHUNK_TOKENS,

@@ -8,7 +8,7 @@ from splitpoint.numerics import Numerics
 from splitpoint.options.cpu_kernels import AUTO
 from splitpoint.options.option import RATE, SIZE, Option, Section
 from splitpoint.options.service import ADVERTISE, COMMON
-from splitpoint.options.store import DTYPE
+from splitpoint.options.store import DTYPE, WEIGHTS
 from splitpoint.planning.weight_placement import WeightObjective
 
 WORKER_ID: Option[str] = Option("worker-id", str, "0", "Name of this worker.", unit="ID")
@@ -187,6 +187,7 @@ SECTIONS = (
             MODEL,
             DEVICE,
             DTYPE,
+            WEIGHTS,
             DEVICE_MEMORY,
             THREADS,
             CPU_KERNELS,

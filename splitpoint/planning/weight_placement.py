@@ -31,7 +31,7 @@ from enum import Enum
 from splitpoint.config import format_size
 from splitpoint.costs.profile import Profile
 from splitpoint.planning.weight_schedule import WeightPiece
-from splitpoint.shapes import ModelShape
+from splitpoint.shapes import ModelShape, WeightFormat
 
 # One layer on the link, and one being read.
 WEIGHT_SLOTS = 2
@@ -66,24 +66,27 @@ class WeightSizes:
     head_is_table: bool
 
     @classmethod
-    def of(cls, shape: ModelShape) -> WeightSizes:
+    def of(cls, shape: ModelShape, weights: WeightFormat = WeightFormat.NATIVE) -> WeightSizes:
         """Return the sizes of a shape's matrices, without padding, biases and norms."""
-        head = shape.embedding_bytes
-        count = head_piece_count(head)
+        hidden, inner, data_type = shape.hidden_size, shape.intermediate_size, shape.data_type
+        head = weights.matrix_bytes(shape.vocabulary_size, hidden, data_type)
+        count = head_piece_count(shape.embedding_bytes)
+        up = weights.matrix_bytes(inner, hidden, data_type)
         return cls(
             layer_count=shape.layer_count,
             pieces={
-                WeightPiece.KEY_VALUE: shape.kv_weight_bytes,
-                WeightPiece.QUERY: shape.query_weight_bytes,
-                WeightPiece.OUTPUT: shape.query_weight_bytes,
-                WeightPiece.MLP: shape.mlp_weight_bytes,
+                WeightPiece.KEY_VALUE: weights.matrix_bytes(2 * shape.kv_width, hidden, data_type),
+                WeightPiece.QUERY: weights.matrix_bytes(shape.query_width, hidden, data_type),
+                WeightPiece.OUTPUT: weights.matrix_bytes(hidden, shape.query_width, data_type),
+                WeightPiece.MLP: (2 if shape.gated_mlp else 1) * up
+                + weights.matrix_bytes(hidden, inner, data_type),
             },
             fixed=0,
             table=shape.embedding_bytes,
             head=head,
             head_piece=-(-head // count),
             head_pieces=count,
-            head_is_table=shape.tied_embeddings,
+            head_is_table=shape.tied_embeddings and not weights.is_lossy,
         )
 
     @property

@@ -17,7 +17,7 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.numerics import Numerics
 from splitpoint.planning.plan import Objective, Plan, Residency, RestoreMethod
 from splitpoint.planning.schedule import Schedule
-from splitpoint.shapes import ArenaLayout, DataType, Encoding, ModelShape
+from splitpoint.shapes import ArenaLayout, DataType, Encoding, ModelShape, WeightFormat
 from splitpoint.speculation import DraftMethod, Speculation
 from splitpoint.v1 import types_pb2 as pb
 
@@ -72,6 +72,7 @@ _RESIDENCY = _Enumeration(Residency, pb.Residency, "residency")
 _METHOD = _Enumeration(RestoreMethod, pb.RestoreMethod, "method")
 _SCHEDULE = _Enumeration(Schedule, pb.Schedule, "schedule", Schedule.SERIAL)
 _OBJECTIVE = _Enumeration(Objective, pb.Objective, "objective", Objective.LATENCY)
+_WEIGHT_FORMAT = _Enumeration(WeightFormat, pb.WeightFormat, "weight_format", WeightFormat.NATIVE)
 _NUMERICS = _Enumeration(Numerics, pb.Numerics, "numerics", Numerics.FAST)
 _DRAFT_METHOD = _Enumeration(DraftMethod, pb.DraftMethod, "method", DraftMethod.OFF)
 # By the name of the enumeration on the wire.
@@ -84,6 +85,7 @@ _ENUMERATIONS: dict[str, _Enumeration[Any, Any]] = {
     "Objective": _OBJECTIVE,
     "DraftMethod": _DRAFT_METHOD,
     "Numerics": _NUMERICS,
+    "WeightFormat": _WEIGHT_FORMAT,
 }
 
 data_type_from_proto = _DATA_TYPE.from_proto
@@ -92,6 +94,8 @@ residency_to_proto, residency_from_proto = _RESIDENCY.to_proto, _RESIDENCY.from_
 method_to_proto, method_from_proto = _METHOD.to_proto, _METHOD.from_proto
 schedule_to_proto, schedule_from_proto = _SCHEDULE.to_proto, _SCHEDULE.from_proto
 objective_to_proto, objective_from_proto = _OBJECTIVE.to_proto, _OBJECTIVE.from_proto
+weight_format_to_proto = _WEIGHT_FORMAT.to_proto
+weight_format_from_proto = _WEIGHT_FORMAT.from_proto
 numerics_to_proto, numerics_from_proto = _NUMERICS.to_proto, _NUMERICS.from_proto
 draft_method_to_proto = _DRAFT_METHOD.to_proto
 draft_method_from_proto = _DRAFT_METHOD.from_proto

@@ -210,6 +210,7 @@ class SizeOptions:
     prefixes: int = of(_PREFIXES)
     streamed: int | None = of(_STREAMED)
     kv_encoding: str = of(store.KV_ENCODING)
+    weights: str = of(store.WEIGHTS)
     step_ms: float | None = of(_STEP_MS)
     max_batch: int = of(worker.MAX_BATCH)
     max_batched_tokens: int = of(worker.MAX_BATCHED_TOKENS)

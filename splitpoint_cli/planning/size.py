@@ -16,7 +16,7 @@ from splitpoint.costs.page_choice import LEAST_PIECE
 from splitpoint.costs.profile import BUILT_IN_PROFILES, load_profile
 from splitpoint.errors import InvalidArgument
 from splitpoint.options.speculation import SpeculativeConfig, read_speculative_config
-from splitpoint.shapes import Encoding, ModelShape
+from splitpoint.shapes import Encoding, ModelShape, WeightFormat
 from splitpoint.words import counted
 from splitpoint_cli.models import NamedModel, find_named
 from splitpoint_cli.options import takes_options
@@ -84,6 +84,7 @@ def _node(options: SizeOptions, served: NamedModel) -> Node:
         max_batched_tokens=options.max_batched_tokens,
         chunk_tokens=options.chunk_tokens,
         encoding=Encoding(options.kv_encoding),
+        weights=WeightFormat(options.weights),
         step_compute_seconds=None if options.step_ms is None else options.step_ms / 1e3,
         drafts=None if config is None else config.defaults.method,
         draft_shape=_draft_shape(config, served),

@@ -15,7 +15,7 @@ from splitpoint.planning.planner import plan_batch, plan_request
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.weight_placement import WeightPlacement, WeightSizes
 from splitpoint.planning.weight_step import with_weights
-from splitpoint.shapes import ArenaLayout, Encoding, ModelShape, chunks_of
+from splitpoint.shapes import ArenaLayout, Encoding, ModelShape, WeightFormat, chunks_of
 from splitpoint.speculation import STEP_DRAFT_TOKENS, DraftMethod
 from splitpoint.words import counted
 from worker_service.device.draft_memory import draft_memory
@@ -67,6 +67,7 @@ class Node:
     max_batched_tokens: int = 512
     chunk_tokens: int = 64
     encoding: Encoding = Encoding.NATIVE
+    weights: WeightFormat = WeightFormat.NATIVE
     # Seconds of a decode step beside its cache traffic; None: the profile's.
     step_compute_seconds: float | None = None
     # The own method of workers with --speculative-config, OFF included; None: without it.
@@ -176,7 +177,7 @@ def divided(shape: ModelShape, node: Node, *, has_activations: bool) -> Divided:
         has_activations=has_activations,
         encoding=node.encoding,
     )
-    sizes = WeightSizes.of(shape)
+    sizes = WeightSizes.of(shape, node.weights)
     draft = _draft_memory(shape, node)
     budget = node.device_memory_bytes - (0 if draft is None else draft.budget_bytes)
     staging = staging_pages_on_gpu(shape, layout, budget)

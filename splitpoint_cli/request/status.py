@@ -100,11 +100,16 @@ def status_json(found: Status) -> dict[str, object]:
                 "chunk_tokens": model.chunk_tokens,
                 "draft_methods": list(model.draft_methods),
                 "numerics": model.numerics.value,
+                "weight_format": model.weight_format.value,
             }
             for model in found.models
         ],
         "workers": [
-            {**dataclasses.asdict(worker), "schedule": worker.schedule.value}
+            {
+                **dataclasses.asdict(worker),
+                "schedule": worker.schedule.value,
+                "weight_format": worker.weight_format.value,
+            }
             for worker in found.workers
         ],
         "queue": dataclasses.asdict(found.queue),
@@ -183,6 +188,9 @@ def _print_tables(found: Status) -> None:
             out.print(f"worker {escape(worker.id)}: decoding steps are no CUDA graphs: {why}")
         if worker.speculation is not None and worker.speculation.methods:
             out.print(f"worker {escape(worker.id)}: {escape(speculation_text(worker))}")
+        if worker.weight_format.is_lossy:
+            weights = worker.weight_format.value
+            out.print(f"worker {escape(worker.id)}: weights are {weights}: answers are approximate")
         if worker.numerics_reason:
             out.print(f"worker {escape(worker.id)}: {escape(numerics_text(worker))}")
     for store in found.stores:

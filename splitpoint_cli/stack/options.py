@@ -119,6 +119,7 @@ class StackOptions:
     workers: int | None = of(WORKERS)
     device: str = of(DEVICE)
     dtype: str = of(store.DTYPE)
+    weights: str = of(store.WEIGHTS)
     listen: str = of(LISTEN)
 
     residency: str = of(scheduler.RESIDENCY, _SERVING)

@@ -18,15 +18,16 @@ from splitpoint.costs.page_choice import PageChoice
 from splitpoint.discovery.redis_options import read_redis_options
 from splitpoint.errors import InvalidArgument
 from splitpoint.extras import need_all
+from splitpoint.host.compiler import compiler
 from splitpoint.host.memory import memory_facts
 from splitpoint.host.openmp import spin_environment
 from splitpoint.observe.logs import LogFormat
 from splitpoint.observe.tracing import collector_url
 from splitpoint.options import scheduler, service, store, worker
-from splitpoint.options.cpu_kernels import check_cpu_kernels
+from splitpoint.options.cpu_kernels import check_cpu_kernels, with_panels
 from splitpoint.options.option import Option
 from splitpoint.options.speculation import SpeculativeConfig, read_speculative_config
-from splitpoint.shapes import ModelShape
+from splitpoint.shapes import ModelShape, WeightFormat
 from splitpoint.transport.access import read_tokens
 from splitpoint.transport.tls import Identity, read_identity
 from splitpoint_cli.checks.ports import metrics_addresses
@@ -119,6 +120,7 @@ def plan_stack(options: StackOptions) -> Stack:
     model = _Model(folder, model_shape(folder, options.dtype))
     devices = choose_devices(options.device, options.workers)
     _check_lanes(options, devices)
+    _check_weights(options, devices)
     speculation = read_speculative_config(options.speculative_config, options.draft_model)
     draft = None
     if speculation is not None and speculation.model is not None:
@@ -230,6 +232,7 @@ _COMMON: tuple[Option[object], ...] = (
 _STORE: tuple[Option[object], ...] = (
     store.ACTIVATIONS,
     store.KV_ENCODING,
+    store.WEIGHTS,
     store.EVICTION,
     store.EVICT_ABOVE,
     store.EVICT_TO,
@@ -248,6 +251,7 @@ _WORKER: tuple[Option[object], ...] = (
     worker.WEIGHT_OBJECTIVE,
     worker.CPU_KERNELS,
     worker.NUMERICS,
+    store.WEIGHTS,
     worker.PIN_LIMIT,
     worker.VERIFY_RATE,
     worker.NO_DEVICE_PREFIX_CACHE,
@@ -368,6 +372,17 @@ def _check_lanes(options: StackOptions, devices: tuple[str, ...]) -> None:
         check_output(Path(options.trace).absolute(), "trace")
         for worker in range(len(devices)):
             check_output(trace_path(options.trace, worker), "trace")
+
+
+def _check_weights(options: StackOptions, devices: tuple[str, ...]) -> None:
+    """Raise InvalidArgument if int8 weights cannot run with these options on this host."""
+    if WeightFormat(options.weights) is not WeightFormat.INT8:
+        return
+    if any(device != "cpu" for device in devices):
+        raise InvalidArgument("--weights int8 is for CPU workers: --device cpu", field="weights")
+    with_panels(options.cpu_kernels)
+    if compiler() is None:
+        raise InvalidArgument("--weights int8 needs a C++ compiler", field="weights")
 
 
 def trace_path(trace: str | None, worker: int) -> Path | None:

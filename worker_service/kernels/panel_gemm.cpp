@@ -4,28 +4,39 @@
 // its columns side by side. Each output is one chain of fused multiply-adds over the inputs in
 // ascending order, in fp32: it depends on its own row and column only, not on the count of rows,
 // on how rows are blocked, or on the threads. It is compiled for one ELEMENT (of rows and
-// outputs) and one WEIGHT.
+// outputs) and one WEIGHT. int8 codes are multiplied as they are, without rounding, and each
+// sum is scaled at its end.
 
 #include "vectors.h"
 
 #include <algorithm>
+#include <memory>
 
 #define SAME 0
 #define INT8 1
 
 // Weights of two inputs in one word, for an instruction that multiplies and adds both.
-#if ELEMENT == BFLOAT16 && WEIGHT == SAME && defined(__AVX512BF16__)
+#if ELEMENT == BFLOAT16 && defined(__AVX512BF16__)
 static const int PAIR = 2;
 typedef int32_t Input;
+typedef __m512bh Column;
 #else
 static const int PAIR = 1;
 typedef float Input;
+typedef Floats Column;
 #endif
 
+// Unpacked: what int8 is turned into for many rows.
 #if WEIGHT == SAME
 typedef Element Weight;
+typedef Element Unpacked;
 #else
 typedef int8_t Weight;
+#if ELEMENT == BFLOAT16 && defined(__AVX512BF16__)
+typedef uint16_t Unpacked;
+#else
+typedef float Unpacked;
+#endif
 #endif
 
 // Sums of ROWS x VECTORS vectors stay in registers: of 512 bits there are 32, of 256 half as many.
@@ -37,8 +48,9 @@ static const int VECTORS = 1, ROWS = 6;
 static const int COLUMNS = VECTORS * LANES;
 // Bytes ahead of the weights that are read; enough for the memory, measured.
 static const int AHEAD = 2048;
-// Inputs that one thread packs at once, and rows that a task has at least.
-static const int64_t PACKED_INPUTS = 256, TASK_ROWS = 64;
+// Inputs that one thread packs at once, rows that a task has at least, and blocks of rows for
+// which int8 is unpacked once instead of for each of them.
+static const int64_t PACKED_INPUTS = 256, TASK_ROWS = 64, UNPACKED_BLOCKS = 3;
 
 enum Operation { NONE, RELU, SILU, GELU_TANH, ADD, MULTIPLY };
 
@@ -84,44 +96,53 @@ static void pack(const Call& call, int64_t block, int64_t first, int64_t last) {
   }
 }
 
+// Weights of a vector's columns, for one input or a pair.
+#if ELEMENT == BFLOAT16 && defined(__AVX512BF16__)
+static inline Column column_of(const uint16_t* from) { return (Column)_mm512_loadu_si512(from); }
+static inline Column column_of(const int8_t* from) {
+  // Integers up to 127 are exact in bfloat16.
+  return _mm512_cvtne2ps_pbh((__m512)load(from + LANES), (__m512)load(from));
+}
+static inline Floats add_product(Input input, Column column, Floats sum) {
+  return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(input), column);
+}
+static inline void store_column(uint16_t* to, Column column) { _mm512_storeu_si512(to, (__m512i)column); }
+#else
+template <class W>
+static inline Column column_of(const W* from) { return load(from); }
+static inline Floats add_product(Input input, Column column, Floats sum) {
+  return multiply_add(all(input), column, sum);
+}
+static inline void store_column(float* to, Column column) { store(to, column); }
+#endif
+
 // Sums of R rows with V vectors of columns.
-template <int R, int V>
-static inline void sum_up(const Input* inputs, const Weight* weights, int64_t depth, Floats (*sums)[VECTORS]) {
+template <int R, int V, class W>
+static inline void sum_up(const Input* inputs, const W* weights, int64_t depth, Floats (*sums)[VECTORS]) {
   Floats own[R][V];
   for (int r = 0; r < R; r++)
     for (int v = 0; v < V; v++) own[r][v] = Floats{};
   for (int64_t k = 0; k < depth; k++, inputs += R, weights += V * LANES * PAIR) {
-    for (unsigned i = 0; i < V * LANES * PAIR * sizeof(Weight); i += 64)
+    for (unsigned i = 0; i < V * LANES * PAIR * sizeof(W); i += 64)
       __builtin_prefetch((const char*)weights + AHEAD + i, 0, 3);
-#if ELEMENT == BFLOAT16 && WEIGHT == SAME && defined(__AVX512BF16__)
-    __m512bh column[V];
-    for (int v = 0; v < V; v++) column[v] = (__m512bh)_mm512_loadu_si512(weights + v * LANES * PAIR);
-    for (int r = 0; r < R; r++) {
-      const __m512bh input = (__m512bh)_mm512_set1_epi32(inputs[r]);
-      for (int v = 0; v < V; v++) own[r][v] = (Floats)_mm512_dpbf16_ps((__m512)own[r][v], input, column[v]);
-    }
-#else
-    Floats column[V];
-    for (int v = 0; v < V; v++) column[v] = load(weights + v * LANES);
-    for (int r = 0; r < R; r++) {
-      const Floats input = all(inputs[r]);
-      for (int v = 0; v < V; v++) own[r][v] = multiply_add(input, column[v], own[r][v]);
-    }
-#endif
+    Column column[V];
+    for (int v = 0; v < V; v++) column[v] = column_of(weights + v * LANES * PAIR);
+    for (int r = 0; r < R; r++)
+      for (int v = 0; v < V; v++) own[r][v] = add_product(inputs[r], column[v], own[r][v]);
   }
   for (int r = 0; r < R; r++)
     for (int v = 0; v < V; v++) sums[r][v] = own[r][v];
 }
 
-template <int R, int V>
-static void sum_rows(int rows, const Input* inputs, const Weight* weights, int64_t depth, Floats (*sums)[VECTORS]) {
+template <int R, int V, class W>
+static void sum_rows(int rows, const Input* inputs, const W* weights, int64_t depth, Floats (*sums)[VECTORS]) {
   if (rows == R) return sum_up<R, V>(inputs, weights, depth, sums);
   if constexpr (R > 1) sum_rows<R - 1, V>(rows, inputs, weights, depth, sums);
 }
 
-template <int V>
+template <int V, class W>
 static void sum_columns(
-    int vectors, int rows, const Input* inputs, const Weight* weights, int64_t depth, Floats (*sums)[VECTORS]) {
+    int vectors, int rows, const Input* inputs, const W* weights, int64_t depth, Floats (*sums)[VECTORS]) {
   if (vectors == V) return sum_rows<ROWS, V>(rows, inputs, weights, depth, sums);
   if constexpr (V > 1) sum_columns<V - 1>(vectors, rows, inputs, weights, depth, sums);
 }
@@ -166,17 +187,42 @@ static void write(const Call& call, int64_t row, int64_t column, Floats value) {
   memcpy(to, outputs, count * sizeof(Element));
 }
 
-static void multiply_panel(const Call& call, int64_t panel, int64_t first_block, int64_t last_block) {
-  const int64_t depth = (call.in_features + PAIR - 1) / PAIR, column = panel * COLUMNS;
+// The vectors of a panel, and where it begins.
+struct Panel {
+  int64_t depth, column;
+  int vectors;
+  const Weight* weights;
+};
+
+static Panel panel_of(const Call& call, int64_t index) {
+  const int64_t depth = (call.in_features + PAIR - 1) / PAIR, column = index * COLUMNS;
   const int vectors = (int)std::min<int64_t>(VECTORS, (call.out_features - column + LANES - 1) / LANES);
-  const Weight* weights = call.weights + column * depth * PAIR;
-  for (int64_t block = first_block; block < last_block; block++) {
+  return {depth, column, vectors, call.weights + column * depth * PAIR};
+}
+
+template <class W>
+static void multiply_blocks(const Call& call, const Panel& panel, const W* weights, int64_t first, int64_t last) {
+  for (int64_t block = first; block < last; block++) {
     const int rows = (int)std::min<int64_t>(ROWS, call.row_count - block * ROWS);
     Floats sums[ROWS][VECTORS];
-    sum_columns<VECTORS>(vectors, rows, call.packed + block * ROWS * depth, weights, depth, sums);
+    const Input* inputs = call.packed + block * ROWS * panel.depth;
+    sum_columns<VECTORS>(panel.vectors, rows, inputs, weights, panel.depth, sums);
     for (int r = 0; r < rows; r++)
-      for (int v = 0; v < vectors; v++) write(call, block * ROWS + r, column + v * LANES, sums[r][v]);
+      for (int v = 0; v < panel.vectors; v++)
+        write(call, block * ROWS + r, panel.column + v * LANES, sums[r][v]);
   }
+}
+
+static void multiply_panel(const Call& call, int64_t index, int64_t first, int64_t last, Unpacked* unpacked) {
+  const Panel panel = panel_of(call, index);
+#if WEIGHT == INT8
+  if (last - first >= UNPACKED_BLOCKS) {
+    const int64_t width = LANES * PAIR, count = panel.depth * panel.vectors;
+    for (int64_t i = 0; i < count; i++) store_column(unpacked + i * width, column_of(panel.weights + i * width));
+    return multiply_blocks(call, panel, unpacked, first, last);
+  }
+#endif
+  multiply_blocks(call, panel, panel.weights, first, last);
 }
 
 // The columns of a panel, and the inputs whose weights lie side by side.
@@ -198,10 +244,12 @@ extern "C" void multiply(const Call* given) {
       const int64_t first = task % slices * PACKED_INPUTS;
       pack(call, task / slices, first, std::min(depth, first + PACKED_INPUTS));
     }
+    const bool unpacks = WEIGHT == INT8 && blocks >= UNPACKED_BLOCKS;
+    const std::unique_ptr<Unpacked[]> unpacked(unpacks ? new Unpacked[COLUMNS * depth * PAIR] : nullptr);
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < panels * parts; task++) {
       const int64_t part = task % parts;
-      multiply_panel(call, task / parts, blocks * part / parts, blocks * (part + 1) / parts);
+      multiply_panel(call, task / parts, blocks * part / parts, blocks * (part + 1) / parts, unpacked.get());
     }
   }
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from enum import IntEnum
 from functools import lru_cache
+from math import prod
 
 import torch
 from torch.nn import functional
@@ -49,13 +50,18 @@ def multiply(
     operation: Operation = Operation.NONE,
     other: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return `[N, out]` for rows `[N, in]` and the panels of a matrix `[out, in]` (`packed`).
+    """Return `[N, out]` for rows `[N, in]` and the panels of a matrix `[out, in]`.
 
     Sums are fp32; the result, with bias and operation, is rounded once. `other`: `[N, out]`.
-    Raises ValueError unless all have one type, and as many elements as the shapes say.
+    `panels`: of `packed`, or int8 with scales of `packed_int8`.
+    Raises ValueError unless all else is of one type, and as many elements as the shapes say.
     """
-    given = [rows, *(each for each in (panels, bias, other) if each is not None)]
-    if len({each.dtype for each in given}) > 1 or panels.nbytes != packed_bytes(
+    is_int8 = panels.dtype == torch.int8
+    given = [rows, *(each for each in (bias, other) if each is not None)]
+    if not is_int8:
+        given.append(panels)
+    size_of = packed_int8_bytes if is_int8 else packed_bytes
+    if len({each.dtype for each in given}) > 1 or panels.nbytes != size_of(
         out_features, rows.shape[1], rows.dtype
     ):
         raise ValueError(f"panels of {panels.dtype} are not those of rows {tuple(rows.shape)}")
@@ -69,14 +75,18 @@ def multiply(
         return outputs
     # Each input of a row takes 4 bytes: a float, or two of bfloat16.
     packed = torch.empty((count, in_features), dtype=torch.float32)
+    scales = None
+    if is_int8:
+        pair = _panel(rows.dtype, is_int8=True)[1]
+        scales = panels.data_ptr() + prod(_padded(out_features, in_features, pair))
     call = _Call(
-        *(rows.data_ptr(), panels.data_ptr(), None),
+        *(rows.data_ptr(), panels.data_ptr(), scales),
         *(None if each is None else each.data_ptr() for each in (bias, other)),
         *(outputs.data_ptr(), packed.data_ptr(), rows.stride(0)),
         *(0 if other is None else other.stride(0), count, in_features, out_features),
         *(operation, torch.get_num_threads()),
     )
-    _library(rows.dtype).multiply(ctypes.byref(call))
+    _library(rows.dtype, is_int8=is_int8).multiply(ctypes.byref(call))
     return outputs
 
 
@@ -84,14 +94,36 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
     """Return the panels of a matrix `[out, in]`: flat, padded to whole vectors of columns."""
     columns, pair = _panel(weight.dtype)
     rows, depth = _padded(weight.shape[0], weight.shape[1], pair)
-    weight = functional.pad(weight, (0, depth - weight.shape[1], 0, rows - weight.shape[0]))
     panels = large_zeros(rows * depth * weight.itemsize).view(weight.dtype)
+    _fill(panels, weight, columns, pair)
+    return panels
+
+
+def packed_int8(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the panels of `codes * scales`, for rows of this type: int8, flat.
+
+    Codes are int8 `[out, in]`, scales fp32 `[out]`; behind the panels lie the bytes of the
+    scales, padded like columns.
+    """
+    columns, pair = _panel(dtype, is_int8=True)
+    rows, depth = _padded(codes.shape[0], codes.shape[1], pair)
+    size = packed_int8_bytes(codes.shape[0], codes.shape[1], dtype)
+    panels = large_zeros(size).view(torch.int8)
+    _fill(panels[: rows * depth], codes, columns, pair)
+    panels[rows * depth :].view(torch.float32).copy_(
+        functional.pad(scales, (0, rows - len(scales)))
+    )
+    return panels
+
+
+def _fill(panels: torch.Tensor, weight: torch.Tensor, columns: int, pair: int) -> None:
+    rows, depth = _padded(weight.shape[0], weight.shape[1], pair)
+    weight = functional.pad(weight, (0, depth - weight.shape[1], 0, rows - weight.shape[0]))
     whole = rows // columns * columns
     for first, last, width in ((0, whole, columns), (whole, rows, rows - whole)):
         if first < last:
             part = weight[first:last].view(-1, width, depth // pair, pair).transpose(1, 2)
             panels[first * depth : last * depth].view(part.shape).copy_(part)
-    return panels
 
 
 def packed_bytes(out_features: int, in_features: int, dtype: torch.dtype) -> int:
@@ -100,14 +132,20 @@ def packed_bytes(out_features: int, in_features: int, dtype: torch.dtype) -> int
     return rows * depth * dtype.itemsize
 
 
+def packed_int8_bytes(out_features: int, in_features: int, dtype: torch.dtype) -> int:
+    """Return the bytes of `packed_int8` for this shape and rows of this type."""
+    rows, depth = _padded(out_features, in_features, _panel(dtype, is_int8=True)[1])
+    return rows * (depth + torch.float32.itemsize)
+
+
 def takes(dtype: torch.dtype) -> bool:
     """Return True if there is a kernel for this type."""
     return dtype in _ELEMENTS
 
 
-def prepare(dtype: torch.dtype) -> None:
-    """Compile and load the kernel for this type. Raises NoKernels."""
-    _library(dtype)
+def prepare(dtype: torch.dtype, *, is_int8: bool = False) -> None:
+    """Compile and load the kernel for rows, and weights, of this type. Raises NoKernels."""
+    _library(dtype, is_int8=is_int8)
 
 
 def _padded(out_features: int, in_features: int, pair: int) -> tuple[int, int]:
@@ -115,15 +153,15 @@ def _padded(out_features: int, in_features: int, pair: int) -> tuple[int, int]:
 
 
 @lru_cache
-def _panel(dtype: torch.dtype) -> tuple[int, int]:
+def _panel(dtype: torch.dtype, *, is_int8: bool = False) -> tuple[int, int]:
     """Return a panel's columns, and the inputs whose weights lie side by side."""
-    library = _library(dtype)
+    library = _library(dtype, is_int8=is_int8)
     return int(library.panel_columns()), int(library.panel_pair())
 
 
 @lru_cache
-def _library(dtype: torch.dtype) -> ctypes.CDLL:
-    library = load("panel_gemm.cpp", {"ELEMENT": _ELEMENTS[dtype], "WEIGHT": 0})
+def _library(dtype: torch.dtype, *, is_int8: bool = False) -> ctypes.CDLL:
+    library = load("panel_gemm.cpp", {"ELEMENT": _ELEMENTS[dtype], "WEIGHT": int(is_int8)})
     library.multiply.argtypes = [ctypes.POINTER(_Call)]
     library.multiply.restype = None
     return library

@@ -17,6 +17,7 @@ from torch.nn import functional
 from splitpoint.planning.weight_placement import NOTHING_ON_HOST, WEIGHT_SLOTS, OnHost
 from splitpoint.planning.weight_schedule import WeightOrder, WeightPiece
 from splitpoint.progress import Ticker
+from splitpoint.shapes import WeightFormat
 from worker_service.checkpoint.config import DecoderConfig, Norm
 from worker_service.checkpoint.names import HEAD_NAME, NAMES, expected_tensors
 from worker_service.checkpoint.tensors import Checkpoint, RandomTensors, TensorSource
@@ -30,7 +31,7 @@ from worker_service.model.norms import NormWeights
 from worker_service.model.rope import Rotary, RotaryTable
 from worker_service.weights.host import HostUnit, Slot, read_tensor, read_unit, units_of_rows
 from worker_service.weights.matrices import MatrixShape, head_rows, layer_matrices
-from worker_service.weights.packing import Matrix, layout_of
+from worker_service.weights.packing import Matrix, check_format, layout_of
 from worker_service.weights.stream import LentMatrix, WeightStream
 
 _DATA_TYPES = {dtype: data_type for data_type, dtype in TORCH_TYPES.items()}
@@ -45,6 +46,7 @@ class Decoder:
 
     Attributes:
         config, shape: of the model; `shape.data_type` is `dtype`.
+        weights: the format of the matrices of layers and head.
         layers: in order. If a layer's weights are on the host, only its norms and window
             may be used outside of `visit`.
         layer_weights: streams the layers' weights from the host; None: all are on the
@@ -60,12 +62,15 @@ class Decoder:
         device: torch.device,
         dtype: torch.dtype,
         on_host: OnHost = NOTHING_ON_HOST,
+        weights: WeightFormat = WeightFormat.NATIVE,
     ) -> None:
         """See `load`."""
+        check_format(weights, device, dtype)
         self.config = config
         self.shape = config.shape
         self.device = device
         self.dtype = dtype
+        self.weights = weights
         self.weight_bytes = 0
         self._source = source
         names = NAMES[config.shape.family]
@@ -108,17 +113,19 @@ class Decoder:
         dtype: torch.dtype | None = None,
         on_host: OnHost = NOTHING_ON_HOST,
         tickers: Sequence[Ticker] = (),
+        weights: WeightFormat = WeightFormat.NATIVE,
     ) -> Decoder:
         """Load a checkpoint folder; dtype None means the checkpoint's own.
 
         `on_host` names the weights that stay on the host; `tickers` receive the bytes
-        read. Raises InvalidArgument for an unsupported config or bad weight files.
+        read. Raises InvalidArgument for an unsupported config or bad weight files, and
+        FailedPrecondition if this device has no kernel for the format.
         """
         data_type = None if dtype is None else _DATA_TYPES[dtype]
         config = DecoderConfig.read(folder, data_type)
         dtype = TORCH_TYPES[config.shape.data_type]
         with Checkpoint(folder, config, device, dtype, tickers) as source:
-            return cls(config, source, device, dtype, on_host)
+            return cls(config, source, device, dtype, on_host, weights)
 
     @classmethod
     def random(
@@ -128,12 +135,13 @@ class Decoder:
         device: torch.device,
         dtype: torch.dtype,
         on_host: OnHost = NOTHING_ON_HOST,
+        weights: WeightFormat = WeightFormat.NATIVE,
     ) -> Decoder:
         """Make a model with random weights, for measurements and tests."""
         shape = replace(config.shape, data_type=_DATA_TYPES[dtype])
         config = replace(config, shape=shape)
         source = RandomTensors(config, seed, device, dtype)
-        return cls(config, source, device, dtype, on_host)
+        return cls(config, source, device, dtype, on_host, weights)
 
     # -- weights on the host --------------------------------------------------------
 
@@ -259,7 +267,7 @@ class Decoder:
     def _layer_weight(self, index: int, shape: MatrixShape) -> Weight:
         stream = self._stream_of(index)
         if stream is None:
-            return self._matrix([name for name, _ in shape.sources])
+            return self._held(shape)
         layout = layout_of(self.device, self.dtype)
         return LentMatrix(stream, index, shape.role, shape.piece, shape.out_features, layout)
 
@@ -271,7 +279,11 @@ class Decoder:
         shapes = layer_matrices(self.config, host_layers[0])
         units = {
             index: read_unit(
-                self._source, layer_matrices(self.config, index), self.device, self.dtype
+                self._source,
+                layer_matrices(self.config, index),
+                self.device,
+                self.dtype,
+                self.weights,
             )
             for index in host_layers
         }
@@ -280,8 +292,13 @@ class Decoder:
     def _stream_head(self) -> tuple[WeightStream, StreamedHead]:
         pieces = head_rows(self.config)
         tied = self.shape.tied_embeddings
-        weight = self._embedding if tied else self._host_table(f"{HEAD_NAME}.weight")
-        units = dict(enumerate(units_of_rows(weight, pieces, self.device)))
+        if self.weights is WeightFormat.INT8:
+            units = dict(
+                enumerate(units_of_rows(self._exact_head(), pieces, self.device, self.dtype))
+            )
+        else:
+            weight = self._embedding if tied else self._host_table(f"{HEAD_NAME}.weight")
+            units = dict(enumerate(units_of_rows(weight, pieces, self.device)))
         width = self.config.embedding_size
         shape = MatrixShape("head", WeightPiece.HEAD, ((HEAD_NAME, len(pieces[0])),), width)
         stream = self._stream(units, [shape], ((WeightPiece.HEAD,),))
@@ -295,18 +312,45 @@ class Decoder:
         portions: Sequence[Sequence[WeightPiece]],
     ) -> WeightStream:
         count = min(WEIGHT_SLOTS, len(units))
-        slots = [Slot.empty(shapes, self.device, self.dtype) for _ in range(count)]
+        slots = [Slot.empty(shapes, self.device, self.dtype, self.weights) for _ in range(count)]
         stream = WeightStream(units, slots, portions)
         self.weight_bytes += stream.slot_bytes
         return stream
 
     def _make_head(self) -> Linear:
+        if self.weights is WeightFormat.INT8:
+            return Linear(self._quantized(self._exact_head()))
         if not self.shape.tied_embeddings:
             return Linear(self._matrix([HEAD_NAME]))
         matrix = Matrix(self._embedding)
         if matrix.layout is not Layout.PLAIN:
             self.weight_bytes += matrix.size_bytes
         return Linear(matrix)
+
+    def _held(self, shape: MatrixShape) -> Matrix:
+        """Return a layer's matrix on the device, in the format of the weights."""
+        if self.weights is WeightFormat.NATIVE:
+            return self._matrix([name for name, _ in shape.sources])
+        exact = torch.empty((shape.out_features, shape.in_features), dtype=torch.float32)
+        shape.read(self._source, exact)
+        return self._quantized(exact)
+
+    def _exact_head(self) -> torch.Tensor:
+        """Return the head in full precision, `[vocabulary, in]`."""
+        name = HEAD_NAME
+        if self.shape.tied_embeddings:
+            names = NAMES[self.shape.family]
+            name = names.root + names.embedding
+        exact = torch.empty(
+            (self.shape.vocabulary_size, self.config.embedding_size), dtype=torch.float32
+        )
+        self._source.read_into(f"{name}.weight", exact)
+        return exact
+
+    def _quantized(self, exact: torch.Tensor) -> Matrix:
+        matrix = Matrix(exact, int8_for=self.dtype)
+        self.weight_bytes += matrix.size_bytes
+        return matrix
 
     def _matrix(self, names: Sequence[str]) -> Matrix:
         """Stack stored matrices over the same input into one on the device."""

@@ -15,6 +15,7 @@ from math import prod
 import torch
 
 from splitpoint.planning.weight_schedule import WeightPiece
+from splitpoint.shapes import WeightFormat
 from worker_service.checkpoint.tensors import TensorSource
 from worker_service.kernels.choice import Layout
 from worker_service.weights.matrices import MatrixShape
@@ -44,10 +45,18 @@ class Slot:
     parts: Parts
 
     @classmethod
-    def empty(cls, shapes: Sequence[MatrixShape], device: torch.device, dtype: torch.dtype) -> Slot:
+    def empty(
+        cls,
+        shapes: Sequence[MatrixShape],
+        device: torch.device,
+        dtype: torch.dtype,
+        weights: WeightFormat = WeightFormat.NATIVE,
+    ) -> Slot:
+        int8_for = dtype if weights is WeightFormat.INT8 else None
         matrices = {
             shape.role: Matrix(
-                torch.zeros((shape.out_features, shape.in_features), dtype=dtype, device=device)
+                torch.zeros((shape.out_features, shape.in_features), dtype=dtype, device=device),
+                int8_for=int8_for,
             )
             for shape in shapes
         }
@@ -59,15 +68,25 @@ class Slot:
 
 
 def read_unit(
-    source: TensorSource, shapes: Sequence[MatrixShape], device: torch.device, dtype: torch.dtype
+    source: TensorSource,
+    shapes: Sequence[MatrixShape],
+    device: torch.device,
+    dtype: torch.dtype,
+    weights: WeightFormat = WeightFormat.NATIVE,
 ) -> HostUnit:
     """Read a unit from a checkpoint into new host memory, in the layout of `device`."""
-    sizes = [held_bytes(each.out_features, each.in_features, device, dtype) for each in shapes]
+    sizes = [
+        held_bytes(each.out_features, each.in_features, device, dtype, weights) for each in shapes
+    ]
     memory = host_memory(sum(sizes))
     parts = torch.split(memory, sizes)
     for shape, part in zip(shapes, parts, strict=True):
         size = (shape.out_features, shape.in_features)
-        if layout_of(device, dtype) is not Layout.PLAIN:
+        if weights is WeightFormat.INT8:
+            exact = torch.empty(size, dtype=torch.float32)
+            shape.read(source, exact)
+            part.copy_(Matrix(exact, int8_for=dtype).raw())
+        elif layout_of(device, dtype) is not Layout.PLAIN:
             plain = torch.empty(size, dtype=dtype)
             shape.read(source, plain)
             part.copy_(Matrix(plain).raw())
@@ -86,18 +105,21 @@ def read_tensor(
 
 
 def units_of_rows(
-    weight: torch.Tensor, pieces: Iterable[range], device: torch.device
+    weight: torch.Tensor,
+    pieces: Iterable[range],
+    device: torch.device,
+    int8_for: torch.dtype | None = None,
 ) -> list[HostUnit]:
     """Cut the head, `[out, in]` on the host, into units of some rows each.
 
-    The units are views of it, unless the device needs another layout.
+    The units are views of it, unless the device needs another layout. `int8_for`: as in Matrix.
     """
     units = []
     whole = weight.view(-1).view(torch.uint8)
     for rows in pieces:
         part = weight[rows.start : rows.stop]
         if layout_of(device, weight.dtype) is not Layout.PLAIN:
-            matrix = Matrix(part)
+            matrix = Matrix(part, int8_for=int8_for)
             memory = host_memory(matrix.size_bytes)
             memory.copy_(matrix.raw())
             units.append(HostUnit({WeightPiece.HEAD: [memory]}, memory))

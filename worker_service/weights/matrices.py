@@ -13,6 +13,7 @@ import torch
 
 from splitpoint.planning.weight_placement import WeightSizes, head_piece_count
 from splitpoint.planning.weight_schedule import LAYER_PIECES, WeightPiece
+from splitpoint.shapes import WeightFormat
 from worker_service.checkpoint.config import DecoderConfig, Norm
 from worker_service.checkpoint.names import HEAD_NAME, NAMES, expected_tensors
 from worker_service.checkpoint.tensors import TensorSource
@@ -89,12 +90,17 @@ def product_shapes(config: DecoderConfig) -> set[tuple[int, int]]:
     return shapes if width == hidden else shapes | {(hidden, width), (width, hidden)}
 
 
-def weight_sizes(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> WeightSizes:
-    """Return the bytes of each part in the layout of this device and type."""
+def weight_sizes(
+    config: DecoderConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    weights: WeightFormat = WeightFormat.NATIVE,
+) -> WeightSizes:
+    """Return the bytes of each part in the layout of this device, type and format."""
     shape, names = config.shape, NAMES[config.shape.family]
 
     def held(rows: int, width: int) -> int:
-        return held_bytes(rows, width, device, dtype)
+        return held_bytes(rows, width, device, dtype, weights)
 
     pieces = dict.fromkeys(LAYER_PIECES, 0)
     for matrix in layer_matrices(config, 0):
@@ -110,7 +116,7 @@ def weight_sizes(config: DecoderConfig, device: torch.device, dtype: torch.dtype
             in_fp32 = config.norm is Norm.RMS_PLUS_ONE
             fixed += prod(dimensions) * torch.float32.itemsize if in_fp32 else size
         elif ".layers." not in name and name != f"{HEAD_NAME}.weight":
-            fixed += held(*dimensions)
+            fixed += held_bytes(dimensions[0], dimensions[1], device, dtype)
     pieces_of_head = head_rows(config)
     return WeightSizes(
         layer_count=shape.layer_count,

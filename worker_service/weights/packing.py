@@ -14,8 +14,11 @@ from typing import Any
 
 import torch
 
+from splitpoint.errors import FailedPrecondition
+from splitpoint.shapes import WeightFormat
 from worker_service.kernels import panel_gemm
 from worker_service.kernels.choice import Layout, in_use
+from worker_service.weights.int8 import quantized
 
 # Rows that oneDNN lays the blocks out for; other counts run from the same blocks.
 _PACKED_FOR_ROWS = 32
@@ -29,6 +32,15 @@ def layout_of(device: torch.device, dtype: torch.dtype) -> Layout:
     wanted = Layout.PACKED if chosen is None else chosen.linear
     has_layout = {Layout.PANELS: panel_gemm.takes, Layout.PACKED: _has_blocks}.get(wanted)
     return wanted if has_layout is not None and has_layout(dtype) else Layout.PLAIN
+
+
+def check_format(weights: WeightFormat, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise FailedPrecondition unless the device can multiply with weights in this format."""
+    if weights is WeightFormat.INT8 and layout_of(device, dtype) is not Layout.PANELS:
+        raise FailedPrecondition(
+            "int8 weights need a CPU worker whose kernels are linear=panels",
+            reason="NO_INT8_KERNEL",
+        )
 
 
 def _has_blocks(dtype: torch.dtype) -> bool:
@@ -50,11 +62,17 @@ class Matrix:
         size_bytes: padding to whole blocks or panels included.
     """
 
-    def __init__(self, weight: torch.Tensor) -> None:
-        """Take a checkpoint's `[out, in]` in its final type and device; not copied if plain."""
-        self.layout = layout_of(weight.device, weight.dtype)
+    def __init__(self, weight: torch.Tensor, *, int8_for: torch.dtype | None = None) -> None:
+        """Take a checkpoint's `[out, in]` in its final type and device; not copied if plain.
+
+        `int8_for`: quantise it for rows of this type; then `weight` is in full precision.
+        """
+        self.layout = layout_of(weight.device, int8_for or weight.dtype)
         self.out_features, self.in_features = weight.shape
-        if self.layout is Layout.PACKED:
+        if int8_for is not None:
+            weight = panel_gemm.packed_int8(*quantized(weight), int8_for)
+            self.size_bytes = weight.nbytes
+        elif self.layout is Layout.PACKED:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
             self.size_bytes = int(torch.ops.mkldnn._nbytes(weight))
         else:
@@ -79,10 +97,16 @@ class Matrix:
 
 
 def held_bytes(
-    out_features: int, in_features: int, device: torch.device, dtype: torch.dtype
+    out_features: int,
+    in_features: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    weights: WeightFormat = WeightFormat.NATIVE,
 ) -> int:
     """Return `Matrix.size_bytes` for this shape; makes one to ask oneDNN."""
     layout = layout_of(device, dtype)
+    if weights is WeightFormat.INT8:
+        return panel_gemm.packed_int8_bytes(out_features, in_features, dtype)
     if layout is Layout.PLAIN:
         return out_features * in_features * dtype.itemsize
     if layout is Layout.PANELS:

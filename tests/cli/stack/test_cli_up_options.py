@@ -272,3 +272,25 @@ def test_every_service_gets_the_same_pages(monkeypatch: pytest.MonkeyPatch) -> N
     assert parsed.chunk_tokens == stack.pages.tokens
     assert parsed.page_reason == stack.pages.reason
     assert parsed.page_reason.startswith("auto: ")
+
+
+def test_weights_reach_workers_and_the_identity_of_the_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Chunk keys contain the layout's hash: no key of an int8 worker is one of a native worker."""
+    hashes = set()
+    for name in ("native", "int8"):
+        stack = planned(monkeypatch, "--weights", name)
+        arguments = [list(each.arguments[2:]) for each in (stack.store, *stack.workers)]
+        assert all(parse_worker(each).weights == name for each in arguments[1:])
+        hashes.add(layout_of(parse_store(arguments[0])).layout_hash)
+    assert len(hashes) == 2
+    native = planned(monkeypatch)
+    assert layout_of(parse_store(list(native.store.arguments[2:]))).layout_hash in hashes
+
+
+@pytest.mark.parametrize("kernels", ["flags", "linear=plain", "decode=products,linear=packed"])
+def test_int8_weights_without_their_kernel_are_refused(kernels: str) -> None:
+    with pytest.raises(InvalidArgument, match="--weights int8") as refused:
+        plan_stack(StackOptions(device="cpu", weights="int8", cpu_kernels=kernels))
+    assert refused.value.field == "cpu-kernels"

@@ -1,0 +1,143 @@
+"""Products with int8 weights: those of the dequantised matrix, and the same bits whatever else
+is computed. About 5 s, with two compilations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from test_worker_panel_gemm import COUNT, REFERENCES, SHAPES, TYPES, drawn
+
+from splitpoint.errors import FailedPrecondition
+from splitpoint.host.compiler import compiler
+from splitpoint.shapes import WeightFormat
+from worker_service.checkpoint.config import Activation
+from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, in_use, use
+from worker_service.kernels.panel_gemm import (
+    Operation,
+    multiply,
+    packed,
+    packed_int8,
+    packed_int8_bytes,
+)
+from worker_service.model.linear import Linear
+from worker_service.weights.int8 import quantized
+from worker_service.weights.packing import Matrix, check_format, held_bytes
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
+
+CPU = torch.device("cpu")
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+@pytest.fixture(autouse=True)
+def panels() -> Iterator[None]:
+    before, threads = in_use(), torch.get_num_threads()
+    use(Choice(Decode.PRODUCTS, Prefill.PRODUCTS, Layout.PANELS))
+    yield
+    use(before)
+    torch.set_num_threads(threads)
+
+
+def test_a_row_is_off_by_half_a_scale_at_most() -> None:
+    weight = drawn(40, 70, dtype=torch.float32)
+    weight[3] *= 1000  # its scale is no other row's
+    weight[5], weight[6, 1:] = 0, 0
+    codes, scales = quantized(weight)
+    error = (codes * scales[:, None] - weight).abs()
+    assert bool((error <= scales[:, None] * 0.5001).all())
+    assert torch.equal(codes.abs().amax(dim=1) == 127, weight.any(dim=1))
+    assert not codes[5].any()
+    largest = weight.abs().amax(dim=1)
+    torch.testing.assert_close(scales * 127, largest)
+
+
+def test_a_row_that_is_not_finite_stays_so() -> None:
+    weight = torch.ones(3, 16)
+    weight[0, 2], weight[1, 3] = float("nan"), float("inf")
+    product = multiply(torch.ones(2, 16), packed_int8(*quantized(weight), torch.float32), 3)
+    assert product[:, :2].isfinite().tolist() == [[False, False]] * 2
+    assert product[:, 2].tolist() == [16.0] * 2
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("operation", list(Operation), ids=lambda each: each.name)
+def test_products_are_those_of_the_dequantised_matrix(
+    dtype: torch.dtype, shape: tuple[int, int], operation: Operation
+) -> None:
+    """Beside float64; and rows are independent, also of whether codes are unpacked once."""
+    codes, scales = quantized(drawn(*shape, dtype=torch.float32))
+    count = 2 * COUNT
+    rows, bias = drawn(count, shape[1], dtype=dtype, seed=1), drawn(shape[0], dtype=dtype, seed=2)
+    other = drawn(count, shape[0], dtype=dtype, seed=3)
+    panels = packed_int8(codes, scales, dtype)
+    assert panels.nbytes == packed_int8_bytes(*shape, dtype)
+    has_other = operation in (Operation.ADD, Operation.MULTIPLY)
+
+    def call(first: int, last: int) -> torch.Tensor:
+        beside = other[first:last] if has_other else None
+        return multiply(rows[first:last], panels, shape[0], bias, operation, beside)
+
+    every = call(0, count)
+    product = rows.double() @ (codes.double() * scales.double()[:, None]).T + bias.double()
+    expected = REFERENCES[operation](product, other.double())
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(every.double(), expected, rtol=tolerance, atol=tolerance)
+    for part in (1, 2, 3, 7, 8, 9, 16, 17, 24, 25, 41):
+        for first in (0, count - part):
+            assert torch.equal(call(first, first + part), every[first : first + part])
+    for threads in (1, 5):
+        torch.set_num_threads(threads)
+        assert torch.equal(call(0, count), every)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_a_linear_layer_has_no_other_difference(dtype: torch.dtype) -> None:
+    """It computes what panels of the codes as floats do, scaled at the end."""
+    weight, rows = drawn(20, 12, dtype=torch.float32), drawn(3, 12, dtype=dtype, seed=1)
+    matrix = Matrix(weight, int8_for=dtype)
+    assert matrix.layout is Layout.PANELS
+    held = held_bytes(20, 12, CPU, dtype, WeightFormat.INT8)
+    assert matrix.size_bytes == held == matrix.raw().numel()
+    codes, scales = quantized(weight)
+    layer, other = Linear(matrix), drawn(3, 20, dtype=dtype, seed=2)
+    expected = rows.double() @ (codes.double() * scales.double()[:, None]).T
+    for found, wanted in (
+        (layer(rows), expected),
+        (layer(rows, Activation.RELU), expected.relu()),
+        (layer.added_to(rows, other), expected + other),
+        (layer.times(rows, other), expected * other),
+    ):
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-2, atol=3e-2)
+
+
+def test_another_matrix_may_be_copied_over() -> None:
+    """Codes and scales, byte for byte: what weights that stream do."""
+    first, second = drawn(20, 12, dtype=torch.float32), drawn(20, 12, dtype=torch.float32, seed=1)
+    slot = Matrix(first, int8_for=torch.bfloat16)
+    slot.raw().copy_(Matrix(9 * second, int8_for=torch.bfloat16).raw())
+    rows = drawn(2, 12, dtype=torch.bfloat16, seed=2)
+    expected = Linear(Matrix(9 * second, int8_for=torch.bfloat16))(rows)
+    assert torch.equal(Linear(slot)(rows), expected)
+
+
+def test_panels_of_another_matrix_are_refused() -> None:
+    panels = packed_int8(*quantized(torch.ones(16, 8)), torch.float32)
+    with pytest.raises(ValueError, match="not those of rows"):
+        multiply(torch.ones(1, 8), panels, 32)
+    with pytest.raises(ValueError, match="not those of rows"):
+        multiply(torch.ones(1, 8), packed(torch.ones(16, 8))[:-1], 16)
+
+
+def test_other_layouts_and_devices_are_refused() -> None:
+    check_format(WeightFormat.INT8, CPU, torch.float32)
+    for layout in (Layout.PACKED, Layout.PLAIN):
+        use(Choice(Decode.PRODUCTS, Prefill.PRODUCTS, layout))
+        with pytest.raises(FailedPrecondition, match="linear=panels"):
+            check_format(WeightFormat.INT8, CPU, torch.float32)
+        check_format(WeightFormat.NATIVE, CPU, torch.float32)
+    use(Choice(Decode.PRODUCTS, Prefill.PRODUCTS, Layout.PANELS))
+    with pytest.raises(FailedPrecondition, match="CPU worker"):
+        check_format(WeightFormat.INT8, torch.device("cuda"), torch.float32)
