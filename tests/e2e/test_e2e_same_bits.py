@@ -1,0 +1,173 @@
+"""One prompt has one answer, to the last bit, in bfloat16, with real processes.
+
+On either worker, cold or restored by any method, resident or streamed, alone or in a batch, and
+while a worker or the store dies. About a minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from own_names import instance_name
+from test_e2e_cli import assert_nothing_left, service_processes
+from up_process import up_process, wait_until_up
+
+from splitpoint.client import AsyncClient
+from splitpoint.client.answers import Completion, Logprobs, Tokens
+from splitpoint.host.compiler import compiler
+from splitpoint.numerics import Numerics
+from splitpoint.planning.plan import Residency, RestoreMethod
+from splitpoint.speculation import DraftMethod
+from splitpoint_cli.bench.shared.passages import beginnings, held_back_files
+
+SECONDS = 120.0
+NEW_TOKENS = 48
+PAGE = 16
+# Several pages, and prompts that end inside of one. The first token of all is the same.
+LENGTHS = (20, 130, 203, 64, 301, 97)
+# A victim dies once each request has so many tokens.
+BEFORE_DEATH = 8
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client gets; tops with their log-probabilities included."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...]
+
+
+@dataclass
+class Stack:
+    """A running `splitpoint up` of two workers."""
+
+    client: AsyncClient
+    instance: str
+    prompts: tuple[tuple[int, ...], ...]
+    wanted: list[Answer] = field(default_factory=list)
+
+    async def ask(
+        self, which: int, begun: asyncio.Event | None = None, **options: Any
+    ) -> Completion:
+        """The answer to a prompt; `begun` is set once it has BEFORE_DEATH tokens."""
+        count = 0
+        generation = self.client.generate(
+            self.prompts[which], max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=4, **options
+        )
+        async for event in generation:
+            if isinstance(event, Tokens):
+                count += len(event.token_ids)
+            if begun is not None and count >= BEFORE_DEATH:
+                begun.set()
+            if isinstance(event, Completion):
+                return event
+        raise AssertionError("the stream has no end")
+
+    async def check(self, which: int, **options: Any) -> Completion:
+        found = await self.ask(which, **options)
+        assert Answer(found.token_ids, found.logprobs) == self.wanted[which], (which, options)
+        return found
+
+    async def check_all(self, **options: Any) -> list[Completion]:
+        return await asyncio.gather(*(self.check(n, **options) for n in range(len(self.prompts))))
+
+    async def check_while(self, module: str, **options: Any) -> None:
+        """kill -9 a service while all prompts are answered; each answer goes on where it was."""
+        begun = [asyncio.Event() for _ in self.prompts]
+        running = [
+            asyncio.create_task(self.check(n, begun=event, **options))
+            for n, event in enumerate(begun)
+        ]
+        for event in begun:
+            await asyncio.wait_for(event.wait(), SECONDS)
+        victim = min(
+            pid for pid, name in service_processes(self.instance).items() if name == module
+        )
+        assert not all(task.done() for task in running)
+        os.kill(victim, signal.SIGKILL)
+        await asyncio.wait_for(asyncio.gather(*running), SECONDS)
+        await self.whole()
+
+    async def whole(self) -> None:
+        """Wait until both workers serve, with the store, in invariant numerics."""
+        async with asyncio.timeout(SECONDS):
+            while True:
+                found = await self.client.list_workers()
+                if sum(each.ready for each in found) == 2:
+                    break
+                await asyncio.sleep(0.1)
+        assert {each.numerics for each in found} == {Numerics.INVARIANT}
+
+
+@asynccontextmanager
+async def running_stack(folder: Path) -> AsyncIterator[Stack]:
+    instance = instance_name("same-bits")
+    whole = beginnings(held_back_files(), folder, len(LENGTHS), max(LENGTHS))
+    prompts = tuple(each[:length] for each, length in zip(whole, LENGTHS, strict=True))
+    command = [
+        *(sys.executable, "-m", "splitpoint_cli", "up", "--device", "cpu", "--workers", "2"),
+        *("--threads", "1", "--dtype", "bfloat16", "--numerics", "invariant"),
+        *("--cpu-kernels", "linear=panels,decode=fused,prefill=fused"),
+        *("--host-memory", "256MiB", "--device-memory", "192MiB", "--chunk-tokens", str(PAGE)),
+        *("--activations", "always", "--max-batched-tokens", "64"),
+        *("--speculative-config", '{"method": "suffix"}'),
+        *("--listen", "127.0.0.1:0", "--instance", instance, "--model", str(folder)),
+    ]
+    with up_process(command) as process:
+        printed = await asyncio.to_thread(wait_until_up, process)
+        address = printed.partition("scheduler  ")[2].splitlines()[0]
+        said: list[str] = []
+        assert process.stderr is not None
+        reader = threading.Thread(target=said.extend, args=(process.stderr,))
+        reader.start()
+        async with AsyncClient(address) as client:
+            yield Stack(client, instance, prompts)
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.to_thread(process.wait, SECONDS) == 0, said
+        reader.join()
+    assert_nothing_left(instance)
+
+
+async def test_restores_batches_and_deaths_change_no_bit(bundled_model: Path) -> None:
+    async with running_stack(bundled_model) as stack:
+        await stack.whole()
+        # Alone, and with nothing cached.
+        for which in range(len(LENGTHS)):
+            cold = await stack.ask(which, worker="0", speculate=DraftMethod.OFF)
+            assert cold.usage.cached_tokens < PAGE
+            stack.wanted.append(Answer(cold.token_ids, cold.logprobs))
+        # Restored on the other worker. The store may still write the newest chunks.
+        for which, length in enumerate(LENGTHS):
+            for split in (0, 1, length // 2, length - 1):
+                for residency in Residency:
+                    found = await stack.check(which, worker="1", split=split, residency=residency)
+                    assert found.usage.cached_tokens >= length // PAGE * PAGE - PAGE
+            await stack.check(which, worker="1", restore=RestoreMethod.TOKENS)
+        # All at once: cached, and under a salt of their own computed anew, with drafts and without.
+        await stack.check_all()
+        for residency in Residency:
+            for method in (DraftMethod.OFF, DraftMethod.SUFFIX):
+                salt = f"{residency.value} {method.value}".encode()
+                answers = await stack.check_all(
+                    cache_salt=salt, residency=residency, speculate=method
+                )
+                assert all(each.usage.cached_tokens < PAGE for each in answers)
+        # Deaths: what was delivered is the other worker's prompt.
+        for module in ("worker_service", "kvstore_service"):
+            for residency in Residency:
+                await stack.check_while(
+                    module, cache_salt=f"{module} {residency.value}".encode(), residency=residency
+                )
+        await stack.check_all()
