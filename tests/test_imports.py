@@ -28,6 +28,7 @@ ALLOWED = {
 TORCH_FILES = (
     "worker_service/",
     "splitpoint_cli/bench/decode/ours.py",
+    "splitpoint_cli/bench/decode/perplexity.py",
     "splitpoint_cli/bench/decode/runs.py",
     "splitpoint_cli/bench/offload/drafts.py",
     "splitpoint_cli/bench/offload/engine.py",

@@ -14,7 +14,7 @@ from splitpoint.checkpoint.config import read_shape
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.errors import InvalidArgument
 from splitpoint.extras import need_all
-from splitpoint.shapes import DataType, ModelShape
+from splitpoint.shapes import DataType, ModelShape, WeightFormat
 from splitpoint.speculation import ALIASES, MOST_SPECULATIVE_TOKENS, DraftMethod
 from splitpoint_cli.bench.decode.peers.catalog import check_peers, parse_peers
 from splitpoint_cli.bench.decode.report import Workload, report_of, table_of
@@ -79,6 +79,15 @@ _DraftModel = Annotated[
 ]
 
 
+_Weights = Annotated[
+    str,
+    typer.Option(
+        help="int8: also decode with int8 weights, and with --text report both perplexities.",
+        metavar="|".join(each.value for each in WeightFormat),
+    ),
+]
+
+
 def decode(
     shape: options.RandomShape = "opt-125m",
     dtype: options.ElementType = "float32",
@@ -93,6 +102,7 @@ def decode(
     speculative_tokens: _SpeculativeTokens = None,
     draft_model: _DraftModel = None,
     temperature: _Temperature = 0.0,
+    weights: _Weights = "native",
     repeats: options.Repeats = 5,
     device: options.ContendersDevice = "cpu",
     threads: options.Threads = 0,
@@ -108,6 +118,7 @@ def decode(
     """
     need_all("a benchmark")
     options.check_data_type(dtype)
+    _check_weights(weights, device)
     names = parse_peers(peers)
     folder = _checkpoint(text, model)
     dimensions = _dimensions(shape, folder, dtype)
@@ -130,12 +141,22 @@ def decode(
         speculate=_methods(speculate, draft_model),
         speculative_tokens=speculative_tokens,
         temperature=temperature,
+        weights=weights,
         draft_model="" if draft_model is None else str(resolve_model(draft_model, download=False)),
     )
     with options.importing_peer():
         from splitpoint_cli.bench.decode.runs import run_all
     measured = run_all(workload, dimensions, text, peer_python, Progress())
     hand_over_report(report_of(workload, measured), table_of, as_json=as_json, output=output)
+
+
+def _check_weights(weights: str, device: str) -> None:
+    """Raise InvalidArgument for an unknown format, and for one that the device cannot have."""
+    names = [each.value for each in WeightFormat]
+    if weights not in names:
+        raise InvalidArgument(f"{weights!r} is none of {', '.join(names)}", field="weights")
+    if weights != WeightFormat.NATIVE.value and device != "cpu":
+        raise InvalidArgument("int8 weights are for CPU workers", field="weights")
 
 
 def _checkpoint(text: Path | None, model: str | None) -> Path | None:

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from splitpoint.shapes import ArenaLayout, DataType
+from splitpoint.options.cpu_kernels import AUTO, with_panels
+from splitpoint.shapes import ArenaLayout, DataType, WeightFormat
 from splitpoint.speculation import PLAIN, STEP_DRAFT_TOKENS, DraftMethod, Speculation
 from splitpoint_cli.bench.decode.prompts import Prompts
 from splitpoint_cli.bench.decode.report import Run, Workload
@@ -34,13 +35,20 @@ from worker_service.startup import choose_device
 _DRAFT_BUDGET_BYTES = 1 << 32
 
 
-def load_decoder(folder: Path, workload: Workload) -> Decoder:
-    """Return the checkpoint's model in the workload's element type, on its device."""
+def load_decoder(
+    folder: Path, workload: Workload, weights: WeightFormat = WeightFormat.NATIVE
+) -> Decoder:
+    """Return the checkpoint's model in the workload's element type, on its device.
+
+    Raises FailedPrecondition if there is no kernel for weights in this format.
+    """
     data_type, device = DataType(workload.dtype), choose_device(workload.device)
     folders = [folder, *([Path(workload.draft_model)] if workload.draft_model else [])]
     head_dims = [DecoderConfig.read(each, data_type).shape.head_dim for each in folders]
-    use_worker_kernels(device, data_type, head_dims)
-    return Decoder.load(folder, device, TORCH_TYPES[data_type])
+    # int8 weights only change where the weights lie, which a model keeps from its start.
+    wish = with_panels(AUTO) if weights.is_lossy else AUTO
+    use_worker_kernels(device, data_type, head_dims, wish=wish)
+    return Decoder.load(folder, device, TORCH_TYPES[data_type], weights=weights)
 
 
 class OurWorker:

@@ -9,9 +9,11 @@ from typing import Any
 
 from rich.table import Table
 
+from splitpoint.shapes import WeightFormat
 from splitpoint_cli.bench.shared.report import agreeing_share, commit, hardware, report_table
 
 OURS = "splitpoint"
+OURS_INT8 = "splitpoint int8 weights"
 TRANSFORMERS = "transformers"
 DEFAULT_ATTENTION = "sdpa"
 LIMIT = "memory limit"
@@ -32,6 +34,7 @@ class Workload:
         speculative_tokens: the most drafts of a step; None: the engine's choice.
         temperature: of sampling, by the seed; 0: greedy.
         draft_model: the draft model's folder for the method "model"; empty if there is none.
+        weights: the format of a further contender's weights; native: there is none.
     """
 
     shape: str
@@ -50,6 +53,7 @@ class Workload:
     speculative_tokens: int | None = None
     draft_model: str = ""
     temperature: float = 0.0
+    weights: str = WeightFormat.NATIVE.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,7 @@ class Measured:
         versions: of the peers' packages.
         spin_count: how long OpenMP's threads of our process spin, not the peers'; empty: as
             long as GNU OpenMP's default says.
+        perplexities: of the text, by our contender; empty without text or int8 weights.
     """
 
     runs: Mapping[str, Sequence[Run]]
@@ -106,6 +111,7 @@ class Measured:
     step_bytes: int
     versions: Mapping[str, str] = field(default_factory=dict)
     spin_count: str = ""
+    perplexities: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def limit_seconds(self) -> float:
@@ -172,8 +178,9 @@ def report_of(workload: Workload, measured: Measured) -> dict[str, Any]:
         "speculation": {
             name.removeprefix(f"{OURS} "): _speculation(contenders, name, measured.runs)
             for name in contenders
-            if name != OURS and name not in measured.peer_of
+            if name not in (OURS, OURS_INT8, *measured.peer_of)
         },
+        "int8_weights": _int8(contenders, measured) if OURS_INT8 in contenders else None,
     }
 
 
@@ -233,6 +240,23 @@ def _speculation(
     }
 
 
+def _int8(contenders: Mapping[str, Mapping[str, Any]], measured: Measured) -> dict[str, Any]:
+    """Return what int8 weights gain over native ones, and what they cost."""
+
+    def over_native(key: str) -> float:
+        return round(float(contenders[OURS_INT8][key]) / float(contenders[OURS][key]), 3)
+
+    native, approximate = (measured.runs[name][0].tokens for name in (OURS, OURS_INT8))
+    perplexities = measured.perplexities
+    return {
+        "step_ratio": over_native("step_seconds"),
+        "first_token_ratio": over_native("first_token_seconds"),
+        "agreeing_token_share": round(agreeing_share(approximate, native), 4),
+        "native_perplexity": round(perplexities[OURS], 4) if perplexities else None,
+        "int8_perplexity": round(perplexities[OURS_INT8], 4) if perplexities else None,
+    }
+
+
 def table_of(report: Mapping[str, Any]) -> Table:
     what = f"the text of {report['text']}" if report["text"] else "random prompts"
     table = report_table(
@@ -263,8 +287,25 @@ def table_of(report: Mapping[str, Any]) -> Table:
         f"a step reads {limit['step_bytes'] / 1e6:.0f} MB, "
         f"memory {limit['read_bytes_per_second'] / 1e9:.1f} GB/s"
     )
-    table.caption = "\n".join([read, *_peer_lines(report), *_speculation_lines(report)])
+    table.caption = "\n".join(
+        [read, *_peer_lines(report), *_speculation_lines(report), *_int8_lines(report)]
+    )
     return table
+
+
+def _int8_lines(report: Mapping[str, Any]) -> list[str]:
+    facts = report["int8_weights"]
+    if facts is None:
+        return []
+    line = (
+        f"int8 weights: a step takes {facts['step_ratio']:.2f} x that of native ones, first tokens "
+        f"{facts['first_token_ratio']:.2f} x; equal tokens: "
+        f"{100 * facts['agreeing_token_share']:.1f} %"
+    )
+    if facts["native_perplexity"] is None:
+        return [line]
+    native, approximate = facts["native_perplexity"], facts["int8_perplexity"]
+    return [line, f"perplexity of the prompts: {approximate:.4f}, native {native:.4f}"]
 
 
 def _peer_lines(report: Mapping[str, Any]) -> list[str]:

@@ -16,16 +16,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from splitpoint.host.openmp import SPIN_COUNT
-from splitpoint.shapes import DataType, ModelShape
+from splitpoint.shapes import DataType, ModelShape, WeightFormat
 from splitpoint.speculation import DraftMethod
 from splitpoint_cli.bench.decode.ours import OurWorker, load_decoder
 from splitpoint_cli.bench.decode.peers.catalog import PEERS
 from splitpoint_cli.bench.decode.peers.messages import Load, Work
 from splitpoint_cli.bench.decode.peers.process import PeerProcess, interpreters_of, start_peer
+from splitpoint_cli.bench.decode.perplexity import perplexity
 from splitpoint_cli.bench.decode.prompts import Prompts, random_prompts, text_prompts
 from splitpoint_cli.bench.decode.report import (
     LIMIT,
     OURS,
+    OURS_INT8,
     Measured,
     Run,
     Workload,
@@ -35,6 +37,7 @@ from splitpoint_cli.bench.shared.memory_reads import MemoryReads
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.shared.transformers_peer import random_model
 from worker_service.device.cache import TORCH_TYPES
+from worker_service.model.decoder import Decoder
 from worker_service.startup import choose_device
 
 # A short run meets all code; a long prompt's own first costs are lost in a median.
@@ -72,6 +75,7 @@ class Contenders:
         by_name: ours first, then ours with drafts.
         peer_of: the peer of each contender but these.
         versions: of the peers in children.
+        models: ours, by the names of their plain contenders.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class Contenders:
         self.by_name: dict[str, Contender] = {}
         self.peer_of: dict[str, str] = {}
         self.versions: dict[str, str] = {}
+        self.models: dict[str, Decoder] = {}
         self._end = ExitStack()
         try:
             with tempfile.TemporaryDirectory(prefix="splitpoint-bench-") as folder:
@@ -104,7 +109,11 @@ class Contenders:
     def _add_ours(self, checkpoint: Path, workload: Workload) -> None:
         """Add plain decoding, and each draft method with the same weights."""
         model = load_decoder(checkpoint, workload)
-        self.by_name[OURS] = OurWorker(model, workload)
+        self.models[OURS] = model
+        if workload.weights == WeightFormat.INT8.value:
+            self.models[OURS_INT8] = load_decoder(checkpoint, workload, WeightFormat.INT8)
+        for name, each in self.models.items():
+            self.by_name[name] = OurWorker(each, workload)
         for method in workload.speculate:
             worker = OurWorker(model, workload, DraftMethod(method), checkpoint)
             self.by_name[f"{OURS} {method}"] = worker
@@ -151,6 +160,10 @@ def run_all(
     contenders = Contenders(workload, shape, peer_pythons, progress)
     try:
         runs, reads = _timed_runs(contenders, workload, prompts, progress)
+        perplexities: dict[str, float] = {}
+        if text is not None and len(contenders.models) > 1:
+            for name in progress.track("perplexity", [*contenders.models]):
+                perplexities[name] = perplexity(contenders.models[name], prompts)
     finally:
         contenders.close()
     # K and V grow by a token in each step.
@@ -162,6 +175,7 @@ def run_all(
         step_bytes=shape.decode_step_bytes(workload.batch, mean_tokens),
         versions=contenders.versions,
         spin_count=os.environ.get(SPIN_COUNT, ""),
+        perplexities=perplexities,
     )
 
 
