@@ -42,8 +42,9 @@ def script(socket_address: str) -> Iterator[Script]:
 
 
 def plan(*arguments: str) -> dict[str, object]:
-    done = splitpoint("plan", *arguments, "--json")
-    assert done.returncode == 0, done.stderr
+    """In this process: other tests here start `splitpoint plan`."""
+    done = CliRunner().invoke(app, ["plan", *arguments, "--json"])
+    assert done.exit_code == 0, done.output
     answer: dict[str, object] = json.loads(done.stdout)
     return answer
 
