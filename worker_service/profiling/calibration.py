@@ -66,8 +66,8 @@ def use_kernels(
             is not used.
         wish: `auto` (measured once per host), `flags` (by instruction sets, without a
             compiler), or kernels by name, such as `decode=products`, beside those of `auto`.
-        is_invariant: numerics must be: instead of measured kernels those of one order are used,
-            unless others are wished for by name.
+        is_invariant: numerics should be: where there is a compiler, kernels of one order are used
+            instead of measured ones, unless others are wished for by name.
 
     Raises InvalidArgument for another wish.
     """
@@ -79,7 +79,7 @@ def use_kernels(
         for text in named:
             flags.parsed(text)  # a typing error costs no measurement
         choice = _calibrated(dtype, flags)
-        for text in [ONE_ORDER, *named] if is_invariant else named:
+        for text in [ONE_ORDER, *named] if is_invariant and _has_compiled(dtype) else named:
             choice = choice.parsed(text)
     if choice.decode is Decode.FUSED or choice.prefill is Prefill.FUSED:
         try:
