@@ -34,7 +34,7 @@ _Kernels = Annotated[
     str,
     typer.Option(
         "--cpu-kernels",
-        help="Kernels of the worker that is compared, as for `splitpoint up`.",
+        help="Kernels of the compared worker, which runs with invariant numerics.",
         metavar="auto|flags|NAME=KERNEL,...",
     ),
 ]

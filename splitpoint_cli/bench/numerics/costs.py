@@ -51,8 +51,8 @@ def measure_costs(
         return "", []
     before = in_use()
     contenders = [
-        _contender(workload, wish, device, progress)
-        for wish in (workload.kernels, workload.fast_kernels)
+        _contender(workload, wish, device, progress, is_invariant=is_invariant)
+        for wish, is_invariant in ((workload.kernels, True), (workload.fast_kernels, False))
     ]
     costs: list[Cost] = []
     if contenders[0].name != contenders[1].name:
@@ -62,11 +62,18 @@ def measure_costs(
 
 
 def _contender(
-    workload: NumericsWorkload, wish: str, device: torch.device, progress: Progress
+    workload: NumericsWorkload,
+    wish: str,
+    device: torch.device,
+    progress: Progress,
+    *,
+    is_invariant: bool,
 ) -> _Contender:
     data_type = DataType(workload.dtype)
     shape = replace(BUILT_IN_SHAPES[workload.cost_shape], data_type=data_type)
-    name = use_worker_kernels(device, data_type, [shape.head_dim], wish=wish)
+    name = use_worker_kernels(
+        device, data_type, [shape.head_dim], wish=wish, is_invariant=is_invariant
+    )
     progress.say(f"{shape.name}: random weights, {name or 'kernels of a GPU'}")
     config = DecoderConfig.of_shape(shape)
     model = Decoder.random(config, workload.seed, device, TORCH_TYPES[data_type])

@@ -50,11 +50,13 @@ def run_all(workload: NumericsWorkload, progress: Progress) -> NumericsResults:
         torch.set_num_threads(workload.threads)
     data_type = DataType(workload.dtype)
     config = DecoderConfig.read(folder, data_type)
-    kernels = use_worker_kernels(device, data_type, [config.shape.head_dim], wish=workload.kernels)
+    kernels = use_worker_kernels(
+        device, data_type, [config.shape.head_dim], wish=workload.kernels, is_invariant=True
+    )
     progress.say(f"{config.shape.name} in {workload.dtype}: loading weights, cutting prompts")
     prompts = draw_prompts(workload, folder, config.shape.vocabulary_size)
     model = Decoder.load(folder, device, TORCH_TYPES[data_type])
-    numerics = _numerics(model)
+    numerics = _numerics(model, workload.page_tokens)
     with closing(NumericsHost(model, workload)) as host:
         results = compare_all(host, prompts, workload.prompts, progress)
     fast_kernels, costs = measure_costs(workload, device, progress)
@@ -69,7 +71,7 @@ def run_all(workload: NumericsWorkload, progress: Progress) -> NumericsResults:
     )
 
 
-def _numerics(model: Decoder) -> WorkerNumerics:
+def _numerics(model: Decoder, page_tokens: int) -> WorkerNumerics:
     """Return what a worker of this model says of its numerics at its start."""
     against = obstacle(
         Numerics.INVARIANT,
@@ -77,7 +79,7 @@ def _numerics(model: Decoder) -> WorkerNumerics:
         encoding=Encoding.NATIVE,
         kernels=in_use(),
     )
-    return decide(AUTO, obstacle=against, check=partial(dependence, model))
+    return decide(AUTO, obstacle=against, check=partial(dependence, model, page_tokens))
 
 
 def draw_prompts(workload: NumericsWorkload, folder: Path, vocabulary_size: int) -> Prompts:
