@@ -154,12 +154,16 @@ def _plan(
 def _with_numerics(plan: Plan, numerics: Numerics) -> Plan:
     """Return the plan; its reason says how rebuilt rows compare with stored ones, if there are any.
 
-    An invariant worker computes them by the same kernels in the same order.
+    An invariant worker computes them by its own kernels in one order; what another worker with
+    other kernels stored may differ.
     """
     if not plan.split_tokens and not plan.recomputed_tokens:
         return plan
-    equal = "equal" if numerics is Numerics.INVARIANT else "may in their last bits differ from"
-    note = f"numerics are {numerics.value}: rebuilt rows {equal} the stored ones"
+    if numerics is Numerics.INVARIANT:
+        compared = "equal those that workers with the same kernels stored"
+    else:
+        compared = "may in their last bits differ from the stored ones"
+    note = f"numerics are {numerics.value}: rebuilt rows {compared}"
     return replace(plan, reason=f"{plan.reason}; {note}")
 
 
