@@ -93,7 +93,10 @@ def main() -> None:
         print_error(missing)
         sys.exit(missing.exit_code)
     finally:
-        gc.freeze()  # Python ends with a collection over all modules: a sixth of a short command
+        # Python ends with a collection over all modules: a sixth of a short command. Triton, which
+        # may come with torch, would take what is not collected for leaks, and list it.
+        if "torch" not in sys.modules:
+            gc.freeze()
 
 
 if __name__ == "__main__":
