@@ -24,8 +24,8 @@ def large_zeros(size_bytes: int) -> torch.Tensor:
         return torch.zeros(size_bytes, dtype=torch.uint8)
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=private)
-    # A kernel without huge pages refuses.
-    with suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
     first = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE_PAGE_BYTES
+    # Whole huge pages only: the rest would become one, too. A kernel without them refuses.
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE, first, size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
     return torch.frombuffer(memory, dtype=torch.uint8, count=size_bytes, offset=first)

@@ -65,6 +65,7 @@ def multiply(
         out_features, rows.shape[1], rows.dtype
     ):
         raise ValueError(f"panels of {panels.dtype} are not those of rows {tuple(rows.shape)}")
+    _check_beside(rows, out_features, bias, operation, other)
     if rows.stride(-1) != 1:
         rows = rows.contiguous()
     if other is not None and other.stride(-1) != 1:
@@ -136,6 +137,23 @@ def packed_int8_bytes(out_features: int, in_features: int, dtype: torch.dtype) -
     """Return the bytes of `packed_int8` for this shape and rows of this type."""
     rows, depth = _padded(out_features, in_features, _panel(dtype, is_int8=True)[1])
     return rows * (depth + torch.float32.itemsize)
+
+
+def _check_beside(
+    rows: torch.Tensor,
+    out_features: int,
+    bias: torch.Tensor | None,
+    operation: Operation,
+    other: torch.Tensor | None,
+) -> None:
+    """Raise ValueError if what goes with the product has another shape; the kernel reads it all."""
+    if bias is not None and (bias.shape != (out_features,) or not bias.is_contiguous()):
+        raise ValueError(f"a bias {tuple(bias.shape)} is not one of {out_features} outputs")
+    takes_other = operation in (Operation.ADD, Operation.MULTIPLY)
+    if takes_other is (other is None):
+        raise ValueError(f"{operation.name} {'needs' if takes_other else 'takes no'} other tensor")
+    if other is not None and other.shape != (len(rows), out_features):
+        raise ValueError(f"{tuple(other.shape)} does not go with {len(rows)} x {out_features}")
 
 
 def takes(dtype: torch.dtype) -> bool:

@@ -40,6 +40,14 @@ def test_it_takes_memory_when_touched_and_gives_it_back() -> None:
     assert resident_bytes() - before < 16 * MIB
 
 
+def test_many_take_no_more_than_they_are() -> None:
+    """The rest of a size that is no multiple of a huge page does not become one."""
+    size, before = 2 * MIB + 300_000, resident_bytes()
+    memories = [large_zeros(size).fill_(1) for _ in range(40)]
+    assert resident_bytes() - before < 40 * size + 16 * MIB
+    del memories
+
+
 def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 12345)  # EINVAL, as such a kernel says
     assert not large_zeros(3 * MIB).any()

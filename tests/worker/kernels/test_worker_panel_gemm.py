@@ -132,6 +132,20 @@ def test_another_type_or_shape_is_refused() -> None:
             multiply(**{"rows": rows, "panels": panels, "out_features": 16, **wrong})  # type: ignore[arg-type]
 
 
+def test_what_goes_with_the_product_must_have_its_shape() -> None:
+    """The kernel would read beside it."""
+    panels, rows = packed(torch.ones(16, 6)), torch.ones(2, 6)
+    for wrong in (
+        {"bias": torch.ones(1)},
+        {"bias": torch.ones(32)[::2]},
+        {"operation": Operation.ADD},
+        {"operation": Operation.MULTIPLY, "other": torch.ones(1, 16)},
+        {"operation": Operation.RELU, "other": torch.ones(2, 16)},
+    ):
+        with pytest.raises(ValueError, match=r"is not one of|needs other|go with|takes no"):
+            multiply(rows, panels, 16, **wrong)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_a_linear_layer_uses_panels(dtype: torch.dtype) -> None:
     weight, rows = drawn(20, 12, dtype=dtype), drawn(3, 12, dtype=dtype, seed=1)
