@@ -143,7 +143,7 @@ def test_what_goes_with_the_product_must_have_its_shape() -> None:
         {"operation": Operation.RELU, "other": torch.ones(2, 16)},
     ):
         with pytest.raises(ValueError, match=r"is not one of|needs other|go with|takes no"):
-            multiply(rows, panels, 16, **wrong)  # type: ignore[arg-type]
+            multiply(rows, panels, 16, **wrong)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
