@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from worker_service.kernels.choice import Layout
 from worker_service.kernels.compiled import NoKernels, cache_folder, locked
 from worker_service.kernels.row_counts import row_counts, use_row_counts
 from worker_service.model.linear import Linear
+from worker_service.profiling.records import keep
 from worker_service.weights.packing import Matrix, layout_of
 
 log = logging.getLogger(__name__)
@@ -96,9 +96,7 @@ def read_counts(path: Path, facts: Mapping[str, object]) -> dict[Shape, tuple[in
 
 def _write(path: Path, facts: Mapping[str, object], found: Found) -> None:
     named = {f"{rows}x{columns}": list(counts) for (rows, columns), counts in found.items()}
-    working = path.with_suffix(f".{os.getpid()}")
-    working.write_text(json.dumps({"facts": facts, "counts": named}, indent=1))
-    working.rename(path)
+    keep(path, {"facts": facts, "counts": named})
 
 
 @torch.inference_mode()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -19,13 +18,14 @@ from pathlib import Path
 
 import torch
 
-from splitpoint.host.processor import instruction_sets, processor_name
+from splitpoint.host.processor import AMX_BF16, instruction_sets, processor_name
 from worker_service.kernels import paged_attention, panel_gemm
 from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, by_flags, use
 from worker_service.kernels.compiled import NoKernels, cache_folder, locked, source_digest
 from worker_service.model import attention
 from worker_service.model.attention_plan import DecodePlan, PrefillPlan
 from worker_service.model.linear import Linear
+from worker_service.profiling.records import keep
 from worker_service.weights.packing import Matrix
 
 log = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 FORMAT = 3
 # Kernels that add in one order, whatever else is computed.
 ONE_ORDER = f"decode={Decode.FUSED.value},prefill={Prefill.FUSED.value}"
+ONE_LAYOUT = f"linear={Layout.PANELS.value}"
 AUTO = "auto"
 BY_FLAGS = "flags"
 
@@ -67,7 +68,8 @@ def use_kernels(
         wish: `auto` (measured once per host), `flags` (by instruction sets, without a
             compiler), or kernels by name, such as `decode=products`, beside those of `auto`.
         is_invariant: numerics should be: where there is a compiler, kernels of one order are used
-            instead of measured ones, unless others are wished for by name.
+            instead of measured ones, unless others are wished for by name. So are weights in
+            panels, unless the processor has AMX.
 
     Raises InvalidArgument for another wish.
     """
@@ -78,8 +80,10 @@ def use_kernels(
         named = [] if wish == AUTO else [wish]
         for text in named:
             flags.parsed(text)  # a typing error costs no measurement
-        choice = _calibrated(dtype, flags)
-        for text in [ONE_ORDER, *named] if is_invariant and _has_compiled(dtype) else named:
+        rule = _invariant(dtype) if is_invariant else []
+        # A rule for everything needs no measurement.
+        choice = flags if ONE_LAYOUT in rule else _calibrated(dtype, flags)
+        for text in [*rule, *named]:
             choice = choice.parsed(text)
     if choice.decode is Decode.FUSED or choice.prefill is Prefill.FUSED:
         try:
@@ -101,6 +105,16 @@ def use_kernels(
     return choice
 
 
+def _invariant(dtype: torch.dtype) -> list[str]:
+    """Return the kernels of invariant numerics that no measurement decides.
+
+    One under load could give another layout on another host, or after a restart.
+    """
+    if not _has_compiled(dtype):
+        return []
+    return [ONE_ORDER] if AMX_BF16 in instruction_sets() else [ONE_ORDER, ONE_LAYOUT]
+
+
 def _calibrated(dtype: torch.dtype, usual: Choice) -> Choice:
     """Return the host's choice, from its file or measured now."""
     try:
@@ -113,7 +127,7 @@ def _calibrated(dtype: torch.dtype, usual: Choice) -> Choice:
             if choice is None:
                 log.info("measuring kernels, once for this host")
                 choice = measured(dtype, usual, has_compiled=bool(facts["has_compiled"]))
-                _write(path, facts, choice)
+                keep(path, {"facts": facts, "choice": str(choice)})
         return choice
     except (NoKernels, OSError) as error:
         log.warning("kernels are chosen by the processor's flags: %s", error)
@@ -156,12 +170,6 @@ def read_choice(path: Path, facts: Mapping[str, object], usual: Choice) -> Choic
     except Exception as error:
         log.warning("%s is damaged (%s): measured again", path, error)
         return None
-
-
-def _write(path: Path, facts: Mapping[str, object], choice: Choice) -> None:
-    working = path.with_suffix(f".{os.getpid()}")
-    working.write_text(json.dumps({"facts": facts, "choice": str(choice)}, indent=1))
-    working.rename(path)
 
 
 @torch.inference_mode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,6 +106,20 @@ def test_counts_are_measured_once_and_a_damaged_file_anew(
     file.write_text(json.dumps({**record, "facts": {}}))
     use_agreeing_rows([SHAPE], torch.float32)
     assert row_counts(*SHAPE) == counts, "of another processor"
+
+
+def test_counts_are_used_where_no_file_can_be_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    use(by_flags(torch.float32, []).parsed("linear=plain"))
+    monkeypatch.setattr(Path, "rename", full)
+    use_agreeing_rows([SHAPE], torch.float32)
+    assert row_counts(*SHAPE) is not None
+    assert "No space left" in caplog.text
+    assert [each.name for each in folder.iterdir()] == ["calibrating.lock"]
 
 
 def test_panels_need_no_counts(folder: Path) -> None:

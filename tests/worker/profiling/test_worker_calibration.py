@@ -18,10 +18,11 @@ import torch
 
 from splitpoint.errors import InvalidArgument
 from splitpoint.host.compiler import compiler
-from splitpoint.host.processor import AMX_BF16
+from splitpoint.host.processor import AMX_BF16, instruction_sets
 from worker_service.kernels import compiled
 from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, by_flags, in_use, use
 from worker_service.kernels.compiled import CACHE_FOLDER
+from worker_service.profiling import calibration
 from worker_service.profiling.calibration import chosen, use_kernels
 from worker_service.weights.packing import layout_of
 
@@ -185,6 +186,40 @@ def test_a_stopped_process_that_measures_is_not_waited_for(
         assert use_kernels(torch.float32) == USUAL
     assert "another process has held" in caplog.text
     assert not list(cache.glob("*.json"))
+
+
+def test_a_full_disk_costs_the_file_and_not_the_measurement(used: Path) -> None:
+    """No file can grow: what was measured is used, as by a worker that could write it."""
+    record(used).unlink()
+    program = (
+        "import resource, torch\n"
+        "from worker_service.profiling import calibration\n"
+        "from worker_service.kernels.choice import Choice, Decode, Layout, Prefill\n"
+        "unlikely = Choice(Decode.PRODUCTS, Prefill.PRODUCTS, Layout.PLAIN)\n"
+        "calibration.measured = lambda *_, **__: unlikely\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+        "print(calibration.use_kernels(torch.float32))\n"
+    )
+    assert said_by(program) == f"{UNLIKELY}\n"
+    assert {each.suffix for each in used.glob("kernels-*")} <= {".so", ".lock"}
+
+
+@needs_compiler
+@pytest.mark.parametrize("has_tiles", [False, True])
+def test_kernels_of_invariant_numerics_follow_a_rule(
+    used: Path, monkeypatch: pytest.MonkeyPatch, has_tiles: bool
+) -> None:
+    """Whatever was measured; with AMX that decides how weights lie."""
+    monkeypatch.setattr(
+        calibration, "read_choice", lambda *_: pytest.fail("read") if not has_tiles else UNLIKELY
+    )
+    flags = {*instruction_sets()} - {AMX_BF16} | ({AMX_BF16} if has_tiles else set())
+    monkeypatch.setattr(calibration, "instruction_sets", lambda: flags)
+    choice = use_kernels(torch.float32, is_invariant=True)
+    layout = Layout.PLAIN if has_tiles else Layout.PANELS
+    assert choice == Choice(Decode.FUSED, Prefill.FUSED, layout)
+    named = use_kernels(torch.float32, "linear=packed", is_invariant=True)
+    assert named.linear is Layout.PACKED
 
 
 def test_tiles_of_bfloat16_decide_the_prefill() -> None:
