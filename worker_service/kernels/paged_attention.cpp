@@ -108,7 +108,7 @@ static inline void score(const Element* keys, const float* queries, int count, f
   for (int row = 0; row < count; row++, keys += HEAD_DIM) {
     Floats products[H];
     Floats key = load_part(keys, 0);
-    for (int h = 0; h < H; h++) products[h] = key * query[h][0];
+    for (int h = 0; h < H; h++) products[h] = rounded(key * query[h][0]);
     for (int i = 1; i < VECTORS; i++) {
       key = load_part(keys, i);
       for (int h = 0; h < H; h++) products[h] = multiply_add(key, query[h][i], products[h]);
