@@ -22,7 +22,6 @@ from splitpoint.costs.profile import Profile
 from splitpoint.errors import FailedPrecondition, InvalidArgument
 from splitpoint.host.memory import memory_facts
 from splitpoint.host.openmp import spins_long
-from splitpoint.host.processor import AMX_BF16, instruction_sets
 from splitpoint.numerics import Numerics
 from splitpoint.options import worker as options
 from splitpoint.options.cpu_kernels import with_panels
@@ -64,7 +63,7 @@ from worker_service.numerics.obstacles import obstacle
 from worker_service.numerics.self_check import dependence
 from worker_service.numerics.verdict import NOT_CHECKED, WorkerNumerics, check_wish, decide
 from worker_service.profiling.agreeing_rows import use_agreeing_rows
-from worker_service.profiling.calibration import use_kernels
+from worker_service.profiling.calibration import prefers_one_order, use_kernels
 from worker_service.profiling.profiler import measure, measure_rates
 from worker_service.profiling.restore_costs import measure_overheads
 from worker_service.runtime import Runtime
@@ -212,7 +211,7 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
                 TORCH_TYPES[shape.data_type],
                 wish,
                 head_dims=head_dims(options.speculation, shape),
-                is_invariant=_prefers_one_order(options.numerics),
+                is_invariant=prefers_one_order(options.numerics),
             )
             if options.weights is WeightFormat.INT8:
                 await asyncio.to_thread(_prepare_int8, TORCH_TYPES[shape.data_type])
@@ -354,16 +353,6 @@ def _store_client(options: WorkerOptions, device: torch.device) -> StoreClient |
         mirror_bytes=options.mirror_memory_bytes,
         pinning=pinning,
     )
-
-
-def _prefers_one_order(wish: str) -> bool:
-    """Return whether attention kernels of one order are used, whatever was measured.
-
-    They are also the fastest by far where torch's have no tiles to multiply with: a calibration
-    on a busy host must not decide for others. With tiles it has to say.
-    """
-    has_tiles = AMX_BF16 in instruction_sets()
-    return wish == Numerics.INVARIANT or (wish != Numerics.FAST and not has_tiles)
 
 
 def _agree_on_rows(options: WorkerOptions, shape: ModelShape) -> None:

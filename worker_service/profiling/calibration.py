@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from splitpoint.host.processor import AMX_BF16, instruction_sets, processor_name
+from splitpoint.numerics import Numerics
 from worker_service.kernels import paged_attention, panel_gemm
 from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, by_flags, use
 from worker_service.kernels.compiled import NoKernels, cache_folder, locked, source_digest
@@ -53,6 +54,16 @@ _CPU = torch.device("cpu")
 Seconds = Mapping[str, float]
 
 
+def prefers_one_order(wish: str) -> bool:
+    """Return whether a worker with this `--numerics` uses the kernels of one order.
+
+    They are also the fastest by far where torch's have no tiles to multiply with: a calibration
+    on a busy host must not decide for others. With tiles it has to say.
+    """
+    has_tiles = AMX_BF16 in instruction_sets()
+    return wish == Numerics.INVARIANT or (wish != Numerics.FAST and not has_tiles)
+
+
 def use_kernels(
     dtype: torch.dtype,
     wish: str = AUTO,
@@ -67,9 +78,9 @@ def use_kernels(
             is not used.
         wish: `auto` (measured once per host), `flags` (by instruction sets, without a
             compiler), or kernels by name, such as `decode=products`, beside those of `auto`.
-        is_invariant: numerics should be: where there is a compiler, kernels of one order are used
-            instead of measured ones, unless others are wished for by name. So are weights in
-            panels, unless the processor has AMX.
+        is_invariant: numerics should be (`prefers_one_order`): where there is a compiler, kernels
+            of one order are used instead of measured ones, unless others are wished for by name.
+            So are weights in panels, unless the processor has AMX.
 
     Raises InvalidArgument for another wish.
     """

@@ -20,11 +20,12 @@ import torch
 
 from splitpoint.costs.growth import PageCosts
 from splitpoint.costs.page_choice import TYPICAL_BATCH, typical_rows
+from splitpoint.options.worker import NUMERICS
 from splitpoint.shapes import DataType, ModelShape, chunks_of
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.model.attention import decode_partial
 from worker_service.model.attention_plan import DecodePlan
-from worker_service.profiling.calibration import AUTO, use_kernels
+from worker_service.profiling.calibration import AUTO, prefers_one_order, use_kernels
 
 REPEATS = 11
 # Pages that tell what a page costs, from the smallest to a large one.
@@ -170,7 +171,9 @@ def main() -> None:
     if device.type == "cpu":
         # Those of the host's workers, whose attention is what counts.
         dtype = TORCH_TYPES[shape.data_type]
-        use_kernels(dtype, arguments.cpu_kernels, head_dims=[shape.head_dim])
+        is_invariant = prefers_one_order(NUMERICS.default)
+        wish, head_dims = arguments.cpu_kernels, [shape.head_dim]
+        use_kernels(dtype, wish, head_dims=head_dims, is_invariant=is_invariant)
     print(json.dumps(asdict(measure_typical(shape, device))))
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from splitpoint.numerics import Numerics
 from splitpoint.shapes import BUILT_IN_SHAPES, DataType
 from splitpoint_cli.bench.decode.ours import OurWorker
 from splitpoint_cli.bench.decode.prompts import Prompts, random_prompts
@@ -51,8 +52,11 @@ def measure_costs(
         return "", []
     before = in_use()
     contenders = [
-        _contender(workload, wish, device, progress, is_invariant=is_invariant)
-        for wish, is_invariant in ((workload.kernels, True), (workload.fast_kernels, False))
+        _contender(workload, wish, device, progress, numerics=numerics)
+        for wish, numerics in (
+            (workload.kernels, Numerics.INVARIANT),
+            (workload.fast_kernels, Numerics.FAST),
+        )
     ]
     costs: list[Cost] = []
     if contenders[0].name != contenders[1].name:
@@ -67,13 +71,11 @@ def _contender(
     device: torch.device,
     progress: Progress,
     *,
-    is_invariant: bool,
+    numerics: Numerics,
 ) -> _Contender:
     data_type = DataType(workload.dtype)
     shape = replace(BUILT_IN_SHAPES[workload.cost_shape], data_type=data_type)
-    name = use_worker_kernels(
-        device, data_type, [shape.head_dim], wish=wish, is_invariant=is_invariant
-    )
+    name = use_worker_kernels(device, data_type, [shape.head_dim], wish=wish, numerics=numerics)
     progress.say(f"{shape.name}: random weights, {name or 'kernels of a GPU'}")
     config = DecoderConfig.of_shape(shape)
     model = Decoder.random(config, workload.seed, device, TORCH_TYPES[data_type])

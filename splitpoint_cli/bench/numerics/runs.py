@@ -51,7 +51,11 @@ def run_all(workload: NumericsWorkload, progress: Progress) -> NumericsResults:
     data_type = DataType(workload.dtype)
     config = DecoderConfig.read(folder, data_type)
     kernels = use_worker_kernels(
-        device, data_type, [config.shape.head_dim], wish=workload.kernels, is_invariant=True
+        device,
+        data_type,
+        [config.shape.head_dim],
+        wish=workload.kernels,
+        numerics=Numerics.INVARIANT,
     )
     progress.say(f"{config.shape.name} in {workload.dtype}: loading weights, cutting prompts")
     prompts = draw_prompts(workload, folder, config.shape.vocabulary_size)

@@ -7,9 +7,10 @@ from collections.abc import Collection
 import torch
 
 from splitpoint.options.cpu_kernels import AUTO
+from splitpoint.options.worker import NUMERICS
 from splitpoint.shapes import DataType
 from worker_service.device.cache import TORCH_TYPES
-from worker_service.profiling.calibration import use_kernels
+from worker_service.profiling.calibration import prefers_one_order, use_kernels
 
 
 def use_worker_kernels(
@@ -18,15 +19,16 @@ def use_worker_kernels(
     head_dims: Collection[int],
     *,
     wish: str = AUTO,
-    is_invariant: bool = False,
+    numerics: str = NUMERICS.default,
 ) -> str:
     """Choose as a worker does, before a model is made; return the choice for the report.
 
-    `wish`: the worker's `--cpu-kernels`; `is_invariant`: its numerics must be.
+    `wish`: the worker's `--cpu-kernels`; `numerics`: its `--numerics`.
     Empty on a GPU, which has other kernels.
     """
     if device.type != "cpu":
         return ""
+    is_invariant = prefers_one_order(numerics)
     return str(
         use_kernels(TORCH_TYPES[data_type], wish, head_dims=head_dims, is_invariant=is_invariant)
     )

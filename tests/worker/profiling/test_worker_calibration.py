@@ -23,7 +23,7 @@ from worker_service.kernels import compiled
 from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, by_flags, in_use, use
 from worker_service.kernels.compiled import CACHE_FOLDER
 from worker_service.profiling import calibration
-from worker_service.profiling.calibration import chosen, use_kernels
+from worker_service.profiling.calibration import chosen, prefers_one_order, use_kernels
 from worker_service.weights.packing import layout_of
 
 CPU = torch.device("cpu")
@@ -202,6 +202,17 @@ def test_a_full_disk_costs_the_file_and_not_the_measurement(used: Path) -> None:
     )
     assert said_by(program) == f"{UNLIKELY}\n"
     assert {each.suffix for each in used.glob("kernels-*")} <= {".so", ".lock"}
+
+
+@pytest.mark.parametrize("has_tiles", [False, True])
+def test_numerics_prefer_one_order_unless_fast_or_by_tiles(
+    monkeypatch: pytest.MonkeyPatch, has_tiles: bool
+) -> None:
+    flags = {AMX_BF16} if has_tiles else set()
+    monkeypatch.setattr(calibration, "instruction_sets", lambda: flags)
+    assert prefers_one_order("invariant")
+    assert not prefers_one_order("fast")
+    assert prefers_one_order("auto") is not has_tiles
 
 
 @needs_compiler
