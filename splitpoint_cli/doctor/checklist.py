@@ -16,7 +16,8 @@ from splitpoint.host.memory import available_cores, memory_facts
 from splitpoint.host.processor import instruction_sets
 from splitpoint.options import store
 from splitpoint.options.speculation import read_speculative_config
-from splitpoint.shapes import ArenaLayout, ModelShape
+from splitpoint.planning.weight_placement import WeightSizes
+from splitpoint.shapes import ArenaLayout, ModelShape, WeightFormat
 from splitpoint_cli.checks import (
     gpu,
     gpu_facts,
@@ -104,9 +105,9 @@ def _stack(options: DoctorOptions, own: own_stack.OwnStack | None) -> Iterator[C
     elif draft is not None:
         of_draft = draft.finding
         yield Check("draft model", lambda: of_draft)
-        draft_bytes = 0 if draft.shape is None else draft.shape.weight_bytes
+        draft_bytes = 0 if draft.shape is None else WeightSizes.of(draft.shape).total
     if shape is not None:
-        weights = shape.weight_bytes + draft_bytes
+        weights = _weight_bytes(options, shape) + draft_bytes
         yield Check("device memory", lambda: _device_memory(options, weights, driver))
     yield Check("memory", lambda: _memory(options, shape, draft_bytes, has_gpu=has_gpu, own=own))
     yield Check("huge pages", lambda: memory.check_huge_pages(options.huge_pages, options.places))
@@ -135,6 +136,10 @@ def _draft_model(
     if isinstance(served, Finding):
         served = model.FoundModel(served)
     return model.find_draft_model(wanted.model, served)
+
+
+def _weight_bytes(options: DoctorOptions, shape: ModelShape) -> int:
+    return WeightSizes.of(shape, WeightFormat(options.weights)).total
 
 
 def _device_memory(
@@ -176,7 +181,7 @@ def _memory(
     weights = (
         0
         if shape is None or has_gpu or own is not None
-        else (shape.weight_bytes + draft_bytes) * (options.workers or 1)
+        else (_weight_bytes(options, shape) + draft_bytes) * (options.workers or 1)
     )
     facts = memory_facts(options.places.proc, options.places.sys / "fs/cgroup")
     yield memory.check_memory(facts, max(0, size - there), weights)

@@ -27,6 +27,7 @@ class DoctorOptions:
     workers: int | None = of(up.WORKERS)
     device: str = of(up.DEVICE)
     dtype: str = of(store.DTYPE)
+    weights: str = of(store.WEIGHTS)
     speculative_config: str | None = of(worker.SPECULATIVE_CONFIG)
     draft_model: str | None = of(up.DRAFT_MODEL)
     device_memory: str | None = of(worker.DEVICE_MEMORY)

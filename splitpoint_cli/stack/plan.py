@@ -75,6 +75,8 @@ class Stack:
     scheduler: ServiceCommand
     # Format of log lines of services and of `up`.
     log_format: LogFormat = LogFormat.TEXT
+    # Of the served model; a draft model's are native.
+    weights: WeightFormat = WeightFormat.NATIVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,7 @@ def plan_stack(options: StackOptions) -> Stack:
         workers=_worker_commands(options, model, speculation, places, devices, threads, spinning),
         scheduler=_scheduler_command(options, model, places),
         log_format=LogFormat(options.log_format),
+        weights=WeightFormat(options.weights),
     )
 
 

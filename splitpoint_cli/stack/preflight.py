@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from splitpoint import config
 from splitpoint.errors import InvalidArgument, ResourceExhausted, SplitpointError, Unavailable
 from splitpoint.host.memory import memory_facts
+from splitpoint.planning.weight_placement import WeightSizes
 from splitpoint_cli.checks import memory, ports
 from splitpoint_cli.checks.finding import Finding
 from splitpoint_cli.stack.plan import Stack, arena_bytes
@@ -55,8 +56,10 @@ def _memory(stack: Stack) -> Iterator[Finding]:
     yield memory.check_shared_memory(
         config.SHARED_MEMORY, stack.host_memory_bytes, is_chosen=False, there_bytes=there
     )
-    shapes = [stack.shape, *([] if stack.draft is None else [stack.draft[1]])]
-    weights = sum(shape.weight_bytes for shape in shapes) * stack.devices.count("cpu")
+    each = WeightSizes.of(stack.shape, stack.weights).total
+    if stack.draft is not None:
+        each += WeightSizes.of(stack.draft[1]).total
+    weights = each * stack.devices.count("cpu")
     needed = max(0, stack.host_memory_bytes - there)
     yield memory.check_memory(memory_facts(), needed, weights)
 

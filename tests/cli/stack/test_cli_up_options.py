@@ -21,17 +21,23 @@ from scheduler_service.limits import Limits
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.config import remove_tree, runtime_directory
 from splitpoint.errors import InvalidArgument, PermissionDenied, SplitpointError
+from splitpoint.host.compiler import compiler
+from splitpoint.host.memory import MemoryFacts
 from splitpoint.options import scheduler as scheduler_options
 from splitpoint.options import store as store_options
 from splitpoint.options import worker as worker_options
 from splitpoint.options.speculation import SpeculativeConfig, read_speculative_config
-from splitpoint.shapes import Encoding
+from splitpoint.planning.weight_placement import WeightSizes
+from splitpoint.shapes import Encoding, WeightFormat
 from splitpoint.speculation import DraftMethod, Speculation
+from splitpoint_cli.checks import memory
+from splitpoint_cli.checks.finding import Finding, Verdict
 from splitpoint_cli.main import app
 from splitpoint_cli.models import model_shape
 from splitpoint_cli.stack import up
 from splitpoint_cli.stack.options import StackOptions
 from splitpoint_cli.stack.plan import Stack, plan_stack
+from splitpoint_cli.stack.preflight import check_machine
 from worker_service.__main__ import parse_arguments as parse_worker
 from worker_service.speculation.draft_model import DraftModel
 
@@ -287,6 +293,24 @@ def test_weights_reach_workers_and_the_identity_of_the_store(
     assert len(hashes) == 2
     native = planned(monkeypatch)
     assert layout_of(parse_store(list(native.store.arguments[2:]))).layout_hash in hashes
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+def test_the_check_of_memory_counts_weights_in_their_format(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted: list[int] = []
+
+    def check_memory(facts: MemoryFacts, arena: int, weights: int) -> Finding:
+        counted.append(weights)
+        return Finding("memory", Verdict.OK, "")
+
+    monkeypatch.setattr(memory, "check_memory", check_memory)
+    for name in ("native", "int8"):
+        stack = planned(monkeypatch, "--weights", name)
+        check_machine(stack, lambda *_: None)
+        assert counted[-1] == 2 * WeightSizes.of(stack.shape, WeightFormat(name)).total
+    assert counted[-1] < counted[0]
 
 
 @pytest.mark.parametrize("kernels", ["flags", "linear=plain", "decode=products,linear=packed"])
