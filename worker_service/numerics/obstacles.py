@@ -1,4 +1,4 @@
-"""What stands against invariant numerics before any row is computed."""
+"""Reasons that exclude invariant numerics before the check."""
 
 from __future__ import annotations
 

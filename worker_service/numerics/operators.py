@@ -1,4 +1,4 @@
-"""One operator under test: its rows are computed with ever other rows beside them.
+"""One operator under test: its rows are computed with different rows beside them.
 
 This module knows neither models nor attention.
 """
@@ -33,7 +33,7 @@ class Operator:
         inputs: tensors with equally many rows, dimension 0; at most MOST_ROWS.
         call: takes equally many rows of each, and returns as many in each of its results.
         is_ordered: it takes neighbours in their order only.
-        most_calls: with the same few rows; fewer where a call is dear.
+        most_calls: with the same few rows; fewer where a call is expensive.
     """
 
     name: str
