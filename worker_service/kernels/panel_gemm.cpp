@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <new>
 
 #define SAME 0
 #define INT8 1
@@ -229,7 +230,8 @@ static void multiply_panel(const Call& call, int64_t index, int64_t first, int64
 extern "C" int32_t panel_columns() { return COLUMNS; }
 extern "C" int32_t panel_pair() { return PAIR; }
 
-extern "C" void multiply(const Call* given) {
+// Returns 1, and outputs are not whole, if there is no memory for what a thread unpacks.
+extern "C" int32_t multiply(const Call* given) {
   const Call& call = *given;
   const int64_t depth = (call.in_features + PAIR - 1) / PAIR;
   const int64_t blocks = (call.row_count + ROWS - 1) / ROWS, slices = (depth + PACKED_INPUTS - 1) / PACKED_INPUTS;
@@ -237,7 +239,8 @@ extern "C" void multiply(const Call* given) {
   // Rows are divided, too, where panels alone would leave threads without work.
   const int64_t wanted = (4 * call.threads + panels - 1) / panels, most = (call.row_count + TASK_ROWS - 1) / TASK_ROWS;
   const int64_t parts = std::max<int64_t>(1, std::min(wanted, most));
-#pragma omp parallel num_threads(call.threads)
+  int32_t failed = 0;
+#pragma omp parallel num_threads(call.threads) reduction(| : failed)
   {
 #pragma omp for schedule(static)
     for (int64_t task = 0; task < blocks * slices; task++) {
@@ -245,11 +248,15 @@ extern "C" void multiply(const Call* given) {
       pack(call, task / slices, first, std::min(depth, first + PACKED_INPUTS));
     }
     const bool unpacks = WEIGHT == INT8 && blocks >= UNPACKED_BLOCKS;
-    const std::unique_ptr<Unpacked[]> unpacked(unpacks ? new Unpacked[COLUMNS * depth * PAIR] : nullptr);
+    const std::unique_ptr<Unpacked[]> unpacked(
+        unpacks ? new (std::nothrow) Unpacked[COLUMNS * depth * PAIR] : nullptr);
+    failed = unpacks && !unpacked;
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < panels * parts; task++) {
+      if (failed) continue;
       const int64_t part = task % parts;
       multiply_panel(call, task / parts, blocks * part / parts, blocks * (part + 1) / parts, unpacked.get());
     }
   }
+  return failed;
 }

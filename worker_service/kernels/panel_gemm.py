@@ -87,7 +87,8 @@ def multiply(
         *(0 if other is None else other.stride(0), count, in_features, out_features),
         *(operation, torch.get_num_threads()),
     )
-    _library(rows.dtype, is_int8=is_int8).multiply(ctypes.byref(call))
+    if _library(rows.dtype, is_int8=is_int8).multiply(ctypes.byref(call)):
+        raise MemoryError("there is no memory for the weights that a thread unpacks")
     return outputs
 
 
@@ -181,5 +182,5 @@ def _panel(dtype: torch.dtype, *, is_int8: bool = False) -> tuple[int, int]:
 def _library(dtype: torch.dtype, *, is_int8: bool = False) -> ctypes.CDLL:
     library = load("panel_gemm.cpp", {"ELEMENT": _ELEMENTS[dtype], "WEIGHT": int(is_int8)})
     library.multiply.argtypes = [ctypes.POINTER(_Call)]
-    library.multiply.restype = None
+    library.multiply.restype = ctypes.c_int32
     return library
