@@ -28,7 +28,11 @@ from splitpoint.host.processor import instruction_sets
 log = logging.getLogger(__name__)
 
 CACHE_FOLDER = "SPLITPOINT_KERNEL_CACHE"
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno")
+# -Wno-psabi: vectors are passed within one library only, and notes about them hide errors.
+_FLAGS = (
+    *("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno"),
+    "-Wno-psabi",
+)
 _FOLDER = Path(__file__).parent
 # Seconds for one compilation on a busy host, and for another process that makes a file.
 _LIMIT = 120.0
@@ -94,8 +98,8 @@ def source_digest() -> str:
 def load(source: str, constants: Mapping[str, int]) -> ctypes.CDLL:
     """Return the library of a source file in this folder, compiled with these constants.
 
-    A file that cannot be loaded is damaged, and compiled once more. Raises NoKernels: no
-    compiler, an error of the compiler, or of the loader.
+    A file whose content is not what was compiled, or that cannot be loaded, is damaged, and
+    compiled once more. Raises NoKernels: no compiler, an error of the compiler, or of the loader.
     """
     command = compiler()
     if command is None:
@@ -120,12 +124,31 @@ def load(source: str, constants: Mapping[str, int]) -> ctypes.CDLL:
 
 
 def _loaded(library: Path) -> ctypes.CDLL | None:
-    """Return the library of a file, or None if the file is damaged."""
+    """Return the library of a file, or None if the file is damaged.
+
+    The loader does not verify what it maps: half a library ends the process with a signal.
+    """
+    try:
+        expected = _digest_file(library).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        log.warning("%s has no digest: %s", library.name, error)
+        return None
+    if _content_digest(library) != expected:
+        log.warning("%s is damaged: its content is not what was compiled", library.name)
+        return None
     try:
         return ctypes.CDLL(str(library))
     except OSError as error:
         log.warning("%s is damaged: %s", library.name, error)
         return None
+
+
+def _digest_file(library: Path) -> Path:
+    return library.with_suffix(".sha256")
+
+
+def _content_digest(library: Path) -> str:
+    return hashlib.sha256(library.read_bytes()).hexdigest()
 
 
 def _compile(
@@ -143,12 +166,20 @@ def _compile(
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=_LIMIT)
         with working.open("rb") as file:
             os.fsync(file.fileno())  # or a crash of the host may leave the name and no content
+        # A digest of another content means that the library is compiled again.
+        _digest_file(library).write_text(_content_digest(working))
         working.rename(library)
     except subprocess.CalledProcessError as error:
-        raise NoKernels(f"{compiler_command[0]}: {error.stderr.strip()[:500]}") from error
+        raise NoKernels(f"{compiler_command[0]}: {_reason(error.stderr)}") from error
     except subprocess.TimeoutExpired as error:
         raise NoKernels(f"{compiler_command[0]} took more than {_LIMIT:g} s") from error
     finally:
         unlinked.unlink(missing_ok=True)
         working.unlink(missing_ok=True)
     log.info("compiled %s", library.name)
+
+
+def _reason(output: str) -> str:
+    """Return the first line of a compiler's output that names an error, or its last lines."""
+    lines = output.strip().splitlines()
+    return next((line for line in lines if "error" in line), "\n".join(lines[-3:]))[:500]

@@ -266,16 +266,35 @@ def test_a_kernel_is_compiled_once_and_an_error_is_the_compiler_s_own(
     made = library.stat().st_mtime_ns
     compiled.load("paged_attention.cpp", constants)
     assert library.stat().st_mtime_ns == made
-    with pytest.raises(compiled.NoKernels, match="error"):
+    with pytest.raises(compiled.NoKernels, match=r"error: .*HEAD_DIM"):
         compiled.load("paged_attention.cpp", {"ELEMENT": 0})
-    assert sorted(file.suffix for file in (tmp_path / "cache").iterdir()) == [".lock", ".so"]
+    suffixes = sorted(file.suffix for file in (tmp_path / "cache").iterdir())
+    assert suffixes == [".lock", ".sha256", ".so"]
+
+
+def test_a_warning_before_an_error_does_not_hide_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    failing = tmp_path / "failing"
+    monkeypatch.setenv(compiled.CACHE_FOLDER, str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", str(failing))
+    warnings = "k.cpp:1: note: an ABI has changed\n" * 50
+    for last in ("k.cpp:2:5: error: no such name", "terminated by signal 9"):
+        failing.write_text(f"#!/bin/sh\ncat >&2 <<'.'\n{warnings}{last}\n.\nexit 1\n")
+        failing.chmod(0o700)
+        compiler.cache_clear()
+        try:
+            with pytest.raises(compiled.NoKernels, match=last):
+                compiled.load("paged_attention.cpp", {"HEAD_DIM": 16, "ELEMENT": 0})
+        finally:
+            compiler.cache_clear()
 
 
 @needs_compiler
-@pytest.mark.parametrize("damage", [b"", b"no library"])
 def test_a_damaged_library_is_compiled_again(
-    damage: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """The loader would end the process with a signal for some of these."""
     monkeypatch.setenv(compiled.CACHE_FOLDER, str(tmp_path / "cache"))
     constants = {"HEAD_DIM": 16, "ELEMENT": 0}
     program = (
@@ -286,9 +305,19 @@ def test_a_damaged_library_is_compiled_again(
     command = [sys.executable, "-c", program]
     subprocess.run(command, check=True, timeout=60)
     (library,) = (tmp_path / "cache").glob("*.so")
-    library.write_bytes(damage)
+    digest, whole = library.with_suffix(".sha256"), library.read_bytes()
+    middle = len(whole) // 2
+    zeroed = whole[: middle // 2] + bytes(middle) + whole[middle // 2 + middle :]
+    for damage in (b"", b"no library", whole[:middle], zeroed):
+        library.write_bytes(damage)
+        assert compiled._loaded(library) is None
     subprocess.run(command, check=True, timeout=60)
-    assert library.read_bytes().startswith(b"\x7fELF")
+    assert library.read_bytes() == whole
+    for text in ("", "no digest"):
+        digest.write_text(text)
+        assert compiled._loaded(library) is None
+    digest.unlink()
+    assert compiled._loaded(library) is None
 
 
 @needs_compiler
