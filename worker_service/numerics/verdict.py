@@ -1,4 +1,4 @@
-"""What a worker's numerics are, from what was asked for and what stands against it."""
+"""What a worker's numerics are, from what was asked for and what excludes it."""
 
 from __future__ import annotations
 
