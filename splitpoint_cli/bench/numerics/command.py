@@ -22,6 +22,8 @@ from splitpoint_cli.bench.shared.report import hand_over_report
 from splitpoint_cli.report import AsJson, OutputFile
 
 NO_COST = "none"
+# Pages of the longest prompt, so that each way of restoring and streaming has some to take.
+LEAST_PAGES = 6
 
 _Model = Annotated[
     str | None,
@@ -80,6 +82,12 @@ def numerics(
         options.built_in_shape(cost_shape)
     folder = resolve_model(model, download=False)
     shape = read_shape(folder, DataType(dtype))
+    if prompt < LEAST_PAGES * page_tokens:
+        raise InvalidArgument(
+            f"a prompt of {prompt} tokens is too short for restores at every split: at least "
+            f"{LEAST_PAGES} pages of {page_tokens} tokens, or smaller --page-tokens",
+            field="prompt",
+        )
     if prompt + new > shape.context_length:
         raise InvalidArgument(
             f"{prompt} prompt and {new} new tokens are more than the context of {shape.name}, "

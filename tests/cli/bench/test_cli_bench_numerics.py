@@ -10,7 +10,7 @@ import pytest
 from tiny_models import write_tiny
 from typer.testing import CliRunner
 
-from splitpoint.errors import Internal
+from splitpoint.errors import Internal, InvalidArgument
 from splitpoint.host.compiler import compiler
 from splitpoint.numerics import Numerics
 from splitpoint_cli.bench.decode.report import Run
@@ -176,3 +176,11 @@ def test_prompts_that_do_not_fit_are_refused(bundled_model: Path) -> None:
         app, ["bench", "numerics", "--model", str(bundled_model), "--prompt", "4090"]
     )
     assert ran.exit_code != 0
+
+
+def test_a_prompt_of_too_few_pages_is_refused_at_once(bundled_model: Path) -> None:
+    result = CliRunner().invoke(
+        app, ["bench", "numerics", "--model", str(bundled_model), "--prompt", "100"]
+    )
+    assert isinstance(result.exception, InvalidArgument)
+    assert "at least 6 pages of 64 tokens" in str(result.exception)
