@@ -151,9 +151,9 @@ class Reader:
         """Logits `[count, vocabulary]` of tokens [start, start + count); page i holds chunk i."""
         positions = torch.arange(start, start + count)
         pages, rows = positions // CHUNK, positions % CHUNK
-        before = list(range(-(-start // CHUNK)))
+        read = range(-(-(start + count) // CHUNK))
         plan = PrefillPlan.of_prefix(
-            before, start, count, chunk_tokens=CHUNK, windows=self._windows, device=CPU
+            read, start, count, chunk_tokens=CHUNK, windows=self._windows, device=CPU
         )
         model, cache = self.model, self.cache
         hidden = model.embed(torch.tensor(token_ids[start : start + count]), positions)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,10 @@ from own_names import instance_name, owner_of, shared_memory_folder  # noqa: E40
 from redis_server import RedisServer  # noqa: E402
 
 from splitpoint.config import SHARED_MEMORY, runtime_path  # noqa: E402
+
+# The choices of a process that outlive whatever made them; both need torch, which many tests
+# do without.
+KERNEL_MODULES = ("worker_service.kernels.choice", "worker_service.kernels.row_counts")
 
 # Two threads on two cores only fight when several processes test at once;
 # child processes inherit this, and torch reads it when it is first imported.
@@ -143,14 +148,34 @@ def nothing_left_behind() -> Iterator[None]:
     assert not children, f"still running: {sorted(children)}"
 
 
+def _kernels_in_use() -> tuple[Any, Any]:
+    """Return the CPU kernels and row counts of this process; None where torch is not loaded."""
+    choice, counts = (sys.modules.get(name) for name in KERNEL_MODULES)
+    return choice and choice.in_use(), counts and counts.in_use()
+
+
+def _use_kernels(choice: Any, counts: Any) -> None:
+    """Use these from now on, as far as their modules are loaded."""
+    chosen_in, counted_in = (sys.modules.get(name) for name in KERNEL_MODULES)
+    if chosen_in is not None:
+        chosen_in.use(choice)
+    if counted_in is not None:
+        counted_in.use_row_counts(counts or {})
+
+
+@pytest.fixture(autouse=True, scope="module")
+def default_kernels() -> Iterator[None]:
+    """Keep the kernels that a module's fixtures choose out of the modules behind it."""
+    yield
+    _use_kernels(None, None)
+
+
 @pytest.fixture(autouse=True)
 def same_kernels() -> Iterator[None]:
-    """Keep the kernels that a worker or a benchmark chooses here out of the tests behind it."""
-    name = "worker_service.kernels.choice"  # needs torch, which many tests do without
-    before = sys.modules[name].in_use() if name in sys.modules else None
+    """Keep the kernels that a test chooses, or a worker in it, out of the tests behind it."""
+    before = _kernels_in_use()
     yield
-    if name in sys.modules:
-        sys.modules[name].use(before)
+    _use_kernels(*before)
 
 
 @pytest.fixture

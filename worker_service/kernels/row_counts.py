@@ -18,6 +18,11 @@ RowCounts = Mapping[tuple[int, int], Sequence[int]]
 _in_use: dict[tuple[int, int], Sequence[int]] = {}
 
 
+def in_use() -> RowCounts:
+    """Return the counts of all shapes in use."""
+    return dict(_in_use)
+
+
 def use_row_counts(counts: RowCounts) -> None:
     """Compute products with matrices of these shapes at these counts only, from now on."""
     _in_use.clear()

@@ -267,7 +267,7 @@ class PrefillPlan:
         """Plan where `pages[i]` holds chunk i, of the prefix and of the new tokens.
 
         Pages past the prefix are read by a kernel for pages alone, and may be missing without.
-        `upload`: see `DecodePlan.of_sequences`.
+        `upload`: see `DecodePlan.of_sequences`. Raises ValueError if that kernel lacks pages.
         """
         tables = Upload(device) if upload is None else upload
         make_view = _prompt_view if prefills_in_units(device) else _prefill_view
@@ -408,7 +408,11 @@ def _prompt_view(
 ) -> PromptPages:
     first_seen = 0 if window is None else max(0, prefix_tokens - window + 1)
     first_chunk = first_seen // chunk_tokens
-    listed = pages[first_chunk : -(-(prefix_tokens + new_tokens) // chunk_tokens)]
+    last_chunk = -(-(prefix_tokens + new_tokens) // chunk_tokens)
+    if len(pages) < last_chunk:
+        # A query without keys would be 0 / 0.
+        raise ValueError(f"{len(pages)} pages where queries read {last_chunk}")
+    listed = pages[first_chunk:last_chunk]
     table = upload.table(listed, np.int32)
     return PromptPages(table, first_chunk * chunk_tokens, prefix_tokens, window)
 

@@ -276,3 +276,9 @@ def test_other_sequences_in_a_step_change_no_bit() -> None:
         **alone.options,  # type: ignore[arg-type]
     )
     assert torch.equal(part.attended(torch.bfloat16)[1:2], wanted)
+
+
+def test_a_prompt_needs_the_pages_of_its_own_tokens() -> None:
+    """Without them its queries would have no keys, and NaN for a result."""
+    with pytest.raises(ValueError, match="1 pages where queries read 2"):
+        PrefillPlan.of_prefix([0], 16, 5, chunk_tokens=16, windows=[None], device=CPU)
