@@ -1,7 +1,7 @@
-"""Output of a command that must go on when nobody reads it.
+"""Output of a command that must go on when its reader is gone.
 
 A reader that died makes each write fail (EPIPE), one that only stopped reading lets a full pipe
-block it. Either would stop a supervisor, so a thread writes, and what nobody takes is dropped.
+block it. Either would stop a supervisor, so a thread writes, and drops what is not read.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Spool(io.TextIOBase):
                 except BlockingIOError:  # the descriptor is shared with one that does not block
                     select.select([], [self._fd], [])
                     continue
-                except OSError:  # no reader is left, or no space: nobody can be told
+                except OSError:  # no reader is left, or no space
                     is_broken = True
                     break
                 data = data[count:]

@@ -172,10 +172,13 @@ def default_kernels() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def same_kernels() -> Iterator[None]:
-    """Keep the kernels that a test chooses, or a worker in it, out of the tests behind it."""
-    before = _kernels_in_use()
+    """Keep kernels and threads that a test chooses, or a worker in it, out of the tests behind."""
+    before, torch = _kernels_in_use(), sys.modules.get("torch")
+    threads = torch and torch.get_num_threads()
     yield
     _use_kernels(*before)
+    if torch is not None:
+        torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -199,8 +199,8 @@ async def _hurry_when(stop: asyncio.Event, supervisor: Supervisor) -> None:
 async def run_stack(stack: Stack, *, verbose: bool, limits: RestartLimits | None) -> int:
     """Run a stack until a signal, or until a needed service is given up; return the exit code.
 
-    With `limits` None the first death of a service ends the stack. Output that nobody reads is
-    dropped: it stops neither supervision nor the end.
+    With `limits` None the first death of a service ends the stack. Output without a
+    reader is dropped and stops neither supervision nor the end.
     """
     with spooled_output():
         return await _run_stack(stack, verbose=verbose, limits=limits)

@@ -123,7 +123,7 @@ async def test_a_batch_onto_a_flushed_catalog_rebuilds_it_at_once(
         assert written_keys(redis_server, store) == held_keys(store)
 
 
-async def test_a_field_that_somebody_removed_is_noticed(
+async def test_a_field_that_was_removed_is_noticed(
     tmp_path: Path, redis_server: RedisServer
 ) -> None:
     async with serving_store(tmp_path) as store, publishing(store, redis_server) as publisher:

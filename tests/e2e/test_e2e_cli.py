@@ -243,7 +243,7 @@ def test_services_end_when_up_itself_is_killed(tmp_path: Path) -> None:
         process.kill()
         process.communicate()
     assert len(services) == 3
-    # At once: it waits for the arena and harms nobody, nor do they harm it.
+    # At once: it waits for the arena, and neither disturbs the other.
     address = f"unix:{tmp_path}/again.sock"
     with stack(address, instance, "--workers", "1") as process:
         wait_until_up(process)

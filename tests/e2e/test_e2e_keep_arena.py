@@ -60,7 +60,7 @@ def test_a_kept_arena_serves_the_next_stack() -> None:
         verified = splitpoint("arena", "verify", INSTANCE)
         assert verified.returncode == 0, verified.stderr
         assert f"{found['chunk_count']} chunks whole" in verified.stdout
-        # Nobody runs it, so `down` says so, and where the memory is.
+        # No process runs it, so `down` says so, and where the memory is.
         down = splitpoint("down", "--instance", INSTANCE)
         assert down.returncode == 2
         assert f"splitpoint arena rm {INSTANCE}" in down.stderr

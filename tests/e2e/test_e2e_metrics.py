@@ -37,7 +37,7 @@ from splitpoint_cli.security.token import add_token
 
 SECONDS = 60
 LINK_RATE = 2_000_000_000
-# Words that are somebody's: none of them may be read anywhere in the metrics.
+# Words of clients: none of them may be in the metrics.
 PROMPT, TENANT, CALLER, REQUEST, SALT, METHOD = (
     f"canary{word}" for word in ("prompt", "tenant", "caller", "request", "salt", "method")
 )

@@ -381,7 +381,6 @@ async def test_two_workers_share_a_remote_store(
             await each.assert_clean()
             mirror = each.worker.store.mirror  # type: ignore[union-attr]
             assert mirror.free_count == mirror.slot_count
-    # Nobody has mapped the arena; all of it is in one store.
 
 
 async def test_a_streamed_sequence_must_fit_the_mirror(

@@ -129,7 +129,7 @@ async def test_a_request_is_one_trace_through_all_services(
             )
         assert first.usage.cached_tokens == 0
         assert min(r.usage.cached_tokens for r in (restored, rebuilt, streamed)) >= 96
-        # Nobody awaits the status of a call that is over: it comes in a turn of the loop.
+        # The status of a call that is over arrives in a turn of the loop; no task awaits it.
         await eventually(lambda: len(caller_spans.get_finished_spans()) == 4)
         await eventually(lambda: len(collector.named("generate")) == 4)
         await eventually(lambda: len(collector.named("run")) == 4)

@@ -113,7 +113,7 @@ class NumericsHost:
         reference: Mapping[int, Answer],
         work: Work,
     ) -> dict[int, Answer]:
-        """Compute some prompts, of which another one comes with each step."""
+        """Compute some prompts; each step admits another one of them."""
         self._run_count += 1
         tokens: dict[str, list[int]] = {}
         logprobs: dict[str, list[Logprobs]] = {}

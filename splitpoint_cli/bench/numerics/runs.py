@@ -112,7 +112,7 @@ def compare_all(
     work = [(group, each) for group in groups for each in (reference, *results)]
     wanted: dict[int, Answer] = {}
     for group, result in progress.track("variants of groups of prompts", work):
-        # A smaller group has others in it, whose answers nothing looks at.
+        # A smaller group is filled up with other prompts; their answers are not compared.
         filled = [index % len(prompts) for index in range(group.start, group.start + BATCH)]
         is_filled = result is reference or not result.variant.is_alone
         indices = filled if is_filled else group

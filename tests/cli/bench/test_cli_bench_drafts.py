@@ -27,7 +27,7 @@ from splitpoint_cli.bench.offload.drafts_report import (
 from splitpoint_cli.bench.offload.pooled import PooledHeads, pooled_shape
 from splitpoint_cli.bench.offload.report import RESIDENT
 from splitpoint_cli.bench.shared.passages import beginnings, held_back_files
-from worker_service.kernels.choice import in_use, use
+from worker_service.kernels.choice import in_use
 
 SHAPE = ModelShape("By hand", "llama", 1, 8, 4, 4, 2, 16, 128, 512, DataType.FLOAT32)
 WORKLOAD = DraftWorkload(
@@ -106,7 +106,6 @@ def test_prompts_begin_where_files_begin(tmp_path: Path) -> None:
 def test_a_small_run_gives_equal_texts_and_fewer_bytes(
     kv_heads: int | None, tmp_path: Path
 ) -> None:
-    use(None)
     found = tmp_path / "found.json"
     offload(
         speculate="self",

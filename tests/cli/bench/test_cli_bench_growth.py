@@ -22,7 +22,7 @@ from splitpoint_cli.bench.growth.runs import Contender, bucket_costs, time_round
 from splitpoint_cli.bench.growth.workload import GrowthWorkload, Point, read_points
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.main import app
-from worker_service.kernels.choice import in_use, use
+from worker_service.kernels.choice import in_use
 from worker_service.profiling.calibration import prefers_one_order, use_kernels
 
 PROMPT, NEW, BATCH = 9, 30, 2
@@ -233,7 +233,6 @@ def test_more_layers_than_the_shape_has_are_refused() -> None:
 
 def test_a_small_run_in_full(tmp_path: Path) -> None:
     """It attends pages by what a worker would use."""
-    use(None)
     png, output = tmp_path / "growth.png", tmp_path / "growth.json"
     words = [*("--points", "1x16,1x32"), *("--layers", "1"), *("--repeats", "1")]
     words += [*("--threads", "1"), *("--prompt", "3")]

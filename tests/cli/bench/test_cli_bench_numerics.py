@@ -93,7 +93,7 @@ def test_variants_have_names_of_their_own_and_splits_only_where_x_is_stored() ->
     assert any(each.cached is Cached.STORED for each in plain)
 
 
-def test_those_that_read_the_reference_s_chunks_come_first() -> None:
+def test_variants_that_read_chunks_of_the_reference_come_first() -> None:
     warm = [each.is_warm for each in variants(has_activations=True)]
     assert warm == sorted(warm, reverse=True)
 

@@ -46,7 +46,7 @@ from splitpoint_cli.bench.offload.report import (
 )
 from splitpoint_cli.bench.offload.runs import peer_of, run_all
 from splitpoint_cli.bench.shared.progress import Progress
-from worker_service.kernels.choice import in_use, use
+from worker_service.kernels.choice import in_use
 
 SHAPE = ModelShape("By hand", "opt", 4, 8, 2, 2, 4, 16, 128, 512, DataType.FLOAT32, False, True)
 PROFILE = Profile(1e6, 0.0, 1e6, 0.0, 1e6, step_compute_seconds=0.5)
@@ -267,7 +267,6 @@ def test_the_peer_runs_in_the_same_rounds(tmp_path: Path) -> None:
 
 
 def test_a_small_run_ends_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    use(None)
     folder = write_tiny("opt", tmp_path / "model")
     files = {name: tmp_path / f"{name}.out" for name in ("output", "trace_file")}
     offload(

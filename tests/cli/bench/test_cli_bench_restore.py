@@ -41,7 +41,7 @@ from splitpoint_cli.bench.restore.workload import RestoreWorkload
 from splitpoint_cli.main import app
 from splitpoint_cli.stack.child import child_environment
 from worker_service.checkpoint.config import DecoderConfig
-from worker_service.kernels.choice import in_use, use
+from worker_service.kernels.choice import in_use
 from worker_service.lanes.timeline import read_trace
 from worker_service.model.decoder import Decoder
 
@@ -171,7 +171,6 @@ def run(*arguments: str) -> dict[str, Any]:
 
 
 def test_a_small_run_measures_everything(tmp_path: Path) -> None:
-    use(None)
     files = [tmp_path / name for name in ("out.json", "out.png", "trace.json")]
     report = run(
         *SMALL,

@@ -522,7 +522,7 @@ def test_down_between_taking_the_lock_and_writing_the_id(tmp_path: Path) -> None
     assert running_process(runtime) is None
 
 
-# -- output that nobody reads -----------------------------------------------------------
+# -- output without a reader -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
@@ -547,7 +547,7 @@ def test_a_reader_that_died_stops_neither_restarts_nor_the_end(
 
 
 def test_a_reader_that_stopped_reading_stops_neither(tmp_path: Path) -> None:
-    """A pipe that is full blocks whoever writes into it."""
+    """A full pipe blocks its writers."""
     log, instance = tmp_path / "log", instance_name("full")
     with stack(log, instance, pause="0.1") as process:
         wait_until_up(process)

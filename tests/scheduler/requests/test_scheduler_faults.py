@@ -385,7 +385,7 @@ async def test_a_suspect_that_is_paused_makes_room_and_runs_on_later() -> None:
 async def test_a_start_that_fails_after_a_look_up_lets_the_next_one_start(
     monkeypatch: pytest.MonkeyPatch, is_expected: bool
 ) -> None:
-    """By an error of the plan, or by one that nobody expects."""
+    """By an error of the plan, or by an unexpected one."""
     worker = WorkerDouble(max_batch=1)
     worker.pace = steps = Steps()
     async with stack(worker, limits=Limits(lookup_lifetime_seconds=-1.0)) as running:

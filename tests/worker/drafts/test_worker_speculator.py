@@ -48,7 +48,7 @@ def drafted(
 
 @pytest.mark.parametrize("method", [SUFFIX, MODEL, SELF])
 def test_requests_that_draft_nothing_take_nothing_from_others(method: DraftMethod) -> None:
-    """Nothing is found for a and b, or nobody drafts for them: c gets all that it asks for."""
+    """Nothing is found for a and b, or they have no drafter: c gets all that it asks for."""
     drafters = {SUFFIX: Finds(SUFFIX, silent="ab"), SELF: Finds(SELF)}
     speculator: Speculator[TargetDouble] = Speculator(drafters, step_tokens=64)
     targets = [fixed("a", method), fixed("b", method), fixed("c", SUFFIX)]

@@ -3,17 +3,15 @@ is computed. About 5 s, with two compilations."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from test_worker_panel_gemm import COUNT, REFERENCES, SHAPES, TYPES, drawn
+from gemm_checks import SHAPES, TYPES, check_products, drawn
 
 from splitpoint.errors import FailedPrecondition
 from splitpoint.host.compiler import compiler
 from splitpoint.shapes import WeightFormat
 from worker_service.checkpoint.config import Activation
-from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, in_use, use
+from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, use
 from worker_service.kernels.panel_gemm import (
     Operation,
     multiply,
@@ -28,16 +26,12 @@ from worker_service.weights.packing import Matrix, check_format, held_bytes
 pytestmark = pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
 
 CPU = torch.device("cpu")
-TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+COUNT = 42  # rows: five blocks and a part
 
 
 @pytest.fixture(autouse=True)
-def panels() -> Iterator[None]:
-    before, threads = in_use(), torch.get_num_threads()
+def panels() -> None:
     use(Choice(Decode.PRODUCTS, Prefill.PRODUCTS, Layout.PANELS))
-    yield
-    use(before)
-    torch.set_num_threads(threads)
 
 
 def test_a_row_is_off_by_half_a_scale_at_most() -> None:
@@ -69,28 +63,9 @@ def test_products_are_those_of_the_dequantised_matrix(
 ) -> None:
     """Beside float64; and rows are independent, also of whether codes are unpacked once."""
     codes, scales = quantized(drawn(*shape, dtype=torch.float32))
-    count = 2 * COUNT
-    rows, bias = drawn(count, shape[1], dtype=dtype, seed=1), drawn(shape[0], dtype=dtype, seed=2)
-    other = drawn(count, shape[0], dtype=dtype, seed=3)
     panels = packed_int8(codes, scales, dtype)
     assert panels.nbytes == packed_int8_bytes(*shape, dtype)
-    has_other = operation in (Operation.ADD, Operation.MULTIPLY)
-
-    def call(first: int, last: int) -> torch.Tensor:
-        beside = other[first:last] if has_other else None
-        return multiply(rows[first:last], panels, shape[0], bias, operation, beside)
-
-    every = call(0, count)
-    product = rows.double() @ (codes.double() * scales.double()[:, None]).T + bias.double()
-    expected = REFERENCES[operation](product, other.double())
-    tolerance = TOLERANCES[dtype]
-    torch.testing.assert_close(every.double(), expected, rtol=tolerance, atol=tolerance)
-    for part in (1, 2, 3, 7, 8, 9, 16, 17, 24, 25, 41):
-        for first in (0, count - part):
-            assert torch.equal(call(first, first + part), every[first : first + part])
-    for threads in (1, 5):
-        torch.set_num_threads(threads)
-        assert torch.equal(call(0, count), every)
+    check_products(panels, codes.double() * scales.double()[:, None], dtype, operation, COUNT)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

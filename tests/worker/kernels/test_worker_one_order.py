@@ -7,7 +7,6 @@ of a streamed step. A few seconds, and one for each kernel that is compiled the 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from splitpoint.host.compiler import compiler
-from worker_service.kernels.choice import Choice, by_flags, in_use, use
+from worker_service.kernels.choice import by_flags, use
 from worker_service.kernels.paged_attention import PromptPages
 from worker_service.kernels.units import UnitOrder, UnitView
 from worker_service.model.attention import decode_partial, prefill
@@ -30,11 +29,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(autouse=True)
-def fused() -> Iterator[None]:
-    before: Choice | None = in_use()
+def fused() -> None:
     use(FUSED)
-    yield
-    use(before)
 
 
 @dataclass(frozen=True)
@@ -177,13 +173,9 @@ def test_pieces_of_any_size_and_places_give_the_bits_of_the_whole(
         cuts = np.sort(generator.choice(np.arange(1, 205), size=4, replace=False)).tolist()
         for first, last in zip([0, *cuts], [*cuts, 205], strict=True):
             assert torch.equal(sequence.prefilled(range(first, last)), whole[first:last])
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            assert torch.equal(sequence.prefilled(range(205)), whole)
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        assert torch.equal(sequence.prefilled(range(205)), whole)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,50 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import pytest
 import torch
+from gemm_checks import SHAPES, TYPES, check_products, drawn
 from torch.nn import functional
 
 from splitpoint.host.compiler import compiler
 from worker_service.checkpoint.config import Activation
-from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, in_use, use
+from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, use
 from worker_service.kernels.panel_gemm import Operation, multiply, packed, packed_bytes
 from worker_service.model.linear import Linear
 from worker_service.weights.packing import Matrix, held_bytes
 
-needs_compiler = pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
-pytestmark = needs_compiler
+pytestmark = pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
 
 CPU = torch.device("cpu")
-TYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Whole panels; a part of a vector, with an odd count of inputs; several panels and a part.
-SHAPES = ((48, 16), (7, 5), (33, 17), (150, 70))
 COUNT = 21  # rows: two blocks and a part
-
-Reference = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-REFERENCES: dict[Operation, Reference] = {
-    Operation.NONE: lambda product, _: product,
-    Operation.RELU: lambda product, _: product.relu(),
-    Operation.SILU: lambda product, _: functional.silu(product),
-    Operation.GELU_TANH: lambda product, _: functional.gelu(product, approximate="tanh"),
-    Operation.ADD: lambda product, other: product + other,
-    Operation.MULTIPLY: lambda product, other: product * other,
-}
 
 
 @pytest.fixture(autouse=True)
-def panels() -> Iterator[None]:
-    before, threads = in_use(), torch.get_num_threads()
+def panels() -> None:
     use(Choice(Decode.PRODUCTS, Prefill.PRODUCTS, Layout.PANELS))
-    yield
-    use(before)
-    torch.set_num_threads(threads)
-
-
-def drawn(*size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -54,27 +31,10 @@ def drawn(*size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 def test_products_are_right_and_rows_independent(
     dtype: torch.dtype, shape: tuple[int, int], operation: Operation
 ) -> None:
-    weight, rows = drawn(*shape, dtype=dtype), drawn(COUNT, shape[1], dtype=dtype, seed=1)
-    bias, other = drawn(shape[0], dtype=dtype, seed=2), drawn(COUNT, shape[0], dtype=dtype, seed=3)
+    weight = drawn(*shape, dtype=dtype)
     panels = packed(weight)
     assert panels.nbytes == packed_bytes(*shape, dtype)
-    has_other = operation in (Operation.ADD, Operation.MULTIPLY)
-
-    def call(first: int, last: int) -> torch.Tensor:
-        beside = other[first:last] if has_other else None
-        return multiply(rows[first:last], panels, shape[0], bias, operation, beside)
-
-    every = call(0, COUNT)
-    product = rows.double() @ weight.double().T + bias.double()
-    expected = REFERENCES[operation](product, other.double())
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
-    torch.testing.assert_close(every.double(), expected, rtol=tolerance, atol=tolerance)
-    for count in (1, 2, 3, 7, 8, 9, 16, 20):
-        for first in (0, COUNT - count):
-            assert torch.equal(call(first, first + count), every[first : first + count])
-    for threads in (1, 5):
-        torch.set_num_threads(threads)
-        assert torch.equal(call(0, COUNT), every)
+    check_products(panels, weight, dtype, operation, COUNT)
 
 
 def test_rows_are_divided_where_panels_are_few() -> None:

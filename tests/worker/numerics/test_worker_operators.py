@@ -10,7 +10,7 @@ import torch
 from tiny_models import write_tiny
 
 from splitpoint.host.compiler import compiler
-from worker_service.kernels.choice import by_flags, in_use, use
+from worker_service.kernels.choice import by_flags, use
 from worker_service.model.decoder import Decoder
 from worker_service.model.layer import DecoderLayer
 from worker_service.numerics.attention_operators import attention_operators
@@ -131,14 +131,10 @@ def test_attention_by_kernels_of_several_orders_is_found(
     kernels: str, parts: list[str], tmp_path: Path
 ) -> None:
     """torch sums the rows of a page, and of a prompt, in orders of their own."""
-    before = in_use()
     use(by_flags(torch.float32, []).parsed(kernels))
-    try:
-        model = Decoder.load(write_tiny("llama", tmp_path), CPU, torch.float32)
-        operators = list(attention_operators(model, 16))
-        found = [each.name for each in operators if difference(each) is not None]
-    finally:
-        use(before)
+    model = Decoder.load(write_tiny("llama", tmp_path), CPU, torch.float32)
+    operators = list(attention_operators(model, 16))
+    found = [each.name for each in operators if difference(each) is not None]
     assert [name.rstrip(",") for name in found] == [f"layer 0: attention, {each}" for each in parts]
 
 
@@ -149,9 +145,5 @@ def test_a_model_with_kernels_of_one_order_is_invariant(
     case: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """Heads of 16, too: their scores are no chain that a compiler could keep apart."""
-    before = in_use()
     use(by_flags(dtype, []).parsed("decode=fused,prefill=fused,linear=panels"))
-    try:
-        assert dependence(Decoder.load(write_tiny(case, tmp_path), CPU, dtype), 16) is None
-    finally:
-        use(before)
+    assert dependence(Decoder.load(write_tiny(case, tmp_path), CPU, dtype), 16) is None

@@ -208,7 +208,7 @@ def slots(tiles: Sequence[Tile]) -> list[list[int]]:
     return [[page.chunk.slot for page in tile.pages] for tile in tiles]
 
 
-def test_decode_tiles_join_what_lies_side_by_side_whoever_it_belongs_to() -> None:
+def test_decode_tiles_join_neighbouring_pages_of_any_sequences() -> None:
     pages = [page(0, 4, 0), page(0, 6, 1), page(1, 5, 0), page(1, 7, 1), page(2, 4, 0)]
     tiles = decode_tiles(pages, 4, CHUNK)
     # A slot that two sequences share comes again after the runs.

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from worker_service.checkpoint.config import Activation
-from worker_service.kernels.choice import by_flags, in_use, use
+from worker_service.kernels.choice import by_flags, use
 from worker_service.kernels.compiled import CACHE_FOLDER
 from worker_service.kernels.row_counts import blocks, row_counts, use_row_counts
 from worker_service.model.linear import Linear
@@ -21,14 +20,6 @@ from worker_service.weights.packing import Matrix
 
 # Many inputs in few sums: torch divides them otherwise at few rows.
 SHAPE = (90, 2816)
-
-
-@pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    before = in_use()
-    yield
-    use(before)
-    use_row_counts({})
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.host.compiler import compiler
 from splitpoint.host.processor import AMX_BF16, instruction_sets
 from worker_service.kernels import compiled
-from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, by_flags, in_use, use
+from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, by_flags, in_use
 from worker_service.kernels.compiled import CACHE_FOLDER
 from worker_service.profiling import calibration
 from worker_service.profiling.calibration import chosen, prefers_one_order, use_kernels
@@ -62,12 +61,10 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The folder of a test, empty."""
-    before = in_use()
     monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
-    yield tmp_path / "cache"
-    use(before)
+    return tmp_path / "cache"
 
 
 @pytest.fixture

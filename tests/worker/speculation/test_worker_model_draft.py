@@ -6,7 +6,6 @@ Takes about 10 seconds.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from worker_service.device.cache import DeviceCache
 from worker_service.device.memory import MemoryPlan
 from worker_service.engine.sampling import Sampling, SamplingRow, choose
 from worker_service.engine.sequence import Sequence
-from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, in_use, use
+from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, use
 from worker_service.lanes.lanes import Lanes, SerialLanes
 from worker_service.lanes.timeline import Span
 from worker_service.model.decoder import Decoder
@@ -106,13 +105,10 @@ class Oracle:
 
 
 @pytest.fixture(params=[Decode.PRODUCTS, Decode.FUSED])
-def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+def kernels(request: pytest.FixtureRequest) -> None:
     if request.param is Decode.FUSED and compiler() is None:
         pytest.skip("no C++ compiler")
-    before = in_use()
     use(Choice(request.param, Prefill.SDPA, Layout.PACKED))
-    yield
-    use(before)
 
 
 @pytest.mark.usefixtures("kernels")

@@ -19,7 +19,7 @@ from splitpoint.planning.weight_placement import OnHost, WeightSizes, place_weig
 from splitpoint.shapes import BUILT_IN_SHAPES, ArenaLayout, DataType, WeightFormat
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.kernels import panel_gemm
-from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, in_use, use
+from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, use
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.model.decoder import Decoder
 from worker_service.startup import WorkerOptions, _check_layout, load_worker
@@ -34,11 +34,8 @@ CASES = ["opt", "llama-3", "gemma3"]
 
 
 @pytest.fixture(autouse=True)
-def panels() -> Iterator[None]:
-    before = in_use()
+def panels() -> None:
     use(Choice(Decode.PRODUCTS, Prefill.PRODUCTS, Layout.PANELS))
-    yield
-    use(before)
 
 
 @pytest.fixture(scope="module", params=CASES)
