@@ -28,6 +28,9 @@ from splitpoint.host.processor import instruction_sets
 log = logging.getLogger(__name__)
 
 CACHE_FOLDER = "SPLITPOINT_KERNEL_CACHE"
+# Constants of vectors.h: the value of ELEMENT for a type, and the floats of a vector.
+ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+LANES = 16
 # -Wno-psabi: vectors are passed within one library only, and notes about them hide errors.
 _FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno"),

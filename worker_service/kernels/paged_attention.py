@@ -12,11 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker_service.kernels.compiled import load
+from worker_service.kernels.compiled import ELEMENTS, LANES, load
 
-# The constants of the source file.
-_ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_LANES = 16
+# ROWS of the source file.
 UNIT_ROWS = 128
 _POINTERS = (
     *("queries", "keys", "values", "pages", "lows", "highs", "owners", "order", "groups"),
@@ -177,7 +175,7 @@ class _Parts:
 
     def __init__(self, count: int, queries: torch.Tensor) -> None:
         _, heads, width = queries.shape
-        self._sums = torch.empty(count, heads, -(-width // _LANES) * _LANES)
+        self._sums = torch.empty(count, heads, -(-width // LANES) * LANES)
         self._peaks, self._totals = torch.empty(2, count, heads).unbind()
 
     def fields(self, first: int = 0) -> dict[str, Any]:
@@ -325,7 +323,7 @@ def prepare(head_dim: int, dtype: torch.dtype) -> None:
 
 @lru_cache
 def _library(head_dim: int, dtype: torch.dtype) -> ctypes.CDLL:
-    library = load("paged_attention.cpp", {"HEAD_DIM": head_dim, "ELEMENT": _ELEMENTS[dtype]})
+    library = load("paged_attention.cpp", {"HEAD_DIM": head_dim, "ELEMENT": ELEMENTS[dtype]})
     library.attend_units.argtypes = [ctypes.POINTER(_Units)]
     library.attend_units.restype = None
     library.attend_prompt.argtypes = [ctypes.POINTER(_Prompt)]

@@ -15,10 +15,8 @@ import torch
 from torch.nn import functional
 
 from worker_service.device.large_memory import large_zeros
-from worker_service.kernels.compiled import load
+from worker_service.kernels.compiled import ELEMENTS, LANES, load
 
-_ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_LANES = 16
 _POINTERS = ("rows", "weights", "scales", "bias", "other", "outputs", "packed")
 _COUNTS = ("row_stride", "other_stride", "row_count", "in_features", "out_features")
 
@@ -159,7 +157,7 @@ def _check_beside(
 
 def takes(dtype: torch.dtype) -> bool:
     """Return True if there is a kernel for this type."""
-    return dtype in _ELEMENTS
+    return dtype in ELEMENTS
 
 
 def prepare(dtype: torch.dtype, *, is_int8: bool = False) -> None:
@@ -168,7 +166,7 @@ def prepare(dtype: torch.dtype, *, is_int8: bool = False) -> None:
 
 
 def _padded(out_features: int, in_features: int, pair: int) -> tuple[int, int]:
-    return -(-out_features // _LANES) * _LANES, -(-in_features // pair) * pair
+    return -(-out_features // LANES) * LANES, -(-in_features // pair) * pair
 
 
 @lru_cache
@@ -180,7 +178,7 @@ def _panel(dtype: torch.dtype, *, is_int8: bool = False) -> tuple[int, int]:
 
 @lru_cache
 def _library(dtype: torch.dtype, *, is_int8: bool = False) -> ctypes.CDLL:
-    library = load("panel_gemm.cpp", {"ELEMENT": _ELEMENTS[dtype], "WEIGHT": int(is_int8)})
+    library = load("panel_gemm.cpp", {"ELEMENT": ELEMENTS[dtype], "WEIGHT": int(is_int8)})
     library.multiply.argtypes = [ctypes.POINTER(_Call)]
     library.multiply.restype = ctypes.c_int32
     return library
