@@ -97,7 +97,6 @@ class Linear:
     def __init__(self, matrix: Weight, bias: torch.Tensor | None = None) -> None:
         self._matrix = matrix
         self._layout = matrix.layout
-        self._is_packed = matrix.layout is Layout.PACKED
         self._bias = bias
 
     def __call__(self, rows: torch.Tensor, activation: Activation | None = None) -> torch.Tensor:
@@ -105,15 +104,17 @@ class Linear:
         if self._layout is Layout.PANELS:
             return self._by_panels(rows, _OPERATIONS[activation])
         counts = row_counts(self._matrix.out_features, rows.shape[1])
-        if counts is not None and self._is_packed:
-            return _in_blocks(counts, partial(self._product, activation), rows)
+        if self._layout is Layout.PACKED:
+            if counts is not None:
+                return _in_blocks(counts, partial(self._product, activation), rows)
+            return self._product(activation, _padded(rows))[: len(rows)]
         if counts is not None:
             return _by_element(_in_blocks(counts, partial(self._product, None), rows), activation)
-        return self._product(activation, _padded(rows) if self._is_packed else rows)[: len(rows)]
+        return self._product(activation, rows)
 
     def _product(self, activation: Activation | None, rows: torch.Tensor) -> torch.Tensor:
         """Return torch's product of all these rows."""
-        if self._is_packed:
+        if self._layout is Layout.PACKED:
             name = "none" if activation is None else activation.value
             algorithm = "tanh" if activation is Activation.GELU_TANH else ""
             return torch.ops.mkldnn._linear_pointwise(  # type: ignore[no-any-return]
@@ -132,7 +133,7 @@ class Linear:
         """Return `residual + self(rows)`."""
         if self._layout is Layout.PANELS:
             return self._by_panels(rows, Operation.ADD, residual)
-        if self._is_packed:
+        if self._layout is Layout.PACKED:
             return self._combined(rows, residual, "add")
         return self(rows).add_(residual)
 
@@ -140,7 +141,7 @@ class Linear:
         """Return `factor * self(rows)`, elementwise."""
         if self._layout is Layout.PANELS:
             return self._by_panels(rows, Operation.MULTIPLY, factor)
-        if self._is_packed:
+        if self._layout is Layout.PACKED:
             return self._combined(rows, factor, "mul")
         return self(rows).mul_(factor)
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from splitpoint.numerics import Numerics
 from splitpoint.shapes import Encoding
-from worker_service.kernels.choice import Choice
-
-FUSED = "fused"
+from worker_service.kernels.choice import Choice, Decode, Prefill
 
 
 def obstacle(wish: str, *, is_gpu: bool, encoding: Encoding, kernels: Choice | None) -> str | None:
@@ -23,10 +21,13 @@ def obstacle(wish: str, *, is_gpu: bool, encoding: Encoding, kernels: Choice | N
         return None if wish == Numerics.INVARIANT else "a GPU is checked only if it is asked for"
     if kernels is None:
         return "no kernels were chosen"
-    for purpose, kernel in (("decode", kernels.decode), ("prefill", kernels.prefill)):
-        if kernel.value != FUSED:
+    for purpose, kernel, fused in (
+        ("decode", kernels.decode, Decode.FUSED),
+        ("prefill", kernels.prefill, Prefill.FUSED),
+    ):
+        if kernel is not fused:
             return (
                 f"{purpose} attention by {kernel.value} adds in an order of its own "
-                f"(--cpu-kernels {purpose}={FUSED})"
+                f"(--cpu-kernels {purpose}={fused.value})"
             )
     return None

@@ -71,15 +71,14 @@ class Matrix:
         self.out_features, self.in_features = weight.shape
         if int8_for is not None:
             weight = panel_gemm.packed_int8(*quantized(weight), int8_for)
-            self.size_bytes = weight.nbytes
+        elif self.layout is Layout.PANELS:
+            weight = panel_gemm.packed(weight)
         elif self.layout is Layout.PACKED:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
-            self.size_bytes = int(torch.ops.mkldnn._nbytes(weight))
-        else:
-            if self.layout is Layout.PANELS:
-                weight = panel_gemm.packed(weight)
-            self.size_bytes = weight.numel() * weight.element_size()
         self.weight = weight
+        # torch counts the elements of oneDNN's blocks, without their padding.
+        has_blocks = weight.is_mkldnn
+        self.size_bytes = int(torch.ops.mkldnn._nbytes(weight)) if has_blocks else weight.nbytes
 
     def raw(self) -> torch.Tensor:
         """Return the matrix's memory as uint8 `[size_bytes]`.
