@@ -6,20 +6,17 @@ layout. A new shape is added to it; a damaged file is measured anew.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
+from typing import Any
 
 import torch
 
-from splitpoint.host.processor import instruction_sets, processor_name
 from worker_service.kernels.choice import Layout
-from worker_service.kernels.compiled import NoKernels, cache_folder, locked
+from worker_service.kernels.compiled import NoKernels, locked
 from worker_service.kernels.row_counts import row_counts, use_row_counts
 from worker_service.model.linear import Linear
-from worker_service.profiling.records import keep
+from worker_service.profiling.records import host_facts, keep, kept, path_of
 from worker_service.weights.packing import Matrix, layout_of
 
 log = logging.getLogger(__name__)
@@ -47,56 +44,29 @@ def use_agreeing_rows(shapes: Collection[Shape], dtype: torch.dtype) -> None:
     if layout is Layout.PANELS:
         use_row_counts({})
         return
-    facts = _facts(dtype, layout)
-    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:20]
+    facts = host_facts(FORMAT, dtype, layout=layout.value, threads=torch.get_num_threads())
     try:
-        path = cache_folder() / f"rows-{digest}.json"
+        path = path_of("rows", facts)
         with locked(path.parent, "calibrating"):
-            known = read_counts(path, facts)
+            known = kept(path, facts, _counts_of) or {}
             found = {**known, **_measured(set(shapes) - set(known), dtype)}
             if len(found) > len(known):
-                _write(path, facts, found)
+                keep(path, facts, counts={f"{m}x{n}": list(found[m, n]) for m, n in found})
     except (NoKernels, OSError) as error:
         log.warning("counts of rows are not kept: %s", error)
         found = _measured(set(shapes), dtype)
     use_row_counts({shape: found[shape] for shape in shapes})
 
 
-def _facts(dtype: torch.dtype, layout: Layout) -> dict[str, object]:
-    return {
-        "format": FORMAT,
-        "processor": processor_name(),
-        "flags": sorted(instruction_sets()),
-        "torch": torch.__version__,
-        "type": str(dtype),
-        "layout": layout.value,
-        "threads": torch.get_num_threads(),
-    }
-
-
-def read_counts(path: Path, facts: Mapping[str, object]) -> dict[Shape, tuple[int, ...]]:
-    """Return the counts in a file of these facts; nothing if there is none, or it is damaged."""
-    try:
-        record = json.loads(path.read_text())
-        if record["facts"] != facts:
-            return {}
-        found: dict[Shape, tuple[int, ...]] = {}
-        for name, counts in record["counts"].items():
-            out_features, in_features = map(int, name.split("x"))
-            if not counts or not set(counts) <= set(_COUNTS) or counts != sorted(counts):
-                raise ValueError(f"counts of {name} are {counts}")
-            found[out_features, in_features] = tuple(counts)
-        return found
-    except FileNotFoundError:
-        return {}
-    except Exception as error:
-        log.warning("%s is damaged (%s): measured again", path, error)
-        return {}
-
-
-def _write(path: Path, facts: Mapping[str, object], found: Found) -> None:
-    named = {f"{rows}x{columns}": list(counts) for (rows, columns), counts in found.items()}
-    keep(path, {"facts": facts, "counts": named})
+def _counts_of(record: dict[str, Any]) -> dict[Shape, tuple[int, ...]]:
+    """Return the counts in a file's record. Raises ValueError if no measurement gives them."""
+    found: dict[Shape, tuple[int, ...]] = {}
+    for name, counts in record["counts"].items():
+        out_features, in_features = map(int, name.split("x"))
+        if not counts or not set(counts) <= set(_COUNTS) or counts != sorted(counts):
+            raise ValueError(f"counts of {name} are {counts}")
+        found[out_features, in_features] = tuple(counts)
+    return found
 
 
 @torch.inference_mode()

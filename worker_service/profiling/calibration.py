@@ -8,33 +8,27 @@ anything else is measured again.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
-from splitpoint.host.processor import AMX_BF16, instruction_sets, processor_name
+from splitpoint.host.processor import AMX_BF16, instruction_sets
 from splitpoint.numerics import Numerics
 from worker_service.kernels import paged_attention, panel_gemm
 from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, by_flags, use
-from worker_service.kernels.compiled import NoKernels, cache_folder, locked, source_digest
+from worker_service.kernels.compiled import NoKernels, locked, source_digest
 from worker_service.model import attention
 from worker_service.model.attention_plan import DecodePlan, PrefillPlan
 from worker_service.model.linear import Linear
-from worker_service.profiling.records import keep
+from worker_service.profiling.records import host_facts, keep, kept, path_of
 from worker_service.weights.packing import Matrix
 
 log = logging.getLogger(__name__)
 
 FORMAT = 3
-# Kernels that add in one order, whatever else is computed.
-ONE_ORDER = f"decode={Decode.FUSED.value},prefill={Prefill.FUSED.value}"
-ONE_LAYOUT = f"linear={Layout.PANELS.value}"
 AUTO = "auto"
 BY_FLAGS = "flags"
 
@@ -88,14 +82,22 @@ def use_kernels(
     if wish == BY_FLAGS:
         choice = flags
     else:
-        named = [] if wish == AUTO else [wish]
-        for text in named:
-            flags.parsed(text)  # a typing error costs no measurement
-        rule = _invariant(dtype) if is_invariant else []
-        # A rule for everything needs no measurement.
-        choice = flags if ONE_LAYOUT in rule else _calibrated(dtype, flags)
-        for text in [*rule, *named]:
-            choice = choice.parsed(text)
+        if wish != AUTO:
+            flags.parsed(wish)  # a typing error costs no measurement
+        rule = _of_one_order(dtype, flags, head_dims) if is_invariant else None
+        choice = rule or _calibrated(dtype, flags)
+        if wish != AUTO:
+            choice = choice.parsed(wish)
+    choice = _available(choice, flags, dtype, head_dims)
+    use(choice)
+    log.info("kernels for %s: %s", str(dtype).removeprefix("torch."), choice)
+    return choice
+
+
+def _available(
+    choice: Choice, flags: Choice, dtype: torch.dtype, head_dims: Collection[int]
+) -> Choice:
+    """Compile and load what was chosen; return torch's operators for what cannot be had."""
     if choice.decode is Decode.FUSED or choice.prefill is Prefill.FUSED:
         try:
             for head_dim in head_dims:
@@ -111,76 +113,52 @@ def use_kernels(
         except NoKernels as error:
             log.warning("weights in oneDNN's blocks: %s", error)
             choice = replace(choice, linear=Layout.PACKED)
-    use(choice)
-    log.info("kernels for %s: %s", str(dtype).removeprefix("torch."), choice)
     return choice
 
 
-def _invariant(dtype: torch.dtype) -> list[str]:
-    """Return the kernels of invariant numerics that no measurement decides.
+def _of_one_order(dtype: torch.dtype, flags: Choice, head_dims: Collection[int]) -> Choice | None:
+    """Return the kernels of invariant numerics; None if this host cannot have them.
 
-    One under load could give another layout on another host, or after a restart.
+    A measurement under load could give another layout on another host, or after a restart, so
+    it decides only where the processor has AMX.
     """
-    if not _has_compiled(dtype):
-        return []
-    return [ONE_ORDER] if AMX_BF16 in instruction_sets() else [ONE_ORDER, ONE_LAYOUT]
+    if not _has_compiled(dtype, head_dims):
+        return None
+    has_tiles = AMX_BF16 in instruction_sets()
+    layout = _calibrated(dtype, flags).linear if has_tiles else Layout.PANELS
+    return Choice(Decode.FUSED, Prefill.FUSED, layout)
 
 
 def _calibrated(dtype: torch.dtype, usual: Choice) -> Choice:
     """Return the host's choice, from its file or measured now."""
     try:
-        folder = cache_folder()
-        facts = _facts(dtype, has_compiled=_has_compiled(dtype))
-        digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:20]
-        path = folder / f"kernels-{digest}.json"
-        with locked(folder, "calibrating"):
-            choice = read_choice(path, facts, usual)
+        # A compiler that is installed later counts.
+        has_compiled = _has_compiled(dtype, [_HEAD_DIM])
+        kernels = source_digest()
+        facts = host_facts(FORMAT, dtype, has_compiled=has_compiled, kernels=kernels)
+        path = path_of("kernels", facts)
+        with locked(path.parent, "calibrating"):
+            choice = kept(path, facts, lambda record: usual.parsed(record["choice"]))
             if choice is None:
                 log.info("measuring kernels, once for this host")
-                choice = measured(dtype, usual, has_compiled=bool(facts["has_compiled"]))
-                keep(path, {"facts": facts, "choice": str(choice)})
+                choice = measured(dtype, usual, has_compiled=has_compiled)
+                keep(path, facts, choice=str(choice))
         return choice
     except (NoKernels, OSError) as error:
         log.warning("kernels are chosen by the processor's flags: %s", error)
         return usual
 
 
-def _has_compiled(dtype: torch.dtype) -> bool:
+def _has_compiled(dtype: torch.dtype, head_dims: Collection[int]) -> bool:
     """Return whether this host can have the C++ kernels; compiles them if they are not there."""
     try:
-        paged_attention.prepare(_HEAD_DIM, dtype)
+        for head_dim in head_dims:
+            paged_attention.prepare(head_dim, dtype)
         panel_gemm.prepare(dtype)
     except NoKernels as error:
         log.warning("torch's operators alone: %s", error)
         return False
     return True
-
-
-def _facts(dtype: torch.dtype, *, has_compiled: bool) -> dict[str, object]:
-    return {
-        "format": FORMAT,
-        "processor": processor_name(),
-        "flags": sorted(instruction_sets()),
-        "torch": torch.__version__,
-        "type": str(dtype),
-        # A compiler that is installed later counts.
-        "has_compiled": has_compiled,
-        "kernels": source_digest(),
-    }
-
-
-def read_choice(path: Path, facts: Mapping[str, object], usual: Choice) -> Choice | None:
-    """Return the choice in a file of these facts; None if there is none, or it is damaged."""
-    try:
-        record = json.loads(path.read_text())
-        if record["facts"] != facts:
-            return None
-        return usual.parsed(record["choice"])
-    except FileNotFoundError:
-        return None
-    except Exception as error:
-        log.warning("%s is damaged (%s): measured again", path, error)
-        return None
 
 
 @torch.inference_mode()

@@ -219,7 +219,7 @@ def test_kernels_of_invariant_numerics_follow_a_rule(
 ) -> None:
     """Whatever was measured; with AMX that decides how weights lie."""
     monkeypatch.setattr(
-        calibration, "read_choice", lambda *_: pytest.fail("read") if not has_tiles else UNLIKELY
+        calibration, "kept", lambda *_: pytest.fail("read") if not has_tiles else UNLIKELY
     )
     flags = {*instruction_sets()} - {AMX_BF16} | ({AMX_BF16} if has_tiles else set())
     monkeypatch.setattr(calibration, "instruction_sets", lambda: flags)
