@@ -5,8 +5,8 @@
 // of its weights and the sums of its values: products of query and key are summed by `sum`'s tree
 // over chains in ascending order, weights lane by lane, values in ascending rows. Parts are merged onto
 // a state one after the other, in the order of positions. A query's result depends therefore on
-// its own keys alone: not on other queries, threads, pages' places, or the steps that a prompt is
-// computed in. Sums are fp32. It is compiled for one HEAD_DIM and one ELEMENT.
+// its own keys and values alone, finite or not: not on other queries, threads, pages' places, or the
+// steps that a prompt is computed in. Sums are fp32. It is compiled for one HEAD_DIM and one ELEMENT.
 
 #include <algorithm>
 #include <cstdlib>
@@ -277,6 +277,18 @@ struct Room {
 };
 static thread_local Room room;
 
+// Rows [low, high) of a unit.
+struct Span {
+  int low, high;
+};
+
+// Rows of a block from `row` on, and the rows of a unit that one of them, each of them, and row j sees.
+struct Bunch {
+  int row;
+  Span any, every, own[BUNCH];
+  float mine[BUNCH], theirs[BUNCH];  // of `Merging`
+};
+
 // Rows of one KV head: row r is query r / group and head r % group of its heads.
 struct Block {
   const Prompt& call;
@@ -340,11 +352,10 @@ struct Block {
   void attend(int page, int start) {
     const int64_t position_of_unit = call.page_position + (int64_t)page * call.page_tokens + start;
     const int rows = std::min(ROWS, call.page_tokens - start);
-    int low = rows, high = 0;
-    bounds(0, count, position_of_unit, rows, low, high);
-    if (low >= high) return;
+    const Span any = seen(0, count, position_of_unit, rows);
+    if (any.low >= any.high) return;
     const int64_t number = call.pages[page];
-    low = low / LANES * LANES;
+    const int low = any.low / LANES * LANES, high = any.high;
     transpose(call.keys + number * call.key_page + head * call.key_head + (int64_t)start * HEAD_DIM,
               low, high);
     widen(call.values + number * call.value_page + head * call.value_head +
@@ -353,12 +364,11 @@ struct Block {
     for (int row = 0; row < count; row += BUNCH) attend_bunch(row, position_of_unit, rows);
   }
 
-  // The rows [low, high) of a unit that any of the block's rows [from, to) sees.
-  void bounds(int from, int to, int64_t unit, int rows, int& low, int& high) const {
-    const int64_t earliest = position(from), latest = position(to - 1);
-    high = (int)std::clamp<int64_t>(latest + 1 - unit, 0, rows);
-    low = 0;
-    if (call.window) low = (int)std::clamp<int64_t>(earliest + 1 - call.window - unit, 0, rows);
+  // The rows of a unit that any of the block's rows [from, to) sees.
+  Span seen(int from, int to, int64_t unit, int rows) const {
+    const int64_t behind = position(to - 1) + 1, low = position(from) + 1 - call.window;
+    const auto in_unit = [&](int64_t position) { return (int)std::clamp<int64_t>(position - unit, 0, rows); };
+    return {call.window ? in_unit(low) : 0, in_unit(behind)};
   }
 
   // Keys as [d, LINE]; rows behind the last one are 0.
@@ -391,45 +401,42 @@ struct Block {
   }
 
   void attend_bunch(int row, int64_t unit, int rows) {
-    const int last = std::min(row + BUNCH, count);
-    int low, high;
-    bounds(row, last, unit, rows, low, high);
-    if (low >= high) return;
-    const int start = low / LANES * LANES, end = (high + LANES - 1) / LANES * LANES;
+    Bunch bunch;
+    const Span any = seen(row, std::min(row + BUNCH, count), unit, rows);
+    if (any.low >= any.high) return;
+    bunch.row = row;
+    bunch.any = bunch.every = any;
+    const int start = any.low / LANES * LANES, end = (any.high + LANES - 1) / LANES * LANES;
     int vector = start;
     for (; vector + PAIR * LANES <= end; vector += PAIR * LANES) score_bunch<PAIR>(row, vector);
     for (; vector < end; vector += LANES) score_bunch<1>(row, vector);
-    float part_peaks[BUNCH], part_totals[BUNCH];
-    bool sees[BUNCH];
     for (int j = 0; j < BUNCH; j++) {
       float* own = scores + j * ROWS;
-      int own_low = rows, own_high = 0;
-      if (row + j < count) bounds(row + j, row + j + 1, unit, rows, own_low, own_high);
-      sees[j] = own_low < own_high;
-      if (!sees[j]) {
+      // Behind the block's last row there is none: what is computed for it is not read.
+      const Span span = row + j < count ? seen(row + j, row + j + 1, unit, rows) : any;
+      bunch.own[j] = span;
+      bunch.every = {std::max(bunch.every.low, span.low), std::min(bunch.every.high, span.high)};
+      if (row + j >= count || span.low >= span.high) {
         for (int i = start; i < end; i += LANES) store(own + i, Floats{});
+        bunch.mine[j] = 1;
+        bunch.theirs[j] = 0;
         continue;
       }
       if (call.cap != 0)
         for (int i = start; i < end; i += LANES) store(own + i, capped(load(own + i), call.cap));
-      hide(own, own_low, own_high, start, end);
-      weigh(own + start, end - start, part_peaks[j], part_totals[j]);
+      hide(own, span.low, span.high, start, end);
+      float peak, total;
+      weigh(own + start, end - start, peak, total);
+      const Merging merging(peaks[row + j], totals[row + j], peak, total);
+      peaks[row + j] = merging.peak;
+      totals[row + j] = merging.total;
+      bunch.mine[j] = merging.mine;
+      bunch.theirs[j] = merging.theirs;
     }
-    for (int j = 0; j < BUNCH; j++)
-      if (sees[j] && row + j < count) {
-        const Merging merging(peaks[row + j], totals[row + j], part_peaks[j], part_totals[j]);
-        peaks[row + j] = merging.peak;
-        totals[row + j] = merging.total;
-        part_peaks[j] = merging.mine;
-        part_totals[j] = merging.theirs;
-      } else {
-        part_peaks[j] = 1;
-        part_totals[j] = 0;
-      }
+    if (bunch.every.low >= bunch.every.high) bunch.every = {any.low, any.low};
     int i = 0;
-    for (; i + BESIDE <= VECTORS; i += BESIDE)
-      add_bunch<BESIDE>(row, i, low, high, part_peaks, part_totals);
-    for (; i < VECTORS; i++) add_bunch<1>(row, i, low, high, part_peaks, part_totals);
+    for (; i + BESIDE <= VECTORS; i += BESIDE) add_bunch<BESIDE>(bunch, i);
+    for (; i < VECTORS; i++) add_bunch<1>(bunch, i);
   }
 
   // Scores of BUNCH rows with P vectors of keys. `sum`'s tree, without its shuffles: lane l of all
@@ -467,20 +474,28 @@ struct Block {
 
   // Adds to N vectors of the sums of BUNCH rows those of their part.
   template <int N>
-  inline void add_bunch(int row, int vector, int low, int high, const float* mine,
-                       const float* theirs) {
+  inline void add_bunch(const Bunch& bunch, int vector) {
     Floats added[BUNCH][N] = {};
-    const float* value = values + low * WIDTH + vector * LANES;
-    for (int k = low; k < high; k++, value += WIDTH)
+    add_values<false>({bunch.any.low, bunch.every.low}, bunch, vector, added);
+    add_values<true>(bunch.every, bunch, vector, added);
+    add_values<false>({bunch.every.high, bunch.any.high}, bunch, vector, added);
+    for (int j = 0; j < BUNCH; j++)
+      for (int i = 0; i < N; i++) {
+        float* own = sums + (bunch.row + j) * WIDTH + (vector + i) * LANES;
+        store(own, multiply_add(added[j][i], all(bunch.theirs[j]), rounded(load(own) * bunch.mine[j])));
+      }
+  }
+
+  // A row that is not seen may be infinite or NaN: its weight, which is 0, would not hide it.
+  template <bool EVERY, int N>
+  inline void add_values(Span span, const Bunch& bunch, int vector, Floats (&added)[BUNCH][N]) {
+    const float* value = values + span.low * WIDTH + vector * LANES;
+    for (int k = span.low; k < span.high; k++, value += WIDTH)
       for (int i = 0; i < N; i++) {
         const Floats element = load(value + i * LANES);
         for (int j = 0; j < BUNCH; j++)
-          added[j][i] = multiply_add(element, all(scores[j * ROWS + k]), added[j][i]);
-      }
-    for (int j = 0; j < BUNCH; j++)
-      for (int i = 0; i < N; i++) {
-        float* own = sums + (row + j) * WIDTH + (vector + i) * LANES;
-        store(own, multiply_add(added[j][i], all(theirs[j]), rounded(load(own) * mine[j])));
+          if (EVERY || (bunch.own[j].low <= k && k < bunch.own[j].high))
+            added[j][i] = multiply_add(element, all(scores[j * ROWS + k]), added[j][i]);
       }
   }
 };

@@ -197,6 +197,28 @@ def test_poison_in_rows_that_are_not_seen_changes_nothing(dtype: torch.dtype, sh
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_a_value_that_is_not_finite_reaches_those_who_see_it(
+    dtype: torch.dtype, shape: Shape, value: float
+) -> None:
+    """No earlier row, and none behind its window: they are computed beside those that do."""
+    whole = Sequence(205, dtype, shape).prefilled(range(205))
+    sequence, place = Sequence(205, dtype, shape), 100
+    page, row = divmod(place, shape.chunk)
+    sequence.values[sequence.pages[page], :, row] = value
+    sequence.rows[1][place] = value
+    found = sequence.prefilled(range(205))
+    end = 205 if shape.window is None else min(205, place + shape.window)
+    assert not found[place:end].isfinite().any()
+    for some in (slice(0, place), slice(end, 205)):
+        assert torch.equal(found[some], whole[some])
+    decoded = sequence.decoded(range(205))
+    assert torch.equal(found.isnan(), decoded.isnan())
+    assert torch.equal(found.nan_to_num(), decoded.nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_streamed_tiles_give_the_bits_of_pages_on_the_device(
     dtype: torch.dtype, shape: Shape
 ) -> None:
