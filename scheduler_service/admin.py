@@ -115,6 +115,7 @@ def _facts_of(worker: ReadyWorker) -> pb.WorkerStatus:
         weight_format=info.weight_format,
         numerics=info.numerics,
         numerics_reason=info.numerics_reason,
+        numerics_digest=info.numerics_digest,
         speculation=info.speculation if info.HasField("speculation") else None,
         cache_capacity_bytes=facts.cache_capacity_bytes,
         kvstore_address=facts.kvstore_address,

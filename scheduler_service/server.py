@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -179,6 +179,7 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
     def _model_message(self) -> pb.Model:
         ready = [w.ready.facts for w in self._manager.registry.ready() if w.ready is not None]
         shape = ready[0].shape if ready else self._shape
+        digest = _common_digest(ready)
         message = pb.Model(
             name=self._shape.name,
             shape=shape_to_proto(shape),
@@ -188,7 +189,8 @@ class InferenceServicer(scheduler_pb2_grpc.InferenceServiceServicer):
             has_activations=any(facts.has_activations for facts in ready),
             chunk_tokens=ready[0].chunk_tokens if ready else 0,
             kv_encoding=encoding_to_proto(_smallest(ready)),
-            numerics=numerics_to_proto(_weakest(ready)),
+            numerics=numerics_to_proto(Numerics.INVARIANT if digest else Numerics.FAST),
+            numerics_digest=digest,
             weight_format=weight_format_to_proto(_lossiest(ready)),
         )
         methods = {method for facts in ready for method in facts.draft_methods}
@@ -207,10 +209,13 @@ def _smallest(workers: Iterable[WorkerFacts]) -> Encoding:
     return max((worker.encoding for worker in workers), key=order.index, default=Encoding.NATIVE)
 
 
-def _weakest(workers: Sequence[WorkerFacts]) -> Numerics:
-    """Return what holds for an answer of any of the workers; fast if there is no worker."""
-    is_invariant = workers and all(each.numerics is Numerics.INVARIANT for each in workers)
-    return Numerics.INVARIANT if is_invariant else Numerics.FAST
+def _common_digest(workers: Iterable[WorkerFacts]) -> str:
+    """Return the digest of all workers' numerics.
+
+    Empty if one has others, or is fast: then an answer depends on where it is computed.
+    """
+    digests = {worker.numerics_digest for worker in workers}
+    return digests.pop() if len(digests) == 1 else ""
 
 
 def _lossiest(workers: Iterable[WorkerFacts]) -> WeightFormat:

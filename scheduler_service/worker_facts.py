@@ -10,6 +10,9 @@ from splitpoint.planning.schedule import Schedule
 from splitpoint.shapes import Encoding, ModelShape, WeightFormat
 from splitpoint.speculation import PLAIN, DraftMethod, Speculation
 
+# Layout hash, and digest of the numerics. Workers of one key space can share chunks.
+KeySpace = tuple[bytes, str]
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
@@ -47,7 +50,14 @@ class WorkerFacts:
     speculation: Speculation = PLAIN
     draft_methods: frozenset[DraftMethod] = frozenset()
     numerics: Numerics = Numerics.FAST
+    # Of what decides its bits; chunk keys depend on it. Empty if they are fast.
+    numerics_digest: str = ""
     weight_format: WeightFormat = WeightFormat.NATIVE
+
+    @property
+    def key_space(self) -> KeySpace:
+        """What the keys of its chunks depend on besides tokens and tenant."""
+        return self.layout_hash, self.numerics_digest
 
     @property
     def capacity_tokens(self) -> int:

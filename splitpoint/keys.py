@@ -3,7 +3,8 @@
     key_i = SHA-256(domain || layout hash || salt || key_{i-1} || token ids)
 
 Layout hash and salt are part of every key, so another layout (another checkpoint, dtype or
-chunk size) or another tenant never has an equal key.
+chunk size) or another tenant never has an equal key. The salt of an invariant worker's keys
+depends on the digest of its numerics, too.
 """
 
 from __future__ import annotations
@@ -70,6 +71,19 @@ def tenant_salt(server_key: bytes, tenant: str, client_salt: bytes = b"") -> byt
     name = tenant.encode()
     message = len(name).to_bytes(4, "little") + name + client_salt
     return hmac.new(server_key, message, hashlib.sha256).digest()
+
+
+def numerics_salt(salt: bytes, numerics_digest: str) -> bytes:
+    """Return the salt of a worker's chunk keys, from a tenant's salt and the worker's digest.
+
+    Workers of another digest compute other bits (docs/numerics.md), so they share no chunks. An
+    empty digest is that of fast workers: they share chunks with each other, under the tenant's
+    own salt.
+    """
+    if not numerics_digest:
+        return salt
+    parts = (b"splitpoint numerics v1\0", len(salt).to_bytes(2, "little"), salt)
+    return hashlib.sha256(b"".join(parts) + numerics_digest.encode()).digest()
 
 
 def fingerprint(token_ids: Sequence[int]) -> int:

@@ -90,6 +90,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             weight_format=weight_format_to_proto(worker.engine.model.weights),
             numerics=numerics_to_proto(worker.numerics.numerics),
             numerics_reason=worker.numerics.reason,
+            numerics_digest=worker.numerics.digest,
             shares_pages=worker.engine.page_manager.shared is not None,
             speculation=_speculation_message(worker.speculation),
             emulated_link_bytes_per_second=lanes.link.bytes_per_second if lanes.link else 0.0,
@@ -218,6 +219,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 worker.engine.model.shape,
                 has_activations=layout.has_activations,
                 speculation=worker.speculation.defaults,
+                numerics_digest=worker.numerics.digest,
             )
             if admission.key in worker.runtime.live:
                 raise InvalidArgument("this attempt is running already", field="admit.request_id")

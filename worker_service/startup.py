@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,7 @@ from worker_service.lanes.lanes import EmulatedLink, Lanes
 from worker_service.lanes.select import lanes_of
 from worker_service.lanes.timeline import Trace
 from worker_service.model.decoder import Decoder
+from worker_service.numerics.digest import facts_of, numerics_digest
 from worker_service.numerics.obstacles import obstacle
 from worker_service.numerics.self_check import dependence
 from worker_service.numerics.verdict import NOT_CHECKED, WorkerNumerics, check_wish, decide
@@ -229,12 +230,8 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
             _load_engine, options, shape, layout, lanes
         )
         numerics = await asyncio.to_thread(
-            decide,
-            options.numerics,
-            obstacle=against,
-            check=partial(dependence, engine.model, layout.chunk_tokens),
+            _numerics, options.numerics, against, engine.model, layout.chunk_tokens
         )
-        log.info("numerics are %s: %s", numerics.numerics.value, numerics.reason)
         await asyncio.to_thread(_prepare, engine, description, weights, options.trace_file)
         if store is not None:
             await store.start(layout)
@@ -359,6 +356,20 @@ def _agree_on_rows(options: WorkerOptions, shape: ModelShape) -> None:
     """Let products depend on no other rows, also where the kernels at hand are torch's."""
     config = DecoderConfig.read(options.model_folder, shape.data_type)
     use_agreeing_rows(product_shapes(config), TORCH_TYPES[shape.data_type])
+
+
+def _numerics(wish: str, against: str | None, model: Decoder, page_tokens: int) -> WorkerNumerics:
+    """Check the numerics. Those that are invariant have a digest."""
+    check = partial(dependence, model, page_tokens)
+    found = decide(wish, obstacle=against, check=check)
+    log.info("numerics are %s: %s", found.numerics.value, found.reason)
+    if found.numerics is not Numerics.INVARIANT:
+        return found
+    facts = facts_of(model, page_tokens)
+    found = replace(found, digest=numerics_digest(facts))
+    # Of two workers that should be alike, the logs show what differs.
+    log.info("numerics digest %s: %s", found.digest, facts)
+    return found
 
 
 def _load_engine(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from splitpoint.errors import InvalidArgument, SplitpointError
-from splitpoint.keys import SALT_LIMIT
+from splitpoint.keys import SALT_LIMIT, numerics_salt
 from splitpoint.planning.plan import Plan, Residency, RestoreMethod
 from splitpoint.planning.split_line import SplitLine
 from splitpoint.shapes import ModelShape
@@ -38,10 +38,13 @@ def admission_from(
     *,
     has_activations: bool,
     speculation: Speculation = PLAIN,
+    numerics_digest: str = "",
 ) -> Admission:
     """Return the admission of a command. Raises InvalidArgument naming the field.
 
-    `speculation`: the worker's, for what the command leaves open.
+    Args:
+        speculation: the worker's, for what the command leaves open.
+        numerics_digest: the worker's, which its chunk keys depend on.
     """
     sampling = Sampling.from_proto(command.sampling)
     _check_tokens(command, sampling, shape)
@@ -76,7 +79,7 @@ def admission_from(
         split_line=line,
         resident_tokens=plan.resident_tokens,
         schedule=plan.schedule,
-        salt=command.tenant_salt,
+        salt=numerics_salt(command.tenant_salt, numerics_digest),
         source=_source_of(command),
         method=plan.method,
         recomputed_tokens=plan.recomputed_tokens,

@@ -294,6 +294,7 @@ class WorkerConnection:
             speculation=speculation_from_proto(info.speculation.defaults, Speculation()),
             draft_methods=frozenset(map(draft_method_from_proto, info.speculation.methods)),
             numerics=numerics_from_proto(info.numerics),
+            numerics_digest=info.numerics_digest,
             weight_format=weight_format_from_proto(info.weight_format),
         )
 

@@ -88,4 +88,4 @@ def _marks(request: Request, ledger: Ledger) -> Sequence[bytes]:
     """
     if not ledger.facts.shares_pages:
         return ()
-    return request.cached.marks.get(ledger.facts.layout_hash, ())
+    return request.cached.marks.get(ledger.facts.key_space, ())

@@ -154,13 +154,12 @@ def _plan(
 def _with_numerics(plan: Plan, numerics: Numerics) -> Plan:
     """Return the plan; its reason says how rebuilt rows compare with stored ones, if there are any.
 
-    An invariant worker computes them by its own kernels in one order; what another worker with
-    other kernels stored may differ.
+    An invariant worker finds only what workers that compute equal bits stored.
     """
     if not plan.split_tokens and not plan.recomputed_tokens:
         return plan
     if numerics is Numerics.INVARIANT:
-        compared = "equal those that workers with the same kernels stored"
+        compared = "equal the stored ones"
     else:
         compared = "may in their last bits differ from the stored ones"
     note = f"numerics are {numerics.value}: rebuilt rows {compared}"

@@ -6,14 +6,16 @@ advertises. Its instance id tells that they are one store.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from scheduler_service.prefixes.catalog import LayoutName, PrefixCatalog, PrefixQuery
 from scheduler_service.prefixes.marks import ChunkMarks, hash_chunks
-from scheduler_service.worker_facts import WorkerFacts
+from scheduler_service.worker_facts import KeySpace, WorkerFacts
 from splitpoint.config import is_local_address
 from splitpoint.discovery.entries import StoreEntry
+from splitpoint.keys import numerics_salt
 
 # Sources that a plan compares: those that hold most tokens.
 _MOST_SOURCES = 8
@@ -35,8 +37,8 @@ class CachedPrefix:
     own: Mapping[str, int] = field(default_factory=dict)
     # Stores from which the worker could fetch tokens.
     sources: Mapping[str, tuple[FetchSource, ...]] = field(default_factory=dict)
-    # Marks of the full chunks, by layout hash.
-    marks: Mapping[bytes, ChunkMarks] = field(default_factory=dict)
+    # Marks of the full chunks.
+    marks: Mapping[KeySpace, ChunkMarks] = field(default_factory=dict)
 
 
 async def find_prefix(
@@ -46,15 +48,44 @@ async def find_prefix(
     tenant_salt: bytes,
     token_ids: Sequence[int],
 ) -> CachedPrefix:
-    """Ask the catalog. `advertised`: the stores that Redis lists."""
+    """Ask the catalog. `advertised`: the stores that Redis lists.
+
+    Workers that compute other bits have other keys, so each digest is a question of its own.
+    """
+    groups: dict[str, list[WorkerFacts]] = {}
+    for worker in workers:
+        groups.setdefault(worker.numerics_digest, []).append(worker)
+    found = await asyncio.gather(
+        *(
+            _find_alike(catalog, group, advertised, numerics_salt(tenant_salt, digest), token_ids)
+            for digest, group in groups.items()
+        )
+    )
+    # No two groups have a worker or a key space in common.
+    return CachedPrefix(
+        own={name: tokens for each in found for name, tokens in each.own.items()},
+        sources={name: stores for each in found for name, stores in each.sources.items()},
+        marks={space: marks for each in found for space, marks in each.marks.items()},
+    )
+
+
+async def _find_alike(
+    catalog: PrefixCatalog,
+    workers: Sequence[WorkerFacts],
+    advertised: Sequence[StoreEntry],
+    salt: bytes,
+    token_ids: Sequence[int],
+) -> CachedPrefix:
+    """Ask for the chunks of workers with one digest, whose keys have this salt."""
     layouts = frozenset(LayoutName(w.layout_hash, w.chunk_tokens) for w in workers)
-    keys = await hash_chunks(layouts, tenant_salt, token_ids)
-    marks = {name: ChunkMarks.of(found) for name, found in keys.items()}
+    keys = await hash_chunks(layouts, salt, token_ids)
+    digest = workers[0].numerics_digest
+    marks = {(layout, digest): ChunkMarks.of(found) for layout, found in keys.items()}
     with_store = [worker for worker in workers if worker.kvstore_address]
     if not with_store:
         return CachedPrefix(marks=marks)
     query = PrefixQuery(
-        tenant_salt,
+        salt,
         token_ids,
         frozenset(LayoutName(w.layout_hash, w.chunk_tokens) for w in with_store),
         frozenset(worker.kvstore_address for worker in with_store),

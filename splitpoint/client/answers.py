@@ -206,8 +206,9 @@ class Model:
     kv_encoding: Encoding = Encoding.NATIVE
     # Methods that a ready worker can draft by.
     draft_methods: tuple[DraftMethod, ...] = ()
-    # Invariant if all its ready workers are.
+    # Invariant if all its ready workers are, and compute equal bits: have this digest.
     numerics: Numerics = Numerics.FAST
+    numerics_digest: str = ""
     # INT8 if one of its ready workers has such weights.
     weight_format: WeightFormat = WeightFormat.NATIVE
 
@@ -286,6 +287,8 @@ class Worker:
             None if unknown.
         speculation: None if unknown.
         numerics_reason: why it has these numerics; empty if unknown.
+        numerics_digest: equal for workers that compute equal bits, and so share chunks;
+            empty for fast workers, which share chunks with each other.
     """
 
     id: str
@@ -309,6 +312,7 @@ class Worker:
     speculation: WorkerSpeculation | None = None
     numerics: Numerics = Numerics.FAST
     numerics_reason: str = ""
+    numerics_digest: str = ""
     weight_format: WeightFormat = WeightFormat.NATIVE
 
 

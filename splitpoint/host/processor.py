@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 
 # Tile products of bfloat16: Intel's AMX.
 AMX_BF16 = "amx_bf16"
+# Beginnings of the flags of arithmetic, on x86 and Arm. The other flags change with the kernel
+# and its mitigations.
+_ARITHMETIC = (
+    *("amx", "avx", "f16c", "fma", "sse", "ssse"),
+    *("asimd", "bf16", "fp", "i8mm", "smef", "sve"),
+)
 
 
 @cache
@@ -21,6 +28,15 @@ def instruction_sets(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     except OSError:
         pass
     return frozenset()
+
+
+def vector_sets(flags: Collection[str] | None = None) -> frozenset[str]:
+    """Return the flags of arithmetic, which decide what a numerical library computes with.
+
+    `flags`: those of this host's processor by default.
+    """
+    given = instruction_sets() if flags is None else flags
+    return frozenset(flag for flag in given if flag.startswith(_ARITHMETIC))
 
 
 @cache

@@ -58,6 +58,7 @@ def findings_of(status: Status) -> list[Finding]:
         given_up = status.given_up.get(worker.address)
         found += [_given_up(worker, given_up)] if given_up is not None else _readiness(worker)
         found += [*_link(worker), *_predictions(worker)]
+    found += _numerics([worker for worker in status.workers if worker.ready])
     for store in status.stores:
         found += _store(store, _attached(store, status.workers))
     order = list(Severity)
@@ -212,6 +213,26 @@ def _predictions(worker: Worker) -> Iterator[Finding]:
             "see what else runs on its host and on its link; a worker that was started beside "
             "other load is measured anew when it is started again",
         )
+
+
+def _numerics(ready: Sequence[Worker]) -> Iterator[Finding]:
+    """Yield a finding if workers compute other bits than others, of which some are invariant."""
+    alike: dict[str, list[str]] = {}
+    for worker in ready:
+        alike.setdefault(worker.numerics_digest, []).append(worker.id)
+    if len(alike) < 2:
+        return
+    kinds = (
+        f"worker {', '.join(names)}: {f'invariant, digest {digest}' if digest else 'fast'}"
+        for digest, names in alike.items()
+    )
+    yield Finding(
+        Severity.WARNING,
+        "a prompt's answer depends on the worker: their kernels, torch or processors differ",
+        f"{'; '.join(kinds)}; unlike workers share no cached prefixes",
+        "give all workers one version, --numerics and --cpu-kernels, and hosts with one "
+        "processor and compiler; their logs list what each digest is of",
+    )
 
 
 def _attached(store: Store, workers: Iterable[Worker]) -> list[str]:

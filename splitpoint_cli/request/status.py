@@ -100,6 +100,7 @@ def status_json(found: Status) -> dict[str, object]:
                 "chunk_tokens": model.chunk_tokens,
                 "draft_methods": list(model.draft_methods),
                 "numerics": model.numerics.value,
+                "numerics_digest": model.numerics_digest,
                 "weight_format": model.weight_format.value,
             }
             for model in found.models
@@ -215,8 +216,9 @@ def _cache_cell(worker: Worker) -> str:
 
 
 def numerics_text(worker: Worker) -> str:
-    """Return the numerics of a worker, and why it has these."""
-    return f"numerics {worker.numerics.value}: {worker.numerics_reason}"
+    """Return the numerics of a worker, their digest if there is one, and why it has these."""
+    digest = f" {worker.numerics_digest}" if worker.numerics_digest else ""
+    return f"numerics {worker.numerics.value}{digest}: {worker.numerics_reason}"
 
 
 def speculation_text(worker: Worker) -> str:

@@ -171,6 +171,7 @@ class FakeScheduler(
                     weights="[3 of 4] layers on the host",
                     numerics=types_pb2.NUMERICS_INVARIANT,
                     numerics_reason="no operator [of 21] depends on what is beside a row",
+                    numerics_digest="00c0ffee",
                     telemetry=types_pb2.Telemetry(
                         uptime_seconds=9.5,
                         link_in_bytes=1 << 20,
@@ -185,6 +186,7 @@ class FakeScheduler(
                     address=self.script.lost_address,
                     ready=ready,
                     message="" if ready else "loading",
+                    numerics_digest="00c0ffee",
                     loss_count=2,
                     last_lost_seconds_ago=7.5,
                 ),

@@ -153,7 +153,7 @@ class WorkerDouble(worker_pb2_grpc.WorkerServiceServicer):
         self.reject_info: SplitpointError | None = None
         self.speculation: types_pb2.Speculation | None = None
         self.numerics = types_pb2.NUMERICS_UNSPECIFIED
-        self.numerics_reason = ""
+        self.numerics_reason = self.numerics_digest = ""
         self.admits: list[worker_pb2.AdmitCommand] = []
         self.cancels: list[tuple[str, int]] = []
         self.pauses: list[str] = []
@@ -221,6 +221,7 @@ class WorkerDouble(worker_pb2_grpc.WorkerServiceServicer):
             speculation=self.speculation,
             numerics=self.numerics,
             numerics_reason=self.numerics_reason,
+            numerics_digest=self.numerics_digest,
         )
 
     async def Run(self, requests: Any, context: Any) -> AsyncIterator[worker_pb2.RunResponse]:

@@ -18,6 +18,7 @@ from scheduler_doubles import (
     PROFILE,
     SHAPE,
     TOKENIZER,
+    Stack,
     Steps,
     StoreDouble,
     WorkerDouble,
@@ -498,24 +499,33 @@ async def test_the_same_request_id_attaches_or_is_taken() -> None:
 
 
 async def test_status_and_models_show_what_the_bits_of_answers_depend_on() -> None:
-    """A model's answers are as invariant as the weakest of its workers."""
-    first, second = WorkerDouble("0"), WorkerDouble("1")
+    """A model's answers are invariant if all its workers compute equal bits."""
+    first, second, third = WorkerDouble("0"), WorkerDouble("1"), WorkerDouble("2")
     first.numerics, first.numerics_reason = types_pb2.NUMERICS_INVARIANT, "nothing depends"
+    first.numerics_digest = "aa"
     second.numerics_reason = "the product up differs"
-    async with stack(first, second) as running:
+    third.numerics, third.numerics_digest = types_pb2.NUMERICS_INVARIANT, "bb"
+
+    async def model_of(running: Stack, ready: int) -> tuple[int, str]:
+        await running.until(lambda: len(running.manager.registry.ready()) == ready)
         model = (await running.inference.GetModel(scheduler_pb2.GetModelRequest())).model
-        assert model.numerics == types_pb2.NUMERICS_UNSPECIFIED
+        return model.numerics, model.numerics_digest
+
+    async with stack(first, second, third) as running:
+        assert await model_of(running, 3) == (types_pb2.NUMERICS_UNSPECIFIED, "")
         listed = await running.admin.ListWorkers(scheduler_pb2.ListWorkersRequest())
         assert {
-            each.worker_id: (each.numerics, each.numerics_reason) for each in listed.workers
+            each.worker_id: (each.numerics, each.numerics_digest, each.numerics_reason)
+            for each in listed.workers
         } == {
-            "0": (types_pb2.NUMERICS_INVARIANT, "nothing depends"),
-            "1": (types_pb2.NUMERICS_UNSPECIFIED, "the product up differs"),
+            "0": (types_pb2.NUMERICS_INVARIANT, "aa", "nothing depends"),
+            "1": (types_pb2.NUMERICS_UNSPECIFIED, "", "the product up differs"),
+            "2": (types_pb2.NUMERICS_INVARIANT, "bb", ""),
         }
         await second.kill()
-        await running.until(lambda: len(running.manager.registry.ready()) == 1)
-        model = (await running.inference.GetModel(scheduler_pb2.GetModelRequest())).model
-        assert model.numerics == types_pb2.NUMERICS_INVARIANT
+        assert await model_of(running, 2) == (types_pb2.NUMERICS_UNSPECIFIED, "")
+        await third.kill()
+        assert await model_of(running, 1) == (types_pb2.NUMERICS_INVARIANT, "aa")
 
 
 async def test_models_tokens_workers_and_plans() -> None:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitpoint.keys import chunk_key, chunk_keys, fingerprint, pack_tokens, tenant_salt
+from splitpoint.keys import (
+    chunk_key,
+    chunk_keys,
+    fingerprint,
+    numerics_salt,
+    pack_tokens,
+    tenant_salt,
+)
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=40)
 
@@ -47,6 +54,13 @@ def test_tenant_salts_cannot_be_confused() -> None:
     assert tenant_salt(key, "ab", b"c") != tenant_salt(key, "a", b"bc")
     assert tenant_salt(key, "a") != tenant_salt(b"x" * 32, "a")
     assert tenant_salt(key, "a", b"") == tenant_salt(key, "a")
+
+
+def test_unlike_numerics_and_tenants_have_salts_of_their_own() -> None:
+    salts = [b"", b"s", b"sa", b"t" * 32]
+    derived = [numerics_salt(salt, digest) for salt in salts for digest in ("", "a", "b", "ab")]
+    assert len(set(derived)) == len(derived)
+    assert numerics_salt(b"s", "") == b"s", "fast workers share chunks, as older workers do"
 
 
 def test_fingerprint_is_over_the_token_plane_form() -> None:

@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from redis_server import RedisServer
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
-from splitpoint.keys import chunk_keys
+from splitpoint.keys import chunk_keys, numerics_salt
 from splitpoint.observe import metrics
 from splitpoint.observe.meters import Meters, Reading
 from splitpoint.observe.metrics import Kind, Metric, Needs, Service, metrics_of
@@ -293,7 +293,9 @@ async def test_telemetry_comes_from_an_idle_and_from_a_busy_worker(
     async with one_worker(folder, tmp_path, shm_folder) as (worker, stub):
         runtime = worker.runtime
         # Without a Run stream the work counts all the same.
-        runtime.admit(admission("unheard", PROMPT, Sampling(max_tokens=8, ignore_eos=True)))
+        unheard = admission("unheard", PROMPT, Sampling(max_tokens=8, ignore_eos=True))
+        # What comes by the stream has this salt, and finds its chunks.
+        runtime.admit(replace(unheard, salt=numerics_salt(b"", worker.numerics.digest)))
         assert await runtime.wait_idle(30)
         assert runtime.account.generated_tokens == 8
         assert runtime.account.steps[StepKind.PREFILL] == 1

@@ -9,6 +9,7 @@ import pytest
 from splitpoint.checkpoint.config import read_config, shape_from_config
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.errors import InvalidArgument
+from splitpoint.keys import SALT_LIMIT, numerics_salt
 from splitpoint.planning.plan import RestoreMethod
 from splitpoint.speculation import PLAIN, DraftMethod, Speculation
 from splitpoint.transport.convert import method_to_proto
@@ -36,6 +37,25 @@ def admitted(worker: Speculation, **params: Any) -> Speculation:
         speculation=types_pb2.SpeculativeParams(**params),
     )
     return admission_from(command, SHAPE, has_activations=True, speculation=worker).speculation
+
+
+def test_the_salt_of_chunk_keys_depends_on_the_numerics() -> None:
+    command = worker_pb2.AdmitCommand(
+        request_id="one",
+        attempt=1,
+        prompt_token_ids=[5, 6],
+        sampling=types_pb2.SamplingParams(max_tokens=4),
+        plan=types_pb2.Plan(
+            residency=types_pb2.RESIDENCY_RESIDENT, method=method_to_proto(RestoreMethod.NONE)
+        ),
+        tenant_salt=b"s" * 128,
+    )
+    salts = {
+        digest: admission_from(command, SHAPE, has_activations=True, numerics_digest=digest).salt
+        for digest in ("", "aa", "bb")
+    }
+    assert salts == {digest: numerics_salt(b"s" * 128, digest) for digest in salts}
+    assert all(len(salt) <= SALT_LIMIT for salt in salts.values())
 
 
 def test_the_worker_fills_in_what_a_request_leaves_open() -> None:

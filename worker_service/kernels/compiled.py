@@ -146,6 +146,14 @@ def _loaded(library: Path) -> ctypes.CDLL | None:
         return None
 
 
+def content(library: ctypes.CDLL) -> str:
+    """Return a digest of a loaded library's file: of its source, the compiler, and the flags.
+
+    The same compiler makes the same file, wherever source and cache folder are.
+    """
+    return _content_digest(Path(library._name))
+
+
 def _digest_file(library: Path) -> Path:
     return library.with_suffix(".sha256")
 

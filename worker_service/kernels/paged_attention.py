@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker_service.kernels.compiled import ELEMENTS, LANES, load
+from worker_service.kernels.compiled import ELEMENTS, LANES, content, load
 
 # ROWS of the source file.
 UNIT_ROWS = 128
@@ -319,6 +319,11 @@ def _prompt(
 def prepare(head_dim: int, dtype: torch.dtype) -> None:
     """Compile and load what `attend_units` needs for these. Raises NoKernels."""
     _library(head_dim, dtype)
+
+
+def library_digest(head_dim: int, dtype: torch.dtype) -> str:
+    """Return `compiled.content` of what `prepare` loads. Raises NoKernels."""
+    return content(_library(head_dim, dtype))
 
 
 @lru_cache

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from worker_service.device.large_memory import large_zeros
-from worker_service.kernels.compiled import ELEMENTS, LANES, load
+from worker_service.kernels.compiled import ELEMENTS, LANES, content, load
 
 _POINTERS = ("rows", "weights", "scales", "bias", "other", "outputs", "packed")
 _COUNTS = ("row_stride", "other_stride", "row_count", "in_features", "out_features")
@@ -163,6 +163,11 @@ def takes(dtype: torch.dtype) -> bool:
 def prepare(dtype: torch.dtype, *, is_int8: bool = False) -> None:
     """Compile and load the kernel for rows, and weights, of this type. Raises NoKernels."""
     _library(dtype, is_int8=is_int8)
+
+
+def library_digest(dtype: torch.dtype, *, is_int8: bool = False) -> str:
+    """Return `compiled.content` of what `prepare` loads. Raises NoKernels."""
+    return content(_library(dtype, is_int8=is_int8))
 
 
 def _padded(out_features: int, in_features: int, pair: int) -> tuple[int, int]:

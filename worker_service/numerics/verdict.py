@@ -12,10 +12,15 @@ from splitpoint.options.worker import NUMERICS
 
 @dataclass(frozen=True, slots=True)
 class WorkerNumerics:
-    """What the bits of a worker's results depend on, and why, for people."""
+    """What the bits of a worker's results depend on, and why, for people.
+
+    Attributes:
+        digest: of what decides the bits (`digest.py`); empty if numerics are fast.
+    """
 
     numerics: Numerics
     reason: str
+    digest: str = ""
 
 
 NOT_CHECKED = WorkerNumerics(Numerics.FAST, "not checked")

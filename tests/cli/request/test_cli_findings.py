@@ -10,6 +10,7 @@ import pytest
 from splitpoint.client.answers import Queue, QueuedRequest, Worker
 from splitpoint.client.telemetry import RedisStatus, SchedulerStatus, Telemetry
 from splitpoint.costs.profile import Profile
+from splitpoint.numerics import Numerics
 from splitpoint.v1 import kvstore_pb2, types_pb2
 from splitpoint_cli.request.findings import Finding, Severity, findings_of
 from splitpoint_cli.request.observed import Status, Store
@@ -134,6 +135,22 @@ def test_workers_that_take_no_requests() -> None:
     assert "3 requests" in draining.why
     without = replace(status(), workers=())
     assert the_only(without).what == "the scheduler knows no worker"
+
+
+def test_workers_that_compute_other_bits() -> None:
+    first = replace(WORKER, numerics_digest="aa", numerics=Numerics.INVARIANT)
+    alike, unlike = replace(first, id="1"), replace(first, id="2", numerics_digest="bb")
+    fast = replace(WORKER, id="3")
+    assert findings_of(status(first, alike)) == []
+    assert findings_of(status(fast, replace(fast, id="4"))) == []
+    finding = the_only(status(first, alike, unlike, fast))
+    assert finding.severity is Severity.WARNING
+    assert finding.why.startswith(
+        "worker 0, 1: invariant, digest aa; worker 2: invariant, digest bb; worker 3: fast;"
+    )
+    # A worker that is away computes nothing.
+    away = replace(unlike, ready=False, draining=True)
+    assert [each.what for each in findings_of(status(first, away))] == ["worker 2 is draining"]
 
 
 def test_an_arena_that_was_lost_lately() -> None:

@@ -59,7 +59,7 @@ def sequence(
 def look_up(request: Request) -> None:
     tokens = [*request.prompt, *request.output.token_ids]
     keys = keys_by_layout([NAME], request.tenant_salt, tokens)
-    marks = {name: ChunkMarks.of(found) for name, found in keys.items()}
+    marks = {(layout, ""): ChunkMarks.of(found) for layout, found in keys.items()}
     request.cached = CachedPrefix(marks=marks)
 
 
@@ -192,7 +192,7 @@ def test_a_request_goes_where_its_beginning_is_on_the_device() -> None:
         admission.add_worker(replace(FACTS, worker_id=worker_id))
     prompt = list(range(3, 3 + 5 * CHUNK_TOKENS))
     first = sequence(0, prompt, 1)
-    marks = first.cached.marks[NAME.layout_hash]
+    marks = first.cached.marks[NAME.layout_hash, ""]
     # The digest of worker 1 has the first three chunks, and a later one that is of no use.
     admission.set_device_marks("1", [*marks[:3], marks[4]])
     admission.set_device_marks("no worker", marks)

@@ -1,0 +1,85 @@
+"""Workers that compute other bits share no chunks: each is asked for by its own keys. About 1 s."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scheduler_doubles import CHUNK_TOKENS, StoreDouble, WorkerDouble, ids_request, stack
+
+from splitpoint.keys import chunk_keys, numerics_salt, tenant_salt
+from splitpoint.v1 import kvstore_pb2, types_pb2
+
+PROMPT = [*range(3, 3 + 4 * CHUNK_TOKENS), 7]
+SALT = tenant_salt(b"k" * 32, "")
+
+
+class SaltedStore(StoreDouble):
+    """Holds tokens under each salt."""
+
+    def __init__(self, tokens: dict[bytes, int]) -> None:
+        super().__init__()
+        self.tokens = tokens
+
+    async def Match(self, request: Any, context: Any) -> kvstore_pb2.MatchResponse:
+        self.cached_tokens = self.tokens.get(request.tenant_salt, 0)
+        return await super().Match(request, context)
+
+
+def worker(name: str, digest: str, store: str = "") -> WorkerDouble:
+    double = WorkerDouble(name, kvstore_address=store)
+    double.numerics_digest = digest
+    return double
+
+
+async def test_a_store_is_asked_once_for_each_kind_of_its_workers() -> None:
+    held = {"": 16, "aa": 48, "bb": 0}
+    store = SaltedStore({numerics_salt(SALT, digest): n for digest, n in held.items()})
+    address = await store.start()
+    digests = ("", "aa", "bb", "aa")
+    workers = [worker(str(n), digest, address) for n, digest in enumerate(digests)]
+    async with stack(*workers) as running:
+        for double, digest in zip(workers, digests, strict=True):
+            request = ids_request(PROMPT, 2, worker_id=double.worker_id)
+            await running.generate(request)
+            [command] = double.admits
+            assert command.plan.cached_tokens == held[digest]
+            # The worker makes its own salt of it.
+            assert command.tenant_salt == SALT
+        wanted = [numerics_salt(SALT, digest) for digest in held]
+        assert sorted(store.salts) == sorted(wanted * len(workers))
+    await store.stop()
+
+
+async def test_a_store_of_unlike_workers_is_no_source() -> None:
+    salt = numerics_salt(SALT, "aa")
+    stores = [SaltedStore({}), SaltedStore({salt: 64}), SaltedStore({SALT: 64})]
+    addresses = [await store.start() for store in stores]
+    digests = ("aa", "aa", "bb")
+    workers = [
+        worker(str(n), digest, address)
+        for n, (digest, address) in enumerate(zip(digests, addresses, strict=True))
+    ]
+    async with stack(*workers) as running:
+        found = await running.scheduler._find_prefix(SALT, PROMPT)
+        assert found.own == {"0": 0, "1": 64, "2": 0}
+        assert [source.address for source in found.sources["0"]] == [addresses[1]]
+        assert found.sources["1"] == found.sources["2"] == ()
+        assert stores[2].salts == [numerics_salt(SALT, "bb")]
+    for store in stores:
+        await store.stop()
+
+
+async def test_what_devices_hold_is_compared_by_each_workers_keys() -> None:
+    workers = [worker("0", ""), worker("1", "aa")]
+    layout_hash = workers[1].layout.layout_hash
+    keys = chunk_keys(layout_hash, numerics_salt(SALT, "aa"), PROMPT, CHUNK_TOKENS)
+    marks = b"".join(key[:8] for key in keys)
+    async with stack(*workers) as running:
+        for double in workers:
+            double.report(types_pb2.Telemetry(uptime_seconds=1, device_chunk_marks=marks))
+        ledgers = [running.manager.admission.ledger(double.worker_id) for double in workers]
+        await running.until(lambda: all(ledger.device_marks for ledger in ledgers))
+        for double in workers:
+            await running.generate(ids_request(PROMPT, 2, worker_id=double.worker_id))
+        tokens = [double.admits[0].plan.device_tokens for double in workers]
+        assert tokens == [0, 4 * CHUNK_TOKENS]
