@@ -3,6 +3,9 @@ is computed. About 5 s, with two compilations."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from gemm_checks import SHAPES, TYPES, check_products, drawn
@@ -45,6 +48,27 @@ def test_a_row_is_off_by_half_a_scale_at_most() -> None:
     assert not codes[5].any()
     largest = weight.abs().amax(dim=1)
     torch.testing.assert_close(scales * 127, largest)
+
+
+def test_blocks_of_rows_take_little_memory_and_give_the_codes_of_rows_alone() -> None:
+    """A head of many rows has no second copy in fp32. In a process of its own, as a peak stays."""
+    program = (
+        "import resource, torch\n"
+        "from worker_service.weights.int8 import quantized\n"
+        "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "weight = torch.randn(1 << 17, 256, generator=torch.Generator().manual_seed(1))\n"
+        "quantized(weight[:9]); before = peak()\n"
+        "codes, scales = quantized(weight)\n"
+        "print(peak() - before)\n"
+        "for row in (0, 1 << 14, (1 << 14) - 1, (1 << 17) - 1):\n"
+        "    alone = quantized(weight[row : row + 1])\n"
+        "    assert torch.equal(alone[0][0], codes[row]) and alone[1][0] == scales[row]\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True, timeout=60
+    )
+    # KiB: 32 MiB of codes, and what some blocks take; the matrix has 128 MiB.
+    assert int(done.stdout) < 96 << 10
 
 
 def test_a_row_that_is_not_finite_stays_so() -> None:
