@@ -231,6 +231,24 @@ def check_image(image: str, said: Callable[[str], None]) -> None:
     said(f"{image}: no pip, one model, labels; layers of {sizes} MB, the source on top")
 
 
+def check_kernels(stack: Stack, workers: list[dict[str, Any]], said: Callable[[str], None]) -> None:
+    """Compare what the workers compute with; kernels were compiled in one of their containers."""
+    kinds = {(worker["numerics"], worker["device"]) for worker in workers}
+    expect(len(kinds) == 1, f"workers of one host compute with {sorted(kinds)}")
+    ((numerics, device),) = kinds
+    has_tiles = "amx_bf16" in Path("/proc/cpuinfo").read_text()
+    # With AMX the host's measurement decides.
+    expect(has_tiles or numerics == "invariant", f"numerics {workers[0]['numerics_reason']}")
+    compiled = compiled_count(stack)
+    expect(compiled > 0, "no worker compiled a kernel")
+    said(f"both workers: numerics {numerics}, {device}; {compiled} kernels compiled")
+
+
+def compiled_count(stack: Stack) -> int:
+    """Return how many kernels were compiled, by the logs of the workers' containers."""
+    return stack.compose("logs", "--no-color", "worker-0", "worker-1").count(": compiled ")
+
+
 def check(stack: Stack, caller: Caller, access: Path, said: Callable[[str], None]) -> None:
     run("docker", "cp", f"{stack.container('scheduler')}:/etc/splitpoint/access/.", str(access))
     cold = caller.generate("worker-0")
@@ -266,6 +284,7 @@ def check(stack: Stack, caller: Caller, access: Path, said: Callable[[str], None
     workers = sorted(worker["id"] for worker in answer["workers"])
     expect(workers == ["worker-0", "worker-1"], f"status: {workers}")
     said("no answer without a token; `splitpoint status`: ready, both workers")
+    check_kernels(stack, answer["workers"], said)
 
     check_hardening(stack)
     said("read-only roots, no capabilities, user 10001, ports on loopback, no secret in sight")
@@ -281,6 +300,7 @@ def check(stack: Stack, caller: Caller, access: Path, said: Callable[[str], None
     rules = sum(len(group["rules"]) for group in ask_prometheus(port, "rules")["groups"])
     said(f"Prometheus has every target up after {took:.1f} s; series: {series}; {rules} rules")
 
+    compiled = compiled_count(stack)
     for service in ("worker-0", "kvstore"):
         restarts = stack.inspect(service)["RestartCount"]
         stack.kill(service)
@@ -306,6 +326,7 @@ def check(stack: Stack, caller: Caller, access: Path, said: Callable[[str], None
             f"{service} killed: healthy again after {took:.1f} s, reuse by worker-0 "
             f"{served_after:.1f} s later"
         )
+    expect(compiled_count(stack) == compiled, "a worker that started again compiled again")
 
 
 def main() -> int:

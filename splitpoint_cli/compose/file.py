@@ -28,6 +28,8 @@ _COMMON = (
     f"--model {_MODEL}",
     "--dtype ${SPLITPOINT_DTYPE:-auto}",
 )
+# The store's chunks belong to one format of the weights.
+_WEIGHTS = "--weights ${SPLITPOINT_WEIGHTS:-native}"
 _REDIS_AND_METRICS = (
     "--redis redis://splitpoint@redis:6379",
     "--redis-password-file /etc/splitpoint-redis/password",
@@ -84,6 +86,7 @@ def store_command(node: Node) -> list[str]:
         "python -m kvstore_service",
         f"--listen {socket_of('kvstore')}",
         *_COMMON,
+        _WEIGHTS,
         f"--host-memory {memory if node.host_memory_bytes is None else node.host_memory_bytes}",
         "--arena /run/splitpoint-arena/arena",
         "--replace-arena",
@@ -99,6 +102,8 @@ def worker_command(name: str, device: str, node: Node) -> list[str]:
         f"--listen {socket_of(name)}",
         f"--worker-id {name}",
         *_COMMON,
+        _WEIGHTS,
+        "--numerics ${SPLITPOINT_NUMERICS:-auto}",
         f"--kvstore {socket_of('kvstore')}",
         f"--device {device}",
         *_option("--device-memory", node.device_memory_bytes),

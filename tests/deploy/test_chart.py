@@ -229,12 +229,43 @@ def test_a_worker_reaches_the_store_of_its_node() -> None:
         arguments = its_worker["containers"][0]["args"]
         assert f"--kvstore=$(HOST_IP):{port['hostPort']}" in arguments
         paths = [
-            next(volume["hostPath"]["path"] for volume in pod["volumes"] if "hostPath" in volume)
+            next(each["hostPath"]["path"] for each in pod["volumes"] if each["name"] == "arena")
             for pod in (store, its_worker)
         ]
         assert paths[0] == paths[1]
         assert its_worker["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 1
         assert found["splitpoint-worker"]["spec"]["strategy"]["rollingUpdate"]["maxSurge"] == 0
+
+
+def test_a_worker_compiles_into_a_folder_of_its_own() -> None:
+    """Kubernetes' volumes may be written by their group: a worker refuses such a folder."""
+    for case, volume in (
+        ("defaults", {"emptyDir": {}}),
+        (
+            "everything",
+            {"hostPath": {"path": "/var/lib/splitpoint-kernels", "type": "Directory"}},
+        ),
+    ):
+        (pod,) = (spec for name, spec in pods() if name == f"{case}-splitpoint-worker")
+        assert {"name": "kernels", **volume} in pod["volumes"]
+        (container,) = pod["containers"]
+        environment = {each["name"]: each.get("value") for each in container["env"]}
+        mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+        assert Path(environment["SPLITPOINT_KERNEL_CACHE"] or "").parent == Path(mounts["kernels"])
+
+
+def test_the_format_of_weights_is_one_for_store_and_workers() -> None:
+    for case, weights, numerics in (
+        ("defaults", "native", "auto"),
+        ("everything", "int8", "invariant"),
+    ):
+        parsed = {
+            container["name"]: PARSERS[container["command"][2]](container["args"])
+            for name, container in containers()
+            if name.startswith(case) and container["name"] in ("kvstore", "worker")
+        }
+        assert parsed["kvstore"].weights == parsed["worker"].weights == weights
+        assert parsed["worker"].numerics == numerics
 
 
 def test_policies_name_the_ports_of_their_pods() -> None:

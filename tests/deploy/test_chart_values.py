@@ -70,6 +70,9 @@ def test_the_schema_knows_every_value() -> None:
         {"worker": {"spread": [{"maxSkew": 1, "topologyKey": "zone"}]}},
         {"model": {"dtype": "float8"}},
         {"model": {"path": "../other"}},
+        {"model": {"weights": "int4"}},
+        {"worker": {"numerics": "exact"}},
+        {"worker": {"kernelCache": "kernels"}},
         {"kvstore": {"encoding": "int2"}},
         {"kvstore": {"hostMemory": 64}},
         {"kvstore": {"hostMemory": "much"}},
@@ -92,6 +95,8 @@ def test_the_schema_has_the_choices_and_bounds_of_the_options() -> None:
         for part in ("model", "kvstore", "worker", "scheduler")
     )
     assert tuple(model["dtype"]["enum"]) == store.DTYPE.choices
+    assert tuple(model["weights"]["enum"]) == store.WEIGHTS.choices
+    assert tuple(workers["numerics"]["enum"]) == worker.NUMERICS.choices
     assert tuple(kvstore["encoding"]["enum"]) == store.KV_ENCODING.choices
     for value, option in (
         (kvstore["chunkTokens"], store.CHUNK_TOKENS),
@@ -101,6 +106,8 @@ def test_the_schema_has_the_choices_and_bounds_of_the_options() -> None:
         assert (value["minimum"], value.get("maximum")) == (option.least, option.most)
     for part, value, default in (
         ("model", "dtype", store.DTYPE.default),
+        ("model", "weights", store.WEIGHTS.default),
+        ("worker", "numerics", worker.NUMERICS.default),
         ("kvstore", "chunkTokens", store.CHUNK_TOKENS.default),
         ("kvstore", "encoding", store.KV_ENCODING.default),
         ("worker", "maxBatch", worker.MAX_BATCH.default),

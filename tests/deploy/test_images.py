@@ -87,6 +87,17 @@ def test_labels_say_what_an_image_is(target: str) -> None:
     assert named == {"title", "description", "licenses", "version", "revision"}
 
 
+def test_cpu_workers_can_compile_their_kernels() -> None:
+    """For the processor that they run on, into a folder of their user."""
+    parent, body = STAGES["cpu"]
+    assert parent == "runtime"
+    assert re.search(r"^RUN apt-get .* g\+\+ ", body, re.M)
+    (folder,) = re.findall(r"^ENV SPLITPOINT_KERNEL_CACHE=(\S+)$", body, re.M)
+    assert f"install -d -m 0700 -o 10001 -g 10001 {folder}\n" in body
+    # It changes seldom: below torch, and with the user of the services above it.
+    assert body.index("USER 10001:10001") < body.index("COPY --from=cpu-dependencies")
+
+
 def test_the_model_is_in_an_image_once() -> None:
     for target in TARGETS:
         copies = [each for each in layers(target) if "models/" in each]

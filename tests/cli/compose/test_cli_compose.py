@@ -170,6 +170,29 @@ def test_further_arguments_come_last_and_win() -> None:
     assert (command.threads, command.max_batch) == (2, 4)
 
 
+@pytest.mark.parametrize("name", ["worker-0", "worker-1", "worker-gpu-0", "worker-gpu-1"])
+def test_numerics_and_the_format_of_weights_are_variables(name: str) -> None:
+    def commands(**environment: str) -> tuple[Any, Any]:
+        services = base(**environment)["services"]
+        services |= override(Node(2), **environment)["services"]
+        return parsed(services[name]["command"]), parsed(services["kvstore"]["command"])
+
+    worker, store = commands()
+    assert (worker.numerics, worker.weights, store.weights) == ("auto", "native", "native")
+    worker, store = commands(SPLITPOINT_NUMERICS="invariant", SPLITPOINT_WEIGHTS="int8")
+    assert (worker.numerics, worker.weights, store.weights) == ("invariant", "int8", "int8")
+
+
+def test_cpu_workers_share_a_writable_folder_of_kernels() -> None:
+    content = base()
+    stages = (ROOT / "deploy" / "Dockerfile").read_text()
+    (folder,) = re.findall(r"^ENV SPLITPOINT_KERNEL_CACHE=(\S+)$", stages, re.M)
+    for name in ("worker-0", "worker-1"):
+        assert f"kernels:{folder}" in content["services"][name]["volumes"]
+    # No tmpfs: what was compiled outlives the containers, and Docker's are mounted noexec.
+    assert content["volumes"]["kernels"] is None
+
+
 @pytest.mark.parametrize("gpus", [1, 4, 8])
 def test_a_worker_for_each_gpu(gpus: int) -> None:
     node = Node(gpus, host_memory_bytes=64 << 30, device_memory_bytes=70 << 30, max_batch=48)
