@@ -20,6 +20,13 @@ TARGETS = ("control", "cpu", "cuda")
 SOURCE = "COPY --from=source /installed /opt/splitpoint"
 
 
+def bundled() -> list[str]:
+    """Paths that the wheel takes from outside of its packages."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wheel = settings["tool"]["hatch"]["build"]["targets"]["wheel"]
+    return list(wheel["force-include"])
+
+
 def layers(stage: str) -> list[str]:
     """Instructions that make layers of an image, the lowest first."""
     if stage not in STAGES:
@@ -70,6 +77,11 @@ def test_only_torch_is_installed_without_hashes() -> None:
                     assert "--no-deps" in command
 
 
+def test_what_a_wheel_is_built_from_reaches_the_build() -> None:
+    rules = (ROOT / ".dockerignore").read_text().splitlines()
+    assert {f"!{path}" for path in bundled()} <= set(rules)
+
+
 def test_no_image_has_pip() -> None:
     for target in TARGETS:
         assert any("/usr/local/bin/pip*" in each for each in layers(target))
@@ -98,9 +110,9 @@ def test_cpu_workers_can_compile_their_kernels() -> None:
     assert body.index("USER 10001:10001") < body.index("COPY --from=cpu-dependencies")
 
 
-def test_the_model_is_in_an_image_once() -> None:
+def test_each_bundled_model_is_in_an_image_once() -> None:
     for target in TARGETS:
         copies = [each for each in layers(target) if "models/" in each]
-        assert copies == ["COPY models/stdlib-llama /models/stdlib-llama"]
+        assert copies == [f"COPY {path} /{path}" for path in bundled()]
     # What the wheel has of it becomes a link.
     assert 'ln -s /models "$bundled"' in STAGES["source"][1]
