@@ -132,6 +132,15 @@ def level_of(line: str) -> str | None:
     return words[1] if is_record else None
 
 
+def message_of(line: str) -> str:
+    """Return the message of a service's line in either format; the line if it is not a record."""
+    if level_of(line) is None:
+        return line
+    if line.startswith("{"):
+        return str(json.loads(line).get("message", line))
+    return line.partition(": ")[2] or line
+
+
 _LEVELS = frozenset(logging.getLevelNamesMapping())
 
 

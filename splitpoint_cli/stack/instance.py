@@ -1,6 +1,7 @@
 """The folder of one running stack: its locks, its sockets, and the remains of a killed `up`.
 
-There are two locks. `up` alone holds `lock`, which contains its process id. `up` and each of
+There are two locks. `up` alone holds `lock`, which contains its process id, and the address that
+its scheduler listens at, once it does. `up` and each of
 its services, which inherit the open file, hold `services`: it is free once the last of them
 has ended, in whatever way.
 """
@@ -13,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from splitpoint import config
@@ -20,7 +22,8 @@ from splitpoint.errors import Cancelled, FailedPrecondition
 
 _LOCK = "lock"
 _SERVICES = "services"
-# Of fixed length, so that one write replaces one id by another. Ids end at 2^22.
+# Of fixed length, so that one write replaces one id by another. Ids end at 2^22. The address
+# follows in a line of its own.
 _ID_DIGITS = 10
 # Longest wait for a process that has the lock to write its id, which it does at once.
 _ID_SECONDS = 2.0
@@ -39,8 +42,15 @@ class Held:
     def __init__(self, runtime: Path, lock: int) -> None:
         self._runtime = runtime
         self._lock = lock
+        self._address = ""
         os.pwrite(lock, f"{os.getpid():{_ID_DIGITS}}".encode(), 0)  # for `splitpoint down`
+        os.ftruncate(lock, _ID_DIGITS)  # no address of a killed `up`
         self.services = _open(runtime / _SERVICES)
+
+    def listens_at(self, address: str) -> None:
+        """Note the scheduler's address, by which `splitpoint down` finds the stack."""
+        self._address = address
+        os.pwrite(self._lock, f"\n{address}".encode(), _ID_DIGITS)
 
     def is_there(self) -> bool:
         """Return True if both files are still at their paths."""
@@ -60,6 +70,8 @@ class Held:
         for new, old in ((again._lock, self._lock), (again.services, self.services)):
             os.dup2(new, old, inheritable=False)
             os.close(new)
+        if self._address:
+            self.listens_at(self._address)
         return _lock_at_once(self.services)
 
 
@@ -140,10 +152,34 @@ def running_process(runtime: Path, *, seconds: float = _ID_SECONDS) -> int | Non
         time.sleep(_POLL_SECONDS)
 
 
+@dataclass(frozen=True, slots=True)
+class RunningStack:
+    """A stack whose `up` runs; `address` is empty until its scheduler listens."""
+
+    name: str
+    process_id: int
+    address: str
+
+
+def running_stacks(parent: Path) -> list[RunningStack]:
+    """Return the stacks of this user whose folders lie in `parent`, by name.
+
+    Takes no lock, which an `up` that starts in this moment would miss.
+    """
+    found = []
+    for lock in sorted(parent.glob(f"*/{_LOCK}")):
+        with suppress(OSError):  # it ended meanwhile
+            process_id, _, address = lock.read_text().partition("\n")
+            holder = _id_in(process_id)
+            if holder is not None and holder in _users_of(lock, holder):
+                found.append(RunningStack(lock.parent.name, holder, address.strip()))
+    return found
+
+
 def _id_in(text: str) -> int | None:
     """Return the id; None if the holder has not written it yet and the text is a dead one's."""
     try:
-        process_id = int(text)
+        process_id = int(text[:_ID_DIGITS])
     except ValueError:
         return None
     return process_id if Path(f"/proc/{process_id}").exists() else None
@@ -182,10 +218,10 @@ def _leftover(runtime: Path, instance: str) -> str:
     )
 
 
-def _users_of(path: Path) -> set[int]:
-    """Return the ids of other processes of this user that have the file open."""
+def _users_of(path: Path, process_id: int | None = None) -> set[int]:
+    """Return the ids of other processes of this user that have the file open; of one if given."""
     found = set()
-    for entry in Path("/proc").glob("[0-9]*"):
+    for entry in Path("/proc").glob("[0-9]*" if process_id is None else str(process_id)):
         with suppress(OSError):  # ended meanwhile, or not ours to look into
             if any(os.path.samefile(fd, path) for fd in (entry / "fd").iterdir() if fd.exists()):
                 found.add(int(entry.name))

@@ -16,7 +16,7 @@ from rich.markup import escape
 
 from splitpoint import config
 from splitpoint.errors import SplitpointError
-from splitpoint.observe.logs import LogFormat, json_line, level_of
+from splitpoint.observe.logs import LogFormat, json_line, level_of, message_of
 from splitpoint.progress import Progress
 from splitpoint.words import counted
 from splitpoint_cli.output import code_name, err, out, print_error
@@ -55,6 +55,9 @@ class Output(Protocol):
 
     def progress(self, text: str, service: str = "") -> None:
         """Show progress that needs no attention."""
+
+    def slow(self, line: LogLine) -> None:
+        """Show the last line of a service that takes long to start, unless it was shown before."""
 
     def show_tail(self, error: StartFailure) -> None:
         """Show the service's last lines, except those shown when written."""
@@ -103,6 +106,10 @@ class StackOutput:
             self._print(service, text)
         else:
             err.print(f"[dim]{text}[/dim]")
+
+    def slow(self, line: LogLine) -> None:
+        if not _is_shown(line, self._verbose):
+            self.progress(f"{message_of(line.text)} ...", line.service)
 
     def failure(self, error: StartFailure) -> None:
         self.close()
@@ -153,6 +160,10 @@ class JsonOutput:
     def progress(self, text: str, service: str = "") -> None:
         if not self._quiet:
             self._say("INFO", f"{service}: {text}" if service else text)
+
+    def slow(self, line: LogLine) -> None:
+        if not _is_shown(line, self._verbose):
+            self.progress(message_of(line.text), line.service)
 
     def show_tail(self, error: StartFailure) -> None:
         for line in error.tail:
@@ -230,6 +241,8 @@ def print_summary(stack: Stack, address: str) -> None:
     kept = " (kept on exit)" if stack.keep_arena else ""
     memory = config.format_size(stack.host_memory_bytes)
     out.print(f"Splitpoint serves {escape(stack.name)} ({shape.data_type.value}):")
+    if stack.weights.is_lossy:
+        out.print(f"  weights    {stack.weights.value}: answers are approximate (docs/memory.md)")
     out.print(f"  scheduler  {address}")
     for i, (device, worker) in enumerate(zip(stack.devices, stack.worker_addresses, strict=True)):
         out.print(f"  worker {i}   {worker} on {device}")

@@ -15,7 +15,7 @@ from splitpoint.client import AsyncClient
 from splitpoint.errors import Cancelled
 from splitpoint.transport.tls import trusting_own_server
 from splitpoint_cli.spool import spooled_output
-from splitpoint_cli.stack.child import Service, ServiceExited, ServiceNotReady, ServiceNotStarted
+from splitpoint_cli.stack.child import LogLine, Service, ServiceExited, ServiceNotReady, ServiceNotStarted
 from splitpoint_cli.stack.given_up import write_given_up
 from splitpoint_cli.stack.instance import Held, exclusive, predecessors_gone
 from splitpoint_cli.stack.keeper import Keeper
@@ -28,6 +28,8 @@ from splitpoint_cli.stack.supervisor import Supervisor
 _SERVE_SECONDS = 60.0
 # Interval of the check that the runtime folder still exists.
 _LOOK_SECONDS = 1.0
+# A service that takes longer to start is asked for its last line, again and again.
+_SLOW_SECONDS = 3.0
 
 
 class StackRunner:
@@ -75,6 +77,8 @@ class StackRunner:
             finally:
                 self.output.close()
                 self._clean_up()
+            if supervisor.is_hurried:
+                self.output.progress(self._remains())
 
     async def keep(
         self, supervisor: Supervisor, stop: asyncio.Event, limits: RestartLimits | None
@@ -172,6 +176,8 @@ class StackRunner:
         )
         scheduler = await supervisor.start(stack.scheduler)
         self.address = await self._await_ready(scheduler, "connecting")
+        if self._held is not None:
+            self._held.listens_at(self.address)
         at, identity = config.reachable_address(self.address), trusting_own_server(stack.identity)
         async with AsyncClient(at, identity=identity) as client:
             await client.wait_ready(_SERVE_SECONDS)
@@ -180,9 +186,30 @@ class StackRunner:
     async def _await_ready(self, service: Service, doing: str) -> str:
         began = time.monotonic()
         self.output.progress(f"{doing} ...", service.name)
-        address = await service.ready()
+        telling = asyncio.create_task(self._tell_what_takes_long(service))
+        try:
+            address = await service.ready()
+        finally:
+            telling.cancel()
         self.output.progress(f"ready after {time.monotonic() - began:.1f} s", service.name)
         return address
+
+    async def _tell_what_takes_long(self, service: Service) -> None:
+        """Show the last line of a service now and then; kernels that are compiled, for one."""
+        told: LogLine | None = None
+        while True:
+            await asyncio.sleep(_SLOW_SECONDS)
+            if service.tail and service.tail[-1] is not told:
+                told = service.tail[-1]
+                self.output.slow(told)
+
+    def _remains(self) -> str:
+        """Return what a stack leaves whose services were killed."""
+        arena = self._stack.arena
+        text = f"killed: requests that still ran are lost; removed {self._stack.runtime}"
+        if arena.exists():
+            return f"{text}; the arena is kept at {arena}"
+        return f"{text} and {arena.parent}: nothing is left"
 
     def _clean_up(self) -> None:
         """Remove sockets and shared memory, in whatever state the services left them."""

@@ -107,6 +107,11 @@ class Supervisor:
 
     # -- stopping -----------------------------------------------------------------
 
+    @property
+    def is_hurried(self) -> bool:
+        """True once `hurry` was called."""
+        return self._hurry.is_set()
+
     def hurry(self) -> None:
         """Stop waiting: every process that still runs gets SIGKILL."""
         self._hurry.set()
@@ -129,11 +134,13 @@ class Supervisor:
 
     async def stop_one(self, service: Service) -> None:
         """Stop one service, by SIGKILL when it takes too long; returns when it is gone."""
+        seconds = service.command.stop_seconds
         if not service.gone.is_set() and not self._hurry.is_set():
             service.terminate()
-            await self._gone_within(service, service.command.stop_seconds)
+            await self._gone_within(service, seconds)
         if not service.gone.is_set():
-            self._show(LogLine(service.name, "did not stop in time: killed", True))
+            why = "stopped at once" if self._hurry.is_set() else f"still ran after {seconds:g} s"
+            self._show(LogLine(service.name, f"{why}: killed", True))
             service.kill()
         await service.gone.wait()
 

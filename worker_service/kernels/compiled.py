@@ -166,6 +166,7 @@ def _compile(
     compiler_command: tuple[str, ...], source: Path, defined: list[str], library: Path
 ) -> None:
     """Compile to a file of another name first: what has the name is whole."""
+    log.info("compiling %s for this host's processor, once, in some seconds", source.name)
     working, unlinked = library.with_suffix(".part"), library.with_suffix(".o")
     commands = (
         [*compiler_command, *_FLAGS, *defined, "-c", str(source), "-o", str(unlinked)],

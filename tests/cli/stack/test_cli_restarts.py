@@ -322,6 +322,34 @@ def test_down_clears_what_a_killed_up_left(tmp_path: Path) -> None:
     assert not runtime_path(instance).exists()
 
 
+def test_down_finds_a_named_stack_by_its_address(tmp_path: Path) -> None:
+    log, instance = tmp_path / "log", instance_name("found")
+
+    def down(address: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "splitpoint_cli", "down", "--address", address],
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            env=child_environment({}),
+            check=False,
+        )
+
+    with stack(log, instance) as process:
+        wait_until_up(process)
+        address = f"unix:{runtime_path(instance)}/public.sock"
+        other = down("unix:/nothing/listens/here.sock")
+        assert other.returncode == 2
+        assert f"{instance} at {address}" in other.stderr
+        assert process.poll() is None
+        done = down(address)
+        assert done.returncode == 0, done.stderr
+        assert f"stopping {instance} " in done.stderr
+        process.communicate(timeout=SECONDS)
+    assert_nothing_left(log, instance)
+    assert instance not in down(address).stderr
+
+
 class FailingSupervisor:
     """Cannot start anything, as a system without a process to spare."""
 

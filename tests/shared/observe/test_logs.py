@@ -14,7 +14,7 @@ from typing import Protocol
 import pytest
 
 from splitpoint.observe import logs
-from splitpoint.observe.logs import LogFormat, LogLevel, LogOptions, for_request, level_of
+from splitpoint.observe.logs import LogFormat, LogLevel, LogOptions, for_request, level_of, message_of
 
 
 class Setup(Protocol):
@@ -121,6 +121,7 @@ def test_the_level_of_a_line_can_be_read_back(logging_to: Setup, log_format: Log
     with for_request("{}"):
         LOG.info("y")
     assert [level_of(line) for line in stream.getvalue().splitlines()] == ["ERROR", "INFO"]
+    assert [message_of(line) for line in stream.getvalue().splitlines()] == ["x", "y"]
 
 
 @pytest.mark.parametrize(
@@ -128,3 +129,4 @@ def test_the_level_of_a_line_can_be_read_back(logging_to: Setup, log_format: Log
 )
 def test_what_is_no_record_has_no_level(line: str) -> None:
     assert level_of(line) is None
+    assert message_of(line) == line
