@@ -27,6 +27,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
+# What the message of an Unavailable begins with whose server cannot be reached; `ADDRESS: REASON`
+# follows.
+CANNOT_CONNECT = "cannot connect to"
+
 
 class SplitpointError(Exception):
     """Base of every error that this project raises on purpose.

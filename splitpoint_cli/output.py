@@ -8,13 +8,12 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import unquote
 
 from google.rpc import code_pb2
 from rich.console import Console
 
 from splitpoint import errors
-from splitpoint.errors import SplitpointError
+from splitpoint.errors import CANNOT_CONNECT, SplitpointError
 
 # Results go to stdout, everything about them to stderr.
 out = Console(highlight=False, soft_wrap=True)
@@ -37,17 +36,13 @@ def print_error(error: SplitpointError) -> None:
     message = " ".join(error.message.split())
     if isinstance(error, errors.Unavailable) and (failed := _NOT_CONNECTED.search(message)):
         message = (
-            f"no scheduler answers at {unquote(failed['address'])}, is `splitpoint up` running? "
+            f"no scheduler answers at {failed['address']}, is `splitpoint up` running? "
             f"({failed['reason']})"
         )
     print(f"splitpoint: {code_name(error)}: {message}", file=sys.stderr)
 
 
-# gRPC's text: a status that is not the call's, the address once or twice, then the reason.
-_NOT_CONNECTED = re.compile(
-    r"failed to connect to all addresses; last error: \w+: (?:ipv[46]:)?(?P<address>(unix:)?.*?): "
-    r"(?:.*: )?(?P<reason>[^:]+)$"
-)
+_NOT_CONNECTED = re.compile(rf"{CANNOT_CONNECT} (?P<address>.*?): (?P<reason>[^:]+)$")
 
 
 def plain_reason(message: str) -> str:

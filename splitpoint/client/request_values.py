@@ -86,6 +86,15 @@ def text(name: str, value: Any) -> str:
     return value
 
 
+def text_or_bytes(name: str, value: Any) -> bytes:
+    """Return bytes as they are, and text in UTF-8. Raises as `filled`."""
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str):
+        raise _wrong_type(name, value, "bytes or a str")
+    return text(name, value).encode()
+
+
 def choice(name: str, value: Any, kind: type[_Enum]) -> _Enum:
     """Return the member from a member or its value. Raises as `filled`."""
     if not isinstance(value, str | kind):

@@ -51,8 +51,8 @@ class GenerateOptions(TypedDict, total=False):
     model: str | None
     # Random if absent. The same id with the same body attaches to one generation.
     request_id: str | None
-    # Narrows prefix sharing to requests with the same salt.
-    cache_salt: bytes | None
+    # Narrows prefix sharing to requests with the same salt; of a str its UTF-8 bytes.
+    cache_salt: bytes | str | None
     # Run on this worker.
     worker: str | None
     # Rebuild this many cached tokens from activations instead of the plan's.
@@ -87,6 +87,8 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
     sampling = {name: given.pop(name) for name in _SAMPLING_FIELDS & given.keys()}
     if "residency" in given:
         given["residency"] = _residency(given["residency"])
+    if "cache_salt" in given:
+        given["cache_salt"] = request_values.text_or_bytes("cache_salt", given["cache_salt"])
     if "restore" in given:
         restore = request_values.choice("restore", given.pop("restore"), RestoreMethod)
         given["restore_method"] = convert.method_to_proto(restore)

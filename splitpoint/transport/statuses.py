@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
@@ -12,6 +13,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
 
 from splitpoint.errors import (
+    CANNOT_CONNECT,
     Internal,
     InvalidArgument,
     Retryable,
@@ -135,6 +137,11 @@ _FAILURES = (
 
 # gRPC's text differs with its resolver.
 _UNRESOLVED = re.compile(r"(?:errors resolving|DNS resolution failed for) (\S+): ")
+# gRPC's text: a status that is not the call's, the address once or twice, then the reason.
+_NOT_CONNECTED = re.compile(
+    r"failed to connect to all addresses; last error: \w+: (?:ipv[46]:)?(?P<address>(unix:)?.*?): "
+    r"(?:.*: )?(?P<reason>[^:]+)$"
+)
 
 
 def _explain_failure(text: str) -> str:
@@ -146,4 +153,6 @@ def _explain_failure(text: str) -> str:
             if words in text:
                 details = f" ({text})" if words == _UNEXPLAINED else ""
                 return f"no TLS connection: {cause}{details}"
+    if match := _NOT_CONNECTED.match(text):
+        return f"{CANNOT_CONNECT} {unquote(match['address'])}: {match['reason']}"
     return text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
@@ -39,6 +40,9 @@ def status(
     ] = 0.0,
     ca: CaFile = None,
     token_file: TokenFile = None,
+    wide: Annotated[
+        bool, typer.Option("--wide", help="Show the workers' kernels and threads, too.")
+    ] = False,
     as_json: AsJson = False,
     output: OutputFile = None,
 ) -> None:
@@ -51,7 +55,9 @@ def status(
     """
     with Client(address, identity=client_identity(ca=ca, token_file=token_file)) as client:
         found = _wait_complete(client, wait)
-    hand_over(status_json(found), lambda: _print_tables(found), as_json=as_json, output=output)
+    hand_over(
+        status_json(found), lambda: _print_tables(found, wide), as_json=as_json, output=output
+    )
     code = status_exit_code(found, has_waited=wait > 0)
     if code:
         raise typer.Exit(code)
@@ -163,7 +169,8 @@ def _store_json(store: Store) -> dict[str, object]:
     }
 
 
-def _print_tables(found: Status) -> None:
+def _print_tables(found: Status, wide: bool) -> None:
+    """Print everything; within 100 columns, except for reasons and names, unless `wide`."""
     out.print(f"scheduler {found.address}: {_state(found)}")
     for finding in findings_of(found):
         _print_finding(finding)
@@ -174,30 +181,23 @@ def _print_tables(found: Status) -> None:
         table.add_row(
             worker.id,
             "draining" if worker.draining else "ready" if worker.ready else "not ready",
-            worker.device,
+            worker.device if wide else _device_name(worker),
             worker.schedule.value if worker.device else "",
             _cache_cell(worker),
             str(worker.running_count),
             plain_reason(worker.message),
         )
     print_table(table)
+    same: dict[str, list[str]] = {}
     for worker in found.workers:
-        if worker.weights:
-            out.print(f"worker {escape(worker.id)}: {escape(worker.weights)}")
-        if worker.telemetry is not None and worker.telemetry.eager_message:
-            why = escape(worker.telemetry.eager_message)
-            out.print(f"worker {escape(worker.id)}: decoding steps are no CUDA graphs: {why}")
-        if worker.speculation is not None and worker.speculation.methods:
-            out.print(f"worker {escape(worker.id)}: {escape(speculation_text(worker))}")
-        if worker.weight_format.is_lossy:
-            weights = worker.weight_format.value
-            out.print(f"worker {escape(worker.id)}: weights are {weights}: answers are approximate")
-        if worker.numerics_reason:
-            out.print(f"worker {escape(worker.id)}: {escape(numerics_text(worker))}")
+        for line in _worker_lines(worker, wide):
+            same.setdefault(line, []).append(worker.id)
+    for line, ids in same.items():
+        _print_text(f"worker{'s' if len(ids) > 1 else ''} {', '.join(ids)}: {line}")
     for store in found.stores:
-        out.print(_store_line(store))
+        _print_text(_store_line(store))
         if store.stats is not None:
-            out.print(memory_line(store.stats))
+            _print_text(memory_line(store.stats))
     waiting = counted(len(found.queue.requests), "request waits", "requests wait")
     out.print(f"queue: {waiting}, at most {found.queue.capacity:,} may")
     for request in found.queue.requests:
@@ -206,7 +206,32 @@ def _print_tables(found: Status) -> None:
             f"{request.waited_seconds:.1f} s for {format_size(request.footprint_bytes)} of device "
             f"memory: {request.reason}"
         )
-        out.print(line, markup=False)
+        _print_text(line)
+
+
+def _print_text(text: str) -> None:
+    """Print a line; a terminal gets it broken between words, anything else whole."""
+    out.print(text, markup=False, soft_wrap=not out.is_terminal)
+
+
+def _device_name(worker: Worker) -> str:
+    """Return the device without its kernels and threads."""
+    return worker.device.partition(", ")[0]
+
+
+def _worker_lines(worker: Worker, wide: bool) -> Iterator[str]:
+    """Yield what there is to say about a worker besides its row of the table."""
+    if worker.weights:
+        yield worker.weights
+    eager = worker.telemetry.eager_message if worker.telemetry is not None else ""
+    if eager and (wide or not worker.device.startswith("cpu")):
+        yield f"decoding steps are no CUDA graphs: {eager}"
+    if worker.speculation is not None and worker.speculation.methods:
+        yield speculation_text(worker)
+    if worker.weight_format.is_lossy:
+        yield f"weights are {worker.weight_format.value}: answers are approximate"
+    if worker.numerics_reason:
+        yield numerics_text(worker)
 
 
 def _cache_cell(worker: Worker) -> str:
@@ -267,7 +292,7 @@ def _store_line(store: Store) -> str:
         return f"store {store.address}: {plain_reason(store.message)}"
     hits = f"{stats.hit_token_count:,} of {counted(stats.query_token_count, 'token')} found"
     return (
-        f"store {store.address}: {stats.sealed_slot_count:,} of "
+        f"store {store.address}\n  {stats.sealed_slot_count:,} of "
         f"{counted(stats.slot_count, 'slot')} sealed, "
         f"{stats.leased_slot_count:,} leased, {hits}, arena {format_size(stats.arena_size_bytes)}"
         f"{_lossy_note(stats)}"

@@ -15,7 +15,13 @@ from splitpoint.client import AsyncClient
 from splitpoint.errors import Cancelled
 from splitpoint.transport.tls import trusting_own_server
 from splitpoint_cli.spool import spooled_output
-from splitpoint_cli.stack.child import LogLine, Service, ServiceExited, ServiceNotReady, ServiceNotStarted
+from splitpoint_cli.stack.child import (
+    LogLine,
+    Service,
+    ServiceExited,
+    ServiceNotReady,
+    ServiceNotStarted,
+)
 from splitpoint_cli.stack.given_up import write_given_up
 from splitpoint_cli.stack.instance import Held, exclusive, predecessors_gone
 from splitpoint_cli.stack.keeper import Keeper

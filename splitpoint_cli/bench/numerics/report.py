@@ -156,6 +156,8 @@ class NumericsResults:
         kernels: as they were chosen; empty on a GPU.
         numerics: what a worker says of itself at its start, and `numerics_reason` why.
         fast_kernels: likewise; the cost is not measured if they are the same.
+        error: what ended the comparison before all variants, or the cost, were through; empty:
+            nothing did.
     """
 
     shape: str
@@ -165,6 +167,7 @@ class NumericsResults:
     variants: Sequence[VariantResult]
     fast_kernels: str
     costs: Sequence[Cost]
+    error: str = ""
 
 
 def report_of(workload: NumericsWorkload, results: NumericsResults) -> dict[str, Any]:
@@ -180,7 +183,8 @@ def report_of(workload: NumericsWorkload, results: NumericsResults) -> dict[str,
         "hardware": hardware(),
         "commit": commit(),
         "reference": REFERENCE.name,
-        "equal": all(each.is_equal for each in results.variants),
+        "error": results.error,
+        "equal": not results.error and all(each.is_equal for each in results.variants),
         "variants": [_variant_json(each) for each in results.variants],
         "costs": [_cost_json(each) for each in results.costs],
     }
@@ -249,9 +253,11 @@ def _notes(report: Mapping[str, Any]) -> list[str]:
     notes = [
         report["hardware"] + (f": {report['kernels']}" if report["kernels"] else ""),
         f"all {count} variants are equal, bit for bit"
-        if not differing
+        if not differing and not report["error"]
         else f"{differing} of {count} variants differ; first: prompt and position",
     ]
+    if report["error"]:
+        notes.append(f"FAILED: {report['error']}")
     notes.append(f"a worker says {report['numerics']}: {report['numerics_reason']}")
     for cost in report["costs"]:
         notes.append(
@@ -261,6 +267,6 @@ def _notes(report: Mapping[str, Any]) -> list[str]:
         )
     if report["costs"]:
         notes.append(f"{report['cost_shape']}; fast: {report['fast_kernels']}")
-    elif report["cost_shape"]:
+    elif report["cost_shape"] and not report["error"]:
         notes.append("no cost: these are the fast kernels")
     return notes

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -20,6 +22,7 @@ from splitpoint_cli.bench.numerics.costs import measure_costs
 from splitpoint_cli.bench.numerics.host import NumericsHost
 from splitpoint_cli.bench.numerics.report import (
     Answer,
+    Cost,
     NumericsResults,
     NumericsWorkload,
     VariantResult,
@@ -28,6 +31,7 @@ from splitpoint_cli.bench.numerics.variants import BATCH, REFERENCE, Cached, Spl
 from splitpoint_cli.bench.shared.kernels import use_worker_kernels
 from splitpoint_cli.bench.shared.passages import beginnings, held_back_files
 from splitpoint_cli.bench.shared.progress import Progress
+from splitpoint_cli.output import duration_text
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.kernels.choice import in_use
@@ -43,7 +47,7 @@ LEAST_PROMPT = 8
 def run_all(workload: NumericsWorkload, progress: Progress) -> NumericsResults:
     """Compare all variants with the reference, then measure the cost.
 
-    Raises Internal if a variant did not take the way that it names.
+    What ended the comparison early, if anything, is part of the results.
     """
     device, folder = choose_device(workload.device), Path(workload.model)
     if device.type == "cpu":
@@ -61,9 +65,15 @@ def run_all(workload: NumericsWorkload, progress: Progress) -> NumericsResults:
     prompts = draw_prompts(workload, folder, config.shape.vocabulary_size)
     model = Decoder.load(folder, device, TORCH_TYPES[data_type])
     numerics = _numerics(model, workload.page_tokens)
+    error, fast_kernels = "", ""
+    costs: list[Cost] = []
     with closing(NumericsHost(model, workload)) as host:
-        results = compare_all(host, prompts, workload.prompts, progress)
-    fast_kernels, costs = measure_costs(workload, device, progress)
+        try:
+            results = compare_all(host, prompts, workload.prompts, progress)
+        except Unfinished as unfinished:
+            results, error = unfinished.results, unfinished.message
+    if not error:
+        fast_kernels, costs = measure_costs(workload, device, progress)
     return NumericsResults(
         config.shape.name,
         kernels,
@@ -72,6 +82,7 @@ def run_all(workload: NumericsWorkload, progress: Progress) -> NumericsResults:
         results,
         fast_kernels,
         costs,
+        error,
     )
 
 
@@ -99,19 +110,46 @@ def draw_prompts(workload: NumericsWorkload, folder: Path, vocabulary_size: int)
     return tuple(each[:length] for each, length in zip(whole, lengths, strict=True))
 
 
+class Unfinished(Internal):
+    """A variant failed, or did not take its way; `results` are those that were compared before."""
+
+    def __init__(self, why: str, results: list[VariantResult]) -> None:
+        super().__init__(why)
+        self.results = [each for each in results if each.answers]
+
+
 def compare_all(
     host: NumericsHost, prompts: Prompts, count: int, progress: Progress
 ) -> list[VariantResult]:
     """Return the results of all variants for the first `count` prompts.
 
     The prompts go in groups through all variants, so that the store needs room for one group.
+    Raises Unfinished.
     """
     results = [VariantResult(each) for each in variants(has_activations=host.has_activations)]
     reference = VariantResult(REFERENCE)
     groups = [range(first, min(first + BATCH, count)) for first in range(0, count, BATCH)]
     work = [(group, each) for group in groups for each in (reference, *results)]
+    try:
+        _compare(host, prompts, work, reference, progress)
+        for result in results:
+            check_work(result)
+    except Internal as error:
+        raise Unfinished(error.message, results) from error
+    return results
+
+
+def _compare(
+    host: NumericsHost,
+    prompts: Prompts,
+    work: Sequence[tuple[range, VariantResult]],
+    reference: VariantResult,
+    progress: Progress,
+) -> None:
+    """Compute groups of prompts by variants, and compare them with those by the reference."""
     wanted: dict[int, Answer] = {}
-    for group, result in progress.track("variants of groups of prompts", work):
+    began = time.monotonic()
+    for number, (group, result) in enumerate(progress.track("groups by variants", work)):
         # A smaller group is filled up with other prompts; their answers are not compared.
         filled = [index % len(prompts) for index in range(group.start, group.start + BATCH)]
         is_filled = result is reference or not result.variant.is_alone
@@ -121,9 +159,12 @@ def compare_all(
             wanted = found
         for index in group:
             result.compare(index, len(prompts[index]), found[index], wanted[index])
-    for result in results:
-        check_work(result)
-    return results
+        if not number:
+            seconds = time.monotonic() - began
+            progress.say(
+                f"the first of {len(work)} took {duration_text(seconds)}: all take about "
+                f"{duration_text(seconds * len(work))} at most; fewer --prompts take less"
+            )
 
 
 def check_work(result: VariantResult) -> None:

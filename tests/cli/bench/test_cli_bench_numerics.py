@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from tiny_models import write_tiny
 from typer.testing import CliRunner
 
 from splitpoint.errors import Internal, InvalidArgument
 from splitpoint.host.compiler import compiler
 from splitpoint.numerics import Numerics
+from splitpoint_cli.bench.decode.prompts import Prompts
 from splitpoint_cli.bench.decode.report import Run
+from splitpoint_cli.bench.numerics import runs
+from splitpoint_cli.bench.numerics.host import NumericsHost
 from splitpoint_cli.bench.numerics.report import (
     Answer,
     Cost,
@@ -24,8 +30,9 @@ from splitpoint_cli.bench.numerics.report import (
     report_of,
     table_of,
 )
-from splitpoint_cli.bench.numerics.runs import check_work
+from splitpoint_cli.bench.numerics.runs import Unfinished, check_work, compare_all
 from splitpoint_cli.bench.numerics.variants import REFERENCE, Cached, Split, Variant, variants
+from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.main import app
 
 WORKLOAD = NumericsWorkload(
@@ -119,10 +126,10 @@ def some_results() -> NumericsResults:
     equal.compare(0, 9, WANTED, WANTED)
     differing.compare(0, 9, WANTED, WANTED)
     differing.compare(2, 9, replace(WANTED, tokens=(5, 6, 8)), WANTED)
-    runs, fast = [Run(4.0, 1.0, 1, ((1,),))] * 2, [Run(3.0, 2.0, 1, ((1,),))] * 2
+    ours, fast = [Run(4.0, 1.0, 1, ((1,),))] * 2, [Run(3.0, 2.0, 1, ((1,),))] * 2
     return NumericsResults(
         *("tiny", "linear=plain", "fast", "as asked for", [equal, differing], "linear=packed"),
-        [Cost(8, 512, 4, runs, fast)],
+        [Cost(8, 512, 4, ours, fast)],
     )
 
 
@@ -141,6 +148,51 @@ def test_the_report_names_what_differs_and_what_it_costs() -> None:
     assert "1 of 2 variants differ" in str(table.caption)
     assert "3.0 x fast" in str(table.caption)
     assert [*table.columns[-1].cells] == ["", "2:2"]
+
+
+class FailingHost(NumericsHost):
+    """Answers two groups, and then fails in the third."""
+
+    def __init__(self) -> None:
+        self.has_activations = True
+        self._left = 2
+
+    def run(
+        self,
+        variant: Variant,
+        prompts: Prompts,
+        indices: Sequence[int],
+        reference: Mapping[int, Answer],
+        work: Work,
+    ) -> dict[int, Answer]:
+        self._left -= 1
+        if self._left < 0:
+            raise Internal("the store holds too little")
+        return dict.fromkeys(indices, WANTED)
+
+
+def test_what_was_compared_before_a_failure_is_kept() -> None:
+    prompts = tuple((1, 2, 3) for _ in range(16))
+    said = io.StringIO()
+    with pytest.raises(Unfinished, match="the store holds too little") as raised:
+        compare_all(FailingHost(), prompts, 4, Progress(Console(file=said)))
+    [kept] = raised.value.results
+    assert (kept.variant, kept.answers) == (variants(has_activations=True)[0], 4)
+    assert "the first of 30 took" in said.getvalue()
+
+
+def test_a_failure_is_reported_and_is_the_exit_code(
+    bundled_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = replace(some_results(), error="warm: nothing was loaded", costs=[])
+    monkeypatch.setattr(runs, "run_all", lambda *_: failed)
+    ran = CliRunner().invoke(app, ["bench", "numerics", "--model", str(bundled_model), "--json"])
+    assert ran.exit_code == 1
+    assert isinstance(ran.exception, Internal)
+    report = json.loads(ran.stdout)
+    assert (report["equal"], report["error"]) == (False, failed.error)
+    assert len(report["variants"]) == 2
+    assert f"FAILED: {failed.error}" in str(table_of(report).caption)
 
 
 def test_a_small_run_of_all_variants(tmp_path: Path) -> None:

@@ -103,7 +103,8 @@ WRONG: list[tuple[Any, Any, str]] = [
     ("a", {"temperature": True}, "temperature must be a number, not a bool"),
     ("a", {"ignore_eos": 1}, "ignore_eos must be a bool, not an int"),
     ("a", {"logprobs": True}, "logprobs must be an int, not a bool"),
-    ("a", {"cache_salt": "s"}, "cache_salt must be a bytes, not a str"),
+    ("a", {"cache_salt": 1}, "cache_salt must be bytes or a str, not an int"),
+    ("a", {"cache_salt": bytearray(b"s")}, "cache_salt must be bytes or a str, not a bytearray"),
     ("a", {"worker": 1}, "worker must be a str, not an int"),
     ("a", {"request_id": 1}, "request_id must be a str, not an int"),
     ("a", {"split": "auto"}, "split must be an int, not a str"),
@@ -167,6 +168,13 @@ def test_what_enumerations_and_numbers_may_be() -> None:
     assert not request.sampling.HasField("seed")
     same = generate_request("a", {"residency": Residency.STREAMED})
     assert same.residency == request.residency
+
+
+def test_a_salt_is_bytes_or_text_in_utf_8() -> None:
+    salts = [generate_request("a", {"cache_salt": salt}).cache_salt for salt in (b"\xff", "é", "")]
+    assert salts == [b"\xff", "é".encode(), b""]
+    with pytest.raises(errors.InvalidArgument, match="cache_salt is not valid UTF-8"):
+        generate_request("a", {"cache_salt": "\ud800"})
 
 
 def test_speculation_is_sent_as_far_as_it_is_given() -> None:

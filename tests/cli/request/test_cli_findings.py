@@ -297,13 +297,11 @@ def test_predictions_that_are_off_for_too_short_to_matter(in_steps: float, is_fo
     ("message", "plain"),
     [
         (
-            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Failed to "
-            "connect to remote host: Connection refused",
+            "cannot connect to 127.0.0.1:1: Connection refused",
             "cannot connect: Connection refused",
         ),
         (
-            "UNAVAILABLE: failed to connect to all addresses; last error: FAILED_PRECONDITION: "
-            "unix:/w: connect failed: addr: unix:/w error: No such file or directory",
+            "UNAVAILABLE: cannot connect to unix:/w: No such file or directory",
             "UNAVAILABLE: cannot connect: No such file or directory",
         ),
         ("the model is loading", "the model is loading"),

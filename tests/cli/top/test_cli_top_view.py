@@ -127,10 +127,7 @@ def test_a_low_terminal_says_that_lines_are_missing(readings: Readings) -> None:
 
 
 def test_why_a_worker_is_away_is_short() -> None:
-    message = (
-        "failed to connect to all addresses; last error: FAILED_PRECONDITION: unix:/w: connect "
-        "failed: addr: unix:/w error: No such file or directory"
-    )
+    message = "cannot connect to unix:/w: No such file or directory"
     away = dataclasses.replace(worker("0"), ready=False, message=message)
     text = shown(Frame("a:1", first(reading(1.0, away, store=stats()))), 200)
     assert "worker 0  not ready  cpu (1 thread)  cannot connect: No such file or directory" in text

@@ -14,7 +14,14 @@ from typing import Protocol
 import pytest
 
 from splitpoint.observe import logs
-from splitpoint.observe.logs import LogFormat, LogLevel, LogOptions, for_request, level_of, message_of
+from splitpoint.observe.logs import (
+    LogFormat,
+    LogLevel,
+    LogOptions,
+    for_request,
+    level_of,
+    message_of,
+)
 
 
 class Setup(Protocol):

@@ -14,7 +14,10 @@ import grpc
 import pytest
 from scheduler_doubles import MODEL_FOLDER, ROOT, WorkerDouble
 
+from splitpoint.errors import Unavailable
 from splitpoint.transport import channels
+from splitpoint.transport.statuses import error_of
+from splitpoint.transport.tls import PLAIN
 from splitpoint.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"  # and no settings after it
@@ -91,3 +94,17 @@ async def test_silent_connections_neither_stop_a_service_nor_stay(worker: str) -
 async def test_a_service_takes_all_the_descriptors_it_may_have(worker: str) -> None:
     async with scheduler(worker, 128, 512) as (process, _):
         assert resource.prlimit(process, resource.RLIMIT_NOFILE) == (512, 512)
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [("127.0.0.1:1", "Connection refused"), ("unix:/no/such", "No such file or directory")],
+)
+def test_a_server_that_is_not_there_is_named_in_plain_words(address: str, reason: str) -> None:
+    with channels.open_sync_channel(address, PLAIN) as channel:
+        stub = scheduler_pb2_grpc.InferenceServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as raised:
+            stub.Tokenize(scheduler_pb2.TokenizeRequest(text="a"), timeout=20)
+    error = error_of(raised.value)
+    assert isinstance(error, Unavailable)
+    assert error.message == f"cannot connect to {address}: {reason}"
