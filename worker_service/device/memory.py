@@ -40,6 +40,11 @@ STAGING_SHARE = 0.03
 CODEC_BYTES_PER_ELEMENT = 20
 # Share of the cache that larger pieces of prompts may take while weights cross the link.
 PREFILL_SHARE = 0.125
+# Parts of a CPU's attention that are kept at once, each of one query and one unit of pages
+# (kernels/units.py): what is more is merged meanwhile.
+ATTENTION_PARTS = 1024
+# Elements between the sums of two heads of a part are a multiple of this.
+_PART_LANES = 16
 # The largest tile of a streamed prefill, whose scores grow with the new tokens, too.
 PREFILL_TILE_PAGES = 16
 # Pages that a streamed sequence needs at all times: the one that holds its tail.
@@ -331,6 +336,15 @@ def _padding_bytes(shape: ModelShape, layout: ArenaLayout) -> int:
     return shape.page_bytes(chunk) + inputs
 
 
+def parts_bytes(shape: ModelShape, query_count: int) -> int:
+    """Return the most bytes of the parts of a CPU's attention at once, for so many queries.
+
+    Of each query at least one part is kept. A part is fp32: sums, a peak and a total for each head.
+    """
+    width = -(-shape.head_dim // _PART_LANES) * _PART_LANES
+    return max(ATTENTION_PARTS, query_count) * shape.query_head_count * 4 * (width + 2)
+
+
 def _decoding_bytes(shape: ModelShape, layout: ArenaLayout, pages: int) -> int:
     """Return the bytes of the buffers for encoded chunks, and of decoding them."""
     if not layout.encoding.is_lossy:
@@ -377,6 +391,8 @@ def _streamed_bytes(
     decode = scores + tile_pages * width * (4 + 2 * size)
     # All rows of a sequence attend a page at once.
     decode *= 1 + min(draft_tokens, MOST_SPECULATIVE_TOKENS)
+    # Or their parts, where a kernel attends pages unit by unit.
+    decode = max(decode, parts_bytes(shape, max_batch_size + draft_tokens))
     # The merged state, the tile's and their sum, in fp32, with peaks and totals.
     partials = 3 * (max_batch_size + draft_tokens + 1) * 4 * (width + 2 * shape.query_head_count)
     # The product, normed and rotated keys, angles, X that was kept; or X from token ids,

@@ -154,9 +154,7 @@ class Batch:
             raise RuntimeError("no decoding sequence in this batch")
         queries = queries[: self.decode_plan.query_count]
         if self.streamed is not None and prefetcher is not None:
-            return self.streamed.attend_decodes(
-                cache, prefetcher, index, layer, queries, self.decode_plan
-            )
+            return self.streamed.attend_decodes(cache, prefetcher, index, layer, queries)
         call = partial(
             decode_partial,
             queries,

@@ -119,17 +119,22 @@ class StreamedStep:
         tile_pages: pages of the largest tile.
         layers: the tiles of each layer, in the order in which it consumes them.
         tokens: what the layer that reads most reads; layers with sliding windows read less.
+        before: the device's own pages of decoding sequences, which are attended before the tiles;
+            None: no sequence decodes.
         decodes: the tiles of decoding sequences, for layers of each window.
-        orders: in which order the parts of these layers are merged: those of the device's own
-            pages, then those of the tiles; None: as they come.
+        behind: further device pages, which are attended after the tiles; None: there are none.
+        orders: in which order the parts of these layers are merged, if not as they come: those of
+            `before`, then those of the tiles.
     """
 
     sequences: list[Sequence]
     tile_pages: int
     layers: list[list[TileTransfer]]
     tokens: StreamedTokens
+    before: DecodePlan | None
     decodes: Mapping[Window, list[tuple[TileTransfer, DecodePlan]]]
-    orders: Mapping[Window, UnitOrder | None]
+    behind: DecodePlan | None
+    orders: Mapping[Window, UnitOrder]
 
     def attend_decodes(
         self,
@@ -138,7 +143,6 @@ class StreamedStep:
         index: int,
         layer: DecoderLayer,
         queries: torch.Tensor,
-        on_device: DecodePlan,
     ) -> torch.Tensor:
         """Attend the device's own pages and every tile; return `[N, n_q * d]`.
 
@@ -149,12 +153,15 @@ class StreamedStep:
             window=layer.window,
             scale=layer.scale,
             cap=layer.cap,
-            order=self.orders[layer.window],
+            order=self.orders.get(layer.window),
         )
-        own = partial(parts.add, cache.keys[index], cache.values[index], plan=on_device)
-        prefetcher.compute("attend", index, own)
+        own = partial(parts.add, cache.keys[index], cache.values[index])
+        if self.before is not None:
+            prefetcher.compute("attend", index, partial(own, plan=self.before))
         for tile_transfer, plan in self.decodes[layer.window]:
             prefetcher.consume(index, tile_transfer, partial(parts.add, plan=plan))
+        if self.behind is not None:
+            prefetcher.compute("attend", index, partial(own, plan=self.behind))
         return prefetcher.compute("attend", index, parts.attended)
 
     def traffic(self) -> StepTraffic:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from worker_service.device.cache import DeviceCache
@@ -26,7 +28,7 @@ from worker_service.engine.streamed import (
     query_counts,
     transfer_of,
 )
-from worker_service.kernels.units import UnitOrder, UnitView, prefills_in_units
+from worker_service.kernels.units import UnitOrder, UnitView, may_wait, prefills_in_units
 from worker_service.model.attention_plan import DecodePlan
 from worker_service.pipeline.prefetch import TileTransfer
 from worker_service.pipeline.tiles import (
@@ -62,6 +64,16 @@ class _KeptInputs:
             staging.index_copy_(0, places, planes[half].index_select(0, pages))
 
 
+@dataclass(frozen=True, slots=True)
+class _Decodes:
+    """What decoding sequences attend: see `StreamedStep`."""
+
+    before: DecodePlan | None
+    tiles: Mapping[Window, list[tuple[TileTransfer, DecodePlan]]]
+    behind: DecodePlan | None
+    orders: Mapping[Window, UnitOrder]
+
+
 class StreamedBuilder:
     """Lays out what a step reads from the store."""
 
@@ -91,10 +103,10 @@ class StreamedBuilder:
 
         `decode_plan`: for all device pages of the decoding sequences.
         """
-        planned = self._decodes(decodes)
+        planned = self._decodes(decodes, decode_plan)
         layers = [
             [
-                *(tile_transfer for tile_transfer, _ in planned[window]),
+                *(tile_transfer for tile_transfer, _ in planned.tiles[window]),
                 *(
                     tile_transfer
                     for _, prefill in prefills
@@ -111,8 +123,16 @@ class StreamedBuilder:
         widest = max(range(len(layers)), key=lambda layer: self._windows[layer] or math.inf)
         tiles = (tile_transfer.tile for tile_transfer in layers[widest])
         tokens = StreamedTokens.of(tiles, self._chunk)
-        orders = {window: _order(decode_plan, planned[window], window) for window in planned}
-        return StreamedStep(sequences, self._tile_pages, layers, tokens, planned, orders)
+        return StreamedStep(
+            sequences,
+            self._tile_pages,
+            layers,
+            tokens,
+            before=planned.before,
+            decodes=planned.tiles,
+            behind=planned.behind,
+            orders=planned.orders,
+        )
 
     def prefill(self, segment: Segment, first_row: int) -> StreamedPrefill:
         """Return what a prefill segment attends; its queries begin at `first_row`."""
@@ -137,9 +157,7 @@ class StreamedBuilder:
 
     # -- decodes ---------------------------------------------------------------------------
 
-    def _decodes(
-        self, decodes: Rows[Sequence]
-    ) -> Mapping[Window, list[tuple[TileTransfer, DecodePlan]]]:
+    def _decodes(self, decodes: Rows[Sequence], on_device: DecodePlan | None) -> _Decodes:
         pages = [
             page
             for row, sequence in enumerate(decodes)
@@ -148,12 +166,35 @@ class StreamedBuilder:
         # The first query of a sequence sees the most.
         queries = [sequence.computed for sequence in decodes]
         counts = query_counts(decodes)
+        in_order = on_device is not None and self._takes_many_parts(
+            on_device, pages, queries, counts or [1] * len(decodes)
+        )
+        make_tiles = ordered_tiles if in_order else decode_tiles
 
         def with_plans(seen: list[StoredPage]) -> list[tuple[TileTransfer, DecodePlan]]:
-            tile_transfers = self._transfers(seen, decodes, self._tile_pages, decode_tiles)
+            tile_transfers = self._transfers(seen, decodes, self._tile_pages, make_tiles)
             return [(each, self._plan_of(each.tile, queries, counts)) for each in tile_transfers]
 
-        return self._by_window(pages, queries, with_plans)
+        tiles = self._by_window(pages, queries, with_plans)
+        if on_device is None or not in_order:
+            return _Decodes(on_device, tiles, None, _orders(on_device, tiles))
+        borders = [sequence.stored_range.start * self._chunk for sequence in decodes]
+        before, behind = _halves(on_device, np.repeat(borders, counts or 1))
+        return _Decodes(before, tiles, behind, {})
+
+    def _takes_many_parts(
+        self,
+        on_device: DecodePlan,
+        pages: Rows[StoredPage],
+        queries: Rows[int],
+        counts: Rows[int],
+    ) -> bool:
+        """Return True if a layer's parts must be merged as they come: see `UnitParts`."""
+        views = [view for view in on_device.views.values() if isinstance(view, UnitView)]
+        widest = max(self._windows, key=lambda window: window or math.inf)
+        read = sum(counts[page.reader] for page in self._seen(pages, queries, widest))
+        own = max((len(view.owners) for view in views), default=0)
+        return bool(views) and not may_wait(read, self._chunk, own)
 
     def _plan_of(self, tile: Tile, queries: list[int], counts: list[int] | None) -> DecodePlan:
         return DecodePlan.of_pages(
@@ -193,16 +234,22 @@ class StreamedBuilder:
         made: dict[int, Result] = {}
         by_window: dict[Window, Result] = {}
         for window in set(self._windows):
-            seen = [
-                page
-                for page in pages
-                if is_seen(window, queries[page.reader], page.first_position + self._chunk - 1)
-            ]
+            seen = self._seen(pages, queries, window)
             # A larger window sees more of each sequence, so equal counts are equal pages.
             if len(seen) not in made:
                 made[len(seen)] = make(seen)
             by_window[window] = made[len(seen)]
         return by_window
+
+    def _seen(
+        self, pages: Iterable[StoredPage], queries: Rows[int], window: Window
+    ) -> list[StoredPage]:
+        last = self._chunk - 1
+        return [
+            page
+            for page in pages
+            if is_seen(window, queries[page.reader], page.first_position + last)
+        ]
 
     def _transfers(
         self,
@@ -275,12 +322,31 @@ class StreamedBuilder:
         return self._upload.table(list(values))
 
 
-def _order(
-    on_device: DecodePlan | None, tiles: list[tuple[TileTransfer, DecodePlan]], window: Window
-) -> UnitOrder | None:
-    """Return the order of the units of all plans, in which they are attended; None: no units."""
+def _orders(
+    on_device: DecodePlan | None,
+    tiles: Mapping[Window, list[tuple[TileTransfer, DecodePlan]]],
+) -> dict[Window, UnitOrder]:
+    """Return the orders of the units of all plans, in which they are attended; none: no units."""
     if on_device is None:
-        return None
-    plans = [on_device, *(plan for _, plan in tiles)]
-    units = [view for plan in plans if isinstance(view := plan.views[window], UnitView)]
-    return UnitOrder.of(units, on_device.query_count) if units else None
+        return {}
+    orders = {}
+    for window, planned in tiles.items():
+        views = [plan.views[window] for plan in (on_device, *(plan for _, plan in planned))]
+        units = [view for view in views if isinstance(view, UnitView)]
+        if units:
+            orders[window] = UnitOrder.of(units, on_device.query_count)
+    return orders
+
+
+def _halves(plan: DecodePlan, borders: npt.NDArray[np.int64]) -> tuple[DecodePlan, DecodePlan]:
+    """Return the units before position `borders[b]` of each query b, and those behind."""
+    halves = {
+        window: view.halves(borders)
+        for window, view in plan.views.items()
+        if isinstance(view, UnitView)
+    }
+    before, behind = (
+        replace(plan, views={window: both[half] for window, both in halves.items()})
+        for half in (0, 1)
+    )
+    return before, behind

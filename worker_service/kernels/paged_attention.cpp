@@ -136,18 +136,21 @@ struct Units {
   const Element *queries, *keys, *values;
   // Of units: their page, its rows [low, high), and the query that reads them.
   const int32_t *pages, *lows, *highs, *owners;
-  // Units order[groups[i]] ... order[groups[i + 1] - 1] are of one page.
+  // Units order[groups[i]] ... order[groups[i + 1] - 1] are of one page and of one round.
   const int32_t *order, *groups;
-  // Of parts: sums [., n_q, WIDTH], peaks and totals [., n_q].
+  // Round r attends the groups from cuts[r] to cuts[r + 1]. Then it merges, of each query's units,
+  // those from number ranks[r] to ranks[r + 1].
+  const int32_t *cuts, *ranks;
+  // Of parts: sums [., n_q, WIDTH], peaks and totals [., n_q]. The next round's take their places.
   float *part_sums, *part_peaks, *part_totals;
-  // Query q has the parts listing[firsts[q]] ... listing[firsts[q + 1] - 1], in order of positions;
-  // without a listing those of these numbers.
-  const int32_t *listing, *firsts;
-  // Of queries: sums [., n_q, d], peaks and totals [., n_q]. Null: parts are not merged yet.
+  // Query q has units firsts[q] ... firsts[q + 1] - 1, in the order of positions; places: of parts.
+  const int32_t *places, *firsts;
+  // The queries' state, sums [., n_q, d], peaks and totals [., n_q]: read and written. Null: parts
+  // are not merged yet.
   float *sums, *peaks, *totals;
   // Elements between pages, and between heads, of keys and of values.
   int64_t key_page, key_head, value_page, value_head;
-  int32_t group_count, query_count, query_heads, kv_heads, threads;
+  int32_t round_count, query_count, query_heads, kv_heads, threads;
   float scale, cap;  // 0: no cap
 };
 
@@ -165,7 +168,7 @@ static void attend_heads(const Units& call, int n, int head, int first) {
   const int low = call.lows[n], high = call.highs[n], start = low / LANES * LANES;
   const int count = (high - start + LANES - 1) / LANES * LANES;
   score<H>(keys + (int64_t)low * HEAD_DIM, queries, high - low, scores + low - start);
-  const int64_t place = (int64_t)n * call.query_heads + first;
+  const int64_t place = (int64_t)call.places[n] * call.query_heads + first;
   for (int h = 0; h < H; h++) {
     float* own = scores + h * ROWS;
     hide(own, low - start, high - start, 0, count);
@@ -191,19 +194,22 @@ static void attend_unit(const Units& call, int n, int head) {
   }
 }
 
-static void merge(const Units& call, int query, int head) {
-  float peak = LEAST, total = 0;
+static void merge(const Units& call, int round, int query, int head) {
+  const int begin = call.firsts[query] + call.ranks[round];
+  const int end = std::min(call.firsts[query] + call.ranks[round + 1], call.firsts[query + 1]);
+  if (begin >= end) return;
+  const int64_t row = (int64_t)query * call.query_heads + head;
+  float peak = call.peaks[row], total = call.totals[row];
   Floats sums[VECTORS] = {};
-  for (int n = call.firsts[query]; n < call.firsts[query + 1]; n++) {
-    const int64_t part = call.listing ? call.listing[n] : n;
-    const int64_t place = part * call.query_heads + head;
+  memcpy(sums, call.sums + row * HEAD_DIM, HEAD_DIM * sizeof(float));
+  for (int n = begin; n < end; n++) {
+    const int64_t place = (int64_t)call.places[n] * call.query_heads + head;
     const Merging merging(peak, total, call.part_peaks[place], call.part_totals[place]);
     peak = merging.peak;
     total = merging.total;
     for (int i = 0; i < VECTORS; i++)
       sums[i] = merging(sums[i], load(call.part_sums + place * WIDTH + i * LANES));
   }
-  const int64_t row = (int64_t)query * call.query_heads + head;
   memcpy(call.sums + row * HEAD_DIM, sums, HEAD_DIM * sizeof(float));
   call.peaks[row] = peak;
   call.totals[row] = total;
@@ -214,17 +220,18 @@ static void merge(const Units& call, int query, int head) {
 extern "C" void attend_units(const Units* given) {
   const Units& call = *given;
 #pragma omp parallel num_threads(call.threads)
-  {
+  for (int round = 0; round < call.round_count; round++) {
+    const int first = call.cuts[round], count = call.cuts[round + 1] - first;
 #pragma omp for schedule(dynamic, 8)
-    for (int task = 0; task < call.group_count * call.kv_heads; task++) {
-      const int group = task / call.kv_heads, head = task % call.kv_heads;
+    for (int task = 0; task < count * call.kv_heads; task++) {
+      const int group = first + task / call.kv_heads, head = task % call.kv_heads;
       for (int i = call.groups[group]; i < call.groups[group + 1]; i++)
         attend_unit(call, call.order[i], head);
     }
     if (call.sums) {
 #pragma omp for schedule(static)
       for (int row = 0; row < call.query_count * call.query_heads; row++)
-        merge(call, row / call.query_heads, row % call.query_heads);
+        merge(call, round, row / call.query_heads, row % call.query_heads);
     }
   }
 }

@@ -18,10 +18,15 @@ from worker_service.kernels.compiled import ELEMENTS, LANES, content, load
 UNIT_ROWS = 128
 _POINTERS = (
     *("queries", "keys", "values", "pages", "lows", "highs", "owners", "order", "groups"),
-    *("part_sums", "part_peaks", "part_totals", "listing", "firsts", "sums", "peaks", "totals"),
+    *("cuts", "ranks", "part_sums", "part_peaks", "part_totals", "places", "firsts"),
+    *("sums", "peaks", "totals"),
+)
+_TABLES = (
+    *("pages", "lows", "highs", "owners", "firsts"),
+    *("order", "groups", "cuts", "ranks", "places"),
 )
 _STRIDES = ("key_page", "key_head", "value_page", "value_head")
-_COUNTS = ("group_count", "query_count", "query_heads", "kv_heads", "threads")
+_COUNTS = ("round_count", "query_count", "query_heads", "kv_heads", "threads")
 _PROMPT_POINTERS = (*("queries", "keys", "values", "pages", "sums", "peaks", "totals", "attended"),)
 _PROMPT_COUNTS = (
     *("page_count", "page_tokens", "query_count", "query_heads", "kv_heads"),
@@ -60,13 +65,18 @@ class Units(Protocol):
     """What B queries read, in U units of one query each, all int32: `UnitView`.
 
     A unit is at most UNIT_ROWS rows of a page: those between two multiples of it. A query's units
-    are neighbours, in the order of their positions.
+    are neighbours, in the order of their positions. They are attended in R rounds, each of which
+    merges its parts before the next one's take their memory.
 
     Attributes:
         pages, lows, highs, owners: `[U]`, query `owners[i]` reads the rows [low, high).
         firsts: `[B + 1]`, query b has units [firsts[b], firsts[b + 1]).
-        order: `[U]`, all units; those of the same page are neighbours.
+        order: `[U]`, all units by round; those of the same page are neighbours.
         groups: `[G + 1]`, the bounds of these neighbours in `order`.
+        cuts: `[R + 1]`, round r has the groups [cuts[r], cuts[r + 1]),
+        ranks: `[R + 1]`, and of each query's units those of numbers [ranks[r], ranks[r + 1]).
+        places: `[U]`, where in its round's parts that of each unit is.
+        room: parts of the largest round.
     """
 
     @property
@@ -83,6 +93,28 @@ class Units(Protocol):
     def order(self) -> torch.Tensor: ...
     @property
     def groups(self) -> torch.Tensor: ...
+    @property
+    def cuts(self) -> torch.Tensor: ...
+    @property
+    def ranks(self) -> torch.Tensor: ...
+    @property
+    def places(self) -> torch.Tensor: ...
+    @property
+    def room(self) -> int: ...
+
+
+class PartOrder(Protocol):
+    """In which order parts are merged that are numbered as they come, int32: `UnitOrder`.
+
+    Attributes:
+        listing: `[U]`, the parts' numbers, by query and then by position.
+        firsts: `[B + 1]`, query b has those of `listing[firsts[b] : firsts[b + 1]]`.
+    """
+
+    @property
+    def listing(self) -> torch.Tensor: ...
+    @property
+    def firsts(self) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,27 +156,23 @@ def attend_units(
 
     Raises NoKernels, if the kernel for this type and d cannot be compiled.
     """
-    parts = _Parts(len(units.owners), queries)
-    fields, kept = _attended(units, queries, keys, values, scale, cap)
-    return _merged(queries, fields | parts.fields() | {"firsts": units.firsts.data_ptr()}, kept)
+    state = _state(queries)
+    _attend(units, queries, keys, values, scale, cap, _Parts(units.room, queries).fields(), state)
+    return state
 
 
 class UnitParts:
-    """Parts of the attention of queries `[B, n_q, d]`, from pages of several planes.
+    """Attention of queries `[B, n_q, d]` over pages of several planes, in the order of positions.
 
-    They are merged once all are there: in the order of positions, however they came.
+    Units that come in this order are merged as they come. Those of an order that says otherwise
+    are kept until all are there.
     """
 
-    def __init__(self, queries: torch.Tensor, listing: torch.Tensor, firsts: torch.Tensor) -> None:
-        """Make room for U units, which are numbered as they are added.
-
-        Args:
-            listing: int32 `[U]`, the units' numbers, by query and then by position.
-            firsts: int32 `[B + 1]`, query b has those of `listing[firsts[b] : firsts[b + 1]]`.
-        """
-        self._queries, self._listing, self._firsts = queries, listing, firsts
-        self._parts = _Parts(len(listing), queries)
-        self._count = 0
+    def __init__(self, queries: torch.Tensor, order: PartOrder | None) -> None:
+        """`order`: of all units that will be added, one view after the other."""
+        self._queries, self._order = queries, order
+        self._kept = None if order is None else _Parts(len(order.listing), queries)
+        self._state, self._count = _state(queries), 0
 
     def add(
         self,
@@ -156,18 +184,28 @@ class UnitParts:
         cap: float | None,
     ) -> None:
         """Attend the next units: see `attend_units`. Raises ValueError if there is no room."""
+        parts, state = self._kept, None
         first, self._count = self._count, self._count + len(units.owners)
-        if self._count > len(self._listing):
-            raise ValueError(f"{self._count} units where {len(self._listing)} were planned")
-        fields, kept = _attended(units, self._queries, keys, values, scale, cap)
-        _call(self._queries, fields | self._parts.fields(first), kept)
+        if parts is None:
+            parts, state, first = _Parts(units.room, self._queries), self._state, 0
+        elif self._count > parts.count or len(units.cuts) > 2:
+            raise ValueError(f"{self._count} units where {parts.count} were planned")
+        fields = parts.fields(first)
+        _attend(units, self._queries, keys, values, scale, cap, fields, state)
 
     def merged(self) -> Partial:
         """Return the attention over all units. Raises ValueError if some are missing."""
-        if self._count != len(self._listing):
-            raise ValueError(f"{self._count} units where {len(self._listing)} were planned")
-        tables = {"listing": self._listing.data_ptr(), "firsts": self._firsts.data_ptr()}
-        return _merged(self._queries, self._parts.fields() | tables, [])
+        if self._kept is None or self._order is None:
+            return self._state
+        if self._count != self._kept.count:
+            raise ValueError(f"{self._count} units where {self._kept.count} were planned")
+        tables = {"places": self._order.listing, "firsts": self._order.firsts}
+        fields = self._kept.fields() | _state_fields(self._state)
+        # One round, which attends nothing more.
+        ends = torch.tensor([[0, 0], [0, self._count]], dtype=torch.int32)
+        rounds = {"cuts": ends[0], "ranks": ends[1]}
+        _call(self._queries, fields | tables | rounds, {"round_count": 1})
+        return self._state
 
 
 class _Parts:
@@ -175,35 +213,51 @@ class _Parts:
 
     def __init__(self, count: int, queries: torch.Tensor) -> None:
         _, heads, width = queries.shape
+        self.count = count
         self._sums = torch.empty(count, heads, -(-width // LANES) * LANES)
         self._peaks, self._totals = torch.empty(2, count, heads).unbind()
 
-    def fields(self, first: int = 0) -> dict[str, Any]:
-        """Return the places of the parts from number `first` on."""
+    def fields(self, first: int = 0) -> dict[str, torch.Tensor]:
+        """Return the tensors of the parts from number `first` on."""
         names = ("part_sums", "part_peaks", "part_totals")
         rooms = (self._sums, self._peaks, self._totals)
-        return {name: room[first:].data_ptr() for name, room in zip(names, rooms, strict=True)}
+        return {name: room[first:] for name, room in zip(names, rooms, strict=True)}
 
 
-def _attended(
+def _attend(
     units: Units,
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     scale: float,
     cap: float | None,
-) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """Return the fields of a call that attends units, and tensors that it must keep."""
+    parts: dict[str, torch.Tensor],
+    state: Partial | None,
+) -> None:
+    """Attend units, and merge their parts onto the state, if one is given."""
     queries, keys, values = queries.contiguous(), _with_rows(keys), _with_rows(values)
-    tables = ("pages", "lows", "highs", "owners", "order", "groups")
-    fields = {
-        **{name: getattr(units, name).data_ptr() for name in tables},
-        **_plane_fields(queries, keys, values),
-        "group_count": len(units.groups) - 1,
-        "scale": scale,
-        "cap": cap or 0.0,
-    }
-    return fields, [queries, keys, values]
+    tables = {name: getattr(units, name) for name in _TABLES} | parts
+    _call(
+        queries,
+        tables if state is None else tables | _state_fields(state),
+        {
+            **_plane_fields(queries, keys, values),
+            "round_count": len(units.cuts) - 1,
+            "scale": scale,
+            "cap": cap or 0.0,
+        },
+    )
+
+
+def _state(queries: torch.Tensor) -> Partial:
+    """Return the attention of queries `[B, n_q, d]` over nothing."""
+    count, heads, width = queries.shape
+    peaks = torch.full((count, heads), _LEAST)
+    return torch.zeros(count, heads, width), peaks, torch.zeros(count, heads)
+
+
+def _state_fields(state: Partial) -> dict[str, torch.Tensor]:
+    return dict(zip(("sums", "peaks", "totals"), state, strict=True))
 
 
 def _plane_fields(
@@ -221,21 +275,18 @@ def _plane_fields(
     }
 
 
-def _merged(queries: torch.Tensor, fields: dict[str, Any], kept: list[torch.Tensor]) -> Partial:
-    """Call with these fields, and return the merged parts of each query."""
+def _call(
+    queries: torch.Tensor, tensors: Mapping[str, torch.Tensor], fields: Mapping[str, Any]
+) -> None:
+    """Run the kernel with the places of these tensors, which live until it has ended."""
     count, heads, width = queries.shape
-    sums = torch.empty(count, heads, width)
-    peaks, totals = torch.empty(2, count, heads).unbind()
-    results = {"sums": sums, "peaks": peaks, "totals": totals}
-    pointers = {name: tensor.data_ptr() for name, tensor in results.items()}
-    _call(queries, fields | pointers, [*kept, *results.values()])
-    return sums, peaks, totals
-
-
-def _call(queries: torch.Tensor, fields: dict[str, Any], _kept: list[torch.Tensor]) -> None:
-    """Run the kernel; `_kept` live until it has ended."""
-    count, heads, width = queries.shape
-    call = _Units(query_count=count, query_heads=heads, threads=torch.get_num_threads(), **fields)
+    call = _Units(
+        query_count=count,
+        query_heads=heads,
+        threads=torch.get_num_threads(),
+        **{name: tensor.data_ptr() for name, tensor in tensors.items()},
+        **fields,
+    )
     _library(width, queries.dtype).attend_units(ctypes.byref(call))
 
 
@@ -262,11 +313,7 @@ class PromptParts:
     """Attention of T consecutive queries `[T, n_q, d]` over parts, in the order of positions."""
 
     def __init__(self, queries: torch.Tensor) -> None:
-        count, heads, width = queries.shape
-        self._queries = queries
-        self.sums = torch.zeros(count, heads, width)
-        self.peaks = torch.full((count, heads), _LEAST)
-        self.totals = torch.zeros(count, heads)
+        self._queries, self.state = queries, _state(queries)
 
     def add(
         self,
@@ -278,8 +325,7 @@ class PromptParts:
         cap: float | None,
     ) -> None:
         """Attend the next pages, which are behind those before: see `attend_prompt`."""
-        state = {"sums": self.sums, "peaks": self.peaks, "totals": self.totals}
-        _prompt(pages, self._queries, keys, values, scale, cap, state)
+        _prompt(pages, self._queries, keys, values, scale, cap, _state_fields(self.state))
 
 
 def _prompt(

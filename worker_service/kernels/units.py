@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from splitpoint.shapes import chunks_of
+from worker_service.device.memory import ATTENTION_PARTS
 from worker_service.kernels.choice import Decode, Prefill, in_use
 from worker_service.kernels.paged_attention import UNIT_ROWS, grouped
 
@@ -34,6 +36,11 @@ def prefills_in_units(device: torch.device) -> bool:
     return device.type == "cpu" and chosen is not None and chosen.prefill is Prefill.FUSED
 
 
+def may_wait(page_count: int, chunk_tokens: int, unit_count: int) -> bool:
+    """Return True if parts of so many pages and further units may wait until all are there."""
+    return page_count * chunks_of(chunk_tokens, UNIT_ROWS) + unit_count <= ATTENTION_PARTS
+
+
 @dataclass(frozen=True, slots=True)
 class UnitView:
     """The pages that B queries read, as `paged_attention.Units`; int32 on the host.
@@ -49,6 +56,10 @@ class UnitView:
     firsts: torch.Tensor
     order: torch.Tensor
     groups: torch.Tensor
+    cuts: torch.Tensor
+    ranks: torch.Tensor
+    places: torch.Tensor
+    room: int
     positions: Numbers
 
     @classmethod
@@ -69,23 +80,64 @@ class UnitView:
         numbers, owners, positions = (each[units.page] for each in (numbers, owners, positions))
         positions = positions + units.start
         order = np.lexsort((positions, owners))
-        numbers, owners = numbers[order], owners[order]
-        by_page, groups = grouped(numbers)
-        return cls(
-            pages=_table(numbers),
-            lows=_table(units.low[order]),
-            highs=_table(units.high[order]),
-            owners=_table(owners),
-            firsts=_bounds(owners, query_count),
-            order=_table(by_page),
-            groups=_table(groups),
-            positions=positions[order],
+        return cls._of_units(
+            numbers[order],
+            units.low[order],
+            units.high[order],
+            owners[order],
+            positions[order],
+            query_count,
         )
+
+    @classmethod
+    def _of_units(
+        cls,
+        pages: Numbers,
+        lows: Numbers,
+        highs: Numbers,
+        owners: Numbers,
+        positions: Numbers,
+        query_count: int,
+    ) -> UnitView:
+        """Lay out units that are ordered by owner and position."""
+        firsts = _bounds(owners, query_count)
+        rounds = _Rounds.of(pages, owners, firsts)
+        return cls(
+            pages=_table(pages),
+            lows=_table(lows),
+            highs=_table(highs),
+            owners=_table(owners),
+            firsts=_table(firsts),
+            order=_table(rounds.order),
+            groups=_table(rounds.groups),
+            cuts=_table(rounds.cuts),
+            ranks=_table(rounds.ranks),
+            places=_table(rounds.places),
+            room=rounds.room,
+            positions=positions,
+        )
+
+    def halves(self, borders: Numbers) -> tuple[UnitView, UnitView]:
+        """Return the units before position `borders[b]` of each query b, and those behind."""
+        owners = self.owners.numpy().astype(np.int64)
+        is_before = self.positions < borders[owners]
+        before, behind = (
+            UnitView._of_units(
+                self.pages.numpy()[some],
+                self.lows.numpy()[some],
+                self.highs.numpy()[some],
+                owners[some],
+                self.positions[some],
+                len(borders),
+            )
+            for some in (is_before, ~is_before)
+        )
+        return before, behind
 
 
 @dataclass(frozen=True, slots=True)
 class UnitOrder:
-    """The order in which units of several views are merged: see `paged_attention.UnitParts`."""
+    """The order in which units of several views are merged: see `paged_attention.PartOrder`."""
 
     listing: torch.Tensor
     firsts: torch.Tensor
@@ -95,7 +147,44 @@ class UnitOrder:
         """Return the order for views whose units are attended one view after the other."""
         owners = np.concatenate([view.owners.numpy() for view in views])
         positions = np.concatenate([view.positions for view in views])
-        return cls(_table(np.lexsort((positions, owners))), _bounds(owners, query_count))
+        listing = np.lexsort((positions, owners))
+        return cls(_table(listing), _table(_bounds(owners, query_count)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Rounds:
+    """Rounds of at most ATTENTION_PARTS units, or of one of each query: see `Units`."""
+
+    order: Numbers
+    groups: Numbers
+    cuts: Numbers
+    ranks: Numbers
+    places: Numbers
+    room: int
+
+    @classmethod
+    def of(cls, pages: Numbers, owners: Numbers, firsts: Numbers) -> _Rounds:
+        count = len(pages)
+        if count <= ATTENTION_PARTS:
+            order, groups = grouped(pages)
+            cuts, places = np.array([0, len(groups) - 1]), np.arange(count)
+            return cls(order, groups, cuts, np.array([0, count]), places, count)
+        ranks = np.arange(count) - firsts[owners]
+        ends = np.cumsum(np.bincount(ranks))
+        bounds, taken = [0], 0
+        while bounds[-1] < len(ends):
+            reached = int(np.searchsorted(ends, taken + ATTENTION_PARTS, side="right"))
+            bounds.append(max(reached, bounds[-1] + 1))
+            taken = int(ends[bounds[-1] - 1])
+        rounds = np.searchsorted(bounds, ranks, side="right") - 1
+        sizes = np.bincount(rounds)
+        by_round = np.argsort(rounds, kind="stable")
+        places = np.empty_like(by_round)
+        places[by_round] = np.arange(count) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        # The same page of two rounds counts as two.
+        order, groups = grouped(rounds * (int(pages.max()) + 1) + pages)
+        cuts = np.searchsorted(rounds[order[groups[:-1]]], np.arange(len(bounds)))
+        return cls(order, groups, cuts, np.array(bounds), places, int(sizes.max()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +210,9 @@ def _cut(seen: npt.NDArray[np.bool_]) -> _Cut:
     return _Cut(used // per_page, start, low, low + seen[used].sum(axis=1))
 
 
-def _bounds(owners: npt.NDArray[Any], query_count: int) -> torch.Tensor:
-    """Return int32 `[B + 1]`: the first of each query's neighbours, and the end of the last."""
-    return _table(np.concatenate([[0], np.cumsum(np.bincount(owners, minlength=query_count))]))
+def _bounds(owners: npt.NDArray[Any], query_count: int) -> Numbers:
+    """Return `[B + 1]`: the first of each query's neighbours, and the end of the last."""
+    return np.concatenate([[0], np.cumsum(np.bincount(owners, minlength=query_count))])
 
 
 def _table(values: npt.NDArray[Any]) -> torch.Tensor:

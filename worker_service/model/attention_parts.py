@@ -1,8 +1,8 @@
 """Attention that is taken part by part: over pages on the device, and tiles from the host.
 
-Where a kernel leaves its parts unmerged (kernels/units.py), they are merged at the end in the
-order of positions, so a step that streams gives the bits of one that does not. Elsewhere each
-part is merged as it comes.
+Each part is merged as it comes. The kernels of units (kernels/units.py) merge in the order of
+positions, so a step that streams gives the bits of one that does not: a few parts that come in
+another order are kept until all are there.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ class DecodeParts:
         cap: float | None,
         order: UnitOrder | None,
     ) -> None:
-        """`order`: of all plans that will be added, one after the other; None: no units."""
-        self._queries = queries
+        """`order`: of all plans that will be added, one after the other; None: see `UnitParts`."""
+        self._queries, self._order = queries, order
         self._window, self._scale, self._cap = window, scale, cap
-        self._units = None if order is None else UnitParts(queries, order.listing, order.firsts)
+        self._units: UnitParts | None = None
         self._merged: PartialAttention | None = None
 
     def add(self, keys: torch.Tensor, values: torch.Tensor, *, plan: DecodePlan) -> None:
         """Attend pages `[P, n_kv, C, d]` of the pool or of a tile, as the plan says."""
-        if self._units is not None:
-            view = plan.views[self._window]
-            if not isinstance(view, UnitView):
-                raise RuntimeError("a step with units has a plan without")
+        view = plan.views[self._window]
+        if isinstance(view, UnitView):
+            if self._units is None:
+                self._units = UnitParts(self._queries, self._order)
             self._units.add(view, keys, values, scale=self._scale, cap=self._cap)
             return
         part = decode_partial(
@@ -127,7 +127,7 @@ class PrefillParts:
         """Return the attention over all parts, `[T, n_q * d]`; see `PartialAttention`."""
         whole = self._merged
         if self._units is not None:
-            whole = PartialAttention(self._units.sums, self._units.peaks, self._units.totals)
+            whole = PartialAttention(*self._units.state)
         if whole is None:
             raise RuntimeError("queries attend nothing, not even themselves")
         return whole.attended(self._queries.dtype)

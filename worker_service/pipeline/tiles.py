@@ -95,12 +95,15 @@ def prefill_tiles(pages: Sequence[StoredPage], tile_pages: int, chunk_tokens: in
 
 
 def ordered_tiles(pages: Sequence[StoredPage], tile_pages: int, chunk_tokens: int) -> list[Tile]:
-    """Return the tiles of `prefill_tiles` in the order of their tokens.
+    """Cut pages of any sequences, each one's in order, so that each one's tokens stay in order.
 
-    Link and device then share a layer's work less evenly.
+    Link and device then share a layer's work less evenly: what a sequence has to load comes
+    after what it has to rebuild, and beside what the next one has to rebuild.
     """
-    tiles = prefill_tiles(pages, tile_pages, chunk_tokens)
-    return sorted(tiles, key=lambda tile: tile.pages[0].first_position)
+    kinds = _Kinds.of(list(pages), tile_pages, chunk_tokens)
+    return _following(
+        _following(kinds.kept, kinds.rebuilt), _following(kinds.divided, kinds.loaded)
+    )
 
 
 def in_turn(first: Sequence[Tile], second: Sequence[Tile]) -> list[Tile]:
@@ -110,22 +113,48 @@ def in_turn(first: Sequence[Tile], second: Sequence[Tile]) -> list[Tile]:
     return [tile for *_, tile in sorted(places, key=lambda place: place[:2])]
 
 
+def _following(first: Sequence[Tile], second: Sequence[Tile]) -> list[Tile]:
+    """Merge both as `in_turn`, but no tile of `second` before those of `first` it continues."""
+    continued = {page.reader: index for index, tile in enumerate(first) for page in tile.pages}
+    places = [((2 * index + 1) / len(first), 0, tile) for index, tile in enumerate(first)]
+    earliest = 0.0
+    for index, tile in enumerate(second):
+        ends = [continued[page.reader] for page in tile.pages if page.reader in continued]
+        earliest = max(earliest, (2 * index + 1) / len(second), *(places[end][0] for end in ends))
+        places.append((earliest, 1, tile))
+    return [tile for *_, tile in sorted(places, key=lambda place: place[:2])]
+
+
 def _tiles(pages: list[StoredPage], tile_pages: int, chunk_tokens: int) -> list[Tile]:
-    kept = [page for page in pages if page.is_kept]
-    pages = [page for page in pages if not page.is_kept]
-    rebuilt = [page for page in pages if page.rebuilt_rows == chunk_tokens]
-    loaded = [page for page in pages if page.rebuilt_rows == 0]
-    mixed = [page for page in pages if 0 < page.rebuilt_rows < chunk_tokens]
-    return in_turn(
-        in_turn(
-            [_rebuilt(cut, chunk_tokens) for cut in _cuts(rebuilt, tile_pages)],
+    kinds = _Kinds.of(pages, tile_pages, chunk_tokens)
+    return in_turn(in_turn(kinds.rebuilt, kinds.kept), [*kinds.divided, *kinds.loaded])
+
+
+@dataclass(frozen=True, slots=True)
+class _Kinds:
+    """Tiles of pages that are kept, rebuilt, divided by the split, or loaded.
+
+    A sequence's pages are of these kinds in this order.
+    """
+
+    kept: list[Tile]
+    rebuilt: list[Tile]
+    divided: list[Tile]
+    loaded: list[Tile]
+
+    @classmethod
+    def of(cls, pages: list[StoredPage], tile_pages: int, chunk_tokens: int) -> _Kinds:
+        kept = [page for page in pages if page.is_kept]
+        pages = [page for page in pages if not page.is_kept]
+        rebuilt = [page for page in pages if page.rebuilt_rows == chunk_tokens]
+        loaded = [page for page in pages if page.rebuilt_rows == 0]
+        divided = [page for page in pages if 0 < page.rebuilt_rows < chunk_tokens]
+        return cls(
             [_rebuilt(cut, chunk_tokens, is_kept=True) for cut in _cuts(kept, tile_pages)],
-        ),
-        [
-            *(Tile((page,), is_loaded=True, rebuilt_rows=page.rebuilt_rows) for page in mixed),
-            *(Tile(cut, is_loaded=True, rebuilt_rows=0) for cut in _cuts(loaded, tile_pages)),
-        ],
-    )
+            [_rebuilt(cut, chunk_tokens) for cut in _cuts(rebuilt, tile_pages)],
+            [Tile((page,), is_loaded=True, rebuilt_rows=page.rebuilt_rows) for page in divided],
+            [Tile(cut, is_loaded=True, rebuilt_rows=0) for cut in _cuts(loaded, tile_pages)],
+        )
 
 
 def _rebuilt(pages: tuple[StoredPage, ...], chunk_tokens: int, *, is_kept: bool = False) -> Tile:

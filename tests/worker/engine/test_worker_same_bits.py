@@ -22,6 +22,7 @@ from splitpoint_cli.bench.numerics.runs import compare_all, draw_prompts
 from splitpoint_cli.bench.shared.kernels import use_worker_kernels
 from splitpoint_cli.bench.shared.progress import Progress
 from worker_service.device.cache import TORCH_TYPES
+from worker_service.kernels import units
 from worker_service.model.decoder import Decoder
 
 pytestmark = [
@@ -69,6 +70,16 @@ def load(folder: Path, data_type: DataType) -> Decoder:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_bundled_model_has_one_answer(bundled_model: Path, dtype: str) -> None:
     assert differing(bundled_model, dtype) == {}
+
+
+@pytest.mark.parametrize("case", ["qwen3", "gemma2"])
+def test_a_prefix_of_more_parts_than_may_wait_has_the_same_answer(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streamed tiles then come in the order of positions, and long sequences in rounds."""
+    folder = write_tiny(case, tmp_path / "tiny")
+    monkeypatch.setattr(units, "ATTENTION_PARTS", 5)
+    assert differing(folder, "bfloat16") == {}
 
 
 # Biases and learned positions; grouped queries, norms on q and k, windows, caps.

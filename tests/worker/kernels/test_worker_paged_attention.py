@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from splitpoint.host.compiler import compiler
-from worker_service.kernels import compiled
+from worker_service.kernels import compiled, units
 from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, use
 from worker_service.kernels.units import UnitOrder, UnitView
 from worker_service.model.attention import PartialAttention, decode_partial
@@ -212,6 +212,64 @@ def test_parts_in_any_order_give_the_bits_of_the_whole(
     assert torch.equal(parts.attended(), whole)
     near = TOLERANCES[dtype]
     torch.testing.assert_close(whole.double(), case.expected(window, None), rtol=near, atol=near)
+
+
+@needs_compiler
+@pytest.mark.parametrize("most", [1, 7, 20])
+@pytest.mark.parametrize("window", [None, 90])
+def test_rounds_of_any_size_give_the_bits_of_one(
+    most: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case([700, 1, 529, 528, 33], torch.float32, windows=(window,))
+    case.tables[3][:20] = case.tables[2][:20]
+    whole = attended(case.attend(window=window))
+    monkeypatch.setattr(units, "ATTENTION_PARTS", most)
+    assert torch.equal(attended(case.attend(window=window)), whole)
+    plan = DecodePlan.of_sequences(
+        case.tables, case.lengths, chunk_tokens=CHUNK, windows=[window], device=CPU
+    )
+    view = plan.views[window]
+    assert isinstance(view, UnitView)
+    assert len(view.cuts) > 2
+    # Of each query at least one.
+    assert view.room <= max(most, len(case.lengths))
+
+
+@needs_compiler
+@pytest.mark.parametrize("window", [None, 200])
+def test_parts_in_the_order_of_positions_are_merged_as_they_come(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a streamed step with more parts than may wait: device, tiles, device."""
+    case = Case([400, 150], torch.bfloat16, windows=(window,))
+    whole = case.attend(window=window).attended(torch.bfloat16)
+    monkeypatch.setattr(units, "ATTENTION_PARTS", 6)
+    parts = DecodeParts(case.queries, window=window, scale=case.scale, cap=None, order=None)
+
+    def plan(chunks: list[range]) -> DecodePlan:
+        listed = [(case.tables[row][index], row, index) for row in (0, 1) for index in chunks[row]]
+        pages, owners, indices = zip(*listed, strict=True)
+        return DecodePlan.of_pages(
+            pages,
+            owners=owners,
+            first_positions=np.array(indices) * CHUNK,
+            query_positions=[399, 149],
+            chunk_tokens=CHUNK,
+            windows=[window],
+            device=CPU,
+        )
+
+    # The first and the last pages of both; what lies between comes in tiles.
+    own = plan([range(25), range(10)]).views[window]
+    device = plan([range(3), range(1)]), plan([range(20, 25), range(4, 10)])
+    before, behind = own.halves(np.array([20 * CHUNK, 4 * CHUNK]))  # type: ignore[union-attr]
+    assert len(before.owners) + len(behind.owners) == len(own.owners)  # type: ignore[union-attr]
+    assert behind.owners.tolist() == device[1].views[window].owners.tolist()  # type: ignore[union-attr]
+    tiles = [plan([range(first, first + 5), range(0)]) for first in (3, 8)]
+    tiles += [plan([range(13, 20), range(1, 4)])]
+    for each in (device[0], *tiles, device[1]):
+        parts.add(case.keys, case.values, plan=each)
+    assert torch.equal(parts.attended(), whole)
 
 
 @needs_compiler

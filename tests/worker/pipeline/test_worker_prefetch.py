@@ -30,7 +30,14 @@ from worker_service.lanes.work import Work
 from worker_service.model.decoder import Decoder
 from worker_service.pipeline.prefetch import Prefetcher, TileTransfer
 from worker_service.pipeline.staging import Staging
-from worker_service.pipeline.tiles import StoredPage, Tile, decode_tiles, in_turn, prefill_tiles
+from worker_service.pipeline.tiles import (
+    StoredPage,
+    Tile,
+    decode_tiles,
+    in_turn,
+    ordered_tiles,
+    prefill_tiles,
+)
 from worker_service.pipeline.transfer import CacheTransfer
 from worker_service.store.arena_tensors import StoredChunk
 
@@ -220,6 +227,26 @@ def test_decode_tiles_join_neighbouring_pages_of_any_sequences() -> None:
 def test_prefill_tiles_keep_the_order_of_tokens() -> None:
     pages = [page(0, slot, index) for index, slot in enumerate([9, 3, 7, 1, 5])]
     assert slots(prefill_tiles(pages, 2, CHUNK)) == [[9], [3, 7], [1, 5]]
+
+
+def test_ordered_tiles_keep_the_order_of_each_sequence_and_take_turns_between_them() -> None:
+    generator = random.Random(5)
+    for _ in range(50):
+        pages: list[StoredPage] = []
+        for reader in range(generator.randrange(1, 6)):
+            kept, split, end = sorted(generator.randrange(14) for _ in range(3))
+            for index in range(end):
+                rows = CHUNK if index < split else generator.choice([0, 7]) * (index == split)
+                pages.append(page(reader, len(pages), index, rows, kept=index < kept))
+        tiles = ordered_tiles(pages, 3, CHUNK)
+        attended = [page for tile in tiles for page in tile.pages]
+        assert sorted(attended, key=lambda page: page.chunk.slot) == pages
+        for reader in range(6):
+            own = [page.first_position for page in attended if page.reader == reader]
+            assert own == sorted(own)
+    pages = [page(row, 9, index, CHUNK * (index < 3)) for row in range(3) for index in range(6)]
+    kinds = ["load" if tile.is_loaded else "rebuild" for tile in ordered_tiles(pages, 3, CHUNK)]
+    assert kinds == 3 * ["rebuild", "load"]
 
 
 def test_the_page_of_the_split_is_a_tile_of_its_own() -> None:
