@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -404,6 +404,20 @@ async def test_a_streamed_sequence_must_fit_the_mirror(
         await host.assert_clean()
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def until_stored(host: Host, prompt: list[int]) -> None:
+    """Wait until the store has all of a prompt: a worker writes behind its answers."""
+    async with asyncio.timeout(60):
+        request = kvstore_pb2.MatchRequest(token_ids=prompt)
+        while (await host.store.Match(request)).cached_tokens < len(prompt):
+            await asyncio.sleep(0.02)
+
+
 async def test_the_remote_store_dies_and_comes_back(
     folder: Path, tmp_path: Path, store: tuple[str, Path, asyncio.subprocess.Process]
 ) -> None:
@@ -411,17 +425,17 @@ async def test_the_remote_store_dies_and_comes_back(
     async with worker_on(
         folder, tmp_path, "a", address, arena, process, mirror_memory_bytes=8 << 20
     ) as host:
+        client = host.worker.store
+        assert client is not None
         await host.generate(PROMPT)
+        await until_stored(host, PROMPT)
         process.kill()
         await process.wait()
+        await until(lambda: client.connection is None)
         assert (await host.generate(PROMPT))[0] == ANSWER  # recomputed
         again = await start_store(folder, address, arena, SHAPE)
         try:
-            client = host.worker.store
-            assert client is not None
-            async with asyncio.timeout(20):
-                while client.connection is None:
-                    await asyncio.sleep(0.02)
+            await until(lambda: client.connection is not None)
             tokens, restore = await host.generate(PROMPT)
             assert (tokens, restore.cached_tokens) == (ANSWER, len(PROMPT) - 1)
             await host.assert_clean()

@@ -31,7 +31,10 @@ def raise_for(message: types_pb2.TokenLogprob) -> None:
 
 
 class Service:
+    """Answers by number; `waiting_count` calls have begun to wait until they are cancelled."""
+
     def __init__(self) -> None:
+        self.waiting_count = 0
         self.started = asyncio.Event()
         self.cancelled = asyncio.Event()
 
@@ -39,6 +42,7 @@ class Service:
         raise_for(request)
         if request.token_id == 9:
             self.started.set()
+            self.waiting_count += 1
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
@@ -53,6 +57,7 @@ class Service:
         raise_for(request)
         if request.token_id == 9:
             self.started.set()
+            self.waiting_count += 1
             try:
                 await asyncio.Event().wait()
             finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +13,12 @@ from tiny_models import write_tiny
 
 from splitpoint.costs.profile import BUILT_IN_PROFILES
 from splitpoint.planning.schedule import Lane, Schedule
+from worker_service.engine import cost_watch
 from worker_service.engine.cost_watch import CostWatch
 from worker_service.lanes.cpu import ThreadLanes
 from worker_service.lanes.lanes import Lanes, SerialLanes
 from worker_service.lanes.timeline import Span
+from worker_service.profiling import restore_costs
 from worker_service.profiling.restore_costs import measure_overheads
 
 CPU = torch.device("cpu")
@@ -30,8 +33,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("kind", [ThreadLanes, SerialLanes])
 @pytest.mark.parametrize("has_activations", [True, False])
 def test_a_worker_measures_on_chunks_of_its_own(
-    folder: Path, kind: type[Lanes], has_activations: bool
+    folder: Path, kind: type[Lanes], has_activations: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # On a busy machine every restore may take long: each one counts here.
+    monkeypatch.setattr(cost_watch, "_TELLING_SECONDS", math.inf)
+    monkeypatch.setattr(restore_costs, "MOST_SECONDS", math.inf)
     lanes = kind(CPU)
     engine = make_engine(folder, has_activations=has_activations, lanes=lanes, cache_pages=12)
     profile = measure_overheads(engine, PROFILE)
