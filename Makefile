@@ -9,8 +9,9 @@ BIN    := $(VENV)/bin
 TORCH_INDEX ?=
 # Extra arguments, as in: make up ARGS="--workers 2"
 ARGS   ?=
-# Test files that run side by side; 0: one after the other, in one process (for --pdb).
-TEST_JOBS ?= 2
+# Test files that run side by side; 0: one after the other, in one process (for --pdb). Many tests
+# wait for processes, so three jobs keep two cores busy.
+TEST_JOBS ?= 3
 # Docker Compose: v2 where there is one. PROFILES: what `make compose-up` starts.
 COMPOSE  ?= $(if $(shell docker compose version 2>/dev/null),docker compose,docker-compose)
 PROFILES ?= cpu
@@ -67,7 +68,7 @@ demo: proto  ## Two CPU workers on one store: cold and warm, then everything sto
 	@$(BIN)/python -m splitpoint_cli.demo
 
 test: proto  ## Run the tests
-	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 package-test: proto  ## Install the wheel with each extra into a clean environment
 	$(BIN)/python -m tools.package_check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
