@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Helpers beside this file (tiny_models.py, ...) are imported by plain name.
 sys.path.insert(0, str(ROOT / "tests"))
+import reference_cache  # noqa: E402
 from own_names import instance_name, owner_of, shared_memory_folder  # noqa: E402
 from redis_server import RedisServer  # noqa: E402
 
@@ -77,6 +78,12 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """Let libraries see at the end of the process that nothing of theirs is left."""
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def shared_references(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Let all processes of this session use each other's references (tiny_models.py)."""
+    reference_cache.use_folder_of(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
