@@ -74,6 +74,13 @@ def used(cache: Path, kept: Path) -> Path:
     return cache
 
 
+@pytest.fixture
+def unmeasured(used: Path) -> Path:
+    """The same with compiled kernels alone."""
+    record(used).unlink()
+    return used
+
+
 def record(cache: Path) -> Path:
     (found,) = cache.glob("kernels-*.json")
     return found
@@ -106,7 +113,7 @@ def test_types_are_measured_apart(used: Path) -> None:
     assert len(list(used.glob("kernels-*.json"))) == 2
 
 
-def test_processes_that_start_together_use_the_same_kernels(cache: Path) -> None:
+def test_processes_that_start_together_use_the_same_kernels(unmeasured: Path) -> None:
     """One measures, the other waits for the lock and reads."""
     processes = [
         subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True)
@@ -114,7 +121,7 @@ def test_processes_that_start_together_use_the_same_kernels(cache: Path) -> None
     ]
     said = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
-    assert said[0] == said[1] == json.loads(record(cache).read_text())["choice"] + "\n"
+    assert said[0] == said[1] == json.loads(record(unmeasured).read_text())["choice"] + "\n"
 
 
 def test_a_wish_replaces_what_was_measured(used: Path) -> None:
@@ -140,20 +147,20 @@ def test_without_a_folder_of_its_own_a_worker_goes_by_flags(
 
 
 @needs_compiler
-def test_a_compiler_that_is_installed_later_counts(cache: Path) -> None:
+def test_a_compiler_that_is_installed_later_counts(unmeasured: Path) -> None:
     """And a host without one keeps a choice of its own in a folder that both share."""
     without = said_by(PROGRAM, CXX="no-such-compiler")
     assert without.startswith("decode=products")
-    (first,) = cache.glob("kernels-*.json")
+    first = record(unmeasured)
     content = first.read_text()
     said_by(PROGRAM)
     assert first.read_text() == content
-    (second,) = {*cache.glob("kernels-*.json")} - {first}
+    (second,) = {*unmeasured.glob("kernels-*.json")} - {first}
     assert json.loads(second.read_text())["facts"]["has_compiled"]
     # Both are read again, and neither is measured again.
     for path, environment in ((first, {"CXX": "no-such-compiler"}), (second, {})):
-        record = json.loads(path.read_text())
-        path.write_text(json.dumps({**record, "choice": str(UNLIKELY)}))
+        kept = json.loads(path.read_text())
+        path.write_text(json.dumps({**kept, "choice": str(UNLIKELY)}))
         assert said_by(PROGRAM, **environment) == f"{UNLIKELY}\n"
 
 
@@ -185,9 +192,8 @@ def test_a_stopped_process_that_measures_is_not_waited_for(
     assert not list(cache.glob("*.json"))
 
 
-def test_a_full_disk_costs_the_file_and_not_the_measurement(used: Path) -> None:
+def test_a_full_disk_costs_the_file_and_not_the_measurement(unmeasured: Path) -> None:
     """No file can grow: what was measured is used, as by a worker that could write it."""
-    record(used).unlink()
     program = (
         "import resource, torch\n"
         "from worker_service.profiling import calibration\n"
@@ -198,7 +204,7 @@ def test_a_full_disk_costs_the_file_and_not_the_measurement(used: Path) -> None:
         "print(calibration.use_kernels(torch.float32))\n"
     )
     assert said_by(program) == f"{UNLIKELY}\n"
-    assert {each.suffix for each in used.glob("kernels-*")} <= {".so", ".lock"}
+    assert {each.suffix for each in unmeasured.glob("kernels-*")} <= {".so", ".lock"}
 
 
 @pytest.mark.parametrize("has_tiles", [False, True])
