@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,13 +29,6 @@ FUSED = "decode=fused,prefill=fused"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny("llama", tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(autouse=True)
-def kept_choices() -> Iterator[None]:
-    yield
-    use(None)
-    row_counts.use_row_counts({})
 
 
 def model_of(
@@ -78,12 +70,8 @@ def test_each_fact_counts_and_their_order_does_not(folder: Path) -> None:
 
 def test_two_workers_alike_have_one_digest(folder: Path) -> None:
     facts = facts_of(model_of(folder), PAGE)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(threads + 1)
-    try:
-        assert facts_of(model_of(folder), PAGE) == facts, "panels add alike on any threads"
-    finally:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    assert facts_of(model_of(folder), PAGE) == facts, "panels add alike on any threads"
 
 
 def test_what_makes_a_difference(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,12 +96,8 @@ def test_torchs_products_also_depend_on_threads_and_counts(folder: Path, layout:
     counted = facts_of(model, PAGE)
     assert differing(facts, counted) == {"rows"}
     assert counted["rows"] == [(32, 64, [4, 16]), (64, 32, [1, 8])]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(threads + 1)
-    try:
-        assert differing(counted, facts_of(model, PAGE)) == {"threads"}
-    finally:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    assert differing(counted, facts_of(model, PAGE)) == {"threads"}
 
 
 def test_only_another_compilation_gives_another_content(
