@@ -8,6 +8,8 @@ from pathlib import Path
 
 # Tile products of bfloat16: Intel's AMX.
 AMX_BF16 = "amx_bf16"
+# Vectors of 512 bits.
+AVX512 = "avx512f"
 # Beginnings of the flags of arithmetic, on x86 and Arm. The other flags change with the kernel
 # and its mitigations.
 _ARITHMETIC = (

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from splitpoint.host.processor import AMX_BF16, instruction_sets
+from splitpoint.host.processor import AMX_BF16, AVX512, instruction_sets
 from splitpoint.numerics import Numerics
 from worker_service.kernels import paged_attention, panel_gemm
 from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, by_flags, use
@@ -51,11 +51,20 @@ Seconds = Mapping[str, float]
 def prefers_one_order(wish: str) -> bool:
     """Return whether a worker with this `--numerics` uses the kernels of one order.
 
-    They are also the fastest by far where torch's have no tiles to multiply with: a calibration
-    on a busy host must not decide for others. With tiles it has to say.
+    Where they are the fastest by far, a calibration on a busy host must not decide for others.
+    Elsewhere it has to say.
     """
-    has_tiles = AMX_BF16 in instruction_sets()
-    return wish == Numerics.INVARIANT or (wish != Numerics.FAST and not has_tiles)
+    return wish == Numerics.INVARIANT or (wish != Numerics.FAST and _wins_by_flags())
+
+
+def _wins_by_flags() -> bool:
+    """Return True if C++ kernels are faster than torch's on this processor, whatever is measured.
+
+    They were with vectors of 512 bits. torch's may have tiles to multiply with, and the C++
+    ones are slow at many rows with shorter vectors: products of 512 rows took 10 times as long.
+    """
+    flags = instruction_sets()
+    return AVX512 in flags and AMX_BF16 not in flags
 
 
 def use_kernels(
@@ -74,7 +83,7 @@ def use_kernels(
             compiler), or kernels by name, such as `decode=products`, beside those of `auto`.
         is_invariant: numerics should be (`prefers_one_order`): where there is a compiler, kernels
             of one order are used instead of measured ones, unless others are wished for by name.
-            So are weights in panels, unless the processor has AMX.
+            So are weights in panels on processors with AVX-512 and without AMX.
 
     Raises InvalidArgument for another wish.
     """
@@ -120,12 +129,11 @@ def _of_one_order(dtype: torch.dtype, flags: Choice, head_dims: Collection[int])
     """Return the kernels of invariant numerics; None if this host cannot have them.
 
     A measurement under load could give another layout on another host, or after a restart, so
-    it decides only where the processor has AMX.
+    it decides only where the processor's flags cannot.
     """
     if not _has_compiled(dtype, head_dims):
         return None
-    has_tiles = AMX_BF16 in instruction_sets()
-    layout = _calibrated(dtype, flags).linear if has_tiles else Layout.PANELS
+    layout = Layout.PANELS if _wins_by_flags() else _calibrated(dtype, flags).linear
     return Choice(Decode.FUSED, Prefill.FUSED, layout)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from splitpoint.errors import InvalidArgument
 from splitpoint.host.compiler import compiler
-from splitpoint.host.processor import AMX_BF16, instruction_sets
+from splitpoint.host.processor import AMX_BF16, AVX512
 from worker_service.kernels import compiled
 from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, by_flags, in_use
 from worker_service.kernels.compiled import CACHE_FOLDER
@@ -207,30 +207,32 @@ def test_a_full_disk_costs_the_file_and_not_the_measurement(unmeasured: Path) ->
     assert {each.suffix for each in unmeasured.glob("kernels-*")} <= {".so", ".lock"}
 
 
-@pytest.mark.parametrize("has_tiles", [False, True])
-def test_numerics_prefer_one_order_unless_fast_or_by_tiles(
-    monkeypatch: pytest.MonkeyPatch, has_tiles: bool
+# Instruction sets, and whether they say that C++ kernels are faster than torch's.
+PROCESSORS = [({AVX512}, True), ({AVX512, AMX_BF16}, False), ({"avx2", "fma"}, False)]
+
+
+@pytest.mark.parametrize(("flags", "is_known"), PROCESSORS)
+def test_numerics_prefer_one_order_unless_fast_or_by_flags(
+    monkeypatch: pytest.MonkeyPatch, flags: set[str], is_known: bool
 ) -> None:
-    flags = {AMX_BF16} if has_tiles else set()
     monkeypatch.setattr(calibration, "instruction_sets", lambda: flags)
     assert prefers_one_order("invariant")
     assert not prefers_one_order("fast")
-    assert prefers_one_order("auto") is not has_tiles
+    assert prefers_one_order("auto") is is_known
 
 
 @needs_compiler
-@pytest.mark.parametrize("has_tiles", [False, True])
+@pytest.mark.parametrize(("flags", "is_known"), PROCESSORS)
 def test_kernels_of_invariant_numerics_follow_a_rule(
-    used: Path, monkeypatch: pytest.MonkeyPatch, has_tiles: bool
+    used: Path, monkeypatch: pytest.MonkeyPatch, flags: set[str], is_known: bool
 ) -> None:
-    """Whatever was measured; with AMX that decides how weights lie."""
+    """Whatever was measured; without a rule that decides how weights lie."""
     monkeypatch.setattr(
-        calibration, "kept", lambda *_: pytest.fail("read") if not has_tiles else UNLIKELY
+        calibration, "kept", lambda *_: pytest.fail("read") if is_known else UNLIKELY
     )
-    flags = {*instruction_sets()} - {AMX_BF16} | ({AMX_BF16} if has_tiles else set())
     monkeypatch.setattr(calibration, "instruction_sets", lambda: flags)
     choice = use_kernels(torch.float32, is_invariant=True)
-    layout = Layout.PLAIN if has_tiles else Layout.PANELS
+    layout = Layout.PANELS if is_known else Layout.PLAIN
     assert choice == Choice(Decode.FUSED, Prefill.FUSED, layout)
     named = use_kernels(torch.float32, "linear=packed", is_invariant=True)
     assert named.linear is Layout.PACKED
