@@ -206,6 +206,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
             "config",
             "speculation",
             "numerics",
+            "selection",
         ),
         *("host", "costs", "planning", "residency", "checkpoint", "arena"),
         *("observe", "options", "transport", "discovery", "client"),
@@ -227,7 +228,16 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "worker_service": (
         *("checkpoint", "hardware", "lanes", "device", "kernels", "weights", "model", "graphs"),
-        *("store", "pipeline", "drafts", "engine", "speculation", "profiling", "numerics"),
+        *(
+            "selection",
+            "store",
+            "pipeline",
+            "drafts",
+            "engine",
+            "speculation",
+            "profiling",
+            "numerics",
+        ),
     ),
     "scheduler_service": (
         *("limits", "worker_facts", "options"),

@@ -1,0 +1,190 @@
+"""Selection of the cached tokens that attention reads, as requests and workers name it.
+
+The text form is `METHOD[:RATIO][,NAME=VALUE...]`: `columns:0.1`, `infinigen:alpha=4,cap=0.2`,
+`ranked:0.05,columns=30,int8`. `str` writes what `Selection.parsed` reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+from splitpoint.errors import InvalidArgument
+
+
+class SelectionMethod(StrEnum):
+    """How the tokens that matter to a query are guessed before their K and V are fetched."""
+
+    # Every token is read: exact.
+    FULL = "full"
+    # Skewed partial keys (InfiniGen): the columns of `RoPE(k) A` with the largest sums.
+    INFINIGEN = "infinigen"
+    # A sparse projection of X and trained low-rank weights (MAPLE).
+    MAPLE = "maple"
+    # The columns of keys after RoPE with the largest sums.
+    COLUMNS = "columns"
+    # The best bilinear approximation of q.k on calibration text, in closed form.
+    LOWRANK = "lowrank"
+    # Low-rank maps of q and k, trained on ranking.
+    RANKED = "ranked"
+    # Upper bounds of q.k over pages of keys (Quest).
+    QUEST = "quest"
+    # The first and the newest tokens (StreamingLLM).
+    WINDOW = "window"
+    # The tokens that were attended to most so far; evicted ones never return (H2O).
+    H2O = "h2o"
+
+    @property
+    def has_logits(self) -> bool:
+        """True if its scores approximate logits, which the alpha rule compares."""
+        return self in _WITH_LOGITS
+
+    @property
+    def is_calibrated(self) -> bool:
+        """True if it needs artefacts of `splitpoint calibrate`."""
+        return self in _CALIBRATED
+
+
+_WITH_LOGITS = frozenset(
+    map(SelectionMethod, ("infinigen", "maple", "columns", "lowrank", "ranked"))
+)
+_CALIBRATED = frozenset(map(SelectionMethod, ("infinigen", "maple", "lowrank", "ranked")))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """How one request selects. Every method but FULL names one of ratio, alpha and budget_tokens.
+
+    Attributes:
+        ratio: fraction of the visible tokens that a query reads, in (0, 1]; 1 is exact.
+        alpha: read tokens whose guessed logit is above the row's largest minus this (InfiniGen).
+            Infinity with `cap` 1 is exact.
+        budget_tokens: tokens that a query reads at most.
+        cap: with alpha, the largest fraction of the visible tokens.
+        columns: dimensions that a screen keeps of each key head; None: 30 % of them.
+        int8: keep what screens keys in int8, with a scale per row; None: the method's own.
+        sinks: first tokens that are always read.
+        recent: newest tokens that are always read, the query's own included.
+        full_layers: first layers that read everything.
+        estimate: tokens that are not read take part as centroids (RetroInfer).
+
+    Tokens that are always read count within ratio, cap and budget_tokens, which never lie
+    below them.
+    """
+
+    method: SelectionMethod = SelectionMethod.FULL
+    ratio: float | None = None
+    alpha: float | None = None
+    budget_tokens: int | None = None
+    cap: float = 0.2
+    columns: int | None = None
+    int8: bool | None = None
+    sinks: int = 4
+    recent: int = 16
+    full_layers: int = 2
+    estimate: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise InvalidArgument for the first setting that is out of its bounds."""
+        rules = [name for name in _RULES if getattr(self, name) is not None]
+        if self.is_full:
+            if rules:
+                raise _wrong(rules[0], "method full reads every token and takes no budget")
+        elif len(rules) != 1:
+            raise _wrong("ratio", f"{self.method} takes one of {', '.join(_RULES)}")
+        if self.ratio is not None and not 0 < self.ratio <= 1:
+            raise _wrong("ratio", f"must be in (0, 1], not {self.ratio:g}")
+        if self.alpha is not None and not self.alpha >= 0:
+            raise _wrong("alpha", f"must be at least 0, not {self.alpha:g}")
+        if self.alpha is not None and not self.method.has_logits:
+            raise _wrong("alpha", f"{self.method} guesses no logits: use ratio")
+        if not 0 < self.cap <= 1:
+            raise _wrong("cap", f"must be in (0, 1], not {self.cap:g}")
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise _wrong(name, f"must be at least {least}, not {value}")
+
+    @property
+    def is_full(self) -> bool:
+        """True if the method reads every token."""
+        return self.method is SelectionMethod.FULL
+
+    def kept_columns(self, head_dim: int) -> int:
+        """Return the dimensions that a screen keeps of heads of this size."""
+        if self.columns is None:
+            return max(1, round(_COLUMN_SHARE * head_dim))
+        return min(self.columns, head_dim)
+
+    @classmethod
+    def parsed(cls, text: str) -> Selection:
+        """Return the selection that `text` names; see the module. Raises InvalidArgument."""
+        name, _, rest = text.strip().partition(":" if ":" in text else ",")
+        try:
+            method = SelectionMethod(name)
+        except ValueError:
+            names = ", ".join(SelectionMethod)
+            raise _wrong("method", f"{name!r} is not one of {names}") from None
+        settings: dict[str, float | int | bool] = {}
+        for word in filter(None, (part.strip() for part in rest.split(","))):
+            key, equals, value = word.partition("=")
+            if not equals:
+                key, value = (word, "yes") if word in _KINDS else ("ratio", word)
+            if key in settings:
+                raise _wrong(key, "is given twice")
+            settings[key] = _value(key, value)
+        return cls(method=method, **settings)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        words = list(self._words())
+        return self.method + (f":{','.join(words)}" if words else "")
+
+    def _words(self) -> Iterator[str]:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name == "method" or value == each.default:
+                continue
+            if each.name == "ratio":
+                yield f"{value!r}"
+            elif isinstance(value, bool):
+                yield each.name if value else f"{each.name}=no"
+            else:
+                yield f"{each.name}={value!r}"
+
+
+# Of the dimensions of a head (InfiniGen).
+_COLUMN_SHARE = 0.3
+_RULES = ("ratio", "alpha", "budget_tokens")
+_LEAST = {"budget_tokens": 1, "columns": 1, "sinks": 0, "recent": 1, "full_layers": 0}
+_KINDS: dict[str, type[float] | type[int] | type[bool]] = {
+    **dict.fromkeys(("ratio", "alpha", "cap"), float),
+    **dict.fromkeys(_LEAST, int),
+    **dict.fromkeys(("int8", "estimate"), bool),
+}
+_SWITCH = {"yes": True, "no": False}
+
+FULL = Selection()
+
+
+def _value(name: str, text: str) -> float | int | bool:
+    """Return a setting's value. Raises InvalidArgument for an unknown name or a wrong value."""
+    kind = _KINDS.get(name)
+    if kind is None:
+        raise _wrong(name, f"is not one of {', '.join(_KINDS)}")
+    if kind is bool:
+        if text not in _SWITCH:
+            raise _wrong(name, f"must be yes or no, not {text!r}")
+        return _SWITCH[text]
+    try:
+        value = kind(text)
+    except ValueError:
+        raise _wrong(name, f"{text!r} is not a number") from None
+    if math.isnan(value):
+        raise _wrong(name, f"{text!r} is not a number")
+    return value
+
+
+def _wrong(name: str, text: str) -> InvalidArgument:
+    return InvalidArgument(f"selection: {name} {text}", field=f"selection.{name}")

@@ -1,0 +1,135 @@
+"""What is read: budgets, tokens that are always read, windows, groups and blocks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from splitpoint.selection import Selection
+from worker_service.selection.choose import Union, choose, visible_tokens
+
+CPU = torch.device("cpu")
+
+
+def random_scores(count: int, heads: int, columns: int, seed: int = 0) -> torch.Tensor:
+    return 3 * torch.randn((count, heads, columns), generator=torch.Generator().manual_seed(seed))
+
+
+def chosen(text: str, scores: torch.Tensor, **changes: object) -> torch.Tensor:
+    settings = {
+        "first_position": scores.shape[-1] - len(scores),
+        "tokens": scores.shape[-1],
+        "kv_heads": scores.shape[1],
+        **changes,
+    }
+    return choose(scores, Selection.parsed(text), **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["columns:1", "columns:budget_tokens=512", "columns:alpha=inf,cap=1", "window:1,sinks=0"],
+)
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("block_tokens", [1, 8])
+def test_a_full_budget_reads_all_that_is_visible(
+    text: str, window: int | None, kv_heads: int, block_tokens: int
+) -> None:
+    tokens = 45
+    scores = random_scores(12, 4, -(-tokens // block_tokens))
+    read = chosen(
+        text,
+        scores,
+        first_position=tokens - 12,
+        tokens=tokens,
+        kv_heads=kv_heads,
+        window=window,
+        block_tokens=block_tokens,
+    )
+    visible = visible_tokens(tokens - 12, 12, tokens, window, CPU)
+    assert torch.equal(read, visible.unsqueeze(1).expand(-1, kv_heads, -1))
+
+
+def test_a_ratio_reads_so_many_tokens_with_the_largest_scores() -> None:
+    scores = random_scores(5, 3, 400)
+    read = chosen("columns:0.1", scores)
+    for query, of_query in enumerate(read):
+        position = 395 + query
+        assert of_query.sum(-1).tolist() == [math.ceil(0.1 * (position + 1))] * 3
+        for head, mask in enumerate(of_query):
+            assert mask[:4].all()
+            assert mask[position - 15 : position + 1].all()
+            assert not mask[position + 1 :].any()
+            free = torch.arange(4, position - 15)
+            taken, left = free[mask[free]], free[~mask[free]]
+            row = scores[query, head]
+            assert row[taken].min() > row[left].max()
+
+
+def test_tokens_that_are_always_read_outweigh_a_small_budget() -> None:
+    read = chosen("columns:budget_tokens=1,sinks=2,recent=3", random_scores(1, 2, 50))
+    assert [mask.nonzero().flatten().tolist() for mask in read[0]] == [[0, 1, 47, 48, 49]] * 2
+
+
+def test_first_tokens_outside_of_a_window_are_not_read() -> None:
+    read = chosen("columns:0.5,recent=2", random_scores(1, 1, 50), window=10)
+    assert read[0, 0].sum() == 5
+    assert not read[0, 0, :40].any()
+
+
+@pytest.mark.parametrize("alpha", [0.5, 2.0, 4.0])
+def test_alpha_reads_the_mean_count_of_scores_near_the_largest(alpha: float) -> None:
+    """InfiniGen's rule, counted by hand."""
+    scores = random_scores(1, 4, 300)
+    read = chosen(f"infinigen:alpha={alpha},cap=1,sinks=0,recent=1", scores)
+    near = [int((row > row.max() - alpha).sum()) for row in scores[0]]
+    assert read.sum(-1).tolist() == [[max(1, round(sum(near) / 4))] * 4]
+
+
+def test_the_cap_bounds_alpha() -> None:
+    read = chosen("infinigen:alpha=50,cap=0.2", random_scores(1, 2, 300))
+    assert read.sum(-1).tolist() == [[60, 60]]
+
+
+def test_more_budget_reads_more_and_nothing_less() -> None:
+    scores = random_scores(6, 4, 300)
+    for rule, values in (("", (0.1, 0.2, 0.5, 1.0)), ("alpha=", (0.0, 1.0, 3.0, 6.0, math.inf))):
+        before = torch.zeros((6, 2, 300), dtype=torch.bool)
+        for value in values:
+            read = chosen(f"columns:{rule}{value},cap=0.9", scores, kv_heads=2)
+            assert not (before & ~read).any()
+            before = read
+
+
+@pytest.mark.parametrize("union", Union)
+def test_query_heads_of_a_group_read_the_same(union: Union) -> None:
+    """One head's clear choice is read for the group, and a shift of its logits changes nothing."""
+    scores = random_scores(1, 4, 200)
+    scores[0, 1, 77] = 30.0
+    shifted = scores.clone()
+    shifted[0, 1] += 100.0
+    text = "columns:0.15"
+    read = chosen(text, scores, kv_heads=2, union=union)
+    assert read.shape == (1, 2, 200)
+    assert read[0, 0, 77]
+    assert torch.equal(read, chosen(text, shifted, kv_heads=2, union=union))
+
+
+def test_the_order_of_slots_does_not_matter() -> None:
+    """Free tokens in another order are read just the same."""
+    scores = random_scores(1, 2, 120)
+    order = torch.cat((torch.arange(4), 4 + torch.randperm(100), torch.arange(104, 120)))
+    read = chosen("columns:0.3", scores)
+    assert torch.equal(chosen("columns:0.3", scores[..., order]), read[..., order])
+
+
+def test_blocks_are_read_whole() -> None:
+    scores = random_scores(1, 1, 20)
+    read = chosen(
+        "quest:0.5,sinks=1,recent=1", scores, first_position=159, tokens=160, block_tokens=8
+    )
+    by_block = read.view(20, 8)
+    assert torch.equal(by_block.all(-1), by_block.any(-1))
+    assert by_block.all(-1).sum() == 10

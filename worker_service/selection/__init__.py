@@ -1,0 +1,1 @@
+"""Screens: they guess which cached tokens a query attends to, and choose what is read."""

@@ -1,0 +1,137 @@
+"""From guessed scores to the tokens that are read. Pure: no model, no cache.
+
+Query heads that share a KV head read the same rows: their scores are normalised by softmax and
+joined. Tokens that every query reads (first ones, newest ones) come first in the budget.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+
+import torch
+from torch.nn import functional
+
+from splitpoint.selection import Selection
+
+
+class Union(StrEnum):
+    """How the weights of the query heads of a group are joined into one per token."""
+
+    SUM = "sum"
+    MAX = "max"
+
+
+def visible_tokens(
+    first_position: int, count: int, tokens: int, window: int | None, device: torch.device
+) -> torch.Tensor:
+    """Return which of `tokens` cached tokens each of `count` consecutive queries sees.
+
+    Bool `[T, S]`: those up to its own position, and within `window`.
+    """
+    queries = torch.arange(first_position, first_position + count, device=device).unsqueeze(1)
+    keys = torch.arange(tokens, device=device)
+    visible = keys <= queries
+    return visible if window is None else visible & (keys > queries - window)
+
+
+def choose(
+    scores: torch.Tensor,
+    selection: Selection,
+    *,
+    first_position: int,
+    tokens: int,
+    kv_heads: int,
+    window: int | None = None,
+    block_tokens: int = 1,
+    union: Union = Union.SUM,
+) -> torch.Tensor:
+    """Return which tokens each KV head reads, bool `[T, n_kv, S]`; never one that is not visible.
+
+    Args:
+        scores: fp32 `[T, n_q, blocks]` of `block_tokens` tokens each: guessed scaled logits of
+            queries at consecutive positions. Where a query sees none of a block, any value.
+        first_position: of the first query.
+        tokens: S, the cached tokens that may be read.
+        window: the layer's sliding window; None: all tokens are visible.
+    """
+    visible = visible_tokens(first_position, len(scores), tokens, window, scores.device)
+    visible_blocks = _any_of_block(visible, block_tokens).unsqueeze(1)
+    masked = scores.masked_fill(~visible_blocks, -math.inf)
+    weights = _joined(masked, kv_heads, union)
+    forced = _always_read(visible, selection)
+    forced_blocks = _any_of_block(forced, block_tokens).unsqueeze(1)
+    seen = visible.sum(-1)
+    counts = _counts(masked, seen, selection, kv_heads, block_tokens)
+    blocks = torch.div(counts, block_tokens, rounding_mode="floor")
+    blocks = torch.where(counts >= seen.unsqueeze(1), visible_blocks.sum(-1), blocks)
+    blocks = blocks.maximum(forced_blocks.sum(-1)).clamp_min(1)
+    weights = weights.masked_fill(forced_blocks, math.inf)
+    chosen = _largest(weights, blocks) & visible_blocks
+    per_token = chosen.repeat_interleave(block_tokens, -1)[..., :tokens]
+    return per_token & visible.unsqueeze(1)
+
+
+def _always_read(visible: torch.Tensor, selection: Selection) -> torch.Tensor:
+    """Return the first and the newest visible tokens, bool `[T, S]`."""
+    order = visible.cumsum(-1)
+    newest = visible & (order > order[:, -1:] - selection.recent)
+    newest[:, : selection.sinks] |= visible[:, : selection.sinks]
+    return newest
+
+
+def _counts(
+    masked: torch.Tensor,
+    seen: torch.Tensor,
+    selection: Selection,
+    kv_heads: int,
+    block_tokens: int,
+) -> torch.Tensor:
+    """Return how many tokens each KV head of each query reads, int64 `[T, n_kv]`."""
+    if selection.alpha is not None:
+        # InfiniGen: the mean over all heads of the tokens near the largest score.
+        near = masked > masked.amax(-1, keepdim=True) - selection.alpha
+        near &= masked > -math.inf
+        mean = (near.sum(-1) * block_tokens).to(torch.float64).mean(-1).round()
+        counts = torch.minimum(mean, _share(seen, selection.cap))
+    elif selection.budget_tokens is not None:
+        counts = seen.clamp_max(selection.budget_tokens)
+    else:
+        counts = _share(seen, 1.0 if selection.ratio is None else selection.ratio)
+    return counts.to(torch.int64).clamp_min(1).unsqueeze(1).expand(-1, kv_heads)
+
+
+def _share(seen: torch.Tensor, ratio: float) -> torch.Tensor:
+    """Return `seen * ratio`, rounded up; 10 % of 200 tokens are 20 despite binary fractions."""
+    return (seen.to(torch.float64) * ratio - 1e-6).ceil()
+
+
+def _joined(masked: torch.Tensor, kv_heads: int, union: Union) -> torch.Tensor:
+    """Return the weights of each KV head, `[T, n_kv, blocks]`.
+
+    A KV head with one query head keeps its logits: softmax would only lose small ones.
+    """
+    count, query_heads, blocks = masked.shape
+    if query_heads == kv_heads:
+        return masked
+    logs = masked.log_softmax(-1).view(count, kv_heads, query_heads // kv_heads, blocks)
+    return logs.amax(2) if union is Union.MAX else logs.logsumexp(2)
+
+
+def _largest(weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Return the `counts[t, h]` largest of each row of `weights` `[T, n_kv, blocks]`, as bool."""
+    most = min(int(counts.max()), weights.shape[-1])
+    best = weights.topk(most, dim=-1).indices
+    rank = torch.arange(most, device=weights.device)
+    kept = rank < counts.unsqueeze(-1)
+    return torch.zeros_like(weights, dtype=torch.bool).scatter_(-1, best, kept)
+
+
+def _any_of_block(tokens: torch.Tensor, block_tokens: int) -> torch.Tensor:
+    """Return which blocks of columns of a bool `[T, S]` have a True, `[T, blocks]`."""
+    if block_tokens == 1:
+        return tokens
+    count, columns = tokens.shape
+    padding = -columns % block_tokens
+    padded = functional.pad(tokens, (0, padding))
+    return padded.view(count, -1, block_tokens).any(-1)

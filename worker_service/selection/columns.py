@@ -1,0 +1,85 @@
+"""Screens by some columns of queries and keys after RoPE, raw or skewed (InfiniGen).
+
+The columns of a KV head are those with the largest `sum|Q| + sum|K|` over the prompt and the
+group's query heads. Skewing rotates both by an orthogonal A per KV head, which leaves q.k as it
+is and gathers it in few columns. RoPE does not commute with A, so A stands behind RoPE.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from worker_service.selection.kept_rows import KeptRows
+from worker_service.selection.screen import (
+    AttentionShape,
+    Guess,
+    TokenRows,
+    grouped_products,
+    to_logits,
+)
+
+
+class ColumnScreen:
+    """Partial keys of one layer of one sequence."""
+
+    block_tokens = 1
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        columns: int,
+        *,
+        int8: bool,
+        skew: torch.Tensor | None = None,
+    ) -> None:
+        """`columns`: how many to keep; `skew`: A `[n_kv, d, d]`, None: raw columns."""
+        self._shape = shape
+        self._count = columns
+        self._skew = skew
+        self._kept = KeptRows(int8=int8)
+        # Numbers of the columns `[n_kv, r]`, from the prompt.
+        self._columns: torch.Tensor | None = None
+
+    @property
+    def device_bytes(self) -> int:
+        return self._kept.size_bytes
+
+    def extend(self, rows: TokenRows) -> None:
+        keys = self._skewed(rows.keys)
+        if self._columns is None:
+            self._columns = self._largest(self._skewed(rows.queries), keys)
+        self._kept.extend(_taken(keys, self._columns))
+
+    def scores(self, guess: Guess) -> torch.Tensor:
+        if self._columns is None:
+            raise RuntimeError("a screen is asked before the prompt")
+        queries = _taken(self._skewed(guess.queries), self._columns)
+        kept = self._kept.all()
+        return to_logits(grouped_products(queries.to(kept.dtype), kept), self._shape)
+
+    def _skewed(self, heads: torch.Tensor) -> torch.Tensor:
+        """Rotate `[T, heads, d]` by the A of each head's KV head."""
+        return heads if self._skew is None else by_kv_head(heads, self._skew)
+
+    def _largest(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of the columns to keep, ascending, `[n_kv, r]`."""
+        count, kv_heads, width = keys.shape
+        of_queries = queries.view(count, kv_heads, -1, width).float().abs().sum((0, 2))
+        sums = of_queries + keys.float().abs().sum(0)
+        return sums.topk(min(self._count, width), dim=-1).indices.sort(-1).values
+
+
+def by_kv_head(heads: torch.Tensor, maps: torch.Tensor) -> torch.Tensor:
+    """Multiply `[T, heads, d]` by the map of each head's KV head, `[n_kv, d, r]`."""
+    count, head_count, width = heads.shape
+    kv_heads = len(maps)
+    folded = heads.view(count, kv_heads, head_count // kv_heads, width)
+    mapped = torch.einsum("tkgd,kdr->tkgr", folded, maps.to(heads.dtype))
+    return mapped.reshape(count, head_count, -1)
+
+
+def _taken(heads: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Return the columns `[n_kv, r]` of `[T, heads, d]`, those of each head's KV head."""
+    group = heads.shape[1] // len(columns)
+    index = columns.repeat_interleave(group, 0).expand(len(heads), -1, -1)
+    return heads.gather(-1, index)

@@ -1,0 +1,116 @@
+"""What every screen is: it keeps a little of each cached token on the device, and scores tokens.
+
+A screen belongs to one layer of one sequence. `extend` takes the layer's new tokens in order;
+`scores` guesses the scaled logits of queries, from which `choose` takes the tokens to read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from worker_service.checkpoint.config import DecoderConfig
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """One layer's attention, as screens need it.
+
+    Attributes:
+        scale: factor of scores; cap: their soft cap, None: no cap.
+        window: tokens that a query sees, itself included; None: all.
+    """
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    cap: float | None
+    window: int | None
+
+    @classmethod
+    def of(cls, config: DecoderConfig, layer: int) -> AttentionShape:
+        """Return the attention of a model's layer."""
+        shape = config.shape
+        return cls(
+            query_heads=shape.query_head_count,
+            kv_heads=shape.kv_head_count,
+            head_dim=shape.head_dim,
+            scale=config.score_scale,
+            cap=config.score_cap,
+            window=config.windows[layer],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """What a layer makes of T consecutive tokens of one sequence.
+
+    Attributes:
+        inputs: X `[T, h]`.
+        queries: `[T, n_q, d]`, after RoPE.
+        keys: `[T, n_kv, d]`, after RoPE.
+    """
+
+    inputs: torch.Tensor
+    queries: torch.Tensor
+    keys: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """T consecutive tokens whose attention is guessed, the first at `first_position`.
+
+    Attributes:
+        inputs: X `[T, h]` of the layer, or a guess of it from an earlier residual.
+        queries: `[T, n_q, d]`, after RoPE, made from `inputs`.
+    """
+
+    inputs: torch.Tensor
+    queries: torch.Tensor
+    first_position: int
+
+
+class LayerScreen(Protocol):
+    """The screen of one layer of one sequence.
+
+    Attributes:
+        block_tokens: tokens of each block that has a score; 1: each token has its own.
+        device_bytes: bytes kept on the device for the tokens so far.
+    """
+
+    @property
+    def block_tokens(self) -> int: ...
+
+    @property
+    def device_bytes(self) -> int: ...
+
+    def extend(self, rows: TokenRows) -> None:
+        """Take the next tokens. The first call has the prompt, from which a screen may learn."""
+
+    def scores(self, guess: Guess) -> torch.Tensor:
+        """Return guessed scaled logits, fp32 `[T, n_q, blocks]`, of all tokens taken so far.
+
+        Tokens behind a query's own position may have any score: `choose` drops them.
+        """
+
+
+def to_logits(products: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
+    """Scale and cap products of queries and keys, in place."""
+    products.mul_(shape.scale)
+    return products if shape.cap is None else products.div_(shape.cap).tanh_().mul_(shape.cap)
+
+
+def grouped_products(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Multiply queries `[T, n_q, r]` by their KV heads' keys `[S, n_kv, r]`: fp32 `[T, n_q, S]`."""
+    count, query_heads, width = queries.shape
+    tokens, kv_heads, _ = keys.shape
+    group = query_heads // kv_heads
+    folded = queries.view(count, kv_heads, group, width).permute(1, 2, 0, 3)
+    products = torch.bmm(folded.reshape(kv_heads, group * count, width), keys.permute(1, 2, 0)).to(
+        torch.float32
+    )
+    by_head = products.view(kv_heads * group, count, tokens)
+    return by_head.transpose(0, 1).contiguous()

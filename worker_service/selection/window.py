@@ -1,0 +1,25 @@
+"""The first and the newest tokens (StreamingLLM): nothing is kept, newer tokens score higher."""
+
+from __future__ import annotations
+
+import torch
+
+from worker_service.selection.screen import AttentionShape, Guess, TokenRows
+
+
+class WindowScreen:
+    """The baseline that looks at positions alone."""
+
+    block_tokens = 1
+    device_bytes = 0
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self._query_heads = shape.query_heads
+        self._tokens = 0
+
+    def extend(self, rows: TokenRows) -> None:
+        self._tokens += len(rows.keys)
+
+    def scores(self, guess: Guess) -> torch.Tensor:
+        positions = torch.arange(self._tokens, dtype=torch.float32, device=guess.queries.device)
+        return positions.expand(len(guess.queries), self._query_heads, -1)
