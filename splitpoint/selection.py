@@ -42,6 +42,11 @@ class SelectionMethod(StrEnum):
         return self in _WITH_LOGITS
 
     @property
+    def is_int8(self) -> bool:
+        """True if it keeps int8 rows unless a selection says otherwise."""
+        return self in _IN_INT8
+
+    @property
     def is_calibrated(self) -> bool:
         """True if it needs artefacts of `splitpoint calibrate`."""
         return self in _CALIBRATED
@@ -50,6 +55,7 @@ class SelectionMethod(StrEnum):
 _WITH_LOGITS = frozenset(
     map(SelectionMethod, ("infinigen", "maple", "columns", "lowrank", "ranked"))
 )
+_IN_INT8 = frozenset(map(SelectionMethod, ("maple", "ranked")))
 _CALIBRATED = frozenset(map(SelectionMethod, ("infinigen", "maple", "lowrank", "ranked")))
 
 
@@ -63,7 +69,8 @@ class Selection:
             Infinity with `cap` 1 is exact.
         budget_tokens: tokens that a query reads at most.
         cap: with alpha, the largest fraction of the visible tokens.
-        columns: dimensions that a screen keeps of each key head; None: 30 % of them.
+        columns: dimensions that a screen keeps of each key head; None: 30 % of them, or those
+            of the artefacts if they are trained (MAPLE, RANKED).
         int8: keep what screens keys in int8, with a scale per row; None: the method's own.
         sinks: first tokens that are always read.
         recent: newest tokens that are always read, the query's own included.
@@ -100,6 +107,8 @@ class Selection:
             raise _wrong("alpha", f"must be at least 0, not {self.alpha:g}")
         if self.alpha is not None and not self.method.has_logits:
             raise _wrong("alpha", f"{self.method} guesses no logits: use ratio")
+        if self.int8 and not self.method.has_logits:
+            raise _wrong("int8", f"{self.method} keeps no rows that could be int8")
         if not 0 < self.cap <= 1:
             raise _wrong("cap", f"must be in (0, 1], not {self.cap:g}")
         for name, least in _LEAST.items():
@@ -111,6 +120,11 @@ class Selection:
     def is_full(self) -> bool:
         """True if the method reads every token."""
         return self.method is SelectionMethod.FULL
+
+    @property
+    def keeps_int8(self) -> bool:
+        """True if a screen keeps its rows in int8."""
+        return self.method.is_int8 if self.int8 is None else self.int8
 
     def kept_columns(self, head_dim: int) -> int:
         """Return the dimensions that a screen keeps of heads of this size."""

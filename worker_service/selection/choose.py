@@ -50,7 +50,8 @@ def choose(
 
     Args:
         scores: fp32 `[T, n_q, blocks]` of `block_tokens` tokens each: guessed scaled logits of
-            queries at consecutive positions. Where a query sees none of a block, any value.
+            queries at consecutive positions; -inf: never read, not even as a first or newest
+            token. Where a query sees none of a block, any value.
         first_position: of the first query.
         tokens: S, the cached tokens that may be read.
         window: the layer's sliding window; None: all tokens are visible.
@@ -60,14 +61,14 @@ def choose(
     masked = scores.masked_fill(~visible_blocks, -math.inf)
     weights = _joined(masked, kv_heads, union)
     forced = _always_read(visible, selection)
-    forced_blocks = _any_of_block(forced, block_tokens).unsqueeze(1)
+    forced_blocks = _any_of_block(forced, block_tokens).unsqueeze(1) & (weights > -math.inf)
     seen = visible.sum(-1)
     counts = _counts(masked, seen, selection, kv_heads, block_tokens)
     blocks = torch.div(counts, block_tokens, rounding_mode="floor")
     blocks = torch.where(counts >= seen.unsqueeze(1), visible_blocks.sum(-1), blocks)
     blocks = blocks.maximum(forced_blocks.sum(-1)).clamp_min(1)
     weights = weights.masked_fill(forced_blocks, math.inf)
-    chosen = _largest(weights, blocks) & visible_blocks
+    chosen = _largest(weights, blocks) & (weights > -math.inf)
     per_token = chosen.repeat_interleave(block_tokens, -1)[..., :tokens]
     return per_token & visible.unsqueeze(1)
 

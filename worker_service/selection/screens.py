@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from splitpoint.errors import InvalidArgument
 from splitpoint.selection import Selection, SelectionMethod
 from worker_service.checkpoint.config import DecoderConfig
+from worker_service.selection.artifacts import Artifacts, load
+from worker_service.selection.centroids import Centroids
 from worker_service.selection.columns import ColumnScreen
+from worker_service.selection.h2o import HeavyHitterScreen
+from worker_service.selection.lowrank import LowRankScreen
+from worker_service.selection.maple import MapleScreen, MapleWeights
+from worker_service.selection.quest import QuestScreen
 from worker_service.selection.screen import AttentionShape, LayerScreen
 from worker_service.selection.window import WindowScreen
 
@@ -20,9 +28,21 @@ class Screens:
         selection: the method and its settings.
     """
 
-    def __init__(self, config: DecoderConfig, selection: Selection) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        selection: Selection,
+        artifacts: Artifacts | None = None,
+    ) -> None:
+        """`artifacts`: of the selection's method; None if it needs none.
+
+        Raises InvalidArgument if they do not fit the model or the selection.
+        """
         self.selection = selection
         self._config = config
+        self._artifacts = artifacts
+        if artifacts is not None:
+            self._check(artifacts)
 
     @classmethod
     def open(
@@ -34,14 +54,16 @@ class Screens:
         artifacts: Path | None = None,
         device: torch.device,
     ) -> Screens:
-        """Return the screens of a selection on a model.
+        """Return the screens of a selection on a model; see `artifacts.load` for errors.
 
         Args:
             folder: the model's checkpoint; artefacts lie beside it unless `artifacts` names
                 another folder.
         """
-        del folder, artifacts, device
-        return cls(config, selection)
+        found = None
+        if selection.method.is_calibrated:
+            found = load(selection.method, folder, artifacts, device)
+        return cls(config, selection, found)
 
     def layer(self, index: int) -> LayerScreen | None:
         """Return an empty screen of a layer of one sequence; None: the layer reads everything."""
@@ -49,9 +71,95 @@ class Screens:
         if selection.is_full or index < selection.full_layers:
             return None
         shape = AttentionShape.of(self._config, index)
-        if selection.method is SelectionMethod.WINDOW:
-            return WindowScreen(shape)
-        columns = selection.kept_columns(shape.head_dim)
-        if selection.method is not SelectionMethod.COLUMNS:
-            raise NotImplementedError(selection.method)
-        return ColumnScreen(shape, columns, int8=bool(selection.int8))
+        columns, int8 = selection.kept_columns(shape.head_dim), selection.keeps_int8
+        match selection.method:
+            case SelectionMethod.WINDOW:
+                return WindowScreen(shape)
+            case SelectionMethod.H2O:
+                return HeavyHitterScreen(shape, selection)
+            case SelectionMethod.QUEST:
+                return QuestScreen(shape)
+            case SelectionMethod.COLUMNS:
+                return ColumnScreen(shape, columns, int8=int8)
+            case SelectionMethod.INFINIGEN:
+                return ColumnScreen(shape, columns, int8=int8, skew=self._of(index, "skew"))
+            case SelectionMethod.MAPLE:
+                return MapleScreen(shape, self._maple_weights(index), int8=int8)
+        maps = [self._of(index, name) for name in ("query_map", "key_map")]
+        if selection.method is SelectionMethod.LOWRANK:
+            # Columns are in the order of what they explain: the best of a rank are the first.
+            maps = [each[..., :columns] for each in maps]
+        return LowRankScreen(shape, *maps, int8=int8)
+
+    def centroids(self, index: int) -> Centroids | None:
+        """Return an empty estimate of what a layer does not read; None: there is none."""
+        selection = self.selection
+        if not selection.estimate or selection.is_full or index < selection.full_layers:
+            return None
+        return Centroids(AttentionShape.of(self._config, index))
+
+    def _of(self, index: int, name: str) -> torch.Tensor:
+        if self._artifacts is None:
+            raise InvalidArgument(f"{self.selection.method} needs artefacts", field="artifacts")
+        return self._artifacts.of_layer(index, name)
+
+    def _maple_weights(self, index: int) -> MapleWeights:
+        if self._artifacts is None:
+            raise InvalidArgument("maple needs artefacts", field="artifacts")
+        return maple_weights(self._artifacts, index)
+
+    def _check(self, artifacts: Artifacts) -> None:
+        """Raise InvalidArgument if the artefacts' shapes or rank are not those wanted."""
+        shape = self._config.shape
+        heads, width = shape.kv_head_count, shape.head_dim
+        rank = _rank_of(artifacts)
+        wanted = self.selection.columns
+        is_trained = self.selection.method in (SelectionMethod.MAPLE, SelectionMethod.RANKED)
+        if is_trained and wanted is not None and wanted != rank:
+            raise InvalidArgument(
+                f"selection: columns is {wanted}, but these artefacts of {artifacts.method} were "
+                f"trained for {rank}",
+                field="selection.columns",
+            )
+        for index in range(shape.layer_count):
+            for name, sizes in {
+                "skew": (heads, width, width),
+                "query_map": (heads, width, rank),
+                "key_map": (heads, width, rank),
+            }.items():
+                if (tensor := artifacts.tensors.get(f"layers.{index}.{name}")) is not None:
+                    _check_sizes(tensor, sizes, f"{name} of layer {index}")
+            if self.selection.method is SelectionMethod.MAPLE:
+                weights = maple_weights(artifacts, index)
+                inner = weights.projection.shape[-1]
+                _check_sizes(weights.projection, (shape.hidden_size, inner), "the projection")
+                _check_sizes(weights.query, (inner, shape.query_head_count, rank), "the queries")
+                _check_sizes(weights.key, (inner, heads, rank), "the keys")
+
+
+def maple_weights(artifacts: Artifacts, index: int) -> MapleWeights:
+    """Return a layer's factors, W_Q and W_K out of int8. Raises InvalidArgument."""
+    return MapleWeights(
+        artifacts.of_layer(index, "projection"),
+        *(
+            artifacts.of_layer(index, name).float() * artifacts.of_layer(index, f"{name}_scale")
+            for name in ("query", "key")
+        ),
+    )
+
+
+def _rank_of(artifacts: Artifacts) -> int:
+    for name in ("query_map", "key", "skew"):
+        if (tensor := artifacts.tensors.get(f"layers.0.{name}")) is not None:
+            return tensor.shape[-1]
+    raise InvalidArgument(
+        f"the artefacts of {artifacts.method} have no factors: calibrate anew", field="artifacts"
+    )
+
+
+def _check_sizes(tensor: torch.Tensor, sizes: Sequence[int], what: str) -> None:
+    if tuple(tensor.shape) != tuple(sizes):
+        raise InvalidArgument(
+            f"the artefacts have {what} as {list(tensor.shape)}, not {list(sizes)}: calibrate anew",
+            field="artifacts",
+        )
