@@ -59,6 +59,15 @@ _IN_INT8 = frozenset(map(SelectionMethod, ("maple", "ranked")))
 _CALIBRATED = frozenset(map(SelectionMethod, ("infinigen", "maple", "lowrank", "ranked")))
 
 
+class TrainingLoss(StrEnum):
+    """What training minimises between the true and the guessed scores of a query."""
+
+    # The mean squared error of row-centred scaled scores (MAPLE).
+    MSE = "mse"
+    # The divergence of the guessed attention from the true one.
+    KL = "kl"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
     """How one request selects. Every method but FULL names one of ratio, alpha and budget_tokens.

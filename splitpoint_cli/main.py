@@ -13,6 +13,7 @@ from splitpoint.extras import missing_extra
 from splitpoint_cli import metrics
 from splitpoint_cli.arena import command as arena
 from splitpoint_cli.bench import commands as bench
+from splitpoint_cli.calibrate import command as calibrate
 from splitpoint_cli.compose import command as compose
 from splitpoint_cli.doctor import command as doctor
 from splitpoint_cli.output import EXIT_HELP, print_error
@@ -44,6 +45,7 @@ app.command()(probe.probe)
 app.command()(certs.certs)
 app.command()(token.token)
 app.command()(compose.compose)
+app.command()(calibrate.calibrate)
 app.add_typer(arena.app, name="arena")
 app.add_typer(bench.app, name="bench")
 

@@ -259,7 +259,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("checks", "stack", "request", "top", "trace"),
         *("arena", "security", "compose", "planning", "doctor"),
         *("bench.shared", "bench.decode", "bench.restore", "bench.offload", "bench.store"),
-        *("bench.growth", "bench.numerics", "bench"),
+        *("bench.growth", "bench.numerics", "bench", "calibrate"),
     ),
 }
 MOST_MODULES = 15

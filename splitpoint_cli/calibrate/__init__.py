@@ -1,0 +1,1 @@
+"""splitpoint calibrate: the factors that a screen needs, made from text."""

@@ -1,0 +1,167 @@
+"""`splitpoint calibrate MODEL --screen METHOD`: factors of a screen, as safetensors.
+
+Torch is loaded once the arguments are checked.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from splitpoint.checkpoint.config import read_shape
+from splitpoint.checkpoint.resolve import resolve_model
+from splitpoint.errors import InvalidArgument
+from splitpoint.extras import need
+from splitpoint.selection import Selection, SelectionMethod, TrainingLoss
+from splitpoint_cli.bench.shared import options
+from splitpoint_cli.bench.shared.progress import Progress
+from splitpoint_cli.bench.shared.report import commit, hand_over_report, hardware
+from splitpoint_cli.calibrate.report import table_of
+from splitpoint_cli.calibrate.text import calibration_passages
+from splitpoint_cli.files import replace_file
+from splitpoint_cli.models import parse_dtype
+from splitpoint_cli.report import AsJson, OutputFile
+
+_CALIBRATED = [method for method in SelectionMethod if method.is_calibrated]
+_KIB = 1024
+
+_Model = Annotated[
+    str | None,
+    typer.Argument(help="Checkpoint; default: the bundled model.", metavar="DIR|NAME"),
+]
+_Screen = Annotated[
+    str, typer.Option(help="The method to calibrate.", metavar="|".join(_CALIBRATED))
+]
+_Artifacts = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder of the artefacts; default: `screens` beside the model.", metavar="DIR"
+    ),
+]
+_Text = Annotated[
+    Path | None,
+    typer.Option(help="Text to calibrate on; default: Python's library.", metavar="FILE"),
+]
+_Tokens = Annotated[int, typer.Option(help="Tokens of calibration text.", min=2)]
+_Length = Annotated[int, typer.Option(help="Tokens of each passage of it.", min=32)]
+_Columns = Annotated[
+    int | None,
+    typer.Option(help="Columns of each head's factors; default: 30 % of the head.", min=1),
+]
+_Epochs = Annotated[int, typer.Option(help="Most epochs of training; 0: the closed form.", min=0)]
+_Rate = Annotated[
+    float, typer.Option(help="First step of training, as a share of the factors' size.", min=0.0)
+]
+_Loss = Annotated[
+    str,
+    typer.Option(
+        help="Training minimises squared errors of scores, or the divergence of attention.",
+        metavar="|".join(TrainingLoss),
+    ),
+]
+
+
+def calibrate(
+    model: _Model = None,
+    *,
+    screen: _Screen,
+    artifacts: _Artifacts = None,
+    text: _Text = None,
+    tokens: _Tokens = 16_384,
+    length: _Length = 1024,
+    columns: _Columns = None,
+    epochs: _Epochs = 3,
+    rate: _Rate = 0.03,
+    loss: _Loss = TrainingLoss.KL,
+    dtype: Annotated[str, typer.Option(help="Element type; auto: the checkpoint's.")] = "auto",
+    device: Annotated[str, typer.Option(help="Where it runs.", metavar="auto|cpu|cuda")] = "auto",
+    seed: options.Seed = 0,
+    as_json: AsJson = False,
+    output: OutputFile = None,
+) -> None:
+    """Make the factors of a screen from text, for `splitpoint eval` and selection.
+
+    The last eighth of the text measures; the rest is learned from. The model itself does not
+    change, and the artefacts are refused for any other model.
+    """
+    need("calibration", "worker")
+    method = _method_of(screen)
+    if loss not in list(TrainingLoss):
+        raise InvalidArgument(
+            f"loss {loss!r} is not one of {', '.join(TrainingLoss)}", field="loss"
+        )
+    data_type = parse_dtype(dtype)
+    folder = resolve_model(model, download=False)
+    shape = read_shape(folder, data_type)
+    if length > shape.context_length:
+        raise InvalidArgument(
+            f"passages of {length} tokens are longer than the context of {shape.name}, "
+            f"{shape.context_length}",
+            field="length",
+        )
+    # Loads the modules of the worker.
+    from worker_service.device.cache import TORCH_TYPES
+    from worker_service.distillation.calibrate import calibrate as calibrated
+    from worker_service.distillation.training import Training
+    from worker_service.model.decoder import Decoder
+    from worker_service.selection.artifacts import artifacts_path, encoded
+    from worker_service.startup import choose_device
+
+    path = artifacts_path(method, folder, artifacts)
+    _check_folder(path.parent)
+    rank = Selection(method=method, ratio=1.0, columns=columns).kept_columns(shape.head_dim)
+    started, progress = time.monotonic(), Progress()
+    passages = calibration_passages(folder, text, tokens, length, seed)
+    decoder = Decoder.load(folder, choose_device(device), TORCH_TYPES[shape.data_type])
+    made, layers = calibrated(
+        decoder,
+        method,
+        passages,
+        rank=rank,
+        training=Training(epochs=epochs, rate=rate, loss=TrainingLoss(loss), seed=seed),
+        track=progress.track,
+        say=progress.say,
+    )
+    replace_file(path, encoded(made, folder), 0o644)
+    report = {
+        "screen": str(method),
+        "model": shape.name,
+        **made.facts,
+        "seconds": round(time.monotonic() - started, 1),
+        "peak_memory_bytes": _KIB * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "path": str(path),
+        "layers": [asdict(layer) for layer in layers],
+        "hardware": hardware(),
+        "commit": commit(),
+    }
+    hand_over_report(report, table_of, as_json=as_json, output=output)
+
+
+def _method_of(screen: str) -> SelectionMethod:
+    if screen not in _CALIBRATED:
+        what = "needs no calibration" if screen in list(SelectionMethod) else "is no screen"
+        raise InvalidArgument(
+            f"{screen!r} {what}: there are {', '.join(_CALIBRATED)}", field="screen"
+        )
+    return SelectionMethod(screen)
+
+
+def _check_folder(folder: Path) -> None:
+    """Make the folder of artefacts. Raises InvalidArgument, before any work, if it cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidArgument(
+            f"{folder} cannot be made ({error.strerror}): name another one by --artifacts",
+            field="artifacts",
+        ) from error
+    if not os.access(folder, os.W_OK):
+        raise InvalidArgument(
+            f"{folder} cannot be written: name another one by --artifacts", field="artifacts"
+        )

@@ -1,0 +1,135 @@
+"""Factors in closed form: best of their rank, and what they leave as it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from worker_service.distillation.factors import Sums, closed_form, projected_form, roots, skew
+from worker_service.selection.columns import ColumnScreen
+from worker_service.selection.maple import sparse_projection
+from worker_service.selection.screen import AttentionShape, Guess, TokenRows
+
+KV_HEADS, GROUP, WIDTH, TOKENS, RANK = 2, 2, 16, 200, 5
+
+
+def uneven_rows(seed: int) -> TokenRows:
+    """Return rows with few strong directions, different ones in q and k of each head."""
+    random = torch.Generator().manual_seed(seed)
+    maps = torch.Generator().manual_seed(1)
+    strengths = torch.logspace(0, -2, WIDTH)
+    spread = [torch.randn((KV_HEADS, WIDTH, WIDTH), generator=maps) for _ in range(2)]
+    queries = torch.randn((TOKENS, KV_HEADS, GROUP, WIDTH), generator=random) * strengths
+    keys = torch.randn((TOKENS, KV_HEADS, WIDTH), generator=random) * strengths
+    return TokenRows(
+        inputs=torch.randn((TOKENS, 24), generator=random),
+        queries=torch.einsum("tkgd,kde->tkge", queries, spread[0]).flatten(1, 2),
+        keys=torch.einsum("tkd,kde->tke", keys, spread[1]),
+    )
+
+
+def sums_of(*passages: TokenRows) -> Sums:
+    sums = Sums.empty(KV_HEADS, WIDTH, torch.device("cpu"))
+    for rows in passages:
+        sums.add(rows)
+    return sums
+
+
+def error(rows: TokenRows, query_map: torch.Tensor, key_map: torch.Tensor) -> float:
+    """Return the relative Frobenius error of all products of queries and keys."""
+    queries = rows.queries.view(TOKENS, KV_HEADS, GROUP, WIDTH)
+    true = torch.einsum("tkgd,skd->kgts", queries, rows.keys)
+    guessed = torch.einsum(
+        "tkgd,kdr,ker,ske->kgts", queries, query_map[..., :RANK], key_map[..., :RANK], rows.keys
+    )
+    return float((guessed - true).norm() / true.norm())
+
+
+def test_roots_give_the_gram_matrix_and_its_inverse() -> None:
+    """Also if it has not its full rank."""
+    rows = torch.randn((50, 6), generator=torch.Generator().manual_seed(0)).double()
+    rows[:, 5] = rows[:, 0] + rows[:, 1]
+    gram = rows.T @ rows
+    root, inverse = roots(gram)
+    torch.testing.assert_close(root.T @ root, gram)
+    torch.testing.assert_close(rows @ inverse @ root, rows)
+
+
+def test_the_closed_form_is_the_best_of_its_rank() -> None:
+    """As good as truncating the products themselves, and better than skewed or random columns."""
+    rows = uneven_rows(0)
+    sums = sums_of(rows)
+    maps = closed_form(sums.queries, sums.keys)
+    queries = rows.queries.view(TOKENS, KV_HEADS, GROUP, WIDTH)
+    products = torch.einsum("tkgd,skd->kgts", queries, rows.keys).flatten(1, 2)
+    values = torch.linalg.svdvals(products.double())
+    best = float(values[:, RANK:].norm() / values.norm())
+    assert error(rows, *maps) == pytest.approx(best, rel=1e-3)
+
+    rotation = skew(sums)
+    assert error(rows, rotation, rotation) > 1.2 * best
+    random = torch.linalg.qr(torch.randn((KV_HEADS, WIDTH, WIDTH))).Q
+    assert error(rows, random, random) > 2 * best
+    # All columns give the products themselves.
+    full = torch.einsum("kdr,ker->kde", *maps)
+    torch.testing.assert_close(full, torch.eye(WIDTH).expand_as(full), atol=1e-3, rtol=0)
+
+
+def test_the_closed_form_holds_on_rows_that_it_never_saw() -> None:
+    sums = sums_of(uneven_rows(0), uneven_rows(1))
+    unseen = uneven_rows(2)
+    rotation = skew(sums)
+    assert error(unseen, *closed_form(sums.queries, sums.keys)) < error(unseen, rotation, rotation)
+
+
+def test_a_constant_part_of_keys_takes_no_columns_of_the_centred_form() -> None:
+    plain = uneven_rows(0)
+    shifted = TokenRows(plain.inputs, plain.queries, plain.keys + 100.0)
+    centred = closed_form(sums_of(shifted).queries, sums_of(shifted).centred_keys)
+    expected = closed_form(sums_of(plain).queries, sums_of(plain).centred_keys)
+    assert error(plain, *centred) == pytest.approx(error(plain, *expected), rel=1e-2)
+
+
+def test_skewing_changes_no_logit() -> None:
+    rows = uneven_rows(3)
+    rotation = skew(sums_of(uneven_rows(4)))
+    eye = torch.eye(WIDTH).expand(KV_HEADS, -1, -1)
+    torch.testing.assert_close(rotation @ rotation.transpose(1, 2), eye, atol=1e-5, rtol=0)
+    shape = AttentionShape(KV_HEADS * GROUP, KV_HEADS, WIDTH, 0.25, None, None)
+    guess = Guess(rows.inputs, rows.queries, 0)
+    scores = []
+    for factor in (None, rotation):
+        screen = ColumnScreen(shape, WIDTH, int8=False, skew=factor)
+        screen.extend(rows)
+        scores.append(screen.scores(guess))
+    torch.testing.assert_close(*scores, atol=1e-4, rtol=1e-4)
+
+
+def test_projected_factors_find_products_that_are_there() -> None:
+    """q and k that are linear in X P with a product of this rank are reproduced exactly."""
+    random = torch.Generator().manual_seed(8)
+    inputs = torch.randn((TOKENS, 24), generator=random)
+    projection = sparse_projection(24, 12, random)
+    few = [torch.randn((12, heads, RANK), generator=random) for heads in (4, KV_HEADS)]
+    wide = torch.linalg.qr(torch.randn((KV_HEADS, WIDTH, WIDTH), generator=random)).Q[:, :RANK]
+    per_query = wide.repeat_interleave(GROUP, 0)
+    mixed = inputs @ projection
+    rows = TokenRows(
+        inputs,
+        torch.einsum("tm,mqr,qrd->tqd", mixed, few[0], per_query),
+        torch.einsum("tm,mkr,krd->tkd", mixed, few[1], wide),
+    )
+    query, key = projected_form([mixed], [rows], RANK)
+    assert (query.shape, key.shape) == ((12, 4, RANK), (12, KV_HEADS, RANK))
+    centred = rows.keys - rows.keys.mean(0)
+    true = torch.einsum(
+        "tkgd,skd->kgts", rows.queries.view(TOKENS, KV_HEADS, GROUP, WIDTH), centred
+    )
+    guessed_keys = torch.einsum("tm,mkr->tkr", mixed, key)
+    guessed_keys = guessed_keys - guessed_keys.mean(0)
+    guessed = torch.einsum(
+        "tkgr,skr->kgts",
+        torch.einsum("tm,mqr->tqr", mixed, query).view(TOKENS, KV_HEADS, GROUP, RANK),
+        guessed_keys,
+    )
+    assert float((guessed - true).norm() / true.norm()) < 0.05

@@ -1,0 +1,229 @@
+"""Makes the artefacts of one screen: samples, factors layer by layer, and how well they rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Protocol, TypeVar
+
+import torch
+
+from splitpoint.errors import InvalidArgument
+from splitpoint.selection import SelectionMethod
+from worker_service.distillation.factors import Sums, closed_form, projected_form, skew
+from worker_service.distillation.measures import rank_agreement, recall, weight
+from worker_service.distillation.samples import sampled
+from worker_service.distillation.training import LowRank, Trained, Training, train
+from worker_service.model.decoder import Decoder
+from worker_service.selection.artifacts import Artifacts
+from worker_service.selection.columns import ColumnScreen, by_kv_head
+from worker_service.selection.kept_rows import to_int8
+from worker_service.selection.lowrank import LowRankScreen
+from worker_service.selection.maple import MapleScreen, MapleWeights, sparse_projection
+from worker_service.selection.screen import AttentionShape, LayerScreen, TokenRows
+
+Item = TypeVar("Item")
+
+# Of the passages, those that training does not see: one in so many.
+_UNSEEN = 8
+LEAST_PASSAGES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class LayerResult:
+    """How one layer's factors came out, on passages that they were not made from.
+
+    Attributes:
+        losses: at the start and after each epoch; empty if nothing is trained.
+        closed_recall: of the true top tenth of the tokens, by the closed form of the same rank.
+        recall: the same by these factors, in the form in which a screen keeps rows by default.
+        closed_weight, weight: the share of attention that goes to the guessed top tenth.
+        int8_agreement: Spearman correlation of the scores with int8 rows and with full ones.
+    """
+
+    layer: int
+    losses: tuple[float, ...]
+    closed_recall: float
+    recall: float
+    closed_weight: float
+    weight: float
+    int8_agreement: float
+
+
+class Track(Protocol):
+    """Yields items, and shows how many of them are done."""
+
+    def __call__(self, what: str, items: Sequence[Item], /) -> Iterator[Item]: ...
+
+
+def calibrate(
+    model: Decoder,
+    method: SelectionMethod,
+    passages: Sequence[Sequence[int]],
+    *,
+    rank: int,
+    training: Training,
+    track: Track,
+    say: Callable[[str], None],
+) -> tuple[Artifacts, list[LayerResult]]:
+    """Return a method's artefacts and how each layer came out.
+
+    Args:
+        passages: token ids; the last eighth of them measures, the others are learned from.
+        rank: columns of each head's low-rank factors.
+        track: shows progress over passages and layers; say: takes a line for each epoch.
+
+    Raises InvalidArgument if there are too few passages.
+    """
+    if len(passages) < LEAST_PASSAGES:
+        raise InvalidArgument(
+            f"calibration takes at least {LEAST_PASSAGES} passages, not {len(passages)}",
+            field="tokens",
+        )
+    layer_count = model.shape.layer_count
+    by_layer: list[list[TokenRows]] = [[] for _ in range(layer_count)]
+    for passage in track("passages", passages):
+        for layer, of_layer in zip(by_layer, sampled(model, passage), strict=True):
+            layer.append(of_layer)
+    unseen = max(1, len(passages) // _UNSEEN)
+    tensors: dict[str, torch.Tensor] = {}
+    results = []
+    for index in track("layers", range(layer_count)):
+        # Released as soon as the layer is done.
+        samples, by_layer[index] = by_layer[index], []
+        work = _Layer(
+            index,
+            AttentionShape.of(model.config, index),
+            samples[:-unseen],
+            samples[-unseen:],
+            rank=rank,
+            training=training,
+            say=say,
+        )
+        made, result = work.make(method)
+        tensors |= {f"layers.{index}.{name}": tensor for name, tensor in made.items()}
+        results.append(result)
+    facts = {
+        "tokens": sum(map(len, passages)),
+        "rank": rank,
+        **({} if method not in _TRAINED else {"training": asdict(training)}),
+    }
+    return Artifacts(method, tensors, facts), results
+
+
+_TRAINED = (SelectionMethod.MAPLE, SelectionMethod.RANKED)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer's samples, and what is made of them."""
+
+    index: int
+    shape: AttentionShape
+    seen: list[TokenRows]
+    unseen: list[TokenRows]
+    rank: int
+    training: Training
+    say: Callable[[str], None]
+
+    def make(self, method: SelectionMethod) -> tuple[dict[str, torch.Tensor], LayerResult]:
+        """Return the layer's tensors by name, and the result."""
+        if method is SelectionMethod.MAPLE:
+            return self._maple()
+        sums = Sums.empty(self.shape.kv_heads, self.shape.head_dim, self.seen[0].keys.device)
+        for rows in self.seen:
+            sums.add(rows)
+        closed = closed_form(sums.queries, sums.keys)
+        of_closed = self._low_rank(closed)
+        if method is SelectionMethod.INFINIGEN:
+            factor = skew(sums)
+            screen = partial(ColumnScreen, self.shape, self.rank, skew=factor)
+            return {"skew": factor}, self._result(method, screen, of_closed)
+        losses: tuple[float, ...] = ()
+        maps = closed
+        if method is SelectionMethod.RANKED:
+            trained = self._train(self._cut(closed_form(sums.queries, sums.centred_keys)), _mapped)
+            maps, losses = trained.factors, trained.losses
+        result = self._result(method, self._low_rank(maps), of_closed, losses)
+        return {"query_map": maps[0], "key_map": maps[1]}, result
+
+    def _maple(self) -> tuple[dict[str, torch.Tensor], LayerResult]:
+        """Train W_Q and W_K, and quantise them."""
+        heads = self.shape.query_heads
+        # One more stream for each layer; P has as many columns as W_Q gives all heads.
+        random = torch.Generator().manual_seed(self.training.seed * 65_536 + self.index)
+        device = self.seen[0].inputs.device
+        width = self.seen[0].inputs.shape[1]
+        projection = sparse_projection(width, heads * self.rank, random).to(device)
+        projected = [rows.inputs.float() @ projection for rows in self.seen]
+        start = projected_form(projected, self.seen, self.rank)
+        trained = self._train(start, partial(_projected, projection))
+        names = ("query", "key")
+        tensors = {"projection": projection}
+        exact = []
+        for name, factor in zip(names, trained.factors, strict=True):
+            rows, scales = to_int8(factor.transpose(0, -1))
+            tensors[name] = rows.transpose(0, -1).contiguous()
+            tensors[f"{name}_scale"] = scales.float().transpose(0, -1).contiguous()
+            exact.append(tensors[name].float() * tensors[f"{name}_scale"])
+        closed = partial(MapleScreen, self.shape, MapleWeights(projection, *start))
+        plain = partial(MapleScreen, self.shape, MapleWeights(projection, *trained.factors))
+        screen = partial(MapleScreen, self.shape, MapleWeights(projection, *exact))
+        result = self._result(SelectionMethod.MAPLE, screen, closed, trained.losses, plain)
+        return tensors, result
+
+    def _train(self, start: tuple[torch.Tensor, torch.Tensor], low_rank: LowRank) -> Trained:
+        def after_epoch(epoch: int, loss: float) -> None:
+            self.say(f"layer {self.index}, epoch {epoch}: loss {loss:.4g}")
+
+        return train(
+            start, low_rank, self.shape, self.seen, self.unseen, self.training, after_epoch
+        )
+
+    def _cut(self, maps: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return maps[0][..., : self.rank].contiguous(), maps[1][..., : self.rank].contiguous()
+
+    def _low_rank(self, maps: tuple[torch.Tensor, torch.Tensor]) -> _MakeScreen:
+        return partial(LowRankScreen, self.shape, *self._cut(maps))
+
+    def _result(
+        self,
+        method: SelectionMethod,
+        screen: _MakeScreen,
+        closed: _MakeScreen,
+        losses: tuple[float, ...] = (),
+        exact: _MakeScreen | None = None,
+    ) -> LayerResult:
+        """Measure the screen beside that of the closed form.
+
+        `exact`: the screen with factors that are not quantised; None: `screen` has these.
+        """
+        start, made = partial(closed, int8=False), partial(screen, int8=method.is_int8)
+        pair = partial(screen, int8=True), partial(exact or screen, int8=False)
+        return LayerResult(
+            layer=self.index,
+            losses=losses,
+            closed_recall=recall(start, self.shape, self.unseen),
+            recall=recall(made, self.shape, self.unseen),
+            closed_weight=weight(start, self.shape, self.unseen),
+            weight=weight(made, self.shape, self.unseen),
+            int8_agreement=rank_agreement(*pair, self.shape, self.unseen),
+        )
+
+
+# Makes an empty screen of the layer; takes `int8`.
+_MakeScreen = Callable[..., LayerScreen]
+
+
+def _mapped(
+    rows: TokenRows, query_map: torch.Tensor, key_map: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return by_kv_head(rows.queries, query_map), by_kv_head(rows.keys, key_map)
+
+
+def _projected(
+    projection: torch.Tensor, rows: TokenRows, query: torch.Tensor, key: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    weights = MapleWeights(projection, query, key)
+    return weights.queries(rows.inputs), weights.keys(rows.inputs)
