@@ -23,7 +23,6 @@ from splitpoint_cli.bench.shared import options
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.shared.report import commit, hand_over_report, hardware
 from splitpoint_cli.calibrate.report import table_of
-from splitpoint_cli.calibrate.text import calibration_passages
 from splitpoint_cli.files import replace_file
 from splitpoint_cli.models import parse_dtype
 from splitpoint_cli.report import AsJson, OutputFile
@@ -105,7 +104,8 @@ def calibrate(
             f"{shape.context_length}",
             field="length",
         )
-    # Loads the modules of the worker.
+    # Loads torch and the tokenizers, which other commands do without.
+    from splitpoint_cli.calibrate.text import calibration_passages
     from worker_service.device.cache import TORCH_TYPES
     from worker_service.distillation.calibrate import calibrate as calibrated
     from worker_service.distillation.training import Training
