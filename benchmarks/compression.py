@@ -21,14 +21,11 @@ import hashlib
 import math
 import os
 import platform
-import random
 import sys
-import sysconfig
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -40,6 +37,7 @@ from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.planning.schedule import Lane
 from splitpoint.shapes import ArenaLayout, DataType, Encoding
+from splitpoint_cli.bench.shared.passages import UNSEEN_SEED, read_unseen
 from splitpoint_cli.bench.shared.progress import Progress
 from worker_service.device import copies
 from worker_service.device.cache import TORCH_TYPES, DeviceCache
@@ -59,43 +57,7 @@ CHUNK = 64
 WINDOW = 1024
 PREFIX = 512
 SPLIT = 256
-SEED = 0
-# Held out when the bundled model was trained (tools/train_stdlib_model.py), and two
-# packages of the development environment, which never were in it.
-UNSEEN = (
-    ("stdlib", "asyncio"),
-    ("stdlib", "unittest"),
-    ("purelib", "_pytest"),
-    ("purelib", "hypothesis"),
-)
 CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """The beginnings of some files of one package: window i is from file i."""
-
-    package: str
-    files: list[str]
-    windows: list[list[int]]
-
-
-def read_unseen(tokenizer: Tokenizer, window_count: int) -> Iterator[Sample]:
-    """Yield each package's files that fill a window, in a reproducible random order."""
-    for scheme, package in UNSEEN:
-        root = Path(sysconfig.get_paths()[scheme])
-        paths = sorted((root / package).rglob("*.py"))
-        random.Random(SEED).shuffle(paths)
-        files: list[str] = []
-        windows: list[list[int]] = []
-        for path in paths:
-            if len(files) == window_count:
-                break
-            ids = tokenizer.encode(path.read_text(encoding="utf-8"))
-            if len(ids) >= WINDOW:
-                files.append(path.relative_to(root).as_posix())
-                windows.append(ids[:WINDOW])
-        yield Sample(package, files, windows)
 
 
 class LinkCounter:
@@ -292,7 +254,7 @@ def run(window_count: int, dtype: str, progress: Progress) -> dict[str, object]:
         raise SystemExit(f"{folder} has no tokenizer")
     data_type = DataType(dtype)
     model = Decoder.load(folder, CPU, TORCH_TYPES[data_type])
-    samples = list(read_unseen(tokenizer, window_count))
+    samples = list(read_unseen(tokenizer, window_count, WINDOW))
     windows = [window for sample in samples for window in sample.windows]
     began = time.monotonic()
     encodings = progress.track("encodings", [*Encoding])
@@ -324,7 +286,7 @@ def run(window_count: int, dtype: str, progress: Progress) -> dict[str, object]:
             }
             for result in results
         ],
-        "seed": SEED,
+        "seed": UNSEEN_SEED,
         "files": {sample.package: sample.files for sample in samples},
         "python": platform.python_version(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",

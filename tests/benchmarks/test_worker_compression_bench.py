@@ -8,10 +8,11 @@ import pytest
 import torch
 from tiny_models import VOCABULARY, write_tiny
 
-from benchmarks.compression import CHUNK, CPU, PREFIX, WINDOW, Reader, link_bytes, read_unseen
+from benchmarks.compression import CHUNK, CPU, PREFIX, WINDOW, Reader, link_bytes
 from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.shapes import Encoding
+from splitpoint_cli.bench.shared.passages import read_unseen
 from worker_service.model.decoder import Decoder
 
 
@@ -58,7 +59,7 @@ def test_bytes_and_losses(model: Decoder) -> None:
 def test_what_is_read_was_never_trained_on() -> None:
     tokenizer = Tokenizer.load(resolve_model(None))
     assert tokenizer is not None
-    samples = list(read_unseen(tokenizer, 2))
+    samples = list(read_unseen(tokenizer, 2, WINDOW))
     # Two packages that its training held out, two that never were in the library.
     assert [each.package for each in samples] == ["asyncio", "unittest", "_pytest", "hypothesis"]
     for sample in samples:

@@ -1,24 +1,65 @@
-"""Texts that a benchmark's prompts are cut from: the user's files, or some of Python's library.
+"""Texts that prompts and evaluations are cut from: the user's files, or unseen Python packages.
 
-The bundled model was trained on the standard library without these folders.
+The bundled model was trained on the standard library without asyncio and unittest
+(tools/train_stdlib_model.py). The other two are packages of the development environment, which
+never were in it.
 """
 
 from __future__ import annotations
 
+import random
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.errors import InvalidArgument
 
 HELD_BACK = ("asyncio", "unittest")
+# Where sysconfig's path of this name has them.
+UNSEEN = (
+    *(("stdlib", package) for package in HELD_BACK),
+    ("purelib", "_pytest"),
+    ("purelib", "hypothesis"),
+)
+UNSEEN_SEED = 0
 
 
 def held_back_files() -> list[Path]:
     """Return the running interpreter's files that the bundled model has not seen."""
     library = Path(sysconfig.get_paths()["stdlib"])
     return sorted(path for folder in HELD_BACK for path in (library / folder).glob("*.py"))
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The beginnings of some files of one package: window i is from file i."""
+
+    package: str
+    files: list[str]
+    windows: list[list[int]]
+
+
+def read_unseen(tokenizer: Tokenizer, window_count: int, window_tokens: int) -> Iterator[Sample]:
+    """Yield each package's files that fill a window, in a reproducible random order.
+
+    A package that is not installed, or has no such file, has an empty sample.
+    """
+    for scheme, package in UNSEEN:
+        root = Path(sysconfig.get_paths()[scheme])
+        paths = sorted((root / package).rglob("*.py"))
+        random.Random(UNSEEN_SEED).shuffle(paths)
+        files: list[str] = []
+        windows: list[list[int]] = []
+        for path in paths:
+            if len(files) == window_count:
+                break
+            ids = tokenizer.encode(path.read_text(encoding="utf-8"))
+            if len(ids) >= window_tokens:
+                files.append(path.relative_to(root).as_posix())
+                windows.append(ids[:window_tokens])
+        yield Sample(package, files, windows)
 
 
 def beginnings(
