@@ -45,6 +45,7 @@ TORCH_FILES = (
     "splitpoint_cli/bench/growth/runs.py",
     "splitpoint_cli/bench/numerics/costs.py",
     "splitpoint_cli/bench/numerics/runs.py",
+    "splitpoint_cli/eval/runs.py",
 )
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "yaml.load", "joblib.load", "numpy.load", "np.load"}
@@ -207,6 +208,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
             "speculation",
             "numerics",
             "selection",
+            "evaluation",
         ),
         *("host", "costs", "planning", "residency", "checkpoint", "arena"),
         *("observe", "options", "transport", "discovery", "client"),
@@ -230,6 +232,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("checkpoint", "hardware", "lanes", "device", "kernels", "weights", "model", "graphs"),
         *(
             "selection",
+            "distillation",
+            "evaluation",
             "store",
             "pipeline",
             "drafts",
@@ -259,7 +263,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("checks", "stack", "request", "top", "trace"),
         *("arena", "security", "compose", "planning", "doctor"),
         *("bench.shared", "bench.decode", "bench.restore", "bench.offload", "bench.store"),
-        *("bench.growth", "bench.numerics", "bench", "calibrate"),
+        *("bench.growth", "bench.numerics", "bench", "calibrate", "eval"),
     ),
 }
 MOST_MODULES = 15

@@ -1,0 +1,1 @@
+"""Known text read under selections: what it loses, and what the selections amount to."""
