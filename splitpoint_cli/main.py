@@ -16,6 +16,7 @@ from splitpoint_cli.bench import commands as bench
 from splitpoint_cli.calibrate import command as calibrate
 from splitpoint_cli.compose import command as compose
 from splitpoint_cli.doctor import command as doctor
+from splitpoint_cli.eval import command as evaluation
 from splitpoint_cli.output import EXIT_HELP, print_error
 from splitpoint_cli.planning import plan, size, what_pays
 from splitpoint_cli.request import generate, probe, status
@@ -46,6 +47,7 @@ app.command()(certs.certs)
 app.command()(token.token)
 app.command()(compose.compose)
 app.command()(calibrate.calibrate)
+app.command("eval")(evaluation.evaluate)
 app.add_typer(arena.app, name="arena")
 app.add_typer(bench.app, name="bench")
 

@@ -208,7 +208,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
             "speculation",
             "numerics",
             "selection",
-            "evaluation",
         ),
         *("host", "costs", "planning", "residency", "checkpoint", "arena"),
         *("observe", "options", "transport", "discovery", "client"),

@@ -1,0 +1,62 @@
+"""An evaluation as a picture: perplexity and distant tokens against the KV that is read."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from splitpoint.selection import Selection
+from splitpoint_cli.plots import new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MARKS = "os^Dv<>ph*"
+
+
+def picture_of(report: Mapping[str, Any]) -> Figure:
+    """Draw the JSON object. Raises MissingExtra without matplotlib."""
+    figure = new_figure(13, 5)
+    left, right = figure.subplots(1, 2)
+    _draw(left, report, "perplexity_over_full")
+    # Linear below a tenth of a percent, where a selection may be better than full attention.
+    left.set_yscale("symlog", linthresh=0.1)
+    left.set_ylabel("perplexity over full attention, %")
+    left.axhline(0, color="black", linewidth=0.8)
+    left.legend(fontsize=7)
+    _draw(right, report, "far_right")
+    right.set_ylabel("distant tokens still right, %")
+    figure.suptitle(
+        f"{report['model']} {report['dtype']}, {report['windows']} texts of "
+        f"{report['tokens']:,} tokens, screened by the {report['guess']} layer's input",
+        fontsize=10,
+    )
+    return figure
+
+
+def _draw(axes: Axes, report: Mapping[str, Any], measure: str) -> None:
+    """Draw one curve for each screen: its ratios joined, other budgets as single points."""
+    curves: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for each in report["selections"]:
+        if each["method"] != "full" and each[measure] is not None:
+            point = (100 * each["screened_ratio"], 100 * each[measure])
+            curves[_screen_of(each["selection"])].append(point)
+    for number, (name, points) in enumerate(curves.items()):
+        ratios, values = zip(*sorted(points), strict=True)
+        mark = _MARKS[number % len(_MARKS)]
+        axes.plot(ratios, values, f"{mark}-", color=f"C{number}", label=name, linewidth=1)
+    axes.set_xscale("log")
+    axes.set_xlabel("tokens read, % of the visible ones, layers that select")
+    axes.grid(linewidth=0.3)
+
+
+def _screen_of(text: str) -> str:
+    """Return a selection's text without its ratio."""
+    selection = Selection.parsed(text)
+    return (
+        text
+        if selection.ratio is None
+        else text.replace(f":{selection.ratio!r}", ":", 1).rstrip(":").replace(":,", ", ")
+    )

@@ -1,0 +1,203 @@
+"""What `splitpoint eval` computes: every text, under every selection."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from splitpoint.checkpoint.resolve import resolve_model
+from splitpoint.checkpoint.text import Tokenizer
+from splitpoint.errors import InvalidArgument, NotFound
+from splitpoint.selection import FULL, Selection, SelectionMethod
+from splitpoint_cli.bench.shared.passages import beginnings, read_unseen
+from splitpoint_cli.bench.shared.progress import Progress
+from splitpoint_cli.eval.report import Answers, SelectionResult, Texts
+from splitpoint_cli.eval.tasks import Task, TaskKind, extraction, needle
+from splitpoint_cli.eval.workload import EvalWorkload
+from worker_service.checkpoint.config import DecoderConfig
+from worker_service.device.cache import TORCH_TYPES
+from worker_service.evaluation.counts import SelectionCounts
+from worker_service.evaluation.teacher_forced import GuessRule, Reading, TeacherForced
+from worker_service.model.decoder import Decoder
+from worker_service.selection.guess import GuessFrom, GuessNorm
+from worker_service.selection.screens import Screens
+
+CPU = torch.device("cpu")
+# What a model reads that sees nearby tokens only: tokens that it gets wrong, and that the whole
+# context gets right, need distant ones.
+_NEARBY = Selection(method=SelectionMethod.WINDOW, budget_tokens=64, full_layers=0)
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Sums over the texts and tasks under one selection."""
+
+    screens: Screens
+    loss: float = 0.0
+    tokens: int = 0
+    agreeing: int = 0
+    far_right: int = 0
+    far: int = 0
+    answers: dict[TaskKind, list[tuple[bool, float]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    counts: SelectionCounts = field(default_factory=SelectionCounts)
+    kept: tuple[int, int] = (0, 0)
+    seconds: float = 0.0
+
+    def add_text(self, reading: Reading, full: Reading, far: torch.Tensor) -> None:
+        """Add a text; `far` bool `[N - 1]` says which tokens need distant ones."""
+        self.loss += float(reading.losses.double().sum())
+        self.tokens += len(reading.losses)
+        same = reading.choices == full.choices
+        self.agreeing += int(same.sum())
+        self.far_right += int((same & far).sum())
+        self.far += int(far.sum())
+        self.counts.add(reading.counts)
+
+    def add_task(self, task: Task, reading: Reading) -> None:
+        """Add the tokens of a task's answers."""
+        for positions in task.answers:
+            for position in positions:
+                # The first loss is of the second token behind the prompt.
+                index = position - task.prompt_tokens - 1
+                is_right = int(reading.choices[index]) == task.token_ids[position]
+                self.answers[task.kind].append((is_right, float(reading.losses[index])))
+
+    def result(self) -> SelectionResult:
+        counts = self.counts
+        kept, whole = self.kept
+        return SelectionResult(
+            selection=str(self.screens.selection),
+            method=str(self.screens.selection.method),
+            perplexity=math.exp(self.loss / self.tokens),
+            agreement=self.agreeing / self.tokens,
+            far_right=self.far_right / self.far if self.far else None,
+            read_ratio=counts.read_ratio,
+            screened_ratio=counts.screened_ratio,
+            device_ratio=kept / whole if whole else 0.0,
+            recall=counts.recall,
+            held_weight=counts.held_weight,
+            overlap=counts.overlap,
+            needle=self._answers(TaskKind.NEEDLE),
+            extraction=self._answers(TaskKind.EXTRACTION),
+            seconds=self.seconds,
+        )
+
+    def _answers(self, kind: TaskKind) -> Answers | None:
+        found = self.answers[kind]
+        if not found:
+            return None
+        return Answers(
+            tokens=len(found),
+            right=sum(is_right for is_right, _ in found) / len(found),
+            logprob=-sum(loss for _, loss in found) / len(found),
+        )
+
+
+@torch.inference_mode()
+def run_all(workload: EvalWorkload, progress: Progress) -> tuple[Texts, list[SelectionResult]]:
+    """Return what was read, and the results of `full` and of each selection, in their order."""
+    torch.set_num_threads(workload.threads)
+    folder = resolve_model(workload.model)
+    tokenizer = Tokenizer.load(folder)
+    if tokenizer is None:
+        raise InvalidArgument(f"{folder} has no tokenizer", field="model")
+    config = DecoderConfig.read(folder, None)
+    if workload.tokens > config.shape.context_length:
+        raise InvalidArgument(
+            f"{folder.name} has a context of {config.shape.context_length:,} tokens, and "
+            f"{workload.tokens:,} are wanted",
+            field="tokens",
+        )
+    tallies = [_Tally(each) for each in _open_screens(workload, config, folder, progress)]
+    files, windows = _read_windows(workload, tokenizer, folder)
+    tasks = list(_make_tasks(workload, tokenizer, windows))
+    model = Decoder.load(folder, CPU, torch.float32)
+    rule = GuessRule(GuessFrom(workload.guess), GuessNorm(workload.norm))
+    stored_type = TORCH_TYPES[config.shape.data_type]
+    for window in progress.track("texts", windows):
+        forced = TeacherForced(model, window, workload.prompt)
+        _read_window(forced, tallies, Screens(config, _NEARBY), rule)
+        if window is windows[0]:
+            for tally in tallies:
+                tally.kept = forced.kept_bytes(tally.screens, stored_type)
+    for task in progress.track("tasks", tasks):
+        forced = TeacherForced(model, task.token_ids, task.prompt_tokens)
+        for tally in tallies:
+            tally.add_task(task, forced.read(tally.screens, rule))
+    texts = Texts(
+        files=files, windows=len(windows), far_tokens=tallies[0].far, tasks=workload.tasks
+    )
+    return texts, [tally.result() for tally in tallies]
+
+
+def _read_window(
+    forced: TeacherForced, tallies: Sequence[_Tally], nearby: Screens, rule: GuessRule
+) -> None:
+    """Read a text under every selection; the first one is `full`."""
+    full: Reading | None = None
+    far = torch.empty(0)
+    for tally in tallies:
+        began = time.perf_counter()
+        reading = forced.read(tally.screens, rule)
+        tally.seconds += time.perf_counter() - began
+        if full is None:
+            full = reading
+            is_right = full.choices == forced.targets
+            far = is_right & (forced.read(nearby).choices != forced.targets)
+        tally.add_text(reading, full, far)
+
+
+def _open_screens(
+    workload: EvalWorkload, config: DecoderConfig, folder: Path, progress: Progress
+) -> Iterator[Screens]:
+    """Yield those of `full` and of each selection.
+
+    Where the selections are the default ones, those that need calibration are left out without it.
+    """
+    yield Screens(config, FULL)
+    missing: dict[SelectionMethod, str] = {}
+    for selection in workload.selections:
+        try:
+            yield Screens.open(config, selection, folder, artifacts=workload.artifacts, device=CPU)
+        except NotFound as error:
+            if not workload.is_default:
+                raise
+            missing[selection.method] = error.message
+    for message in missing.values():
+        progress.say(f"left out: {message}")
+
+
+def _read_windows(
+    workload: EvalWorkload, tokenizer: Tokenizer, folder: Path
+) -> tuple[dict[str, list[str]], list[Sequence[int]]]:
+    """Return the files by package (or the user's), and the texts as token ids."""
+    if workload.text:
+        cut = beginnings(workload.text, folder, workload.windows, workload.tokens)
+        return {"text": [path.name for path in workload.text]}, list(cut)
+    samples = list(read_unseen(tokenizer, workload.windows, workload.tokens))
+    windows = [window for sample in samples for window in sample.windows]
+    if not windows:
+        raise InvalidArgument(
+            f"no unseen file has {workload.tokens:,} tokens: give --text", field="tokens"
+        )
+    return {sample.package: sample.files for sample in samples}, list(windows)
+
+
+def _make_tasks(
+    workload: EvalWorkload, tokenizer: Tokenizer, windows: Sequence[Sequence[int]]
+) -> Iterator[Task]:
+    """Yield needles at evenly spread depths in the texts, and tables."""
+    for number in range(workload.tasks):
+        seed = workload.seed + number
+        depth = (number + 0.5) / workload.tasks
+        filler = windows[number % len(windows)]
+        yield needle(tokenizer, filler, workload.tokens, depth, seed)
+        yield extraction(tokenizer, workload.tokens, seed)
