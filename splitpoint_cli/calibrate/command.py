@@ -29,6 +29,8 @@ from splitpoint_cli.report import AsJson, OutputFile
 
 _CALIBRATED = [method for method in SelectionMethod if method.is_calibrated]
 _KIB = 1024
+# Factors that are trained on shorter text rank the tokens of longer text badly.
+LENGTH = 2048
 
 _Model = Annotated[
     str | None,
@@ -48,7 +50,12 @@ _Text = Annotated[
     typer.Option(help="Text to calibrate on; default: Python's library.", metavar="FILE"),
 ]
 _Tokens = Annotated[int, typer.Option(help="Tokens of calibration text.", min=2)]
-_Length = Annotated[int, typer.Option(help="Tokens of each passage of it.", min=32)]
+_Length = Annotated[
+    int | None,
+    typer.Option(
+        help=f"Tokens of each passage of it; default: {LENGTH:,}, or the model's context.", min=32
+    ),
+]
 _Columns = Annotated[
     int | None,
     typer.Option(help="Columns of each head's factors; default: 30 % of the head.", min=1),
@@ -73,7 +80,7 @@ def calibrate(
     artifacts: _Artifacts = None,
     text: _Text = None,
     tokens: _Tokens = 16_384,
-    length: _Length = 1024,
+    length: _Length = None,
     columns: _Columns = None,
     epochs: _Epochs = 3,
     rate: _Rate = 0.03,
@@ -98,6 +105,8 @@ def calibrate(
     data_type = parse_dtype(dtype)
     folder = resolve_model(model, download=False)
     shape = read_shape(folder, data_type)
+    if length is None:
+        length = min(LENGTH, shape.context_length)
     if length > shape.context_length:
         raise InvalidArgument(
             f"passages of {length} tokens are longer than the context of {shape.name}, "
