@@ -105,6 +105,8 @@ class Request:
     losses: int = 0
     refusals: int = 0
     engine_failures: int = 0
+    # Of the worker that computed its latest tokens. None: none have come.
+    numerics_digest: str | None = None
     drafts: DraftTally = field(default_factory=DraftTally)
     # Number of generated tokens at which it is no suspect any more. None: it never was one.
     cleared_at_tokens: int | None = None

@@ -169,6 +169,7 @@ class AdmissionQueue:
         ledger, request = self._ledgers.get(admitted.worker_id), admitted.request
         if ledger is None:
             return False
+        request.numerics_digest = ledger.facts.numerics_digest
         if admitted.grant.residency is Residency.RESIDENT:
             pages = chunks_of(request.known_count, ledger.facts.chunk_tokens)
             ledger.grow(request.arrival, pages)
@@ -281,6 +282,7 @@ class AdmissionQueue:
                         ledger.free_share,
                         ledger.running_count,
                         device_tokens(request, ledger, fits),
+                        request.numerics_digest in (None, ledger.facts.numerics_digest),
                     )
                 )
         return choose_worker(candidates).worker_id if candidates else None

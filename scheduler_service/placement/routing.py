@@ -1,4 +1,4 @@
-"""Chooses among the workers that can start a request now: first by prefix, then by room."""
+"""Chooses among the workers that can start a request now: by numerics, then prefix, then room."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ class Candidate:
     running_count: int
     # Leading tokens that are on the worker's device, as far as is known.
     device_tokens: int = 0
+    # False if tokens of the answer have come from a worker that computes other bits.
+    is_alike: bool = True
 
 
 def choose_worker(candidates: Iterable[Candidate]) -> Candidate:
-    """Prefer most tokens that need not be computed, then most that need not be restored either.
+    """Prefer alike workers, so that an answer has one worker's bits; then most tokens that need
+    not be computed, then most that need not be restored either.
 
     Then the largest free share, then fewest running requests. What the device of a loaded
     worker holds does not count.
@@ -46,6 +49,7 @@ def choose_worker(candidates: Iterable[Candidate]) -> Candidate:
     return min(
         workers,
         key=lambda worker: (
+            not worker.is_alike,
             -max(worker.cached_tokens, device_tokens(worker)),
             -device_tokens(worker),
             -worker.free_share,

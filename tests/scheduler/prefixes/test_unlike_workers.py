@@ -1,10 +1,23 @@
-"""Workers that compute other bits share no chunks: each is asked for by its own keys. About 1 s."""
+"""Workers that compute other bits share no chunks: each is asked for by its own keys.
+
+An answer that goes on elsewhere prefers a worker with the same bits. About 1 s.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
-from scheduler_doubles import CHUNK_TOKENS, StoreDouble, WorkerDouble, ids_request, stack
+import pytest
+from scheduler_doubles import (
+    CHUNK_TOKENS,
+    Steps,
+    StoreDouble,
+    WorkerDouble,
+    answer,
+    ids_request,
+    stack,
+)
 
 from splitpoint.keys import chunk_keys, numerics_salt, tenant_salt
 from splitpoint.v1 import kvstore_pb2, types_pb2
@@ -83,3 +96,25 @@ async def test_what_devices_hold_is_compared_by_each_workers_keys() -> None:
             await running.generate(ids_request(PROMPT, 2, worker_id=double.worker_id))
         tokens = [double.admits[0].plan.device_tokens for double in workers]
         assert tokens == [0, 4 * CHUNK_TOKENS]
+
+
+@pytest.mark.parametrize("is_free", [True, False])
+async def test_an_answer_goes_on_at_an_alike_worker_if_one_is_free(is_free: bool) -> None:
+    workers = [worker(str(n), digest) for n, digest in enumerate(("aa", "bb", "aa"))]
+    first, unlike, alike = workers
+    first.pace = Steps()
+    async with stack(*workers) as running:
+        call = asyncio.create_task(running.generate(ids_request(PROMPT, 12)))
+        await running.until(lambda: first.admits)
+        first.pace.allow(7)
+        [request] = running.manager.requests.running()
+        await running.until(lambda: len(request.output) == 7)
+        if not is_free:
+            await alike.drain()
+            await running.until(lambda: running.manager.admission.ledger("2").is_closed)
+        await first.kill()
+        assert (await call).token_ids == answer(PROMPT, 12)
+        chosen, other = (alike, unlike) if is_free else (unlike, alike)
+        [command] = chosen.admits
+        assert len(command.delivered_token_ids) == 7
+        assert not other.admits
