@@ -367,8 +367,9 @@ def _numerics(wish: str, against: str | None, model: Decoder, page_tokens: int) 
         return found
     facts = facts_of(model, page_tokens)
     found = replace(found, digest=numerics_digest(facts))
+    log.info("numerics digest %s", found.digest)
     # Of two workers that should be alike, the logs show what differs.
-    log.info("numerics digest %s: %s", found.digest, facts)
+    log.debug("numerics digest %s is of %s", found.digest, facts)
     return found
 
 

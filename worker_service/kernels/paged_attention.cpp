@@ -59,10 +59,11 @@ static inline Floats capped(Floats scores, float cap) {
   return negative ? -result : result;
 }
 
-// Hides the rows that a query does not see: those before `low`, and from `high` on.
+// Hides the rows that a query does not see: those before `low`, and from `high` on. They weigh
+// nothing even if all that it sees is -infinity.
 static inline void hide(float* scores, int low, int high, int first, int last) {
-  for (int row = first; row < std::min(low, last); row++) scores[row] = LEAST;
-  for (int row = std::max(high, first); row < last; row++) scores[row] = LEAST;
+  for (int row = first; row < std::min(low, last); row++) scores[row] = -__builtin_inff();
+  for (int row = std::max(high, first); row < last; row++) scores[row] = -__builtin_inff();
 }
 
 // Turns the scores of `count` rows, a multiple of LANES, to weights; hidden rows weigh 0.

@@ -108,7 +108,8 @@ def _version(package: str) -> str:
 
 def _code_digest() -> str:
     files = (file for room in _ROOMS for file in sorted((_WORKER / room).glob("*.py")))
-    return _short("\0".join(file.read_text() for file in files))
+    named = (f"{file.relative_to(_WORKER)}\0{file.read_text()}" for file in files)
+    return _short("\0".join(named))
 
 
 def _short(text: str) -> str:

@@ -81,7 +81,6 @@ def test_a_decode_step_over_a_long_prefix_stays_within_the_plan(tmp_path: Path, 
                     live += each.nbytes()
                     most = max(most, live)
     planned = planned_bytes(engine.memory_plan, model.shape)
-    print("peak", most, "of", planned)
     # All parts of a layer at once would not fit.
     assert len(PROMPTS) * pages * part > planned
     assert 0 < most <= planned

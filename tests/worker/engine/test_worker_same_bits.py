@@ -79,7 +79,8 @@ def test_a_prefix_of_more_parts_than_may_wait_has_the_same_answer(
     """Streamed tiles then come in the order of positions, and long sequences in rounds."""
     folder = write_tiny(case, tmp_path / "tiny")
     monkeypatch.setattr(units, "ATTENTION_PARTS", 5)
-    assert differing(folder, "bfloat16") == {}
+    # bfloat16 would round most of a wrong order away.
+    assert differing(folder, "float32") == {}
 
 
 # Biases and learned positions; grouped queries, norms on q and k, windows, caps.

@@ -219,6 +219,24 @@ def test_a_value_that_is_not_finite_reaches_those_who_see_it(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
+def test_rows_behind_those_of_infinite_scores_weigh_nothing(
+    dtype: torch.dtype, shape: Shape
+) -> None:
+    """A query that sees only scores of -infinity has NaN, also beside rows that it does not see."""
+    sequence = Sequence(37, dtype, shape)
+    sequence.keys[:, :, :, 0] = -torch.inf
+    sequence.rows[0][:, :, 0] = -torch.inf
+    whole = sequence.prefilled(range(37))
+    # A cap makes scores finite.
+    assert whole.isnan().any() == (shape.cap is None)
+    pieces = torch.cat([sequence.prefilled(range(first, first + 1)) for first in range(37)])
+    for found in (pieces, sequence.decoded(range(37))):
+        assert torch.equal(found.isnan(), whole.isnan())
+        assert torch.equal(found.nan_to_num(), whole.nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_streamed_tiles_give_the_bits_of_pages_on_the_device(
     dtype: torch.dtype, shape: Shape
 ) -> None:
