@@ -89,14 +89,15 @@ class Contents:
     Attributes:
         states: slots by state; damaged and changing ones are in none of them.
         chunk_count, token_count: of sealed slots.
-        tenant_count: distinct salts among the sealed chunks.
+        salt_count: distinct salts among the sealed chunks: one for each tenant, cache salt and
+            digest of a worker's numerics.
         changing_count: slots that the store never left alone.
     """
 
     states: dict[SlotState, int]
     chunk_count: int
     token_count: int
-    tenant_count: int
+    salt_count: int
     changing_count: int
     damages: tuple[Damage, ...]
 
@@ -109,7 +110,7 @@ def read_contents(
 ) -> Contents:
     """Walk every slot; `done` is called after each."""
     states: Counter[SlotState] = Counter()
-    tenants: set[bytes] = set()
+    salts: set[bytes] = set()
     damages: list[Damage] = []
     chunk_count = token_count = changing_count = 0
     for slot in range(arena.slot_count):
@@ -123,13 +124,13 @@ def read_contents(
             if found.chunk is not None:
                 chunk_count += 1
                 token_count += found.chunk.token_count
-                tenants.add(found.chunk.salt_tag)
+                salts.add(found.chunk.salt_tag)
         done()
     return Contents(
         states={state: states[state] for state in SlotState},
         chunk_count=chunk_count,
         token_count=token_count,
-        tenant_count=len(tenants),
+        salt_count=len(salts),
         changing_count=changing_count,
         damages=tuple(damages),
     )

@@ -63,7 +63,7 @@ def describe_contents(contents: Contents) -> dict[str, Any]:
         },
         "chunk_count": contents.chunk_count,
         "token_count": contents.token_count,
-        "tenant_count": contents.tenant_count,
+        "salt_count": contents.salt_count,
         "damages": [asdict(damage) for damage in contents.damages],
     }
 
@@ -94,7 +94,7 @@ def lines_of(report: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"chunks      {report['chunk_count']:,} of {format_size(report['chunk_bytes'])}, "
         f"{counted(report['token_count'], 'token')}, "
-        f"{counted(report['tenant_count'], 'tenant')}"
+        f"{counted(report['salt_count'], 'salt')}"
     )
     for damage in report["damages"]:
         yield f"{damage['place']}: {damage['invariant']}: {damage['message']}"

@@ -56,7 +56,7 @@ def test_a_kept_arena_serves_the_next_stack() -> None:
         assert found["locked"] is False
         assert found["owner_alive"] is False
         assert found["chunk_count"] > 0
-        assert found["tenant_count"] == 1
+        assert found["salt_count"] == 1
         verified = splitpoint("arena", "verify", INSTANCE)
         assert verified.returncode == 0, verified.stderr
         assert f"{found['chunk_count']} chunks whole" in verified.stdout

@@ -145,7 +145,7 @@ def test_inspect_counts_what_is_there(writer: Writer) -> None:
         "damaged": 0,
         "changing": 0,
     }
-    assert (found["chunk_count"], found["token_count"], found["tenant_count"]) == (3, 10, 2)
+    assert (found["chunk_count"], found["token_count"], found["salt_count"]) == (3, 10, 2)
     assert found["locked"] is True
     assert found["owner_process_id"] == os.getpid()
     assert found["owner_alive"] is True
@@ -156,7 +156,7 @@ def test_inspect_counts_what_is_there(writer: Writer) -> None:
     assert code == 0
     assert "no store is running on it" in text
     assert "8: 4 free, 1 writing, 3 sealed" in text
-    assert "3 of 768 B, 10 tokens, 2 tenants" in text
+    assert "3 of 768 B, 10 tokens, 2 salts" in text
 
 
 def test_one_damaged_superblock_is_named_and_the_other_used(writer: Writer) -> None:
