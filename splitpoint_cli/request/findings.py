@@ -226,12 +226,21 @@ def _numerics(ready: Sequence[Worker]) -> Iterator[Finding]:
         f"worker {', '.join(names)}: {f'invariant, digest {digest}' if digest else 'fast'}"
         for digest, names in alike.items()
     )
+    differing, do = [], []
+    if "" in alike:
+        differing.append("numerics")
+        do.append("give all workers one --numerics; `splitpoint status` tells why one is fast")
+    if len(alike) > 1 + ("" in alike):
+        differing.append("kernels, torch or processors")
+        do.append(
+            "give all workers one version and --cpu-kernels, and hosts with one processor and "
+            "compiler; their logs list what each digest is of"
+        )
     yield Finding(
         Severity.WARNING,
-        "a prompt's answer depends on the worker: their kernels, torch or processors differ",
+        f"a prompt's answer depends on the worker: their {', '.join(differing)} differ",
         f"{'; '.join(kinds)}; unlike workers share no cached prefixes",
-        "give all workers one version, --numerics and --cpu-kernels, and hosts with one "
-        "processor and compiler; their logs list what each digest is of",
+        "; ".join(do),
     )
 
 

@@ -148,6 +148,12 @@ def test_workers_that_compute_other_bits() -> None:
     assert finding.why.startswith(
         "worker 0, 1: invariant, digest aa; worker 2: invariant, digest bb; worker 3: fast;"
     )
+    assert finding.what.endswith(": their numerics, kernels, torch or processors differ")
+    numerics = the_only(status(first, alike, fast))
+    assert numerics.what.endswith(": their numerics differ")
+    assert "--cpu-kernels" not in numerics.do
+    kernels = the_only(status(first, unlike))
+    assert kernels.what.endswith(": their kernels, torch or processors differ")
     # A worker that is away computes nothing.
     away = replace(unlike, ready=False, draining=True)
     assert [each.what for each in findings_of(status(first, away))] == ["worker 2 is draining"]
