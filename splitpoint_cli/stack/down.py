@@ -24,6 +24,9 @@ from splitpoint_cli.stack.instance import (
 from splitpoint_cli.stack.plan import instance_of
 
 _STOP_SECONDS = 90.0
+# Hosts that mean every address of this host, and its loopback device.
+_EVERY = {"0.0.0.0", "::"}
+_LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 
 
 def down(
@@ -54,13 +57,14 @@ def down(
         )
     runtime = config.runtime_path(name)
     process_id = running_process(runtime)
+    others = running_stacks(runtime.parent)
+    if instance is None:
+        found = stack_at(listen, others)
+        if found is not None:
+            name, process_id = found.name, found.process_id
     if process_id is None:
-        others = running_stacks(runtime.parent)
-        there = [each for each in others if _is_same(each.address, listen)]
-        if instance is not None or len(there) != 1:
-            _clear(name, runtime, others)
-            return
-        name, process_id = there[0].name, there[0].process_id
+        _clear(name, runtime, others)
+        return
     descriptor = os.pidfd_open(process_id)
     try:
         signal.pidfd_send_signal(descriptor, signal.SIGTERM)
@@ -86,14 +90,35 @@ def _is_here(address: str) -> bool:
     return error is None
 
 
+def stack_at(asked: str, stacks: Sequence[RunningStack]) -> RunningStack | None:
+    """Return the stack that listens at this address; None if none is there.
+
+    Raises NotFound, which names the stacks, if several are, or if the one that has the
+    address's name listens elsewhere.
+    """
+    there = [each for each in stacks if each.address == asked]
+    there = there or [each for each in stacks if _is_same(each.address, asked)]
+    if len(there) == 1:
+        return there[0]
+    named = [each for each in stacks if each.name == instance_of(asked) and each.address]
+    if there or named:
+        raise NotFound(
+            f"{'more than one' if there else 'no'} stack listens at {asked}{_hint(stacks)}"
+        )
+    return None
+
+
 def _is_same(address: str, asked: str) -> bool:
     """Return True if a stack that listens at `address` of this host is reached at `asked`.
 
-    By the port alone: names and addresses of one host are many.
+    Names of this host other than `localhost` are not looked up: they are the same as themselves.
     """
-    if asked.startswith("unix:"):
+    if address.startswith("unix:") or asked.startswith("unix:"):
         return address == asked
-    return address.rpartition(":")[2] == asked.rpartition(":")[2]
+    host, _, port = address.rpartition(":")
+    asked_host, _, asked_port = asked.rpartition(":")
+    hosts = {host.strip("[]"), asked_host.strip("[]")}
+    return port == asked_port and (len(hosts) == 1 or hosts <= _LOOPBACK or bool(hosts & _EVERY))
 
 
 def _clear(instance: str, runtime: Path, others: Sequence[RunningStack]) -> None:
@@ -110,7 +135,11 @@ def _clear(instance: str, runtime: Path, others: Sequence[RunningStack]) -> None
             f"(`splitpoint arena rm {instance}` removes it)"
         )
     if not was_there:
-        running = ", ".join(f"{each.name} at {each.address or '?'}" for each in others)
-        hint = f"; of this user there run {running} (--instance NAME)" if running else ""
-        raise NotFound(f"no stack named {instance} is running{kept}{hint}")
+        raise NotFound(f"no stack named {instance} is running{kept}{_hint(others)}")
     err.print(f"{instance} was killed: removed its remains in {runtime}{kept}")
+
+
+def _hint(stacks: Sequence[RunningStack]) -> str:
+    """Return what a person may choose from instead."""
+    running = ", ".join(f"{each.name} at {each.address or '?'}" for each in stacks)
+    return f"; of this user there run {running} (--instance NAME)" if running else ""

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,15 +22,21 @@ from test_cli_up import SECONDS, assert_nothing_left, stack
 from up_process import wait_until_up
 
 from splitpoint.config import arena_path, make_private, remove_tree, runtime_path
-from splitpoint.errors import Cancelled, FailedPrecondition
+from splitpoint.errors import Cancelled, FailedPrecondition, NotFound
 from splitpoint_cli.stack.child import (
     ServiceCommand,
     ServiceExited,
     ServiceNotStarted,
     child_environment,
 )
+from splitpoint_cli.stack.down import stack_at
 from splitpoint_cli.stack.given_up import read_given_up
-from splitpoint_cli.stack.instance import exclusive, predecessors_gone, running_process
+from splitpoint_cli.stack.instance import (
+    RunningStack,
+    exclusive,
+    predecessors_gone,
+    running_process,
+)
 from splitpoint_cli.stack.keeper import Keeper
 from splitpoint_cli.stack.restart_policy import GiveUp, RestartAfter, RestartLimits, RestartPolicy
 
@@ -348,6 +355,28 @@ def test_down_finds_a_named_stack_by_its_address(tmp_path: Path) -> None:
         process.communicate(timeout=SECONDS)
     assert_nothing_left(log, instance)
     assert instance not in down(address).stderr
+
+
+def test_down_compares_hosts_and_ports() -> None:
+    mine = RunningStack("mine", 1, "127.0.0.1:50999")
+    named = replace(mine, name="port-50999")
+    other = replace(mine, name="other", address="127.0.0.2:50999")
+    starting = replace(named, address="")
+    assert stack_at("localhost:50999", [mine, other]) == mine
+    assert stack_at("127.0.0.2:50999", [mine, other]) == other
+    beside = replace(mine, address="[::1]:50999")
+    assert stack_at("127.0.0.1:50999", [beside, mine]) == mine
+    assert stack_at("unix:/a/public.sock", [mine, other]) is None
+    assert stack_at("127.0.0.2:50998", [mine, other]) is None
+    assert stack_at("127.0.0.2:50999", [mine]) is None
+    everywhere = replace(mine, address="[::]:50999")
+    assert stack_at("127.0.0.2:50999", [everywhere]) == everywhere
+    assert stack_at("[::1]:50999", [mine, other]) == mine
+    assert stack_at("127.0.0.2:50999", [starting]) is None
+    with pytest.raises(NotFound, match=r"^no stack listens at 127.0.0.2:50999; .*port-50999 at"):
+        stack_at("127.0.0.2:50999", [named])
+    with pytest.raises(NotFound, match=r"^more than one stack listens at 0.0.0.0:50999; "):
+        stack_at("0.0.0.0:50999", [mine, other])
 
 
 class FailingSupervisor:
