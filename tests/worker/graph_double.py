@@ -133,13 +133,22 @@ def _attend_spans(
     keys: torch.Tensor,
     values: torch.Tensor,
     *more: Any,
+    scale: float,
+    cap: float,
+    query_heads: int,
+    kv_heads: int,
     has_cap: bool,
     group: int,
+    chunk: int,
+    unit_rows: int,
     least: float,
     **_: Any,
 ) -> None:
-    pages, lows, highs, starts, owners, scale, cap, query_heads, kv_heads = more
+    units, lows, highs, starts, owners, *prompt, is_prompt = more
+    assert not is_prompt
+    assert prompt == [0, 0, 0, 1 << 30, len(queries), 1]
     assert grid == (len(owners), kv_heads)
+    assert unit_rows == chunk
     assert query_heads == group * kv_heads
     for span in range(grid[0]):
         entries = range(int(starts[span]), int(starts[span + 1]))
@@ -148,7 +157,7 @@ def _attend_spans(
             continue
         query = queries[int(owners[span])].view(kv_heads, group, -1)
         own_keys, own_values = (
-            torch.cat([plane[pages[i], :, lows[i] : highs[i]] for i in entries], dim=1)
+            torch.cat([plane[units[i], :, lows[i] : highs[i]] for i in entries], dim=1)
             for plane in (keys, values)
         )
         scores = torch.einsum("hgd,hrd->hgr", query, own_keys) * scale
@@ -169,11 +178,14 @@ def _merge_spans(
     peaks: torch.Tensor,
     totals: torch.Tensor,
     firsts: torch.Tensor,
+    _listing: torch.Tensor,
     query_heads: int,
     *,
+    is_listed: bool,
     least: float,
     **_: Any,
 ) -> None:
+    assert not is_listed
     assert grid == (len(firsts) - 1, query_heads)
     for query in range(grid[0]):
         spans = slice(int(firsts[query]), int(firsts[query + 1]))
@@ -197,6 +209,6 @@ class SpanKernels:
 def span_kernels() -> Iterator[None]:
     """Let a CPU decode by spans, as a GPU does."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("attention", "attention_plan"):
+        for module in ("attention", "attention_parts", "attention_plan"):
             patch.setattr(f"worker_service.model.{module}.kernels_of", lambda _: SpanKernels)
         yield

@@ -6,12 +6,15 @@ process imports it once: with the flag or without.
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +28,7 @@ class Interpreter:
 
     def attend(
         self,
-        places: tuple[Any, Any, Any],
+        places: tuple[Any, Any, Any, Any],
         tensors: tuple[torch.Tensor, ...],
         *,
         padded: int | None = None,
@@ -33,16 +36,23 @@ class Interpreter:
     ) -> tuple[list[int], list[torch.Tensor]]:
         """The firsts of a `SpanView` of `places`, and what its `attend` returns.
 
-        `places`: page numbers, owners and seen rows; `tensors`: queries, keys and values;
-        `padded`: spans for which the tables have room.
+        `places`: page numbers, owners, positions and seen rows; `tensors`: queries, keys and
+        values; `padded`: spans for which the tables have room.
         """
+        firsts, parts = self.call(_attend, places, tensors, padded, more)
+        return firsts, parts
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What a function of a module returns there."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        arrays = [each.numpy() for each in tensors]
-        pickle.dump((places, padded, arrays, more), self._process.stdin)
+        name = Path(sys.modules[function.__module__].__file__ or "").stem
+        request = (name, function.__name__, pickle.dumps(arguments))
+        pickle.dump(request, self._process.stdin)
         self._process.stdin.flush()
-        firsts, parts = pickle.load(self._process.stdout)
-        return firsts, [torch.from_numpy(part) for part in parts]
+        result, error = pickle.load(self._process.stdout)
+        assert error is None, error
+        return result
 
 
 @contextmanager
@@ -57,21 +67,30 @@ def interpreter() -> Iterator[Interpreter]:
         yield Interpreter(process)
 
 
-def _serve() -> None:
+def _attend(places: Any, tensors: Any, padded: int | None, more: dict[str, Any]) -> Any:
     from worker_service.device.upload import Upload
     from worker_service.model.span_attention import SpanView, load_kernels
 
-    kernels = load_kernels()
+    upload = Upload(torch.device("cpu"))
+    numbers, owners, positions, seen = places
+    view = SpanView.of(numbers, owners, positions, seen, len(tensors[0]), upload, padded)
+    parts = view.attend(*tensors, kernels=load_kernels(), **more)
+    return view.firsts.tolist(), list(parts)
+
+
+def _serve() -> None:
     while True:
         try:
-            (numbers, owners, seen), padded, arrays, more = pickle.load(sys.stdin.buffer)
+            module, name, arguments = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        tensors = [torch.from_numpy(array) for array in arrays]
-        upload = Upload(torch.device("cpu"))
-        view = SpanView.of(numbers, owners, seen, len(tensors[0]), upload, padded)
-        parts = [part.numpy() for part in view.attend(*tensors, kernels=kernels, **more)]
-        pickle.dump((view.firsts.tolist(), parts), sys.stdout.buffer)
+        result = error = None
+        try:
+            function = getattr(importlib.import_module(module), name)
+            result = function(*pickle.loads(arguments))
+        except Exception:
+            error = traceback.format_exc()
+        pickle.dump((result, error), sys.stdout.buffer)
         sys.stdout.buffer.flush()
 
 

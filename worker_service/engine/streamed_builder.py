@@ -28,8 +28,10 @@ from worker_service.engine.streamed import (
     query_counts,
     transfer_of,
 )
+from worker_service.kernels.gpu_order import adds_in_one_order
 from worker_service.kernels.units import UnitOrder, UnitView, may_wait, prefills_in_units
 from worker_service.model.attention_plan import DecodePlan
+from worker_service.model.span_attention import SpanView
 from worker_service.pipeline.prefetch import TileTransfer
 from worker_service.pipeline.tiles import (
     StoredPage,
@@ -177,7 +179,7 @@ class StreamedBuilder:
 
         tiles = self._by_window(pages, queries, with_plans)
         if on_device is None or not in_order:
-            return _Decodes(on_device, tiles, None, _orders(on_device, tiles))
+            return _Decodes(on_device, tiles, None, _orders(on_device, tiles, self._upload))
         borders = [sequence.stored_range.start * self._chunk for sequence in decodes]
         before, behind = _halves(on_device, np.repeat(borders, counts or 1))
         return _Decodes(before, tiles, behind, {})
@@ -325,16 +327,18 @@ class StreamedBuilder:
 def _orders(
     on_device: DecodePlan | None,
     tiles: Mapping[Window, list[tuple[TileTransfer, DecodePlan]]],
+    upload: Upload,
 ) -> dict[Window, UnitOrder]:
     """Return the orders of the units of all plans, in which they are attended; none: no units."""
     if on_device is None:
         return {}
     orders = {}
+    kinds = (UnitView, SpanView) if adds_in_one_order() else UnitView
     for window, planned in tiles.items():
         views = [plan.views[window] for plan in (on_device, *(plan for _, plan in planned))]
-        units = [view for view in views if isinstance(view, UnitView)]
+        units = [view for view in views if isinstance(view, kinds)]
         if units:
-            orders[window] = UnitOrder.of(units, on_device.query_count)
+            orders[window] = UnitOrder.of(units, on_device.query_count, upload)
     return orders
 
 

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from worker_service.device.upload import ALIGNMENT
-from worker_service.model.span_attention import pages_per_span
+from worker_service.kernels.units import unit_count, units_per_page
+from worker_service.model.span_attention import units_per_span
 
 # Rows are powers of two up to this many, and multiples of it above.
 _ROW_STEP = 8
@@ -48,8 +49,8 @@ def span_bucket(spans: int, rows: int) -> int:
 
 def span_count(lengths: Iterable[int], chunk_tokens: int) -> int:
     """Return the spans of queries that see so many tokens each, in pages of `chunk_tokens`."""
-    tokens = pages_per_span(chunk_tokens) * chunk_tokens
-    return sum(-(-length // tokens) for length in lengths)
+    per_span = units_per_span(chunk_tokens)
+    return sum(-(-unit_count(length, chunk_tokens) // per_span) for length in lengths)
 
 
 def spans_by_window(
@@ -64,7 +65,7 @@ def spans_by_window(
         spans[window] = key.spans
         if window is not None:
             pages = -(-(window - 1) // chunk_tokens) + 1
-            widest = -(-pages // pages_per_span(chunk_tokens))
+            widest = -(-pages * units_per_page(chunk_tokens) // units_per_span(chunk_tokens))
             spans[window] = min(key.spans, key.rows * widest)
     return spans
 
@@ -73,6 +74,6 @@ def table_bytes(key: GraphKey, spans: Mapping[int | None, int], chunk_tokens: in
     """Return the bytes of a step's padded tables, each one aligned."""
     size = _ROW_TABLES * (8 * key.rows + ALIGNMENT)
     for count in spans.values():
-        entries = 3 * count * pages_per_span(chunk_tokens) + 2 * count + key.rows + 2
+        entries = 3 * count * units_per_span(chunk_tokens) + 2 * count + key.rows + 2
         size += 4 * entries + _TABLES_PER_WINDOW * ALIGNMENT
     return size

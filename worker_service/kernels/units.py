@@ -1,16 +1,16 @@
-"""The pages that a CPU attends: what the kernels of paged_attention.py are told.
+"""The pages that kernels of one order attend: what those of paged_attention.py are told.
 
 All queries, of decode steps and of prefills, share one order of reduction
-(paged_attention.cpp). So a row has the same bits alone or beside others, as a decoded token, a
-guess or a part of a prompt, and with its keys on the device or in tiles from the host.
-This module knows no plans and no requests.
+(paged_attention.cpp; on a GPU span_kernel.py). So a row has the same bits alone or beside others,
+as a decoded token, a guess or a part of a prompt, and with its keys on the device or in tiles
+from the host. This module knows no plans and no requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,9 @@ import torch
 
 from splitpoint.shapes import chunks_of
 from worker_service.device.memory import ATTENTION_PARTS
+from worker_service.device.upload import Upload
 from worker_service.kernels.choice import Decode, Prefill, in_use
+from worker_service.kernels.gpu_order import adds_in_one_order
 from worker_service.kernels.paged_attention import UNIT_ROWS, grouped
 
 Numbers = npt.NDArray[np.int64]
@@ -31,9 +33,22 @@ def decodes_in_units(device: torch.device) -> bool:
 
 
 def prefills_in_units(device: torch.device) -> bool:
-    """Return True if this process prefills on this device by `attend_prompt`."""
+    """Return True if this process prefills on this device by a kernel that reads pages."""
+    if device.type != "cpu":
+        return adds_in_one_order()
     chosen = in_use()
-    return device.type == "cpu" and chosen is not None and chosen.prefill is Prefill.FUSED
+    return chosen is not None and chosen.prefill is Prefill.FUSED
+
+
+def units_per_page(page_rows: int) -> int:
+    """Return the units of a page: each has at most UNIT_ROWS rows."""
+    return -(-page_rows // UNIT_ROWS)
+
+
+def unit_count(tokens: int, page_rows: int) -> int:
+    """Return the units of the first `tokens` of a sequence."""
+    pages, rest = divmod(tokens, page_rows)
+    return pages * units_per_page(page_rows) + units_per_page(rest)
 
 
 def may_wait(page_count: int, chunk_tokens: int, unit_count: int) -> bool:
@@ -76,7 +91,7 @@ class UnitView:
         Query `owners[i]` sees the rows `seen[i]` `[C]` of page `numbers[i]`: at least one, and
         no two with a gap between them. The page's first row is at `positions[i]`.
         """
-        units = _cut(seen)
+        units = cut_units(seen)
         numbers, owners, positions = (each[units.page] for each in (numbers, owners, positions))
         positions = positions + units.start
         order = np.lexsort((positions, owners))
@@ -100,7 +115,7 @@ class UnitView:
         query_count: int,
     ) -> UnitView:
         """Lay out units that are ordered by owner and position."""
-        firsts = _bounds(owners, query_count)
+        firsts = bounds(owners, query_count)
         rounds = _Rounds.of(pages, owners, firsts)
         return cls(
             pages=_table(pages),
@@ -134,21 +149,36 @@ class UnitView:
         )
         return before, behind
 
+    @property
+    def sort_keys(self) -> tuple[npt.NDArray[Any], Numbers]:
+        """The query and the position of each unit, on the host."""
+        return self.owners.numpy(), self.positions
+
+
+class HasSortKeys(Protocol):
+    """A view whose units can be merged in the order of positions."""
+
+    @property
+    def sort_keys(self) -> tuple[npt.NDArray[Any], Numbers]: ...
+
 
 @dataclass(frozen=True, slots=True)
 class UnitOrder:
-    """The order in which units of several views are merged: see `paged_attention.PartOrder`."""
+    """The order in which units of several views are merged: see `paged_attention.PartOrder`.
+
+    On a GPU each unit is a span.
+    """
 
     listing: torch.Tensor
     firsts: torch.Tensor
 
     @classmethod
-    def of(cls, views: Sequence[UnitView], query_count: int) -> UnitOrder:
+    def of(cls, views: Sequence[HasSortKeys], query_count: int, upload: Upload) -> UnitOrder:
         """Return the order for views whose units are attended one view after the other."""
-        owners = np.concatenate([view.owners.numpy() for view in views])
-        positions = np.concatenate([view.positions for view in views])
-        listing = np.lexsort((positions, owners))
-        return cls(_table(listing), _table(_bounds(owners, query_count)))
+        keys = (view.sort_keys for view in views)
+        owners, positions = (np.concatenate(each) for each in zip(*keys, strict=True))
+        listing, firsts = np.lexsort((positions, owners)), bounds(owners, query_count)
+        return cls(upload.table(listing, np.int32), upload.table(firsts, np.int32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,24 +201,24 @@ class _Rounds:
             return cls(order, groups, cuts, np.array([0, count]), places, count)
         ranks = np.arange(count) - firsts[owners]
         ends = np.cumsum(np.bincount(ranks))
-        bounds, taken = [0], 0
-        while bounds[-1] < len(ends):
+        edges, taken = [0], 0
+        while edges[-1] < len(ends):
             reached = int(np.searchsorted(ends, taken + ATTENTION_PARTS, side="right"))
-            bounds.append(max(reached, bounds[-1] + 1))
-            taken = int(ends[bounds[-1] - 1])
-        rounds = np.searchsorted(bounds, ranks, side="right") - 1
+            edges.append(max(reached, edges[-1] + 1))
+            taken = int(ends[edges[-1] - 1])
+        rounds = np.searchsorted(edges, ranks, side="right") - 1
         sizes = np.bincount(rounds)
         by_round = np.argsort(rounds, kind="stable")
         places = np.empty_like(by_round)
         places[by_round] = np.arange(count) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         # The same page of two rounds counts as two.
         order, groups = grouped(rounds * (int(pages.max()) + 1) + pages)
-        cuts = np.searchsorted(rounds[order[groups[:-1]]], np.arange(len(bounds)))
-        return cls(order, groups, cuts, np.array(bounds), places, int(sizes.max()))
+        cuts = np.searchsorted(rounds[order[groups[:-1]]], np.arange(len(edges)))
+        return cls(order, groups, cuts, np.array(edges), places, int(sizes.max()))
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class Cut:
     """Units: of which page each is, and its first row; the rows [low, high) of it are seen."""
 
     page: Numbers
@@ -197,20 +227,20 @@ class _Cut:
     high: Numbers
 
 
-def _cut(seen: npt.NDArray[np.bool_]) -> _Cut:
+def cut_units(seen: npt.NDArray[np.bool_]) -> Cut:
     """Cut pages `[P, C]` into units of which some row is seen."""
     pages, rows = seen.shape
-    per_page = max(1, -(-rows // UNIT_ROWS))
+    per_page = units_per_page(rows)
     if per_page > 1:
         missing = per_page * UNIT_ROWS - rows
         seen = np.pad(seen, ((0, 0), (0, missing))).reshape(pages * per_page, UNIT_ROWS)
     used = np.flatnonzero(seen.any(axis=1))
     start = used % per_page * UNIT_ROWS
     low = start + seen[used].argmax(axis=1)
-    return _Cut(used // per_page, start, low, low + seen[used].sum(axis=1))
+    return Cut(used // per_page, start, low, low + seen[used].sum(axis=1))
 
 
-def _bounds(owners: npt.NDArray[Any], query_count: int) -> Numbers:
+def bounds(owners: npt.NDArray[Any], query_count: int) -> Numbers:
     """Return `[B + 1]`: the first of each query's neighbours, and the end of the last."""
     return np.concatenate([[0], np.cumsum(np.bincount(owners, minlength=query_count))])
 

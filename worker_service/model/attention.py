@@ -32,7 +32,7 @@ from worker_service.model.attention_plan import (
     masked_keys,
 )
 from worker_service.model.library_attention import library_of
-from worker_service.model.span_attention import SpanView, kernels_of
+from worker_service.model.span_attention import SpanPrompt, SpanView, kernels_of
 
 # Query rows of one block of a half-precision prefill on a CPU. With 512 tokens and 12 heads
 # of 64 (32 on 8 of 128) a layer takes 3.1 (11) ms; with blocks of 128 4.5 (15), of 256 5.7
@@ -212,6 +212,11 @@ def prefill(
     """
     view = plan.views[window]
     if isinstance(view, PromptPages):
+        kernels = kernels_of(queries.device)
+        if kernels is not None:
+            parts = SpanPrompt(queries, kernels)
+            parts.add(view, keys, values, scale=scale, cap=cap)
+            return PartialAttention(parts.sums, parts.peaks, parts.totals).attended(queries.dtype)
         return paged_attention.attend_prompt(view, queries, keys, values, scale=scale, cap=cap)
     all_keys, all_values = new_keys.transpose(0, 1), new_values.transpose(0, 1)
     if view.pages is not None:
@@ -227,11 +232,11 @@ def prefill(
             )
         return prefill_fused(queries, all_keys, all_values, scale)
     rows = _block_rows(view.query_count, all_keys.shape[1], _MASK_ELEMENTS)
-    parts = [
+    attended = [
         _prefill_by_sdpa(queries, all_keys, all_values, view, scale, range(first, last))
         for first, last in _blocks(view.query_count, rows)
     ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return attended[0] if len(attended) == 1 else torch.cat(attended)
 
 
 def has_fused_kernel(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:

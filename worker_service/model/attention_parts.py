@@ -2,7 +2,7 @@
 
 Each part is merged as it comes. The kernels of units (kernels/units.py) merge in the order of
 positions, so a step that streams gives the bits of one that does not: a few parts that come in
-another order are kept until all are there.
+another order are kept until all are there, on a GPU all (span_attention.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from worker_service.model.attention import (
     tile_rows,
 )
 from worker_service.model.attention_plan import DecodePlan
+from worker_service.model.span_attention import SpanParts, SpanPrompt, SpanView, kernels_of
 
 
 class DecodeParts:
@@ -36,6 +37,7 @@ class DecodeParts:
         self._queries, self._order = queries, order
         self._window, self._scale, self._cap = window, scale, cap
         self._units: UnitParts | None = None
+        self._spans: SpanParts | None = None
         self._merged: PartialAttention | None = None
 
     def add(self, keys: torch.Tensor, values: torch.Tensor, *, plan: DecodePlan) -> None:
@@ -45,6 +47,11 @@ class DecodeParts:
             if self._units is None:
                 self._units = UnitParts(self._queries, self._order)
             self._units.add(view, keys, values, scale=self._scale, cap=self._cap)
+            return
+        if isinstance(view, SpanView) and self._order is not None:
+            if self._spans is None:
+                self._spans = SpanParts(self._queries, self._order, kernels_of(keys.device))
+            self._spans.add(view, keys, values, scale=self._scale, cap=self._cap)
             return
         part = decode_partial(
             self._queries,
@@ -60,8 +67,9 @@ class DecodeParts:
     def attended(self) -> torch.Tensor:
         """Return the attention over all parts, `[N, n_q * d]`; see `PartialAttention`."""
         whole = self._merged
-        if self._units is not None:
-            whole = PartialAttention(*self._units.merged())
+        ordered = self._units or self._spans
+        if ordered is not None:
+            whole = PartialAttention(*ordered.merged())
         if whole is None:
             raise RuntimeError("queries attend nothing, not even themselves")
         return whole.attended(self._queries.dtype)
@@ -85,7 +93,10 @@ class PrefillParts:
         """`first_position`: of the first query."""
         self._queries, self._position = queries, first_position
         self._window, self._scale, self._cap = window, scale, cap
-        self._units = PromptParts(queries) if prefills_in_units(queries.device) else None
+        self._units: PromptParts | SpanPrompt | None = None
+        if prefills_in_units(queries.device):
+            kernels = kernels_of(queries.device)
+            self._units = PromptParts(queries) if kernels is None else SpanPrompt(queries, kernels)
         self._merged: PartialAttention | None = None
 
     def add(
@@ -105,7 +116,7 @@ class PrefillParts:
         """
         if self._units is not None:
             if pages is None:
-                pages = torch.arange(-(-rows // keys.shape[2]))
+                pages = torch.arange(-(-rows // keys.shape[2]), device=keys.device)
             view = PromptPages(pages.int(), first_position, self._position, self._window)
             self._units.add(view, keys, values, scale=self._scale, cap=self._cap)
             return

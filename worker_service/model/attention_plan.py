@@ -336,7 +336,8 @@ def _decode_views(
         numbers, owner, seen = numbers[used], owner[used], seen[used]
         first_positions = first_positions[used]
     if kernels_of(upload.device) is not None:
-        return SpanView.of(numbers, owner, seen, query_count, upload, padded_spans), ()
+        view = SpanView.of(numbers, owner, first_positions, seen, query_count, upload, padded_spans)
+        return view, ()
     if decodes_in_units(upload.device):
         return UnitView.of(numbers, owner, first_positions, seen, query_count), ()
     pages, inverse, counts = np.unique(numbers, return_inverse=True, return_counts=True)

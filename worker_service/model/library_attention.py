@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from worker_service.device.upload import Upload
+from worker_service.kernels.gpu_order import adds_in_one_order
 from worker_service.kernels.paged_attention import Partial
 
 log = logging.getLogger(__name__)
@@ -156,11 +157,18 @@ class Library:
         return wrapper
 
 
-@lru_cache
 def library_of(device: torch.device) -> Library | None:
-    """Return FlashInfer for a GPU; None on a CPU, and if it is not installed."""
-    if device.type != "cuda":
+    """Return FlashInfer for a GPU; None on a CPU, and if it is not installed.
+
+    Its splits depend on the batch, so it has no place beside kernels of one order.
+    """
+    if device.type != "cuda" or adds_in_one_order():
         return None
+    return _library_on(device)
+
+
+@lru_cache
+def _library_on(device: torch.device) -> Library | None:
     try:
         return Library(device, importlib.import_module("flashinfer"))
     except ModuleNotFoundError:

@@ -1,7 +1,10 @@
-"""Decode attention of a GPU that reads pages where they lie, by number: a Triton kernel.
+"""Attention of a GPU that reads pages where they lie, by number: Triton kernels.
 
-The pages of each query are cut into spans of the same length, whatever else is in the batch,
-so a query's result does not depend on the others. This module knows no plans and no requests.
+The units of each decoding query are cut into spans, whatever else is in the batch, so a query's
+result does not depend on the others. With kernels of one order (kernels/gpu_order.py) each unit is
+a span, and the same compiled kernel prefills: as on a CPU (kernels/units.py), a row then has the
+same bits as a decoded token, a guess or a part of a prompt, and from pages of several planes.
+This module knows no plans and no requests. Not confirmed on a GPU yet.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ import numpy.typing as npt
 import torch
 
 from worker_service.device.upload import Upload
-from worker_service.kernels.paged_attention import Partial
+from worker_service.kernels.gpu_order import adds_in_one_order
+from worker_service.kernels.paged_attention import UNIT_ROWS, Partial, PromptPages
+from worker_service.kernels.units import Numbers, UnitOrder, bounds, cut_units, units_per_page
 
 log = logging.getLogger(__name__)
 
@@ -25,35 +30,45 @@ SPAN_TOKENS = 256
 _LEAST = float(np.finfo(np.float32).min)
 # Elements of the tile of K or V that a program holds at once.
 _TILE_ELEMENTS = 4096
+# Query heads of a program with kernels of one order, at least: a prompt's queries share the keys
+# that it reads, and decoding still waits for these. Without tensor cores more would take longer.
+_MEMBERS = {torch.float32: 16}
+_HALF_MEMBERS = 32
+# Further back than any query sees.
+_NO_WINDOW = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class SpanView:
-    """The pages that B queries read, in spans of one query each; int32 on the device.
+    """The units that B queries read, in spans of one query each; int32 on the device.
 
     Attributes:
-        pages, lows, highs: `[P]`, page i is read in its rows [lows[i], highs[i]).
-        starts: `[S + 1]`, span s has pages[starts[s] : starts[s + 1]].
+        units: `[U]`, unit i is part `units[i] % n` of page `units[i] // n`, of n units each.
+        lows, highs: `[U]`, it is read in the rows [lows[i], highs[i]) of its page.
+        starts: `[S + 1]`, span s has units[starts[s] : starts[s + 1]].
         owners: `[S]`, the query of each span, in order.
         firsts: `[B + 1]`, query b has spans [firsts[b], firsts[b + 1]).
+        sort_keys: the query and the first position of each span, on the host.
     """
 
-    pages: torch.Tensor
+    units: torch.Tensor
     lows: torch.Tensor
     highs: torch.Tensor
     starts: torch.Tensor
     owners: torch.Tensor
     firsts: torch.Tensor
+    sort_keys: tuple[Numbers, Numbers]
 
     @property
     def tables(self) -> list[torch.Tensor]:
-        return [self.pages, self.lows, self.highs, self.starts, self.owners, self.firsts]
+        return [self.units, self.lows, self.highs, self.starts, self.owners, self.firsts]
 
     @classmethod
     def of(
         cls,
-        numbers: npt.NDArray[np.int64],
-        owner: npt.NDArray[np.int64],
+        numbers: Numbers,
+        owners: Numbers,
+        positions: Numbers,
         seen: npt.NDArray[np.bool_],
         query_count: int,
         upload: Upload,
@@ -61,22 +76,25 @@ class SpanView:
     ) -> SpanView:
         """Cut pages into spans.
 
-        Query `owner[i]` sees the rows `seen[i]` `[C]` of page `numbers[i]`: at least one, and
-        no two with a gap between them. `padded_count`: spans for which the tables have room;
-        those without pages are nobody's. Raises ValueError if there are more.
+        Query `owners[i]` sees the rows `seen[i]` `[C]` of page `numbers[i]`: at least one, and
+        no two with a gap between them. The page's first row is at `positions[i]`.
+        `padded_count`: spans for which the tables have room; those without pages are nobody's.
+        Raises ValueError if there are more.
         """
-        order = np.argsort(owner, kind="stable")
-        numbers, owner, seen = numbers[order], owner[order], seen[order]
-        lows = seen.argmax(axis=1)
-        per_span = pages_per_span(seen.shape[1])
-        counts = np.bincount(owner, minlength=query_count)
-        # The place of each page among those of its query.
-        place = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+        rows = seen.shape[1]
+        cut = cut_units(seen)
+        owners, positions = owners[cut.page], positions[cut.page] + cut.start
+        order = np.lexsort((positions, owners))
+        owners, positions = owners[order], positions[order]
+        units = numbers[cut.page] * units_per_page(rows) + cut.start // UNIT_ROWS
+        per_span = units_per_span(rows)
+        counts = np.bincount(owners, minlength=query_count)
+        # The place of each unit among those of its query.
+        place = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
         starts = np.flatnonzero(place % per_span == 0)
-        firsts = np.concatenate([[0], np.cumsum(-(-counts // per_span))])
 
         spans = len(starts) if padded_count is None else padded_count
-        pages = len(owner) if padded_count is None else padded_count * per_span
+        size = len(owners) if padded_count is None else padded_count * per_span
 
         def table(values: npt.NDArray[Any], size: int, padding: int = 0) -> torch.Tensor:
             missing = size - len(values)
@@ -85,12 +103,13 @@ class SpanView:
             return upload.table(values, np.int32)
 
         return cls(
-            pages=table(numbers, pages),
-            lows=table(lows, pages),
-            highs=table(lows + seen.sum(axis=1), pages),
-            starts=table(starts, spans + 1, padding=len(owner)),
-            owners=table(owner[starts], spans),
-            firsts=table(firsts, query_count + 1),
+            units=table(units[order], size),
+            lows=table(cut.low[order], size),
+            highs=table(cut.high[order], size),
+            starts=table(starts, spans + 1, padding=len(owners)),
+            owners=table(owners[starts], spans),
+            firsts=table(bounds(owners[starts], query_count), query_count + 1),
+            sort_keys=(owners[starts], positions[starts]),
         )
 
     def attend(
@@ -107,41 +126,169 @@ class SpanView:
 
         `kernels`: the result of `kernels_of`.
         """
-        queries = queries.contiguous()
-        count, query_heads, head_dim = queries.shape
-        _, kv_heads, chunk, _ = keys.shape
-        spans = len(self.owners)
-        sizes = [(spans, query_heads, head_dim), (spans, query_heads), (spans, query_heads)]
-        parts = [queries.new_empty(size, dtype=torch.float32) for size in sizes]
+        parts = _rooms(len(self.owners), queries)
+        _attend_spans(self, parts, queries, keys, values, scale, cap, kernels)
+        return _merged(parts, queries, self.firsts, None, kernels)
+
+
+class SpanParts:
+    """Parts of the attention of queries `[B, n_q, d]`, from pages of several planes.
+
+    They are merged once all are there: in the order of positions, however they came.
+    """
+
+    def __init__(self, queries: torch.Tensor, order: UnitOrder, kernels: Any) -> None:
+        """Make room for the spans of an order, which are numbered as they are added."""
+        self._queries, self._kernels = queries, kernels
+        self._listing, self._firsts = order.listing, order.firsts
+        self._parts, self._count = _rooms(len(order.listing), queries), 0
+
+    def add(
+        self,
+        view: SpanView,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        scale: float,
+        cap: float | None,
+    ) -> None:
+        """Attend the next spans: see `SpanView.attend`. Raises ValueError if there is no room."""
+        first, self._count = self._count, self._count + len(view.owners)
+        if self._count > len(self._listing):
+            raise ValueError(f"{self._count} spans where {len(self._listing)} were planned")
+        rooms = [room[first : self._count] for room in self._parts]
+        _attend_spans(view, rooms, self._queries, keys, values, scale, cap, self._kernels)
+
+    def merged(self) -> Partial:
+        """Return the attention over all spans. Raises ValueError if some are missing."""
+        if self._count != len(self._listing):
+            raise ValueError(f"{self._count} spans where {len(self._listing)} were planned")
+        return _merged(self._parts, self._queries, self._firsts, self._listing, self._kernels)
+
+
+class SpanPrompt:
+    """Attention of T consecutive queries `[T, n_q, d]` over parts, in the order of positions.
+
+    Attributes:
+        sums, peaks, totals: of the parts so far; see `PartialAttention`.
+    """
+
+    def __init__(self, queries: torch.Tensor, kernels: Any) -> None:
+        self._queries, self._kernels = queries, kernels
+        self.sums, self.peaks, self.totals = _rooms(len(queries), queries)
+        self.sums.zero_()
+        self.peaks.fill_(_LEAST)
+        self.totals.zero_()
+
+    @property
+    def state(self) -> Partial:
+        """The parts so far: sums, peaks and totals of `PartialAttention`."""
+        return self.sums, self.peaks, self.totals
+
+    def add(
+        self,
+        pages: PromptPages,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        scale: float,
+        cap: float | None,
+    ) -> None:
+        """Attend the next pages, which are behind those before, `[pages, n_kv, C, d]`."""
+        count, query_heads, _ = self._queries.shape
+        kv_heads, table = keys.shape[1], pages.pages
         group = query_heads // kv_heads
-        dim_block = _block(head_dim)
-        if spans:
-            kernels.attend_spans[(spans, kv_heads)](
-                *(*parts, queries, keys, values),
-                *(self.pages, self.lows, self.highs, self.starts, self.owners),
-                *(scale, cap or 1.0, query_heads, kv_heads),
-                has_cap=cap is not None,
-                group=group,
-                chunk=chunk,
-                head_dim=head_dim,
-                group_block=_block(group),
-                row_block=_row_block(chunk, dim_block),
-                dim_block=dim_block,
-                least=_LEAST,
-            )
-        merged = [queries.new_empty((count, *size[1:]), dtype=torch.float32) for size in sizes]
-        kernels.merge_spans[(count, query_heads)](
-            *(*merged, *parts, self.firsts, query_heads),
-            head_dim=head_dim,
-            dim_block=dim_block,
-            least=_LEAST,
+        block = member_block(group, keys.dtype) // group
+        self._kernels.attend_spans[(-(-count // block), kv_heads)](
+            *(self.sums, self.peaks, self.totals, self._queries.contiguous(), keys, values),
+            *(table, table, table, table, table),
+            *(len(table), pages.page_position, pages.query_position),
+            *(pages.window or _NO_WINDOW, count, block, 1),
+            **_constants(self._queries, keys, scale, cap),
         )
-        return merged[0], merged[1], merged[2]
 
 
-def pages_per_span(chunk_tokens: int) -> int:
-    """Return the pages of a span, the last one of a query excepted."""
-    return max(1, SPAN_TOKENS // chunk_tokens)
+def _attend_spans(
+    view: SpanView,
+    parts: list[torch.Tensor],
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    cap: float | None,
+    kernels: Any,
+) -> None:
+    """Write the part of each span of a view."""
+    if len(view.owners):
+        kernels.attend_spans[(len(view.owners), keys.shape[1])](
+            *(*parts, queries.contiguous(), keys, values),
+            *(view.units, view.lows, view.highs, view.starts, view.owners),
+            *(0, 0, 0, _NO_WINDOW, len(queries), 1, 0),
+            **_constants(queries, keys, scale, cap),
+        )
+
+
+def _constants(
+    queries: torch.Tensor, keys: torch.Tensor, scale: float, cap: float | None
+) -> dict[str, Any]:
+    """Return what all calls for layers of one kind share: they decide the compiled kernel."""
+    _, query_heads, head_dim = queries.shape
+    _, kv_heads, chunk, _ = keys.shape
+    group, unit_rows = query_heads // kv_heads, min(chunk, UNIT_ROWS)
+    dim_block = _block(head_dim)
+    return {
+        "scale": scale,
+        "cap": cap or 1.0,
+        "query_heads": query_heads,
+        "kv_heads": kv_heads,
+        "has_cap": cap is not None,
+        "group": group,
+        "chunk": chunk,
+        "head_dim": head_dim,
+        "unit_rows": unit_rows,
+        "member_block": member_block(group, keys.dtype),
+        "row_block": _row_block(unit_rows, dim_block),
+        "dim_block": dim_block,
+        "least": _LEAST,
+    }
+
+
+def _merged(
+    parts: list[torch.Tensor],
+    queries: torch.Tensor,
+    firsts: torch.Tensor,
+    listing: torch.Tensor | None,
+    kernels: Any,
+) -> Partial:
+    count, query_heads, head_dim = queries.shape
+    merged = _rooms(count, queries)
+    kernels.merge_spans[(count, query_heads)](
+        *(*merged, *parts, firsts, firsts if listing is None else listing, query_heads),
+        is_listed=listing is not None,
+        head_dim=head_dim,
+        dim_block=_block(head_dim),
+        least=_LEAST,
+    )
+    return merged[0], merged[1], merged[2]
+
+
+def _rooms(count: int, queries: torch.Tensor) -> list[torch.Tensor]:
+    """Return room for so many parts: sums `[N, n_q, d]`, peaks and totals `[N, n_q]`, in fp32."""
+    _, heads, width = queries.shape
+    sizes = [(count, heads, width), (count, heads), (count, heads)]
+    return [queries.new_empty(size, dtype=torch.float32) for size in sizes]
+
+
+def units_per_span(page_rows: int) -> int:
+    """Return the units of a span, the last one of a query excepted."""
+    return 1 if adds_in_one_order() else max(1, SPAN_TOKENS // min(page_rows, UNIT_ROWS))
+
+
+def member_block(group: int, dtype: torch.dtype) -> int:
+    """Return the query heads of one KV head that a program has room for, of one query or more."""
+    if not adds_in_one_order():
+        return _block(group)
+    return max(_block(group), _MEMBERS.get(dtype, _HALF_MEMBERS))
 
 
 def _block(size: int) -> int:
@@ -149,9 +296,9 @@ def _block(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def _row_block(chunk: int, dim_block: int) -> int:
-    """Return the rows of a page that a program holds at once."""
-    return min(_block(chunk), max(16, _TILE_ELEMENTS // dim_block))
+def _row_block(rows: int, dim_block: int) -> int:
+    """Return the rows of a unit that a program holds at once."""
+    return min(_block(rows), max(16, _TILE_ELEMENTS // dim_block))
 
 
 def load_kernels() -> Any:
@@ -184,7 +331,7 @@ def _try(device: torch.device, kernels: Any) -> None:
     """Attend one page of ones. Raises RuntimeError if the result is not one."""
     upload = Upload(device)
     pages = np.zeros(1, dtype=np.int64)
-    view = SpanView.of(pages, pages, np.ones((1, 16), dtype=np.bool_), 1, upload)
+    view = SpanView.of(pages, pages, pages, np.ones((1, 16), dtype=np.bool_), 1, upload)
     upload.send()
     ones = torch.ones(1, 1, 16, 16, device=device)
     weighted, _, total = view.attend(

@@ -16,12 +16,13 @@ from splitpoint.shapes import chunks_of
 from worker_service.device.cache import DeviceCache
 from worker_service.device.upload import Upload
 from worker_service.kernels.paged_attention import UNIT_ROWS
-from worker_service.kernels.units import UnitView
+from worker_service.kernels.units import UnitView, unit_count
 from worker_service.model.attention import decode_partial, prefill
 from worker_service.model.attention_plan import DecodePlan, DecodeView, PageView, PrefillPlan
 from worker_service.model.decoder import Decoder
 from worker_service.model.forward import through_layers
 from worker_service.model.layer import DecoderLayer
+from worker_service.model.span_attention import SpanView
 
 # Up to this many rows of a sequence are attended one by one; more are a piece of a prompt.
 FEW_ROWS = 8
@@ -174,7 +175,9 @@ class _GrowingPlan:
         elif isinstance(view, UnitView):
             places = (view.firsts[1:] - 1).tolist()
         else:
-            places = [int(end) - 1 for end in np.cumsum(counts)]
+            if isinstance(view, SpanView):
+                counts = [unit_count(end, chunk_tokens) for end in ends]
+            places = [int(last) - 1 for last in np.cumsum(counts)]
         tables = view.limit if isinstance(view, PageView) else view.highs
         listed = torch.tensor(places, device=tables.device)
         drafted = [piece.drafted for piece in pieces]

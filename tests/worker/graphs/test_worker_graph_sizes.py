@@ -28,6 +28,7 @@ from worker_service.graphs.buckets import (
 )
 from worker_service.graphs.decode_graphs import DecodeGraphs, GraphSlot
 from worker_service.graphs.recorder import GraphRecorder
+from worker_service.kernels.gpu_order import use_one_order
 from worker_service.model.attention_plan import DecodePlan
 from worker_service.model.span_attention import SpanView
 
@@ -52,8 +53,14 @@ def seen_rows(length: int, window: int | None, chunk: int) -> tuple[list[int], A
     return chunks.tolist(), seen[chunks]
 
 
+@pytest.mark.parametrize("in_one_order", [False, True])
 @pytest.mark.parametrize("chunk", [4, 16, 64, 512])
-def test_padded_tables_have_room_and_hold_the_same(chunk: int) -> None:
+def test_padded_tables_have_room_and_hold_the_same(
+    chunk: int, request: pytest.FixtureRequest, *, in_one_order: bool
+) -> None:
+    """Also with units for spans: 128 rows of a page, or all of a smaller one."""
+    use_one_order(in_one_order)
+    request.addfinalizer(lambda: use_one_order(False))
     rng = random.Random(chunk)
     for _ in range(40):
         lengths = [rng.choice([1, 2, 255, 256, 257, rng.randrange(1, 4000)]) for _ in range(5)]
@@ -70,8 +77,9 @@ def test_padded_tables_have_room_and_hold_the_same(chunk: int) -> None:
             owners = np.repeat(np.arange(5), [len(chunks) for chunks, _ in rows])
             numbers = np.concatenate([chunks for chunks, _ in rows])
             seen = np.concatenate([each for _, each in rows])
-            wide = SpanView.of(numbers, owners, seen, 8, upload, padded[window])
-            views.append((padded[window], wide, SpanView.of(numbers, owners, seen, 8, Upload(CPU))))
+            places = (numbers, owners, numbers * chunk, seen)
+            wide = SpanView.of(*places, 8, upload, padded[window])
+            views.append((padded[window], wide, SpanView.of(*places, 8, Upload(CPU))))
         upload.send()
         for count, wide, plain in views:
             assert len(wide.owners) == count
@@ -80,8 +88,8 @@ def test_padded_tables_have_room_and_hold_the_same(chunk: int) -> None:
             assert torch.equal(wide.owners[:spans], plain.owners)
             assert torch.equal(wide.starts[: spans + 1], plain.starts)
             # A padding span is empty.
-            assert (wide.starts[spans:] == len(plain.pages)).all()
-            for name in ("pages", "lows", "highs"):
+            assert (wide.starts[spans:] == len(plain.units)).all()
+            for name in ("units", "lows", "highs"):
                 ours, theirs = getattr(wide, name), getattr(plain, name)
                 assert torch.equal(ours[: len(theirs)], theirs)
 
@@ -90,7 +98,7 @@ def test_more_spans_than_a_size_has_are_refused() -> None:
     chunks, seen = seen_rows(3000, None, CHUNK)
     owners = np.zeros(len(chunks), dtype=np.int64)
     with pytest.raises(ValueError, match="negative"):
-        SpanView.of(np.array(chunks), owners, seen, 1, Upload(CPU), 2)
+        SpanView.of(np.array(chunks), owners, np.array(chunks) * CHUNK, seen, 1, Upload(CPU), 2)
 
 
 def test_tables_keep_to_the_memory_they_were_given() -> None:

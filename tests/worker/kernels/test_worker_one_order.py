@@ -6,19 +6,14 @@ of a streamed step. A few seconds, and one for each kernel that is compiled the 
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 import torch
+from one_sequence import Sequence, Shape
 
 from splitpoint.host.compiler import compiler
 from worker_service.kernels.choice import by_flags, use
-from worker_service.kernels.paged_attention import PromptPages
-from worker_service.kernels.units import UnitOrder, UnitView
-from worker_service.model.attention import decode_partial, prefill
-from worker_service.model.attention_parts import DecodeParts, PrefillParts
+from worker_service.model.attention import decode_partial
 from worker_service.model.attention_plan import DecodePlan, PrefillPlan
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
@@ -33,16 +28,6 @@ def fused() -> None:
     use(FUSED)
 
 
-@dataclass(frozen=True)
-class Shape:
-    heads: int = 4
-    kv_heads: int = 4
-    head_dim: int = 64
-    chunk: int = 16
-    window: int | None = None
-    cap: float | None = None
-
-
 SHAPES = [
     Shape(),
     Shape(heads=6, kv_heads=2, window=21),
@@ -51,100 +36,6 @@ SHAPES = [
     Shape(heads=2, kv_heads=1, head_dim=256, chunk=33),
     Shape(heads=4, kv_heads=2, head_dim=80, chunk=300, window=140),
 ]
-
-
-class Sequence:
-    """One sequence on shuffled pages. All that it does not hold is poison, or `poison`."""
-
-    def __init__(
-        self,
-        length: int,
-        dtype: torch.dtype,
-        shape: Shape,
-        *,
-        seed: int = 0,
-        poison: float = 6e4,
-    ) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.length, self.shape = length, shape
-        count = -(-length // shape.chunk)
-        self.pages = torch.randperm(2 * count, generator=generator)[:count].tolist()
-        size = (length, shape.heads, shape.head_dim)
-        self.queries = 2 * torch.randn(size, generator=generator)
-        self.queries = self.queries.to(dtype)
-        pool = (2 * count, shape.kv_heads, shape.chunk, shape.head_dim)
-        self.keys, self.values = (torch.full(pool, poison, dtype=dtype) for _ in range(2))
-        self.rows = []
-        for plane in (self.keys, self.values):
-            drawn = torch.randn(length, shape.kv_heads, shape.head_dim, generator=generator)
-            drawn = drawn.to(dtype)
-            self.rows.append(drawn)
-            for index, page in enumerate(self.pages):
-                part = drawn[index * shape.chunk : (index + 1) * shape.chunk]
-                plane[page, :, : len(part)] = part.transpose(0, 1)
-
-    @property
-    def options(self) -> dict[str, float | None]:
-        return {"scale": self.shape.head_dim**-0.5, "cap": self.shape.cap}
-
-    def decoded(self, rows: range) -> torch.Tensor:
-        """The rows of these positions, each as a decoded token of its own, in one step."""
-        plan = DecodePlan.of_sequences(
-            [self.pages] * len(rows),
-            [row + 1 for row in rows],
-            chunk_tokens=self.shape.chunk,
-            windows=[self.shape.window],
-            device=CPU,
-        )
-        queries = self.queries[rows.start : rows.stop]
-        part = decode_partial(
-            queries,
-            self.keys,
-            self.values,
-            plan,
-            window=self.shape.window,
-            **self.options,  # type: ignore[arg-type]
-        )
-        return part.attended(queries.dtype)
-
-    def prefilled(self, rows: range) -> torch.Tensor:
-        """The same as one piece of a prompt, behind what is before."""
-        plan = PrefillPlan.of_prefix(
-            self.pages,
-            rows.start,
-            len(rows),
-            chunk_tokens=self.shape.chunk,
-            windows=[self.shape.window],
-            device=CPU,
-        )
-        assert isinstance(plan.views[self.shape.window], PromptPages)
-        span = slice(rows.start, rows.stop)
-        keys, values = self.rows
-        return prefill(
-            self.queries[span],
-            keys[span],
-            values[span],
-            self.keys,
-            self.values,
-            plan,
-            window=self.shape.window,
-            **self.options,  # type: ignore[arg-type]
-        )
-
-    def expected(self) -> torch.Tensor:
-        """All rows in fp64."""
-        keys, values = (
-            rows.double().repeat_interleave(self.shape.heads // self.shape.kv_heads, dim=1)
-            for rows in self.rows
-        )
-        scores = torch.einsum("qhd,khd->hqk", self.queries.double(), keys)
-        scores *= self.shape.head_dim**-0.5
-        if self.shape.cap is not None:
-            scores = self.shape.cap * torch.tanh(scores / self.shape.cap)
-        behind = torch.arange(self.length)[:, None] - torch.arange(self.length)
-        hidden = (behind < 0) | (behind >= (self.shape.window or self.length))
-        weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
-        return torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -240,51 +131,11 @@ def test_rows_behind_those_of_infinite_scores_weigh_nothing(
 def test_streamed_tiles_give_the_bits_of_pages_on_the_device(
     dtype: torch.dtype, shape: Shape
 ) -> None:
-    """The middle in tiles of other places; the beginning and the newest rows on the device."""
     sequence = Sequence(205, dtype, shape)
-    chunk, count = shape.chunk, len(sequence.pages)
-    whole = sequence.prefilled(range(205))
-    cuts = sorted({0, count // 4, count // 2, count - 1, count})
-    parts = [range(first, last) for first, last in itertools.pairwise(cuts)]
-    rows = range(max(0, (count - 1) * chunk), 205)
-    queries = sequence.queries[rows.start :]
-    options = {"window": shape.window, **sequence.options}
-    streamed = PrefillParts(queries, first_position=rows.start, **options)  # type: ignore[arg-type]
-    plans = []
-    for part in parts:
-        numbers = torch.tensor(sequence.pages[part.start : part.stop])
-        end = min(part.stop * chunk, 205) - part.start * chunk
-        is_tile = 0 < part.start < count - 1
-        keys, values = sequence.keys, sequence.values
-        if is_tile:
-            keys, values = keys[numbers], values[numbers]
-        streamed.add(
-            keys,
-            values,
-            pages=None if is_tile else numbers,
-            rows=end,
-            first_position=part.start * chunk,
-        )
-        listed = range(len(part)) if is_tile else numbers.tolist()
-        plan = DecodePlan.of_pages(
-            listed,
-            owners=[0] * len(part),
-            first_positions=[page * chunk for page in part],
-            query_positions=[rows.start],
-            query_counts=[len(rows)],
-            chunk_tokens=chunk,
-            windows=[shape.window],
-            device=CPU,
-        )
-        plans.append((plan, keys, values))
-    assert torch.equal(streamed.attended(), whole[rows.start :])
-    plans.reverse()
-    views = [view for plan, *_ in plans if isinstance(view := plan.views[shape.window], UnitView)]
-    order = UnitOrder.of(views, len(rows))
-    decoded = DecodeParts(queries, order=order, **options)  # type: ignore[arg-type]
-    for plan, keys, values in plans:
-        decoded.add(keys, values, plan=plan)
-    assert torch.equal(decoded.attended(), whole[rows.start :])
+    rows = range(max(0, (len(sequence.pages) - 1) * shape.chunk), 205)
+    whole = sequence.prefilled(range(205))[rows.start :]
+    for found in sequence.streamed(rows):
+        assert torch.equal(found, whole)
 
 
 def test_other_sequences_in_a_step_change_no_bit() -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from splitpoint.host.compiler import compiler
+from worker_service.device.upload import Upload
 from worker_service.kernels import compiled, units
 from worker_service.kernels.choice import Choice, Decode, Layout, Prefill, use
 from worker_service.kernels.units import UnitOrder, UnitView
@@ -202,7 +203,7 @@ def test_parts_in_any_order_give_the_bits_of_the_whole(
     ]
     views = [view for plan in plans if isinstance(view := plan.views[window], UnitView)]
     options = {"window": window, "scale": case.scale, "cap": None}
-    parts = DecodeParts(case.queries, **options, order=UnitOrder.of(views, 2))  # type: ignore[arg-type]
+    parts = DecodeParts(case.queries, **options, order=UnitOrder.of(views, 2, Upload(CPU)))  # type: ignore[arg-type]
     for plan in plans[:-1]:
         parts.add(case.keys, case.values, plan=plan)
     with pytest.raises(ValueError, match="were planned"):

@@ -18,7 +18,7 @@ from worker_service.model.attention import (
     prefills_in_blocks,
     tile_rows,
 )
-from worker_service.model.attention_plan import DecodePlan, PrefillPlan, PrefillView
+from worker_service.model.attention_plan import DecodePlan, PageView, PrefillPlan, PrefillView
 
 CPU = torch.device("cpu")
 CHUNK, HEAD = 8, 16
@@ -136,7 +136,9 @@ def test_ranges_are_read_in_place_and_far_pages_gathered() -> None:
         plan = DecodePlan.of_sequences(
             pool.page_tables, LENGTHS, chunk_tokens=CHUNK, windows=[None], device=CPU
         )
-        return plan.views[None].pages
+        view = plan.views[None]
+        assert isinstance(view, PageView)
+        return view.pages
 
     assert selection("in order") == slice(0, 9)
     assert selection("holes") == slice(0, 13)
@@ -186,7 +188,9 @@ def test_a_foreign_page_of_nan_inside_the_range_changes_nothing() -> None:
     plan = DecodePlan.of_sequences(
         pool.page_tables, [9, 9], chunk_tokens=CHUNK, windows=[None], device=CPU
     )
-    assert plan.views[None].pages == slice(0, 5)
+    view = plan.views[None]
+    assert isinstance(view, PageView)
+    assert view.pages == slice(0, 5)
     got = decode_partial(queries, pool.keys, pool.values, plan, window=None, scale=SCALE).attended(
         queries.dtype
     )

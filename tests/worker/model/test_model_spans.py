@@ -56,9 +56,9 @@ class Case:
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.queries, self.keys, self.values
 
-    def seen(self, window: int | None) -> tuple[Any, Any, Any]:
-        """Page numbers, owners and seen rows, without pages of which no row is seen."""
-        numbers, owners, rows = [], [], []
+    def seen(self, window: int | None) -> tuple[Any, Any, Any, Any]:
+        """Page numbers, owners, positions and seen rows of pages of which a row is seen."""
+        numbers, owners, positions, rows = [], [], [], []
         for owner, (table, length) in enumerate(zip(self.tables, self.lengths, strict=True)):
             for chunk, page in enumerate(table):
                 behind = length - 1 - (chunk * CHUNK + np.arange(CHUNK))
@@ -66,10 +66,11 @@ class Case:
                 if visible.any():
                     numbers.append(page)
                     owners.append(owner)
+                    positions.append(chunk * CHUNK)
                     rows.append(visible)
         # In any order of pages, as the tiles of a streamed step have them.
         order = np.random.default_rng(0).permutation(len(numbers))
-        return np.array(numbers)[order], np.array(owners)[order], np.array(rows)[order]
+        return tuple(np.array(each)[order] for each in (numbers, owners, positions, rows))  # type: ignore[return-value]
 
     def wanted(self, window: int | None, cap: float | None) -> PartialAttention:
         """By plain products on a CPU."""
@@ -101,13 +102,14 @@ def test_spans_equal_plain_products(
 ) -> None:
     case = Case(3, dtype, heads, head_dim)
     wanted = case.wanted(window, cap)
-    numbers, owners, seen = case.seen(window)
+    places = case.seen(window)
+    numbers, _, _, seen = places
     # Rows that no query sees may hold anything.
     for page in range(len(case.keys)):
         unused = ~np.any(seen[numbers == page], axis=0)
         case.keys[page, :, torch.from_numpy(unused)] = math.nan
         case.values[page, :, torch.from_numpy(unused)] = math.nan
-    _, parts = kernels.attend((numbers, owners, seen), case.tensors, scale=SCALE, cap=cap)
+    _, parts = kernels.attend(places, case.tensors, scale=SCALE, cap=cap)
     got = PartialAttention(*parts)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
     torch.testing.assert_close(
@@ -120,10 +122,11 @@ def test_spans_equal_plain_products(
 def test_a_query_without_pages_counts_nothing(kernels: Interpreter) -> None:
     """As in a tile that holds other sequences; and its result does not depend on theirs."""
     case = Case(1, torch.float32, (4, 2), 16)
-    numbers, owners, seen = case.seen(None)
-    alone = owners == 3
+    places = case.seen(None)
+    alone = places[1] == 3
+    numbers, owners, positions, seen = (each[alone] for each in places)
     firsts, parts = kernels.attend(
-        (numbers[alone], owners[alone], seen[alone]), case.tensors, scale=SCALE, cap=None
+        (numbers, owners, positions, seen), case.tensors, scale=SCALE, cap=None
     )
     assert firsts == [0, 0, 0, 0, 3, 3]
     weighted, peak, total = parts
@@ -131,7 +134,7 @@ def test_a_query_without_pages_counts_nothing(kernels: Interpreter) -> None:
     assert not weighted[others].any()
     assert not total[others].any()
     assert (peak[others] == torch.finfo(torch.float32).min).all()
-    _, together = kernels.attend((numbers, owners, seen), case.tensors, scale=SCALE, cap=None)
+    _, together = kernels.attend(places, case.tensors, scale=SCALE, cap=None)
     for one, all_of_them in zip(parts, together, strict=True):
         assert torch.equal(one[3], all_of_them[3])
 
