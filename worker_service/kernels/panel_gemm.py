@@ -63,7 +63,7 @@ def multiply(
         out_features, rows.shape[1], rows.dtype
     ):
         raise ValueError(f"panels of {panels.dtype} are not those of rows {tuple(rows.shape)}")
-    _check_beside(rows, out_features, bias, operation, other)
+    check_beside(rows, out_features, bias, operation, other)
     if rows.stride(-1) != 1:
         rows = rows.contiguous()
     if other is not None and other.stride(-1) != 1:
@@ -138,7 +138,7 @@ def packed_int8_bytes(out_features: int, in_features: int, dtype: torch.dtype) -
     return rows * (depth + torch.float32.itemsize)
 
 
-def _check_beside(
+def check_beside(
     rows: torch.Tensor,
     out_features: int,
     bias: torch.Tensor | None,

@@ -15,8 +15,9 @@ import torch
 from torch.nn import functional
 
 from worker_service.checkpoint.config import Activation
-from worker_service.kernels import panel_gemm
+from worker_service.kernels import panel_gemm, tile_gemm
 from worker_service.kernels.choice import Layout
+from worker_service.kernels.gpu_order import adds_in_one_order
 from worker_service.kernels.panel_gemm import Operation
 from worker_service.kernels.row_counts import blocks, row_counts
 
@@ -97,12 +98,14 @@ class Linear:
     def __init__(self, matrix: Weight, bias: torch.Tensor | None = None) -> None:
         self._matrix = matrix
         self._layout = matrix.layout
+        # A kernel of one order, which has all activations.
+        self._is_fused = self._layout is Layout.PANELS or adds_in_one_order()
         self._bias = bias
 
     def __call__(self, rows: torch.Tensor, activation: Activation | None = None) -> torch.Tensor:
         """Map `[N, in]` to `[N, out]`."""
-        if self._layout is Layout.PANELS:
-            return self._by_panels(rows, _OPERATIONS[activation])
+        if self._is_fused:
+            return self._fused(rows, _OPERATIONS[activation])
         counts = row_counts(self._matrix.out_features, rows.shape[1])
         if self._layout is Layout.PACKED:
             if counts is not None:
@@ -131,24 +134,26 @@ class Linear:
 
     def added_to(self, rows: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Return `residual + self(rows)`."""
-        if self._layout is Layout.PANELS:
-            return self._by_panels(rows, Operation.ADD, residual)
+        if self._is_fused:
+            return self._fused(rows, Operation.ADD, residual)
         if self._layout is Layout.PACKED:
             return self._combined(rows, residual, "add")
         return self(rows).add_(residual)
 
     def times(self, rows: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         """Return `factor * self(rows)`, elementwise."""
-        if self._layout is Layout.PANELS:
-            return self._by_panels(rows, Operation.MULTIPLY, factor)
+        if self._is_fused:
+            return self._fused(rows, Operation.MULTIPLY, factor)
         if self._layout is Layout.PACKED:
             return self._combined(rows, factor, "mul")
         return self(rows).mul_(factor)
 
-    def _by_panels(
+    def _fused(
         self, rows: torch.Tensor, operation: Operation, other: torch.Tensor | None = None
     ) -> torch.Tensor:
         matrix = self._matrix
+        if self._layout is not Layout.PANELS:
+            return tile_gemm.multiply(rows, matrix.weight, self._bias, operation, other)
         return panel_gemm.multiply(
             rows, matrix.weight, matrix.out_features, self._bias, operation, other
         )

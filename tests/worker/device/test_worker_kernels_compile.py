@@ -22,11 +22,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-def cubin_bytes(kernel, signature, constants, architecture):
+def cubin_bytes(kernel, signature, constants, architecture, options=None):
     types = {**signature, **dict.fromkeys(constants, "constexpr")}
     assert list(types) == [parameter.name for parameter in kernel.params], kernel.params
     source = ASTSource(fn=kernel, signature=types, constexprs=constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32))
+    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     # What each multiprocessor since Ampere has, the smallest included.
     assert compiled.metadata.shared <= 99 << 10
     return len(compiled.asm["cubin"])
@@ -48,28 +48,56 @@ assert not_specialized(gather_slots) == {"slots", "pages", "blocks_per_slot", "b
 """
 
 SPANS = """
-from worker_service.model.span_attention import _block, _row_block
+from worker_service.kernels.gpu_order import use_one_order
+from worker_service.kernels.units import UNIT_ROWS
+from worker_service.model.span_attention import _block, _row_block, member_block
 from worker_service.model.span_kernel import attend_spans, merge_spans
 sums = dict.fromkeys(["weighted", "peaks", "totals"], "*fp32")
-tables = dict.fromkeys(["pages", "lows", "highs", "starts", "owners"], "*i32")
+tables = dict.fromkeys(["units", "lows", "highs", "starts", "owners"], "*i32")
+prompt = dict.fromkeys(["page_count", "page_position", "query_position", "window"], "i32")
+prompt |= dict.fromkeys(["query_count", "block_queries", "is_prompt"], "i32")
 heads = dict(query_heads="i32", kv_heads="i32")
 least = torch.finfo(torch.float32).min
-for dtype, head_dim, chunk, group in (
-    ("bf16", 128, 64, 4), ("fp32", 128, 64, 8), ("bf16", 256, 64, 2), ("fp16", 80, 16, 1)
+for dtype, head_dim, chunk, group, in_one_order in (
+    ("bf16", 128, 64, 4, True), ("fp32", 128, 64, 8, False), ("bf16", 256, 512, 2, True),
+    ("fp16", 80, 16, 1, False),
 ):
+    use_one_order(in_one_order)
+    element = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     pools = dict.fromkeys(["queries", "keys", "values"], "*" + dtype)
-    signature = sums | pools | tables | dict(scale="fp32", cap="fp32") | heads
+    signature = sums | pools | tables | prompt | dict(scale="fp32", cap="fp32") | heads
+    unit_rows = min(chunk, UNIT_ROWS)
     constants = dict(
-        has_cap=True, group=group, chunk=chunk, head_dim=head_dim, group_block=_block(group),
-        row_block=_row_block(chunk, _block(head_dim)), dim_block=_block(head_dim), least=least,
+        has_cap=True, group=group, chunk=chunk, head_dim=head_dim, unit_rows=unit_rows,
+        member_block=member_block(group, element),
+        row_block=_row_block(unit_rows, _block(head_dim)), dim_block=_block(head_dim), least=least,
     )
     assert cubin_bytes(attend_spans, signature, constants, 90) > 1000
-assert not_specialized(attend_spans) == set(tables)
+# Nor between a decoded row, guesses and a prompt.
+assert not_specialized(attend_spans) == {*tables, *prompt}
 merged = dict.fromkeys(["merged", "merged_peaks", "merged_totals"], "*fp32")
-signature = merged | sums | dict(firsts="*i32", query_heads="i32")
-constants = dict(head_dim=128, dim_block=128, least=least)
+signature = merged | sums | dict(firsts="*i32", listing="*i32", query_heads="i32")
+constants = dict(is_listed=True, head_dim=128, dim_block=128, least=least)
 assert cubin_bytes(merge_spans, signature, constants, 90) > 1000
-assert not_specialized(merge_spans) == {"firsts"}
+assert not_specialized(merge_spans) == {"firsts", "listing"}
+"""
+
+PRODUCTS = """
+from worker_service.kernels.tile_gemm import tiles_of
+from worker_service.kernels.tile_gemm_kernel import multiply_tiles
+for dtype, element in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+    tiles = tiles_of(1 << 17, element)
+    signature = dict.fromkeys(["outputs", "rows", "weights", "bias", "other"], "*" + dtype)
+    signature |= dict.fromkeys(["row_count", "in_features", "out_features"], "i32")
+    constants = dict(
+        has_bias=True, operation=2, row_tile=tiles.rows, column_tile=tiles.columns,
+        depth_tile=tiles.depth,
+    )
+    for architecture in (80, 90, 100):
+        options = dict(num_warps=tiles.warps, num_stages=tiles.stages)
+        assert cubin_bytes(multiply_tiles, signature, constants, architecture, options) > 1000
+# One kernel for all numbers of rows.
+assert not_specialized(multiply_tiles) == {"row_count"}
 """
 
 
@@ -91,6 +119,11 @@ def run(script: str, folder: Path) -> None:
 def test_the_gather_kernel_compiles_once_for_all_transfers(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     run(GATHER, tmp_path)
+
+
+def test_products_of_one_order_compile_once_for_all_numbers_of_rows(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    run(PRODUCTS, tmp_path)
 
 
 def test_the_attention_kernels_compile_once_for_all_batches(tmp_path: Path) -> None:
