@@ -35,6 +35,7 @@ from benchmarks.gpu_claims import (
     GRAPHS,
     LLAMA,
     NEW_TOKENS,
+    NUMERICS,
     OPT_LONG,
     OPT_SHORT,
     RESTORE,
@@ -91,6 +92,13 @@ def parts_of(device: str, *, is_tiny: bool) -> list[Part]:
     graphs: tuple[str, ...] = (python, "-m", "benchmarks.gpu_graphs", "--device", device)
     if is_tiny:
         attention, graphs = (*attention, "--tiny"), (*graphs, "--tiny")
+    numerics: tuple[str, ...] = (*cli, "numerics", "--prompts", "2" if is_tiny else "8", *here)
+    numerics += ("--model", str(ROOT / "models" / "stdlib-llama"), "--repeats", "1")
+    if is_tiny:
+        sizes = ("--prompt", "100", "--page-tokens", "16", "--new", "4")
+        numerics += (*sizes, "--dtype", "float32", "--cost-shape", "none")
+    else:
+        numerics += ("--dtype", "bfloat16", "--new", "32", "--cost-shape", "llama-3-8b")
     restore: tuple[str, ...] = ("--shape", "opt-6.7b", "--prompt", "1984", "--dtype", "bfloat16")
     if is_tiny:
         restore = ("--shape", "opt-125m", "--layers", "2", "--prompt", "256", "--link-rate", "2GB")
@@ -112,11 +120,13 @@ def parts_of(device: str, *, is_tiny: bool) -> list[Part]:
                 *files,
             ),
             # Triton compiles each of its kernels for each size.
-            180,
+            220,
             30,
         ),
         Part(ATTENTION, attention, 60, 20),
         Part(GRAPHS, graphs, 90, 45),
+        # Triton compiles a kernel for each operation and kind of matrix.
+        Part(NUMERICS, numerics, 150, 60),
         Part(OPT_LONG, offload("opt-6.7b", 512), 300, 120),
         Part(LLAMA, offload("llama-3-8b", 512), 120, 60),
         Part(OPT_SHORT, offload("opt-6.7b", 128, "--sweep"), 150, 60),

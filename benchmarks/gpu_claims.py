@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 TESTS, RESTORE, ATTENTION, GRAPHS = "tests", "restore opt-6.7b", "attention", "graphs"
+NUMERICS = "numerics"
 OPT_LONG, OPT_SHORT, LLAMA = (
     "offload opt-6.7b 512",
     "offload opt-6.7b 128",
@@ -15,6 +16,10 @@ OPT_LONG, OPT_SHORT, LLAMA = (
 NEW_TOKENS = (32, 128)
 # Batch size, drafts of each sequence, and the most that a step may take of an eager one's time.
 GRAPH_CASES = ((1, 0, 0.9), (8, 0, 1.0), (32, 0, 1.0), (8, 4, 1.0))
+# The cost of kernels of one order: what other servers' batch-invariant modes take, and room for
+# tiles that decoding shares with prefills.
+NUMERICS_BATCHES = (1, 8)
+STEP_LIMIT, FIRST_TOKEN_LIMIT = 1.34, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +78,28 @@ def claims_of(outcomes: Mapping[str, Outcome]) -> list[Claim]:
     claims.append(
         Claim(name, ratio_of(report, "decode", "flashinfer", "spans", "milliseconds"), 1.1)
     )
-    return claims + graph_claims(reports.get(GRAPHS))
+    return claims + graph_claims(reports.get(GRAPHS)) + numerics_claims(reports.get(NUMERICS))
+
+
+def numerics_claims(report: Mapping[str, Any] | None) -> list[Claim]:
+    """Return the claims about `--numerics invariant`."""
+    dependent = different = None
+    costs: Sequence[Mapping[str, Any]] = []
+    if report is not None:
+        dependent = float(report["numerics"] != "invariant")
+        different = float(sum(each["first_difference"] is not None for each in report["variants"]))
+        costs = report["costs"]
+    claims = [
+        Claim("numerics: operators that the check at the start finds dependent", dependent, 0),
+        Claim("numerics: variants whose bits differ from the same prompt alone", different, 0),
+    ]
+    measured = {each["batch"]: each for each in costs}
+    for batch in NUMERICS_BATCHES:
+        for name, text in (("step_ratio", "a step"), ("first_token_ratio", "the first token")):
+            ratio = measured[batch][name] if batch in measured else None
+            limit = STEP_LIMIT if name == "step_ratio" else FIRST_TOKEN_LIMIT
+            claims.append(Claim(f"numerics, batch {batch}: time of {text} over fast", ratio, limit))
+    return claims
 
 
 def graph_claims(report: Mapping[str, Any] | None) -> list[Claim]:

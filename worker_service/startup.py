@@ -54,11 +54,14 @@ from worker_service.graphs.eager_reason import EagerReason
 from worker_service.graphs.support import graph_bytes, graph_obstacle, graphs_of
 from worker_service.hardware.monitor import DeviceMonitor, monitor_of
 from worker_service.kernels import panel_gemm
+from worker_service.kernels.choice import Choice
 from worker_service.kernels.compiled import NoKernels
+from worker_service.kernels.gpu_order import use_one_order
 from worker_service.lanes.lanes import EmulatedLink, Lanes
 from worker_service.lanes.select import lanes_of
 from worker_service.lanes.timeline import Trace
 from worker_service.model.decoder import Decoder
+from worker_service.model.span_attention import kernels_of
 from worker_service.numerics.digest import facts_of, numerics_digest
 from worker_service.numerics.obstacles import obstacle
 from worker_service.numerics.self_check import dependence
@@ -218,13 +221,10 @@ async def load_worker(options: WorkerOptions) -> LoadedWorker:
                 await asyncio.to_thread(_prepare_int8, TORCH_TYPES[shape.data_type])
             kernels_text = f", {kernels.text}, {_waiting()}"
         description = _describe(lanes, kernels_text)
-        is_gpu = device.type == "cuda"
-        against = obstacle(
-            options.numerics, is_gpu=is_gpu, encoding=layout.encoding, kernels=kernels
-        )
+        against = await asyncio.to_thread(_obstacle, options, device, layout, kernels)
         # Before the weights are loaded, which takes long.
         check_wish(options.numerics, against)
-        if not is_gpu and against is None and options.numerics != Numerics.FAST:
+        if kernels is not None and against is None and options.numerics != Numerics.FAST:
             await asyncio.to_thread(_agree_on_rows, options, shape)
         engine, weights, speculation = await asyncio.to_thread(
             _load_engine, options, shape, layout, lanes
@@ -276,6 +276,24 @@ def choose_device(text: str) -> torch.device:
             )
         return torch.device("cuda", device.index or 0)
     return device
+
+
+def _obstacle(
+    options: WorkerOptions, device: torch.device, layout: ArenaLayout, kernels: Choice | None
+) -> str | None:
+    """Choose a GPU's kernels, and return what excludes invariant numerics before the check.
+
+    `kernels`: a CPU's; None on a GPU.
+    """
+    in_one_order = kernels is None and options.numerics == Numerics.INVARIANT
+    use_one_order(in_one_order)
+    return obstacle(
+        options.numerics,
+        is_gpu=kernels is None,
+        encoding=layout.encoding,
+        kernels=kernels,
+        has_triton=in_one_order and kernels_of(device) is not None,
+    )
 
 
 def _kernel_wish(options: WorkerOptions, device: torch.device) -> str:

@@ -7,18 +7,31 @@ from splitpoint.shapes import Encoding
 from worker_service.kernels.choice import Choice, Decode, Prefill
 
 
-def obstacle(wish: str, *, is_gpu: bool, encoding: Encoding, kernels: Choice | None) -> str | None:
+def obstacle(
+    wish: str,
+    *,
+    is_gpu: bool,
+    encoding: Encoding,
+    kernels: Choice | None,
+    has_triton: bool = False,
+) -> str | None:
     """Return why numerics cannot be invariant, in words; None if a check has to say.
 
     Args:
         wish: the value of `--numerics`.
         encoding: of what the worker reads from its store.
         kernels: of a CPU; None on a GPU.
+        has_triton: whether Triton's kernels run on this GPU.
     """
     if encoding.is_lossy:
         return f"the store keeps {encoding.value}, so what is reused differs from what was computed"
     if is_gpu:
-        return None if wish == Numerics.INVARIANT else "a GPU is checked only if it is asked for"
+        if wish != Numerics.INVARIANT:
+            return (
+                "a GPU's kernels of one order are used only if they are asked for "
+                "(--numerics invariant): no GPU has confirmed them yet"
+            )
+        return None if has_triton else "Triton's kernels cannot be built on this GPU (see the log)"
     if kernels is None:
         return "no kernels were chosen"
     for purpose, kernel, fused in (

@@ -18,6 +18,7 @@ from splitpoint_cli.bench.shared.progress import Progress
 from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.kernels.choice import Choice, in_use, use
+from worker_service.kernels.gpu_order import adds_in_one_order, use_one_order
 from worker_service.model.decoder import Decoder
 
 BATCHES = (1, 8)
@@ -26,10 +27,11 @@ PROMPT, NEW = 512, 32
 
 @dataclass(frozen=True, slots=True)
 class _Contender:
-    """A model and the kernels that it was loaded for; `name` is theirs, empty on a GPU."""
+    """A model and the kernels that it was loaded for: see `use_worker_kernels`."""
 
     model: Decoder
     choice: Choice | None
+    in_one_order: bool
     name: str
 
     def worker(self, decode: DecodeWorkload) -> OurWorker:
@@ -38,6 +40,7 @@ class _Contender:
     def run(self, worker: OurWorker, prompts: Prompts, new: int) -> Run:
         """Weights keep their layout; attention takes the kernels that are in use."""
         use(self.choice)
+        use_one_order(self.in_one_order)
         return worker.run(prompts, new)
 
 
@@ -50,7 +53,7 @@ def measure_costs(
     """
     if not workload.cost_shape:
         return "", []
-    before = in_use()
+    before, was_in_one_order = in_use(), adds_in_one_order()
     contenders = [
         _contender(workload, wish, device, progress, numerics=numerics)
         for wish, numerics in (
@@ -62,6 +65,7 @@ def measure_costs(
     if contenders[0].name != contenders[1].name:
         costs = [_cost(workload, contenders, batch, progress) for batch in BATCHES]
     use(before)
+    use_one_order(was_in_one_order)
     return contenders[1].name, costs
 
 
@@ -76,10 +80,10 @@ def _contender(
     data_type = DataType(workload.dtype)
     shape = replace(BUILT_IN_SHAPES[workload.cost_shape], data_type=data_type)
     name = use_worker_kernels(device, data_type, [shape.head_dim], wish=wish, numerics=numerics)
-    progress.say(f"{shape.name}: random weights, {name or 'kernels of a GPU'}")
+    progress.say(f"{shape.name}: random weights, {name or 'the usual kernels of a GPU'}")
     config = DecoderConfig.of_shape(shape)
     model = Decoder.random(config, workload.seed, device, TORCH_TYPES[data_type])
-    return _Contender(model, in_use(), name)
+    return _Contender(model, in_use(), adds_in_one_order(), name)
 
 
 def _cost(

@@ -36,6 +36,7 @@ from worker_service.checkpoint.config import DecoderConfig
 from worker_service.device.cache import TORCH_TYPES
 from worker_service.kernels.choice import in_use
 from worker_service.model.decoder import Decoder
+from worker_service.model.span_attention import kernels_of
 from worker_service.numerics.obstacles import obstacle
 from worker_service.numerics.self_check import dependence
 from worker_service.numerics.verdict import WorkerNumerics, decide
@@ -93,6 +94,7 @@ def _numerics(model: Decoder, page_tokens: int) -> WorkerNumerics:
         is_gpu=model.device.type == "cuda",
         encoding=Encoding.NATIVE,
         kernels=in_use(),
+        has_triton=kernels_of(model.device) is not None,
     )
     return decide(AUTO, obstacle=against, check=partial(dependence, model, page_tokens))
 

@@ -16,6 +16,7 @@ from benchmarks.gpu_claims import (
     ATTENTION,
     GRAPHS,
     LLAMA,
+    NUMERICS,
     OPT_LONG,
     OPT_SHORT,
     TESTS,
@@ -102,6 +103,23 @@ def test_graphs_are_compared_with_their_twin() -> None:
     # A machine without graphs has no twins to compare.
     eager = {GRAPHS: Outcome(1.0, {"cases": cases[2:]})}
     assert {claim.holds for claim in claims_of(eager)} == {None}
+
+
+def test_invariant_numerics_are_counted_and_weighed() -> None:
+    cost = {"batch": 8, "step_ratio": 1.1, "first_token_ratio": 2.5}
+    report = {
+        "numerics": "fast",
+        "variants": [{"first_difference": None}, {"first_difference": {"prompt": 0}}],
+        "costs": [cost],
+    }
+    claims = claims_of({NUMERICS: Outcome(1.0, report)})
+    held = {claim.text: (claim.measured, claim.holds) for claim in claims}
+    text = "numerics: operators that the check at the start finds dependent"
+    assert held[text] == (1, False)
+    assert held["numerics: variants whose bits differ from the same prompt alone"] == (1, False)
+    assert held["numerics, batch 8: time of a step over fast"] == (1.1, True)
+    assert held["numerics, batch 8: time of the first token over fast"] == (2.5, False)
+    assert held["numerics, batch 1: time of a step over fast"] == (None, None)
 
 
 def test_what_is_missing_is_not_measured() -> None:

@@ -60,8 +60,19 @@ def test_what_stands_against_it_before_the_model_is_loaded() -> None:
     assert kernels.decode is Decode.PRODUCTS
     assert found is not None
     assert "--cpu-kernels decode=fused" in found
-    assert obstacle("invariant", is_gpu=True, encoding=Encoding.NATIVE, kernels=None) is None
-    assert obstacle("auto", is_gpu=True, encoding=Encoding.NATIVE, kernels=None) is not None
+    found = on_gpu("auto", has_triton=True)
+    assert found is not None
+    assert "no GPU has confirmed them yet" in found
+    assert on_gpu("invariant", has_triton=True) is None
+    found = on_gpu("invariant", has_triton=False)
+    assert found is not None
+    assert "Triton" in found
+
+
+def on_gpu(wish: str, *, has_triton: bool) -> str | None:
+    return obstacle(
+        wish, is_gpu=True, encoding=Encoding.NATIVE, kernels=None, has_triton=has_triton
+    )
 
 
 @pytest.fixture(scope="module")
