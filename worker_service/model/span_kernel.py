@@ -24,6 +24,77 @@ def _merged(peak, total, result, other_peak, other_total, other_result):
     return higher, total, result
 
 
+@triton.jit
+def _pages_seen(nearest, block, window, page_count, chunk: tl.constexpr):
+    """Return the first and last + 1 page that some of a prompt's `block` queries see.
+
+    The first query is `nearest` positions behind the first page's first row.
+    """
+    end = (tl.maximum(nearest + block, 0) + chunk - 1) // chunk
+    return tl.maximum(nearest - window + 1, 0) // chunk, tl.minimum(end, page_count)
+
+
+@triton.jit
+def _unit(
+    query,
+    keys,
+    values,
+    first_row,
+    start,
+    low,
+    high,
+    later,
+    block,
+    scale,
+    cap,
+    has_cap: tl.constexpr,
+    chunk: tl.constexpr,
+    head_dim: tl.constexpr,
+    unit_rows: tl.constexpr,
+    member_block: tl.constexpr,
+    row_block: tl.constexpr,
+    dim_block: tl.constexpr,
+    least: tl.constexpr,
+):
+    """Return the part of one unit: peak, total and sums of each query head.
+
+    Its rows begin at `start` of a page that begins at `first_row`. A head that is `later[i]`
+    queries behind the first one sees the rows [low + later[i], high + later[i]).
+    """
+    dims = tl.arange(0, dim_block)
+    inside = dims < head_dim
+    part_peak = tl.full([member_block], least, tl.float32)
+    part_total = tl.zeros([member_block], tl.float32)
+    part = tl.zeros([member_block, dim_block], tl.float32)
+    for below in range(0, unit_rows, row_block):
+        rows = start + below + tl.arange(0, row_block)
+        is_row = (below + tl.arange(0, row_block) < unit_rows) & (rows < chunk)
+        read = is_row & (rows >= low) & (rows < high + block - 1)
+        seen = (rows[None, :] >= low + later[:, None]) & (rows[None, :] < high + later[:, None])
+        seen = seen & is_row[None, :]
+        at = (first_row + rows[:, None]) * head_dim + dims[None, :]
+        read = read[:, None] & inside[None, :]
+        key = tl.load(keys + at, mask=read, other=0.0)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        if has_cap:
+            scores = cap * (1.0 - 2.0 / (tl.exp(2.0 * scores / cap) + 1.0))
+        scores = tl.where(seen, scores, least)
+        higher = tl.maximum(part_peak, tl.max(scores, 1))
+        # Without a row that is seen yet, the peak is the least number: weights are 0.
+        weights = tl.where(seen, tl.exp(scores - higher[:, None]), 0.0)
+        shrink = tl.exp(part_peak - higher)
+        part_total = part_total * shrink + tl.sum(weights, 1)
+        value = tl.load(values + at, mask=read, other=0.0)
+        weights = weights.to(value.dtype)
+        part = tl.dot(weights, value, part * shrink[:, None], input_precision="ieee")
+        part_peak = higher
+    return part_peak, part_total, part
+
+
+# If `is_prompt`, program (b, h) attends with the queries from `b * block_queries` on, the first
+# of all at `query_position`, the pages units[: page_count], the first one at `page_position`,
+# of which a query sees `window` positions up to its own. It continues the part of each query.
+#
 # One compiled kernel computes decoded rows, guesses and prompts of a model in one order: what
 # differs between their calls must not select another.
 @triton.jit(
@@ -80,11 +151,8 @@ def attend_spans(
     A unit's part is computed by itself, and merged with those before it. Of a decoding query,
     program (s, h) attends units[starts[s] : starts[s + 1]] with query owners[s], of unit i the
     rows [lows[i], highs[i]) of its page, and writes part s. Unit u is the
-    part `u % n` of page `u // n`, where pages have n units.
+    part `u % n` of page `u // n`, where pages have n units. For prompts: see above.
 
-    If `is_prompt`, program (b, h) attends with the queries from `b * block_queries` on, the first
-    of all at `query_position`, the pages units[: page_count], the first one at `page_position`,
-    of which a query sees `window` positions up to its own. It continues the part of each query.
     Rows that no query of a program sees are not read: they may hold anything.
     """
     span, head = tl.program_id(0), tl.program_id(1)
@@ -93,9 +161,7 @@ def attend_spans(
     dims = tl.arange(0, dim_block)
     inside = dims < head_dim
     is_decode = is_prompt == 0
-    owner = tl.where(
-        is_decode, tl.load(owners + span, mask=is_decode, other=0), span * block_queries
-    )
+    owner = tl.load(owners + span, mask=is_decode, other=span * block_queries)
     later = members // group
     block = tl.minimum(block_queries, query_count - owner)
     is_member = later < block
@@ -109,47 +175,23 @@ def attend_spans(
     total = tl.load(totals + place, mask=begun, other=0.0)
     at_result = weighted + place[:, None] * head_dim + dims[None, :]
     result = tl.load(at_result, mask=begun[:, None] & inside[None, :], other=0.0)
-    # A prompt's units are all of the pages from the first to the last that its queries see.
     nearest = query_position + owner - page_position
-    first_page = tl.maximum(nearest - window + 1, 0) // chunk
-    end_page = tl.minimum((tl.maximum(nearest + block, 0) + chunk - 1) // chunk, page_count)
-    first_unit = tl.load(starts + span, mask=is_decode, other=0)
-    end_unit = tl.load(starts + span + 1, mask=is_decode, other=0)
-    first_unit = tl.where(is_decode, first_unit, first_page * per_page)
-    end_unit = tl.where(is_decode, end_unit, end_page * per_page)
+    first_unit, end_unit = _pages_seen(nearest, block, window, page_count, chunk)
+    first_unit = tl.load(starts + span, mask=is_decode, other=first_unit * per_page)
+    end_unit = tl.load(starts + span + 1, mask=is_decode, other=end_unit * per_page)
     for entry in range(first_unit, end_unit):
         number = tl.load(units + tl.where(is_decode, entry, entry // per_page))
         page = tl.where(is_decode, number // per_page, number).to(tl.int64)
         start = tl.where(is_decode, number, entry) % per_page * unit_rows
         # What the first query of the program sees of the page; each later one sees one row more.
         high = nearest + 1 - entry // per_page * chunk
-        low = tl.where(is_decode, tl.load(lows + entry, mask=is_decode, other=0), high - window)
-        high = tl.where(is_decode, tl.load(highs + entry, mask=is_decode, other=0), high)
-        part_peak = tl.full([member_block], least, tl.float32)
-        part_total = tl.zeros([member_block], tl.float32)
-        part = tl.zeros([member_block, dim_block], tl.float32)
-        for below in range(0, unit_rows, row_block):
-            rows = start + below + tl.arange(0, row_block)
-            is_row = (below + tl.arange(0, row_block) < unit_rows) & (rows < chunk)
-            read = is_row & (rows >= low) & (rows < high + block - 1)
-            seen = (rows[None, :] >= low + later[:, None]) & (rows[None, :] < high + later[:, None])
-            seen = seen & is_row[None, :]
-            at = ((page * kv_heads + head) * chunk + rows[:, None]) * head_dim + dims[None, :]
-            read = read[:, None] & inside[None, :]
-            key = tl.load(keys + at, mask=read, other=0.0)
-            scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-            if has_cap:
-                scores = cap * (1.0 - 2.0 / (tl.exp(2.0 * scores / cap) + 1.0))
-            scores = tl.where(seen, scores, least)
-            higher = tl.maximum(part_peak, tl.max(scores, 1))
-            # Without a row that is seen yet, the peak is the least number: weights are 0.
-            weights = tl.where(seen, tl.exp(scores - higher[:, None]), 0.0)
-            shrink = tl.exp(part_peak - higher)
-            part_total = part_total * shrink + tl.sum(weights, 1)
-            value = tl.load(values + at, mask=read, other=0.0)
-            weights = weights.to(value.dtype)
-            part = tl.dot(weights, value, part * shrink[:, None], input_precision="ieee")
-            part_peak = higher
+        low = tl.load(lows + entry, mask=is_decode, other=high - window)
+        high = tl.load(highs + entry, mask=is_decode, other=high)
+        part_peak, part_total, part = _unit(
+            *(query, keys, values, (page * kv_heads + head) * chunk, start, low, high, later),
+            *(block, scale, cap, has_cap, chunk, head_dim, unit_rows),
+            *(member_block, row_block, dim_block, least),
+        )
         peak, total, result = _merged(peak, total, result, part_peak, part_total, part)
     tl.store(peaks + place, peak, mask=is_member)
     tl.store(totals + place, total, mask=is_member)
