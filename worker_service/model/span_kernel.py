@@ -35,6 +35,14 @@ def _pages_seen(nearest, block, window, page_count, chunk: tl.constexpr):
 
 
 @triton.jit
+def _unit_at(units, entry, is_decode, per_page: tl.constexpr, unit_rows: tl.constexpr):
+    """Return the page of a program's unit, and the row of the page where the unit begins."""
+    number = tl.load(units + tl.where(is_decode, entry, entry // per_page))
+    page = tl.where(is_decode, number // per_page, number).to(tl.int64)
+    return page, tl.where(is_decode, number, entry) % per_page * unit_rows
+
+
+@triton.jit
 def _unit(
     query,
     keys,
@@ -157,8 +165,7 @@ def attend_spans(
     """
     span, head = tl.program_id(0), tl.program_id(1)
     per_page: tl.constexpr = (chunk + unit_rows - 1) // unit_rows
-    members = tl.arange(0, member_block)
-    dims = tl.arange(0, dim_block)
+    members, dims = tl.arange(0, member_block), tl.arange(0, dim_block)
     inside = dims < head_dim
     is_decode = is_prompt == 0
     owner = tl.load(owners + span, mask=is_decode, other=span * block_queries)
@@ -180,9 +187,7 @@ def attend_spans(
     first_unit = tl.load(starts + span, mask=is_decode, other=first_unit * per_page)
     end_unit = tl.load(starts + span + 1, mask=is_decode, other=end_unit * per_page)
     for entry in range(first_unit, end_unit):
-        number = tl.load(units + tl.where(is_decode, entry, entry // per_page))
-        page = tl.where(is_decode, number // per_page, number).to(tl.int64)
-        start = tl.where(is_decode, number, entry) % per_page * unit_rows
+        page, start = _unit_at(units, entry, is_decode, per_page, unit_rows)
         # What the first query of the program sees of the page; each later one sees one row more.
         high = nearest + 1 - entry // per_page * chunk
         low = tl.load(lows + entry, mask=is_decode, other=high - window)
