@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MARKS = "os^Dv<>ph*"
+_TICKS = (1, 2, 5, 10, 20, 50, 100)
+_SCREENED_BY = {"own": "a layer's own query", "previous": "the residual before the previous layer"}
 
 
 def picture_of(report: Mapping[str, Any]) -> Figure:
@@ -30,7 +32,7 @@ def picture_of(report: Mapping[str, Any]) -> Figure:
     right.set_ylabel("distant tokens still right, %")
     figure.suptitle(
         f"{report['model']} {report['dtype']}, {report['windows']} texts of "
-        f"{report['tokens']:,} tokens, screened by the {report['guess']} layer's input",
+        f"{report['tokens']:,} tokens, screened by {_SCREENED_BY[report['guess']]}",
         fontsize=10,
     )
     return figure
@@ -45,9 +47,12 @@ def _draw(axes: Axes, report: Mapping[str, Any], measure: str) -> None:
             curves[_screen_of(each["selection"])].append(point)
     for number, (name, points) in enumerate(curves.items()):
         ratios, values = zip(*sorted(points), strict=True)
-        mark = _MARKS[number % len(_MARKS)]
+        # Colours repeat after ten; marks then differ.
+        mark = _MARKS[(number + number // 10) % len(_MARKS)]
         axes.plot(ratios, values, f"{mark}-", color=f"C{number}", label=name, linewidth=1)
     axes.set_xscale("log")
+    axes.set_xticks(_TICKS, [f"{tick:g}" for tick in _TICKS])
+    axes.minorticks_off()
     axes.set_xlabel("tokens read, % of the visible ones, layers that select")
     axes.grid(linewidth=0.3)
 
