@@ -57,7 +57,9 @@ async def find_prefix(
         groups.setdefault(worker.numerics_digest, []).append(worker)
     found = await asyncio.gather(
         *(
-            _find_alike(catalog, group, advertised, numerics_salt(tenant_salt, digest), token_ids)
+            _find_alike(
+                catalog, group, workers, advertised, numerics_salt(tenant_salt, digest), token_ids
+            )
             for digest, group in groups.items()
         )
     )
@@ -72,11 +74,15 @@ async def find_prefix(
 async def _find_alike(
     catalog: PrefixCatalog,
     workers: Sequence[WorkerFacts],
+    known: Sequence[WorkerFacts],
     advertised: Sequence[StoreEntry],
     salt: bytes,
     token_ids: Sequence[int],
 ) -> CachedPrefix:
-    """Ask for the chunks of workers with one digest, whose keys have this salt."""
+    """Ask for the chunks of workers with one digest, whose keys have this salt.
+
+    The stores of all `known` workers with their layout may hold some: one outlives its workers.
+    """
     layouts = frozenset(LayoutName(w.layout_hash, w.chunk_tokens) for w in workers)
     keys = await hash_chunks(layouts, salt, token_ids)
     digest = workers[0].numerics_digest
@@ -84,28 +90,30 @@ async def _find_alike(
     with_store = [worker for worker in workers if worker.kvstore_address]
     if not with_store:
         return CachedPrefix(marks=marks)
-    query = PrefixQuery(
-        salt,
-        token_ids,
-        frozenset(LayoutName(w.layout_hash, w.chunk_tokens) for w in with_store),
-        frozenset(worker.kvstore_address for worker in with_store),
-        keys,
-    )
-    found = by_worker(await catalog.cached_tokens(query), with_store, advertised)
+    layouts = frozenset(LayoutName(w.layout_hash, w.chunk_tokens) for w in with_store)
+    hashes = {layout.layout_hash for layout in layouts}
+    stores = {w.kvstore_address for w in known if w.kvstore_address and w.layout_hash in hashes}
+    query = PrefixQuery(salt, token_ids, layouts, frozenset(stores), keys)
+    found = by_worker(await catalog.cached_tokens(query), with_store, advertised, known)
     return replace(found, marks=marks)
 
 
 def by_worker(
-    counts: Mapping[str, int], workers: Sequence[WorkerFacts], advertised: Sequence[StoreEntry]
+    counts: Mapping[str, int],
+    workers: Sequence[WorkerFacts],
+    advertised: Sequence[StoreEntry],
+    known: Sequence[WorkerFacts],
 ) -> CachedPrefix:
-    """Convert tokens by store address to tokens and sources by worker. Pure.
+    """Convert tokens by store address to tokens and sources of `workers`. Pure.
+
+    Stores are those that the `known` workers named, `workers` among them, and the advertised ones.
 
     Three kinds of stores are no source: the worker's own store under any of its
     addresses, a store of another layout, and a local address of another host.
     """
-    instances = {w.kvstore_address: w.store_instance_id for w in workers}
+    instances = {w.kvstore_address: w.store_instance_id for w in known}
     instances |= {store.address: store.instance_id for store in advertised}
-    layouts = {w.kvstore_address: w.layout_hash for w in workers}
+    layouts = {w.kvstore_address: w.layout_hash for w in known}
     layouts |= {store.address: store.layout_hash for store in advertised}
     own: dict[str, int] = {}
     sources: dict[str, tuple[FetchSource, ...]] = {}

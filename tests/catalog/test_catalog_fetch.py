@@ -158,16 +158,15 @@ def entry(address: str, instance: bytes, layout_hash: bytes = LAYOUT.layout_hash
 
 
 def test_each_worker_has_its_own_store_and_the_others_as_sources() -> None:
-    found = by_worker(
-        {A: 48, B: 64}, [worker("0", A, "10.0.0.1:5"), worker("1", B, "10.0.0.2:5")], []
-    )
+    workers = [worker("0", A, "10.0.0.1:5"), worker("1", B, "10.0.0.2:5")]
+    found = by_worker({A: 48, B: 64}, workers, [], workers)
     assert found.own == {"0": 48, "1": 64}
     assert found.sources == {"0": (FetchSource(B, 64),), "1": (FetchSource(A, 48),)}
 
 
 def test_one_store_under_two_addresses_is_one() -> None:
     here = worker("0", "unix:/kv", "10.0.0.1:5", b"a" * 16)
-    found = by_worker({A: 64}, [here], [entry(A, b"a" * 16)])
+    found = by_worker({A: 64}, [here], [entry(A, b"a" * 16)], [here])
     assert found.own == {"0": 64}
     assert found.sources == {"0": ()}
 
@@ -176,7 +175,7 @@ def test_other_layouts_and_other_hosts_sockets_are_no_sources() -> None:
     here, there = worker("0", "unix:/a", "unix:/w"), worker("1", B, "10.0.0.2:5")
     counts = {"unix:/a": 16, B: 32, "10.0.0.3:1": 64, "10.0.0.4:1": 0}
     others = [entry("10.0.0.3:1", b"c" * 16, b"x" * 16), entry("10.0.0.4:1", b"d" * 16)]
-    found = by_worker(counts, [here, there], others)
+    found = by_worker(counts, [here, there], others, [here, there])
     assert found.sources == {"0": (FetchSource(B, 32),), "1": ()}
 
 

@@ -63,21 +63,30 @@ async def test_a_store_is_asked_once_for_each_kind_of_its_workers() -> None:
     await store.stop()
 
 
-async def test_a_store_of_unlike_workers_is_no_source() -> None:
-    salt = numerics_salt(SALT, "aa")
-    stores = [SaltedStore({}), SaltedStore({salt: 64}), SaltedStore({SALT: 64})]
+async def test_a_store_of_unlike_workers_is_a_source_of_what_alike_ones_left_there() -> None:
+    salt, unlike = numerics_salt(SALT, "aa"), numerics_salt(SALT, "bb")
+    stores = [
+        SaltedStore({unlike: 16}),
+        SaltedStore({salt: 64}),
+        SaltedStore({SALT: 64}),
+        SaltedStore({salt: 48}),
+    ]
     addresses = [await store.start() for store in stores]
-    digests = ("aa", "aa", "bb")
+    digests = ("aa", "aa", "bb", "bb")
     workers = [
         worker(str(n), digest, address)
         for n, (digest, address) in enumerate(zip(digests, addresses, strict=True))
     ]
     async with stack(*workers) as running:
         found = await running.scheduler._find_prefix(SALT, PROMPT)
-        assert found.own == {"0": 0, "1": 64, "2": 0}
-        assert [source.address for source in found.sources["0"]] == [addresses[1]]
-        assert found.sources["1"] == found.sources["2"] == ()
-        assert stores[2].salts == [numerics_salt(SALT, "bb")]
+        assert found.own == {"0": 0, "1": 64, "2": 0, "3": 0}
+        sources = {
+            name: [(addresses.index(each.address), each.cached_tokens) for each in found]
+            for name, found in found.sources.items()
+        }
+        left = [(0, 16)]
+        assert sources == {"0": [(1, 64), (3, 48)], "1": [(3, 48)], "2": left, "3": left}
+        assert all(sorted(store.salts) == sorted([salt, unlike]) for store in stores)
     for store in stores:
         await store.stop()
 
