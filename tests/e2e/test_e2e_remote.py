@@ -16,6 +16,7 @@ from local_stack import StackShape, serving_worker, start_store, stop_process
 from tiny_models import build_tiny, clear_prompt, write_tiny
 
 from splitpoint.errors import FailedPrecondition
+from splitpoint.keys import numerics_salt
 from splitpoint.transport.channels import open_channel
 from splitpoint.v1 import kvstore_pb2, kvstore_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from worker_service.startup import LoadedWorker
@@ -47,6 +48,13 @@ class Host:
         stats = await self.store.GetStats(kvstore_pb2.GetStatsRequest(check_integrity=True))
         assert list(stats.integrity_violations) == []
         return stats
+
+    async def match(self, prompt: list[int]) -> kvstore_pb2.MatchResponse:
+        """What the store has of a prompt for workers like this one."""
+        salt = numerics_salt(b"", self.worker.numerics.digest)
+        request = kvstore_pb2.MatchRequest(token_ids=prompt, tenant_salt=salt)
+        found: kvstore_pb2.MatchResponse = await self.store.Match(request)
+        return found
 
     async def assert_clean(self) -> None:
         stats = await self.stats()
@@ -232,7 +240,7 @@ async def test_a_flipped_byte_is_recomputed(hosts: tuple[Host, Host]) -> None:
     first, second = hosts
     await first.generate(PROMPT)
     arena = first.worker.store.connection.tensors.arena  # type: ignore[union-attr]
-    stub_match = await first.store.Match(kvstore_pb2.MatchRequest(token_ids=PROMPT))
+    stub_match = await first.match(PROMPT)
     arena.plane(1, "K")[stub_match.chunks[4].slot, 7] ^= 1
     tokens, restore = await second.generate(PROMPT, **source(first))
     assert (tokens, restore.fetched_tokens) == (ANSWER, 0)
@@ -413,8 +421,7 @@ async def until(condition: Callable[[], bool]) -> None:
 async def until_stored(host: Host, prompt: list[int]) -> None:
     """Wait until the store has all of a prompt: a worker writes behind its answers."""
     async with asyncio.timeout(60):
-        request = kvstore_pb2.MatchRequest(token_ids=prompt)
-        while (await host.store.Match(request)).cached_tokens < len(prompt):
+        while (await host.match(prompt)).cached_tokens < len(prompt):
             await asyncio.sleep(0.02)
 
 
@@ -452,7 +459,7 @@ async def test_a_flipped_byte_in_the_remote_store_is_recomputed(
         worker_on(folder, tmp_path, "b", *store, mirror_memory_bytes=8 << 20) as remote,
     ):
         await mapped.generate(PROMPT)
-        found = await mapped.store.Match(kvstore_pb2.MatchRequest(token_ids=PROMPT))
+        found = await mapped.match(PROMPT)
         planes = mapped.worker.store.connection.tensors.arena  # type: ignore[union-attr]
         planes.plane(1, "K")[found.chunks[4].slot, 7] ^= 1
         assert (await remote.generate(PROMPT))[0] == ANSWER

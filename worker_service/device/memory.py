@@ -42,7 +42,9 @@ CODEC_BYTES_PER_ELEMENT = 20
 PREFILL_SHARE = 0.125
 # Parts of a CPU's attention that are kept at once, each of one query and one unit of pages
 # (kernels/units.py): what is more is merged meanwhile.
-ATTENTION_PARTS = 1024
+ATTENTION_PARTS = 512
+# Rows of a unit: those of a page between two multiples of this (ROWS of paged_attention.cpp).
+UNIT_ROWS = 128
 # Elements between the sums of two heads of a part are a multiple of this.
 _PART_LANES = 16
 # The largest tile of a streamed prefill, whose scores grow with the new tokens, too.
@@ -336,13 +338,20 @@ def _padding_bytes(shape: ModelShape, layout: ArenaLayout) -> int:
     return shape.page_bytes(chunk) + inputs
 
 
-def parts_bytes(shape: ModelShape, query_count: int) -> int:
+def parts_bytes(shape: ModelShape, chunk_tokens: int, query_count: int) -> int:
     """Return the most bytes of the parts of a CPU's attention at once, for so many queries.
 
-    Of each query at least one part is kept. A part is fp32: sums, a peak and a total for each head.
+    Of each query at least one part is kept, and at most one of each unit of its context.
     """
+    units = chunks_of(shape.context_length, chunk_tokens) * chunks_of(chunk_tokens, UNIT_ROWS)
+    count = min(max(ATTENTION_PARTS, query_count), query_count * units)
+    return count * part_bytes(shape)
+
+
+def part_bytes(shape: ModelShape) -> int:
+    """Return the bytes of a part: fp32 sums, a peak and a total for each head."""
     width = -(-shape.head_dim // _PART_LANES) * _PART_LANES
-    return max(ATTENTION_PARTS, query_count) * shape.query_head_count * 4 * (width + 2)
+    return shape.query_head_count * 4 * (width + 2)
 
 
 def _decoding_bytes(shape: ModelShape, layout: ArenaLayout, pages: int) -> int:
@@ -392,7 +401,7 @@ def _streamed_bytes(
     # All rows of a sequence attend a page at once.
     decode *= 1 + min(draft_tokens, MOST_SPECULATIVE_TOKENS)
     # Or their parts, where a kernel attends pages unit by unit.
-    decode = max(decode, parts_bytes(shape, max_batch_size + draft_tokens))
+    decode = max(decode, parts_bytes(shape, chunk, max_batch_size + draft_tokens))
     # The merged state, the tile's and their sum, in fp32, with peaks and totals.
     partials = 3 * (max_batch_size + draft_tokens + 1) * 4 * (width + 2 * shape.query_head_count)
     # The product, normed and rotated keys, angles, X that was kept; or X from token ids,

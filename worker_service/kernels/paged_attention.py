@@ -14,8 +14,6 @@ import torch
 
 from worker_service.kernels.compiled import ELEMENTS, LANES, content, load
 
-# ROWS of the source file.
-UNIT_ROWS = 128
 _POINTERS = (
     *("queries", "keys", "values", "pages", "lows", "highs", "owners", "order", "groups"),
     *("cuts", "ranks", "part_sums", "part_peaks", "part_totals", "places", "firsts"),

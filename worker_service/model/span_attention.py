@@ -18,9 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from worker_service.device.memory import UNIT_ROWS
 from worker_service.device.upload import Upload
 from worker_service.kernels.gpu_order import adds_in_one_order
-from worker_service.kernels.paged_attention import UNIT_ROWS, Partial, PromptPages
+from worker_service.kernels.paged_attention import Partial, PromptPages
 from worker_service.kernels.units import Numbers, UnitOrder, bounds, cut_units, units_per_page
 
 log = logging.getLogger(__name__)

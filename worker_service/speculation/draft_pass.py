@@ -14,8 +14,8 @@ import torch
 
 from splitpoint.shapes import chunks_of
 from worker_service.device.cache import DeviceCache
+from worker_service.device.memory import UNIT_ROWS
 from worker_service.device.upload import Upload
-from worker_service.kernels.paged_attention import UNIT_ROWS
 from worker_service.kernels.units import UnitView, unit_count
 from worker_service.model.attention import decode_partial, prefill
 from worker_service.model.attention_plan import DecodePlan, DecodeView, PageView, PrefillPlan

@@ -14,9 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 from splitpoint.host.compiler import compiler
 from splitpoint.shapes import ArenaLayout, ModelShape
 from worker_service.device.memory import (
-    ATTENTION_PARTS,
     MemoryPlan,
-    parts_bytes,
+    part_bytes,
     staging_bytes,
 )
 from worker_service.engine.sampling import Sampling
@@ -46,7 +45,7 @@ def test_a_decode_step_over_a_long_prefix_stays_within_the_plan(tmp_path: Path, 
     model = Decoder.load(folder, CPU, torch.float32)
     layout = ArenaLayout.of(model.shape, chunk_tokens=CHUNK, has_activations=True)
     pages = LENGTH // CHUNK
-    part = parts_bytes(model.shape, 1) // ATTENTION_PARTS
+    part = part_bytes(model.shape)
     greedy = Sampling(max_tokens=NEW, ignore_eos=True, logprobs=1)
     with store_runner(layout, tmp_path, 3 * pages) as runner:
         first = make_engine(
