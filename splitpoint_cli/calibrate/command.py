@@ -20,6 +20,7 @@ from splitpoint.errors import InvalidArgument
 from splitpoint.extras import need
 from splitpoint.selection import Selection, SelectionMethod, TrainingLoss
 from splitpoint.shapes import ModelShape
+from splitpoint.words import counted
 from splitpoint_cli.bench.shared import options
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.bench.shared.report import commit, hand_over_report, hardware
@@ -166,7 +167,7 @@ def _passage_length(length: int | None, shape: ModelShape) -> int:
         return min(LENGTH, shape.context_length)
     if length > shape.context_length:
         raise InvalidArgument(
-            f"passages of {length} tokens are longer than the context of {shape.name}, "
+            f"passages of {counted(length, 'token')} are longer than the context of {shape.name}, "
             f"{shape.context_length}",
             field="length",
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from splitpoint.words import counted
 from splitpoint_cli.bench.shared.report import report_table
 from splitpoint_cli.output import duration_text
 
@@ -22,7 +23,7 @@ def table_of(report: Mapping[str, Any]) -> Table:
     """Return one row per layer, and their mean."""
     layers = report["layers"]
     table = report_table(
-        f"{report['screen']} for {report['model']}: {report['tokens']:,} tokens, rank "
+        f"{report['screen']} for {report['model']}: {counted(report['tokens'], 'token')}, rank "
         f"{report['rank']}",
         "layer",
         *("loss at start", "loss at end", "epochs"),

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from splitpoint.selection import Selection
+from splitpoint.words import counted
 from splitpoint_cli.plots import new_figure
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def picture_of(report: Mapping[str, Any]) -> Figure:
     right.set_ylabel("distant tokens still right, %")
     figure.suptitle(
         f"{report['model']} {report['dtype']}, {report['windows']} texts of "
-        f"{report['tokens']:,} tokens, screened by {_SCREENED_BY[report['guess']]}",
+        f"{counted(report['tokens'], 'token')}, screened by {_SCREENED_BY[report['guess']]}",
         fontsize=10,
     )
     return figure

@@ -114,7 +114,8 @@ def table_of(report: Mapping[str, Any]) -> Table:
     """Return a row for each selection."""
     table = report_table(
         f"{report['model']} {report['dtype']}: {counted(report['windows'], 'text')} of "
-        f"{report['tokens']:,} tokens, the first {report['prompt_tokens']:,} computed exactly",
+        f"{counted(report['tokens'], 'token')}, "
+        f"the first {report['prompt_tokens']:,} computed exactly",
         *("selection", "KV read", "on device", "perplexity", "over full", "agree"),
         *("recall", "overlap", "far", "needle", "fields"),
     )

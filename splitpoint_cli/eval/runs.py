@@ -15,6 +15,7 @@ from splitpoint.checkpoint.resolve import resolve_model
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.errors import InvalidArgument, NotFound
 from splitpoint.selection import FULL, Selection, SelectionMethod
+from splitpoint.words import counted
 from splitpoint_cli.bench.shared.passages import beginnings, read_unseen
 from splitpoint_cli.bench.shared.progress import Progress
 from splitpoint_cli.eval.report import Answers, SelectionResult, Texts
@@ -112,7 +113,7 @@ def run_all(workload: EvalWorkload, progress: Progress) -> tuple[Texts, list[Sel
     config = DecoderConfig.read(folder, None)
     if workload.tokens > config.shape.context_length:
         raise InvalidArgument(
-            f"{folder.name} has a context of {config.shape.context_length:,} tokens, and "
+            f"{folder.name} has a context of {counted(config.shape.context_length, 'token')}, and "
             f"{workload.tokens:,} are wanted",
             field="tokens",
         )
@@ -186,7 +187,7 @@ def _read_windows(
     windows = [window for sample in samples for window in sample.windows]
     if not windows:
         raise InvalidArgument(
-            f"no unseen file has {workload.tokens:,} tokens: give --text", field="tokens"
+            f"no unseen file has {counted(workload.tokens, 'token')}: give --text", field="tokens"
         )
     return {sample.package: sample.files for sample in samples}, list(windows)
 

@@ -14,6 +14,7 @@ from enum import StrEnum
 
 from splitpoint.checkpoint.text import Tokenizer
 from splitpoint.errors import InvalidArgument
+from splitpoint.words import counted
 
 _WORDS = (
     *("alpha", "branch", "cache", "delta", "event", "frame", "group", "header", "index", "joint"),
@@ -82,7 +83,8 @@ def needle(
     room = tokens - len(text.ids) - 2 * len(text.tokens(question) + text.tokens(answer)) - 1
     if not 0 < room <= len(filler):
         raise InvalidArgument(
-            f"a needle in {tokens} tokens needs {room} of other text, and there are {len(filler)}",
+            f"a needle in {counted(tokens, 'token')} needs {room} of other text, "
+            f"and there are {len(filler)}",
             field="tokens",
         )
     cut = round(depth * room)
@@ -124,5 +126,6 @@ def extraction(tokenizer: Tokenizer, tokens: int, seed: int) -> Task:
         answers.append(text.add(answer))
         text.add(",")
     if len(answers) < 2:
-        raise InvalidArgument(f"{tokens} tokens hold no table and questions", field="tokens")
+        held = counted(tokens, "token holds", "tokens hold")
+        raise InvalidArgument(f"{held} no table and questions", field="tokens")
     return Task(TaskKind.EXTRACTION, tuple(text.ids), prompt, tuple(answers))

@@ -9,6 +9,7 @@ from pathlib import Path
 from splitpoint.checkpoint.resolve import BUNDLED_MODEL
 from splitpoint.errors import InvalidArgument
 from splitpoint.selection import FULL, Selection, SelectionMethod
+from splitpoint.words import counted
 
 RATIOS = (0.02, 0.05, 0.1, 0.2, 0.5)
 # The papers' own settings: alpha 4 (OPT) and 5 (Llama) with at most 20 %, and 12.5 %.
@@ -71,7 +72,7 @@ class EvalWorkload:
             raise InvalidArgument(f"tokens must be at least {LEAST_TOKENS}", field="tokens")
         if not 0 < self.prompt <= self.tokens - 2:
             raise InvalidArgument(
-                f"prompt must leave two of the {self.tokens} tokens, not {self.prompt}",
+                f"prompt must leave two of the {counted(self.tokens, 'token')}, not {self.prompt}",
                 field="prompt",
             )
         for name in ("guess", "norm"):

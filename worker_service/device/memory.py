@@ -43,6 +43,8 @@ PREFILL_SHARE = 0.125
 # Parts of a CPU's attention that are kept at once, each of one query and one unit of pages
 # (kernels/units.py): what is more is merged meanwhile.
 ATTENTION_PARTS = 512
+# Share of what the weights leave that parts may take.
+PARTS_SHARE = 0.0625
 # Rows of a unit: those of a page between two multiples of this (ROWS of paged_attention.cpp).
 UNIT_ROWS = 128
 # Elements between the sums of two heads of a part are a multiple of this.
@@ -98,6 +100,7 @@ class MemoryPlan:
         draft_tokens: guessed tokens that one step verifies at most; 0 if nothing guesses.
         graph_bytes: for CUDA graphs, in the workspace, as is one more page of K, V and X that
             their padding rows write. 0: there are none.
+        attention_parts: see ATTENTION_PARTS.
     """
 
     budget_bytes: int
@@ -113,6 +116,7 @@ class MemoryPlan:
     window_page_count: int = 0
     sink_page_count: int = 0
     graph_bytes: int = 0
+    attention_parts: int = ATTENTION_PARTS
 
     @property
     def device_page_count(self) -> int:
@@ -216,6 +220,8 @@ def divide(
             drafts; 0: it keeps none. In little memory it keeps fewer.
         graph_bytes: for CUDA graphs, which give way to the fewest pages of a cache.
     """
+    queries = max_batch_size + draft_tokens
+    parts = _attention_parts(shape, layout, queries, budget_bytes - weight_bytes)
     needs = _needs(
         shape,
         layout,
@@ -224,6 +230,7 @@ def divide(
         staging_pages,
         has_store=has_store,
         draft_tokens=draft_tokens,
+        attention_parts=parts,
     )
     page_bytes, least_pages = needs.page_bytes, needs.least_pages
     workspace = needs.workspace_bytes
@@ -260,6 +267,7 @@ def divide(
         window_page_count=window,
         sink_page_count=sinks,
         graph_bytes=graph_bytes,
+        attention_parts=parts,
     )
 
 
@@ -296,6 +304,7 @@ def _needs(
     *,
     has_store: bool,
     draft_tokens: int = 0,
+    attention_parts: int = ATTENTION_PARTS,
 ) -> _Needs:
     chunk, page_bytes = layout.chunk_tokens, shape.page_bytes(layout.chunk_tokens)
     prefill_pages = chunks_of(max_batched_tokens, chunk) + 1
@@ -307,7 +316,13 @@ def _needs(
         + _decoding_bytes(shape, layout, staging_pages)
         + _step_bytes(shape, max_batch_size, max_batched_tokens, draft_tokens)
         + _streamed_bytes(
-            shape, layout, max_batch_size, max_batched_tokens, staging_pages, draft_tokens
+            shape,
+            layout,
+            max_batch_size,
+            max_batched_tokens,
+            staging_pages,
+            draft_tokens,
+            attention_parts,
         )
         + input_bytes
     )
@@ -338,14 +353,26 @@ def _padding_bytes(shape: ModelShape, layout: ArenaLayout) -> int:
     return shape.page_bytes(chunk) + inputs
 
 
-def parts_bytes(shape: ModelShape, chunk_tokens: int, query_count: int) -> int:
-    """Return the most bytes of the parts of a CPU's attention at once, for so many queries.
+def parts_bytes(shape: ModelShape, chunk_tokens: int, query_count: int, most: int) -> int:
+    """Return the bytes of at most `most` parts of a CPU's attention, for so many queries.
 
     Of each query at least one part is kept, and at most one of each unit of its context.
     """
     units = chunks_of(shape.context_length, chunk_tokens) * chunks_of(chunk_tokens, UNIT_ROWS)
-    count = min(max(ATTENTION_PARTS, query_count), query_count * units)
+    count = min(max(most, query_count), query_count * units)
     return count * part_bytes(shape)
+
+
+def _attention_parts(
+    shape: ModelShape, layout: ArenaLayout, query_count: int, free_bytes: int
+) -> int:
+    """Return how many parts may wait: ATTENTION_PARTS, or fewer in little memory."""
+    parts = ATTENTION_PARTS
+    while parts > 1 and (
+        parts_bytes(shape, layout.chunk_tokens, query_count, parts) > PARTS_SHARE * free_bytes
+    ):
+        parts //= 2
+    return parts
 
 
 def part_bytes(shape: ModelShape) -> int:
@@ -390,6 +417,7 @@ def _streamed_bytes(
     max_batched_tokens: int,
     staging_pages: int,
     draft_tokens: int,
+    attention_parts: int,
 ) -> int:
     """Return the peak bytes of rebuilding and attending the largest tile of a streamed step."""
     size, width, chunk = shape.data_type.size, shape.query_width, layout.chunk_tokens
@@ -400,8 +428,9 @@ def _streamed_bytes(
     decode = scores + tile_pages * width * (4 + 2 * size)
     # All rows of a sequence attend a page at once.
     decode *= 1 + min(draft_tokens, MOST_SPECULATIVE_TOKENS)
+    queries = max_batch_size + draft_tokens
     # Or their parts, where a kernel attends pages unit by unit.
-    decode = max(decode, parts_bytes(shape, chunk, max_batch_size + draft_tokens))
+    decode = max(decode, parts_bytes(shape, chunk, queries, attention_parts))
     # The merged state, the tile's and their sum, in fp32, with peaks and totals.
     partials = 3 * (max_batch_size + draft_tokens + 1) * 4 * (width + 2 * shape.query_head_count)
     # The product, normed and rotated keys, angles, X that was kept; or X from token ids,

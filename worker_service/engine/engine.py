@@ -47,6 +47,7 @@ from worker_service.engine.sampling import NonFiniteLogits
 from worker_service.engine.sequence import Admission, Sequence
 from worker_service.graphs.decode_graphs import DecodeGraphs
 from worker_service.graphs.eager_reason import EagerReason
+from worker_service.kernels.units import limit_parts
 from worker_service.lanes.lanes import Lanes
 from worker_service.lanes.select import lanes_of
 from worker_service.lanes.spans import RequestSpans
@@ -97,6 +98,7 @@ class Engine:
         self.cache = cache
         self.verifier = verifier
         self.memory_plan: MemoryPlan = cache.plan
+        limit_parts(cache.plan.attention_parts)
         self.chunk_tokens = cache.layout.chunk_tokens
         self.max_batch_size = max_batch_size
         self.max_batched_tokens = max_batched_tokens

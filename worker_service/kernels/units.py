@@ -25,6 +25,17 @@ from worker_service.kernels.paged_attention import grouped
 
 Numbers = npt.NDArray[np.int64]
 
+_limit = [ATTENTION_PARTS]
+
+
+def limit_parts(count: int) -> None:
+    """Keep at most so many parts at once in this process from now on: those that are planned."""
+    _limit[:] = [count]
+
+
+def _most_parts() -> int:
+    return min(ATTENTION_PARTS, _limit[0])
+
 
 def decodes_in_units(device: torch.device) -> bool:
     """Return True if this process decodes on this device by the kernel of `UnitView`."""
@@ -53,7 +64,7 @@ def unit_count(tokens: int, page_rows: int) -> int:
 
 def may_wait(page_count: int, chunk_tokens: int, unit_count: int) -> bool:
     """Return True if parts of so many pages and further units may wait until all are there."""
-    return page_count * chunks_of(chunk_tokens, UNIT_ROWS) + unit_count <= ATTENTION_PARTS
+    return page_count * chunks_of(chunk_tokens, UNIT_ROWS) + unit_count <= _most_parts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +194,7 @@ class UnitOrder:
 
 @dataclass(frozen=True, slots=True)
 class _Rounds:
-    """Rounds of at most ATTENTION_PARTS units, or of one of each query: see `Units`."""
+    """Rounds of at most as many units as parts may wait, or of one of each query: see `Units`."""
 
     order: Numbers
     groups: Numbers
@@ -194,8 +205,8 @@ class _Rounds:
 
     @classmethod
     def of(cls, pages: Numbers, owners: Numbers, firsts: Numbers) -> _Rounds:
-        count = len(pages)
-        if count <= ATTENTION_PARTS:
+        count, most = len(pages), _most_parts()
+        if count <= most:
             order, groups = grouped(pages)
             cuts, places = np.array([0, len(groups) - 1]), np.arange(count)
             return cls(order, groups, cuts, np.array([0, count]), places, count)
@@ -203,7 +214,7 @@ class _Rounds:
         ends = np.cumsum(np.bincount(ranks))
         edges, taken = [0], 0
         while edges[-1] < len(ends):
-            reached = int(np.searchsorted(ends, taken + ATTENTION_PARTS, side="right"))
+            reached = int(np.searchsorted(ends, taken + most, side="right"))
             edges.append(max(reached, edges[-1] + 1))
             taken = int(ends[edges[-1] - 1])
         rounds = np.searchsorted(edges, ranks, side="right") - 1
