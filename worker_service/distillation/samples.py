@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from worker_service.model.attention import prefill_partial
+from worker_service.model.attention import prefill_alone
 from worker_service.model.decoder import Decoder
 from worker_service.model.forward import through_layers
 from worker_service.model.layer import DecoderLayer
@@ -41,14 +41,6 @@ class _Recorder:
     ) -> torch.Tensor:
         # Copies: keys are a view of keys and values.
         self.rows.append(TokenRows(inputs, queries, keys.clone()))
-        part = prefill_partial(
-            queries,
-            keys.transpose(0, 1),
-            values.transpose(0, 1),
-            query_position=0,
-            key_position=0,
-            window=layer.window,
-            scale=layer.scale,
-            cap=layer.cap,
+        return prefill_alone(
+            queries, keys, values, window=layer.window, scale=layer.scale, cap=layer.cap
         )
-        return part.attended(queries.dtype)

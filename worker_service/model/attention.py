@@ -381,6 +381,33 @@ def prefill_partial(
     )
 
 
+def prefill_alone(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    window: int | None,
+    scale: float,
+    cap: float | None,
+) -> torch.Tensor:
+    """Attend a whole sequence with itself, without a cache: return `[T, n_q * d]`.
+
+    Args:
+        queries: `[T, n_q, d]`; keys, values: `[T, n_kv, d]`.
+    """
+    part = prefill_partial(
+        queries,
+        keys.transpose(0, 1),
+        values.transpose(0, 1),
+        query_position=0,
+        key_position=0,
+        window=window,
+        scale=scale,
+        cap=cap,
+    )
+    return part.attended(queries.dtype)
+
+
 def tile_rows(pages: torch.Tensor, row_count: int) -> torch.Tensor:
     """Return the first `row_count` rows of pages `[P, n_kv, C, d]` as `[n_kv, rows, d]`."""
     count, kv_heads, rows, head_dim = pages.shape

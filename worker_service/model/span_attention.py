@@ -79,7 +79,7 @@ class SpanView:
 
         Query `owners[i]` sees the rows `seen[i]` `[C]` of page `numbers[i]`: at least one, and
         no two with a gap between them. The page's first row is at `positions[i]`.
-        `padded_count`: spans for which the tables have room; those without pages are nobody's.
+        `padded_count`: spans for which the tables have room; no query owns those without pages.
         Raises ValueError if there are more.
         """
         rows = seen.shape[1]

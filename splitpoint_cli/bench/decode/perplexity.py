@@ -11,7 +11,7 @@ import math
 import torch
 
 from splitpoint_cli.bench.decode.prompts import Prompts
-from worker_service.model.attention import prefill_partial
+from worker_service.model.attention import prefill_alone
 from worker_service.model.decoder import Decoder
 from worker_service.model.forward import through_layers
 from worker_service.model.layer import DecoderLayer
@@ -44,17 +44,9 @@ def _logits(model: Decoder, tokens: tuple[int, ...]) -> torch.Tensor:
         keys: torch.Tensor,
         values: torch.Tensor,
     ) -> torch.Tensor:
-        part = prefill_partial(
-            queries,
-            keys.transpose(0, 1),
-            values.transpose(0, 1),
-            query_position=0,
-            key_position=0,
-            window=layer.window,
-            scale=layer.scale,
-            cap=layer.cap,
+        return prefill_alone(
+            queries, keys, values, window=layer.window, scale=layer.scale, cap=layer.cap
         )
-        return part.attended(queries.dtype)
 
     ids = torch.tensor(tokens, device=model.device)
     positions = torch.arange(len(tokens), device=model.device)

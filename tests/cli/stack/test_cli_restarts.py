@@ -298,32 +298,34 @@ def test_ctrl_c_during_a_restart(tmp_path: Path) -> None:
     assert_nothing_left(log, instance_name("restart"))
 
 
+def down(*options: str) -> subprocess.CompletedProcess[str]:
+    """Run `splitpoint down` to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "splitpoint_cli", "down", *options],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        env=child_environment({}),
+        check=False,
+    )
+
+
 def test_down_clears_what_a_killed_up_left(tmp_path: Path) -> None:
     log, instance = tmp_path / "log", instance_name("down")
-
-    def down() -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "splitpoint_cli", "down", "--instance", instance],
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            env=child_environment({}),
-            check=False,
-        )
 
     with stack(log, instance) as process:
         wait_until_up(process)
         process.kill()
         process.communicate(timeout=SECONDS)
     deadline = time.monotonic() + SECONDS
-    while (done := down()).returncode == 1 and time.monotonic() < deadline:
+    while (done := down("--instance", instance)).returncode == 1 and time.monotonic() < deadline:
         assert "still stop" in done.stderr
     try:
         assert done.returncode == 0, done.stderr
         assert f"splitpoint arena rm {instance}" in done.stderr
     finally:
         remove_tree(arena_path(instance).parent)
-    again = down()
+    again = down("--instance", instance)
     assert again.returncode == 2
     assert f"NOT_FOUND: no stack named {instance} is running" in again.stderr
     assert not runtime_path(instance).exists()
@@ -332,29 +334,19 @@ def test_down_clears_what_a_killed_up_left(tmp_path: Path) -> None:
 def test_down_finds_a_named_stack_by_its_address(tmp_path: Path) -> None:
     log, instance = tmp_path / "log", instance_name("found")
 
-    def down(address: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "splitpoint_cli", "down", "--address", address],
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            env=child_environment({}),
-            check=False,
-        )
-
     with stack(log, instance) as process:
         wait_until_up(process)
         address = f"unix:{runtime_path(instance)}/public.sock"
-        other = down("unix:/nothing/listens/here.sock")
+        other = down("--address", "unix:/nothing/listens/here.sock")
         assert other.returncode == 2
         assert f"{instance} at {address}" in other.stderr
         assert process.poll() is None
-        done = down(address)
+        done = down("--address", address)
         assert done.returncode == 0, done.stderr
         assert f"stopping {instance} " in done.stderr
         process.communicate(timeout=SECONDS)
     assert_nothing_left(log, instance)
-    assert instance not in down(address).stderr
+    assert instance not in down("--address", address).stderr
 
 
 def test_down_compares_hosts_and_ports() -> None:

@@ -38,6 +38,12 @@ SHAPES = [
 ]
 
 
+def assert_same(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Both have the same numbers, and NaN at the same places."""
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_prefill_is_attention_and_has_the_bits_of_decoded_rows(
@@ -104,8 +110,7 @@ def test_a_value_that_is_not_finite_reaches_those_who_see_it(
     for some in (slice(0, place), slice(end, 205)):
         assert torch.equal(found[some], whole[some])
     decoded = sequence.decoded(range(205))
-    assert torch.equal(found.isnan(), decoded.isnan())
-    assert torch.equal(found.nan_to_num(), decoded.nan_to_num())
+    assert_same(found, decoded)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -122,8 +127,7 @@ def test_rows_behind_those_of_infinite_scores_weigh_nothing(
     assert whole.isnan().any() == (shape.cap is None)
     pieces = torch.cat([sequence.prefilled(range(first, first + 1)) for first in range(37)])
     for found in (pieces, sequence.decoded(range(37))):
-        assert torch.equal(found.isnan(), whole.isnan())
-        assert torch.equal(found.nan_to_num(), whole.nan_to_num())
+        assert_same(found, whole)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
