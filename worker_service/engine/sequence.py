@@ -10,6 +10,7 @@ from splitpoint.errors import SplitpointError
 from splitpoint.planning.plan import Residency, RestoreMethod
 from splitpoint.planning.schedule import Schedule
 from splitpoint.planning.split_line import SplitLine
+from splitpoint.selection import FULL, Selection
 from splitpoint.speculation import PLAIN, DraftMethod, Speculation
 from worker_service.device.claims import Claim
 from worker_service.engine.sampling import Sampling
@@ -43,6 +44,7 @@ class Admission:
             the client chose the split.
         traceparent: W3C trace context; empty if the request is not traced.
         speculation: how its next tokens are guessed.
+        selection: which of its stored tokens each decode step reads.
     """
 
     request_id: str
@@ -64,6 +66,7 @@ class Admission:
     predicted_restore_seconds: float = 0.0
     traceparent: str = ""
     speculation: Speculation = PLAIN
+    selection: Selection = FULL
 
     @property
     def key(self) -> tuple[str, int]:
